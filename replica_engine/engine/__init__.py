@@ -1,0 +1,18 @@
+"""The engine: replica threads and the sync points where they meet. Standard library only.
+
+- `event`: the binary event that threads hand each other.
+- `thread`: one persistent replica thread, parked between jobs.
+- `group`: the N threads of a run, and the pool that leases them.
+- `sync_point`: the record of where a replica met the others, and the states it goes through.
+- `replica`: one replica in one run.
+- `run`: the protocol. Read this one first.
+
+It knows nothing of TensorFlow: a replica's body is any function, a merge any function of N requests.
+"""
+
+from replica_engine.engine.group import GroupPool, SyncGroup
+from replica_engine.engine.replica import Replica, current_replica
+from replica_engine.engine.run import Run
+from replica_engine.engine.sync_point import State, SyncPoint
+
+__all__ = ["GroupPool", "Replica", "Run", "State", "SyncGroup", "SyncPoint", "current_replica"]

@@ -1,0 +1,207 @@
+"""The protocol: how the threads of one run take turns, meet, and come to an end.
+
+**Who holds the baton.** At any moment either the coordinator (the thread that called `run`) or exactly one
+replica runs; the others wait. A round begins when the coordinator hands the baton to replica 0. Replica 0
+runs to its next pause, which is a merge call or the end of its body, and hands the baton to replica 1, and
+so on; the last one hands it back to the coordinator. N + 1 hand-overs a round; going through the
+coordinator each time would take 2N. The order is part of the contract: programs rely on replica 0 being
+the first to create a variable, to trace a function, to append to a list.
+
+**Between rounds** the coordinator looks at where everybody stands:
+
+- all finished: the run is over, the values are the result;
+- all paused, in the same merge function: it merges their requests, lays each one's part of the result
+  ready, and begins the next round;
+- anything else is a mismatch, and an error.
+
+**With `concurrent=True`** the coordinator releases all replicas at once, and the last one to pause hands the
+baton back. Nothing else changes.
+
+**When something fails** the run is given up: `given_up` is set, and the baton comes back to the coordinator
+at once; replicas that have not had their turn in this round do not get it. The coordinator then wakes the
+others one by one, in order. A paused replica finds `given_up` and raises ReplicaUnwound out of its `pause`,
+so that its `finally` blocks run; one that has not started does not start. Failures on the way down are
+kept and become notes. A replica that still runs (with `concurrent=True`, or after Ctrl-C) is given a while
+to reach its next pause. After that it is abandoned: its thread is never used again.
+
+**What must never happen:**
+
+- two replicas running at once without `concurrent=True`;
+- an event set in one run and found set in the next. In a run that ends well each `set` is matched by one
+  `wait`. In any other run stray wake-ups are possible (the baton and the unwinding may both wake a
+  replica), and so its threads are closed, not reused (`group.py`);
+- an outcome lost: a body's value or exception is kept on its replica before the baton moves on;
+- a wait without end. The coordinator waits in steps and reports a replica that does not come back; a
+  paused replica looks now and then whether its coordinator still lives.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from replica_engine import errors
+from replica_engine.engine.event import Event
+from replica_engine.engine.group import SyncGroup
+from replica_engine.engine.replica import Replica
+from replica_engine.engine.sync_point import State
+
+SLOW = 30.0  # seconds after which replicas that have not come back are reported
+UNWIND_GRACE = 30.0  # seconds for the others to come down after a failure
+INTERRUPT_GRACE = 0.5  # seconds for the same after Ctrl-C, which must be answered within one
+
+log = logging.getLogger("replica_engine")
+
+
+class Run:
+    """One run of N bodies on a sync group.
+
+    Args:
+        group: N parked threads.
+        bodies: what each replica does, given its `Replica`, which it uses to pause.
+        merge: called by the coordinator with the N requests of a sync point, in order of the replicas;
+            returns what each replica's `pause` returns.
+        concurrent: release all replicas at once.
+        timeout: seconds a replica may take to reach its next sync point; None warns after 30 and waits on.
+    """
+
+    def __init__(
+        self,
+        group: SyncGroup,
+        bodies: Sequence[Callable[[Replica], Any]],
+        merge: Callable[[list[Any]], Sequence[Any]],
+        *,
+        concurrent: bool = False,
+        timeout: float | None = None,
+    ):
+        self.coordinator = threading.current_thread()
+        self.given_up = False
+        self.replicas = [
+            Replica(self, index, device, thread)
+            for index, (device, thread) in enumerate(zip(group.devices, group.threads, strict=True))
+        ]
+        self._bodies = bodies
+        self._merge = merge
+        self._concurrent = concurrent
+        self._timeout = timeout
+        self._has_paused = Event()  # the baton, on its way back to the coordinator
+        self._lock = threading.Lock()
+        self._still_running = 0
+
+    def __call__(self) -> list[Any]:
+        """Runs the bodies to their ends.
+
+        Returns:
+            What each body returned, in order of the replicas.
+
+        Raises:
+            MergeCallMismatchError: the replicas did not meet at the same sync points.
+            ReplicaTimeoutError: a replica did not come back within `timeout`.
+            Exception: what a body or `merge` raised, with notes.
+        """
+        try:
+            for replica, body in zip(self.replicas, self._bodies, strict=True):
+                replica.thread.assign(lambda replica=replica, body=body: replica.execute(body))
+            while True:
+                self._round()
+                if all(replica.state is State.FINISHED for replica in self.replicas):
+                    return [replica.value for replica in self.replicas]
+                self._check_meeting()
+                results = self._merge([replica.request for replica in self.replicas])
+                for replica, result in zip(self.replicas, results, strict=True):
+                    replica.resume_with(result)
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        finally:
+            # Replicas refer to the run, and bodies to the caller's world: without this the cycle would
+            # keep tensors alive until the garbage collector comes by.
+            del self._bodies, self._merge
+
+    def hand_over(self, replica: Replica) -> None:
+        """Passes the baton on. Called by a replica's thread when it pauses or ends."""
+        if self._concurrent:
+            with self._lock:
+                self._still_running -= 1
+                to_coordinator = self._still_running == 0
+        else:
+            to_coordinator = replica.index == len(self.replicas) - 1
+        if to_coordinator or self.given_up or replica.state is State.FAILED:
+            self._has_paused.set()
+        elif not self._concurrent:
+            self.replicas[replica.index + 1].thread.should_run.set()
+
+    def _round(self) -> None:
+        """Takes every replica to its next pause; raises what one of them raised."""
+        if self._concurrent:
+            self._still_running = len(self.replicas)
+            for replica in self.replicas:
+                replica.thread.should_run.set()
+        else:
+            self.replicas[0].thread.should_run.set()
+        self._wait_for_baton()
+        for replica in self.replicas:
+            if replica.state is State.FAILED:
+                assert replica.error is not None
+                raise replica.error
+
+    def _wait_for_baton(self) -> None:
+        started = time.monotonic()
+        while True:
+            waited = time.monotonic() - started
+            left = SLOW if self._timeout is None else min(SLOW, self._timeout - waited)
+            if self._has_paused.wait(left):
+                return
+            waited = time.monotonic() - started
+            if self._timeout is not None and waited >= self._timeout:
+                raise errors.ReplicaTimeoutError(self._timeout, self._rows())
+            log.warning("%s", errors.slow_replicas(round(waited), self._rows(), self._stacks()))
+
+    def _check_meeting(self) -> None:
+        """All replicas have paused or finished: did they meet?"""
+        if any(replica.state is State.FINISHED for replica in self.replicas):
+            raise errors.MergeCallMismatchError.different_counts(self._rows())
+        first = self.replicas[0].sync_points[-1].identity
+        if any(replica.sync_points[-1].identity != first for replica in self.replicas[1:]):
+            raise errors.MergeCallMismatchError.different_functions(self._rows())
+
+    def _give_up(self, error: BaseException) -> None:
+        """Takes down every replica that is not over, and writes what is known onto `error`."""
+        rows = self._rows()  # as they stand now; a moment later all are unwound
+        culprit = next((replica for replica in self.replicas if replica.error is error), None)
+        timed_out = isinstance(error, errors.ReplicaTimeoutError)
+        interrupted = culprit is None and isinstance(error, KeyboardInterrupt)
+        deadline = time.monotonic() + (INTERRUPT_GRACE if interrupted or timed_out else UNWIND_GRACE)
+        self.given_up = True
+        for replica in self.replicas:
+            if replica.over:
+                continue
+            if replica.state is State.RUNNING and (interrupted or timed_out):
+                replica.thread.interrupt()
+            replica.thread.should_run.set()
+            while not replica.over and time.monotonic() < deadline:
+                # Whoever comes down sets this event; that one may be another replica, so look again.
+                self._has_paused.wait(deadline - time.monotonic())
+        if culprit is not None:
+            failed = [r for r in self.replicas if r.error is not None and r is not culprit]
+            errors.note_failure(
+                error, rows[culprit.index], [(r.row(), f"{type(r.error).__name__}: {r.error}") for r in failed]
+            )
+        errors.note_abandoned(error, [replica.row() for replica in self.replicas if not replica.over])
+
+    def _rows(self) -> list[errors.ReplicaRow]:
+        return [replica.row() for replica in self.replicas]
+
+    def _stacks(self) -> str:
+        frames = sys._current_frames()
+        stacks = []
+        for replica in self.replicas:
+            frame = frames.get(replica.thread.ident or 0)
+            if replica.state is State.RUNNING and frame is not None:
+                stacks.append(f"{replica}:\n{''.join(traceback.format_stack(frame))}")
+        return "\n".join(stacks)

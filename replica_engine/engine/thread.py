@@ -1,0 +1,59 @@
+"""One persistent replica thread: parked until it is given a job, parked again after it."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+
+from replica_engine.engine.event import Event
+from replica_engine.errors import ReplicaUnwound
+
+
+class ReplicaThread(threading.Thread):
+    """Runs jobs, one at a time, each when `should_run` is set.
+
+    Assigning a job does not start it: `should_run` does, so that the baton of a run (see `run.py`) starts
+    replicas in order. A parked thread refers to nothing but itself, and so keeps no strategy, tensor or
+    function alive. It is a daemon: at interpreter exit nothing waits for it.
+
+    A job must not raise; it keeps its outcome as data.
+    """
+
+    def __init__(self, name: str):
+        super().__init__(name=name, daemon=True)
+        self.should_run = Event()
+        self.replica: object | None = None
+        self._job: Callable[[], None] | None = None
+        self._closed = False
+
+    def assign(self, job: Callable[[], None]) -> None:
+        """Lays a job ready. Only for a parked thread."""
+        self._job = job
+
+    def close(self) -> None:
+        """Lets the thread end, as soon as it has no job."""
+        self._closed = True
+        self.should_run.set()
+
+    def interrupt(self) -> None:
+        """Raises ReplicaUnwound in the thread at its next Python instruction.
+
+        This reaches a loop in Python; a thread inside a C++ op sees it only when the op returns. The
+        interpreter offers this to C alone, hence ctypes. Only for threads that will be closed: nobody can
+        tell at which instruction it arrives.
+        """
+        if self.ident is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(ReplicaUnwound))
+
+    def run(self) -> None:
+        """The thread's loop; started by `start()`."""
+        try:
+            while not self._closed:
+                self.should_run.wait()
+                job, self._job = self._job, None
+                if job is not None:
+                    job()
+                del job  # Or the parked thread would keep the last run alive.
+        except ReplicaUnwound:
+            return  # An interrupt that came too late to find the job: the thread was to end anyway.

@@ -1,0 +1,88 @@
+"""The replica context: what `tf.distribute.get_replica_context()` returns inside a replica."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._compat import thread_state
+from replica_engine.engine import Replica, current_replica
+from replica_engine.errors import MergeCallGraphError, NotInReplicaError
+from replica_engine.replica.location import sync_point, user_location
+
+
+@dataclass(frozen=True)
+class MergeRequest:
+    """What one replica brings to a merge call, and the state the merge function continues in."""
+
+    merge_fn: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    name_scope: str
+    variable_scope: Any
+    control_inputs: frozenset
+    eager: bool
+
+
+class ReplicaContext(tf.distribute.ReplicaContext):
+    """A `tf.distribute.ReplicaContext` whose merge calls pause a replica thread of this library.
+
+    Replicas get it from `tf.distribute.get_replica_context()`; whoever writes a strategy may subclass it
+    (see `replica_engine.strategies.ReplicaThreads.replica_context_class`).
+
+    Args:
+        strategy: the strategy whose replica this is.
+        replica_id_in_sync_group: which one, from 0.
+
+    Example:
+        >>> import tensorflow as tf, replica_engine
+        >>> strategy = replica_engine.MirroredStrategy(["CPU:0"])
+        >>> def fn():
+        ...     context = tf.distribute.get_replica_context()
+        ...     return context.merge_call(lambda strategy, x: x + 1, args=(1,))
+        >>> strategy.run(fn)
+        2
+    """
+
+    _replica: Replica | None = None
+    _graph: tf.Graph | None = None
+
+    def attach(self, replica: Replica, graph: tf.Graph) -> None:
+        """Says which replica of the engine this context is for, and in which graph `run` was called."""
+        self._replica = replica
+        self._graph = graph
+
+    def _merge_call(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Pauses this replica until all have come here and `merge_fn` has run; returns this one's part.
+
+        Raises:
+            MergeCallGraphError: made while a graph is built that the merge function could not see.
+            NotInReplicaError: made from a thread that is not running this replica.
+        """
+        replica = self._replica
+        if replica is None or current_replica() is not replica:
+            raise NotInReplicaError(threading.current_thread().name)
+        if thread_state.default_graph() is not self._graph:
+            filename, lineno, function = user_location()
+            raise MergeCallGraphError(str(replica), f"{filename}:{lineno} in {function}")
+        return replica.pause(
+            sync_point(merge_fn),
+            MergeRequest(
+                merge_fn=merge_fn,
+                args=args,
+                kwargs=kwargs,
+                name_scope=tf.get_current_name_scope(),
+                variable_scope=thread_state.current_variable_scope(),
+                control_inputs=frozenset(thread_state.control_inputs(self._graph)),
+                eager=tf.executing_eagerly(),
+            ),
+        )
+
+    @property
+    def devices(self) -> list:
+        """The device this replica runs on, in a list of one list, as `tf.distribute` has it."""
+        return [self.strategy.extended.worker_devices_by_replica[self._replica_id]]

@@ -1,0 +1,101 @@
+"""From N values, one a replica, to one distributed value, and back.
+
+`regroup` turns what N replicas returned (or passed to a merge call) into one structure of the same shape
+whose leaves are distributed values. `select` is its inverse: one replica's part. For every list `values`
+of N like structures, `select(i, regroup(values, ...))` equals `values[i]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from replica_engine._compat import distribute
+from replica_engine.errors import StructureMismatchError
+from replica_engine.replica.structure import Level, open_level
+
+
+def regroup(values: Sequence[Any], what: str = "The values of the replicas", name: str = "result") -> Any:
+    """Groups N like structures into one.
+
+    A leaf that is the very same object on all replicas stays as it is (None, small integers, a mirrored
+    variable, a value from outside); components of one distributed variable become that variable; anything
+    else becomes a `PerReplica` of the N leaves.
+
+    Args:
+        values: one structure a replica.
+        what: what these are, for an error.
+        name: how an error's path begins.
+
+    Raises:
+        StructureMismatchError: two replicas differ in structure; it says where.
+
+    Example:
+        >>> regroup([{"loss": 1, "extra": None}, {"loss": 1, "extra": None}])
+        {'loss': 1, 'extra': None}
+    """
+    first = values[0]
+    if dataclasses.is_dataclass(first) and all(value is first for value in values):
+        return first
+    level = open_level(first)
+    if level is None:
+        for replica, value in enumerate(values):
+            if (other := open_level(value)) is not None:
+                raise StructureMismatchError(what, name, (0, replica), (f"a {type(first).__name__}", other.kind))
+        return _regroup_leaf(values)
+    levels = [level]
+    for replica, value in enumerate(values[1:], start=1):
+        levels.append(_open_like(level, first, value, what, name, replica))
+    children = zip(*(one.children for one in levels), strict=True)
+    return level.rebuild(
+        [regroup(child, what, name + step) for step, child in zip(level.names, children, strict=True)]
+    )
+
+
+def select(replica: int, value: Any) -> Any:
+    """One replica's part of a structure of distributed and ordinary values.
+
+    Distributed variables stay whole: inside a replica they stand for that replica's component. A dataclass
+    with nothing to select stays the same object; lists, tuples and mappings are always new ones, so that a
+    replica may change its own.
+    """
+    if isinstance(value, distribute.DistributedVariable):
+        return value
+    if isinstance(value, distribute.DistributedValues):
+        return value.values[replica]
+    level = open_level(value)
+    if level is None:
+        return value
+    children = [select(replica, child) for child in level.children]
+    if dataclasses.is_dataclass(value) and all(map(_is, children, level.children)):
+        return value
+    return level.rebuild(children)
+
+
+def _is(left: Any, right: Any) -> bool:
+    return left is right
+
+
+def _open_like(level: Level, first: Any, value: Any, what: str, name: str, replica: int) -> Level:
+    other = open_level(value, like=first)
+    if other is None:
+        raise StructureMismatchError(what, name, (0, replica), (level.kind, f"a {type(value).__name__}"))
+    if other.kind != level.kind:
+        raise StructureMismatchError(what, name, (0, replica), (level.kind, other.kind))
+    return other
+
+
+def _regroup_leaf(values: Sequence[Any]) -> Any:
+    first = values[0]
+    same = all(value is first for value in values[1:])
+    if same and isinstance(first, distribute.DistributedVariable):
+        return first
+    container = distribute.value_container(first)
+    if same and container is first:
+        return first
+    # With one replica a component is the same on "all" of them, and still stands for its variable.
+    if container is not first and not isinstance(first, distribute.UnreadVariable):
+        if all(distribute.value_container(value) is container for value in values):
+            return container
+    return distribute.PerReplica(tuple(values))

@@ -1,0 +1,13 @@
+"""Strategies, and the base to write your own on.
+
+- `mirrored`: MirroredStrategy and its extended half.
+- `base`: ReplicaThreads, which puts any extended half on this library's threads.
+- `devices`: device names, read and checked.
+- `starvation`: why distributed datasets do not hang here.
+"""
+
+from replica_engine.replica import ReplicaOptions
+from replica_engine.strategies.base import ReplicaThreads
+from replica_engine.strategies.mirrored import MirroredExtended, MirroredStrategy
+
+__all__ = ["MirroredExtended", "MirroredStrategy", "ReplicaOptions", "ReplicaThreads"]

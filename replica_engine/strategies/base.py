@@ -1,0 +1,34 @@
+"""The base of every strategy that runs its replicas on threads of this library.
+
+A `tf.distribute.Strategy` has two halves: the strategy, with what users call, and its `extended`, with the
+hooks that say how. `ReplicaThreads` goes in front of an extended class and changes one hook, the one that
+calls replicas; everything else (variables, datasets, reductions) stays the extended class's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from replica_engine.replica import ReplicaOptions, call_for_each_replica
+
+
+class ReplicaThreads:
+    """Puts the replicas of a `tf.distribute` extended class on this library's threads.
+
+    Mix it in before an extended class. `docs/custom_strategy.md` walks through the hooks.
+
+    Attributes:
+        replica_options: how replicas run; set it in the class or on the instance.
+
+    Example:
+        >>> from replica_engine.strategies import MirroredExtended, ReplicaThreads
+        >>> issubclass(MirroredExtended, ReplicaThreads)
+        True
+    """
+
+    replica_options = ReplicaOptions()
+
+    def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The hook of `tf.distribute`: runs `fn` once per replica, in replica context."""
+        return call_for_each_replica(self._container_strategy(), fn, args, kwargs)  # type: ignore[attr-defined]

@@ -1,0 +1,72 @@
+"""Which devices a strategy runs on: names read, checked, and spelled out in full."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from replica_engine._compat import distribute
+from replica_engine.errors import DeviceError
+
+LOCAL_JOBS = (None, "localhost")
+
+
+def resolve_devices(devices: Sequence[str | tf.config.LogicalDevice] | None) -> list[str] | None:
+    """The full names of `devices`.
+
+    Args:
+        devices: names such as "CPU:0", "/gpu:1", "/device:GPU:1", or `tf.config.LogicalDevice`s. None means
+            all GPUs, or all CPUs where there is no GPU.
+
+    Returns:
+        Full names in the order given; None where TensorFlow has to choose, which is in tf.compat.v1 graphs.
+
+    Raises:
+        DeviceError: a device that does not exist, is named twice, or is of another kind than the rest.
+    """
+    eager = tf.compat.v1.executing_eagerly_outside_functions()
+    if devices is None:
+        if not eager:
+            return None
+        devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
+    names = [_full_name(device) for device in devices]
+    if not names:
+        raise DeviceError.empty()
+    if len(set(names)) < len(names):
+        raise DeviceError.duplicated(sorted({_short(name) for name in names if names.count(name) > 1}))
+    kinds = sorted({tf.DeviceSpec.from_string(name).device_type for name in names})
+    if len(kinds) > 1:
+        raise DeviceError.mixed(kinds)
+    if eager:  # In a tf.compat.v1 program the session decides which devices exist.
+        _check_exist(names, kinds[0])
+    return names
+
+
+def _full_name(device: str | tf.config.LogicalDevice) -> str:
+    name = device.name if isinstance(device, tf.config.LogicalDevice) else device
+    try:
+        full = distribute.resolve(name)
+        readable = tf.DeviceSpec.from_string(full).device_type is not None
+    except (ValueError, TypeError, AttributeError):
+        readable = False
+    if not readable:
+        raise DeviceError.unreadable(device)
+    return full
+
+
+def _check_exist(names: list[str], kind: str) -> None:
+    present = {device.name for device in tf.config.list_logical_devices()}
+    known = {(spec.device_type, spec.device_index) for spec in map(tf.DeviceSpec.from_string, present)}
+    missing = []
+    for name in names:
+        spec = tf.DeviceSpec.from_string(name)
+        if spec.job in LOCAL_JOBS and (spec.device_type, spec.device_index) not in known:
+            missing.append(_short(name))
+    if missing:
+        raise DeviceError.missing(missing, sorted(map(_short, present)), kind)
+
+
+def _short(name: str) -> str:
+    spec = tf.DeviceSpec.from_string(name)
+    return f"{spec.device_type}:{spec.device_index}"

@@ -1,0 +1,99 @@
+"""MirroredStrategy: synchronous training on the devices of one machine, one replica thread a device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._compat import distribute
+from replica_engine.replica import ReplicaOptions
+from replica_engine.strategies.base import ReplicaThreads
+from replica_engine.strategies.devices import resolve_devices
+from replica_engine.strategies.starvation import check_inter_op_threads
+
+# Collectives of two groups with one key fail ("joining a group with size 2, but that group has size 4").
+# TensorFlow's own strategies all start at key 1; each of ours starts at one of its own, far above.
+_COLLECTIVE_KEYS = itertools.count(1_000_000, 16)
+
+
+class MirroredExtended(ReplicaThreads, distribute.MirroredExtended):
+    """The extended half of `MirroredStrategy`: TensorFlow's own, on this library's replica threads.
+
+    Subclass it to change how values are reduced, variables made or datasets distributed, and name your
+    class in a strategy's `extended_class`. `docs/custom_strategy.md` shows one.
+    """
+
+    def _make_collective_ops_with_fallbacks(self) -> tf.distribute.CrossDeviceOps:
+        """The hook that picks the all-reduce when the user gave none.
+
+        CPU devices share one memory, so the sum is made once and every replica is given that: fewer
+        copies than a ring makes, no op that blocks a thread of TensorFlow's pool until its peers arrive, and
+        replicas that are bitwise equal by construction.
+        """
+        collectives = super()._make_collective_ops_with_fallbacks()
+        if all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in self._devices):
+            return tf.distribute.ReductionToOneDevice()
+        return collectives
+
+    def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> Any:
+        check_inter_op_threads(len(self._devices))
+        return super()._experimental_distribute_dataset(dataset, options)
+
+    def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+        check_inter_op_threads(len(self._devices))
+        return super()._distribute_datasets_from_function(dataset_fn, options)
+
+
+class MirroredStrategy(tf.distribute.MirroredStrategy):
+    """Runs a function on one replica a device, on one machine, and keeps their variables equal.
+
+    A drop-in for `tf.distribute.MirroredStrategy`, and an instance of it: `scope`, `run`, `reduce`, `gather`,
+    datasets, Keras `fit`, checkpoints and `extended` work as TensorFlow documents them. Underneath are this
+    library's replica threads: made once and reused, several strategies of any size in one process, several
+    user threads on one strategy, and errors that name the replica and the line.
+
+    Args:
+        devices: device names ("CPU:0", "/gpu:1") or `tf.config.LogicalDevice`s, all of one kind. None takes
+            all GPUs, or all logical CPUs where there is no GPU.
+        cross_device_ops: a `tf.distribute.CrossDeviceOps` for reductions. None picks NCCL or ring
+            collectives on GPUs, and one shared sum on CPUs.
+        concurrent: release all replicas at once in eager mode, instead of one after another. For functions
+            that do large eager work; Python state that replicas share is then theirs to protect.
+        timeout: seconds a replica may take to reach its next sync point before `run` raises
+            ReplicaTimeoutError. None warns every 30 seconds and waits on.
+
+    Raises:
+        DeviceError: a device that does not exist, is named twice, or is of another kind than the rest.
+        ValueError: `timeout` is not positive.
+
+    Example:
+        >>> import tensorflow as tf, replica_engine
+        >>> strategy = replica_engine.MirroredStrategy(["CPU:0"])
+        >>> with strategy.scope():
+        ...     weight = tf.Variable(2.0)
+        >>> result = strategy.run(lambda x: weight * x, args=(tf.constant(3.0),))
+        >>> float(strategy.reduce("SUM", result, axis=None))
+        6.0
+    """
+
+    extended_class: type[MirroredExtended] = MirroredExtended
+    """The extended half to use; a subclass of the strategy may name its own."""
+
+    def __init__(
+        self,
+        devices: Sequence[str | tf.config.LogicalDevice] | None = None,
+        cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
+        *,
+        concurrent: bool = False,
+        timeout: float | None = None,
+    ):
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout is in seconds and must be positive, or None to wait; got {timeout!r}.")
+        self._collective_key_base = next(_COLLECTIVE_KEYS)
+        extended = self.extended_class(self, resolve_devices(devices), cross_device_ops)
+        extended.replica_options = ReplicaOptions(concurrent, timeout, extended.replica_options.context_class)
+        # Not the parent's __init__, which would make TensorFlow's own extended half.
+        tf.distribute.Strategy.__init__(self, extended)

@@ -1,0 +1,55 @@
+"""Several devices on a machine that has one."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from replica_engine._compat import thread_state
+from replica_engine.errors import DeviceError
+
+GPU_SHARE = 1024  # MiB of memory for each logical GPU
+
+
+def logical_devices(n: int, kind: str = "CPU") -> list[str]:
+    """Makes sure there are at least `n` logical devices of a kind, and names the first `n`.
+
+    Divides the first physical device, which TensorFlow allows before it runs its first op. May be called
+    again, with the same `n` or a smaller one.
+
+    Args:
+        n: how many devices.
+        kind: "CPU" or "GPU"; a logical GPU gets 1024 MiB.
+
+    Returns:
+        Their names, `["CPU:0", "CPU:1", ...]`.
+
+    Raises:
+        DeviceError: TensorFlow has started with fewer, or the machine has no device of this kind.
+
+    Example:
+        >>> from replica_engine.testing import logical_devices
+        >>> logical_devices(1)
+        ['CPU:0']
+    """
+    if n < 1:
+        raise ValueError(f"n counts devices and must be at least 1, got {n}.")
+    if not thread_state.started():
+        _divide(n, kind)
+    present = len(tf.config.list_logical_devices(kind))
+    if present < n:
+        raise DeviceError.too_late(n, kind, present)
+    return [f"{kind}:{index}" for index in range(n)]
+
+
+def _divide(n: int, kind: str) -> None:
+    physical = tf.config.list_physical_devices(kind)
+    if not physical:
+        raise DeviceError.none_of_kind(kind)
+    if len(physical) >= n:
+        return
+    already = tf.config.get_logical_device_configuration(physical[0]) or []
+    if len(already) < n:
+        share = {"memory_limit": GPU_SHARE} if kind == "GPU" else {}
+        tf.config.set_logical_device_configuration(
+            physical[0], [tf.config.LogicalDeviceConfiguration(**share) for _ in range(n)]
+        )
