@@ -192,11 +192,6 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
         )
 
     @classmethod
-    def empty(cls) -> DeviceError:
-        """No devices at all."""
-        return cls('`devices` is empty: name at least one, such as "CPU:0", or leave it out to take all.')
-
-    @classmethod
     def too_late(cls, wanted: int, kind: str, present: int) -> DeviceError:
         """Logical devices asked for after TensorFlow made its devices."""
         return cls(

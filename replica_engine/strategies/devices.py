@@ -16,8 +16,8 @@ def resolve_devices(devices: Sequence[str | tf.config.LogicalDevice] | None) -> 
     """The full names of `devices`.
 
     Args:
-        devices: names such as "CPU:0", "/gpu:1", "/device:GPU:1", or `tf.config.LogicalDevice`s. None means
-            all GPUs, or all CPUs where there is no GPU.
+        devices: names such as "CPU:0", "/gpu:1", "/device:GPU:1", or `tf.config.LogicalDevice`s. None, or
+            none at all, means all GPUs, or all CPUs where there is no GPU.
 
     Returns:
         Full names in the order given; None where TensorFlow has to choose, which is in tf.compat.v1 graphs.
@@ -26,13 +26,11 @@ def resolve_devices(devices: Sequence[str | tf.config.LogicalDevice] | None) -> 
         DeviceError: a device that does not exist, is named twice, or is of another kind than the rest.
     """
     eager = tf.compat.v1.executing_eagerly_outside_functions()
-    if devices is None:
+    if not devices:
         if not eager:
             return None
         devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
     names = [_full_name(device) for device in devices]
-    if not names:
-        raise DeviceError.empty()
     if len(set(names)) < len(names):
         raise DeviceError.duplicated(sorted({_short(name) for name in names if names.count(name) > 1}))
     kinds = sorted({tf.DeviceSpec.from_string(name).device_type for name in names})

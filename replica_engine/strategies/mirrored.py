@@ -26,17 +26,17 @@ class MirroredExtended(ReplicaThreads, distribute.MirroredExtended):
     class in a strategy's `extended_class`. `docs/custom_strategy.md` shows one.
     """
 
-    def _make_collective_ops_with_fallbacks(self) -> tf.distribute.CrossDeviceOps:
-        """The hook that picks the all-reduce when the user gave none.
+    def _initialize_strategy(self, devices: Sequence[str]) -> None:
+        """The hook that sets up devices and picks the all-reduce when the user gave none.
 
         CPU devices share one memory, so the sum is made once and every replica is given that: fewer
         copies than a ring makes, no op that blocks a thread of TensorFlow's pool until its peers arrive, and
         replicas that are bitwise equal by construction.
         """
-        collectives = super()._make_collective_ops_with_fallbacks()
-        if all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in self._devices):
-            return tf.distribute.ReductionToOneDevice()
-        return collectives
+        default = self._cross_device_ops is None
+        super()._initialize_strategy(devices)
+        if default and all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in self._devices):
+            self._cross_device_ops = tf.distribute.ReductionToOneDevice()
 
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> Any:
         check_inter_op_threads(len(self._devices))
