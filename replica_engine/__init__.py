@@ -7,6 +7,7 @@ The map of the house; imports run one way, from the top of this list to the bott
     strategies/  MirroredStrategy, and the base to write your own on
     replica/     what a replica is to TensorFlow: its context, the state it inherits, values, variables
     engine/      replica threads and the sync points where they meet; standard library only
+    startup.py   enough threads for TensorFlow, so that distributed datasets do not hang
     errors.py    every exception, with its wording
     _compat/     every private TensorFlow name, each with its reason
 
@@ -14,22 +15,49 @@ The map of the house; imports run one way, from the top of this list to the bott
 >>> strategy = replica_engine.MirroredStrategy(["CPU:0"])
 >>> strategy.run(lambda x: x + 1, args=(1,))
 2
+
+TensorFlow is imported when a name that needs it is first used.
 """
 
-from replica_engine import errors, strategies, testing
-from replica_engine.replica import ReplicaContext, call_for_each_replica
-from replica_engine.strategies import MirroredStrategy
-from replica_engine.strategies.starvation import make_room
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from replica_engine import errors
+from replica_engine._version import __version__
+from replica_engine.startup import make_room
+
+if TYPE_CHECKING:
+    from replica_engine import strategies, testing
+    from replica_engine.replica import ReplicaContext, call_for_each_replica
+    from replica_engine.strategies import MirroredStrategy
 
 __all__ = [
     "MirroredStrategy",
     "ReplicaContext",
+    "__version__",
     "call_for_each_replica",
     "errors",
     "strategies",
     "testing",
 ]
 
+_HOME = {
+    "MirroredStrategy": "replica_engine.strategies",
+    "ReplicaContext": "replica_engine.replica",
+    "call_for_each_replica": "replica_engine.replica",
+}
+_PACKAGES = ("strategies", "testing")
+
 make_room()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"replica_engine.{name}")
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'replica_engine' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

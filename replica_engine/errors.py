@@ -13,6 +13,7 @@ adds to it which replica it came from. Nothing here imports anything but the sta
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -236,12 +237,13 @@ def slow_replicas(seconds: float, rows: Sequence[ReplicaRow], stacks: str) -> st
     )
 
 
-def note_failure(error: BaseException, row: ReplicaRow, others: Iterable[tuple[ReplicaRow, str]]) -> None:
+def note_failure(error: BaseException, row: ReplicaRow, others: Iterable[tuple[ReplicaRow, BaseException]]) -> None:
     """Adds to a user's exception which replica raised it, and what else failed in the same run."""
     calls = f"{row.merge_calls} merge call{'' if row.merge_calls == 1 else 's'}"
     where = f" (the last: {row.where})" if row.where else ""
     add_note(error, f"replica {row.replica} of {row.size}, {row.device}, after {calls}{where}")
-    for other, what in others:
+    for other, raised in others:
+        what = "".join(traceback.format_exception_only(raised)).strip()
         add_note(error, f"also failed: replica {other.replica} of {other.size}, {other.device}: {what}")
 
 

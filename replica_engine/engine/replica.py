@@ -104,6 +104,10 @@ class Replica:
                 self.thread.replica = None
         run.hand_over(self)
 
+    def forget(self) -> None:
+        """Lets go of values and exceptions, once the coordinator has taken them."""
+        self.value = self.request = self.error = self._result = None
+
     @property
     def given_up(self) -> bool:
         """Whether its run was given up, so that nothing will come of waiting."""
@@ -117,9 +121,7 @@ class Replica:
     def row(self) -> ReplicaRow:
         """What is known of it, for an error's table."""
         where = str(self.sync_points[-1]) if self.sync_points else ""
-        return ReplicaRow(
-            self.index, len(self._run.replicas), self.device, self.state.value, self.merge_calls, where
-        )
+        return ReplicaRow(self.index, len(self._run.replicas), self.device, self.state.value, self.merge_calls, where)
 
     def __str__(self) -> str:
         return f"replica {self.index} of {len(self._run.replicas)} ({self.device})"

@@ -37,6 +37,7 @@ to reach its next pause. After that it is abandoned: its thread is never used ag
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import threading
@@ -106,7 +107,7 @@ class Run:
         """
         try:
             for replica, body in zip(self.replicas, self._bodies, strict=True):
-                replica.thread.assign(lambda replica=replica, body=body: replica.execute(body))
+                replica.thread.assign(functools.partial(replica.execute, body))
             while True:
                 self._round()
                 if all(replica.state is State.FINISHED for replica in self.replicas):
@@ -119,8 +120,10 @@ class Run:
             self._give_up(error)
             raise
         finally:
-            # Replicas refer to the run, and bodies to the caller's world: without this the cycle would
-            # keep tensors alive until the garbage collector comes by.
+            # Run, replicas and bodies refer to each other. Cut through, what they hold is freed now; left
+            # to the garbage collector, tensors would outlive the step by many steps.
+            for replica in self.replicas:
+                replica.forget()
             del self._bodies, self._merge
 
     def hand_over(self, replica: Replica) -> None:
@@ -174,25 +177,30 @@ class Run:
         """Takes down every replica that is not over, and writes what is known onto `error`."""
         rows = self._rows()  # as they stand now; a moment later all are unwound
         culprit = next((replica for replica in self.replicas if replica.error is error), None)
-        timed_out = isinstance(error, errors.ReplicaTimeoutError)
-        interrupted = culprit is None and isinstance(error, KeyboardInterrupt)
-        deadline = time.monotonic() + (INTERRUPT_GRACE if interrupted or timed_out else UNWIND_GRACE)
+        no_patience = isinstance(error, errors.ReplicaTimeoutError) or (
+            culprit is None and isinstance(error, KeyboardInterrupt)
+        )
+        deadline = time.monotonic() + (INTERRUPT_GRACE if no_patience else UNWIND_GRACE)
         self.given_up = True
-        for replica in self.replicas:
+        # Those that wait come down at once. Those that run may take the whole time there is, so they are last.
+        running = [replica for replica in self.replicas if replica.state is State.RUNNING]
+        for replica in [replica for replica in self.replicas if replica not in running] + running:
             if replica.over:
                 continue
-            if replica.state is State.RUNNING and (interrupted or timed_out):
+            if no_patience and replica.state is State.RUNNING:
                 replica.thread.interrupt()
             replica.thread.should_run.set()
             while not replica.over and time.monotonic() < deadline:
-                # Whoever comes down sets this event; that one may be another replica, so look again.
+                # Whoever comes down sets this event; that may be another replica, so look again.
                 self._has_paused.wait(deadline - time.monotonic())
+        abandoned = [replica for replica in self.replicas if not replica.over]
+        for replica in abandoned:
+            replica.thread.interrupt()
         if culprit is not None:
-            failed = [r for r in self.replicas if r.error is not None and r is not culprit]
-            errors.note_failure(
-                error, rows[culprit.index], [(r.row(), f"{type(r.error).__name__}: {r.error}") for r in failed]
-            )
-        errors.note_abandoned(error, [replica.row() for replica in self.replicas if not replica.over])
+            others = [replica for replica in self.replicas if replica is not culprit]
+            failed = [(other.row(), other.error) for other in others if other.error is not None]
+            errors.note_failure(error, rows[culprit.index], failed)
+        errors.note_abandoned(error, [replica.row() for replica in abandoned])
 
     def _rows(self) -> list[errors.ReplicaRow]:
         return [replica.row() for replica in self.replicas]

@@ -34,9 +34,7 @@ class _LiftedFunctions:
         return _LiftedFunctions, ()  # Copies and pickles of the function start without traces, as it does itself.
 
 
-def lift(
-    strategy: tf.distribute.Strategy, fn: Any, run: Callable[..., Any]
-) -> Callable[..., Any]:
+def lift(strategy: tf.distribute.Strategy, fn: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     """The function `fn`, which is a tf.function, around a run of what is inside it.
 
     The same one for the same strategy and function, so that it keeps its traces.

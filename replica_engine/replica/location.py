@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import tensorflow as tf
@@ -41,8 +42,8 @@ def sync_point(merge_fn: Callable) -> SyncPoint:
 
 def user_location() -> tuple[str, int, str]:
     """File, line and function of the innermost frame that belongs to the user."""
-    frame = sys._getframe(1)
-    outermost = frame
+    frame: FrameType | None = sys._getframe(1)
+    outermost = sys._getframe(1)
     while frame is not None:
         if not _is_internal(frame.f_code.co_filename):
             return autograph.original_location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)

@@ -48,9 +48,7 @@ def regroup(values: Sequence[Any], what: str = "The values of the replicas", nam
     for replica, value in enumerate(values[1:], start=1):
         levels.append(_open_like(level, first, value, what, name, replica))
     children = zip(*(one.children for one in levels), strict=True)
-    return level.rebuild(
-        [regroup(child, what, name + step) for step, child in zip(level.names, children, strict=True)]
-    )
+    return level.rebuild([regroup(child, what, name + step) for step, child in zip(level.names, children, strict=True)])
 
 
 def select(replica: int, value: Any) -> Any:
@@ -95,7 +93,7 @@ def _regroup_leaf(values: Sequence[Any]) -> Any:
     if same and container is first:
         return first
     # With one replica a component is the same on "all" of them, and still stands for its variable.
-    if container is not first and not isinstance(first, distribute.UnreadVariable):
-        if all(distribute.value_container(value) is container for value in values):
-            return container
+    is_component = container is not first and not isinstance(first, distribute.UnreadVariable)
+    if is_component and all(distribute.value_container(value) is container for value in values):
+        return container
     return distribute.PerReplica(tuple(values))

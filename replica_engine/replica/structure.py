@@ -67,7 +67,8 @@ def _indices(values: Sequence[Any]) -> tuple[str, ...]:
 def _open_tuple(value: tuple) -> Level:
     if hasattr(value, "_fields"):
         names = tuple(f".{name}" for name in value._fields)
-        return Level(f"a {type(value).__name__} of length {len(value)}", names, tuple(value), value._make)
+        make: Callable[[Sequence[Any]], Any] = type(value)._make  # type: ignore[attr-defined]
+        return Level(f"a {type(value).__name__} of length {len(value)}", names, tuple(value), make)
     return Level(f"a tuple of length {len(value)}", _indices(value), tuple(value), tuple)
 
 

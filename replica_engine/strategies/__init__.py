@@ -3,11 +3,13 @@
 - `mirrored`: MirroredStrategy and its extended half.
 - `base`: ReplicaThreads, which puts any extended half on this library's threads.
 - `devices`: device names, read and checked.
-- `starvation`: why distributed datasets do not hang here.
+
+`MultiWorkerMirroredExtended` is TensorFlow's own, to put ReplicaThreads in front of.
 """
 
+from replica_engine._compat.distribute import MultiWorkerMirroredExtended
 from replica_engine.replica import ReplicaOptions
 from replica_engine.strategies.base import ReplicaThreads
 from replica_engine.strategies.mirrored import MirroredExtended, MirroredStrategy
 
-__all__ = ["MirroredExtended", "MirroredStrategy", "ReplicaOptions", "ReplicaThreads"]
+__all__ = ["MirroredExtended", "MirroredStrategy", "MultiWorkerMirroredExtended", "ReplicaOptions", "ReplicaThreads"]

@@ -8,11 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from replica_engine import startup
 from replica_engine._compat import distribute
 from replica_engine.replica import ReplicaOptions
 from replica_engine.strategies.base import ReplicaThreads
 from replica_engine.strategies.devices import resolve_devices
-from replica_engine.strategies.starvation import check_inter_op_threads
 
 # Collectives of two groups with one key fail ("joining a group with size 2, but that group has size 4").
 # TensorFlow's own strategies all start at key 1; each of ours starts at one of its own, far above.
@@ -33,18 +33,21 @@ class MirroredExtended(ReplicaThreads, distribute.MirroredExtended):
         copies than a ring makes, no op that blocks a thread of TensorFlow's pool until its peers arrive, and
         replicas that are bitwise equal by construction.
         """
-        default = self._cross_device_ops is None
+        default = self._cross_device_ops is None  # type: ignore[has-type]
         super()._initialize_strategy(devices)
         if default and all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in self._devices):
             self._cross_device_ops = tf.distribute.ReductionToOneDevice()
 
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> Any:
-        check_inter_op_threads(len(self._devices))
+        self._warn_if_cramped()
         return super()._experimental_distribute_dataset(dataset, options)
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
-        check_inter_op_threads(len(self._devices))
+        self._warn_if_cramped()
         return super()._distribute_datasets_from_function(dataset_fn, options)
+
+    def _warn_if_cramped(self) -> None:
+        startup.warn_if_cramped(len(self._devices), tf.config.threading.get_inter_op_parallelism_threads())
 
 
 class MirroredStrategy(tf.distribute.MirroredStrategy):

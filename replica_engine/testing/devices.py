@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import tensorflow as tf
-
-from replica_engine._compat import thread_state
 from replica_engine.errors import DeviceError
 
 GPU_SHARE = 1024  # MiB of memory for each logical GPU
@@ -31,6 +28,11 @@ def logical_devices(n: int, kind: str = "CPU") -> list[str]:
         >>> logical_devices(1)
         ['CPU:0']
     """
+    # Imported here, so that the other helpers can be used without TensorFlow.
+    import tensorflow as tf
+
+    from replica_engine._compat import thread_state
+
     if n < 1:
         raise ValueError(f"n counts devices and must be at least 1, got {n}.")
     if not thread_state.started():
@@ -42,6 +44,8 @@ def logical_devices(n: int, kind: str = "CPU") -> list[str]:
 
 
 def _divide(n: int, kind: str) -> None:
+    import tensorflow as tf
+
     physical = tf.config.list_physical_devices(kind)
     if not physical:
         raise DeviceError.none_of_kind(kind)

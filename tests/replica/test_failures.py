@@ -1,0 +1,384 @@
+"""The failure table of docs/architecture.md, row by row, from user-shaped code."""
+
+import concurrent.futures
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import tensorflow as tf
+
+import replica_engine
+from replica_engine.errors import (
+    DeviceError,
+    MergeCallGraphError,
+    MergeCallMismatchError,
+    NotInReplicaError,
+    ReplicaTimeoutError,
+    StructureMismatchError,
+    VariableMismatchError,
+)
+
+HERE = os.path.basename(__file__)
+
+
+@pytest.fixture
+def mirrored():
+    return replica_engine.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def context():
+    return tf.distribute.get_replica_context()
+
+
+def replica_id():
+    return int(tf.get_static_value(context().replica_id_in_sync_group))
+
+
+def works(strategy):
+    """Does the next run work?"""
+    total = strategy.run(lambda: context().all_reduce("SUM", tf.constant(1.0)))
+    return float(strategy.experimental_local_results(total)[0]) == strategy.num_replicas_in_sync
+
+
+class CustomError(Exception):
+    def __init__(self, code, *, reason):
+        super().__init__(f"code {code}")
+        self.code, self.reason = code, reason
+
+
+def fail_on_replica_1():
+    context().merge_call(lambda strategy: None)
+    if replica_id() == 1:
+        raise CustomError(7, reason="of the user's own")
+
+
+class TestAReplicaRaises:
+    @pytest.mark.parametrize("form", ["eager", "tf.function", "inside tf.function"])
+    def test_its_own_exception_leaves_with_a_note(self, mirrored, form):
+        def run():
+            if form == "eager":
+                mirrored.run(fail_on_replica_1)
+            elif form == "tf.function":
+                mirrored.run(tf.function(fail_on_replica_1))
+            else:
+                tf.function(lambda: mirrored.run(fail_on_replica_1))()
+
+        with pytest.raises(CustomError) as raised:
+            run()
+        assert (raised.value.code, raised.value.reason) == (7, "of the user's own")
+        notes = "\n".join(raised.value.__notes__)
+        assert "replica 1 of 2, CPU:1, after 1 merge call" in notes
+        assert HERE in notes
+        assert works(mirrored)
+
+    def test_a_cause_that_the_user_gave_is_kept(self, mirrored):
+        def fn():
+            try:
+                {}["key"]
+            except KeyError as error:
+                raise ValueError("no key") from error
+
+        with pytest.raises(ValueError, match="no key") as raised:
+            mirrored.run(fn)
+        assert isinstance(raised.value.__cause__, KeyError)
+
+    def test_autographs_view_of_the_source_becomes_a_note(self, mirrored):
+        def fn(x):
+            if x > 0:  # a tensor: AutoGraph converts this
+                raise_here(x)
+            return x
+
+        def raise_here(x):
+            raise CustomError(1, reason="traced")
+
+        with pytest.raises(CustomError) as raised:
+            mirrored.run(tf.function(fn), args=(tf.constant(1.0),))
+        notes = "\n".join(raised.value.__notes__)
+        assert "in user code" in notes
+        assert "raise_here(x)" in notes
+
+    def test_other_replicas_are_unwound(self, mirrored):
+        ended = []
+
+        def fn():
+            try:
+                context().merge_call(lambda strategy: None)
+                if replica_id() == 1:
+                    raise ValueError("replica 1")
+                context().merge_call(lambda strategy: None)
+            finally:
+                ended.append(replica_id())
+
+        with pytest.raises(ValueError, match="replica 1"):
+            mirrored.run(fn)
+        assert ended == [1, 0]
+        assert works(mirrored)
+
+    def test_variables_keep_the_values_of_the_last_whole_step(self, mirrored):
+        with mirrored.scope():
+            variable = tf.Variable(1.0, aggregation=tf.VariableAggregation.MEAN)
+
+        def step(fail):
+            if fail and replica_id() == 1:
+                raise ValueError("before the assignment is merged")
+            variable.assign_add(1.0)
+
+        mirrored.run(step, args=(False,))
+        with pytest.raises(ValueError, match="before"):
+            mirrored.run(step, args=(True,))
+        assert [float(v) for v in mirrored.experimental_local_results(variable)] == [2.0, 2.0]
+        mirrored.run(step, args=(False,))
+        assert float(variable.numpy()) == 3.0
+
+
+class TestMismatch:
+    def test_some_finish_while_others_wait(self, mirrored):
+        def fn():
+            context().all_reduce("SUM", tf.constant(1.0))
+            if replica_id() == 0:
+                context().merge_call(lambda strategy: None)
+
+        line = fn.__code__.co_firstlineno
+        with pytest.raises(MergeCallMismatchError) as raised:
+            mirrored.run(fn)
+        text = str(raised.value)
+        assert "replica 0 of 2 (CPU:0): waiting in a merge call; 2 merge calls" in text
+        assert f"{HERE}:{line + 3} in fn" in text
+        assert "replica 1 of 2 (CPU:1): finished; 1 merge call" in text
+        assert f"{HERE}:{line + 1} in fn" in text
+        assert works(mirrored)
+
+    def test_different_merge_functions(self, mirrored):
+        def merge_a(strategy):
+            return "a"
+
+        def merge_b(strategy):
+            return "b"
+
+        def fn():
+            return context().merge_call(merge_a if replica_id() == 0 else merge_b)
+
+        with pytest.raises(MergeCallMismatchError, match="different merge functions") as raised:
+            mirrored.run(fn)
+        assert "merge_a at" in str(raised.value)
+        assert "merge_b at" in str(raised.value)
+        assert works(mirrored)
+
+    @pytest.mark.parametrize("traced", [False, True])
+    def test_each_replicas_own_closure_is_the_same_merge_function(self, mirrored, traced):
+        def fn():
+            scale = 2.0 + replica_id()
+
+            def merge_fn(strategy, x):
+                return strategy.reduce("SUM", x, axis=None) * scale
+
+            return context().merge_call(merge_fn, args=(tf.constant(1.0),))
+
+        def run():
+            return mirrored.run(fn)
+
+        assert float(tf.function(run)() if traced else run()) == 4.0  # replica 0's closure is the one that runs
+
+    def test_lines_are_the_users_in_code_that_autograph_converted(self, mirrored):
+        def fn(x):
+            if replica_id() == 0:
+                x = context().all_reduce("SUM", x)
+            return x
+
+        line = fn.__code__.co_firstlineno + 2
+        with pytest.raises(MergeCallMismatchError) as raised:
+            mirrored.run(tf.function(fn), args=(tf.constant(1.0),))
+        assert f"{HERE}:{line}" in str(raised.value)
+
+
+class TestStructure:
+    def test_results_that_differ(self, mirrored):
+        def fn():
+            return {"loss": 1.0, "parts": [1, 2] if replica_id() == 0 else [1, 2, 3]}
+
+        with pytest.raises(StructureMismatchError) as raised:
+            mirrored.run(fn)
+        assert raised.value.path == "result['parts']"
+        assert raised.value.replicas == (0, 1)
+        assert works(mirrored)
+
+    def test_arguments_of_a_merge_call_that_differ(self, mirrored):
+        def fn():
+            value = (1, {"a": 1}) if replica_id() == 0 else (1, {"b": 1})
+            context().merge_call(lambda strategy, x: x, args=(value,))
+
+        with pytest.raises(StructureMismatchError) as raised:
+            mirrored.run(fn)
+        assert raised.value.path == "args[0][1]"
+        assert works(mirrored)
+
+    def test_a_leaf_against_a_container(self, mirrored):
+        with pytest.raises(StructureMismatchError, match="replica 0 has a int, replica 1 has a list of length 1"):
+            mirrored.run(lambda: 5 if replica_id() == 0 else [5])
+
+
+class TestMergeFunctionRaises:
+    @pytest.mark.parametrize("traced", [False, True])
+    def test_its_exception_leaves_and_all_are_unwound(self, mirrored, traced):
+        ended = []
+
+        def merge_fn(strategy):
+            raise CustomError(3, reason="in merge")
+
+        def fn():
+            try:
+                context().merge_call(merge_fn)
+            finally:
+                ended.append(replica_id())
+
+        with pytest.raises(CustomError) as raised:
+            mirrored.run(tf.function(fn) if traced else fn)
+        assert "raised in merge function" in "\n".join(raised.value.__notes__)
+        assert ended == [0, 1]
+        assert works(mirrored)
+
+
+class TestOtherGraph:
+    @pytest.mark.parametrize("kind", ["nested tf.function", "tf.cond", "tf.while_loop"])
+    def test_a_merge_call_there_is_an_error(self, mirrored, kind):
+        def meet():
+            return context().all_reduce("SUM", tf.constant(1.0))
+
+        def fn():
+            if kind == "nested tf.function":
+                return tf.function(meet)()
+            if kind == "tf.cond":
+                return tf.cond(tf.constant(True), meet, lambda: tf.constant(0.0))
+            return tf.while_loop(lambda i: i < 1.0, lambda i: [i + meet()], [tf.constant(0.0)])
+
+        with pytest.raises(MergeCallGraphError, match="called while defining a new graph or a tf.function") as raised:
+            tf.function(lambda: mirrored.run(fn))()
+        assert "replica 0 of 2 (CPU:0)" in str(raised.value)
+        assert HERE in str(raised.value)
+        assert works(mirrored)
+
+
+def test_a_merge_call_from_a_thread_of_the_users_own(mirrored):
+    def fn():
+        here = context()
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pool.submit(lambda: here._merge_call(lambda strategy: None, (), {})).result()
+
+    with pytest.raises(NotInReplicaError, match="not running a replica"):
+        mirrored.run(fn)
+    assert works(mirrored)
+
+
+def test_a_variable_that_replica_0_did_not_create(mirrored):
+    def fn():
+        if replica_id() == 1:
+            tf.Variable(1.0, name="extra")
+
+    with pytest.raises(VariableMismatchError, match="Tried to create variable extra"):
+        mirrored.run(fn)
+    assert works(mirrored)
+
+
+def test_a_replica_that_does_not_come_back_in_time():
+    strategy = replica_engine.MirroredStrategy(["CPU:0", "CPU:1"], timeout=0.3)
+    release = threading.Event()
+
+    def fn():
+        if replica_id() == 1:
+            release.wait()
+
+    with pytest.raises(ReplicaTimeoutError, match=r"replica 1 of 2 \(CPU:1\): running"):
+        strategy.run(fn)
+    release.set()
+    assert works(strategy)
+
+
+class TestDevices:
+    @pytest.mark.parametrize(
+        ("devices", "message"),
+        [
+            (["CPU:0", "CPU:99"], "No such device: CPU:99"),
+            (["CPU:0", "/device:CPU:0"], "No duplicates allowed"),
+            (["CPU:0", "GPU:0"], "mixes kinds"),
+            (["CPU:0", "toaster"], "Not a device"),
+            ([3], "Not a device"),
+        ],
+    )
+    def test_bad_ones_are_errors_at_construction(self, devices, message):
+        with pytest.raises(DeviceError, match=message):
+            replica_engine.MirroredStrategy(devices)
+
+    def test_none_are_all(self):
+        everything = len(tf.config.list_logical_devices("CPU"))
+        assert replica_engine.MirroredStrategy().num_replicas_in_sync == everything
+
+    def test_logical_devices_themselves(self):
+        devices = tf.config.list_logical_devices("CPU")[:2]
+        assert replica_engine.MirroredStrategy(devices).extended.worker_devices == (
+            "/job:localhost/replica:0/task:0/device:CPU:0",
+            "/job:localhost/replica:0/task:0/device:CPU:1",
+        )
+
+    def test_a_timeout_of_zero(self):
+        with pytest.raises(ValueError, match="timeout"):
+            replica_engine.MirroredStrategy(["CPU:0"], timeout=0)
+
+
+CTRL_C = """
+    import threading
+    import tensorflow as tf
+    import replica_engine
+    from replica_engine.testing import logical_devices
+
+    strategy = replica_engine.MirroredStrategy(logical_devices(2))
+    strategy.run(lambda: None)
+    queue = tf.queue.FIFOQueue(1, [tf.float32])
+
+    def replica_id():
+        return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
+
+    def stuck_in_an_op():
+        if replica_id() == 1:
+            print("stuck", flush=True)
+            queue.dequeue()  # nobody ever puts anything in
+
+    def stuck_in_python():
+        if replica_id() == 1:
+            print("stuck", flush=True)
+            while True:
+                pass
+
+    def stuck_in_merge():
+        def merge_fn(strategy):
+            print("stuck", flush=True)
+            threading.Event().wait()
+        tf.distribute.get_replica_context().merge_call(merge_fn)
+
+    try:
+        strategy.run({name})
+    except KeyboardInterrupt:
+        total = strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0)))
+        print("interrupted", float(strategy.experimental_local_results(total)[0]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("name", ["stuck_in_an_op", "stuck_in_python", "stuck_in_merge"])
+def test_ctrl_c_raises_within_a_second_and_the_next_run_works(name):
+    code = textwrap.dedent(CTRL_C).replace("{name}", name)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, stderr=subprocess.PIPE)
+    try:
+        assert process.stdout.readline() == "stuck\n"
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "interrupted 2.0\n"
+        assert time.monotonic() - began < 2.0  # a second to raise, and the runs after it
+        process.wait(timeout=20)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0
