@@ -5,6 +5,9 @@ Checked on TensorFlow 2.21.0.
 
 from __future__ import annotations
 
+import weakref
+from typing import TYPE_CHECKING
+
 # The extended half of tf.distribute.MultiWorkerMirroredStrategy, for running it on replica threads.
 from tensorflow.python.distribute.collective_all_reduce_strategy import (
     CollectiveAllReduceExtended as MultiWorkerMirroredExtended,
@@ -26,6 +29,9 @@ from tensorflow.python.distribute.values import DistributedValues, DistributedVa
 # _UnreadVariable: what `assign` returns in a graph; it is grouped as a value, not as its variable.
 from tensorflow.python.ops.resource_variable_ops import _UnreadVariable as UnreadVariable
 
+if TYPE_CHECKING:
+    import tensorflow as tf
+
 __all__ = [
     "DistributedValues",
     "DistributedVariable",
@@ -33,6 +39,24 @@ __all__ = [
     "MultiWorkerMirroredExtended",
     "PerReplica",
     "UnreadVariable",
+    "replica_id_in_sync_group",
     "resolve",
     "value_container",
 ]
+
+
+def replica_id_in_sync_group(strategy: tf.distribute.Strategy, index: int) -> int:
+    """The id, among all replicas of all processes, of this process's replica `index`."""
+    hook = getattr(strategy.extended, "_get_replica_id_in_sync_group", None)  # one-device strategies have none
+    return index if hook is None else int(hook(index))
+
+
+def hold_weakly(context: tf.distribute.ReplicaContext) -> None:
+    """Makes a replica context whose run is over refer to its strategy weakly.
+
+    The gradient of all_reduce refers to the context, and TensorFlow registers the gradients of every graph
+    for ever: without this no strategy that ever reduced in a graph would be freed, nor its threads.
+    """
+    strategy = weakref.proxy(context.strategy)
+    context._strategy = strategy
+    context._thread_context.strategy = strategy

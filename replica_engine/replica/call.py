@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._compat import autograph, function, thread_state
+from replica_engine._compat import autograph, distribute, function, thread_state
 from replica_engine.engine import GroupPool, Replica, Run
 from replica_engine.errors import note_merge_failure
 from replica_engine.replica.context import MergeRequest, ReplicaContext
@@ -101,17 +101,20 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
     def body(replica: Replica) -> Any:
         """`fn`, in the inherited state and in replica context."""
         index = replica.index
-        context = options.context_class(strategy, strategy.extended._get_replica_id_in_sync_group(index))
+        context = options.context_class(strategy, distribute.replica_id_in_sync_group(strategy, index))
         context.attach(replica, state.graph)
-        with (
-            state.entered(index, context, devices[index]),
-            tf.variable_creator_scope(variables.creator(replica, run.replicas[0])),
-        ):
-            try:
-                return fn(*select(index, args), **select(index, kwargs))
-            except Exception as error:
-                failure = autograph.as_user_raised(error)
-            raise failure
+        try:
+            with (
+                state.entered(index, context, devices[index]),
+                tf.variable_creator_scope(variables.creator(replica, run.replicas[0])),
+            ):
+                try:
+                    return fn(*select(index, args), **select(index, kwargs))
+                except Exception as error:
+                    failure = autograph.as_user_raised(error)
+                raise failure
+        finally:
+            context.detach()
 
     def in_own_copy_of_context(replica: Replica) -> Any:
         return state.context.copy().run(body, replica)

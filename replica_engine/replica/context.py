@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._compat import thread_state
+from replica_engine._compat import distribute, thread_state
 from replica_engine.engine import Replica, current_replica
 from replica_engine.errors import MergeCallGraphError, NotInReplicaError
 from replica_engine.replica.location import sync_point, user_location
@@ -56,6 +56,11 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         self._replica = replica
         self._graph = graph
 
+    def detach(self) -> None:
+        """Lets go of the run and, but for a weak reference, of the strategy: the replica's body is over."""
+        self._replica = self._graph = None
+        distribute.hold_weakly(self)
+
     def _merge_call(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Pauses this replica until all have come here and `merge_fn` has run; returns this one's part.
 
@@ -81,6 +86,47 @@ class ReplicaContext(tf.distribute.ReplicaContext):
                 eager=tf.executing_eagerly(),
             ),
         )
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """Reduces `value` over all replicas; each gets the result.
+
+        As `tf.distribute.ReplicaContext.all_reduce`, except that a tensor that is the very same object on
+        all replicas counts once for each of them, and that Python numbers are taken as tensors.
+
+        Args:
+            reduce_op: "SUM" or "MEAN", or a `tf.distribute.ReduceOp`.
+            value: a tensor, `tf.IndexedSlices` or nested structure of them, of equal shapes on all replicas.
+            options: `tf.distribute.experimental.CommunicationOptions`.
+
+        Returns:
+            The reduced value, in the structure of `value`.
+        """
+        return super().all_reduce(reduce_op, tf.nest.map_structure(self._own, value), options)
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        """Concatenates `value` of all replicas along `axis`; each gets the result.
+
+        As `tf.distribute.ReplicaContext.all_gather`, with the exceptions of `all_reduce`.
+
+        Args:
+            value: a tensor or nested structure of tensors; shapes may differ along `axis` only.
+            axis: the dimension to concatenate along.
+            options: `tf.distribute.experimental.CommunicationOptions`.
+        """
+        return super().all_gather(tf.nest.map_structure(self._own, value), axis, options)
+
+    def _own(self, value: Any) -> Any:
+        """`value` as a tensor of this replica's own.
+
+        Regrouping takes one object on all replicas for one value, not for N equal ones, and a sum over
+        replicas of one value is that value: TensorFlow returns x where N * x is meant.
+        """
+        if isinstance(value, tf.IndexedSlices):
+            return value
+        tensor = tf.convert_to_tensor(value)
+        if tf.executing_eagerly() and tensor.device == self.devices[0][0]:
+            return tensor  # No other replica runs on this device, so none can own it as well.
+        return tf.identity(tensor)
 
     @property
     def devices(self) -> list:

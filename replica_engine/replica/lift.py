@@ -31,7 +31,7 @@ class _LiftedFunctions:
         self.by_strategy: weakref.WeakKeyDictionary[tf.distribute.Strategy, Any] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> tuple:
-        return _LiftedFunctions, ()  # Copies and pickles of the function start without traces, as it does itself.
+        return _LiftedFunctions, ()  # A copy of the function starts without traces.
 
 
 def lift(strategy: tf.distribute.Strategy, fn: Any, run: Callable[..., Any]) -> Callable[..., Any]:

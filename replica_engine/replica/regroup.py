@@ -65,14 +65,17 @@ def select(replica: int, value: Any) -> Any:
     level = open_level(value)
     if level is None:
         return value
-    children = [select(replica, child) for child in level.children]
-    if dataclasses.is_dataclass(value) and all(map(_is, children, level.children)):
+    if dataclasses.is_dataclass(value) and not _differs(value):
         return value
-    return level.rebuild(children)
+    return level.rebuild([select(replica, child) for child in level.children])
 
 
-def _is(left: Any, right: Any) -> bool:
-    return left is right
+def _differs(value: Any) -> bool:
+    """Whether there is anything in a structure of which each replica gets its own."""
+    if isinstance(value, distribute.DistributedValues):
+        return not isinstance(value, distribute.DistributedVariable)
+    level = open_level(value)
+    return level is not None and any(map(_differs, level.children))
 
 
 def _open_like(level: Level, first: Any, value: Any, what: str, name: str, replica: int) -> Level:

@@ -83,7 +83,7 @@ def test_concurrent_replicas_may_pause_in_any_order(run_bodies, order):
 
 def test_current_replica_is_known_inside_and_only_there(run_bodies):
     assert current_replica() is None
-    run_bodies(lambda replica: current_replica() is replica or pytest.fail())
+    assert run_bodies(*[lambda replica: current_replica() is replica] * 2) == [True, True]
     assert current_replica() is None
 
 

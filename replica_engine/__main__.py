@@ -1,0 +1,56 @@
+"""`python -m replica_engine`, and the `replica-engine` command: reads the command line and runs what it names."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+# TensorFlow's C++ side reports CPU features and the like on stderr. Before anything here imports it, and
+# without overruling what the user has set.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+from replica_engine.demo import cli as demo
+
+WRONG_FLAGS = 2
+INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        argv: the command line without the program; None takes it from `sys.argv`.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        SystemExit: after `--help`, with 0, and after a wrong flag, with 2.
+    """
+    parser = OneLineParser(prog="python -m replica_engine", description="Run one TensorFlow function on N replicas.")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    demo.add_parser(commands)
+    flags = parser.parse_args(argv)
+    if not hasattr(flags, "run"):
+        parser.print_help(sys.stderr)
+        return WRONG_FLAGS
+    try:
+        return flags.run(flags)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser that says what is wrong with a flag in one line, without the usage in front of it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the message and exits with status 2."""
+        self.exit(WRONG_FLAGS, f"{self.prog}: {message} (--help shows all flags)\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

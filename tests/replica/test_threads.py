@@ -1,0 +1,248 @@
+"""Replica threads as users meet them: several strategies, several user threads, nested runs, many runs."""
+
+import concurrent.futures
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+
+import psutil
+import pytest
+import tensorflow as tf
+
+import replica_engine
+from replica_engine.testing import no_leaked_threads
+
+
+def mirrored(n, **options):
+    return replica_engine.MirroredStrategy([f"CPU:{i}" for i in range(n)], **options)
+
+
+def all_reduce_id(value=1.0):
+    context = tf.distribute.get_replica_context()
+    replica_id = tf.cast(context.replica_id_in_sync_group, tf.float32)
+    return context.all_reduce("SUM", value * (replica_id + 1.0))
+
+
+def first(strategy, value):
+    return float(strategy.experimental_local_results(value)[0])
+
+
+def threads_of_replicas():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("replica ")]
+
+
+def test_are_named_after_replica_and_device():
+    names = []
+    mirrored(4).run(lambda: names.append(threading.current_thread().name))
+    assert names[1] == "replica 1 of 4 (CPU:1)"
+
+
+def test_are_reused():
+    strategy, seen = mirrored(2), []
+    for _ in range(3):
+        strategy.run(lambda: seen.append(threading.get_ident()))
+    assert len(set(seen)) == 2
+
+
+def test_go_when_the_strategy_goes():
+    with no_leaked_threads():
+        strategy = mirrored(3)
+        with strategy.scope():
+            module = tf.Module()
+            module.variable = tf.Variable(1.0)
+        strategy.run(tf.function(lambda: module.variable + all_reduce_id()))  # noqa: F821
+        assert len(threads_of_replicas()) >= 3
+        del strategy, module
+
+
+@pytest.mark.parametrize("form", ["eager", "tf.function"])
+def test_several_strategies_of_different_sizes_in_turn(form):
+    strategies = [mirrored(n) for n in (2, 4, 3, 1)]
+    for _ in range(3):
+        for strategy in strategies:
+            n = strategy.num_replicas_in_sync
+            run = tf.function(all_reduce_id) if form == "tf.function" else all_reduce_id
+            assert first(strategy, strategy.run(run)) == n * (n + 1) / 2
+
+
+@pytest.mark.parametrize("form", ["eager", "tf.function"])
+def test_several_strategies_at_once(form):
+    def work(n):
+        strategy = mirrored(n)
+        run = tf.function(all_reduce_id) if form == "tf.function" else all_reduce_id
+        return [first(strategy, strategy.run(run)) for _ in range(20)]
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for n, sums in zip((1, 2, 3, 4), pool.map(work, (1, 2, 3, 4)), strict=True):
+            assert sums == [n * (n + 1) / 2] * 20
+
+
+def test_four_user_threads_on_one_strategy():
+    strategy = mirrored(2)
+    with strategy.scope():
+        total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
+
+    def work(value):
+        sums = [first(strategy, strategy.run(all_reduce_id, args=(float(value),))) for _ in range(30)]
+        strategy.run(lambda: total.assign_add(tf.ones([])))
+        return sums
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for value, sums in enumerate(pool.map(work, range(4))):
+            assert sums == [3.0 * value] * 30
+    assert float(total.numpy()) == 8.0
+
+
+def test_collectives_of_two_strategies_do_not_meet():
+    """What tf.distribute fails at: "joining a group with size 2, but that group has size 4"."""
+    for n in (2, 4, 2):
+        strategy = mirrored(n)
+        collectives = strategy.extended._collective_ops  # what GPUs would use; here by hand, on CPUs
+        value = strategy.experimental_distribute_values_from_function(lambda _: tf.constant([1.0, 2.0]))
+
+        @tf.function
+        def reduce(value, strategy=strategy, collectives=collectives):
+            with strategy.scope():
+                return collectives.reduce("SUM", value, value)
+
+        reduced = strategy.experimental_local_results(reduce(value))
+        assert reduced[0].numpy().tolist() == [n * 1.0, n * 2.0]
+
+
+def test_run_inside_a_merge_function():
+    strategy = mirrored(2)
+
+    def merge_fn(strategy, x):
+        inner = strategy.run(all_reduce_id)
+        return strategy.reduce("SUM", x, axis=None) + strategy.experimental_local_results(inner)[0]
+
+    def fn():
+        return tf.distribute.get_replica_context().merge_call(merge_fn, args=(tf.constant(10.0),))
+
+    assert first(strategy, strategy.run(fn)) == 23.0
+
+
+def test_two_thousand_runs_neither_grow_threads_nor_memory():
+    strategy = mirrored(2)
+    process = psutil.Process()
+
+    def meet():
+        context = tf.distribute.get_replica_context()
+        return context.merge_call(lambda strategy, x: x, args=(tf.zeros([64]),))
+
+    def runs(count):
+        for _ in range(count):
+            strategy.run(meet)
+        gc.collect()
+        return len(threading.enumerate()), process.memory_info().rss
+
+    runs(300)  # caches fill
+    threads_before, memory_before = runs(100)
+    threads_after, memory_after = runs(2000)
+    assert threads_after == threads_before
+    assert memory_after - memory_before < 8 * 2**20, "bytes; 2,000 leaked runs of 4 KiB each would show"
+
+
+class TestConcurrent:
+    def test_replicas_are_inside_at_the_same_time(self):
+        barrier = threading.Barrier(2, timeout=20)
+        mirrored(2, concurrent=True).run(barrier.wait)
+
+    def test_gives_the_same_as_one_after_another(self):
+        def train(strategy):
+            with strategy.scope():
+                weight = tf.Variable(tf.ones([4, 4]), aggregation=tf.VariableAggregation.MEAN)
+
+            def step(x):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(tf.tanh(x @ weight))
+                gradient = tape.gradient(loss, weight)
+                weight.assign_sub(0.1 * tf.distribute.get_replica_context().all_reduce("MEAN", gradient))
+
+            inputs = strategy.experimental_distribute_values_from_function(
+                lambda context: tf.random.stateless_normal([8, 4], [1, context.replica_id_in_sync_group])
+            )
+            for _ in range(10):
+                strategy.run(step, args=(inputs,))
+            return weight.numpy().tobytes()
+
+        assert train(mirrored(3, concurrent=True)) == train(mirrored(3))
+
+    @pytest.mark.parametrize("quick", [0, 1])
+    def test_variables_are_made_by_replica_0_whoever_is_quicker(self, quick):
+        strategy = mirrored(2, concurrent=True)
+        other_may_go = threading.Event()
+
+        def fn():
+            replica_id = int(tf.distribute.get_replica_context().replica_id_in_sync_group)
+            if replica_id != quick:
+                assert other_may_go.wait(20)
+            else:
+                other_may_go.set()
+            return [tf.Variable(float(replica_id), name="a"), tf.Variable(10.0 + replica_id, name="b")]
+
+        variables = strategy.run(fn)
+        assert [v.numpy() for v in variables] == [0.0, 10.0]
+
+    def test_a_variable_made_once_under_a_check_is_not_taken_for_another(self):
+        """Replica 1 finds the first variable there and asks for the second only: same name, other line."""
+        strategy = mirrored(2, concurrent=True)
+        made_first, cache = threading.Event(), {}
+
+        def fn():
+            replica_id = int(tf.distribute.get_replica_context().replica_id_in_sync_group)
+            if replica_id == 1:
+                assert made_first.wait(20)
+            if "first" not in cache:
+                cache["first"] = tf.Variable(1.0)
+                made_first.set()
+            second = tf.Variable(2.0)
+            return second
+
+        assert strategy.run(fn).numpy() == 2.0
+
+    def test_graphs_are_still_traced_in_order(self):
+        order = []
+        strategy = mirrored(3, concurrent=True)
+        strategy.run(tf.function(lambda: order.append(threading.current_thread().name[:9])))
+        assert order == ["replica 0", "replica 1", "replica 2"]
+
+
+def test_nothing_waits_for_replicas_at_exit():
+    """A stuck replica, and parked ones: the interpreter ends all the same."""
+    code = """
+        import threading
+        import tensorflow as tf, replica_engine
+        from replica_engine.testing import logical_devices
+        strategy = replica_engine.MirroredStrategy(logical_devices(2), timeout=0.2)
+        strategy.run(lambda: None)
+        try:
+            strategy.run(threading.Event().wait)
+        except TimeoutError:
+            print("timed out")
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout == "timed out\n"
+
+
+class TestWorksForOtherStrategies:
+    def test_tensorflows_own_mirrored_strategy(self):
+        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice())
+        names = []
+
+        def fn(x):
+            names.append(threading.current_thread().name)
+            context = tf.distribute.get_replica_context()
+            assert isinstance(context, replica_engine.ReplicaContext)
+            return context.all_reduce("SUM", x)
+
+        assert first(strategy, replica_engine.call_for_each_replica(strategy, fn, args=(tf.constant(2.0),))) == 4.0
+        assert names == ["replica 0 of 2 (CPU:0)", "replica 1 of 2 (CPU:1)"]
+
+    def test_one_device_strategy(self):
+        strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+        assert replica_engine.call_for_each_replica(strategy, lambda x, y: x + y, args=(1,), kwargs={"y": 2}) == 3
