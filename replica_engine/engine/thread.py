@@ -51,9 +51,16 @@ class ReplicaThread(threading.Thread):
         try:
             while not self._closed:
                 self.should_run.wait()
-                job, self._job = self._job, None
-                if job is not None:
-                    job()
-                del job  # Or the parked thread would keep the last run alive.
+                self._run_job()
         except ReplicaUnwound:
             return  # An interrupt that came too late to find the job: the thread was to end anyway.
+
+    def _run_job(self) -> None:
+        """Runs the job, if there is one, in a frame that goes away with it.
+
+        Some tools look at the local variables of every frame of a thread, and CPython keeps what they saw
+        with the frame. Were the job a local variable of `run`, a parked thread would keep the last run alive.
+        """
+        job, self._job = self._job, None
+        if job is not None:
+            job()

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._compat import distribute, thread_state
+from replica_engine._compat import autograph, distribute, thread_state
 from replica_engine.engine import Replica, current_replica
 from replica_engine.errors import MergeCallGraphError, NotInReplicaError
 from replica_engine.replica.location import sync_point, user_location
@@ -87,6 +87,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             ),
         )
 
+    @autograph.artifact
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """Reduces `value` over all replicas; each gets the result.
 
@@ -103,6 +104,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         """
         return super().all_reduce(reduce_op, tf.nest.map_structure(self._own, value), options)
 
+    @autograph.artifact
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Concatenates `value` of all replicas along `axis`; each gets the result.
 
