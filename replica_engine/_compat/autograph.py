@@ -5,7 +5,6 @@ Checked on TensorFlow 2.21.0.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -37,9 +36,12 @@ def artifact(fn: F) -> F:
     return _artifact(fn)
 
 
-def original_location(filename: str, lineno: int, function: str) -> tuple[str, int, str]:
-    """The user's file, line and function for a line that may be in code that AutoGraph generated."""
-    mappers = _tf_stack._source_mapper_stacks.get(threading.get_ident())
+def original_location(filename: str, lineno: int, function: str, thread: int) -> tuple[str, int, str]:
+    """The user's file, line and function for a line that may be in code that AutoGraph generated.
+
+    `thread` identifies the thread that is at that line.
+    """
+    mappers = _tf_stack._source_mapper_stacks.get(thread)
     if not mappers:
         return filename, lineno, function
     return mappers[-1].get_effective_source_map().get((filename, lineno), (filename, lineno, function))

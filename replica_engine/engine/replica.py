@@ -109,6 +109,11 @@ class Replica:
         self.value = self.request = self.error = self._result = None
 
     @property
+    def coordinator(self) -> threading.Thread:
+        """The thread that called `run`."""
+        return self._run.coordinator
+
+    @property
     def given_up(self) -> bool:
         """Whether its run was given up, so that nothing will come of waiting."""
         return self._run.given_up

@@ -72,10 +72,10 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         if replica is None or current_replica() is not replica:
             raise NotInReplicaError(threading.current_thread().name)
         if thread_state.default_graph() is not self._graph:
-            filename, lineno, function = user_location()
+            filename, lineno, function = user_location(replica)
             raise MergeCallGraphError(str(replica), f"{filename}:{lineno} in {function}")
         return replica.pause(
-            sync_point(merge_fn),
+            sync_point(merge_fn, replica),
             MergeRequest(
                 merge_fn=merge_fn,
                 args=args,

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._compat import autograph
-from replica_engine.engine import SyncPoint
+from replica_engine.engine import Replica, SyncPoint
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _KERAS = importlib.util.find_spec("keras")  # found, not imported: TensorFlow imports it when first used
@@ -32,24 +33,32 @@ _STANDARD_LIBRARY = os.path.dirname(functools.__file__) + os.sep
 _SITE_PACKAGES = os.sep + "site-packages" + os.sep
 
 
-def sync_point(merge_fn: Callable) -> SyncPoint:
-    """The record of a merge call that the caller of the caller is making."""
+def sync_point(merge_fn: Callable[..., Any], replica: Replica) -> SyncPoint:
+    """The record of a merge call that `replica` is making."""
     plain = _plain(merge_fn)
-    filename, lineno, function = user_location()
+    filename, lineno, function = user_location(replica)
     name = getattr(plain, "__qualname__", None) or type(plain).__qualname__
     return SyncPoint(name.replace("<locals>.", ""), filename, lineno, function, _identity(plain))
 
 
-def user_location() -> tuple[str, int, str]:
-    """File, line and function of the innermost frame that belongs to the user."""
-    frame: FrameType | None = sys._getframe(1)
-    outermost = sys._getframe(1)
-    while frame is not None:
-        if not _is_internal(frame.f_code.co_filename):
-            return autograph.original_location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        outermost = frame
+def user_location(replica: Replica) -> tuple[str, int, str]:
+    """File, line and function of the innermost frame that belongs to the user.
+
+    A replica of Keras' `fit` has no frame of the user's; then it is the line that called `fit`, which the
+    thread that called `run` still stands at.
+    """
+    thread = threading.get_ident()
+    frame = _user_frame(sys._getframe(1))
+    if frame is None:
+        thread = replica.coordinator.ident or thread
+        frame = _user_frame(sys._current_frames().get(thread)) or sys._getframe(1)
+    return autograph.original_location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, thread)
+
+
+def _user_frame(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and _is_internal(frame.f_code.co_filename):
         frame = frame.f_back
-    return outermost.f_code.co_filename, outermost.f_lineno, outermost.f_code.co_name
+    return frame
 
 
 @functools.lru_cache(maxsize=4096)

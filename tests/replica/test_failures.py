@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 
+import keras
 import pytest
 import tensorflow as tf
 
@@ -382,3 +383,20 @@ def test_ctrl_c_raises_within_a_second_and_the_next_run_works(name):
         process.kill()
         process.communicate()
     assert process.returncode == 0
+
+
+def test_under_keras_the_location_is_the_line_that_called_fit():
+    class Extended(replica_engine.strategies.MirroredExtended):
+        def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
+            raise OSError("no route between devices")
+
+    class Strategy(replica_engine.MirroredStrategy):
+        extended_class = Extended
+
+    with Strategy(["CPU:0", "CPU:1"]).scope():
+        model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with pytest.raises(OSError, match="no route") as raised:
+        model.fit(tf.zeros([4, 1]), tf.zeros([4, 1]), batch_size=4, verbose=0)
+    here = f"{HERE}:{sys._getframe().f_lineno - 1} in test_under_keras_the_location_is_the_line_that_called_fit"
+    assert any(note.endswith(here) for note in raised.value.__notes__), raised.value.__notes__
