@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
-
-# TensorFlow's C++ side reports CPU features and the like on stderr. Before anything here imports it, and
-# without overruling what the user has set.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 from replica_engine.demo import cli as demo
 

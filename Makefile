@@ -1,0 +1,74 @@
+# Everything people do. Each target sets up what it needs in .venv, and is quick the second time.
+#
+#   make demo     train a model on 4 replicas           REPLICAS=4 EPOCHS=5 STRATEGY=mirrored
+#   make test     all tests                             ARGS="-k collectives"
+#   make lint     ruff, mypy, import order
+#   make bench    the benchmarks
+#   make docs     the documentation, into site/
+#   make wheel    build the wheel, and import it from an empty environment
+#   make clean    remove .venv and everything built
+
+PYTHON ?= python3
+REPLICAS ?= 4
+EPOCHS ?= 5
+STRATEGY ?= mirrored
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Where pip runs this often, its version check and cache talk are noise.
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: help demo test lint format bench docs wheel clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo "Python 3.10 to 3.13 is needed, and $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
+	         "Name another one: make PYTHON=python3.12 ..."; exit 1; }
+	@echo "making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+
+# One stamp a set of extras; made again when the metadata changes.
+$(VENV)/.extras-%: pyproject.toml | $(BIN)/python
+	@echo "installing replica_engine[$*] into $(VENV) (TensorFlow takes a minute or two the first time)"
+	@$(PIP) install --editable ".[$*]"
+	@touch $@
+
+demo: $(VENV)/.extras-demo
+	@$(BIN)/python -m replica_engine demo --strategy $(STRATEGY) --replicas $(REPLICAS) --epochs $(EPOCHS) $(ARGS)
+
+test: $(VENV)/.extras-test
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.extras-test $(VENV)/.extras-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.extras-lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.extras-demo
+	$(BIN)/python -m benchmarks.eager_run $(ARGS)
+
+docs: $(VENV)/.extras-docs
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
+wheel: $(BIN)/python
+	@$(PIP) install build
+	rm -rf dist build/wheel-check
+	$(BIN)/python -m build --wheel --outdir dist
+	$(PYTHON) -m venv build/wheel-check
+	build/wheel-check/bin/python -m pip --disable-pip-version-check --quiet install dist/*.whl
+	cd build && wheel-check/bin/python -c \
+	  'import replica_engine as r; print(r.__version__, r.MirroredStrategy(["CPU:0"]).run(lambda x: x + 1, args=(1,)))'
+
+clean:
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

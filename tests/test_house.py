@@ -1,0 +1,87 @@
+"""The house rules that a machine can check."""
+
+import ast
+import importlib
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import replica_engine
+from replica_engine._compat.names import PRIVATE
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = ROOT / "replica_engine"
+MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from ((node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+
+
+PRIVATE_IMPORTS = sorted(
+    {
+        (module, name)
+        for path in (PACKAGE / "_compat").glob("*.py")
+        for module, name in imports(path)
+        if module.startswith("tensorflow.python")
+    }
+)
+
+
+@pytest.mark.parametrize(("module", "name"), PRIVATE_IMPORTS, ids=[".".join(both) for both in PRIVATE_IMPORTS])
+def test_each_private_import_exists(module, name):
+    try:
+        found = hasattr(importlib.import_module(module), name) or importlib.import_module(f"{module}.{name}")
+    except ImportError:
+        found = False
+    assert found, f"TensorFlow no longer has {module}.{name}; see replica_engine/_compat"
+
+
+@pytest.mark.parametrize("private", PRIVATE, ids=lambda private: private.name)
+def test_each_private_attribute_exists(private):
+    assert hasattr(private.owner, private.name), (
+        f"TensorFlow no longer has {private.owner}.{private.name}, needed for: {private.why}"
+    )
+
+
+def test_private_names_are_imported_in_compat_only():
+    elsewhere = {
+        f"{path.relative_to(ROOT)}: {module}"
+        for path in MODULES
+        if "_compat" not in path.parts
+        for module, _ in imports(path)
+        if module.startswith(("tensorflow.python", "tensorflow.compiler", "tensorflow.core"))
+    }
+    assert elsewhere == set()
+
+
+def test_imports_run_one_way():
+    lint_imports = pathlib.Path(sys.executable).with_name("lint-imports")
+    result = subprocess.run([lint_imports], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stdout
+
+
+def test_public_names_are_there():
+    for name in replica_engine.__all__:
+        assert getattr(replica_engine, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        replica_engine.no_such_name  # noqa: B018
+
+
+def test_importing_the_package_does_not_import_tensorflow():
+    code = "import sys, replica_engine; sys.exit('tensorflow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_every_public_error_has_a_docstring_and_the_base():
+    errors = replica_engine.errors
+    for name, value in vars(errors).items():
+        if isinstance(value, type) and issubclass(value, BaseException) and value.__module__ == errors.__name__:
+            assert value.__doc__, name
+            assert issubclass(value, errors.ReplicaEngineError) or name == "ReplicaUnwound"

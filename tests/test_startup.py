@@ -1,0 +1,89 @@
+"""Distributed datasets and the threads that they need."""
+
+import functools
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from replica_engine import startup
+
+DATASET_IN_A_FUNCTION = """
+    import os, sys
+    import tensorflow as tf
+    import replica_engine
+    from replica_engine.testing import logical_devices
+
+    strategy = replica_engine.MirroredStrategy(logical_devices({n}))
+    dataset = tf.data.Dataset.range({n} * 400).map(lambda x: tf.cast(x, tf.float32)).batch(4 * {n})
+    distributed = strategy.experimental_distribute_dataset(dataset)
+
+    def step(x):
+        return tf.distribute.get_replica_context().all_reduce("SUM", tf.reduce_sum(x))
+
+    @tf.function
+    def epoch():
+        total = 0.0
+        for batch in distributed:
+            total += strategy.experimental_local_results(strategy.run(step, args=(batch,)))[0]
+        return total
+
+    assert all(float(epoch()) == sum(range({n} * 400)) for _ in range(3))
+    print("threads", os.environ["TF_NUM_INTEROP_THREADS"])
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs a program in a process of its own; from a file, for AutoGraph reads the source."""
+    return functools.partial(_run, tmp_path / "program.py")
+
+
+def _run(path, code, **environment):
+    path.write_text(textwrap.dedent(code))
+
+    return subprocess.run(
+        [sys.executable, path],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**{k: v for k, v in os.environ.items() if k != startup.VARIABLE}, **environment},
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("n", [2, 8])
+def test_a_dataset_inside_a_function_does_not_hang(run, n):
+    result = run(DATASET_IN_A_FUNCTION.replace("{n}", str(n)))
+    assert result.stdout == "threads 16\n", result.stderr[-2000:]
+
+
+def test_a_number_that_the_user_chose_is_kept(run):
+    result = run("import os, replica_engine; print(os.environ['TF_NUM_INTEROP_THREADS'])", TF_NUM_INTEROP_THREADS="5")
+    assert result.stdout == "5\n"
+
+
+def test_when_it_comes_too_late_it_is_said(run):
+    result = run("""
+        import tensorflow as tf
+        tf.config.threading.set_inter_op_parallelism_threads(2)
+        tf.constant(1.0)
+        import replica_engine
+        strategy = replica_engine.MirroredStrategy([tf.config.list_logical_devices("CPU")[0].name])
+        strategy.experimental_distribute_dataset(tf.data.Dataset.range(4))  # one device: nothing to say
+        from replica_engine.startup import warn_if_cramped
+        warn_if_cramped(2, tf.config.threading.get_inter_op_parallelism_threads())
+    """)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stderr.count("can hang") == 1
+    assert "set_inter_op_parallelism_threads(4)" in result.stderr
+
+
+@pytest.mark.parametrize(("replicas", "chosen", "warns"), [(4, 2, True), (4, 6, False), (1, 1, False)])
+def test_the_warning_counts_threads(caplog, replicas, chosen, warns):
+    with caplog.at_level(logging.WARNING, "replica_engine"):
+        startup.warn_if_cramped(replicas, chosen)
+    assert bool(caplog.records) == warns
