@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import replica_engine
+from replica_engine._compat import keras_state
 from replica_engine._compat.names import PRIVATE
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -48,6 +49,11 @@ def test_each_private_attribute_exists(private):
     assert hasattr(private.owner, private.name), (
         f"TensorFlow no longer has {private.owner}.{private.name}, needed for: {private.why}"
     )
+
+
+def test_the_private_name_of_keras_exists():
+    module = importlib.import_module(keras_state.MODULE)
+    assert hasattr(module, keras_state.STATE), "Keras no longer has it; see replica_engine/_compat/keras_state.py"
 
 
 def test_private_names_are_imported_in_compat_only():

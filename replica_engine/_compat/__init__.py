@@ -1,6 +1,7 @@
 """Every private TensorFlow name this library needs, each with the reason beside its import.
 
 - `thread_state`: what TensorFlow keeps a copy of for each thread.
+- `keras_state`: what Keras does.
 - `autograph`: converting the user's function, and keeping exceptions whole.
 - `function`: tf.function, taken apart.
 - `distribute`: TensorFlow's distributed values, strategies and collectives.

@@ -19,7 +19,7 @@ from tensorflow.python.autograph.impl.api import autograph_artifact as _artifact
 from tensorflow.python.autograph.impl.api import tf_convert as _tf_convert
 
 # _source_mapper_stacks: for each thread, how lines of generated code map to the user's own.
-from tensorflow.python.util import tf_stack as _tf_stack
+from tensorflow.python.util import tf_stack
 
 from replica_engine.errors import add_note
 
@@ -41,7 +41,7 @@ def original_location(filename: str, lineno: int, function: str, thread: int) ->
 
     `thread` identifies the thread that is at that line.
     """
-    mappers = _tf_stack._source_mapper_stacks.get(thread)
+    mappers = tf_stack._source_mapper_stacks.get(thread)
     if not mappers:
         return filename, lineno, function
     return mappers[-1].get_effective_source_map().get((filename, lineno), (filename, lineno, function))

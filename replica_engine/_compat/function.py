@@ -7,12 +7,12 @@ from typing import Any
 
 # The class of what tf.function returns; tf.types.experimental.PolymorphicFunction is its public base, which
 # says nothing of python_function and options.
-from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function as _Function
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 
 
 def is_tf_function(fn: Any) -> bool:
     """Whether `fn` is a tf.function."""
-    return isinstance(fn, _Function)
+    return isinstance(fn, Function)
 
 
 def clone(fn: Any, python_function: Callable) -> Any:

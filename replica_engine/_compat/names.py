@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from tensorflow.python.autograph.impl import api
 from tensorflow.python.distribute import distribute_lib, distribute_utils
+from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
 from tensorflow.python.eager import context
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import summary_ops_v2
-
-from replica_engine._compat import autograph, distribute, function
+from tensorflow.python.util import tf_stack
 
 
 class Private(NamedTuple):
@@ -31,7 +32,7 @@ _graph = func_graph.FuncGraph("names")
 _context = context.context()
 
 PRIVATE = (
-    Private(function._Function, "_clone", "lifting a tf.function with its options"),
+    Private(Function, "_clone", "lifting a tf.function with its options"),
     Private(tf.function(lambda: None), "_jit_compile", "leaving functions compiled for GPUs alone"),
     Private(_graph, "_variable_creator_stack", "inheriting variable creators"),
     Private(_graph, "_current_control_dependencies", "control dependencies at a merge call"),
@@ -45,16 +46,16 @@ PRIVATE = (
     Private(summary_ops_v2._summary_state, "is_recording_distribution_strategy", "replica 0 writes for all"),
     Private(distribute_utils.caching_scope_local, "new_cache_scope_count", "inheriting the caching scope"),
     Private(distribute_utils.caching_scope_local, "cache_scope_exited_count", "inheriting the caching scope"),
-    Private(autograph._tf_stack, "_source_mapper_stacks", "the user's lines in converted code"),
+    Private(tf_stack, "_source_mapper_stacks", "the user's lines in converted code"),
     Private(api._ErrorMetadata, "get_message", "AutoGraph's view of an error, as a note"),
     Private(distribute_lib.ReplicaContextBase, "_merge_call", "overridden: a merge call pauses the replica"),
     Private(distribute_lib._InReplicaThreadMode(tf.distribute.get_replica_context()), "strategy", "freeing strategies"),
     Private(distribute_lib.StrategyExtendedV1, "_container_strategy", "the strategy of an extended half"),
     Private(distribute_lib.StrategyExtendedV1, "_call_for_each_replica", "overridden: runs the replicas"),
-    Private(distribute.MirroredExtended, "_get_replica_id_in_sync_group", "ids with several processes"),
-    Private(distribute.MirroredExtended, "_initialize_strategy", "overridden: the default all-reduce"),
-    Private(distribute.MirroredExtended, "_experimental_distribute_dataset", "overridden: a warning"),
-    Private(distribute.MirroredExtended, "_distribute_datasets_from_function", "overridden: a warning"),
+    Private(MirroredExtended, "_get_replica_id_in_sync_group", "ids with several processes"),
+    Private(MirroredExtended, "_initialize_strategy", "overridden: the default all-reduce"),
+    Private(MirroredExtended, "_experimental_distribute_dataset", "overridden: a warning"),
+    Private(MirroredExtended, "_distribute_datasets_from_function", "overridden: a warning"),
     Private(tf.distribute.MirroredStrategy, "_collective_key_base", "collective keys of a strategy's own"),
 )
 """Every private attribute that is used, and every hook that is overridden."""

@@ -11,10 +11,12 @@ TensorFlow keeps much of its state a copy for each thread. What of it is inherit
 - summaries: default writer, step, whether to record;
 - traceback filtering: whether tracebacks show TensorFlow's own frames;
 - variable caching scope: whether reads of variables are cached;
+- Keras' settings: the dtype policy of layers made in a replica;
 - context variables: each replica runs in a copy of the caller's `contextvars` context.
 
 Control dependencies are not inherited by a replica's ops, but travel with a merge call (`context.py`).
-Replica threads are reused, so whatever is entered here is left again when the replica's body ends.
+Replica threads are reused, so whatever is entered here is left again when the replica's body ends, and what
+Keras has gathered on the thread is forgotten.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._compat import thread_state
+from replica_engine._compat import keras_state, thread_state
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class InheritedState:
     variable_scope: Any
     device_policy: int
     thread_locals: tuple
+    keras_settings: dict[str, Any]
     context: contextvars.Context
 
     @classmethod
@@ -62,6 +65,7 @@ class InheritedState:
             variable_scope=thread_state.current_variable_scope(),
             device_policy=thread_state.device_policy(),
             thread_locals=thread_state.locals_of_thread(),
+            keras_settings=keras_state.settings(),
             context=contextvars.copy_context(),
         )
 
@@ -74,6 +78,7 @@ class InheritedState:
             scope += f"replica_{replica}/"
         with (
             thread_state.enter_locals(self.thread_locals),
+            keras_state.entered(self.keras_settings),
             thread_state.graph_and_mode(self.init_graph, self.init_eager),
             thread_state.graph_and_mode(self.graph, self.eager, self.creators),
             thread_state.enter_device_policy(self.device_policy),

@@ -6,6 +6,7 @@ stand in for neither.
 
 import contextvars
 
+import keras
 import pytest
 import tensorflow as tf
 
@@ -161,6 +162,19 @@ def test_variable_caching_scope(mirrored):
     with cache_variable_reads():
         assert local(mirrored, caching_scope_local.in_caching_scope) == [True, True]
     assert local(mirrored, caching_scope_local.in_caching_scope) == [False, False]
+
+
+def test_the_dtype_policy_of_keras(mirrored):
+    def policy():
+        return keras.layers.Dense(1).dtype_policy.name
+
+    assert local(mirrored, policy) == ["float32", "float32"]
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        assert local(mirrored, policy) == ["mixed_bfloat16", "mixed_bfloat16"]
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert local(mirrored, policy) == ["float32", "float32"]
 
 
 def test_context_variables_in_a_copy_each(mirrored):

@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 
+import keras
 import psutil
 import pytest
 import tensorflow as tf
@@ -55,6 +56,13 @@ def test_go_when_the_strategy_goes():
         strategy.run(tf.function(lambda: module.variable + all_reduce_id()))  # noqa: F821
         assert len(threads_of_replicas()) >= 3
         del strategy, module
+
+
+def test_go_when_keras_made_a_seed_generator_on_them():
+    with no_leaked_threads():
+        strategy = mirrored(2)
+        strategy.run(lambda: keras.random.normal([2]))
+        del strategy
 
 
 @pytest.mark.parametrize("form", ["eager", "tf.function"])

@@ -1,0 +1,1 @@
+"""Benchmarks: replica_engine beside its peers, in one process and one run, as ratios."""
