@@ -7,6 +7,7 @@ import contextlib
 import gc
 
 import pytest
+import tensorflow as tf
 
 from replica_engine import MirroredStrategy
 from replica_engine.testing import logical_devices, no_leaked_threads
@@ -51,12 +52,16 @@ def pytest_runtest_makereport(item, call):
 
 
 @pytest.fixture(autouse=True)
-def _replica_threads_go(request):
+def _replica_threads_go(request, caplog):
     """Fails a test that leaves replica threads behind. Set up first, so it looks after all other fixtures."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_leaked_threads(grace=2.0))
         yield
-        request.node.funcargs.clear()  # pytest holds on to the strategy that it made for the test
+        # What holds on to strategies after the test, and is none of theirs: pytest the fixtures' values and the
+        # arguments of log messages, TensorFlow's global graph the variables made inside a tf.function.
+        request.node.funcargs.clear()
+        caplog.get_records("call").clear()
+        tf.compat.v1.reset_default_graph()
         if request.node.stash.get(_FAILED, False):
             stack.pop_all()  # the traceback holds on to everything; one failure is enough
 
