@@ -30,35 +30,57 @@ _INTERNAL = tuple(
     )
 )
 _STANDARD_LIBRARY = os.path.dirname(functools.__file__) + os.sep
+# Frames between the user's line and the function that it calls.
+_WRAPPERS = frozenset(("error_handler", "wrapper", "converted_call", "_call_unconverted", "op_dispatch_handler"))
+_CONVERTED = "outer_factory.inner_factory.tf__"  # how AutoGraph names what it converted
 _SITE_PACKAGES = os.sep + "site-packages" + os.sep
 
 
 def sync_point(merge_fn: Callable[..., Any], replica: Replica) -> SyncPoint:
-    """The record of a merge call that `replica` is making."""
+    """The record of a merge call that `replica` is making.
+
+    It goes by the name of the merge function, if that is the user's, or else of what the user called that
+    made the merge call: "all_reduce", "assign_add", "fit".
+    """
     plain = _plain(merge_fn)
-    filename, lineno, function = user_location(replica)
     name = getattr(plain, "__qualname__", None) or type(plain).__qualname__
-    return SyncPoint(name.replace("<locals>.", ""), filename, lineno, function, _identity(plain))
+    frame, called, thread = _user_frame(replica)
+    if called and _is_internal(getattr(getattr(plain, "__code__", None), "co_filename", "")):
+        name = called
+    name = name.replace("<locals>.", "").removeprefix(_CONVERTED)
+    return SyncPoint(name, *_place(frame, thread), _identity(plain))
 
 
 def user_location(replica: Replica) -> tuple[str, int, str]:
-    """File, line and function of the innermost frame that belongs to the user.
+    """File, line and function of the innermost frame that belongs to the user."""
+    frame, _, thread = _user_frame(replica)
+    return _place(frame, thread)
+
+
+def _user_frame(replica: Replica) -> tuple[FrameType, str, int]:
+    """The innermost frame of the user, the name of what it called, and the thread it is on.
 
     A replica of Keras' `fit` has no frame of the user's; then it is the line that called `fit`, which the
     thread that called `run` still stands at.
     """
-    thread = threading.get_ident()
-    frame = _user_frame(sys._getframe(1))
-    if frame is None:
-        thread = replica.coordinator.ident or thread
-        frame = _user_frame(sys._current_frames().get(thread)) or sys._getframe(1)
+    here = sys._getframe(1)
+    coordinator = replica.coordinator.ident or 0
+    for thread, innermost in (
+        (threading.get_ident(), lambda: here),
+        (coordinator, lambda: sys._current_frames().get(coordinator)),
+    ):
+        frame, called = innermost(), ""
+        while frame is not None and _is_internal(frame.f_code.co_filename):
+            if frame.f_code.co_name not in _WRAPPERS:
+                called = frame.f_code.co_name
+            frame = frame.f_back
+        if frame is not None:
+            return frame, called, thread
+    return here, "", threading.get_ident()
+
+
+def _place(frame: FrameType, thread: int) -> tuple[str, int, str]:
     return autograph.original_location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, thread)
-
-
-def _user_frame(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and _is_internal(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
 
 
 @functools.lru_cache(maxsize=4096)

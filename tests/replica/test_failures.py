@@ -194,7 +194,7 @@ class TestMismatch:
         line = fn.__code__.co_firstlineno + 2
         with pytest.raises(MergeCallMismatchError) as raised:
             mirrored.run(tf.function(fn), args=(tf.constant(1.0),))
-        assert f"{HERE}:{line}" in str(raised.value)
+        assert f"all_reduce at {__file__}:{line} in fn" in str(raised.value)
 
 
 class TestStructure:
