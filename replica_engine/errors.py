@@ -26,6 +26,8 @@ class ReplicaEngineError(Exception):
         True
     """
 
+    ag_pass_through = True  # AutoGraph, leave it as it is: another type would hide what it says and holds
+
 
 @dataclass(frozen=True)
 class ReplicaRow:

@@ -55,13 +55,12 @@ def as_user_raised(error: Exception) -> Exception:
     message with the user's own source lines becomes a note, and AutoGraph is told to leave it alone from
     here on (`ag_pass_through`).
     """
-    metadata = getattr(error, "ag_error_metadata", None)
-    if metadata is None:
-        return error
     original = error
-    while isinstance(original.__context__, Exception) and hasattr(original.__context__, "ag_error_metadata"):
-        original = original.__context__
-    add_note(original, metadata.get_message().strip())
-    del original.ag_error_metadata  # type: ignore[attr-defined]
+    metadata = getattr(error, "ag_error_metadata", None)
+    if metadata is not None:
+        while hasattr(original.__context__, "ag_error_metadata"):
+            original = original.__context__  # type: ignore[assignment]
+        add_note(original, metadata.get_message().strip())
+        del original.ag_error_metadata  # type: ignore[attr-defined]
     original.ag_pass_through = True  # type: ignore[attr-defined]
     return original

@@ -54,6 +54,8 @@ PRIVATE = (
     Private(distribute_lib.StrategyExtendedV1, "_call_for_each_replica", "overridden: runs the replicas"),
     Private(MirroredExtended, "_get_replica_id_in_sync_group", "ids with several processes"),
     Private(MirroredExtended, "_initialize_strategy", "overridden: the default all-reduce"),
+    Private(MirroredExtended, "_batch_reduce_to", "overridden: batches that mix dtypes"),
+    Private(MirroredExtended, "_get_cross_device_ops", "overridden: one object for all integers"),
     Private(MirroredExtended, "_experimental_distribute_dataset", "overridden: a warning"),
     Private(MirroredExtended, "_distribute_datasets_from_function", "overridden: a warning"),
     Private(tf.distribute.MirroredStrategy, "_collective_key_base", "collective keys of a strategy's own"),

@@ -33,10 +33,33 @@ class MirroredExtended(ReplicaThreads, distribute.MirroredExtended):
         copies than a ring makes, no op that blocks a thread of TensorFlow's pool until its peers arrive, and
         replicas that are bitwise equal by construction.
         """
+        self._for_integers = tf.distribute.ReductionToOneDevice()
         default = self._cross_device_ops is None  # type: ignore[has-type]
         super()._initialize_strategy(devices)
         if default and all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in self._devices):
             self._cross_device_ops = tf.distribute.ReductionToOneDevice()
+
+    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
+        """The hook that reduces many values at once, each by the operations that its dtype takes.
+
+        TensorFlow refuses a batch of which some values are int32, or more than one.
+        """
+        results: list[Any] = [None] * len(value_destination_pairs)
+        by_ops: dict[int, list[int]] = {}
+        for index, (value, _) in enumerate(value_destination_pairs):
+            by_ops.setdefault(id(self._get_cross_device_ops(value)), []).append(index)
+        for indices in by_ops.values():
+            batch = [value_destination_pairs[index] for index in indices]
+            for index, reduced in zip(indices, super()._batch_reduce_to(reduce_op, batch, options), strict=True):
+                results[index] = reduced
+        return results
+
+    def _get_cross_device_ops(self, value: Any) -> tf.distribute.CrossDeviceOps:
+        """The operations for one value. One object for all int32, where TensorFlow makes a new one each time."""
+        ops = super()._get_cross_device_ops(value)
+        if not isinstance(ops, tf.distribute.ReductionToOneDevice):
+            return ops
+        return self._cross_device_ops if isinstance(self._cross_device_ops, type(ops)) else self._for_integers
 
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> Any:
         self._warn_if_cramped()
