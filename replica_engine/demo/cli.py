@@ -1,0 +1,128 @@
+"""The flags of `python -m replica_engine demo`. TensorFlow is imported only when they are all right."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import sys
+from collections.abc import Callable
+
+from replica_engine.demo.quiet import quiet_import
+
+STRATEGIES = ("mirrored",)
+LOOPS = ("custom", "keras")
+TEST_SAMPLES = 450  # and 1,347 to train on. Keras needs a first batch that splits evenly, in testing too
+
+DESCRIPTION = """\
+Trains a classifier of handwritten digits on N replicas, then the same again on one device, and compares.
+
+It prints the loss and accuracy of each epoch, the accuracy on test samples, whether all replicas ended with
+bitwise equal weights, and how far these are from the weights that one device ends with.
+Replicas are GPUs where there are enough of them, and logical CPU devices otherwise.
+"""
+EPILOG = """\
+example:
+  python -m replica_engine demo --strategy mirrored --replicas 4 --epochs 5
+
+exit status:
+  0    the replicas are bitwise equal, and near the one device
+  1    they are not, or the demo could not run
+  2    a flag is wrong
+  130  interrupted with Ctrl-C
+
+The two loops are written to be copied: replica_engine/demo/custom_loop.py, replica_engine/demo/keras_fit.py.
+"""
+# Import name to the name it is installed by.
+NEEDED = {"sklearn": "scikit-learn", "tqdm": "tqdm"}
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Adds the `demo` command to those of `python -m replica_engine`.
+
+    Args:
+        subparsers: what `ArgumentParser.add_subparsers` returned.
+    """
+    parser = subparsers.add_parser(
+        "demo",
+        help="train a model on N replicas and compare with one device",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--strategy", choices=STRATEGIES, default="mirrored", help="how replicas run (default: %(default)s)")
+    add(
+        "--replicas",
+        type=_whole(1, TEST_SAMPLES),
+        default=4,
+        metavar="N",
+        help="number of replicas (default: %(default)s)",
+    )
+    add("--epochs", type=_whole(1), default=5, metavar="N", help="times through the data (default: %(default)s)")
+    add(
+        "--batch-size",
+        type=_whole(1, TEST_SAMPLES),
+        default=64,
+        metavar="N",
+        help="samples in a global batch, split evenly over the replicas (default: %(default)s)",
+    )
+    add("--loop", choices=("both", *LOOPS), default="both", help="which training loop to run (default: %(default)s)")
+    add("--learning-rate", type=_positive, default=0.1, metavar="RATE", help="step size (default: %(default)s)")
+    add("--seed", type=_whole(0, 2**32 - 1), default=0, metavar="N", help="of weights and order (default: %(default)s)")
+    parser.set_defaults(run=lambda flags: _run(parser, flags))
+
+
+def _run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
+    if flags.batch_size % flags.replicas:
+        parser.error(
+            f"--batch-size {flags.batch_size} does not split evenly over --replicas {flags.replicas}: "
+            f"{max(flags.batch_size // flags.replicas, 1) * flags.replicas} would"
+        )
+    missing = [name for module, name in NEEDED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        needs = " and ".join(missing)
+        print(f'{parser.prog}: needs {needs}; install with: pip install "replica-engine[demo]"', file=sys.stderr)
+        return 1
+
+    print("starting TensorFlow", file=sys.stderr)
+    with quiet_import():
+        from replica_engine.demo import trial
+
+    settings = trial.Settings(
+        strategy=flags.strategy,
+        loops=LOOPS if flags.loop == "both" else (flags.loop,),
+        replicas=flags.replicas,
+        epochs=flags.epochs,
+        batch_size=flags.batch_size,
+        learning_rate=flags.learning_rate,
+        seed=flags.seed,
+    )
+    return 0 if trial.run(settings) else 1
+
+
+def _whole(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """Reads whole numbers in a range."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if not least <= number <= most:
+            limits = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"must be {limits}, got {number}")
+        return number
+
+    return read
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+    return number

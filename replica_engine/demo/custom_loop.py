@@ -1,0 +1,142 @@
+"""A training loop of your own on N replicas, in plain TensorFlow. Copy it, and put in your model.
+
+One step, as every replica sees it:
+
+1. It gets its share of the global batch and computes the gradients on that share.
+2. Merge call: it waits until all replicas have come here. Then `apply_gradients` runs once, for all of them: it sums
+   the gradients over the replicas and gives every replica's copy of each weight the same update.
+3. It goes on, and returns its share of the loss.
+
+The function never asks how many replicas there are. On one device the same code takes the same steps.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine.demo.data import Digits, steps_per_epoch, test_batches, training_batches
+from replica_engine.demo.progress import Progress
+
+HIDDEN = 128
+MOMENTUM = 0.9
+
+
+def train(
+    strategy: tf.distribute.Strategy,
+    digits: Digits,
+    *,
+    epochs: int,
+    batch_size: int,
+    learning_rate: float,
+    seed: int,
+    progress: Progress,
+) -> tuple[list[tf.Variable], float]:
+    """Trains two dense layers on the digits, with stochastic gradient descent and momentum.
+
+    Args:
+        strategy: on whose replicas; any strategy, `tf.distribute.OneDeviceStrategy` too.
+        digits: the samples.
+        epochs: how many times to go through the training samples.
+        batch_size: samples in a global batch, which is split over the replicas.
+        learning_rate: step size.
+        seed: of the initial weights and the order of the samples.
+        progress: is told of each step and epoch.
+
+    Returns:
+        The trained weights, and the share of the test samples that they get right.
+    """
+    # A variable made in the scope has a copy on every replica, and all copies start out equal.
+    with strategy.scope():
+        weights = [tf.Variable(value) for value in initial_weights(seed)]
+        velocities = [tf.Variable(tf.zeros_like(weight)) for weight in weights]
+
+    def replica_step(images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Runs on every replica, with its share of the global batch."""
+        with tf.GradientTape() as tape:
+            logits = predict(weights, images)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+            # Divided by the size of the global batch, not of this share: the sum over the replicas
+            # is then the mean over the global batch, however many replicas there are.
+            loss = tf.reduce_sum(losses) / batch_size
+        gradients = tape.gradient(loss, weights)
+        tf.distribute.get_replica_context().merge_call(apply_gradients, args=(gradients,))
+        return loss, count_correct(logits, labels)
+
+    def apply_gradients(strategy: tf.distribute.Strategy, gradients: list[tf.distribute.DistributedValues]) -> None:
+        """Runs once, while all replicas wait: `gradients` holds, for each weight, the gradients of all replicas."""
+        sums = strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, list(zip(gradients, weights, strict=True)))
+        for weight, velocity, gradient in zip(weights, velocities, sums, strict=True):
+            strategy.extended.update(weight, update_copy, args=(velocity, gradient))
+
+    def update_copy(weight: tf.Variable, velocity: tf.Variable, gradient: tf.Tensor) -> None:
+        """Runs for each replica's copy of a weight, on the device of that copy."""
+        velocity.assign(MOMENTUM * velocity + gradient)
+        weight.assign_sub(learning_rate * velocity)
+
+    # The tf.function goes around `run`: the step of all replicas is one graph.
+    @tf.function
+    def train_step(images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        losses, correct = strategy.run(replica_step, args=(images, labels))
+        return strategy.reduce("SUM", losses, axis=None), strategy.reduce("SUM", correct, axis=None)
+
+    dataset = training_batches(digits, batch_size=batch_size, epochs=epochs, seed=seed)
+    batches = iter(strategy.experimental_distribute_dataset(dataset))
+    steps = steps_per_epoch(digits, batch_size)
+    for _ in range(epochs):
+        total_loss, total_correct = 0.0, 0
+        for _ in range(steps):
+            images, labels = next(batches)
+            loss, correct = train_step(images, labels)
+            total_loss += float(loss)
+            total_correct += int(correct)
+            progress.step(float(loss))
+        progress.epoch(loss=total_loss / steps, accuracy=total_correct / (steps * batch_size))
+    return weights, evaluate(strategy, weights, digits, batch_size=batch_size)
+
+
+def evaluate(strategy: tf.distribute.Strategy, weights: list[tf.Variable], digits: Digits, *, batch_size: int) -> float:
+    """The share of the test samples that the model gets right.
+
+    Args:
+        strategy: whose replicas split the work.
+        weights: the model's, made in the strategy's scope.
+        digits: the samples.
+        batch_size: samples in a global batch. The last batch may be smaller, and a replica's share of it empty.
+
+    Returns:
+        From 0.0 to 1.0.
+    """
+
+    def replica_step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+        return count_correct(predict(weights, images), labels)
+
+    @tf.function
+    def test_step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+        return strategy.reduce("SUM", strategy.run(replica_step, args=(images, labels)), axis=None)
+
+    batches = strategy.experimental_distribute_dataset(test_batches(digits, batch_size=batch_size))
+    correct = sum(int(test_step(images, labels)) for images, labels in batches)
+    return correct / len(digits.test_labels)
+
+
+def initial_weights(seed: int) -> list[np.ndarray]:
+    """Two dense layers, 64 pixels to `HIDDEN` units to 10 digits: kernel, bias, kernel, bias."""
+    rng = np.random.default_rng(seed)
+
+    def kernel(rows: int, columns: int) -> np.ndarray:
+        return rng.normal(scale=(2 / rows) ** 0.5, size=(rows, columns)).astype(np.float32)
+
+    return [kernel(64, HIDDEN), np.zeros(HIDDEN, np.float32), kernel(HIDDEN, 10), np.zeros(10, np.float32)]
+
+
+def predict(weights: list[tf.Variable], images: tf.Tensor) -> tf.Tensor:
+    """The model: a score for each of the ten digits."""
+    kernel, bias, kernel_out, bias_out = weights
+    return tf.nn.relu(images @ kernel + bias) @ kernel_out + bias_out
+
+
+def count_correct(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+    """How many samples have their highest score at their label."""
+    hits = tf.argmax(logits, axis=1, output_type=labels.dtype) == labels
+    return tf.reduce_sum(tf.cast(hits, tf.int32))

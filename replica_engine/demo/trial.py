@@ -1,0 +1,143 @@
+"""One run of the demo: train on N replicas, train again on one device, and judge."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from replica_engine import MirroredStrategy, startup
+from replica_engine.demo import custom_loop, keras_fit
+from replica_engine.demo.data import Digits, load_digits, steps_per_epoch
+from replica_engine.demo.progress import Progress
+from replica_engine.demo.report import TOLERANCE, compare
+from replica_engine.testing import logical_devices
+
+Train = Callable[..., tuple[list[tf.Variable], float]]
+
+STRATEGIES: dict[str, Callable[[list[str]], tf.distribute.Strategy]] = {"mirrored": MirroredStrategy}
+LOOPS: dict[str, tuple[str, Train]] = {
+    "custom": ("custom training loop (replica_engine/demo/custom_loop.py)", custom_loop.train),
+    "keras": ("Keras fit (replica_engine/demo/keras_fit.py)", keras_fit.train),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the flags say.
+
+    Attributes:
+        strategy: a key of `STRATEGIES`.
+        loops: keys of `LOOPS`.
+        replicas: how many.
+        epochs: how many times to go through the training samples.
+        batch_size: samples in a global batch, split over the replicas.
+        learning_rate: step size.
+        seed: of the initial weights and the order of the samples.
+    """
+
+    strategy: str
+    loops: tuple[str, ...]
+    replicas: int
+    epochs: int
+    batch_size: int
+    learning_rate: float
+    seed: int
+
+
+def run(settings: Settings) -> bool:
+    """Runs the demo and prints what it finds.
+
+    Args:
+        settings: from the flags.
+
+    Returns:
+        Whether, in every loop, the replicas ended bitwise equal and near the training on one device.
+    """
+    started = time.monotonic()
+    digits = load_digits()
+    devices = choose_devices(settings.replicas)
+    _print_setting(settings, digits, devices)
+    failures = [
+        f"{loop}: {failure}" for loop in settings.loops for failure in _run_loop(loop, settings, digits, devices)
+    ]
+    for failure in failures:
+        print(f"FAILED, {failure}")
+    if not failures:
+        print(f"all checks passed, {time.monotonic() - started:.0f} s")
+    return not failures
+
+
+def choose_devices(replicas: int) -> list[str]:
+    """A GPU for each replica where there are enough, or logical CPU devices, of which one CPU can make many."""
+    if len(tf.config.list_physical_devices("GPU")) < replicas:
+        _make_threads(replicas)
+        return logical_devices(replicas, "CPU")
+    # GPUs round float32 factors to 10 bits by default, each kernel in its own way. Full precision makes
+    # N replicas and one device comparable.
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    return logical_devices(replicas, "GPU")
+
+
+def _make_threads(replicas: int) -> None:
+    """Gives TensorFlow more threads than the library did on import, if so many replicas need them."""
+    needed = replicas + startup.SPARE
+    if needed > max(startup.ROOMY, os.cpu_count() or 1):
+        tf.config.threading.set_inter_op_parallelism_threads(needed)
+
+
+def _run_loop(loop: str, settings: Settings, digits: Digits, devices: list[str]) -> list[str]:
+    """Trains twice and prints a paragraph; returns what is wrong."""
+    title, train = LOOPS[loop]
+    print(f"\n{title}", flush=True)
+
+    strategy = STRATEGIES[settings.strategy](devices)
+    label = _count(settings.replicas, "replica")
+    weights, accuracy = _train(train, strategy, settings, digits, label, epoch_lines=True)
+    print(f"  test accuracy    {accuracy:.4f}", flush=True)
+
+    # TensorFlow's own strategy for one device: no code of this library runs in the training that it is compared with.
+    reference = tf.distribute.OneDeviceStrategy(devices[0])
+    one_weights, one_accuracy = _train(train, reference, settings, digits, "one device", epoch_lines=False)
+
+    found = compare(strategy, weights, one_weights)
+    verdict = "DIFFERENT" if found.differences else "bitwise equal"
+    print(f"  replicas         {verdict}: {found.weights:,} weights on each of {found.replicas}, compared byte by byte")
+    print(f"  one device       same training on {devices[0]} alone: test accuracy {one_accuracy:.4f}")
+    print(
+        f"  distance         {found.distance:.1e} between their weights at most, tolerance {TOLERANCE:.0e}", flush=True
+    )
+    return found.failures()
+
+
+def _train(
+    train: Train, strategy: tf.distribute.Strategy, settings: Settings, digits: Digits, label: str, *, epoch_lines: bool
+) -> tuple[list[tf.Variable], float]:
+    steps = steps_per_epoch(digits, settings.batch_size)
+    with Progress(label, epochs=settings.epochs, steps_per_epoch=steps, epoch_lines=epoch_lines) as progress:
+        return train(
+            strategy,
+            digits,
+            epochs=settings.epochs,
+            batch_size=settings.batch_size,
+            learning_rate=settings.learning_rate,
+            seed=settings.seed,
+            progress=progress,
+        )
+
+
+def _print_setting(settings: Settings, digits: Digits, devices: list[str]) -> None:
+    train, test = len(digits.train_labels), len(digits.test_labels)
+    steps, share = steps_per_epoch(digits, settings.batch_size), settings.batch_size // settings.replicas
+    print(f"data      {train + test:,} handwritten digits of 8x8 pixels: {train:,} to train on, {test} to test on")
+    where = devices[0] if len(devices) == 1 else f"{devices[0]} to {devices[-1]}"
+    print(f"replicas  {settings.replicas} on {where}, strategy {settings.strategy}")
+    print(f"training  {_count(settings.epochs, 'epoch')} of {_count(steps, 'step')}", end=", ")
+    print(f"a global batch of {settings.batch_size} each, {_count(share, 'sample')} a replica", flush=True)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

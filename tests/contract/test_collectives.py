@@ -1,0 +1,254 @@
+"""Values across replicas: all_reduce and all_gather in a replica, reduce and gather outside."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+
+def context():
+    return tf.distribute.get_replica_context()
+
+
+def index():
+    return tf.get_static_value(context().replica_id_in_sync_group)
+
+
+@pytest.mark.parametrize("op", ["sum", tf.distribute.ReduceOp.MEAN])
+def test_all_reduce_gives_every_replica_the_same(strategy, run, local, per_replica, op):
+    n = strategy.num_replicas_in_sync
+    total = sum(2.0**i for i in range(n))
+    result = run(lambda x: context().all_reduce(op, x), args=(per_replica(lambda i: [2.0**i, -(2.0**i)]),))
+    expected = total / n if str(op).upper().endswith("MEAN") else total
+    assert local(result) == [[expected, -expected]] * n
+
+
+def test_all_reduce_keeps_structure_and_types(strategy, run, local, per_replica):
+    def fn(x):
+        value = {"a": [x, tf.cast(x, tf.float64) / 2], "b": (tf.cast(x, tf.float16),), "empty": []}
+        return context().all_reduce("sum", value)
+
+    n = strategy.num_replicas_in_sync
+    total = float(sum(range(n)))
+    result = run(fn, args=(per_replica(float),))
+    assert local(result) == [{"a": [total, total / 2], "b": (total,), "empty": []}] * n
+    dtypes = tf.nest.map_structure(lambda x: x.dtype, strategy.experimental_local_results(result)[0])
+    assert dtypes == {"a": [tf.float32, tf.float64], "b": (tf.float16,), "empty": []}
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "float16", "bfloat16", "complex64"])
+def test_all_reduce_sums_every_kind_of_number(strategy, local, per_replica, dtype):
+    result = strategy.run(lambda x: context().all_reduce("sum", x), args=(per_replica(lambda i: tf.cast([i, 1], dtype)),))
+    n = strategy.num_replicas_in_sync
+    assert local(result) == [[sum(range(n)), n]] * n
+
+
+def test_all_reduce_sums_several_integers_at_once(strategy, run, local, per_replica):
+    result = run(lambda x: context().all_reduce("sum", [x, 2 * x]), args=(per_replica(lambda i: i + 1),))
+    n = strategy.num_replicas_in_sync
+    total = n * (n + 1) // 2
+    assert local(result) == [[total, 2 * total]] * n
+
+
+def test_all_reduce_sums_integers_and_floats_at_once(strategy, run, local, per_replica):
+    def fn(x):
+        return context().all_reduce("sum", {"count": x, "loss": tf.cast(x, tf.float32) / 2})
+
+    n = strategy.num_replicas_in_sync
+    total = n * (n + 1) // 2
+    result = run(fn, args=(per_replica(lambda i: i + 1),))
+    assert local(result) == [{"count": total, "loss": total / 2}] * n
+
+
+def test_all_reduce_takes_communication_options(strategy, local):
+    options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=1024, timeout_seconds=60)
+    n = strategy.num_replicas_in_sync
+    assert local(strategy.run(lambda: context().all_reduce("sum", tf.constant(2.0), options))) == [2.0 * n] * n
+
+
+def test_all_reduce_sums_indexed_slices(strategy, run, local, per_replica):
+    def fn(x):
+        i = tf.cast(context().replica_id_in_sync_group, tf.int64)
+        slices = tf.IndexedSlices(tf.stack([[x], [10.0 * x]]), tf.stack([i, tf.constant(0, tf.int64)]), (4, 1))
+        reduced = context().all_reduce("sum", slices)
+        assert isinstance(reduced, tf.IndexedSlices)
+        return tf.convert_to_tensor(reduced)
+
+    n = strategy.num_replicas_in_sync
+    dense = [[0.0] for _ in range(4)]
+    for i in range(n):
+        dense[i][0] += i + 1.0
+        dense[0][0] += 10.0 * (i + 1)
+    assert local(run(fn, args=(per_replica(lambda i: i + 1.0),))) == [dense] * n
+
+
+def test_the_gradient_of_all_reduce_is_all_reduce(strategy, run, local, per_replica):
+    """Replica i weighs the sum with i + 1, so its x gets the sum of all weights."""
+
+    def fn(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            weighted = (tf.cast(context().replica_id_in_sync_group, tf.float32) + 1.0) * context().all_reduce("sum", x)
+        return tape.gradient(weighted, x)
+
+    n = strategy.num_replicas_in_sync
+    assert local(run(fn, args=(per_replica(float),))) == [n * (n + 1) / 2.0] * n
+
+
+def test_the_gradient_of_a_mean_is_a_mean(strategy, run, local, per_replica):
+    def fn(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            weighted = (tf.cast(context().replica_id_in_sync_group, tf.float32) + 1.0) * context().all_reduce("mean", x)
+        return tape.gradient(weighted, x)
+
+    n = strategy.num_replicas_in_sync
+    assert local(run(fn, args=(per_replica(float),))) == [(n + 1) / 2.0] * n
+
+
+def test_all_reduce_refuses_what_is_no_reduction(strategy):
+    with pytest.raises(ValueError, match="PRODUCT"):
+        strategy.run(lambda: context().all_reduce("product", tf.constant(1.0)))
+
+
+def test_all_gather_puts_replicas_in_order(strategy, run, local, per_replica):
+    def fn(x):
+        return context().all_gather({"rows": x, "columns": x}, axis=0)["rows"], context().all_gather(x, axis=1)
+
+    n = strategy.num_replicas_in_sync
+    rows, columns = run(fn, args=(per_replica(lambda i: [[i, 10 * i]]),))
+    assert local(rows) == [[[i, 10 * i] for i in range(n)]] * n
+    assert local(columns) == [[[number for i in range(n) for number in (i, 10 * i)]]] * n
+
+
+def test_all_gather_takes_uneven_parts(strategy, run, local, per_replica):
+    result = run(lambda x: context().all_gather(x, axis=0), args=(per_replica(lambda i: [i] * (i + 1)),))
+    n = strategy.num_replicas_in_sync
+    assert local(result) == [[i for i in range(n) for _ in range(i + 1)]] * n
+
+
+def test_the_gradient_of_all_gather_is_each_replicas_part_of_the_sum(strategy, run, local, per_replica):
+    """Replica r weighs element k of the gathered vector with (r + 1) * 10^k."""
+
+    def fn(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            gathered = context().all_gather(x, axis=0)
+            weights = 10.0 ** tf.cast(tf.range(tf.size(gathered)), tf.float32)
+            weighted = gathered * weights * (tf.cast(context().replica_id_in_sync_group, tf.float32) + 1.0)
+        return tape.gradient(weighted, x)
+
+    n = strategy.num_replicas_in_sync
+    total = n * (n + 1) / 2.0
+    got = local(run(fn, args=(per_replica(lambda i: [float(i)]),)))
+    np.testing.assert_allclose(got, [[total * 10.0**i] for i in range(n)], rtol=1e-6)
+
+
+def test_all_gather_refuses_indexed_slices(strategy):
+    with pytest.raises(NotImplementedError, match="IndexedSlices"):
+        strategy.run(lambda: context().all_gather(tf.IndexedSlices([[1.0]], [0], (1, 1)), axis=0))
+
+
+@pytest.mark.replicas(2, 4)
+def test_all_gather_refuses_scalars(run):
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match=r"rank|scalar|dimension|axis"):
+        run(lambda: context().all_gather(tf.constant(1.0), axis=0))
+
+
+IN = ["eager", "in-function"]
+
+
+def called(where, fn, *args):
+    return tf.function(fn)(*args) if where == "in-function" else fn(*args)
+
+
+@pytest.mark.parametrize("where", IN)
+@pytest.mark.parametrize("op", ["SUM", tf.distribute.ReduceOp.MEAN])
+def test_reduce_combines_replicas(strategy, per_replica, op, where):
+    value = per_replica(lambda i: [float(i), 1.0])
+    n = strategy.num_replicas_in_sync
+    result = called(where, lambda value: strategy.reduce(op, value, axis=None), value)
+    assert result.numpy().tolist() == ([sum(range(n)), n] if op == "SUM" else [(n - 1) / 2, 1.0])
+
+
+@pytest.mark.parametrize("where", IN)
+def test_reduce_with_an_axis_combines_examples_too(strategy, per_replica, where):
+    """Replica i has i + 1 examples, so the mean needs the number of examples, not of replicas."""
+    examples = [float(10 * i + k) for i in range(strategy.num_replicas_in_sync) for k in range(i + 1)]
+    value = per_replica(lambda i: [[10.0 * i + k, 1.0] for k in range(i + 1)])
+    total = called(where, lambda value: strategy.reduce("SUM", value, axis=0), value)
+    mean = called(where, lambda value: strategy.reduce("MEAN", value, axis=0), value)
+    assert total.numpy().tolist() == [sum(examples), len(examples)]
+    np.testing.assert_allclose(mean, [sum(examples) / len(examples), 1.0], rtol=1e-6)
+
+
+def test_reduce_along_another_axis(strategy, per_replica):
+    value = per_replica(lambda i: [[1.0, 2.0, float(i)]])
+    n = strategy.num_replicas_in_sync
+    assert strategy.reduce("SUM", value, axis=1).numpy().tolist() == [3.0 * n + sum(range(n))]
+    assert strategy.reduce("SUM", value, axis=(0, 1)).numpy().tolist() == 3.0 * n + sum(range(n))
+
+
+def test_reduce_keeps_structure(strategy, per_replica):
+    n = strategy.num_replicas_in_sync
+    result = strategy.reduce("SUM", {"a": per_replica(float), "b": [per_replica(lambda i: i)]}, axis=None)
+    assert {"a": float(result["a"]), "b": [int(result["b"][0])]} == {"a": sum(range(n)), "b": [sum(range(n))]}
+
+
+def test_the_mean_of_a_value_that_is_the_same_everywhere_is_the_value(strategy):
+    assert float(strategy.reduce("MEAN", 2.0, axis=None)) == 2.0
+
+
+@pytest.mark.replicas(2, 4)
+def test_a_plain_value_has_no_sum_over_replicas(strategy):
+    """It may be a sum already; TensorFlow refuses to guess."""
+    with pytest.raises(ValueError, match="cannot be reduced with the given reduce op"):
+        strategy.reduce("SUM", 2.0, axis=None)
+
+
+def test_reduce_of_scalars_refuses_an_axis(strategy, per_replica):
+    with pytest.raises((ValueError, TypeError, tf.errors.InvalidArgumentError)):
+        strategy.reduce("SUM", per_replica(float), axis=0)
+
+
+def test_reduce_refuses_what_is_no_reduction(strategy, per_replica):
+    with pytest.raises(ValueError, match="MAX"):
+        strategy.reduce("max", per_replica(float), axis=None)
+
+
+def test_reduce_in_a_replica_is_refused(strategy, run):
+    with pytest.raises(RuntimeError, match="cross-replica context"):
+        run(lambda: strategy.reduce("SUM", tf.constant(1.0), axis=None))
+
+
+@pytest.mark.parametrize("where", IN)
+def test_gather_concatenates_in_order(strategy, per_replica, where):
+    n = strategy.num_replicas_in_sync
+    value = per_replica(lambda i: [[i, i]] * (i + 1))
+    rows = called(where, lambda value: strategy.gather(value, axis=0), value)
+    assert rows.numpy().tolist() == [[i, i] for i in range(n) for _ in range(i + 1)]
+    columns = called(where, lambda value: strategy.gather(value, axis=1), per_replica(lambda i: [[i], [-i]]))
+    assert columns.numpy().tolist() == [list(range(n)), [-i for i in range(n)]]
+
+
+def test_gather_refuses_parts_that_do_not_fit(make_strategy):
+    strategy = make_strategy(2)
+    value = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.zeros([1, context.replica_id_in_sync_group + 1])
+    )
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match=r"[Dd]imension|shape"):
+        strategy.gather(value, axis=0)
+
+
+def test_gather_in_a_replica_is_refused(strategy):
+    with pytest.raises(RuntimeError, match="cross-replica context"):
+        strategy.run(lambda: strategy.gather(tf.constant([1.0]), axis=0))
+
+
+def test_a_strategy_goes_though_an_all_reduce_of_its_own_was_traced(make_strategy):
+    """TensorFlow keeps the gradient function of a traced all_reduce for ever; the strategy must not stay with it.
+
+    The leak check on every test is the assertion: replica threads go with their strategy.
+    """
+    strategy = make_strategy(2)
+    result = strategy.run(tf.function(lambda: context().all_reduce("sum", tf.constant(1.0))))
+    assert [float(x) for x in strategy.experimental_local_results(result)] == [2.0, 2.0]

@@ -1,0 +1,205 @@
+"""Keras 3 under a strategy: fit, evaluate, predict and saving, as on one device."""
+
+import keras
+import numpy as np
+import pytest
+
+FEATURES = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+LABELS = (FEATURES @ np.array([[1.0], [-2.0], [0.5], [3.0]], "float32")).astype("float32")
+
+def model_of(*layers, optimizer=None, metrics=None, **compile_options):
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    model.compile(optimizer or keras.optimizers.SGD(0.05), "mse", metrics=metrics, **compile_options)
+    return model
+
+
+def dense(units, seed, **options):
+    return keras.layers.Dense(units, kernel_initializer=keras.initializers.GlorotUniform(seed), **options)
+
+
+def small(**options):
+    return model_of(dense(4, 1, activation="tanh"), dense(1, 2), **options)
+
+
+def fit(model, epochs=2):
+    return model.fit(FEATURES, LABELS, 8, epochs, verbose=0, shuffle=False).history
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What fit makes of the small model without a strategy: its history and weights."""
+    model = small(optimizer=keras.optimizers.Adam(0.05), metrics=["mae"])
+    return fit(model), model.get_weights()
+
+
+def components(strategy, variable):
+    return [component.numpy() for component in strategy.experimental_local_results(variable.value)]
+
+
+def assert_trained_alike(strategy, model, history, expected):
+    """With the same global batch, unshuffled.
+
+    The sum of a batch's gradients is added up in another order, so each step differs by a few units in the last
+    place (6e-8 in float32). Four steps, and Adam's division by a root that may be small, leave it far below 1e-5.
+    """
+    expected_history, expected_weights = expected
+    assert history.keys() == expected_history.keys() == {"loss", "mae"}
+    for key in history:
+        np.testing.assert_allclose(history[key], expected_history[key], rtol=1e-5)
+    assert history["loss"][1] < history["loss"][0]
+    for variable, weight in zip(model.trainable_variables, expected_weights, strict=True):
+        first, *others = components(strategy, variable)
+        np.testing.assert_allclose(first, weight, rtol=1e-5, atol=1e-6)
+        assert len(others) == strategy.num_replicas_in_sync - 1
+        assert all(np.array_equal(first, other) for other in others)
+
+
+def test_fit_equals_fit_on_one_device(strategy, alone):
+    with strategy.scope():
+        model = small(optimizer=keras.optimizers.Adam(0.05), metrics=["mae"])
+    assert_trained_alike(strategy, model, fit(model), alone)
+    assert int(model.optimizer.iterations.numpy()) == 4
+
+
+@pytest.mark.replicas(2)
+def test_fit_that_runs_eagerly_equals_fit_on_one_device(strategy, alone):
+    with strategy.scope():
+        model = small(optimizer=keras.optimizers.Adam(0.05), metrics=["mae"], run_eagerly=True)
+    assert_trained_alike(strategy, model, fit(model), alone)
+
+
+@pytest.mark.replicas(1, 2)
+def test_sgd_with_clipnorm_clips_each_replicas_gradient(strategy):
+    """Keras clips before it adds up, so N replicas do not train exactly as one does."""
+    n = strategy.num_replicas_in_sync
+    with strategy.scope():
+        model = model_of(dense(1, 1, use_bias=False), optimizer=keras.optimizers.SGD(0.5, clipnorm=0.1))
+    kernel = model.get_weights()[0]
+    fit(model, epochs=1)
+    for step in range(2):
+        total = 0.0
+        for x, y in zip(np.split(FEATURES[8 * step :][:8], n), np.split(LABELS[8 * step :][:8], n), strict=True):
+            gradient = 2 * x.T @ (x @ kernel - y) / 8
+            total = total + gradient * min(1.0, 0.1 / np.linalg.norm(gradient))
+        kernel = kernel - 0.5 * total
+    for component in components(strategy, model.trainable_variables[0]):
+        np.testing.assert_allclose(component, kernel, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.replicas(4)
+def test_evaluate_and_predict_take_every_example_once_and_in_order(strategy):
+    """The last batch has 5 examples and divides unevenly; one of 4 replicas gets none."""
+    alone = small(metrics=["mae"])
+    x, y = FEATURES[:13], LABELS[:13]
+    with strategy.scope():
+        model = small(metrics=["mae"])
+    np.testing.assert_allclose(model.predict(x, 8, verbose=0), alone(x), rtol=1e-5, atol=1e-6)
+    results = model.evaluate(x, y, 8, verbose=0, return_dict=True)
+    assert results["mae"] == pytest.approx(np.mean(np.abs(alone(x) - y)), rel=1e-5)
+    assert results["loss"] == pytest.approx(np.mean((alone(x) - y) ** 2), rel=1e-5)
+
+
+@pytest.mark.replicas(2)
+def test_a_model_may_be_built_by_its_first_batch(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(0.05), "mse")
+    losses = fit(model, epochs=3)["loss"]
+    assert losses[2] < losses[0]
+    assert [weight.shape for weight in model.get_weights()] == [(4, 4), (4,), (4, 1), (1,)]
+    for variable in model.trainable_variables:
+        first, *others = components(strategy, variable)
+        assert len(others) == strategy.num_replicas_in_sync - 1
+        assert all(np.array_equal(first, other) for other in others)
+
+
+@pytest.mark.replicas(2)
+@pytest.mark.parametrize("synchronized", [False, True])
+def test_batch_normalization(strategy, synchronized):
+    """Each replica keeps the statistics of its own part of the batch; synchronized, all those of the whole."""
+    n = strategy.num_replicas_in_sync
+    with strategy.scope():
+        layer = keras.layers.BatchNormalization(momentum=0.0, synchronized=synchronized)
+        model = model_of(layer)
+    model.fit(FEATURES, FEATURES, 16, 1, verbose=0, shuffle=False)
+    parts = [FEATURES] * n if synchronized else np.split(FEATURES, n)
+    expected = [(part.mean(0), part.var(0)) for part in parts]
+    found = list(zip(components(strategy, layer.moving_mean), components(strategy, layer.moving_variance), strict=True))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.replicas(2)
+def test_dropout_drops_on_every_replica(strategy):
+    """In training half the inputs are dropped and the others doubled; in prediction none."""
+    with strategy.scope():
+        layer = keras.layers.Dropout(0.5, seed=1)
+        model = model_of(layer)
+    ones = np.ones((8, 4), "float32")
+    outputs = strategy.run(lambda: layer(ones, training=True))
+    for one in strategy.experimental_local_results(outputs):
+        assert set(one.numpy().ravel()) == {0.0, 2.0}
+    np.testing.assert_array_equal(model.predict(ones, 8, verbose=0), ones)
+
+
+@pytest.mark.replicas(2)
+def test_a_saved_model_loads_with_and_without_a_strategy(strategy, tmp_path):
+    """Weights and the optimizer's state come along."""
+    with strategy.scope():
+        model = small(optimizer=keras.optimizers.Adam(0.05))
+    fit(model, epochs=1)
+    model.save(tmp_path / "model.keras")
+    saved = [variable.numpy() for variable in (*model.trainable_variables, *model.optimizer.variables)]
+    assert len(saved) == 4 + 10
+
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    with strategy.scope():
+        distributed = keras.models.load_model(tmp_path / "model.keras")
+    for other, n in ((loaded, 1), (distributed, strategy.num_replicas_in_sync)):
+        variables = [*other.trainable_variables, *other.optimizer.variables]
+        for variable, expected in zip(variables, saved, strict=True):
+            found = components(strategy, variable)
+            assert len(found) == n
+            assert all(np.array_equal(component, expected) for component in found)
+
+
+@pytest.mark.replicas(4)
+def test_saved_weights_load_on_every_component(strategy, tmp_path):
+    alone = small()
+    fit(alone, epochs=1)
+    alone.save_weights(tmp_path / "w.weights.h5")
+    with strategy.scope():
+        model = small()
+    model.load_weights(tmp_path / "w.weights.h5")
+    for variable, expected in zip(model.trainable_variables, alone.get_weights(), strict=True):
+        assert all(np.array_equal(component, expected) for component in components(strategy, variable))
+
+
+@pytest.mark.replicas(2)
+def test_a_custom_train_step_runs_in_replicas(strategy):
+    import tensorflow as tf
+
+    seen = []
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.layer = dense(1, 1)
+
+        def call(self, x):
+            return self.layer(x)
+
+        def train_step(self, data):
+            x, y = data
+            seen.append(tf.distribute.get_replica_context().num_replicas_in_sync)
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"own_loss": loss}
+
+    with strategy.scope():
+        model = Model()
+        model.compile(keras.optimizers.SGD(0.05))
+    losses = fit(model, epochs=3)["own_loss"]
+    assert set(seen) == {strategy.num_replicas_in_sync}
+    assert losses[2] < losses[0]

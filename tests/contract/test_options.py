@@ -1,0 +1,216 @@
+"""The options of MirroredStrategy: devices, how replicas take turns, reductions, time limits."""
+
+import threading
+
+import pytest
+import tensorflow as tf
+
+from replica_engine import MirroredStrategy
+from replica_engine.errors import DeviceError, ReplicaTimeoutError
+from replica_engine.testing import Sequencer
+
+
+def names(n):
+    return [f"CPU:{i}" for i in range(n)]
+
+
+def context():
+    return tf.distribute.get_replica_context()
+
+
+def index():
+    return int(context().replica_id_in_sync_group)
+
+
+# Taking turns.
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_replicas_run_one_after_another_by_default(n):
+    """Replica 0 to its next pause, then replica 1, and so on."""
+    order = []
+
+    def fn():
+        order.append(("before", index()))
+        context().merge_call(lambda strategy: order.append("merge"))
+        order.append(("after", index()))
+
+    MirroredStrategy(names(n)).run(fn)
+    assert order == [("before", i) for i in range(n)] + ["merge"] + [("after", i) for i in range(n)]
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_concurrent_replicas_run_at_once(n):
+    """Every replica waits for all others; one after another they would wait for ever."""
+    together = threading.Barrier(n, timeout=20)
+
+    def fn():
+        together.wait()
+        context().merge_call(lambda strategy: None)
+        together.wait()
+        return index()
+
+    strategy = MirroredStrategy(names(n), concurrent=True)
+    assert strategy.experimental_local_results(strategy.run(fn)) == tuple(range(n))
+
+
+def test_concurrent_results_are_in_order_whoever_is_first():
+    sequencer = Sequencer([2, 0, 1])
+
+    def fn():
+        sequencer.pass_(index())
+        return index()
+
+    strategy = MirroredStrategy(names(3), concurrent=True)
+    assert strategy.experimental_local_results(strategy.run(fn)) == (0, 1, 2)
+
+
+def test_a_concurrent_strategy_builds_graphs_in_order():
+    order = []
+
+    def fn():
+        order.append(tf.get_static_value(context().replica_id_in_sync_group))
+
+    MirroredStrategy(names(4), concurrent=True).run(tf.function(fn))
+    assert order == [0, 1, 2, 3]
+
+
+class Lazy:
+    def __init__(self):
+        self.v = None
+
+    def __call__(self):
+        if self.v is None:
+            self.v = tf.Variable(2.0, name="v")
+        return self.v * 3.0
+
+
+def test_concurrent_replicas_share_a_variable_that_is_made_once():
+    strategy = MirroredStrategy(names(4), concurrent=True)
+    for _ in range(10):
+        lazy = Lazy()
+        assert [float(x) for x in strategy.experimental_local_results(strategy.run(lazy))] == [6.0] * 4
+        assert lazy.v.distribute_strategy is strategy
+
+
+def trained(strategy):
+    """Some of everything: variables made in the run, reductions, merge calls, a second run."""
+    lazy = Lazy()
+    with strategy.scope():
+        weight = tf.Variable([1.0, 2.0], aggregation=tf.VariableAggregation.MEAN)
+
+    def fn(k):
+        i = tf.cast(context().replica_id_in_sync_group, tf.float32)
+        total = context().all_reduce("sum", weight * (i + 1.0) / 7.0)
+        weight.assign_add(total * lazy() + k)
+        gathered = context().all_gather(tf.expand_dims(i, 0), axis=0)
+        return context().merge_call(lambda strategy, x: x, args=(tf.reduce_sum(weight) + tf.reduce_sum(gathered),))
+
+    results = []
+    for k in range(4):
+        results += [x.numpy() for x in strategy.experimental_local_results(strategy.run(fn, args=(float(k),)))]
+    return results + [component.numpy().tobytes() for component in strategy.experimental_local_results(weight)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_concurrent_and_sequential_results_are_bitwise_equal(n):
+    assert trained(MirroredStrategy(names(n), concurrent=True)) == trained(MirroredStrategy(names(n)))
+
+
+# Reductions.
+
+
+@pytest.mark.parametrize(
+    "make", [tf.distribute.ReductionToOneDevice, tf.distribute.HierarchicalCopyAllReduce], ids=["one-device", "copy"]
+)
+@pytest.mark.parametrize("where", ["eager", "in-function"])
+def test_the_users_cross_device_ops_are_used(make, where):
+    used = []
+
+    class Counting(make):
+        def batch_reduce_implementation(self, *args):
+            used.append(1)
+            return super().batch_reduce_implementation(*args)
+
+    strategy = MirroredStrategy(names(4), Counting())
+
+    def fn():
+        i = tf.cast(context().replica_id_in_sync_group, tf.float32)
+        return context().all_reduce("sum", [i, tf.stack([i, 1.0])])
+
+    result = strategy.run(fn if where == "eager" else tf.function(fn))
+    for first, second in strategy.experimental_local_results(result):
+        assert (float(first), second.numpy().tolist()) == (6.0, [6.0, 4.0])
+    assert used == [1]
+
+
+# Devices.
+
+
+def test_without_devices_all_are_used():
+    strategy = MirroredStrategy()
+    assert [name[-5:] for name in strategy.extended.worker_devices] == names(8)
+    assert MirroredStrategy([]).num_replicas_in_sync == strategy.num_replicas_in_sync == 8
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(["CPU:1", "CPU:3"], id="short"),
+        pytest.param(["/cpu:1", "/device:CPU:3"], id="slashes"),
+        pytest.param(["/job:localhost/replica:0/task:0/device:CPU:1", "cpu:3"], id="full"),
+        pytest.param([tf.config.LogicalDevice("/device:CPU:1", "CPU"), "CPU:3"], id="logical-device"),
+    ],
+)
+def test_devices_are_named_in_every_way(given):
+    strategy = MirroredStrategy(given)
+    assert list(strategy.extended.worker_devices) == [
+        f"/job:localhost/replica:0/task:0/device:CPU:{i}" for i in (1, 3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        pytest.param(["CPU:0", "cpu:0"], "No duplicates allowed", id="twice"),
+        pytest.param(["CPU:0", "CPU:99"], "No such device: CPU:99", id="missing"),
+        pytest.param(["CPU:0", "GPU:0"], "mixes kinds", id="mixed"),
+        pytest.param(["nonsense"], "Not a device", id="unreadable"),
+        pytest.param([3], "Not a device", id="number"),
+    ],
+)
+def test_bad_devices_are_refused(given, message):
+    with pytest.raises(DeviceError, match=message):
+        MirroredStrategy(given)
+
+
+# Time limits.
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0])
+def test_a_timeout_is_positive(timeout):
+    with pytest.raises(ValueError, match="timeout is in seconds and must be positive"):
+        MirroredStrategy(names(2), timeout=timeout)
+
+
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_a_replica_that_does_not_come_back_in_time_is_an_error(concurrent):
+    strategy = MirroredStrategy(names(2), concurrent=concurrent, timeout=0.2)
+    release = threading.Event()
+
+    def fn():
+        if index() == 1:
+            release.wait(20)
+
+    try:
+        with pytest.raises(ReplicaTimeoutError) as caught:
+            strategy.run(fn)
+    finally:
+        release.set()
+    assert [row.replica for row in caught.value.rows] == [0, 1]
+    assert strategy.experimental_local_results(strategy.run(index)) == (0, 1)
+
+
+def test_a_run_that_is_in_time_is_left_alone():
+    strategy = MirroredStrategy(names(2), timeout=20.0)
+    assert strategy.experimental_local_results(strategy.run(index)) == (0, 1)

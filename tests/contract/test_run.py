@@ -1,0 +1,192 @@
+"""`strategy.run`: what goes in, what comes out, and what happens when it fails."""
+
+import functools
+import threading
+
+import pytest
+import tensorflow as tf
+
+
+class OwnError(Exception):
+    pass
+
+
+def replica_id():
+    return tf.distribute.get_replica_context().replica_id_in_sync_group
+
+
+def test_every_replica_runs_with_its_own_id(strategy, run, local):
+    assert local(run(lambda: replica_id() + 10)) == [10 + i for i in range(strategy.num_replicas_in_sync)]
+
+
+def test_args_and_kwargs_reach_every_replica(strategy, run, local):
+    def fn(a, b, *, c, d=1000):
+        return a + b + c + d
+
+    result = run(fn, args=(tf.constant(1), tf.constant(10)), kwargs={"c": tf.constant(100)})
+    assert local(result) == [1111] * strategy.num_replicas_in_sync
+
+
+def test_each_replica_gets_its_part_of_a_distributed_argument(strategy, run, local, per_replica):
+    result = run(lambda a, b: a * 10 + b, args=(per_replica(lambda i: i),), kwargs={"b": per_replica(lambda i: 2 * i)})
+    assert local(result) == [12 * i for i in range(strategy.num_replicas_in_sync)]
+
+
+@pytest.mark.replicas(1)
+def test_one_replica_returns_plain_tensors(run):
+    result = run(lambda: {"a": tf.constant([1.0, 2.0])})
+    assert isinstance(result["a"], tf.Tensor)
+    assert result["a"].numpy().tolist() == [1.0, 2.0]
+
+
+@pytest.mark.replicas(2, 4)
+def test_several_replicas_return_distributed_values(strategy, run):
+    result = run(lambda: {"a": tf.identity(replica_id())})
+    assert isinstance(result["a"], tf.distribute.DistributedValues)
+    assert [int(v) for v in result["a"].values] == list(range(strategy.num_replicas_in_sync))
+
+
+def test_a_function_that_returns_nothing_gives_none(run):
+    assert run(lambda: None) is None
+
+
+def test_run_leaves_the_result_of_one_run_alone_in_the_next(strategy, local, per_replica):
+    first = strategy.run(lambda x: x + 1, args=(per_replica(lambda i: i),))
+    second = strategy.run(lambda x: x * 2, args=(first,))
+    assert local(first) == [i + 1 for i in range(strategy.num_replicas_in_sync)]
+    assert local(second) == [2 * (i + 1) for i in range(strategy.num_replicas_in_sync)]
+
+
+class Adder:
+    def __init__(self, by):
+        self.by = by
+
+    def add(self, x):
+        return x + self.by
+
+    def __call__(self, x):
+        return x + 2 * self.by
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        pytest.param(Adder(5).add, 6, id="bound-method"),
+        pytest.param(Adder(5), 11, id="callable-object"),
+        pytest.param(functools.partial(lambda y, x: x - y, 3), -2, id="partial"),
+        pytest.param(lambda x, y=7: x + y, 8, id="default-argument"),
+        pytest.param(tf.function(Adder(9).add), 10, id="function-of-method"),
+        pytest.param(tf.negative, -1, id="library-function"),
+    ],
+)
+def test_every_kind_of_callable_runs(strategy, local, fn, expected):
+    assert local(strategy.run(fn, args=(tf.constant(1),))) == [expected] * strategy.num_replicas_in_sync
+
+
+def test_run_takes_run_options(strategy, local):
+    options = tf.distribute.RunOptions()
+    assert local(strategy.run(replica_id, options=options)) == list(range(strategy.num_replicas_in_sync))
+
+
+def test_args_that_are_no_sequence_are_refused(strategy):
+    with pytest.raises(ValueError, match="positional args must be a list or tuple"):
+        strategy.run(lambda x: x, args=tf.constant(1))
+
+
+def test_each_replica_computes_on_its_own_device(strategy, local):
+    devices = local(strategy.run(lambda: tf.add(1, 2).device))
+    assert devices == list(strategy.extended.worker_devices)
+    assert len(set(devices)) == strategy.num_replicas_in_sync
+
+
+def test_a_gradient_tape_works_in_a_replica(strategy, run, local, per_replica):
+    def fn(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = x * x
+        return tape.gradient(y, x)
+
+    assert local(run(fn, args=(per_replica(float),))) == [2.0 * i for i in range(strategy.num_replicas_in_sync)]
+
+
+def test_an_exception_keeps_its_type_and_message_and_says_which_replica(strategy, run):
+    last = strategy.num_replicas_in_sync - 1
+
+    def fn():
+        if tf.get_static_value(replica_id()) == last:
+            raise OwnError("the message")
+
+    with pytest.raises(OwnError, match="the message") as caught:
+        run(fn)
+    assert type(caught.value) is OwnError
+    note = f"replica {last} of {last + 1}, CPU:{last}, after 0 merge calls"
+    assert any(note in one for one in caught.value.__notes__)
+
+
+def test_run_works_after_a_failed_run(strategy, run, local):
+    def fail():
+        raise OwnError
+
+    for _ in range(2):
+        with pytest.raises(OwnError):
+            run(fail)
+        assert local(run(replica_id)) == list(range(strategy.num_replicas_in_sync))
+
+
+def test_an_error_of_an_op_comes_out_as_itself(strategy, run):
+    def fn(x):
+        tf.debugging.assert_equal(x, 3, message="not three")
+        return x
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="not three"):
+        run(fn, args=(tf.constant(2),))
+
+
+def test_stop_iteration_comes_out_as_itself(strategy):
+    with pytest.raises(StopIteration):
+        strategy.run(lambda: next(iter(())))
+
+
+def test_run_inside_a_replica_is_refused(strategy):
+    with pytest.raises(RuntimeError, match="cross-replica context"):
+        strategy.run(lambda: strategy.run(replica_id))
+
+
+def test_run_inside_a_merge_function_runs_on_all_replicas(strategy, local):
+    def merge_fn(strategy):
+        return strategy.run(lambda: replica_id() * 3)
+
+    def fn():
+        return tf.distribute.get_replica_context().merge_call(merge_fn)
+
+    assert local(strategy.run(fn)) == [3 * i for i in range(strategy.num_replicas_in_sync)]
+
+
+@pytest.mark.replicas(2)
+def test_several_threads_may_run_one_strategy_at_once(strategy, local):
+    together = threading.Barrier(3, timeout=30)
+    results = [None] * 3
+
+    def work(k):
+        together.wait()
+        results[k] = [
+            local(strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("sum", tf.constant(k + step))))
+            for step in range(5)
+        ]
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [[[2 * (k + step)] * 2 for step in range(5)] for k in range(3)]
+
+
+def test_strategies_of_several_sizes_work_side_by_side(make_strategy):
+    def total():
+        return tf.distribute.get_replica_context().all_reduce("sum", tf.constant(1.0))
+
+    strategies = [make_strategy(size) for size in (2, 4, 1, 2)]
+    for _ in range(2):
+        sums = [float(strategy.experimental_local_results(strategy.run(total))[0]) for strategy in strategies]
+        assert sums == [2.0, 4.0, 1.0, 2.0]

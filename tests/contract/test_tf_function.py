@@ -1,0 +1,320 @@
+"""`tf.function` around a run, inside it, and both: one trace a signature, options kept, AutoGraph at work."""
+
+import pytest
+import tensorflow as tf
+
+FORMS = ("around", "inside", "both")
+
+
+def context():
+    return tf.distribute.get_replica_context()
+
+
+def index():
+    return tf.get_static_value(context().replica_id_in_sync_group)
+
+
+@pytest.fixture(params=FORMS)
+def compiled(request, strategy):
+    """`compiled(fn, **options)`: a step that runs `fn` in one of the forms, with tf.function options on it."""
+
+    def compiled(fn, **options):
+        if request.param == "around":
+            return tf.function(lambda *args: strategy.run(fn, args=args), **options)
+        inner = tf.function(fn, **options)
+        if request.param == "inside":
+            return lambda *args: strategy.run(inner, args=args)
+        return tf.function(lambda *args: strategy.run(inner, args=args), **options)
+
+    return compiled
+
+
+def test_a_function_is_traced_once_for_a_signature(strategy, compiled, local):
+    calls = []
+
+    def fn(x):
+        calls.append(index())
+        return x + 1
+
+    step = compiled(fn)
+    n = strategy.num_replicas_in_sync
+    assert local(step(tf.constant(1))) == [2] * n
+    assert sorted(calls) == list(range(n))  # once a replica
+    for k in range(3):
+        assert local(step(tf.constant(k))) == [k + 1] * n
+    assert len(calls) == n
+    assert local(step(tf.constant([1.0]))) == [[2.0]] * n
+    assert len(calls) == 2 * n
+    step(tf.constant(5))
+    assert len(calls) == 2 * n
+
+
+def test_traces_count_merge_functions_once(strategy, compiled, local):
+    merges = []
+
+    def merge_fn(strategy, x):
+        merges.append(1)
+        return tf.add_n(strategy.experimental_local_results(x))
+
+    step = compiled(lambda x: context().merge_call(merge_fn, args=(x + 0,)))
+    n = strategy.num_replicas_in_sync
+    for k in range(3):
+        assert local(step(tf.constant(k))) == [n * k] * n
+    assert merges == [1]
+
+
+def test_distributed_arguments_do_not_retrace(strategy, compiled, local, per_replica):
+    calls = []
+
+    def fn(x):
+        calls.append(1)
+        return 2 * x
+
+    step = compiled(fn)
+    n = strategy.num_replicas_in_sync
+    for k in range(3):
+        assert local(step(per_replica(lambda i, k=k: i + k))) == [2 * (i + k) for i in range(n)]
+    assert len(calls) == n
+
+
+def test_one_function_serves_several_strategies(make_strategy):
+    @tf.function
+    def fn(x):
+        return context().all_reduce("sum", x)
+
+    strategies = [make_strategy(size) for size in (1, 2, 4)]
+    for _ in range(2):
+        totals = [s.experimental_local_results(s.run(fn, args=(tf.constant(1.0),)))[0] for s in strategies]
+        assert [float(total) for total in totals] == [1.0, 2.0, 4.0]
+
+
+def test_a_function_works_alone_after_a_run(strategy, local):
+    @tf.function
+    def fn(x):
+        return x * 3
+
+    assert local(strategy.run(fn, args=(tf.constant(2),))) == [6] * strategy.num_replicas_in_sync
+    assert int(fn(tf.constant(2))) == 6
+    assert local(strategy.run(fn, args=(tf.constant(3),))) == [9] * strategy.num_replicas_in_sync
+
+
+def test_an_input_signature_is_kept(strategy, compiled, local):
+    calls = []
+
+    def fn(x):
+        calls.append(1)
+        return tf.reduce_sum(x)
+
+    step = compiled(fn, input_signature=[tf.TensorSpec([None], tf.float32)])
+    n = strategy.num_replicas_in_sync
+    for size in (1, 2, 3):
+        assert local(step(tf.ones([size]))) == [size] * n
+    assert len(calls) == n
+    with pytest.raises((TypeError, ValueError)):
+        step(tf.constant("text"))
+
+
+def test_reduce_retracing_is_kept(strategy, compiled, local):
+    calls = []
+
+    def fn(x):
+        calls.append(1)
+        return tf.reduce_sum(x)
+
+    step = compiled(fn, reduce_retracing=True)
+    n = strategy.num_replicas_in_sync
+    for size in (1, 2, 3, 4, 5):
+        assert local(step(tf.ones([size]))) == [size] * n
+    assert len(calls) == 2 * n  # the second trace takes any length
+
+
+def test_without_autograph_a_tensor_is_no_condition(compiled):
+    def fn(x):
+        if x > 0:
+            return x
+        return -x
+
+    with pytest.raises(tf.errors.OperatorNotAllowedInGraphError):
+        compiled(fn, autograph=False)(tf.constant(1.0))
+
+
+def test_autograph_converts_conditions_and_loops(strategy, compiled, local, per_replica):
+    def fn(x):
+        total = tf.constant(0)
+        for k in tf.range(x):
+            if k % 2 == 0:
+                total += k
+        while total > 100:
+            total -= 100
+        return total
+
+    n = strategy.num_replicas_in_sync
+    expected = [sum(range(0, 10 * (i + 1), 2)) for i in range(n)]
+    expected = [total - 100 * ((total - 1) // 100) if total > 100 else total for total in expected]
+    assert local(compiled(fn)(per_replica(lambda i: 10 * (i + 1)))) == expected
+
+
+def sign(x):
+    if x > 0:
+        return 1
+    return -1
+
+
+def test_autograph_converts_what_the_function_calls(strategy, compiled, local, per_replica):
+    n = strategy.num_replicas_in_sync
+    result = compiled(lambda x: sign(x) * 10)(per_replica(lambda i: i - 1))
+    assert local(result) == [-10 if i < 2 else 10 for i in range(n)]
+
+
+def test_do_not_convert_is_respected(compiled):
+    with pytest.raises(tf.errors.OperatorNotAllowedInGraphError):
+        compiled(tf.autograph.experimental.do_not_convert(sign))(tf.constant(1))
+
+
+def test_autograph_leaves_an_eager_run_alone(strategy):
+    """Else `if` on a tensor would not see Python values."""
+    seen = []
+
+    def fn(x):
+        if x > 0:
+            seen.append("positive")
+
+    strategy.run(fn, args=(tf.constant(1),))
+    assert seen == ["positive"] * strategy.num_replicas_in_sync
+
+
+def test_a_merge_function_is_not_run_in_python_after_tracing(strategy, local):
+    """All replicas' ops are in one graph: the side effects of Python happen once, the values are computed each time."""
+    v = tf.Variable(0.0)
+    python = []
+
+    def merge_fn(strategy):
+        python.append(1)
+        return v.assign_add(1.0)
+
+    @tf.function
+    def step():
+        return strategy.run(lambda: context().merge_call(merge_fn) + 0.0)
+
+    for k in (1, 2, 3):
+        assert local(step()) == [float(k)] * strategy.num_replicas_in_sync
+    assert python == [1]
+
+
+def test_a_function_inside_a_replica_runs_on_its_own(strategy, run, local, per_replica):
+    calls = []
+
+    @tf.function
+    def double(x):
+        calls.append(1)
+        return 2 * x
+
+    n = strategy.num_replicas_in_sync
+    assert local(run(lambda x: double(x) + 1, args=(per_replica(lambda i: i),))) == [2 * i + 1 for i in range(n)]
+    assert 1 <= len(calls) <= n  # TensorFlow traces again for another device
+
+
+def graph_of(strategy, fn, scope=None):
+    @tf.function
+    def step():
+        if scope is None:
+            return strategy.run(fn)
+        with tf.name_scope(scope):
+            return strategy.run(fn)
+
+    return step.get_concrete_function().graph
+
+
+def names(graph, suffix):
+    return {op.name for op in graph.get_operations() if op.name.split("/")[-1] == suffix}
+
+
+def test_each_replica_has_a_name_scope(strategy):
+    graph = graph_of(strategy, lambda: tf.constant(1.0, name="mine"))
+    n = strategy.num_replicas_in_sync
+    assert names(graph, "mine") == {"mine", *(f"replica_{i}/mine" for i in range(1, n))}
+
+
+def test_name_scopes_continue_the_callers(strategy):
+    def fn():
+        with tf.name_scope("inner"):
+            return tf.constant(1.0, name="mine")
+
+    graph = graph_of(strategy, fn, scope="outer")
+    n = strategy.num_replicas_in_sync
+    assert names(graph, "mine") == {
+        "outer/inner/mine",
+        *(f"outer/replica_{i}/inner/mine" for i in range(1, n)),
+    }
+
+
+def test_a_merge_function_is_in_the_name_scope_of_the_first_replica(strategy):
+    def fn():
+        with tf.name_scope("inner"):
+            return context().merge_call(lambda strategy: tf.constant(1.0, name="merged"))
+
+    assert names(graph_of(strategy, fn, scope="outer"), "merged") == {"outer/inner/merged"}
+
+
+def test_replicas_run_in_one_graph_on_their_devices(strategy):
+    graph = graph_of(strategy, lambda: tf.random.uniform([], name="mine"))
+    devices = {op.device for op in graph.get_operations() if op.type == "RandomUniform"}
+    assert devices == set(strategy.extended.worker_devices)
+
+
+def test_side_effects_in_replicas_happen_in_a_function(strategy):
+    """A run whose result nobody uses still assigns."""
+    with strategy.scope():
+        v = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
+
+    def add():
+        v.assign_add(tf.constant(1.0))
+
+    def double():
+        v.assign(v * 2.0)
+
+    @tf.function
+    def step():
+        strategy.run(add)
+        strategy.run(double)
+
+    step()
+    n = strategy.num_replicas_in_sync
+    assert float(v.numpy()) == 2.0 * n * n  # 1 a replica makes n; each assigns 2 n, summed
+
+
+def test_a_merge_function_depends_on_the_control_inputs_of_every_replica(strategy):
+    def fn():
+        with tf.control_dependencies([tf.constant(1.0, name="before")]):
+            return context().merge_call(lambda strategy: tf.constant(1.0, name="merged"))
+
+    graph = graph_of(strategy, fn)
+    inputs = {op.name for op in graph.get_operation_by_name("merged").control_inputs}
+    assert {f"replica_{i}/before" for i in range(1, strategy.num_replicas_in_sync)} | {"before"} <= inputs
+
+
+def test_runs_in_a_loop_inside_a_function(strategy):
+    @tf.function
+    def steps(k):
+        total = tf.constant(0)
+        for _ in tf.range(k):
+            total += strategy.reduce("SUM", strategy.run(lambda: context().replica_id_in_sync_group + 1), axis=None)
+        return total
+
+    n = strategy.num_replicas_in_sync
+    assert int(steps(tf.constant(5))) == 5 * n * (n + 1) // 2
+
+
+def test_a_method_of_a_class_keeps_its_object(strategy, local):
+    class Model:
+        def __init__(self, factor):
+            self.factor = factor
+
+        @tf.function
+        def step(self, x):
+            return x * self.factor
+
+    first, second = Model(2), Model(3)
+    n = strategy.num_replicas_in_sync
+    assert local(strategy.run(first.step, args=(tf.constant(1),))) == [2] * n
+    assert local(strategy.run(second.step, args=(tf.constant(1),))) == [3] * n
