@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -34,9 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return WRONG_FLAGS
     try:
         return flags.run(flags)
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return INTERRUPTED
+    except BaseException as error:
+        if _interrupted(error):
+            _leave()
+        raise
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -45,6 +47,23 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Prints the message and exits with status 2."""
         self.exit(WRONG_FLAGS, f"{self.prog}: {message} (--help shows all flags)\n")
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether it was Ctrl-C. TensorFlow may raise an error of its own while one passes through it."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _leave() -> NoReturn:
+    """Exits at once: TensorFlow may take many seconds to take down a dataset that is distributed."""
+    print("\ninterrupted", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

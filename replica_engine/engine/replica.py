@@ -83,6 +83,8 @@ class Replica:
         """Lays ready what `pause` will return. Called by the coordinator."""
         self.request = None
         self._result = result
+        # Not only when its thread wakes: until then another replica could take it for stopped.
+        self.state = State.READY
 
     def execute(self, body: Callable[[Replica], Any]) -> None:
         """Runs the replica's body, and keeps its value or exception. Its thread's job; never raises."""

@@ -12,6 +12,7 @@ class State(enum.Enum):
     IDLE = "not started"
     RUNNING = "running"
     PAUSED = "waiting in a merge call"
+    READY = "merged, waiting for its turn"
     FINISHED = "finished"
     FAILED = "failed"
     UNWOUND = "unwound"

@@ -37,7 +37,9 @@ def test_all_reduce_keeps_structure_and_types(strategy, run, local, per_replica)
 
 @pytest.mark.parametrize("dtype", ["int32", "int64", "float16", "bfloat16", "complex64"])
 def test_all_reduce_sums_every_kind_of_number(strategy, local, per_replica, dtype):
-    result = strategy.run(lambda x: context().all_reduce("sum", x), args=(per_replica(lambda i: tf.cast([i, 1], dtype)),))
+    result = strategy.run(
+        lambda x: context().all_reduce("sum", x), args=(per_replica(lambda i: tf.cast([i, 1], dtype)),)
+    )
     n = strategy.num_replicas_in_sync
     assert local(result) == [[sum(range(n)), n]] * n
 

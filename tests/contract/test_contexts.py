@@ -44,7 +44,7 @@ def test_scopes_nest_with_their_own_strategy_only(make_strategy):
     with one.scope():
         with one.scope():
             assert where() == (True, False, True, one)
-        with pytest.raises(RuntimeError, match="Mixing different tf.distribute.Strategy"), other.scope():
+        with pytest.raises(RuntimeError, match=r"Mixing different tf\.distribute\.Strategy"), other.scope():
             pass
         assert where() == (True, False, True, one)
 
@@ -134,8 +134,7 @@ def test_the_replica_id_is_a_number_that_tensors_can_use(strategy, run, local):
     assert local(run(fn)) == [10 * (i + 1) + i for i in range(strategy.num_replicas_in_sync)]
 
 
-def test_merge_call_outside_a_run_works_on_the_strategy_in_scope(strategy):
-    """The default context merges at once."""
+def test_outside_a_run_the_default_context_merges_at_once(strategy):
     seen = []
     tf.distribute.get_replica_context().merge_call(lambda current: seen.append(current is tf.distribute.get_strategy()))
     assert seen == [True]

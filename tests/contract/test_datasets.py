@@ -68,9 +68,7 @@ def test_structures_are_kept(strategy):
 @pytest.mark.replicas(1, 2)
 def test_batches_feed_a_run(strategy):
     distributed = strategy.experimental_distribute_dataset(numbers(13, 8))
-    sums = [
-        int(strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(batch,)), axis=None)) for batch in distributed
-    ]
+    sums = [int(strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(batch,)), axis=None)) for batch in distributed]
     assert sums == [sum(range(8)), sum(range(8, 13))]
 
 

@@ -7,6 +7,7 @@ import pytest
 FEATURES = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
 LABELS = (FEATURES @ np.array([[1.0], [-2.0], [0.5], [3.0]], "float32")).astype("float32")
 
+
 def model_of(*layers, optimizer=None, metrics=None, **compile_options):
     model = keras.Sequential([keras.Input((4,)), *layers])
     model.compile(optimizer or keras.optimizers.SGD(0.05), "mse", metrics=metrics, **compile_options)

@@ -93,6 +93,19 @@ def test_concurrent_replicas_share_a_variable_that_is_made_once():
         assert lazy.v.distribute_strategy is strategy
 
 
+def test_concurrent_replicas_share_a_variable_that_is_made_after_a_merge_call():
+    """Replica 0, which makes it, may be the last to wake up; the others have to wait for it."""
+    strategy = MirroredStrategy(names(4), concurrent=True)
+    for _ in range(25):
+        lazy = Lazy()
+
+        def fn(lazy=lazy):
+            context().merge_call(lambda strategy: None)
+            return lazy()
+
+        assert [float(x) for x in strategy.experimental_local_results(strategy.run(fn))] == [6.0] * 4
+
+
 def trained(strategy):
     """Some of everything: variables made in the run, reductions, merge calls, a second run."""
     lazy = Lazy()
@@ -164,9 +177,7 @@ def test_without_devices_all_are_used():
 )
 def test_devices_are_named_in_every_way(given):
     strategy = MirroredStrategy(given)
-    assert list(strategy.extended.worker_devices) == [
-        f"/job:localhost/replica:0/task:0/device:CPU:{i}" for i in (1, 3)
-    ]
+    assert list(strategy.extended.worker_devices) == [f"/job:localhost/replica:0/task:0/device:CPU:{i}" for i in (1, 3)]
 
 
 @pytest.mark.parametrize(

@@ -167,12 +167,12 @@ def test_several_threads_may_run_one_strategy_at_once(strategy, local):
     together = threading.Barrier(3, timeout=30)
     results = [None] * 3
 
+    def total(x):
+        return tf.distribute.get_replica_context().all_reduce("sum", x + 0)
+
     def work(k):
         together.wait()
-        results[k] = [
-            local(strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("sum", tf.constant(k + step))))
-            for step in range(5)
-        ]
+        results[k] = [local(strategy.run(total, args=(tf.constant(k + step),))) for step in range(5)]
 
     threads = [threading.Thread(target=work, args=(k,)) for k in range(3)]
     for thread in threads:
