@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable
 
-from replica_engine.demo.quiet import quiet_import
+from replica_engine.demo.quiet import quiet_start
 
 STRATEGIES = ("mirrored",)
 LOOPS = ("custom", "keras")
@@ -87,9 +87,10 @@ def _run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
         return 1
 
     print("starting TensorFlow", file=sys.stderr)
-    with quiet_import():
+    with quiet_start():
         from replica_engine.demo import trial
 
+        devices = trial.choose_devices(flags.replicas)
     settings = trial.Settings(
         strategy=flags.strategy,
         loops=LOOPS if flags.loop == "both" else (flags.loop,),
@@ -99,7 +100,7 @@ def _run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
         learning_rate=flags.learning_rate,
         seed=flags.seed,
     )
-    return 0 if trial.run(settings) else 1
+    return 0 if trial.run(settings, devices) else 1
 
 
 def _whole(least: int, most: float = math.inf) -> Callable[[str], int]:

@@ -1,4 +1,4 @@
-"""Importing TensorFlow without the notes that its C++ side writes to stderr meanwhile."""
+"""Starting TensorFlow without the notes that its C++ side writes to stderr meanwhile."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from collections.abc import Iterator
 LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 ERRORS_ONLY = "2"
 
-# TensorFlow 2.21 writes these two whatever the level, through a logger that it has not yet set up.
-_NOTE = re.compile(rb"WARNING: All log messages before absl::InitializeLog|I\d{4} ")
+# What TensorFlow 2.21 writes even so: notes from before its logger is set up, and an error where there is no GPU.
+_NOTE = re.compile(rb"WARNING: All log messages before absl::InitializeLog|I\d{4} |E\d{4} .*failed call to cuInit")
 
 
 @contextlib.contextmanager
-def quiet_import() -> Iterator[None]:
-    """Holds back what is written to stderr inside, and afterwards passes it on without TensorFlow's notes.
+def quiet_start() -> Iterator[None]:
+    """For importing TensorFlow and listing its devices: holds stderr back, then passes on all but the notes.
 
     Also sets TensorFlow's C++ log level to errors only. Does nothing if the user has set a level of their own.
     """

@@ -48,22 +48,22 @@ class Settings:
     seed: int
 
 
-def run(settings: Settings) -> bool:
+def run(settings: Settings, devices: list[str]) -> bool:
     """Runs the demo and prints what it finds.
 
     Args:
         settings: from the flags.
+        devices: one for each replica; the first also does the training on one device.
 
     Returns:
         Whether, in every loop, the replicas ended bitwise equal and near the training on one device.
     """
     started = time.monotonic()
     digits = load_digits()
-    devices = choose_devices(settings.replicas)
     _print_setting(settings, digits, devices)
-    failures = [
-        f"{loop}: {failure}" for loop in settings.loops for failure in _run_loop(loop, settings, digits, devices)
-    ]
+    failures = []
+    for loop in settings.loops:
+        failures += [f"{loop}: {failure}" for failure in _run_loop(loop, settings, digits, devices)]
     for failure in failures:
         print(f"FAILED, {failure}")
     if not failures:
