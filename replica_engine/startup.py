@@ -22,15 +22,25 @@ SPARE = 2  # threads beside one for each device
 log = logging.getLogger("replica_engine")
 
 
-def make_room() -> None:
-    """Gives TensorFlow's inter-op pool enough threads, if it has not started and nobody chose a number."""
+_set_here = False
+
+
+def make_room(replicas: int = 0) -> None:
+    """Gives TensorFlow's inter-op pool enough threads, if it has not started and nobody else chose a number.
+
+    Args:
+        replicas: how many devices there will be, where that is known already.
+    """
+    global _set_here
     if "tensorflow" in sys.modules:
         from replica_engine._compat import thread_state
 
         if thread_state.started():
             return
-    if (os.cpu_count() or 1) < ROOMY:
-        os.environ.setdefault(VARIABLE, str(ROOMY))
+    threads = max(ROOMY, replicas + SPARE)
+    if (VARIABLE not in os.environ or _set_here) and (os.cpu_count() or 1) < threads:
+        os.environ[VARIABLE] = str(threads)
+        _set_here = True
 
 
 def warn_if_cramped(replicas: int, chosen: int) -> None:

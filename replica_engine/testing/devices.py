@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from replica_engine import startup
 from replica_engine.errors import DeviceError
 
 GPU_SHARE = 1024  # MiB of memory for each logical GPU
@@ -36,6 +37,7 @@ def logical_devices(n: int, kind: str = "CPU") -> list[str]:
     if n < 1:
         raise ValueError(f"n counts devices and must be at least 1, got {n}.")
     if not thread_state.started():
+        startup.make_room(n)
         _divide(n, kind)
     present = len(tf.config.list_logical_devices(kind))
     if present < n:
