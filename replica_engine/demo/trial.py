@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import tensorflow as tf
 
-from replica_engine import MirroredStrategy, startup
+from replica_engine import MirroredStrategy
 from replica_engine.demo import custom_loop, keras_fit
 from replica_engine.demo.data import Digits, load_digits, steps_per_epoch
 from replica_engine.demo.progress import Progress
@@ -74,19 +73,11 @@ def run(settings: Settings, devices: list[str]) -> bool:
 def choose_devices(replicas: int) -> list[str]:
     """A GPU for each replica where there are enough, or logical CPU devices, of which one CPU can make many."""
     if len(tf.config.list_physical_devices("GPU")) < replicas:
-        _make_threads(replicas)
         return logical_devices(replicas, "CPU")
     # GPUs round float32 factors to 10 bits by default, each kernel in its own way. Full precision makes
     # N replicas and one device comparable.
     tf.config.experimental.enable_tensor_float_32_execution(False)
     return logical_devices(replicas, "GPU")
-
-
-def _make_threads(replicas: int) -> None:
-    """Gives TensorFlow more threads than the library did on import, if so many replicas need them."""
-    needed = replicas + startup.SPARE
-    if needed > max(startup.ROOMY, os.cpu_count() or 1):
-        tf.config.threading.set_inter_op_parallelism_threads(needed)
 
 
 def _run_loop(loop: str, settings: Settings, digits: Digits, devices: list[str]) -> list[str]:
