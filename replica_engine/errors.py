@@ -16,6 +16,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 class ReplicaEngineError(Exception):
@@ -26,7 +27,17 @@ class ReplicaEngineError(Exception):
         True
     """
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Most of these build their message from other arguments, and could not be made again of it.
+        return _rebuild, (type(self), self.args, self.__dict__)
+
     ag_pass_through = True  # AutoGraph, leave it as it is: another type would hide what it says and holds
+
+
+def _rebuild(kind: type[ReplicaEngineError], args: tuple[Any, ...], state: dict[str, Any]) -> ReplicaEngineError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 @dataclass(frozen=True)

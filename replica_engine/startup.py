@@ -38,7 +38,7 @@ def make_room(replicas: int = 0) -> None:
         if thread_state.started():
             return
     threads = max(ROOMY, replicas + SPARE)
-    if (VARIABLE not in os.environ or _set_here) and (os.cpu_count() or 1) < threads:
+    if (VARIABLE not in os.environ or _set_here) and _cores() < threads:
         os.environ[VARIABLE] = str(threads)
         _set_here = True
 
@@ -50,7 +50,8 @@ def warn_if_cramped(replicas: int, chosen: int) -> None:
         replicas: how many devices a dataset is distributed over.
         chosen: the number of inter-op threads set in TensorFlow's configuration; 0 for none.
     """
-    threads = chosen or int(os.environ.get(VARIABLE) or os.cpu_count() or 1)
+    in_environment = os.environ.get(VARIABLE, "")
+    threads = chosen or (int(in_environment) if in_environment.isdecimal() else 0) or _cores()
     needed = replicas + SPARE
     if replicas > 1 and threads < needed:
         log.warning(
@@ -62,3 +63,10 @@ def warn_if_cramped(replicas: int, chosen: int) -> None:
             needed,
             needed,
         )
+
+
+def _cores() -> int:
+    """The cores that this process may run on, of which TensorFlow makes a thread each."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

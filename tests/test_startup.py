@@ -83,6 +83,17 @@ def test_when_it_comes_too_late_it_is_said(run):
     assert "set_inter_op_parallelism_threads(4)" in result.stderr
 
 
+def test_a_number_that_is_none_is_passed_over(monkeypatch):
+    monkeypatch.setenv(startup.VARIABLE, "many")
+    startup.warn_if_cramped(4, 0)
+
+
+def test_only_cores_that_the_process_may_use_count(run):
+    code = "import replica_engine; from replica_engine.startup import _cores; print(_cores())"
+    pinned = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+    assert run(pinned + code).stdout == "1\n"
+
+
 @pytest.mark.parametrize(("replicas", "chosen", "warns"), [(4, 2, True), (4, 6, False), (1, 1, False)])
 def test_the_warning_counts_threads(caplog, replicas, chosen, warns):
     with caplog.at_level(logging.WARNING, "replica_engine"):

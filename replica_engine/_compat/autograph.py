@@ -36,15 +36,18 @@ def artifact(fn: F) -> F:
     return _artifact(fn)
 
 
-def original_location(filename: str, lineno: int, function: str, thread: int) -> tuple[str, int, str]:
+def original_location(filename: str, lineno: int, function: str, threads: tuple[int, ...]) -> tuple[str, int, str]:
     """The user's file, line and function for a line that may be in code that AutoGraph generated.
 
-    `thread` identifies the thread that is at that line.
+    A function defined in another that was converted was converted with it, so the map may be the one of the
+    thread that called `run`: `threads` are those to ask.
     """
-    mappers = tf_stack._source_mapper_stacks.get(thread)
-    if not mappers:
-        return filename, lineno, function
-    return mappers[-1].get_effective_source_map().get((filename, lineno), (filename, lineno, function))
+    for thread in threads:
+        for mapper in reversed(tf_stack._source_mapper_stacks.get(thread, ())):
+            place = mapper.get_effective_source_map().get((filename, lineno))
+            if place is not None:
+                return place[0], place[1], place[2] or function
+    return filename, lineno, function
 
 
 def as_user_raised(error: Exception) -> Exception:
@@ -56,11 +59,19 @@ def as_user_raised(error: Exception) -> Exception:
     here on (`ag_pass_through`).
     """
     original = error
+    while _is_copy(original) and isinstance(original.__context__, Exception):
+        original = original.__context__
     metadata = getattr(error, "ag_error_metadata", None)
     if metadata is not None:
-        while hasattr(original.__context__, "ag_error_metadata"):
-            original = original.__context__  # type: ignore[assignment]
         add_note(original, metadata.get_message().strip())
-        del original.ag_error_metadata  # type: ignore[attr-defined]
-    original.ag_pass_through = True  # type: ignore[attr-defined]
+    original.__dict__.pop("ag_error_metadata", None)
+    try:
+        original.ag_pass_through = True  # type: ignore[attr-defined]
+    except AttributeError:
+        return original  # A frozen one: AutoGraph will change its message and perhaps its type.
     return original
+
+
+def _is_copy(error: BaseException) -> bool:
+    """Whether AutoGraph made it of the exception that it was handling. What a user raises says no such thing."""
+    return error.__suppress_context__ and error.__cause__ is None and str(error).startswith("in user code:")

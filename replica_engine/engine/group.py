@@ -23,6 +23,7 @@ class SyncGroup:
             ReplicaThread(f"replica {index} of {size} ({device})") for index, device in enumerate(self.devices)
         ]
         self._closer = weakref.finalize(self, _close, self.threads)
+        self._closer.atexit = False  # A run may be on its way then, in a thread that nobody waits for.
         for thread in self.threads:
             thread.start()
 

@@ -70,11 +70,12 @@ class Replica:
         self.request = request
         self.state = State.PAUSED
         self._run.hand_over(self)
-        while not self.thread.should_run.wait(COORDINATOR_CHECK):
-            if not self._run.coordinator.is_alive():
-                self._run.given_up = True
-        if self._run.given_up:
-            raise ReplicaUnwound
+        while True:
+            woken = self.thread.should_run.wait(COORDINATOR_CHECK)
+            if self._run.given_up or not self._run.coordinator.is_alive():
+                raise ReplicaUnwound
+            if woken and self.state is State.READY:  # Woken before the merge, it is nobody's turn.
+                break
         self.state = State.RUNNING
         result, self._result = self._result, None
         return result

@@ -15,7 +15,8 @@ the first to create a variable, to trace a function, to append to a list.
 - anything else is a mismatch, and an error.
 
 **With `concurrent=True`** the coordinator releases all replicas at once, and the last one to pause hands the
-baton back. Nothing else changes.
+baton back. Where replica 0 may have things to build that the others then find (`builds`), it gets a head
+start: the others are released when it has paused, or when it has built nothing for a while.
 
 **When something fails** the run is given up: `given_up` is set, and the baton comes back to the coordinator
 at once; replicas that have not had their turn in this round do not get it. The coordinator then wakes the
@@ -54,6 +55,7 @@ from replica_engine.engine.sync_point import State
 
 SLOW = 30.0  # seconds after which replicas that have not come back are reported
 UNWIND_GRACE = 30.0  # seconds for the others to come down after a failure
+HEAD_START = 0.5  # seconds that replica 0 has to begin to build
 INTERRUPT_GRACE = 0.5  # seconds for the same after Ctrl-C, which must be answered within one
 
 log = logging.getLogger("replica_engine")
@@ -68,6 +70,8 @@ class Run:
         merge: called by the coordinator with the N requests of a sync point, in order of the replicas;
             returns what each replica's `pause` returns.
         concurrent: release all replicas at once.
+        builds: with `concurrent`, gives replica 0 a head start in each round; called after a while of it,
+            it says whether replica 0 is building and has to be waited for. None: no head start.
         timeout: seconds a replica may take to reach its next sync point; None warns after 30 and waits on.
     """
 
@@ -78,6 +82,7 @@ class Run:
         merge: Callable[[list[Any]], Sequence[Any]],
         *,
         concurrent: bool = False,
+        builds: Callable[[], bool] | None = None,
         timeout: float | None = None,
     ):
         self.coordinator = threading.current_thread()
@@ -89,8 +94,11 @@ class Run:
         self._bodies = bodies
         self._merge = merge
         self._concurrent = concurrent
+        self._builds = builds
         self._timeout = timeout
         self._has_paused = Event()  # the baton, on its way back to the coordinator
+        self._first_has_paused = Event()  # with a head start: replica 0 has
+        self._last_hand_over = 0.0  # on the monotonic clock
         self._lock = threading.Lock()
         self._still_running = 0
 
@@ -124,11 +132,14 @@ class Run:
             # to the garbage collector, tensors would outlive the step by many steps.
             for replica in self.replicas:
                 replica.forget()
-            del self._bodies, self._merge
+            del self._bodies, self._merge, self._builds
 
     def hand_over(self, replica: Replica) -> None:
         """Passes the baton on. Called by a replica's thread when it pauses or ends."""
+        self._last_hand_over = time.monotonic()
         if self._concurrent:
+            if replica.index == 0 and self._builds is not None:
+                self._first_has_paused.set()
             with self._lock:
                 self._still_running -= 1
                 to_coordinator = self._still_running == 0
@@ -141,29 +152,43 @@ class Run:
 
     def _round(self) -> None:
         """Takes every replica to its next pause; raises what one of them raised."""
+        self._last_hand_over = time.monotonic()
+        self._still_running = len(self.replicas)
+        first, *others = self.replicas
+        first.thread.should_run.set()
         if self._concurrent:
-            self._still_running = len(self.replicas)
-            for replica in self.replicas:
-                replica.thread.should_run.set()
-        else:
-            self.replicas[0].thread.should_run.set()
-        self._wait_for_baton()
+            if self._builds is not None:
+                self._give_head_start(self._builds)
+            if first.state is not State.FAILED:
+                for replica in others:
+                    replica.thread.should_run.set()
+        self._wait(self._has_paused)
         for replica in self.replicas:
             if replica.state is State.FAILED:
                 assert replica.error is not None
                 raise replica.error
 
-    def _wait_for_baton(self) -> None:
-        started = time.monotonic()
-        while True:
-            waited = time.monotonic() - started
-            left = SLOW if self._timeout is None else min(SLOW, self._timeout - waited)
-            if self._has_paused.wait(left):
-                return
-            waited = time.monotonic() - started
-            if self._timeout is not None and waited >= self._timeout:
+    def _give_head_start(self, builds: Callable[[], bool]) -> None:
+        if not self._first_has_paused.wait(HEAD_START) and builds():
+            self._wait(self._first_has_paused)
+
+    def _wait(self, event: Event) -> None:
+        """Waits for the event, and reports if a replica takes long to its next sync point."""
+        limit = SLOW if self._timeout is None else self._timeout
+        warn_at = limit
+        while not event.wait(warn_at - self._waited()):
+            waited = self._waited()
+            if waited < limit:
+                warn_at = limit  # Another replica has taken over meanwhile: its time counts from then.
+            elif self._timeout is not None:
                 raise errors.ReplicaTimeoutError(self._timeout, self._rows())
-            log.warning("%s", errors.slow_replicas(round(waited), self._rows(), self._stacks()))
+            elif waited >= warn_at:
+                log.warning("%s", errors.slow_replicas(round(waited), self._rows(), self._stacks()))
+                warn_at += SLOW
+
+    def _waited(self) -> float:
+        """Seconds since the baton last moved."""
+        return time.monotonic() - self._last_hand_over
 
     def _check_meeting(self) -> None:
         """All replicas have paused or finished: did they meet?"""
@@ -175,13 +200,13 @@ class Run:
 
     def _give_up(self, error: BaseException) -> None:
         """Takes down every replica that is not over, and writes what is known onto `error`."""
+        self.given_up = True  # First of all: from here on no replica goes on, whatever else happens.
         rows = self._rows()  # as they stand now; a moment later all are unwound
         culprit = next((replica for replica in self.replicas if replica.error is error), None)
         no_patience = isinstance(error, errors.ReplicaTimeoutError) or (
             culprit is None and isinstance(error, KeyboardInterrupt)
         )
         deadline = time.monotonic() + (INTERRUPT_GRACE if no_patience else UNWIND_GRACE)
-        self.given_up = True
         # Those that wait come down at once. Those that run may take the whole time there is, so they are last.
         running = [replica for replica in self.replicas if replica.state is State.RUNNING]
         for replica in [replica for replica in self.replicas if replica not in running] + running:

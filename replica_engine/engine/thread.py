@@ -51,7 +51,8 @@ class ReplicaThread(threading.Thread):
         try:
             while not self._closed:
                 self.should_run.wait()
-                self._run_job()
+                if not self._closed:  # Being closed is no turn to run.
+                    self._run_job()
         except ReplicaUnwound:
             return  # An interrupt that came too late to find the job: the thread was to end anyway.
 

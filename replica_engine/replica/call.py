@@ -22,11 +22,14 @@ from replica_engine.errors import note_merge_failure
 from replica_engine.replica.context import MergeRequest, ReplicaContext
 from replica_engine.replica.inherited import InheritedState
 from replica_engine.replica.lift import lift
+from replica_engine.replica.location import identity
 from replica_engine.replica.regroup import regroup, select
 from replica_engine.replica.variables import SharedVariables
 
 _pools: weakref.WeakKeyDictionary[tf.distribute.Strategy, GroupPool] = weakref.WeakKeyDictionary()
 _pools_lock = threading.Lock()
+# The sources of functions that a strategy has run, concurrently, without a variable being created.
+_creates_nothing: weakref.WeakKeyDictionary[tf.distribute.Strategy, set] = weakref.WeakKeyDictionary()
 
 
 @autograph.artifact
@@ -97,12 +100,14 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
         thread_state.make_stacks_thread_local(state.graph)
     concurrent = options.concurrent and state.eager
     variables = SharedVariables(concurrent)
+    known = _creates_nothing.setdefault(strategy, set()) if concurrent else set()
+    source = identity(fn)
 
     def body(replica: Replica) -> Any:
         """`fn`, in the inherited state and in replica context."""
         index = replica.index
         context = options.context_class(strategy, distribute.replica_id_in_sync_group(strategy, index))
-        context.attach(replica, state.graph)
+        context.attach(replica, state.graph, devices[index])
         try:
             with (
                 state.entered(index, context, devices[index]),
@@ -125,9 +130,13 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
             [in_own_copy_of_context] * len(devices),
             lambda requests: _merge(strategy, requests, run.replicas),
             concurrent=concurrent,
+            builds=None if source in known else lambda: variables.any,
             timeout=options.timeout,
         )
-        return regroup(run(), what="The results of the replicas")
+        results = run()
+        if not variables.any:
+            known.add(source)
+        return regroup(results, what="The results of the replicas")
 
 
 def _merge(strategy: tf.distribute.Strategy, requests: list[MergeRequest], replicas: list[Replica]) -> list[Any]:
@@ -136,10 +145,10 @@ def _merge(strategy: tf.distribute.Strategy, requests: list[MergeRequest], repli
     It continues where replica 0 stands: in its name scope and variable scope, and in eager mode if the call
     was made under `tf.init_scope`. Ops in it depend on the control inputs of all replicas.
     """
-    what = "The arguments of merge_call"
+    first, point = requests[0], replicas[0].sync_points[-1]
+    what = f"The arguments of merge_call ({point})"
     args = regroup([request.args for request in requests], what, "args")
     kwargs = regroup([request.kwargs for request in requests], what, "kwargs")
-    first = requests[0]
     inputs = {op for request in requests for op in request.control_inputs}
     with (
         tf.name_scope(first.name_scope + "/" if first.name_scope else ""),
@@ -152,7 +161,6 @@ def _merge(strategy: tf.distribute.Strategy, requests: list[MergeRequest], repli
             return [select(index, merged) for index in range(len(requests))]
         except Exception as error:
             failure = autograph.as_user_raised(error)
-    point = replicas[0].sync_points[-1]
     note_merge_failure(failure, point.name, point.where)
     raise failure
 

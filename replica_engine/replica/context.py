@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
     """A `tf.distribute.ReplicaContext` whose merge calls pause a replica thread of this library.
 
     Replicas get it from `tf.distribute.get_replica_context()`; whoever writes a strategy may subclass it
-    (see `replica_engine.strategies.ReplicaThreads.replica_context_class`).
+    and name it in `ReplicaOptions.context_class`.
 
     Args:
         strategy: the strategy whose replica this is.
@@ -50,11 +51,14 @@ class ReplicaContext(tf.distribute.ReplicaContext):
 
     _replica: Replica | None = None
     _graph: tf.Graph | None = None
+    _device: str | None = None
+    _detail: tuple = ()
 
-    def attach(self, replica: Replica, graph: tf.Graph) -> None:
-        """Says which replica of the engine this context is for, and in which graph `run` was called."""
+    def attach(self, replica: Replica, graph: tf.Graph, device: str) -> None:
+        """Says which replica of the engine this is, in which graph `run` was called, and the full device name."""
         self._replica = replica
         self._graph = graph
+        self._device = device
 
     def detach(self) -> None:
         """Lets go of the run and, but for a weak reference, of the strategy: the replica's body is over."""
@@ -75,7 +79,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             filename, lineno, function = user_location(replica)
             raise MergeCallGraphError(str(replica), f"{filename}:{lineno} in {function}")
         return replica.pause(
-            sync_point(merge_fn, replica),
+            sync_point(merge_fn, replica, self._detail),
             MergeRequest(
                 merge_fn=merge_fn,
                 args=args,
@@ -102,7 +106,8 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         Returns:
             The reduced value, in the structure of `value`.
         """
-        return super().all_reduce(reduce_op, tf.nest.map_structure(self._own, value), options)
+        with self._detailed("all_reduce", str(getattr(reduce_op, "value", reduce_op)).upper()):
+            return super().all_reduce(reduce_op, tf.nest.map_structure(self._own, value), options)
 
     @autograph.artifact
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
@@ -115,7 +120,17 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             axis: the dimension to concatenate along.
             options: `tf.distribute.experimental.CommunicationOptions`.
         """
-        return super().all_gather(tf.nest.map_structure(self._own, value), axis, options)
+        with self._detailed("all_gather", axis):
+            return super().all_gather(tf.nest.map_structure(self._own, value), axis, options)
+
+    @contextlib.contextmanager
+    def _detailed(self, *detail: Any) -> Iterator[None]:
+        """Merge calls made inside meet only those of the same detail: a SUM does not meet a MEAN."""
+        before, self._detail = self._detail, detail
+        try:
+            yield
+        finally:
+            self._detail = before
 
     def _own(self, value: Any) -> Any:
         """`value` as a tensor of this replica's own.
@@ -124,13 +139,13 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         replicas of one value is that value: TensorFlow returns x where N * x is meant.
         """
         if isinstance(value, tf.IndexedSlices):
-            return value
+            return tf.IndexedSlices(self._own(value.values), value.indices, value.dense_shape)
         tensor = tf.convert_to_tensor(value)
-        if tf.executing_eagerly() and tensor.device == self.devices[0][0]:
+        if tf.executing_eagerly() and tensor.device == self._device:
             return tensor  # No other replica runs on this device, so none can own it as well.
         return tf.identity(tensor)
 
     @property
     def devices(self) -> list:
         """The device this replica runs on, in a list of one list, as `tf.distribute` has it."""
-        return [self.strategy.extended.worker_devices_by_replica[self._replica_id]]
+        return super().devices if self._device is None else [[self._device]]

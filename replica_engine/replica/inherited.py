@@ -1,4 +1,4 @@
-"""What a replica thread takes over from the thread that called `run`, so that user code cannot tell them apart.
+"""What a replica thread takes over from the thread that called `run`.
 
 TensorFlow keeps much of its state a copy for each thread. What of it is inherited, and what breaks without:
 
@@ -11,7 +11,7 @@ TensorFlow keeps much of its state a copy for each thread. What of it is inherit
 - summaries: default writer, step, whether to record;
 - traceback filtering: whether tracebacks show TensorFlow's own frames;
 - variable caching scope: whether reads of variables are cached;
-- Keras' settings: the dtype policy of layers made in a replica;
+- Keras' dtype policy, for layers made in a replica;
 - context variables: each replica runs in a copy of the caller's `contextvars` context.
 
 Control dependencies are not inherited by a replica's ops, but travel with a merge call (`context.py`).

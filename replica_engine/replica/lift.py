@@ -23,8 +23,8 @@ _lock = threading.Lock()
 class _LiftedFunctions:
     """The lifted forms of one tf.function, one a strategy.
 
-    Kept on the function itself, so that traces live as long as the function does and no longer. Does not
-    hold the strategies.
+    Kept on the function itself, so that traces live as long as the function does and no longer. Holds the
+    strategies weakly; a trace that was given a variable of a strategy holds that one, as any trace does.
     """
 
     def __init__(self) -> None:

@@ -36,11 +36,12 @@ _CONVERTED = "outer_factory.inner_factory.tf__"  # how AutoGraph names what it c
 _SITE_PACKAGES = os.sep + "site-packages" + os.sep
 
 
-def sync_point(merge_fn: Callable[..., Any], replica: Replica) -> SyncPoint:
+def sync_point(merge_fn: Callable[..., Any], replica: Replica, detail: tuple) -> SyncPoint:
     """The record of a merge call that `replica` is making.
 
     It goes by the name of the merge function, if that is the user's, or else of what the user called that
-    made the merge call: "all_reduce", "assign_add", "fit".
+    made the merge call: "all_reduce", "assign_add", "fit". `detail` is what else has to be equal on all
+    replicas.
     """
     plain = _plain(merge_fn)
     name = getattr(plain, "__qualname__", None) or type(plain).__qualname__
@@ -48,13 +49,13 @@ def sync_point(merge_fn: Callable[..., Any], replica: Replica) -> SyncPoint:
     if called and _is_internal(getattr(getattr(plain, "__code__", None), "co_filename", "")):
         name = called
     name = name.replace("<locals>.", "").removeprefix(_CONVERTED)
-    return SyncPoint(name, *_place(frame, thread), _identity(plain))
+    return SyncPoint(name, *_place(replica, frame, thread), (identity(merge_fn), detail))
 
 
 def user_location(replica: Replica) -> tuple[str, int, str]:
     """File, line and function of the innermost frame that belongs to the user."""
     frame, _, thread = _user_frame(replica)
-    return _place(frame, thread)
+    return _place(replica, frame, thread)
 
 
 def _user_frame(replica: Replica) -> tuple[FrameType, str, int]:
@@ -79,8 +80,9 @@ def _user_frame(replica: Replica) -> tuple[FrameType, str, int]:
     return here, "", threading.get_ident()
 
 
-def _place(frame: FrameType, thread: int) -> tuple[str, int, str]:
-    return autograph.original_location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, thread)
+def _place(replica: Replica, frame: FrameType, thread: int) -> tuple[str, int, str]:
+    threads = (thread, replica.coordinator.ident or thread)
+    return autograph.original_location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, threads)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -103,10 +105,13 @@ def _plain(fn: Callable) -> Callable:
         fn = inner
 
 
-def _identity(plain: Callable) -> Any:
+def identity(fn: Callable[..., Any]) -> Any:
     """Equal for what one `def` or `lambda` in the source makes, each time it is executed.
 
     Replicas run the same source, and each makes its own closure of the merge function in it: other
     functions, equal code.
     """
+    plain = _plain(fn)
+    if inspect.isbuiltin(plain):
+        return plain
     return getattr(plain, "__code__", type(plain))

@@ -65,17 +65,20 @@ def select(replica: int, value: Any) -> Any:
     level = open_level(value)
     if level is None:
         return value
-    if dataclasses.is_dataclass(value) and not _differs(value):
+    if dataclasses.is_dataclass(value) and not _differs(value, frozenset()):
         return value
     return level.rebuild([select(replica, child) for child in level.children])
 
 
-def _differs(value: Any) -> bool:
-    """Whether there is anything in a structure of which each replica gets its own."""
+def _differs(value: Any, inside: frozenset[int]) -> bool:
+    """Whether there is anything in a structure of which each replica gets its own.
+
+    `inside` has the ids of the values around it: dataclasses may refer to each other in circles.
+    """
     if isinstance(value, distribute.DistributedValues):
         return not isinstance(value, distribute.DistributedVariable)
-    level = open_level(value)
-    return level is not None and any(map(_differs, level.children))
+    level = None if id(value) in inside else open_level(value)
+    return level is not None and any(_differs(child, inside | {id(value)}) for child in level.children)
 
 
 def _open_like(level: Level, first: Any, value: Any, what: str, name: str, replica: int) -> Level:

@@ -8,11 +8,15 @@ Which of replica 0's variables is meant by a replica's k-th request under a name
 replica runs the same code, so it asks in the same order. Names are compared without the numbers that
 TensorFlow adds to make them unique.
 
-With `concurrent=True` a request may come before replica 0 has made the variable. It waits then, until the
-variable is there or replica 0 cannot make it any more. Order alone is not enough to go by there: code such
-as `if self.v is None: self.v = tf.Variable(...)` skips the request when replica 0 was quicker, and the next
-request would be taken for the skipped one. So requests are matched by the calls that led to them as well,
-and by order only when no variable came from the same calls.
+With `concurrent=True` code such as `if self.v is None: self.v = tf.Variable(...)`, run by several replicas at
+once, finds some variables made and others not, and which request is meant cannot be told in every case. So
+a function that has not yet run without creating variables is not run all at once: replica 0 gets a head
+start, and when it creates a variable in it, the others wait for its next pause (`Run`, `builds`).
+
+What is left is a variable created later than that, by a function that created none before. A request that
+comes before replica 0 has made the variable waits, until it is there or replica 0 cannot make it any more.
+Requests are matched by the calls that led to them as well as by name, and by order only when no variable
+came from the same calls.
 """
 
 from __future__ import annotations
@@ -47,6 +51,11 @@ class SharedVariables:
         self._concurrent = concurrent
         self._created: list[_Created] = []
         self._changed = threading.Condition()
+
+    @property
+    def any(self) -> bool:
+        """Whether a variable was created."""
+        return bool(self._created)
 
     def creator(self, replica: Replica, first: Replica) -> Callable[..., Any]:
         """The variable creator for one replica's thread, for `tf.variable_creator_scope`."""
@@ -86,10 +95,10 @@ class SharedVariables:
                 for index in same_name:
                     if self._created[index].calls == calls:
                         return index
-                if no_more:
-                    return same_name[0] if same_name else None
                 if first.given_up:
                     raise ReplicaUnwound
+                if no_more:
+                    return same_name[0] if same_name else None
                 self._changed.wait(_LOOK_AGAIN)
 
 

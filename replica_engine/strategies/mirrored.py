@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,6 @@ import tensorflow as tf
 
 from replica_engine import startup
 from replica_engine._compat import distribute
-from replica_engine.replica import ReplicaOptions
 from replica_engine.strategies.base import ReplicaThreads
 from replica_engine.strategies.devices import resolve_devices
 
@@ -87,9 +87,11 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
         cross_device_ops: a `tf.distribute.CrossDeviceOps` for reductions. None picks NCCL or ring
             collectives on GPUs, and one shared sum on CPUs.
         concurrent: release all replicas at once in eager mode, instead of one after another. For functions
-            that do large eager work; Python state that replicas share is then theirs to protect.
+            that do large eager work; Python state that replicas share is then theirs to protect. While a
+            function still creates variables, replica 0 goes first.
         timeout: seconds a replica may take to reach its next sync point before `run` raises
-            ReplicaTimeoutError. None warns every 30 seconds and waits on.
+            ReplicaTimeoutError. None warns every 30 seconds and waits on. It counts in eager code and while a
+            function is traced; a traced step runs inside TensorFlow, out of the engine's sight.
 
     Raises:
         DeviceError: a device that does not exist, is named twice, or is of another kind than the rest.
@@ -120,6 +122,11 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
             raise ValueError(f"timeout is in seconds and must be positive, or None to wait; got {timeout!r}.")
         self._collective_key_base = next(_COLLECTIVE_KEYS)
         extended = self.extended_class(self, resolve_devices(devices), cross_device_ops)
-        extended.replica_options = ReplicaOptions(concurrent, timeout, extended.replica_options.context_class)
+        options = extended.replica_options  # a subclass may have its own; what is passed here goes before
+        extended.replica_options = dataclasses.replace(
+            options,
+            concurrent=concurrent or options.concurrent,
+            timeout=options.timeout if timeout is None else timeout,
+        )
         # Not the parent's __init__, which would make TensorFlow's own extended half.
         tf.distribute.Strategy.__init__(self, extended)

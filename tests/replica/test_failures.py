@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import textwrap
 import threading
 import time
 
+import attrs
 import keras
 import pytest
 import tensorflow as tf
@@ -88,6 +90,37 @@ class TestAReplicaRaises:
             mirrored.run(fn)
         assert isinstance(raised.value.__cause__, KeyError)
 
+    @pytest.mark.parametrize("place", ["replica", "merge function"])
+    @pytest.mark.parametrize("traced", [False, True])
+    def test_it_is_not_taken_for_one_that_the_user_handled(self, mirrored, place, traced):
+        def inner():
+            raise CustomError(1, reason="handled")
+
+        def outer(strategy=None):
+            try:
+                inner()
+            except CustomError as error:
+                raise OSError("what the user raised") from error
+
+        def fn():
+            if place == "replica":
+                outer()
+            context().merge_call(outer)
+
+        with pytest.raises(OSError, match="what the user raised"):
+            mirrored.run(tf.function(fn) if traced else fn)
+
+    def test_a_frozen_one_leaves_as_it_is(self, mirrored):
+        @attrs.frozen
+        class Frozen(Exception):
+            code: int
+
+        def fn():
+            raise Frozen(5)
+
+        with pytest.raises(Frozen):
+            mirrored.run(fn)
+
     def test_autographs_view_of_the_source_becomes_a_note(self, mirrored):
         def fn(x):
             if x > 0:  # a tensor: AutoGraph converts this
@@ -154,6 +187,18 @@ class TestMismatch:
         assert f"{HERE}:{line + 1} in fn" in text
         assert works(mirrored)
 
+    @pytest.mark.parametrize("traced", [False, True])
+    def test_reductions_of_different_kinds(self, mirrored, traced):
+        def fn():
+            return context().all_reduce("SUM" if replica_id() == 0 else "MEAN", tf.constant(1.0))
+
+        with pytest.raises(MergeCallMismatchError, match="different merge functions"):
+            mirrored.run(tf.function(fn) if traced else fn)
+
+    def test_different_builtins(self, mirrored):
+        with pytest.raises(MergeCallMismatchError, match="different merge functions"):
+            mirrored.run(lambda: context().merge_call(print if replica_id() == 0 else repr))
+
     def test_different_merge_functions(self, mirrored):
         def merge_a(strategy):
             return "a"
@@ -196,6 +241,21 @@ class TestMismatch:
             mirrored.run(tf.function(fn), args=(tf.constant(1.0),))
         assert f"all_reduce at {__file__}:{line} in fn" in str(raised.value)
 
+    def test_lines_are_the_users_in_a_function_defined_in_a_converted_one(self, mirrored):
+        @tf.function
+        def step(x):
+            def fn(x):
+                if replica_id() == 0:
+                    x = context().all_reduce("SUM", x)
+                return x
+
+            return mirrored.run(fn, args=(x,))
+
+        line = step.python_function.__code__.co_firstlineno + 4
+        with pytest.raises(MergeCallMismatchError) as raised:
+            step(tf.constant(1.0))
+        assert f"all_reduce at {__file__}:{line} in fn" in str(raised.value)
+
 
 class TestStructure:
     def test_results_that_differ(self, mirrored):
@@ -216,6 +276,7 @@ class TestStructure:
         with pytest.raises(StructureMismatchError) as raised:
             mirrored.run(fn)
         assert raised.value.path == "args[0][1]"
+        assert f"{HERE}:{fn.__code__.co_firstlineno + 2} in fn" in str(raised.value)
         assert works(mirrored)
 
     def test_a_leaf_against_a_container(self, mirrored):
@@ -297,6 +358,31 @@ def test_a_replica_that_does_not_come_back_in_time():
         strategy.run(fn)
     release.set()
     assert works(strategy)
+
+
+def test_the_timeout_is_for_one_replica_not_for_all():
+    strategy = replica_engine.MirroredStrategy([f"CPU:{i}" for i in range(4)], timeout=1.0)
+    never = threading.Event()
+    strategy.run(lambda: never.wait(0.4))  # 1.6 s in all
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ReplicaTimeoutError(1.0, ()),
+        MergeCallGraphError("replica 0 of 2 (CPU:0)", "here"),
+        StructureMismatchError("The results", "result[0]", (0, 1), ("a", "b")),
+        VariableMismatchError("v", 1, ["w"]),
+        NotInReplicaError("Thread-1"),
+        DeviceError.mixed(["CPU", "GPU"]),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_cross_processes(error):
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert vars(again) == vars(error)
 
 
 class TestDevices:

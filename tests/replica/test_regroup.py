@@ -144,6 +144,12 @@ def test_a_dataclass_passed_through_keeps_its_identity():
     assert regroup([config, config]) is config
 
 
+def test_a_dataclass_in_a_circle_passes_as_it_is():
+    node = Batch(inputs=1)
+    node.labels = [node]
+    assert select(1, node) is node
+
+
 def test_lists_are_copied_for_each_replica():
     shared = [1, 2]
     assert select(0, shared) is not select(1, shared)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import keras
 import psutil
@@ -211,6 +212,49 @@ class TestConcurrent:
 
         assert strategy.run(fn).numpy() == 2.0
 
+    @pytest.mark.parametrize("n", [2, 4])
+    def test_layers_built_lazily_in_a_loop_keep_a_variable_each(self, n):
+        class Layer:
+            def __init__(self, value):
+                self.value, self.variable = value, None
+
+            def __call__(self):
+                if self.variable is None:
+                    self.variable = tf.Variable(self.value)
+                return self.variable.value()
+
+        for _ in range(20):
+            strategy, layers = mirrored(n, concurrent=True), [Layer(float(k)) for k in range(6)]
+            result = strategy.run(lambda layers=layers: [layer() for layer in layers])
+            for k, value in enumerate(result):
+                assert [float(v) for v in strategy.experimental_local_results(value)] == [k] * n
+            assert len({id(layer.variable) for layer in layers}) == 6
+
+    def test_a_variable_may_be_made_under_a_lock(self):
+        strategy, lock, made = mirrored(2, concurrent=True, timeout=20), threading.Lock(), {}
+
+        def fn():
+            with lock:
+                if "v" not in made:
+                    made["v"] = tf.Variable(3.0)
+            return made["v"].value()
+
+        assert first(strategy, strategy.run(fn)) == 3.0
+
+    def test_only_functions_that_create_variables_get_a_head_start(self):
+        strategy, order = mirrored(2, concurrent=True), []
+        barrier = threading.Barrier(2, timeout=20)
+
+        def fn():
+            barrier.wait()
+            order.append(threading.current_thread().name[:9])
+
+        for _ in range(5):  # the first waits for the end of the head start, the others do not
+            began = time.monotonic()
+            strategy.run(fn)
+        assert time.monotonic() - began < 0.4
+        assert sorted(order) == ["replica 0"] * 5 + ["replica 1"] * 5
+
     def test_graphs_are_still_traced_in_order(self):
         order = []
         strategy = mirrored(3, concurrent=True)
@@ -253,4 +297,6 @@ class TestWorksForOtherStrategies:
 
     def test_one_device_strategy(self):
         strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+        total = replica_engine.call_for_each_replica(strategy, all_reduce_id, args=(2.0,))
+        assert float(total) == 2.0
         assert replica_engine.call_for_each_replica(strategy, lambda x, y: x + y, args=(1,), kwargs={"y": 2}) == 3
