@@ -36,6 +36,7 @@ class ReplicaEngineError(Exception):
 
 def _rebuild(kind: type[ReplicaEngineError], args: tuple[Any, ...], state: dict[str, Any]) -> ReplicaEngineError:
     error = kind.__new__(kind, *args)
+    error.args = args
     error.__dict__.update(state)
     return error
 
@@ -142,8 +143,9 @@ class MergeCallGraphError(ReplicaEngineError, RuntimeError):
             "apply_gradients or merge_call. Write instead:\n"
             "    @tf.function\n"
             "    def step(batch):\n"
-            "        return strategy.run(fn, args=(batch,))   # fn itself is not a tf.function\n"
-            "and move the control flow out of fn, or the merge call out of the control flow."
+            "        return strategy.run(fn, args=(batch,))   # and no tf.function inside fn\n"
+            "and move the control flow out of fn, or the merge call out of the control flow. The replica id is a "
+            "tensor; to branch on it in Python: tf.get_static_value(context.replica_id_in_sync_group)."
         )
 
 
@@ -161,7 +163,8 @@ class NotInReplicaError(ReplicaEngineError, RuntimeError):
 class VariableMismatchError(ReplicaEngineError, RuntimeError):
     """A replica asked for a variable that the first replica did not create."""
 
-    def __init__(self, name: str, replica: int, created: Sequence[str]):
+    def __init__(self, name: str | None, replica: int, created: Sequence[str]):
+        name = name or "without a name"
         made = ", ".join(created) if created else "none"
         super().__init__(
             f"Tried to create variable {name} with mismatching name on device {replica}: replica 0, which "
@@ -178,7 +181,7 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
     def missing(cls, missing: Sequence[str], present: Sequence[str], kind: str) -> DeviceError:
         """Devices that TensorFlow does not know."""
         more = (
-            "more CPU devices can be made before TensorFlow starts: replica_engine.testing.logical_devices(4)"
+            "more CPU devices can be made before TensorFlow starts: replica_engine.testing.logical_devices(n)"
             if kind == "CPU"
             else f"tf.config.list_logical_devices({kind!r}) lists those of this kind"
         )
@@ -201,8 +204,8 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
     def unreadable(cls, device: object) -> DeviceError:
         """Something that does not name a device."""
         return cls(
-            f'Not a device: {device!r}. Write a name such as "CPU:0" or "/device:GPU:1", or pass a '
-            "tf.config.LogicalDevice."
+            f'Not a device: {device!r}. `devices` is a list of names such as "CPU:0" or "/device:GPU:1", or of '
+            'tf.config.LogicalDevices: ["CPU:0", "CPU:1"].'
         )
 
     @classmethod
@@ -223,10 +226,11 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
 class ReplicaTimeoutError(ReplicaEngineError, TimeoutError):
     """A replica did not come back in `timeout` seconds. `rows` has one `ReplicaRow` a replica."""
 
-    def __init__(self, timeout: float, rows: Sequence[ReplicaRow]):
+    def __init__(self, timeout: float, rows: Sequence[ReplicaRow], stacks: str = ""):
         super().__init__(
             f"A replica did not reach its next sync point in {timeout:g} s:\n{_table(rows)}\n"
-            "The replicas that still run were abandoned; pass a longer timeout= if the step needs it."
+            f"Where it was:\n{stacks}\n"
+            "It was given up; pass a longer timeout= if the step needs it."
         )
         self.rows = tuple(rows)
 

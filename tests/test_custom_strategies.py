@@ -51,7 +51,7 @@ class TestBfloat16AllReduce:
         assert ints[0].numpy()[0] == 2_000_002
         slices = tf.IndexedSlices(tf.constant([[1 / 3]]), tf.constant([0]), tf.constant([2, 1]))
         reduced = on_replicas(compressed, [slices, slices], all_reduce)
-        assert tf.convert_to_tensor(reduced[0]).numpy()[0, 0] == pytest.approx(1 / 3, abs=1e-7)
+        assert tf.convert_to_tensor(reduced[0]).numpy()[0, 0] == pytest.approx(2 / 3, abs=1e-7)
 
     def test_trains_a_keras_model(self, compressed):
         import keras

@@ -5,6 +5,8 @@ Checked on TensorFlow 2.21.0.
 
 from __future__ import annotations
 
+import linecache
+import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -50,26 +52,39 @@ def original_location(filename: str, lineno: int, function: str, threads: tuple[
     return filename, lineno, function
 
 
-def as_user_raised(error: Exception) -> Exception:
+def as_user_raised(error: Exception, threads: tuple[int, ...]) -> Exception:
     """The exception that the user raised, whatever AutoGraph made of it on its way out.
 
     AutoGraph replaces an exception that leaves a converted function by a new one with a longer message,
     and gives it another type when it cannot build one of the user's. Here the original is dug out, the
     message with the user's own source lines becomes a note, and AutoGraph is told to leave it alone from
-    here on (`ag_pass_through`).
+    here on (`ag_pass_through`). `threads` are those of `original_location`.
     """
     original = error
     while _is_copy(original) and isinstance(original.__context__, Exception):
         original = original.__context__
     metadata = getattr(error, "ag_error_metadata", None)
-    if metadata is not None:
-        add_note(original, metadata.get_message().strip())
+    note = _mapped_frames(original, threads) if metadata is None else metadata.get_message().strip()
+    if note:
+        add_note(original, note)
     original.__dict__.pop("ag_error_metadata", None)
     try:
         original.ag_pass_through = True  # type: ignore[attr-defined]
     except AttributeError:
         return original  # A frozen one: AutoGraph will change its message and perhaps its type.
     return original
+
+
+def _mapped_frames(error: Exception, threads: tuple[int, ...]) -> str:
+    """The user's lines that an exception went through in generated code, as AutoGraph would list them."""
+    lines = []
+    for frame, lineno in traceback.walk_tb(error.__traceback__):
+        generated = frame.f_code.co_filename
+        filename, line, function = original_location(generated, lineno, frame.f_code.co_name, threads)
+        if filename != generated:
+            source = linecache.getline(filename, line).strip()
+            lines.append(f'    File "{filename}", line {line}, in {function}\n        {source}')
+    return "\n".join(["in user code:", "", *lines]) if lines else ""
 
 
 def _is_copy(error: BaseException) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from replica_engine.demo.quiet import quiet_start
 
 STRATEGIES = ("mirrored",)
+BATCH_SIZE = 64  # samples; rounded down to what splits evenly over the replicas
 LOOPS = ("custom", "keras")
 TEST_SAMPLES = 450  # and 1,347 to train on. Keras needs a first batch that splits evenly, in testing too
 
@@ -64,9 +65,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add(
         "--batch-size",
         type=_whole(1, TEST_SAMPLES),
-        default=64,
         metavar="N",
-        help="samples in a global batch, split evenly over the replicas (default: %(default)s)",
+        help="samples in a global batch, split evenly over the replicas (default: 64, or a little less)",
     )
     add("--loop", choices=("both", *LOOPS), default="both", help="which training loop to run (default: %(default)s)")
     add("--learning-rate", type=_positive, default=0.1, metavar="RATE", help="step size (default: %(default)s)")
@@ -75,6 +75,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def _run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
+    if flags.batch_size is None:
+        flags.batch_size = max(BATCH_SIZE // flags.replicas, 1) * flags.replicas
     if flags.batch_size % flags.replicas:
         parser.error(
             f"--batch-size {flags.batch_size} does not split evenly over --replicas {flags.replicas}: "

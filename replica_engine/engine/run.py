@@ -181,7 +181,7 @@ class Run:
             if waited < limit:
                 warn_at = limit  # Another replica has taken over meanwhile: its time counts from then.
             elif self._timeout is not None:
-                raise errors.ReplicaTimeoutError(self._timeout, self._rows())
+                raise errors.ReplicaTimeoutError(self._timeout, self._rows(), self._stacks())
             elif waited >= warn_at:
                 log.warning("%s", errors.slow_replicas(round(waited), self._rows(), self._stacks()))
                 warn_at += SLOW

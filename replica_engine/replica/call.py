@@ -102,6 +102,7 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
     variables = SharedVariables(concurrent)
     known = _creates_nothing.setdefault(strategy, set()) if concurrent else set()
     source = identity(fn)
+    coordinator = threading.get_ident()
 
     def body(replica: Replica) -> Any:
         """`fn`, in the inherited state and in replica context."""
@@ -116,7 +117,7 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
                 try:
                     return fn(*select(index, args), **select(index, kwargs))
                 except Exception as error:
-                    failure = autograph.as_user_raised(error)
+                    failure = autograph.as_user_raised(error, (threading.get_ident(), coordinator))
                 raise failure
         finally:
             context.detach()
@@ -160,7 +161,7 @@ def _merge(strategy: tf.distribute.Strategy, requests: list[MergeRequest], repli
             merged = first.merge_fn(strategy, *args, **kwargs)
             return [select(index, merged) for index in range(len(requests))]
         except Exception as error:
-            failure = autograph.as_user_raised(error)
+            failure = autograph.as_user_raised(error, (threading.get_ident(),))
     note_merge_failure(failure, point.name, point.where)
     raise failure
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from replica_engine._compat import autograph, distribute, thread_state
 from replica_engine.engine import Replica, current_replica
 from replica_engine.errors import MergeCallGraphError, NotInReplicaError
-from replica_engine.replica.location import sync_point, user_location
+from replica_engine.replica.location import identity, sync_point, user_location
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,24 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         """Lets go of the run and, but for a weak reference, of the strategy: the replica's body is over."""
         self._replica = self._graph = None
         distribute.hold_weakly(self)
+
+    @autograph.artifact
+    def merge_call(self, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+        """Waits for all replicas, runs `merge_fn` once for all of them, and returns this replica's part.
+
+        As `tf.distribute.ReplicaContext.merge_call`.
+
+        Args:
+            merge_fn: called in cross-replica context with the strategy and the regrouped arguments; the same
+                function on every replica.
+            args: positional arguments after the strategy.
+            kwargs: keyword arguments.
+
+        Raises:
+            MergeCallMismatchError: out of `run`, if the replicas do not meet here.
+        """
+        with self._detailed(*self._detail, identity(merge_fn)):
+            return super().merge_call(merge_fn, args, kwargs)
 
     def _merge_call(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Pauses this replica until all have come here and `merge_fn` has run; returns this one's part.

@@ -42,7 +42,7 @@ def regroup(values: Sequence[Any], what: str = "The values of the replicas", nam
     if level is None:
         for replica, value in enumerate(values):
             if (other := open_level(value)) is not None:
-                raise StructureMismatchError(what, name, (0, replica), (f"a {type(first).__name__}", other.kind))
+                raise StructureMismatchError(what, name, (0, replica), (_leaf(first), other.kind))
         return _regroup_leaf(values)
     levels = [level]
     for replica, value in enumerate(values[1:], start=1):
@@ -81,10 +81,14 @@ def _differs(value: Any, inside: frozenset[int]) -> bool:
     return level is not None and any(_differs(child, inside | {id(value)}) for child in level.children)
 
 
+def _leaf(value: Any) -> str:
+    return f"one value of type {type(value).__name__}"
+
+
 def _open_like(level: Level, first: Any, value: Any, what: str, name: str, replica: int) -> Level:
     other = open_level(value, like=first)
     if other is None:
-        raise StructureMismatchError(what, name, (0, replica), (level.kind, f"a {type(value).__name__}"))
+        raise StructureMismatchError(what, name, (0, replica), (level.kind, _leaf(value)))
     if other.kind != level.kind:
         raise StructureMismatchError(what, name, (0, replica), (level.kind, other.kind))
     return other

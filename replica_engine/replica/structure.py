@@ -82,7 +82,7 @@ def _open_mapping(value: Mapping, like: Any) -> Level:
             return collections.defaultdict(value.default_factory, items)
         return type(value)(items)  # type: ignore[call-arg]
 
-    kind = f"a mapping with the keys {sorted(map(repr, keys))}"
+    kind = f"a mapping with the keys {', '.join(sorted(map(repr, keys))) or 'of none'}"
     return Level(kind, tuple(f"[{key!r}]" for key in keys), tuple(value[key] for key in keys), rebuild)
 
 

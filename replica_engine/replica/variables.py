@@ -69,7 +69,7 @@ class SharedVariables:
             index = self._find(name, calls, taken, first)
             if index is None:
                 raise VariableMismatchError(
-                    str(kwargs.get("name")), replica.index, [created.name for created in self._created]
+                    kwargs.get("name"), replica.index, [created.name for created in self._created]
                 )
             taken.add(index)
             return self._created[index].variable

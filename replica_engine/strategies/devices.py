@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
@@ -30,6 +30,8 @@ def resolve_devices(devices: Sequence[str | tf.config.LogicalDevice] | None) -> 
         if not eager:
             return None
         devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
+        raise DeviceError.unreadable(devices)
     names = [_full_name(device) for device in devices]
     if len(set(names)) < len(names):
         raise DeviceError.duplicated(sorted({_short(name) for name in names if names.count(name) > 1}))

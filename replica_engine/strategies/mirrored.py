@@ -118,7 +118,7 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
         concurrent: bool = False,
         timeout: float | None = None,
     ):
-        if timeout is not None and not timeout > 0:
+        if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
             raise ValueError(f"timeout is in seconds and must be positive, or None to wait; got {timeout!r}.")
         self._collective_key_base = next(_COLLECTIVE_KEYS)
         extended = self.extended_class(self, resolve_devices(devices), cross_device_ops)

@@ -121,6 +121,19 @@ class TestAReplicaRaises:
         with pytest.raises(Frozen):
             mirrored.run(fn)
 
+    def test_in_a_function_defined_in_a_converted_one_its_line_is_in_a_note(self, mirrored):
+        @tf.function
+        def step():
+            def fn():
+                raise CustomError(2, reason="nested")
+
+            return mirrored.run(fn)
+
+        with pytest.raises(CustomError) as raised:
+            step()
+        line = step.python_function.__code__.co_firstlineno + 3
+        assert f'File "{__file__}", line {line}, in fn' in "\n".join(raised.value.__notes__)
+
     def test_autographs_view_of_the_source_becomes_a_note(self, mirrored):
         def fn(x):
             if x > 0:  # a tensor: AutoGraph converts this
@@ -280,7 +293,9 @@ class TestStructure:
         assert works(mirrored)
 
     def test_a_leaf_against_a_container(self, mirrored):
-        with pytest.raises(StructureMismatchError, match="replica 0 has a int, replica 1 has a list of length 1"):
+        with pytest.raises(
+            StructureMismatchError, match="replica 0 has one value of type int, replica 1 has a list of length 1"
+        ):
             mirrored.run(lambda: 5 if replica_id() == 0 else [5])
 
 
@@ -394,6 +409,8 @@ class TestDevices:
             (["CPU:0", "GPU:0"], "mixes kinds"),
             (["CPU:0", "toaster"], "Not a device"),
             ([3], "Not a device"),
+            (3, "Not a device"),
+            ("CPU:0", "Not a device: 'CPU:0'"),
         ],
     )
     def test_bad_ones_are_errors_at_construction(self, devices, message):
