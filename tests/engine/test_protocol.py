@@ -281,18 +281,6 @@ class TestTimeout:
             assert ended.wait(10)
 
 
-def test_a_group_that_is_closed_in_a_merge_does_not_wake_its_replicas():
-    group, seen = SyncGroup(["CPU:0", "CPU:1"]), []
-
-    def merge(requests):
-        group.close()
-        return [1, 2]
-
-    with contextlib.suppress(ReplicaTimeoutError):
-        Run(group, [lambda replica: seen.append(meet(replica))] * 2, merge, timeout=0.5)()
-    assert seen in ([], [1], [1, 2]), "a merge result, in order, or nothing"
-
-
 class TestThreads:
     def test_are_named_after_replica_and_device(self, run_bodies):
         names = run_bodies(*[lambda replica: threading.current_thread().name] * 2)

@@ -281,6 +281,31 @@ def test_nothing_waits_for_replicas_at_exit():
     assert result.stdout == "timed out\n"
 
 
+def test_a_run_that_is_on_its_way_at_exit_does_not_go_on_by_itself():
+    code = """
+        import atexit, threading
+        atexit.register(lambda: threading.Event().wait(0.5))  # after what is registered later
+        import tensorflow as tf, replica_engine
+        from replica_engine.testing import logical_devices
+        strategy, inside = replica_engine.MirroredStrategy(logical_devices(2)), threading.Event()
+
+        def merge_fn(strategy):
+            inside.set()
+            threading.Event().wait()
+
+        def fn():
+            print("got", tf.distribute.get_replica_context().merge_call(merge_fn), flush=True)
+
+        threading.Thread(target=strategy.run, args=(fn,), daemon=True).start()
+        inside.wait()
+        print("main ends", flush=True)
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.stdout == "main ends\n"
+
+
 class TestWorksForOtherStrategies:
     def test_tensorflows_own_mirrored_strategy(self):
         strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice())
