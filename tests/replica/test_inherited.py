@@ -62,6 +62,10 @@ def test_where_init_scope_leads(mirrored):
     assert seen == [True, True]
     with tf.Graph().as_default() as graph:
         assert local(mirrored, in_init_scope) == [graph, graph]
+        # A function traced in a graph: out of the function leads to that graph, not to eager mode.
+        seen.clear()
+        tf.function(lambda: seen.extend(local(mirrored, in_init_scope)))()
+    assert seen == [graph, graph]
 
 
 def test_variable_creators(mirrored):
