@@ -132,7 +132,8 @@ class Run:
             # to the garbage collector, tensors would outlive the step by many steps.
             for replica in self.replicas:
                 replica.forget()
-            del self._bodies, self._merge, self._builds
+            del self._bodies, self._merge
+            self._builds = None  # Not deleted: an abandoned replica may still hand over.
 
     def hand_over(self, replica: Replica) -> None:
         """Passes the baton on. Called by a replica's thread when it pauses or ends."""
@@ -154,6 +155,7 @@ class Run:
         """Takes every replica to its next pause; raises what one of them raised."""
         self._last_hand_over = time.monotonic()
         self._still_running = len(self.replicas)
+        self._first_has_paused.wait(0)  # Clears it: in the round before, nobody may have waited for it.
         first, *others = self.replicas
         first.thread.should_run.set()
         if self._concurrent:

@@ -87,6 +87,23 @@ def test_current_replica_is_known_inside_and_only_there(run_bodies):
     assert current_replica() is None
 
 
+def test_a_head_start_is_given_in_every_round(run_bodies, monkeypatch):
+    monkeypatch.setattr("replica_engine.engine.run.HEAD_START", 0.05)
+    building, order, never = [], [], threading.Event()
+
+    def body(replica):
+        if replica.index == 0:
+            never.wait(0.2)  # builds nothing in its head start: the others are released
+        meet(replica)
+        if replica.index == 0:
+            building.append(True)
+            never.wait(0.2)  # builds: the others wait
+        order.append(replica.index)
+
+    run_bodies(body, body, concurrent=True, builds=lambda: bool(building))
+    assert order == [0, 1]
+
+
 class TestFailures:
     def test_a_bodys_exception_leaves_as_the_same_object(self, run_bodies, concurrent):
         error = KeyError("lost")
