@@ -19,7 +19,8 @@ from tensorflow.python import pywrap_tfe as _pywrap_tfe
 # caching_scope_local: whether reads of variables are cached (parameter servers).
 from tensorflow.python.distribute.distribute_utils import caching_scope_local as _caching
 
-# get_update_replica_id, UpdateContext: none public; which component of a variable `update` is at.
+# context, eager_mode, ensure_initialized: whether TensorFlow has started, and eager mode inside a graph; the
+# thread's op callbacks are on the context.
 from tensorflow.python.eager import context as _context
 
 # init_scope and get_default_graph return the graph whose stacks are thread-local.
