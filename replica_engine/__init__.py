@@ -4,8 +4,10 @@ The map of the house; imports run one way, from the top of this list to the bott
 
     demo/        the program behind `python -m replica_engine demo`, to read and to copy
     testing/     helpers for tests, yours too: logical devices, leak check, scripted interleavings
-    strategies/  MirroredStrategy, and the base to write your own on
+    strategies/  MirroredStrategy, TPUStrategy, and the base to write your own on
+    xla/         a replica body on its way: traced, lowered, compiled; collectives; variables on devices
     replica/     what a replica is to TensorFlow: its context, the state it inherits, values, variables
+    pjrt/        the runtime of compiled programs; nothing else imports jax
     engine/      replica threads and the sync points where they meet; standard library only
     startup.py   enough threads for TensorFlow, so that distributed datasets do not hang
     errors.py    every exception, with its wording
@@ -27,26 +29,30 @@ from replica_engine._version import __version__
 from replica_engine.startup import make_room
 
 if TYPE_CHECKING:
-    from replica_engine import strategies, testing
+    from replica_engine import strategies, testing, xla
     from replica_engine.replica import ReplicaContext, call_for_each_replica
     from replica_engine.strategies import MirroredStrategy
+    from replica_engine.strategies.tpu import TPUStrategy
 
 __all__ = [
     "MirroredStrategy",
     "ReplicaContext",
+    "TPUStrategy",
     "__version__",
     "call_for_each_replica",
     "errors",
     "strategies",
     "testing",
+    "xla",
 ]
 
 _HOME = {
     "MirroredStrategy": "replica_engine.strategies",
     "ReplicaContext": "replica_engine.replica",
+    "TPUStrategy": "replica_engine.strategies.tpu",
     "call_for_each_replica": "replica_engine.replica",
 }
-_PACKAGES = ("strategies", "testing")
+_PACKAGES = ("strategies", "testing", "xla")
 
 make_room()
 

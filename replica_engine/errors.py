@@ -209,6 +209,33 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
         )
 
     @classmethod
+    def bad_count(cls, count: object) -> DeviceError:
+        """A number of devices that is none."""
+        return cls(f"The number of devices must be a positive int; got {count!r}.")
+
+    @classmethod
+    def too_few(cls, wanted: int, kind: str, present: int) -> DeviceError:
+        """More replicas than there can be devices."""
+        return cls(
+            f"{wanted} replicas need {wanted} {kind} devices, and this process has {present}. Ask for {present} or fewer, "
+            "or run on CPU devices, of which there are as many as you ask for: "
+            f"TPUStrategy(PjrtClusterResolver('cpu'), num_cores={min(wanted, 1024)})."
+        )
+
+    @classmethod
+    def unknown_platform(cls, platform: str, known: Sequence[str]) -> DeviceError:
+        """No such kind of device."""
+        return cls(f"No such platform: {platform!r}. It is one of {', '.join(known)}, or None for the first there is.")
+
+    @classmethod
+    def none_of_platform(cls, platform: str, present: Sequence[str]) -> DeviceError:
+        """jax finds no device of that kind."""
+        return cls(
+            f"jax finds no {platform.upper()} device; this process has: {', '.join(present)}. For GPUs install "
+            '"replica-engine[cuda]", for TPUs "replica-engine[tpu]".'
+        )
+
+    @classmethod
     def too_late(cls, wanted: int, kind: str, present: int) -> DeviceError:
         """Logical devices asked for after TensorFlow made its devices."""
         return cls(
@@ -221,6 +248,258 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
     def none_of_kind(cls, kind: str) -> DeviceError:
         """No physical device of the kind to divide into logical ones."""
         return cls(f"This machine has no {kind} device to make logical devices of.")
+
+
+class BackendMissingError(ReplicaEngineError, ImportError):
+    """jax, which compiled programs run on, is not installed or not of a version that works."""
+
+    @classmethod
+    def not_installed(cls) -> BackendMissingError:
+        """There is no jax."""
+        return cls(
+            "TPUStrategy and replica_engine.xla run programs through jax, which is not installed. Install it with\n"
+            '    pip install "replica-engine[xla]"     # CPU; [cuda] for GPUs, [tpu] for TPUs'
+        )
+
+    @classmethod
+    def unsupported(cls, version: str, oldest: str) -> BackendMissingError:
+        """A version that is too old."""
+        return cls(
+            f"jax {version} is installed; replica_engine needs {oldest} or newer. Install it with\n"
+            '    pip install --upgrade "replica-engine[xla]"'
+        )
+
+    @classmethod
+    def name_vanished(cls, version: str, error: BaseException) -> BackendMissingError:
+        """A version that lacks a name that is needed."""
+        return cls(
+            f"jax {version} lacks a name that replica_engine uses ({error}). Install a version that it was checked "
+            'with:\n    pip install "jax==0.10.2" "jaxlib==0.10.2"'
+        )
+
+
+class NotInBodyError(ReplicaEngineError, RuntimeError):
+    """A cross-replica operation was used where no replicated body is being traced."""
+
+    def __init__(self, name: str):
+        super().__init__(
+            f"xla.{name}() works inside a function that runs on replicas, and there is none here. Call it from the "
+            "function that is passed to xla.replicate(fn, inputs) or to TPUStrategy.run(fn)."
+        )
+
+
+class InputsError(ReplicaEngineError, ValueError, TypeError):
+    """The inputs of a replicated function are no list over replicas."""
+
+    @classmethod
+    def no_list(cls, inputs: object) -> InputsError:
+        """Not a list, or an empty one."""
+        return cls(
+            f"`inputs` is a list over replicas of argument lists; got {_brief(inputs)}. "
+            "For two replicas of f(x, y): inputs=[[x0, y0], [x1, y1]]."
+        )
+
+    @classmethod
+    def no_argument_list(cls, each: object) -> InputsError:
+        """A list of something else than lists."""
+        return cls(
+            f"`inputs` has, for each replica, a list of arguments; for one it has {_brief(each)}. "
+            "For two replicas of f(x): inputs=[[x0], [x1]]."
+        )
+
+    @classmethod
+    def wrong_length(cls, given: int, wanted: int) -> InputsError:
+        """As many lists as there are not replicas."""
+        return cls(f"`inputs` has argument lists for {given} replicas, and num_replicas is {wanted}.")
+
+    @classmethod
+    def nested(cls) -> InputsError:
+        """Inside another replicated body."""
+        return cls(
+            "A replicated body cannot be replicated again. Call the function itself, and xla.cross_replica_sum and "
+            "its like with `groups` for a part of the replicas."
+        )
+
+    @classmethod
+    def other_program(cls, name: str) -> InputsError:
+        """Inputs that a compiled body was not compiled for."""
+        return cls(
+            f"`{name}` was compiled for inputs of another structure, or of other shapes or dtypes. Lower it again "
+            "with these: xla.lower(fn, inputs).compile()."
+        )
+
+
+class ReplicaMismatchError(ReplicaEngineError, ValueError):
+    """Replicas were given tensors of different shapes or dtypes, and one program runs on all of them."""
+
+    @classmethod
+    def shapes(cls, name: str, replica: int, first: str, other: str) -> ReplicaMismatchError:
+        """Two shapes."""
+        return cls(
+            f"{name} has shape {first} on replica 0 and {other} on replica {replica}. One program runs on all "
+            "replicas, so shapes must be equal: batch with drop_remainder=True, or pad the last batch."
+        )
+
+    @classmethod
+    def dtypes(cls, name: str, replica: int, first: str, other: str) -> ReplicaMismatchError:
+        """Two dtypes."""
+        return cls(f"{name} is of dtype {first} on replica 0 and {other} on replica {replica}. Cast one of them.")
+
+    @classmethod
+    def not_tensors(cls, name: str, value: object) -> ReplicaMismatchError:
+        """Values that differ by replica and are no tensors."""
+        return cls(
+            f"{name} differs by replica and holds {_brief(value)}. What differs by replica must be a tensor, since "
+            "one program runs on all replicas; tell them apart with the replica id."
+        )
+
+
+class CollectiveError(ReplicaEngineError, ValueError):
+    """A cross-replica operation cannot be done as asked."""
+
+    @classmethod
+    def unknown_reduction(cls, op: object, known: Sequence[str]) -> CollectiveError:
+        """No such reduction."""
+        return cls(f"Replicas cannot be reduced with {op!r}; it is one of {', '.join(known)}.")
+
+    @classmethod
+    def wrong_dtype(cls, op: str, dtype: str) -> CollectiveError:
+        """A dtype without that reduction."""
+        return cls(f"Values of dtype {dtype} cannot be reduced with {op}. Cast them first: tf.cast(x, tf.int32).")
+
+    @classmethod
+    def bad_groups(cls, groups: object, size: int) -> CollectiveError:
+        """Groups that are no partition."""
+        return cls(
+            f"`groups` must have each of the {size} replicas exactly once; got {groups}. For two halves of four: "
+            "groups=[[0, 1], [2, 3]]."
+        )
+
+    @classmethod
+    def unequal_groups(cls, groups: object) -> CollectiveError:
+        """Groups of different sizes, where results would differ in shape."""
+        return cls(f"`groups` must be of equal sizes here, since shapes depend on them; got {groups}.")
+
+    @classmethod
+    def bad_pairs(cls, pairs: object, size: int) -> CollectiveError:
+        """Pairs that are no permutation."""
+        return cls(
+            f"`pairs` are (from, to) replicas, each sending and receiving at most once, of 0 to {size - 1}; got {pairs}."
+        )
+
+    @classmethod
+    def no_axis(cls, name: str, axis: int, shape: str) -> CollectiveError:
+        """A dimension that is not there."""
+        return cls(f"{name} along dimension {axis} of a tensor of shape {shape}, which has no such dimension.")
+
+    @classmethod
+    def not_divisible(cls, axis: int, length: int, parts: int) -> CollectiveError:
+        """A dimension that cannot be split."""
+        return cls(f"Dimension {axis} has length {length} and cannot be split into {parts} equal parts.")
+
+    @classmethod
+    def unknown_shape(cls, name: str, shape: str) -> CollectiveError:
+        """A shape that is not static."""
+        return cls(
+            f"{name} needs a static shape, and this one is {shape}. Give the batch a fixed size, "
+            "dataset.batch(n, drop_remainder=True), or set it: tf.ensure_shape(x, ...)."
+        )
+
+
+class CaptureError(ReplicaEngineError, ValueError):
+    """A replica body uses something from outside that cannot be on a device."""
+
+    @classmethod
+    def not_a_variable(cls, fn: str, what: str) -> CaptureError:
+        """A resource of another kind: a table, an iterator, a summary writer."""
+        return cls(
+            f"`{fn}` uses a resource that is not a variable: {what}. Lookup tables, dataset iterators and the like "
+            "live on the host: use them before the run and pass their results as arguments."
+        )
+
+    @classmethod
+    def host_only(cls, fn: str, dtype: str) -> CaptureError:
+        """A tensor of strings and the like."""
+        return cls(
+            f"`{fn}` uses a tensor of dtype {dtype} from outside, which no device has. Turn it into numbers before the run."
+        )
+
+
+class VariableCreationError(ReplicaEngineError, ValueError):
+    """A replica body creates new variables each time it is traced."""
+
+    def __init__(self, fn: str, names: Sequence[str]):
+        super().__init__(
+            f"`{fn}` creates variables ({', '.join(names)}) each time it runs, and it is traced once for all runs. "
+            "Create them once: before the run, under `with strategy.scope():`, or in the first run only, kept in "
+            "an attribute (`if self.w is None: self.w = tf.Variable(...)`)."
+        )
+
+
+class LoweringError(ReplicaEngineError, ValueError):
+    """XLA cannot compile a replica body. Raised before anything runs."""
+
+    @classmethod
+    def unsupported_op(cls, fn: str, op: str, where: str) -> LoweringError:
+        """An op without a lowering."""
+        return cls(
+            f"`{fn}` uses {op}{_at(where)}, which XLA cannot compile. Do it before the run, in the input pipeline "
+            "or around strategy.run, and pass the result as an argument; MirroredStrategy runs it as it is."
+        )
+
+    @classmethod
+    def not_constant(cls, fn: str, op: str, where: str) -> LoweringError:
+        """A shape or axis that depends on data."""
+        return cls(
+            f"In `{fn}` a shape or an axis of {op} depends on data{_at(where)}. XLA compiles for fixed shapes: use a "
+            "Python number there, or mask values instead of cutting them out."
+        )
+
+    @classmethod
+    def unbounded_loop(cls, fn: str, where: str) -> LoweringError:
+        """A loop whose gradient needs a bound."""
+        return cls(
+            f"In `{fn}` a loop keeps a value of each iteration, for its gradient or in a TensorArray{_at(where)}, and "
+            "XLA has to know how many: pass maximum_iterations to tf.while_loop, or loop over tf.range of a number."
+        )
+
+    @classmethod
+    def dynamic_argument(cls, fn: str, name: str, shape: str) -> LoweringError:
+        """An argument without a static shape."""
+        return cls(
+            f"{name} of `{fn}` has the shape {shape}, and XLA compiles for fixed shapes. Give it one: "
+            "dataset.batch(n, drop_remainder=True), tf.ensure_shape(x, ...), or pad it."
+        )
+
+    @classmethod
+    def dynamic_result(cls, fn: str, index: int, where: str) -> LoweringError:
+        """A result whose shape depends on data."""
+        return cls(
+            f"Result {index} of `{fn}` has a shape that depends on data{_at(where)}, as of tf.where(mask), "
+            "tf.unique or tf.boolean_mask. Return a mask, or values padded to a fixed size."
+        )
+
+    @classmethod
+    def host_only(cls, fn: str, name: str, dtype: str) -> LoweringError:
+        """An argument of strings and the like."""
+        return cls(
+            f"{name} of `{fn}` is of dtype {dtype}, which no device has. Turn it into numbers before the run, in the "
+            "input pipeline for example; MirroredStrategy runs it as it is."
+        )
+
+    @classmethod
+    def other(cls, fn: str, message: str, where: str) -> LoweringError:
+        """Whatever else XLA says."""
+        return cls(f"XLA cannot compile `{fn}`{_at(where)}: {message}")
+
+
+def _at(where: str) -> str:
+    return f" at {where}" if where else ""
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) < 80 else text[:77] + '...'}"
 
 
 class ReplicaTimeoutError(ReplicaEngineError, TimeoutError):

@@ -20,6 +20,11 @@ from tensorflow.python.autograph.impl.api import autograph_artifact as _artifact
 # tf.function stops converting at library code, so whoever calls the user's function converts it.
 from tensorflow.python.autograph.impl.api import tf_convert as _tf_convert
 
+# py_func_from_autograph: how tf.function has its function converted.
+from tensorflow.python.eager.polymorphic_function.autograph_util import (
+    py_func_from_autograph as _py_func_from_autograph,
+)
+
 # _source_mapper_stacks: for each thread, how lines of generated code map to the user's own.
 from tensorflow.python.util import tf_stack
 
@@ -31,6 +36,11 @@ F = TypeVar("F", bound=Callable)
 def convert(fn: F) -> F:
     """`fn` as AutoGraph converts it, if the caller's own function was converted."""
     return _tf_convert(fn, _control_status())
+
+
+def convert_always(fn: F) -> F:
+    """`fn` as tf.function converts what it is given."""
+    return _py_func_from_autograph(fn)
 
 
 def artifact(fn: F) -> F:

@@ -6,12 +6,24 @@ Checked on TensorFlow 2.21.0.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 # The extended half of tf.distribute.MultiWorkerMirroredStrategy, for running it on replica threads.
 from tensorflow.python.distribute.collective_all_reduce_strategy import (
     CollectiveAllReduceExtended as MultiWorkerMirroredExtended,
 )
+
+# enter_or_assert_strategy: a strategy's scope, if no other one's is entered. UpdateContext: marks what runs inside
+# as an update of one replica's component.
+from tensorflow.python.distribute.distribute_lib import UpdateContext, enter_or_assert_strategy
+
+# create_mirrored_variable: a distributed variable of its components, with the checks on synchronization and
+# aggregation. select_replica, update_regroup: arguments and results of updates. value_container: below.
+from tensorflow.python.distribute.distribute_utils import (
+    create_mirrored_variable as _create_mirrored_variable,
+)
+from tensorflow.python.distribute.distribute_utils import select_replica, update_regroup
 
 # resolve: the full name of a device, as TensorFlow's values and datasets spell it.
 from tensorflow.python.distribute.device_util import resolve
@@ -24,7 +36,17 @@ from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
 
 # DistributedVariable and PerReplica: what variables are and `run` returns. Of the values only the common base,
 # tf.distribute.DistributedValues, is public; this one has the values of a replica.
-from tensorflow.python.distribute.values import DistributedValues, DistributedVariable, PerReplica
+from tensorflow.python.distribute.values import (
+    DistributedValues,
+    DistributedVariable,
+    Mirrored,
+    MirroredVariable,
+    PerReplica,
+    SyncOnReadVariable,
+)
+
+# VariableSynchronization: public too, as tf.VariableSynchronization.
+from tensorflow.python.ops.variables import VariableSynchronization as _Synchronization
 
 # _UnreadVariable: what `assign` returns in a graph; it is grouped as a value, not as its variable.
 from tensorflow.python.ops.resource_variable_ops import _UnreadVariable as UnreadVariable
@@ -33,6 +55,13 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 __all__ = [
+    "Mirrored",
+    "MirroredVariable",
+    "SyncOnReadVariable",
+    "UpdateContext",
+    "enter_or_assert_strategy",
+    "select_replica",
+    "update_regroup",
     "DistributedValues",
     "DistributedVariable",
     "MirroredExtended",
@@ -60,3 +89,20 @@ def hold_weakly(context: tf.distribute.ReplicaContext) -> None:
     strategy = weakref.proxy(context.strategy)
     context._strategy = strategy
     context._thread_context.strategy = strategy
+
+
+def create_variable(
+    strategy: tf.distribute.Strategy,
+    components: Callable[..., list[Any]],
+    mirrored: type[MirroredVariable],
+    on_read: type[SyncOnReadVariable],
+    kwargs: dict[str, Any],
+) -> Any:
+    """A distributed variable of what `components(**kwargs)` makes, of one of two classes."""
+    classes = {_Synchronization.ON_WRITE: mirrored, _Synchronization.ON_READ: on_read}
+    return _create_mirrored_variable(strategy, components, classes, {}, **kwargs)
+
+
+def first_values(structure: Any) -> Any:
+    """The structure with the first value in the place of each distributed value."""
+    return select_replica(0, structure)

@@ -26,7 +26,7 @@ _INTERNAL = tuple(
     for folder in (
         os.path.dirname(tf.__file__),
         *((os.path.dirname(_KERAS.origin),) if _KERAS is not None and _KERAS.origin else ()),
-        *(os.path.join(_PACKAGE, part) for part in ("engine", "replica", "strategies", "_compat")),
+        *(os.path.join(_PACKAGE, part) for part in ("engine", "replica", "xla", "pjrt", "strategies", "_compat")),
     )
 )
 _STANDARD_LIBRARY = os.path.dirname(functools.__file__) + os.sep
@@ -46,7 +46,7 @@ def sync_point(merge_fn: Callable[..., Any], replica: Replica, detail: tuple) ->
     plain = _plain(merge_fn)
     name = getattr(plain, "__qualname__", None) or type(plain).__qualname__
     frame, called, thread = _user_frame(replica)
-    if called and _is_internal(getattr(getattr(plain, "__code__", None), "co_filename", "")):
+    if called and is_internal(getattr(getattr(plain, "__code__", None), "co_filename", "")):
         name = called
     name = name.replace("<locals>.", "").removeprefix(_CONVERTED)
     return SyncPoint(name, *_place(replica, frame, thread), (identity(merge_fn), detail))
@@ -71,7 +71,7 @@ def _user_frame(replica: Replica) -> tuple[FrameType, str, int]:
         (coordinator, lambda: sys._current_frames().get(coordinator)),
     ):
         frame, called = innermost(), ""
-        while frame is not None and _is_internal(frame.f_code.co_filename):
+        while frame is not None and is_internal(frame.f_code.co_filename):
             if frame.f_code.co_name not in _WRAPPERS:
                 called = frame.f_code.co_name
             frame = frame.f_back
@@ -86,7 +86,7 @@ def _place(replica: Replica, frame: FrameType, thread: int) -> tuple[str, int, s
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_internal(filename: str) -> bool:
+def is_internal(filename: str) -> bool:
     if filename.startswith(_STANDARD_LIBRARY) and _SITE_PACKAGES not in filename:
         return True
     return filename.startswith(_INTERNAL)

@@ -1,0 +1,132 @@
+"""Variables' handles, and variables in host graphs. Checked on TensorFlow 2.21.0."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+# stop_recording: for what has no gradient.
+from tensorflow.python.eager import record as _record
+
+# lift_to_graph, UnliftableError: computing, outside of a body, an initial value that was computed in it.
+from tensorflow.python.eager.lift_to_graph import UnliftableError
+from tensorflow.python.eager.lift_to_graph import lift_to_graph as _lift_to_graph
+
+# get_read_write_resource_inputs: which variables an op, the call of a function or a loop, may write to; the
+# attribute that says so of calls.
+from tensorflow.python.framework import auto_control_deps_utils as _control_deps
+
+# FuncGraph: the graphs of functions. capture_call_time_value gives one a value that is asked for at each call.
+from tensorflow.python.framework.func_graph import FuncGraph as _FuncGraph
+
+# get_default_graph: the graph, or function graph, that ops go into.
+from tensorflow.python.framework.ops import get_default_graph as _get_default_graph
+
+# ControlFlowFuncGraph: a branch or a loop's body, which shares the captures of the function around it.
+from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph as _ControlFlowFuncGraph
+
+# copy_handle_data: dtype and shape of the variable, from handle to handle.
+from tensorflow.python.ops.handle_data_util import copy_handle_data
+
+
+# ResourceVariable: the class of a plain tf.Variable. default_variable_creator_v2: the last variable creator.
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+from tensorflow.python.ops.resource_variable_ops import default_variable_creator_v2 as _default_creator
+
+__all__ = ["ResourceVariable", "UnliftableError", "copy_handle_data"]
+
+
+def raw_handle(variable: Any) -> tf.Tensor:
+    """The handle itself, past the property."""
+    return variable._handle
+
+
+def read(handle: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """The value behind a handle, read in eager mode."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
+
+
+def write(handle: tf.Tensor, value: Any) -> None:
+    """Writes a value behind a handle, in eager mode."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+
+
+def graph() -> Any:
+    """The graph that ops go into here."""
+    return _get_default_graph()
+
+
+def function_graph(inner: Any) -> Any | None:
+    """The graph of the function around a graph, past branches and loops; None in a graph of tf.compat.v1."""
+    while isinstance(inner, _ControlFlowFuncGraph):
+        inner = inner.outer_graph
+    return inner if isinstance(inner, _FuncGraph) else None
+
+
+def outermost_graph(inner: Any) -> Any:
+    """The graph of the outermost function around a graph."""
+    while isinstance(outer := getattr(inner, "outer_graph", None), _FuncGraph):
+        inner = outer
+    return inner
+
+
+def capture_at_call(graph: Any, closure: Callable[[], tf.Tensor], key: Any) -> tf.Tensor:
+    """A resource in a function graph that is what `closure()` returns at each call; one for each key."""
+    return graph.capture_call_time_value(closure, tf.TensorSpec((), tf.resource), key=key)
+
+
+def may_write(handle: tf.Tensor) -> bool:
+    """Whether a finished graph may write to the variable of this handle."""
+    for op in handle.consumers():
+        if op.type == "Identity":
+            if may_write(op.outputs[0]):
+                return True
+        elif handle in _control_deps.get_read_write_resource_inputs(op)[1]:
+            return True
+    return False
+
+
+def mark_as_writing(op: tf.Operation) -> None:
+    """Makes a call of a function count as one that writes to all variables that it is given."""
+    op._clear_attr(_control_deps.READ_ONLY_RESOURCE_INPUTS_ATTR)
+
+
+def no_tape() -> contextlib.AbstractContextManager[None]:
+    """No gradient tape records what is done inside."""
+    return _record.stop_recording()
+
+
+def create(next_creator: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    """A plain variable that outlives the function that may be being traced.
+
+    Raises:
+        UnliftableError: the initial value depends on the function's arguments.
+    """
+    if not tf.inside_function():
+        return next_creator(**kwargs)
+    initial_value = _outside(kwargs["initial_value"])
+    with tf.init_scope():
+        # Not next_creator: the creator of a tf.function makes variables that have no value yet.
+        return _default_creator(None, **{**kwargs, "initial_value": initial_value})
+
+
+def _outside(value: Any) -> Any:
+    """An initial value that was computed in a function's graph, computed again in eager mode."""
+    if isinstance(value, tf.__internal__.EagerTensor) or not isinstance(value, tf.Tensor):
+        return value
+
+    def lifted() -> tf.Tensor:
+        return _lift_to_graph([value], _get_default_graph())[value]
+
+    with tf.init_scope():
+        return tf.function(lifted, autograph=False)()
+
+
+def plain_copy(variable: Any, memo: dict[int, Any]) -> Any:
+    """A copy of a plain variable."""
+    return ResourceVariable.__deepcopy__(variable, memo)

@@ -1,0 +1,136 @@
+"""What TensorFlow has for programs that XLA compiles: cross-replica ops, tracing for XLA, StableHLO.
+
+Checked on TensorFlow 2.21.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+# XlaAllReduce, XlaReplicaId, XlaReduceScatter lower on every platform, CPU too, where CrossReplicaSum has no
+# kernel in the wheel. XlaCustomCallV2 is the marker for operations that TensorFlow does not lower.
+from tensorflow.compiler.tf2xla.ops import gen_xla_ops as _ops
+
+# get_compiler_ir, which tf.function's experimental_get_compiler_ir ends in; that takes no function graph.
+from tensorflow.python.eager import context as _context
+
+# from_func_graph: registers a function graph under a name, for get_compiler_ir.
+from tensorflow.python.eager.polymorphic_function import atomic_function as _atomic_function
+
+# func_graph_from_py_func: traces a Python function, as tf.function does, without its cache and its two traces.
+from tensorflow.python.framework import func_graph as _func_graph
+
+# XLAControlFlowContext: tells TensorFlow's loops and branches that XLA will compile them.
+from tensorflow.python.ops.control_flow_ops import XLAControlFlowContext as _XLAControlFlowContext
+
+_HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
+
+
+class _BodyContext(_XLAControlFlowContext):
+    def RequiresUniqueFunctionRetracing(self) -> bool:  # noqa: N802
+        # A tf.function called in a body is traced for that body: its variables are read from the devices there,
+        # and its collectives belong to that many replicas.
+        return True
+
+
+@contextlib.contextmanager
+def xla_context() -> Iterator[None]:
+    """Loops and branches made inside are made for XLA, and tf.functions are traced anew."""
+    context = _BodyContext()
+    context.Enter()
+    try:
+        yield
+    finally:
+        context.Exit()
+
+
+def replica_id() -> tf.Tensor:
+    """The id of the replica that runs this op."""
+    return _ops.xla_replica_id()
+
+
+def all_reduce(x: tf.Tensor, groups: Sequence[Sequence[int]], op: str) -> tf.Tensor:
+    """`op` is Add, Mul, Min, Max, And or Or."""
+    return _ops.xla_all_reduce(x, group_assignment=groups, reduce_op=op, mode="CrossReplica")
+
+
+def reduce_scatter(x: tf.Tensor, groups: Sequence[Sequence[int]], axis: int) -> tf.Tensor:
+    """The sum over the replicas of a group, of which each gets its part along `axis`."""
+    return _ops.xla_reduce_scatter(x, group_assignment=groups, scatter_dimension=axis, reduce_op="Add")
+
+
+def marker(name: str, x: tf.Tensor, parameters: str, shape: Sequence[int]) -> tf.Tensor:
+    """A custom call that stands for another operation of one operand and one result."""
+    (result,) = _ops.xla_custom_call_v2(
+        operands=[x],
+        call_target_name=name,
+        backend_config=parameters,
+        has_side_effect=False,
+        result_dtypes=[x.dtype],
+        result_shapes=[shape],
+    )
+    return result
+
+
+def trace(name: str, fn: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> Any:
+    """The function graph of `fn`, called with a placeholder for each spec; `fn` returns a list of tensors."""
+    return _func_graph.func_graph_from_py_func(name, fn, tuple(specs), {})
+
+
+def register(name: str, graph: Any) -> Any:
+    """Makes a function graph known under `name`, which must be new, for as long as the result lives."""
+    return _atomic_function.from_func_graph(name, graph, {})
+
+
+def stablehlo(function: Any, specs: Sequence[tf.TensorSpec], handles: Sequence[tf.Tensor]) -> str:
+    """The StableHLO program of a registered function.
+
+    Args:
+        function: what `register` returned. Its inputs are tensors first, then variables.
+        specs: static shapes of the tensors.
+        handles: the variables' handles.
+
+    Raises:
+        ValueError: XLA cannot compile it.
+    """
+    return (
+        _context.context()
+        .get_compiler_ir(
+            device_name=_HOST,
+            platform_name=None,
+            function_name=function.name.decode(),
+            flat_args=list(specs),
+            captured_inputs=list(handles),
+            stage="stablehlo",
+        )
+        .decode()
+    )
+
+
+def variable_dtype_and_shape(handle: tf.Tensor) -> tuple[tf.DType, tf.TensorShape] | None:
+    """What a variable's handle says of it; None for a resource of another kind."""
+    data = getattr(handle, "_handle_data", None)
+    if data is None or not data.is_set or len(data.shape_and_type) != 1:
+        return None
+    first = data.shape_and_type[0]
+    return tf.dtypes.as_dtype(first.dtype), tf.TensorShape(first.shape)
+
+
+def replace_with_constant(graph: Any, placeholder: tf.Tensor, value: Any) -> None:
+    """Puts a constant in the place of an input of a function graph."""
+    with graph.as_default(), tf.control_dependencies(None):
+        constant = tf.constant(value)
+    for consumer in placeholder.consumers():
+        for index, tensor in enumerate(consumer.inputs):
+            if tensor is placeholder:
+                consumer._update_input(index, constant)
+    graph.outputs[:] = [constant if output is placeholder else output for output in graph.outputs]
+
+
+def is_host_only(dtype: tf.DType) -> bool:
+    """Whether no device has values of this dtype."""
+    return dtype in (tf.string, tf.variant, tf.resource)

@@ -1,0 +1,79 @@
+"""Which devices there are: TPUs and GPUs as jax finds them, CPU devices in any number."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+
+from replica_engine.errors import DeviceError
+from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.pjrt.jaxlib import jax, make_cpu_client
+
+PLATFORMS = ("tpu", "gpu", "cpu")
+"""The platforms, in the order in which one is chosen."""
+
+MOST_CPU_DEVICES = 1024
+"""A CPU device costs a few threads; more than this is a mistake in the program."""
+
+_lock = threading.Lock()
+
+
+def device_group(platform: str | None = None, count: int | None = None) -> DeviceGroup:
+    """The first `count` devices of a platform.
+
+    Args:
+        platform: "tpu", "gpu" or "cpu"; None takes the first of these that the machine has.
+        count: how many. None takes all TPUs or GPUs; of CPU devices, which are made as they are asked for, one
+            for each core the process may use.
+
+    Raises:
+        DeviceError: the platform is unknown, has no device here, or has fewer than `count`.
+    """
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        raise DeviceError.bad_count(count)
+    if platform is None:
+        platform = next(name for name in PLATFORMS if name == "cpu" or _accelerators(name))
+    platform = platform.lower()
+    if platform not in PLATFORMS:
+        raise DeviceError.unknown_platform(platform, PLATFORMS)
+    if platform == "cpu":
+        count = count or _cores()
+        if count > MOST_CPU_DEVICES:
+            raise DeviceError.too_few(count, "CPU", MOST_CPU_DEVICES)
+        with _lock:
+            return _cpu_group(count)
+    devices = _accelerators(platform)
+    if not devices:
+        raise DeviceError.none_of_platform(platform, [name for name in PLATFORMS if name == "cpu" or _accelerators(name)])
+    if count is not None and count > len(devices):
+        raise DeviceError.too_few(count, platform.upper(), len(devices))
+    return _group(platform, devices[:count])
+
+
+@functools.cache
+def _cpu_group(count: int) -> DeviceGroup:
+    """A CPU client of its own for each number of devices.
+
+    jax's own client has the number of devices that was set before jax started. A client of our own leaves that
+    one alone, and has at least one thread for each device, which replicas that wait for each other need.
+    """
+    client = make_cpu_client(num_devices=count)
+    return DeviceGroup("cpu", tuple(client.devices()))
+
+
+@functools.cache
+def _group(platform: str, devices: tuple) -> DeviceGroup:
+    return DeviceGroup(platform, devices)
+
+
+@functools.cache
+def _accelerators(platform: str) -> tuple:
+    try:
+        return tuple(jax.local_devices(backend=platform))
+    except RuntimeError:  # how jax says that there are none
+        return ()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

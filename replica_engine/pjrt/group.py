@@ -1,0 +1,97 @@
+"""The devices of one replicated program, and arrays on them.
+
+An array here has one value on each device, all of one shape and dtype. To jax it is a replicated array; that
+the values may differ by replica is between us and the program.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from replica_engine.pjrt.jaxlib import (
+    ArrayImpl,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    ShapedArray,
+    SingleDeviceSharding,
+    batched_device_put,
+)
+
+Array = Any
+"""An array on the devices of a group: a `jax.Array`."""
+
+# On CPU, one program in flight: see `DeviceGroup.in_flight`.
+_one_cpu_program = threading.RLock()
+
+
+class DeviceGroup:
+    """The devices that the replicas of one program run on, replica i on device i.
+
+    Attributes:
+        platform: "cpu", "gpu" or "tpu".
+        devices: the PJRT devices.
+        size: how many; the number of replicas.
+        in_flight: held from a program's launch to its end.
+
+    **Why one program at a time on CPU.** Replicas of a program meet in its collectives, and a replica that
+    waits there holds a thread of the client. With two programs in flight, replicas of one can hold all threads
+    while they wait for replicas that have none: neither ends, and after a while XLA aborts the process. So on
+    CPU the lock is one for the whole process and is held until the program is done. GPU and TPU devices have
+    queues: programs run on each device in the order of their launches, and that order, which the lock keeps the
+    same on all devices of the group, is all that is needed.
+    """
+
+    def __init__(self, platform: str, devices: tuple):
+        self.platform = platform
+        self.devices = devices
+        self.size = len(devices)
+        mesh = Mesh(np.array(devices), ("replica",))
+        self.sharding = NamedSharding(mesh, PartitionSpec())
+        self._split = NamedSharding(mesh, PartitionSpec("replica"))
+        self._single = [SingleDeviceSharding(device) for device in devices]
+        self.in_flight = _one_cpu_program if platform == "cpu" else threading.RLock()
+
+    @property
+    def names(self) -> list[str]:
+        """The devices in short form: "CPU:0"."""
+        return [f"{self.platform.upper()}:{index}" for index in range(self.size)]
+
+    def put(self, values: Sequence[np.ndarray]) -> Array:
+        """An array of one value for each replica; of a single one, the same for all.
+
+        The values must not change while the array lives: on CPU it may be a view of them.
+        """
+        first = values[0]
+        aval = ShapedArray(first.shape, first.dtype)
+        if len(values) == 1:
+            return self._put(aval, self.sharding, list(values) * self.size, list(self.devices))
+        if first.ndim:  # Of a replicated array jax would take the first value for all; of a sharded one it does not.
+            whole = ShapedArray((first.shape[0] * self.size, *first.shape[1:]), first.dtype)
+            return self._put(whole, self._split, list(values), list(self.devices))
+        parts = [
+            self._put(aval, single, [value], [device])
+            for single, value, device in zip(self._single, values, self.devices, strict=True)
+        ]
+        return ArrayImpl(aval, self.sharding, parts, committed=True, _skip_checks=True)
+
+    @staticmethod
+    def _put(aval: ShapedArray, sharding: Any, values: list[np.ndarray], devices: list[Any]) -> Array:
+        return batched_device_put(aval, sharding, values, devices, True, enable_x64=True)
+
+    @staticmethod
+    def fetch(array: Array, replica: int) -> np.ndarray:
+        """One replica's value, on the host. On CPU it is a view, valid after the array is gone."""
+        return np.asarray(array.addressable_data(replica))
+
+    @staticmethod
+    def fetch_all(array: Array) -> list[np.ndarray]:
+        """All replicas' values, on the host."""
+        return [np.asarray(shard) for shard in array._arrays]
+
+    def __repr__(self) -> str:
+        return f"DeviceGroup({self.platform!r}, size={self.size})"

@@ -1,0 +1,59 @@
+"""Every name of jax and jaxlib that the library uses, each with its reason. Checked on jax and jaxlib 0.10.2.
+
+jax is an extra (`pip install replica-engine[xla]`). Importing this module without it, or with a version that
+lacks one of these names, raises BackendMissingError, an ImportError that names the install command.
+"""
+
+from __future__ import annotations
+
+from replica_engine.errors import BackendMissingError
+
+OLDEST = (0, 10, 2)
+"""The oldest version this was checked on."""
+
+try:
+    import jax
+except ImportError as error:
+    raise BackendMissingError.not_installed() from error
+
+if tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit()) < OLDEST:
+    raise BackendMissingError.unsupported(jax.__version__, ".".join(map(str, OLDEST)))
+
+try:
+    # ShapedArray: shape and dtype of an array, for making one.
+    # make_ir_context: an MLIR context that knows the dialects of the programs.
+    from jax._src.interpreters.mlir import make_ir_context
+    from jax.core import ShapedArray
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+    from jaxlib._jax import (
+        ArrayImpl,  # the class of arrays, to make one of parts without checks
+        DeviceList,  # the devices a program is compiled for
+        array_result_handler,  # makes arrays of a program's results without Python code for each shard
+        batched_device_put,  # one array of N host buffers, also on devices that jax.devices() does not list
+    )
+
+    # ir: reading and rewriting programs. CompileOptions, DeviceAssignment: replicas and their devices.
+    # make_cpu_client: a client with as many CPU devices as asked for; jax's own client has what was set
+    # before jax started.
+    from jaxlib.mlir import ir
+    from jaxlib.xla_client import CompileOptions, DeviceAssignment, make_cpu_client
+except ImportError as error:
+    raise BackendMissingError.name_vanished(jax.__version__, error) from error
+
+__all__ = [
+    "ArrayImpl",
+    "CompileOptions",
+    "DeviceAssignment",
+    "DeviceList",
+    "Mesh",
+    "NamedSharding",
+    "PartitionSpec",
+    "ShapedArray",
+    "SingleDeviceSharding",
+    "array_result_handler",
+    "batched_device_put",
+    "ir",
+    "jax",
+    "make_cpu_client",
+    "make_ir_context",
+]

@@ -1,0 +1,211 @@
+"""TPUStrategy: the replica body compiled to one program that runs on N devices of any PJRT platform."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine import xla
+from replica_engine._compat import autograph, distribute, function
+from replica_engine.pjrt.devices import device_group
+from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.replica import regroup
+from replica_engine.strategies import tpu_variables
+from replica_engine.strategies.tpu_context import BodyReplicaContext, gather_leaf, reduce_leaf
+from replica_engine.xla.arguments import Arguments
+from replica_engine.xla.body import in_body
+from replica_engine.xla.graph_op import call
+from replica_engine.xla.program import Programs
+from replica_engine.xla.resolver import PjrtClusterResolver
+
+
+class TPUExtended(distribute.MirroredExtended):
+    """The extended half of `TPUStrategy`.
+
+    Values before and after a run are on the host, and what is done with them there, in cross-replica context,
+    is TensorFlow's own (`MirroredExtended`, with the host as the device of every replica). What is done inside
+    a body, by merge functions, is an operation of the compiled program.
+
+    Attributes:
+        device_group: the devices that replicas run on.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, devices: DeviceGroup, same_random: bool):
+        self.device_group = devices
+        self._same_random = same_random
+        self._programs = Programs(devices, self._in_replica_context)
+        host = distribute.resolve("CPU:0")
+        super().__init__(strategy, [host] * devices.size, tf.distribute.ReductionToOneDevice())
+
+    def _initialize_strategy(self, devices: list[str]) -> None:
+        """The hook that sets up devices; TensorFlow's own would want a different one for each replica."""
+        self._initialize_single_worker(tuple(devices))
+
+    def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The hook that runs replicas."""
+        if in_body() is not None:  # by a merge function, or strategy.reduce(axis=...) in one
+            with BodyReplicaContext(self._container_strategy()):
+                return fn(*args, **kwargs)
+        if function.is_tf_function(fn):
+            fn = fn.python_function
+        with self._container_strategy().scope():
+            arguments = Arguments(args, kwargs, self.device_group.size)
+            results = call(self._programs, fn, arguments)
+        return regroup(results, what="The results of the replicas")
+
+    @contextlib.contextmanager
+    def _in_replica_context(self) -> Iterator[None]:
+        with self._container_strategy().scope(), BodyReplicaContext(self._container_strategy()):
+            yield
+
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        """The hook that makes variables."""
+        colocate_with = kwargs.pop("colocate_with", None)
+        if colocate_with is not None and not isinstance(colocate_with, tf.Variable):
+            return next_creator(**kwargs)
+        return tpu_variables.create(self._container_strategy(), next_creator, kwargs, self._same_random)
+
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        """The hook of `reduce` and `reduce_to`."""
+        if in_body() is None:
+            return super()._reduce_to(reduce_op, value, destinations, options)
+        return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, leaf), value)
+
+    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
+        """The hook of `batch_reduce_to`."""
+        return [self._reduce_to(reduce_op, value, to, options) for value, to in value_destination_pairs]
+
+    def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
+        """The hook of `gather`."""
+        if in_body() is None:
+            return super()._gather_to_implementation(value, destinations, axis, options)
+        return gather_leaf(value, axis)
+
+    def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """The hook of `broadcast_to`."""
+        return super()._broadcast_to(tensor, destinations) if in_body() is None else tensor
+
+    def _local_results(self, value: Any) -> tuple:
+        """The hook of `experimental_local_results`: in a body, of a tensor, those of all replicas."""
+        if in_body() is None or isinstance(value, (distribute.DistributedValues, tf.Variable)):
+            return super()._local_results(value)
+        if not tf.is_tensor(value):
+            return (value,) * self.device_group.size
+        return tuple(tf.unstack(xla.all_gather(value[tf.newaxis], axis=0)))
+
+    def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+        """The hook of `update`: once where all replicas have one value, once for each on-read component."""
+        components = list({id(component): component for component in var.values}.values())
+        if in_body() is not None:
+            with distribute.UpdateContext(0), tf.name_scope("update_0"):
+                result = fn(components[0], *distribute.first_values(args), **distribute.first_values(kwargs))
+            if group:
+                return tf.nest.map_structure(_as_value, result)
+            return tf.nest.map_structure(lambda leaf: (leaf,) * len(var.values), result)
+        updates = []
+        for index, component in enumerate(components):
+            with tf.device(component.device), distribute.UpdateContext(index), tf.name_scope(f"update_{index}"):
+                updates.append(
+                    fn(component, *distribute.select_replica(index, args), **distribute.select_replica(index, kwargs))
+                )
+        if len(components) == 1:
+            updates *= len(var.values)
+        return distribute.update_regroup(self, updates, group)
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """The hook of all-reduces that TensorFlow makes itself, in replica context."""
+        return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, leaf), value)
+
+    def _use_merge_call(self) -> bool:
+        return True
+
+
+def _as_value(result: Any) -> Any:
+    return tf.identity(result) if isinstance(result, tf.Variable) else result
+
+
+class TPUStrategy(tf.distribute.Strategy):
+    """Runs a function on N devices as one compiled program: on TPUs, GPUs, or CPU devices of a laptop.
+
+    The function is traced once, whatever N is, compiled by XLA for N replicas, and run through PJRT. `scope`,
+    `run`, `reduce`, datasets, Keras `fit`, checkpoints and `extended` work as TensorFlow documents them for
+    strategies. Variables live on the devices between steps, and whoever reads one on the host sees the value of
+    the last step.
+
+    `run` compiles for you: no `tf.function` is needed, and in one it is a part of that function's graph. As in a
+    `tf.function`, Python code runs while tracing only, arguments that are no tensors are compiled in, and
+    shapes that change mean another compilation.
+
+    Args:
+        tpu_cluster_resolver: a `replica_engine.xla.PjrtClusterResolver` that says which platform to run on. None
+            takes TPUs, or else GPUs, or else CPU devices.
+        steps_per_run: how many steps one launch of a device loop takes; kept for such loops.
+        num_cores: how many devices. None takes all; of CPU devices, which are made as they are asked for, one for
+            each core.
+        same_random_numbers: let random ops draw the same numbers on all replicas. By default each replica draws
+            its own.
+
+    Raises:
+        BackendMissingError: jax is not installed, or of a version that does not work. It names the command.
+        DeviceError: there are fewer devices than `num_cores`, or none of the platform.
+
+    Example:
+        >>> import tensorflow as tf, replica_engine
+        >>> strategy = replica_engine.TPUStrategy(num_cores=2)
+        >>> with strategy.scope():
+        ...     total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
+        >>> def fn(x):
+        ...     total.assign_add(x)
+        ...     return tf.distribute.get_replica_context().all_reduce("SUM", x)
+        >>> result = strategy.run(fn, args=(tf.constant(3.0),))
+        >>> [float(each) for each in strategy.experimental_local_results(result)], float(total)
+        ([6.0, 6.0], 6.0)
+    """
+
+    _collective_key_base = 0  # TensorFlow's extended class asks for one; no collective of TensorFlow's is used
+
+    def __init__(
+        self,
+        tpu_cluster_resolver: PjrtClusterResolver | None = None,
+        steps_per_run: int = 1,
+        num_cores: int | None = None,
+        *,
+        same_random_numbers: bool = False,
+    ):
+        if isinstance(steps_per_run, bool) or not isinstance(steps_per_run, int) or steps_per_run < 1:
+            raise ValueError(f"steps_per_run must be a positive int; got {steps_per_run!r}.")
+        platform = getattr(tpu_cluster_resolver, "platform", None)
+        devices = device_group(platform, num_cores)
+        super().__init__(TPUExtended(self, devices, same_random_numbers))
+        self._steps_per_run = steps_per_run
+        self._resolver = tpu_cluster_resolver
+
+    @autograph.artifact
+    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """Runs `fn` on each replica, with the given arguments; as `tf.distribute.Strategy.run`.
+
+        Args:
+            fn: the function; a `tf.function` is compiled as a part of the body.
+            args: positional arguments; of a `tf.distribute.DistributedValues` each replica gets its own.
+            kwargs: keyword arguments, likewise.
+            options: of no effect.
+
+        Raises:
+            LoweringError: XLA cannot compile it: the op and your line.
+            ReplicaMismatchError: replicas have tensors of different shapes or dtypes.
+            Exception: whatever `fn` raised while it was traced.
+        """
+        return self.extended.call_for_each_replica(fn, tuple(args), kwargs or {})
+
+    @property
+    def steps_per_run(self) -> int:
+        """How many steps one launch of a device loop takes."""
+        return self._steps_per_run
+
+    @property
+    def cluster_resolver(self) -> PjrtClusterResolver | None:
+        """The resolver that was passed."""
+        return self._resolver

@@ -1,0 +1,53 @@
+"""Replicated XLA: one trace, one program, N devices. Usable by itself; `TPUStrategy` is built on it.
+
+A function on its way: `Traced` (a graph) -> `Lowered` (a StableHLO program) -> `Compiled` (for devices).
+
+- `replicate`: running a function on N replicas. Read this one first.
+- `collectives`: cross-replica operations inside.
+- `body`: the replica body while it is traced.
+- `arguments`: what becomes a parameter of the program, and what is compiled in.
+- `trace`, `lower`, `compiled`: the stages. `program`: finding what is compiled already. `counts`: how often.
+- `graph_op`: a compiled body inside a host tf.function.
+- `resident`, `host_variable`, `host_graph`: variables on the devices, and their host side, never stale.
+- `resolver`: which platform, for `tf.distribute`.
+- `user_lines`: the user's line, for errors.
+
+>>> from replica_engine import xla
+>>> [float(each) for each in xla.replicate(lambda x: x - xla.all_reduce(x, "MEAN"), [[1.0], [3.0]])]
+[-1.0, 1.0]
+"""
+
+from replica_engine.xla.body import num_replicas, replica_id
+from replica_engine.xla.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    collective_permute,
+    cross_replica_sum,
+    ppermute,
+)
+from replica_engine.xla.compiled import Compiled
+from replica_engine.xla.counts import Counts, counts
+from replica_engine.xla.lower import Lowered
+from replica_engine.xla.replicate import lower, replicate
+from replica_engine.xla.resolver import PjrtClusterResolver
+from replica_engine.xla.trace import Traced
+
+__all__ = [
+    "Compiled",
+    "Counts",
+    "Lowered",
+    "PjrtClusterResolver",
+    "Traced",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "collective_permute",
+    "counts",
+    "cross_replica_sum",
+    "lower",
+    "num_replicas",
+    "ppermute",
+    "replica_id",
+    "replicate",
+]

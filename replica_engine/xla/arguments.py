@@ -1,0 +1,166 @@
+"""The arguments of a body, taken apart: tensors that become parameters of the program, and all the rest.
+
+A program is compiled for shapes and dtypes, and for everything else by value: structure, Python numbers,
+variables. `Arguments` has both halves, and a key that is equal for arguments that one program serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._compat import distribute
+from replica_engine.errors import ReplicaMismatchError
+from replica_engine.replica import regroup, select
+from replica_engine.replica.structure import open_level
+
+
+class Slot:
+    """A tensor among the arguments: one value for all replicas, or one for each.
+
+    Attributes:
+        name: where in the arguments it is, for errors: "args[0]['x']".
+        values: a single tensor, or one for each replica; eager or of a graph.
+        dtype: their dtype.
+        shape: what the shapes of all have in common; static in eager mode.
+    """
+
+    __slots__ = ("dtype", "name", "shape", "values")
+
+    def __init__(self, name: str, values: list[Any]):
+        self.name = name
+        self.values = values
+        self.dtype: tf.DType = values[0].dtype
+        self.shape: tf.TensorShape = values[0].shape
+        for replica, value in enumerate(values[1:], start=1):
+            if value.dtype != self.dtype:
+                raise ReplicaMismatchError.dtypes(name, replica, self.dtype.name, value.dtype.name)
+            if value.shape != self.shape:
+                if value.shape.is_fully_defined() and self.shape.is_fully_defined():
+                    raise ReplicaMismatchError.shapes(name, replica, str(self.shape), str(value.shape))
+                self.shape = self.shape.most_specific_compatible_shape(value.shape)
+
+    @property
+    def spec(self) -> tf.TensorSpec:
+        """What a trace needs to know of it."""
+        return tf.TensorSpec(self.shape, self.dtype)
+
+
+class ById:
+    """Compares by identity, and keeps what it compares alive."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ById) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+class Arguments:
+    """The arguments of one call, taken apart.
+
+    Args:
+        args: positional arguments; a `PerReplica` has one value for each replica.
+        kwargs: keyword arguments, likewise.
+        size: the number of replicas.
+
+    Attributes:
+        slots: the tensors, in order.
+        key: hashable; equal if one program serves both.
+        rebuild: the arguments again, with other tensors in the slots.
+
+    Raises:
+        ReplicaMismatchError: replicas have tensors of different shapes or dtypes, or different structures.
+    """
+
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], size: int):
+        self._size = size
+        self.slots: list[Slot] = []
+        build_args, key_args = self._open(tuple(args), "args")
+        build_kwargs, key_kwargs = self._open(dict(kwargs), "kwargs")
+        self.key = (key_args, key_kwargs, tuple((slot.dtype, tuple(slot.shape)) for slot in self._static()))
+        self.rebuild: Callable[[Sequence[Any]], tuple[tuple, dict]] = lambda tensors: (
+            build_args(tensors),
+            build_kwargs(tensors),
+        )
+
+    @classmethod
+    def of_replicas(cls, inputs: Sequence[Sequence[Any]]) -> Arguments:
+        """Of one list of arguments for each replica.
+
+        Raises:
+            StructureMismatchError: two replicas differ in structure.
+        """
+        grouped = regroup([tuple(each) for each in inputs], what="The inputs of the replicas", name="inputs")
+        return cls(grouped, {}, len(inputs))
+
+    def _static(self) -> list[Slot]:
+        return [slot for slot in self.slots if slot.shape.rank is not None]
+
+    def _open(self, value: Any, name: str) -> tuple[Callable[[Sequence[Any]], Any], Any]:
+        """How to build `value` again of tensors, and its part of the key."""
+        if isinstance(value, distribute.DistributedVariable):
+            return (lambda _: value), ById(value)
+        if isinstance(value, distribute.DistributedValues):
+            return self._open_distributed(value, name)
+        if isinstance(value, tf.Variable):
+            return (lambda _: value), ById(value)
+        if isinstance(value, (tf.Tensor, np.ndarray, np.generic)):
+            return self._add(name, [tf.convert_to_tensor(value)]), "tensor"
+        if isinstance(value, tf.__internal__.CompositeTensor):
+            return self._open_composite(name, [value])
+        level = open_level(value)
+        if level is not None:
+            opened = [self._open(child, name + step) for child, step in zip(level.children, level.names, strict=True)]
+            builders = [build for build, _ in opened]
+            key = (type(value), level.names, tuple(key for _, key in opened))
+            return (lambda tensors: level.rebuild([build(tensors) for build in builders])), key
+        return (lambda _: value), constant_key(value)
+
+    def _open_distributed(self, value: Any, name: str) -> tuple[Callable[[Sequence[Any]], Any], Any]:
+        parts = [select(replica, value) for replica in range(self._size)]
+        if any(isinstance(part, tf.__internal__.CompositeTensor) for part in parts):
+            return self._open_composite(name, parts)
+        if all(part is parts[0] for part in parts) and not _is_array(parts[0]):
+            return self._open(parts[0], name)
+        if not all(_is_array(part) or isinstance(part, (bool, int, float, complex)) for part in parts):
+            raise ReplicaMismatchError.not_tensors(name, next(part for part in parts if not _is_array(part)))
+        return self._add(name, [tf.convert_to_tensor(part) for part in parts]), "tensor"
+
+    def _open_composite(self, name: str, parts: list[Any]) -> tuple[Callable[[Sequence[Any]], Any], Any]:
+        first = parts[0]
+        columns = [tf.nest.flatten(part, expand_composites=True) for part in parts]
+        if len({len(column) for column in columns}) > 1:
+            raise ReplicaMismatchError.not_tensors(name, first)
+        builders = [
+            self._add(f"{name} (component {index})", list(values))
+            for index, values in enumerate(zip(*columns, strict=True))
+        ]
+        spec = tf.type_spec_from_value(first)
+        return (
+            lambda tensors: tf.nest.pack_sequence_as(first, [build(tensors) for build in builders], expand_composites=True)
+        ), type(spec)
+
+    def _add(self, name: str, values: list[Any]) -> Callable[[Sequence[Any]], Any]:
+        index = len(self.slots)
+        self.slots.append(Slot(name, values))
+        return lambda tensors: tensors[index]
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (tf.Tensor, np.ndarray, np.generic))
+
+
+def constant_key(value: Any) -> Any:
+    """A key for something that is compiled in: by value for plain Python values, by identity for others."""
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, tf.DType)):
+        return type(value), repr(value)  # repr: 0.0 is not -0.0, and nan is nan
+    return ById(value)

@@ -1,0 +1,273 @@
+"""Cross-replica operations: values of all replicas, brought together inside a compiled body.
+
+They work at the top level of a body, in `tf.cond`, `tf.while_loop` and nested `tf.function`s, and have
+gradients of every order. All replicas must reach each of them: in a `tf.cond` every replica takes the same
+branch, and a loop has the same number of iterations on each.
+
+The gradients follow one rule, which `tf.distribute` has too: the objective is the sum of the objectives of
+all replicas. So the gradient of a sum over replicas is the sum over replicas of the gradients, and that of a
+permutation is the reverse permutation.
+
+`groups` divides the replicas: `[[0, 1], [2, 3]]` makes two sums, each over two replicas. Each replica is in
+exactly one group. None is one group of all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._compat import autograph, xla_ops
+from replica_engine.errors import CollectiveError
+from replica_engine.xla.body import current
+
+Groups = Sequence[Sequence[int]]
+_PREFIX = "replica_engine."
+
+
+@autograph.artifact
+def cross_replica_sum(x: Any, groups: Groups | None = None) -> tf.Tensor:
+    """The sum of `x` over all replicas; each gets it, and all get the same bits.
+
+    Args:
+        x: a tensor of a numeric dtype, of one shape on all replicas.
+        groups: as in `xla.collectives`; each replica gets the sum over its group.
+
+    Raises:
+        NotInBodyError: called outside a replicated body.
+        CollectiveError: `groups` do not divide the replicas, or the dtype cannot be summed.
+
+    Example:
+        >>> from replica_engine import xla
+        >>> sums = xla.replicate(xla.cross_replica_sum, [[1.0], [2.0]])
+        >>> [float(each) for each in sums]
+        [3.0, 3.0]
+    """
+    return all_reduce(x, "SUM", groups)
+
+
+@autograph.artifact
+def all_reduce(x: Any, op: Any = "SUM", groups: Groups | None = None) -> tf.Tensor:
+    """`x` of all replicas, reduced to one value that each gets.
+
+    Args:
+        x: a tensor of one shape on all replicas.
+        op: "SUM", "MEAN", "MIN" or "MAX", or a `tf.distribute.ReduceOp`. The gradient of a minimum or maximum
+            goes to the replicas that have it, in equal parts.
+        groups: as in `xla.collectives`.
+
+    Raises:
+        NotInBodyError: called outside a replicated body.
+        CollectiveError: `groups` do not divide the replicas, `op` is unknown, or the dtype cannot be reduced.
+
+    Example:
+        >>> from replica_engine import xla
+        >>> [float(each) for each in xla.replicate(lambda x: xla.all_reduce(x, "MAX"), [[1.0], [2.0]])]
+        [2.0, 2.0]
+    """
+    size = current("all_reduce").size
+    rows = _rows(groups, size, equal=False)
+    tensor = tf.convert_to_tensor(x)
+    name = str(getattr(op, "value", op)).upper()
+    if name not in _REDUCTIONS:
+        raise CollectiveError.unknown_reduction(op, sorted(_REDUCTIONS))
+    if tensor.dtype == tf.bool or xla_ops.is_host_only(tensor.dtype) or (tensor.dtype.is_complex and name in _EXTREMES):
+        raise CollectiveError.wrong_dtype(name, tensor.dtype.name)
+    return _REDUCTIONS[name](tensor, rows)
+
+
+@autograph.artifact
+def all_gather(x: Any, axis: int = 0, groups: Groups | None = None) -> tf.Tensor:
+    """`x` of all replicas, concatenated along `axis` in the order of the replicas; each gets the result.
+
+    Args:
+        x: a tensor of one shape on all replicas. Of scalars the result is a vector.
+        axis: the dimension to concatenate along; from the end if negative.
+        groups: as in `xla.collectives`, of equal sizes; each replica gets the values of its group.
+
+    Raises:
+        NotInBodyError: called outside a replicated body.
+        CollectiveError: `x` has no dimension `axis`, or `groups` do not divide the replicas.
+
+    Example:
+        >>> from replica_engine import xla
+        >>> [each.numpy().tolist() for each in xla.replicate(xla.all_gather, [[1], [2]])]
+        [[1, 2], [1, 2]]
+    """
+    rows = _rows(groups, current("all_gather").size, equal=True)
+    tensor = tf.convert_to_tensor(x)
+    if tensor.shape.rank == 0:
+        tensor = tensor[tf.newaxis]
+    return _gather(tensor, _axis("all_gather", tensor, axis), rows)
+
+
+@autograph.artifact
+def all_to_all(x: Any, split_axis: int, concat_axis: int, groups: Groups | None = None) -> tf.Tensor:
+    """Splits `x` along one dimension, sends part i to replica i, and concatenates what arrives along another.
+
+    Args:
+        x: a tensor of one shape on all replicas.
+        split_axis: the dimension to split; its size is a multiple of the size of a group.
+        concat_axis: the dimension to concatenate along.
+        groups: as in `xla.collectives`, of equal sizes.
+
+    Raises:
+        NotInBodyError: called outside a replicated body.
+        CollectiveError: a dimension is missing or does not divide, or `groups` do not divide the replicas.
+
+    Example:
+        >>> from replica_engine import xla
+        >>> swap = lambda x: xla.all_to_all(x, split_axis=0, concat_axis=0)
+        >>> [each.numpy().tolist() for each in xla.replicate(swap, [[[1, 2]], [[3, 4]]])]
+        [[1, 3], [2, 4]]
+    """
+    rows = _rows(groups, current("all_to_all").size, equal=True)
+    tensor = tf.convert_to_tensor(x)
+    split, concat = (_axis("all_to_all", tensor, axis) for axis in (split_axis, concat_axis))
+    if tensor.shape[split] % len(rows[0]):
+        raise CollectiveError.not_divisible(split, tensor.shape[split], len(rows[0]))
+    return _exchange(tensor, split, concat, rows)
+
+
+@autograph.artifact
+def collective_permute(x: Any, pairs: Sequence[tuple[int, int]]) -> tf.Tensor:
+    """Sends `x` from replica to replica.
+
+    Args:
+        x: a tensor of one shape on all replicas.
+        pairs: (from, to); each replica sends at most once and receives at most once. One that receives
+            nothing gets zeros.
+
+    Raises:
+        NotInBodyError: called outside a replicated body.
+        CollectiveError: a replica is named twice on a side, or does not exist.
+
+    Example:
+        >>> from replica_engine import xla
+        >>> around = lambda x: xla.collective_permute(x, [(0, 1), (1, 0)])
+        >>> [int(each) for each in xla.replicate(around, [[1], [2]])]
+        [2, 1]
+    """
+    size = current("collective_permute").size
+    links = [(int(source), int(target)) for source, target in pairs]
+    for side in zip(*links, strict=True):
+        if len(set(side)) < len(side) or not set(side) <= set(range(size)):
+            raise CollectiveError.bad_pairs(links, size)
+    return _permute(tf.convert_to_tensor(x), links)
+
+
+ppermute = collective_permute
+"""JAX's name of `collective_permute`."""
+
+
+def _sum(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
+    @tf.custom_gradient
+    def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+        return xla_ops.all_reduce(x, rows, "Add"), lambda dy: _sum(dy, rows)
+
+    return with_gradient(x)
+
+
+def _mean(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
+    total = _sum(x, rows)
+    sizes = {len(row) for row in rows}
+    if len(sizes) == 1:
+        count: Any = sizes.pop()
+    else:
+        of_replica = [len(next(row for row in rows if replica in row)) for replica in range(sum(map(len, rows)))]
+        count = tf.gather(tf.constant(of_replica), xla_ops.replica_id())
+    if x.dtype.is_integer:
+        return total // tf.cast(count, x.dtype)
+    return total / tf.cast(count, x.dtype)
+
+
+def _extreme(op: str) -> Callable[[tf.Tensor, list[list[int]]], tf.Tensor]:
+    def reduce(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
+        @tf.custom_gradient
+        def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+            result = xla_ops.all_reduce(x, rows, op)
+
+            def gradient(dy: tf.Tensor) -> tf.Tensor:
+                mine = tf.cast(x == result, dy.dtype)
+                return _sum(dy, rows) * mine / _sum(mine, rows)
+
+            return result, gradient
+
+        return with_gradient(x)
+
+    return reduce
+
+
+_EXTREMES = {"MIN": _extreme("Min"), "MAX": _extreme("Max")}
+_REDUCTIONS = {"SUM": _sum, "MEAN": _mean, **_EXTREMES}
+
+
+def _gather(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
+    shape = x.shape.as_list()
+    shape[axis] *= len(rows[0])
+
+    @tf.custom_gradient
+    def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+        return _marker("all_gather", x, shape, axis=axis, groups=rows), lambda dy: _scatter(dy, axis, rows)
+
+    return with_gradient(x)
+
+
+def _scatter(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
+    @tf.custom_gradient
+    def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+        return xla_ops.reduce_scatter(x, rows, axis), lambda dy: _gather(dy, axis, rows)
+
+    return with_gradient(x)
+
+
+def _exchange(x: tf.Tensor, split: int, concat: int, rows: list[list[int]]) -> tf.Tensor:
+    shape = x.shape.as_list()
+    shape[split] //= len(rows[0])
+    shape[concat] *= len(rows[0])
+
+    @tf.custom_gradient
+    def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+        result = _marker("all_to_all", x, shape, split_axis=split, concat_axis=concat, groups=rows)
+        return result, lambda dy: _exchange(dy, concat, split, rows)
+
+    return with_gradient(x)
+
+
+def _permute(x: tf.Tensor, links: list[tuple[int, int]]) -> tf.Tensor:
+    back = [(target, source) for source, target in links]
+
+    @tf.custom_gradient
+    def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+        return _marker("collective_permute", x, x.shape.as_list(), pairs=links), lambda dy: _permute(dy, back)
+
+    return with_gradient(x)
+
+
+def _marker(name: str, x: tf.Tensor, shape: list[int], **parameters: Any) -> tf.Tensor:
+    if not x.shape.is_fully_defined():
+        raise CollectiveError.unknown_shape(name, str(x.shape))
+    return xla_ops.marker(_PREFIX + name, x, json.dumps(parameters), shape)
+
+
+def _axis(name: str, x: tf.Tensor, axis: int) -> int:
+    if not x.shape.is_fully_defined():
+        raise CollectiveError.unknown_shape(name, str(x.shape))
+    rank = x.shape.rank
+    if not -rank <= axis < rank:
+        raise CollectiveError.no_axis(name, axis, str(x.shape))
+    return axis % rank
+
+
+def _rows(groups: Groups | None, size: int, equal: bool) -> list[list[int]]:
+    if groups is None:
+        return [list(range(size))]
+    rows = [[int(replica) for replica in group] for group in groups]
+    if sorted(replica for row in rows for replica in row) != list(range(size)):
+        raise CollectiveError.bad_groups(rows, size)
+    if len({len(row) for row in rows}) > 1 and equal:
+        raise CollectiveError.unequal_groups(rows)
+    return rows

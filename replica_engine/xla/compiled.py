@@ -1,0 +1,92 @@
+"""The last stage: a program compiled for devices, and running it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine.errors import InputsError
+from replica_engine.pjrt.executable import Executable
+from replica_engine.pjrt.group import Array, DeviceGroup
+from replica_engine.xla.arguments import Arguments
+from replica_engine.xla.counts import count
+from replica_engine.xla.resident import resident_of
+
+if TYPE_CHECKING:
+    from replica_engine.xla.lower import Lowered
+
+
+class Compiled:
+    """A replica body, ready to run on N devices.
+
+    Args:
+        lowered: the stage before.
+        devices: a replica runs on each.
+        executable: the program compiled for them; None compiles it.
+
+    Attributes:
+        variables: the values on the devices of the captured variables.
+    """
+
+    def __init__(self, lowered: Lowered, devices: DeviceGroup, executable: Executable | None = None):
+        self.lowered = lowered
+        self.devices = devices
+        traced = lowered.traced
+        if executable is None:
+            count("compiles")
+            executable = Executable(lowered.as_text(), devices, lowered.results)
+        self.executable = executable
+        self._results = len(traced.outputs)
+        self.variables = [resident_of(handle, devices) for handle in traced.handles]
+        self._writes = [(self.variables[variable], result) for variable, result in lowered.writes]
+        self._constants: list[Array] | None = None
+
+    def launch(self, slots: Sequence[Sequence[np.ndarray]], captured: Sequence[np.ndarray] | None = None) -> list[Array]:
+        """Runs the program on all replicas.
+
+        Args:
+            slots: of each slot one value for all replicas, or one for each.
+            captured: values of the captured tensors; None if they are eager, and so the same at each launch.
+
+        Returns:
+            The tensors that the body returned, as arrays on the devices.
+        """
+        count("launches")
+        put = self.devices.put
+        arguments = [put(values) for values in slots]
+        if captured is not None:
+            arguments += [put([value]) for value in captured]
+        elif self.lowered.traced.tensors:
+            if self._constants is None:
+                self._constants = [put([tensor.numpy()]) for tensor in self.lowered.traced.tensors]
+            arguments += self._constants
+        with self.devices.in_flight:
+            results = self.executable.launch([*arguments, *(variable.array() for variable in self.variables)])
+            for variable, result in self._writes:
+                variable.set_array(results[result])
+        return results[: self._results]
+
+    def run(self, arguments: Arguments) -> list[Any]:
+        """Runs the body in eager mode.
+
+        Returns:
+            For each replica what it returned.
+        """
+        arrays = self.launch([[tensor.numpy() for tensor in slot.values] for slot in arguments.slots])
+        columns = [[tf.convert_to_tensor(value) for value in self.devices.fetch_all(array)] for array in arrays]
+        rebuild = self.lowered.traced.rebuild
+        return [rebuild([column[replica] for column in columns]) for replica in range(self.devices.size)]
+
+    def __call__(self, inputs: Sequence[Sequence[Any]] | None = None) -> list[Any]:
+        """Runs the body: as `replicate`, with inputs of the shapes and dtypes that it was lowered for.
+
+        Raises:
+            InputsError: the inputs have another structure, or other shapes or dtypes.
+        """
+        arguments = Arguments.of_replicas(inputs or [[]] * self.devices.size)
+        if arguments.key != self.lowered.traced.key:
+            raise InputsError.other_program(self.lowered.traced.name)
+        return self.run(arguments)

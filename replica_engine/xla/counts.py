@@ -1,0 +1,53 @@
+"""How often bodies were traced, lowered, compiled and launched in this process: for tests, and for who wonders
+why a step is slow."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+_lock = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Numbers since the process began.
+
+    Attributes:
+        traces: Python functions made graphs; two for a function that creates variables.
+        lowerings: graphs made programs.
+        compiles: programs made executables.
+        launches: executables run.
+    """
+
+    traces: int = 0
+    lowerings: int = 0
+    compiles: int = 0
+    launches: int = 0
+
+    def __sub__(self, other: Counts) -> Counts:
+        """What was counted between two moments."""
+        return Counts(*(a - b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+
+
+_now = {field.name: 0 for field in dataclasses.fields(Counts)}
+
+
+def counts() -> Counts:
+    """The numbers so far.
+
+    Example:
+        >>> from replica_engine import xla
+        >>> before = xla.counts()
+        >>> program = xla.lower(lambda x: x + 1, [[1.0], [2.0]])
+        >>> xla.counts() - before
+        Counts(traces=1, lowerings=1, compiles=0, launches=0)
+    """
+    with _lock:
+        return Counts(**_now)
+
+
+def count(what: str) -> None:
+    """Adds one."""
+    with _lock:
+        _now[what] += 1

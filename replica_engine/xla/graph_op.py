@@ -1,0 +1,120 @@
+"""Calling a body: at once in eager mode, as one stateful op in the graph of a tf.function.
+
+The op hands its inputs to the compiled program and returns when the program is done. It may be in a loop, in
+a branch and in nested functions. TensorFlow keeps ops in order that share a variable, and our op shows it
+none of its own, since their values are on the devices. Instead there is a *token*, a variable that says
+nothing:
+
+- each run writes to the token, so runs keep their order;
+- what reads or writes one of our variables after a run reads the token first (`host_variable` sees to that);
+- a run is given the handles of all our variables that were used before it, so that it comes after those uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._compat import variables
+from replica_engine.xla import host_graph
+from replica_engine.xla.arguments import Arguments
+from replica_engine.xla.compiled import Compiled
+from replica_engine.xla.lower import Lowered
+from replica_engine.xla.program import LastUsed, Programs
+from replica_engine.xla.resident import Borrowed, resident_of
+from replica_engine.xla.trace import Traced
+
+
+def call(programs: Programs, fn: Callable[..., Any], arguments: Arguments) -> list[Any]:
+    """Runs `fn` on all replicas, here and now or when the graph under construction runs.
+
+    Returns:
+        For each replica what `fn` returned.
+    """
+    if tf.executing_eagerly():
+        return programs.find(fn, arguments).run(arguments)
+    traced = programs.trace(fn, arguments)
+    size = programs.devices.size
+    inputs = [tensor for slot in arguments.slots for tensor in slot.values] + traced.tensors
+    counts = [len(slot.values) for slot in arguments.slots]
+    step = _Step(programs, traced, counts, host_graph.shared())
+    step.compile_ahead()
+    flat = _add_op(step, inputs, [spec for spec in traced.outputs for _ in range(size)])
+    columns = [flat[index * size : (index + 1) * size] for index in range(len(traced.outputs))]
+    return [traced.rebuild([column[replica] for column in columns]) for replica in range(size)]
+
+
+class _Step:
+    """What the op runs: a traced body, compiled for the shapes that come.
+
+    Args:
+        programs: what to compile with.
+        traced: the body.
+        counts: how many values, one or N, each slot has.
+        shared: the variables that the graph around uses on the host.
+    """
+
+    def __init__(self, programs: Programs, traced: Traced, counts: list[int], shared: host_graph.Shared):
+        self.programs = programs
+        self.traced = traced
+        self._counts = counts
+        self._shared = shared
+        self._compiled: LastUsed = LastUsed(64)
+
+    def compile_ahead(self) -> None:
+        """Compiles now, where all shapes are known, so that errors come before anything runs."""
+        shapes = [spec.shape for spec in [*self.traced.slots, *self.traced.tensors]]
+        if all(shape.is_fully_defined() for shape in shapes):
+            self._find([tuple(shape) for shape in shapes])
+
+    def __call__(self, *inputs: np.ndarray) -> list[np.ndarray]:
+        """Runs the program on concrete inputs."""
+        rest = list(inputs)
+        slots = []
+        for number in self._counts:
+            slots.append(rest[:number])
+            del rest[:number]
+        compiled = self._find([values[0].shape for values in slots] + [value.shape for value in rest])
+        devices = self.programs.devices
+        with devices.in_flight:
+            self._shared.before_run(compiled)
+            arrays = compiled.launch(slots, rest)
+            self._shared.after_run(compiled)
+        return [value for array in arrays for value in devices.fetch_all(array)]
+
+    def _find(self, shapes: list[tuple[int, ...]]) -> Compiled:
+        key = tuple(shapes)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            lowered: Lowered = self.traced.lower([tf.TensorShape(shape) for shape in shapes])
+            compiled = self._compiled[key] = self.programs.compile(lowered)
+        return compiled
+
+
+def _add_op(step: _Step, inputs: list[tf.Tensor], outputs: list[tf.TensorSpec]) -> list[tf.Tensor]:
+    """The op in the graph: a function call, so that it can be given variables, around a Python op."""
+    borrowed = [
+        handle
+        for handle in step.traced.handles
+        if isinstance(resident_of(handle, step.programs.devices), Borrowed)
+    ]
+    handles = [host_graph.token(), *host_graph.used_before(), *borrowed]
+
+    @tf.function(autograph=False)
+    def replicated(handles: list[tf.Tensor], inputs: list[tf.Tensor]) -> tuple:
+        # At least one result, by which the op can be found.
+        dtypes = [spec.dtype for spec in outputs] or [tf.bool]
+        run = step if outputs else lambda *arrays: (step(*arrays), np.array(True))[1:]
+        results = tf.numpy_function(run, inputs, dtypes, stateful=True)
+        for result, spec in zip(results, outputs, strict=False):
+            result.set_shape(spec.shape)
+        return tuple(results)
+
+    with variables.no_tape():
+        results = replicated(handles, inputs)
+    variables.mark_as_writing(results[0].op)
+    host_graph.ran()
+    return list(results[: len(outputs)])

@@ -1,0 +1,77 @@
+"""A variable of a strategy as its host sees it: a TensorFlow variable that is never stale.
+
+Whatever TensorFlow does with a variable goes through its handle, so the handle is where we look on: whoever
+asks for it in eager mode gets the newest value there, and may write, unless the question comes from one of
+the methods below that only read. In a host function it is asked for at each call (`host_graph`). In a replica
+body it is the handle itself: the body's program takes the values on the devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._compat import variables
+from replica_engine.xla import host_graph
+from replica_engine.xla.body import in_body
+from replica_engine.xla.resident import Resident
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def _only_reading() -> Iterator[None]:
+    before = getattr(_thread, "reading", False)
+    _thread.reading = True
+    try:
+        yield
+    finally:
+        _thread.reading = before
+
+
+def _reads(name: str) -> Callable[..., Any]:
+    method = getattr(variables.ResourceVariable, name)
+
+    @functools.wraps(method)
+    def reading(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _only_reading():
+            return method(self, *args, **kwargs)
+
+    return reading
+
+
+class HostVariable(variables.ResourceVariable):
+    """The host's side of a variable whose values are on devices.
+
+    TensorFlow's own creators make the variable, so that whatever a program has put around variable creation
+    takes part; `adopt` then makes it one of these.
+    """
+
+    @classmethod
+    def adopt(cls, component: Any, resident: Resident, replica: int) -> None:
+        """Makes a plain variable the host's side of `resident`."""
+        component.__class__ = cls
+        component._replica_engine = (resident, replica)
+
+    @property
+    def handle(self) -> tf.Tensor:
+        """The variable's handle, for where it is asked for."""
+        resident, replica = self._replica_engine
+        if tf.executing_eagerly():
+            if getattr(_thread, "reading", False):
+                resident.host_reads()
+            else:
+                resident.host_writes()
+        elif in_body() is None:
+            return host_graph.handle(resident, replica)
+        return resident.handles[replica]
+
+    _read_variable_op = _reads("_read_variable_op")
+    sparse_read = _reads("sparse_read")
+    gather_nd = _reads("gather_nd")
+    is_initialized = _reads("is_initialized")

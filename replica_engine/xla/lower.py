@@ -1,0 +1,123 @@
+"""The second stage: a traced body becomes a StableHLO program.
+
+Parameters of the program are the slots of the arguments, captured tensors, and the values of captured
+variables. Results are the tensors that the body returned, and then the new value of each variable that it
+wrote: the module's `input_output_alias` says which, so that XLA may write it in the place of the old one.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._compat import xla_ops
+from replica_engine.errors import LoweringError
+from replica_engine.pjrt.devices import device_group
+from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.xla.compiled import Compiled
+from replica_engine.xla.counts import count
+from replica_engine.xla.user_lines import user_line
+
+if TYPE_CHECKING:
+    from replica_engine.xla.trace import Traced
+
+_ALIAS = re.compile(r"parameter_number = (\d+) : i64\}, output_index = array<i64(?:: (\d+))?>")
+_MAIN = re.compile(r"func\.func (?:public )?@main\(.*?\)(?: -> (.*?))? \{$", re.MULTILINE)
+_TENSOR = re.compile(r"tensor<((?:[0-9?]+x)*)")
+
+
+class Lowered:
+    """A replica body as a program for XLA.
+
+    Attributes:
+        traced: the stage before.
+        results: shape and dtype of each result.
+        writes: (index among the captured variables, index among the results) of each variable written.
+    """
+
+    def __init__(self, traced: Traced, text: str):
+        self.traced = traced
+        self._text = text
+        first = len(traced.slots) + len(traced.tensors)
+        self.writes = [(int(parameter) - first, int(result or 0)) for parameter, result in _ALIAS.findall(text)]
+        self.results = self._results()
+
+    def as_text(self) -> str:
+        """The StableHLO program.
+
+        Example:
+            >>> from replica_engine import xla
+            >>> "all_reduce" in xla.lower(xla.cross_replica_sum, [[1.0], [2.0]]).as_text()
+            True
+        """
+        return self._text
+
+    def compile(self, devices: DeviceGroup | None = None) -> Compiled:
+        """The last stage: the program compiled for devices; None takes the first N of the best platform.
+
+        Raises:
+            DeviceError: there are fewer devices than replicas.
+        """
+        return Compiled(self, devices or device_group(count=self.traced.body.size))
+
+    def _results(self) -> list[tuple[tuple[int, ...], np.dtype]]:
+        header = _MAIN.search(self._text)
+        assert header is not None, "every program has a main function"
+        sizes = [match.split("x")[:-1] for match in _TENSOR.findall(header.group(1) or "")]
+        dtypes = [output.dtype for output in self.traced.outputs]
+        for variable, _ in sorted(self.writes, key=lambda write: write[1]):
+            described = xla_ops.variable_dtype_and_shape(self.traced.handles[variable])
+            assert described is not None, "checked when it was captured"
+            dtypes.append(described[0])
+        for index, size in enumerate(sizes):
+            if "?" in size:
+                raise LoweringError.dynamic_result(self.traced.name, index, user_line(self.traced.graph.outputs[index]))
+        return [
+            (tuple(map(int, size)), np.dtype(dtype.as_numpy_dtype)) for size, dtype in zip(sizes, dtypes, strict=True)
+        ]
+
+
+def lower(traced: Traced, specs: list[tf.TensorSpec]) -> Lowered:
+    """Lowers a body for arguments of these specs.
+
+    Raises:
+        LoweringError: as `Traced.lower`.
+    """
+    names = [*traced.slot_names, *(f"the captured {tensor!r}" for tensor in traced.tensors)]
+    for name, spec in zip(names, specs, strict=True):
+        if xla_ops.is_host_only(spec.dtype):
+            raise LoweringError.host_only(traced.name, name, spec.dtype.name)
+        if not spec.shape.is_fully_defined():
+            raise LoweringError.dynamic_argument(traced.name, name, str(spec.shape))
+    count("lowerings")
+    try:
+        with tf.init_scope():
+            text = xla_ops.stablehlo(traced.registered(), specs, traced.handles)
+    except (ValueError, tf.errors.OpError) as error:
+        if "compile-time constant" in str(error) and traced.bake_in():
+            return lower(traced, _specs(traced, specs))
+        raise _explain(traced, error) from None
+    return Lowered(traced, text)
+
+
+def _specs(traced: Traced, specs: list[tf.TensorSpec]) -> list[tf.TensorSpec]:
+    """The specs again, after some captured tensors became constants."""
+    return [*specs[: len(traced.slots)], *(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in traced.tensors)]
+
+
+def _explain(traced: Traced, error: Any) -> LoweringError:
+    text = str(error)
+    unsupported = re.search(r"on XLA_\w+: (\w+) \(", text) or re.search(r"with op (\w+)", text)
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)
+    where = user_line(frames)
+    if "Detected unsupported operations" in text and unsupported:
+        return LoweringError.unsupported_op(traced.name, unsupported.group(1), where)
+    if "compile-time constant" in text:
+        return LoweringError.not_constant(traced.name, unsupported.group(1) if unsupported else "an op", where)
+    if "fixed tensor list size" in text or "tensor list" in text.lower():
+        return LoweringError.unbounded_loop(traced.name, where)
+    message = text.removeprefix("Failed getting HLO text: ").strip("'").split("\n\n")[0].split("Stack trace")[0]
+    return LoweringError.other(traced.name, message.strip(), where)

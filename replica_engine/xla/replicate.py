@@ -1,0 +1,106 @@
+"""Running a function on N replicas, without a strategy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from replica_engine._compat import autograph
+from replica_engine.errors import InputsError
+from replica_engine.pjrt.devices import device_group
+from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.xla.arguments import Arguments
+from replica_engine.xla.body import in_body
+from replica_engine.xla.graph_op import call
+from replica_engine.xla.lower import Lowered
+from replica_engine.xla.program import Programs
+
+Inputs = Sequence[Sequence[Any]]
+"""A list over replicas of lists of arguments."""
+
+
+@autograph.artifact
+def replicate(fn: Callable[..., Any], inputs: Inputs | None = None, num_replicas: int | None = None) -> list[Any]:
+    """Runs `fn` once on each of N replicas, compiled to one program.
+
+    `fn` is traced once for all replicas, as a `tf.function` is; later calls of the same function, with
+    arguments of the same shapes and dtypes, run the compiled program. It can be called inside a `tf.function`.
+
+    A variable that `fn` uses and that belongs to no strategy has one value for all replicas: it is sent to the
+    devices before the run, and after it has the value that replica 0 wrote.
+
+    Args:
+        fn: the function. Inside, `replica_id()` tells replicas apart and `cross_replica_sum` and its like bring
+            their values together.
+        inputs: a list over replicas of lists of arguments: tensors (of the same shapes and dtypes on all
+            replicas), and nested structures of them; anything else must be the same on all replicas. None if
+            `fn` takes none.
+        num_replicas: N; None takes the length of `inputs`, or all devices.
+
+    Returns:
+        A list over replicas of what `fn` returned.
+
+    Raises:
+        InputsError: `inputs` is no list over `num_replicas` replicas.
+        ReplicaMismatchError: replicas have tensors of different shapes or dtypes.
+        StructureMismatchError: replicas have different structures.
+        DeviceError: there are fewer devices than replicas.
+        LoweringError: an op that XLA cannot compile, or a shape that is not static.
+        BackendMissingError: jax is not installed.
+        Exception: whatever `fn` raised while it was traced.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> from replica_engine import xla
+        >>> def fn(x):
+        ...     return x / xla.cross_replica_sum(x)
+        >>> [float(part) for part in xla.replicate(fn, inputs=[[1.0], [3.0]])]
+        [0.25, 0.75]
+    """
+    arguments, programs = _prepare(inputs, num_replicas)
+    return call(programs, fn, arguments)
+
+
+@autograph.artifact
+def lower(fn: Callable[..., Any], inputs: Inputs | None = None, num_replicas: int | None = None) -> Lowered:
+    """Traces and lowers `fn` without running it: to read the program, or to compile it ahead of time.
+
+    Args:
+        fn: as of `replicate`.
+        inputs: as of `replicate`; only shapes and dtypes of tensors matter.
+        num_replicas: as of `replicate`.
+
+    Raises:
+        Exception: as `replicate`.
+
+    Example:
+        >>> from replica_engine import xla
+        >>> lowered = xla.lower(lambda x: x + 1.0, [[1.0], [2.0]])
+        >>> compiled = lowered.compile()
+        >>> [float(result) for result in compiled([[10.0], [20.0]])]
+        [11.0, 21.0]
+    """
+    arguments, programs = _prepare(inputs, num_replicas)
+    return programs.trace(fn, arguments).lower()
+
+
+def _prepare(inputs: Inputs | None, size: int | None) -> tuple[Arguments, Programs]:
+    if in_body() is not None:
+        raise InputsError.nested()
+    if inputs is not None:
+        if not isinstance(inputs, (list, tuple)) or not inputs:
+            raise InputsError.no_list(inputs)
+        for each in inputs:
+            if not isinstance(each, (list, tuple)):
+                raise InputsError.no_argument_list(each)
+        if size is not None and size != len(inputs):
+            raise InputsError.wrong_length(len(inputs), size)
+        size = len(inputs)
+    devices = device_group(count=size)
+    return Arguments.of_replicas(inputs or [[]] * devices.size), _programs(devices)
+
+
+@functools.cache
+def _programs(devices: DeviceGroup) -> Programs:
+    return Programs(devices)

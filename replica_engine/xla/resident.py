@@ -1,0 +1,111 @@
+"""Values of variables on the devices, and who has the newest.
+
+A variable has a value on the host, in one TensorFlow variable or one for each replica, and a value on each
+device. A compiled body reads and writes those on the devices, all else those on the host, and each side is
+brought up to date only when somebody looks:
+
+- a body that writes makes the host's value stale, and the next look from the host fetches it;
+- a write from the host makes the devices' values stale, and the next launch sends it.
+
+Both sides are never stale at once. What "a look" and "a write" are is for `host_variable` to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._compat import variables, xla_ops
+from replica_engine.pjrt.group import Array, DeviceGroup
+
+Spread = Callable[[np.ndarray, int], list[np.ndarray]]
+"""What each of N replicas gets of a value that the host has one of."""
+
+_MARK = "_replica_engine_resident"
+
+
+class Resident:
+    """The value of one variable on the devices of a strategy.
+
+    Args:
+        handles: of the variables on the host; a single one where all replicas have one value.
+        devices: where the replicas run.
+        spread: for a single one, what each replica gets of it; None for the same.
+    """
+
+    def __init__(self, handles: Sequence[tf.Tensor], devices: DeviceGroup, spread: Spread | None = None):
+        self.handles = list(handles)
+        described = xla_ops.variable_dtype_and_shape(self.handles[0])
+        assert described is not None, "a variable's handle"
+        self.dtype = described[0]
+        self._devices = devices
+        self._spread = spread
+        self._array: Array | None = None  # None: the host's value is the newest
+        self._host_stale = False
+        for handle in self.handles:
+            setattr(handle, _MARK, self)
+
+    def array(self) -> Array:
+        """The value on the devices, brought up to date. The caller holds `DeviceGroup.in_flight`."""
+        if self._array is None:
+            self._array = self._devices.put(self._host_values())
+        return self._array
+
+    def set_array(self, array: Array) -> None:
+        """A body wrote. The caller holds `DeviceGroup.in_flight`."""
+        self._array = array
+        self._host_stale = True
+
+    def host_reads(self) -> None:
+        """Brings the host's value up to date: somebody is about to look at it."""
+        if not self._host_stale:
+            return
+        with self._devices.in_flight:
+            if not self._host_stale:
+                return
+            for replica, handle in enumerate(self.handles):
+                # A copy: a view of the device's memory would keep the next step from writing there.
+                variables.write(handle, np.array(self._devices.fetch(self._array, replica)))
+            self._host_stale = False
+
+    def host_writes(self) -> None:
+        """Somebody is about to write to the host's value, and may read it too."""
+        self.host_reads()
+        self._array = None
+
+    def _host_values(self) -> list[np.ndarray]:
+        values = [variables.read(handle, self.dtype).numpy() for handle in self.handles]
+        return values if self._spread is None else self._spread(values[0], self._devices.size)
+
+
+class Borrowed:
+    """The value of a variable that belongs to no strategy: sent before a launch, and fetched after it.
+
+    Replicas that write different values leave that of replica 0.
+    """
+
+    def __init__(self, handle: tf.Tensor, devices: DeviceGroup):
+        self._handle = handle
+        self._devices = devices
+        described = xla_ops.variable_dtype_and_shape(handle)
+        assert described is not None, "checked when it was captured"
+        self._dtype = described[0]
+
+    def array(self) -> Array:
+        """As `Resident.array`."""
+        return self._devices.put([variables.read(self._handle, self._dtype).numpy()])
+
+    def set_array(self, array: Array) -> None:
+        """As `Resident.set_array`."""
+        variables.write(self._handle, np.array(self._devices.fetch(array, 0)))
+
+
+def resident_of(handle: tf.Tensor, devices: DeviceGroup) -> Resident | Borrowed:
+    """The value on the devices of the variable behind a handle."""
+    resident = getattr(handle, _MARK, None)
+    if resident is not None and resident._devices is devices:
+        return resident
+    return Borrowed(handle, devices)

@@ -1,0 +1,200 @@
+"""The first stage: a Python function becomes a graph that stands for all replicas at once.
+
+A function is traced once, whatever the number of replicas. If it creates variables it is traced a second
+time, as `tf.function` does: what is created once, lazily, exists by then, and a function that would create
+new variables in each call is told so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._compat import autograph, distribute, xla_ops
+from replica_engine.errors import CaptureError, VariableCreationError
+from replica_engine.replica.structure import open_level
+from replica_engine.xla.arguments import Arguments
+from replica_engine.xla.body import Body
+from replica_engine.xla.counts import count
+from replica_engine.xla.lower import Lowered, lower
+
+Enter = Callable[[], contextlib.AbstractContextManager[Any]]
+"""What a strategy puts around the body while it is traced: its scope and a replica context."""
+
+_numbers = itertools.count()
+
+
+class Traced:
+    """A replica body as a graph.
+
+    Attributes:
+        name: the function's name.
+        graph: the function graph. Its inputs are the slots of the arguments, captured tensors, and captured
+            variables, in this order.
+        body: the replicas it was traced for.
+        key: of the arguments that it serves.
+        slots: specs of the tensors among the arguments; dimensions may be unknown.
+        tensors: captured tensors, eager or of an outer graph.
+        handles: handles of captured variables.
+        outputs: specs of the tensors among the results.
+        rebuild: the structure that the function returned, with other tensors.
+    """
+
+    def __init__(self, name: str, graph: Any, body: Body, arguments: Arguments, outputs: Outputs, kept: list[Any]):
+        self.name = name
+        self.graph = graph
+        self.body = body
+        self.key = arguments.key
+        self.slots = [slot.spec for slot in arguments.slots]
+        self.slot_names = [slot.name for slot in arguments.slots]
+        self.outputs = [tf.TensorSpec(output.shape, output.dtype) for output in graph.outputs]
+        self.rebuild = outputs.rebuild
+        self._kept = kept
+        captures = list(graph.captures)
+        data = [(outside, inside) for outside, inside in captures if inside.dtype != tf.resource]
+        variables = [(outside, inside) for outside, inside in captures if inside.dtype == tf.resource]
+        for outside, inside in data + variables:
+            self._check_capture(outside, inside)
+        self.tensors = [outside for outside, _ in data]
+        self.handles = [outside for outside, _ in variables]
+        self._inner = [inside for _, inside in data]
+        graph.inputs[:] = [*graph.inputs[: len(self.slots)], *self._inner, *(inside for _, inside in variables)]
+        self._registered: Any = None
+        self._lock = threading.Lock()
+
+    def lower(self, shapes: list[tf.TensorShape] | None = None) -> Lowered:
+        """The second stage: the body as a StableHLO program.
+
+        Args:
+            shapes: static shapes of the slots and, after them, of captured tensors; None where those of the
+                trace are static.
+
+        Raises:
+            LoweringError: an op that XLA cannot compile, or a shape that is not static.
+        """
+        specs = [*self.slots, *(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in self.tensors)]
+        if shapes is not None:
+            specs = [tf.TensorSpec(shape, spec.dtype) for shape, spec in zip(shapes, specs, strict=True)]
+        with self._lock:
+            return lower(self, specs)
+
+    def registered(self) -> Any:
+        """The graph as a function that TensorFlow knows by name."""
+        if self._registered is None:
+            with tf.init_scope():
+                self._registered = xla_ops.register(f"replica_body_{self.name}_{next(_numbers)}", self.graph)
+        return self._registered
+
+    def bake_in(self) -> bool:
+        """Turns captured integers into constants, which shapes and axes must be; whether there were any."""
+        baked = [
+            index
+            for index, tensor in enumerate(self.tensors)
+            if tensor.dtype.is_integer and isinstance(tensor, tf.__internal__.EagerTensor) and tf.size(tensor) <= 1024
+        ]
+        for index in baked:
+            xla_ops.replace_with_constant(self.graph, self._inner[index], self.tensors[index].numpy())
+        if baked:
+            gone = {id(self._inner[index]) for index in baked}
+            self.graph.inputs[:] = [each for each in self.graph.inputs if id(each) not in gone]
+            self.tensors = [each for index, each in enumerate(self.tensors) if index not in baked]
+            self._inner = [each for index, each in enumerate(self._inner) if index not in baked]
+            self._registered = None
+        return bool(baked)
+
+    def _check_capture(self, outside: Any, inside: Any) -> None:
+        if inside.dtype == tf.resource:
+            if xla_ops.variable_dtype_and_shape(outside) is None:
+                raise CaptureError.not_a_variable(self.name, str(outside))
+        elif xla_ops.is_host_only(inside.dtype):
+            raise CaptureError.host_only(self.name, inside.dtype.name)
+
+
+class Outputs:
+    """What the body returned, taken apart into tensors and the structure around them."""
+
+    def __init__(self, value: Any):
+        self.tensors: list[tf.Tensor] = []
+        self.rebuild: Callable[[list[Any]], Any] = self._open(value)
+
+    def _open(self, value: Any) -> Callable[[list[Any]], Any]:
+        if isinstance(value, distribute.DistributedVariable) or isinstance(value, tf.Operation):
+            returned = None if isinstance(value, tf.Operation) else value
+            return lambda _: returned
+        if isinstance(value, tf.Variable):
+            container = distribute.value_container(value)
+            if container is not value and not isinstance(value, distribute.UnreadVariable):
+                return lambda _: container
+        if isinstance(value, (tf.Tensor, tf.Variable, np.ndarray, np.generic)):
+            return self._add(tf.convert_to_tensor(value))
+        if isinstance(value, tf.__internal__.CompositeTensor):
+            builders = [self._add(part) for part in tf.nest.flatten(value, expand_composites=True)]
+            return lambda tensors: tf.nest.pack_sequence_as(
+                value, [build(tensors) for build in builders], expand_composites=True
+            )
+        level = open_level(value)
+        if level is not None:
+            builders = [self._open(child) for child in level.children]
+            return lambda tensors: level.rebuild([build(tensors) for build in builders])
+        return lambda _: value
+
+    def _add(self, tensor: tf.Tensor) -> Callable[[list[Any]], Any]:
+        index = len(self.tensors)
+        self.tensors.append(tf.identity(tensor))
+        return lambda tensors: tensors[index]
+
+
+def trace(fn: Callable[..., Any], arguments: Arguments, size: int, enter: Enter = contextlib.nullcontext) -> Traced:
+    """Traces `fn` for `size` replicas.
+
+    Raises:
+        VariableCreationError: it creates new variables each time.
+        CaptureError: it uses something from outside that cannot be on a device.
+        Exception: whatever `fn` raised.
+    """
+    traced, created = _trace_once(fn, arguments, size, enter)
+    if created:
+        traced, again = _trace_once(fn, arguments, size, enter)
+        if again:
+            raise VariableCreationError(traced.name, [variable.name for variable in again])
+    return traced
+
+
+def _trace_once(fn: Callable[..., Any], arguments: Arguments, size: int, enter: Enter) -> tuple[Traced, list[Any]]:
+    count("traces")
+    name = getattr(fn, "__name__", type(fn).__name__).replace("<lambda>", "lambda")
+    body = Body(size)
+    converted = autograph.convert_always(fn)
+    created: list[Any] = []
+    outputs: list[Outputs] = []
+
+    def flat(*placeholders: tf.Tensor) -> list[tf.Tensor]:
+        args, kwargs = arguments.rebuild(placeholders)
+        with body.entered(), _recorded(created), enter():
+            outputs.append(Outputs(converted(*args, **kwargs)))
+        return outputs[-1].tensors
+
+    try:
+        graph = xla_ops.trace(name, flat, [slot.spec for slot in arguments.slots])
+    except Exception as error:
+        failure = autograph.as_user_raised(error, (threading.get_ident(),))
+    else:
+        return Traced(name, graph, body, arguments, outputs[-1], [fn, *created]), created
+    raise failure
+
+
+@contextlib.contextmanager
+def _recorded(created: list[Any]) -> Iterator[None]:
+    def creator(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        variable = next_creator(**kwargs)
+        created.append(variable)
+        return variable
+
+    with tf.variable_creator_scope(creator):
+        yield

@@ -1,0 +1,35 @@
+"""The user's own line among the frames that made an op."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine.replica.location import is_internal
+
+
+def user_line(made: Any) -> str:
+    """ "file.py:12 in step", of an op's tensor or of frames (file, line, function), outermost first; "" if unknown."""
+    if isinstance(made, tf.Tensor):
+        while made.op.type == "Identity":  # added on the way out
+            made = made.op.inputs[0]
+        frames = [(frame.filename, frame.lineno, frame.name) for frame in made.op.traceback]
+    else:
+        frames = [(_absolute(file), line, name) for file, line, name in made]
+    return _innermost(frames)
+
+
+def _innermost(frames: Iterable[tuple[str, Any, str]]) -> str:
+    users = [frame for frame in frames if not is_internal(frame[0])]
+    if not users:
+        return ""
+    file, line, name = users[-1]
+    return f"{file}:{line} in {name.removeprefix('tf__')}"
+
+
+def _absolute(file: str) -> str:
+    """XLA drops the first slash of a path."""
+    return file if os.path.isabs(file) or not os.path.exists(os.sep + file) else os.sep + file
