@@ -321,6 +321,11 @@ class InputsError(ReplicaEngineError, ValueError, TypeError):
         )
 
     @classmethod
+    def not_of_signature(cls, name: str, signature: str) -> InputsError:
+        """Arguments that an input signature excludes."""
+        return cls(f"The arguments of `{name}` do not fit its input_signature, {signature}: in number, dtype or shape.")
+
+    @classmethod
     def other_program(cls, name: str) -> InputsError:
         """Inputs that a compiled body was not compiled for."""
         return cls(

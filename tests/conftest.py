@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 import tensorflow as tf
 
-from replica_engine import MirroredStrategy
+from replica_engine import MirroredStrategy, TPUStrategy
 from replica_engine.testing import logical_devices, no_leaked_threads
 
 DEVICES = logical_devices(8)  # at import, before anything starts TensorFlow
@@ -33,7 +33,12 @@ class Row(NamedTuple):
     forms: tuple[str, ...] = FORMS
 
 
+def _tpu(devices: list[str]) -> tf.distribute.Strategy:
+    return TPUStrategy(num_cores=len(devices))
+
+
 STRATEGIES = {
+    "tpu": Row(_tpu),
     "mirrored": Row(MirroredStrategy),
     # Eager mode only: graphs are built in order with and without `concurrent` (test_options.py sees to that).
     "mirrored-concurrent": Row(functools.partial(MirroredStrategy, concurrent=True), ("eager",)),

@@ -14,6 +14,9 @@ from tensorflow.python.distribute.collective_all_reduce_strategy import (
     CollectiveAllReduceExtended as MultiWorkerMirroredExtended,
 )
 
+# resolve: the full name of a device, as TensorFlow's values and datasets spell it.
+from tensorflow.python.distribute.device_util import resolve
+
 # enter_or_assert_strategy: a strategy's scope, if no other one's is entered. UpdateContext: marks what runs inside
 # as an update of one replica's component.
 from tensorflow.python.distribute.distribute_lib import UpdateContext, enter_or_assert_strategy
@@ -23,13 +26,9 @@ from tensorflow.python.distribute.distribute_lib import UpdateContext, enter_or_
 from tensorflow.python.distribute.distribute_utils import (
     create_mirrored_variable as _create_mirrored_variable,
 )
-from tensorflow.python.distribute.distribute_utils import select_replica, update_regroup
-
-# resolve: the full name of a device, as TensorFlow's values and datasets spell it.
-from tensorflow.python.distribute.device_util import resolve
 
 # value_container: the distributed variable that a component belongs to.
-from tensorflow.python.distribute.distribute_utils import value_container
+from tensorflow.python.distribute.distribute_utils import select_replica, update_regroup, value_container
 
 # The extended half of tf.distribute.MirroredStrategy: variables, datasets, updates, reductions.
 from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
@@ -45,31 +44,31 @@ from tensorflow.python.distribute.values import (
     SyncOnReadVariable,
 )
 
-# VariableSynchronization: public too, as tf.VariableSynchronization.
-from tensorflow.python.ops.variables import VariableSynchronization as _Synchronization
-
 # _UnreadVariable: what `assign` returns in a graph; it is grouped as a value, not as its variable.
 from tensorflow.python.ops.resource_variable_ops import _UnreadVariable as UnreadVariable
+
+# VariableSynchronization: public too, as tf.VariableSynchronization.
+from tensorflow.python.ops.variables import VariableSynchronization as _Synchronization
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
 __all__ = [
-    "Mirrored",
-    "MirroredVariable",
-    "SyncOnReadVariable",
-    "UpdateContext",
-    "enter_or_assert_strategy",
-    "select_replica",
-    "update_regroup",
     "DistributedValues",
     "DistributedVariable",
+    "Mirrored",
     "MirroredExtended",
+    "MirroredVariable",
     "MultiWorkerMirroredExtended",
     "PerReplica",
+    "SyncOnReadVariable",
     "UnreadVariable",
+    "UpdateContext",
+    "enter_or_assert_strategy",
     "replica_id_in_sync_group",
     "resolve",
+    "select_replica",
+    "update_regroup",
     "value_container",
 ]
 

@@ -23,3 +23,8 @@ def clone(fn: Any, python_function: Callable) -> Any:
 def is_compiled(fn: Any) -> bool:
     """Whether `fn` was made with `jit_compile=True`."""
     return bool(fn._jit_compile)
+
+
+def options(fn: Any) -> tuple[bool, bool, Any]:
+    """Of a tf.function: whether AutoGraph converts it, whether it is to be traced seldom, its input signature."""
+    return bool(fn._autograph), bool(fn._reduce_retracing), fn.input_signature

@@ -19,7 +19,7 @@ from tensorflow.python.eager.lift_to_graph import lift_to_graph as _lift_to_grap
 # attribute that says so of calls.
 from tensorflow.python.framework import auto_control_deps_utils as _control_deps
 
-# FuncGraph: the graphs of functions. capture_call_time_value gives one a value that is asked for at each call.
+# FuncGraph: the graphs of functions.
 from tensorflow.python.framework.func_graph import FuncGraph as _FuncGraph
 
 # get_default_graph: the graph, or function graph, that ops go into.
@@ -31,10 +31,12 @@ from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGra
 # copy_handle_data: dtype and shape of the variable, from handle to handle.
 from tensorflow.python.ops.handle_data_util import copy_handle_data
 
-
 # ResourceVariable: the class of a plain tf.Variable. default_variable_creator_v2: the last variable creator.
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from tensorflow.python.ops.resource_variable_ops import default_variable_creator_v2 as _default_creator
+
+# in_save_context: a SavedModel is being written.
+from tensorflow.python.saved_model import save_context as _save_context
 
 __all__ = ["ResourceVariable", "UnliftableError", "copy_handle_data"]
 
@@ -75,9 +77,23 @@ def outermost_graph(inner: Any) -> Any:
     return inner
 
 
-def capture_at_call(graph: Any, closure: Callable[[], tf.Tensor], key: Any) -> tf.Tensor:
-    """A resource in a function graph that is what `closure()` returns at each call; one for each key."""
-    return graph.capture_call_time_value(closure, tf.TensorSpec((), tf.resource), key=key)
+def capture_at_call(graph: Any, raw: tf.Tensor, at_call: Callable[[], tf.Tensor]) -> tf.Tensor:
+    """A handle captured by a function graph, which at each call of the function is what `at_call()` returns.
+
+    A function asks what is callable among its captures for a value at each call. FuncGraph has a method for such
+    captures, but functions that use it cannot be saved.
+    """
+    placeholder = graph.capture(raw)
+    captures = graph.function_captures
+    captures.add_or_replace(
+        key=id(raw), external=at_call, internal=placeholder, tracetype=captures.capture_types[id(raw)]
+    )
+    return placeholder
+
+
+def is_saving() -> bool:
+    """Whether a function is being traced to be saved."""
+    return _save_context.in_save_context()
 
 
 def may_write(handle: tf.Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-# XlaAllReduce, XlaReplicaId, XlaReduceScatter lower on every platform, CPU too, where CrossReplicaSum has no
+# XlaAllReduce and XlaReplicaId lower on every platform, CPU too, where CrossReplicaSum has no
 # kernel in the wheel. XlaCustomCallV2 is the marker for operations that TensorFlow does not lower.
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops as _ops
 
@@ -31,7 +31,7 @@ _HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
 
 
 class _BodyContext(_XLAControlFlowContext):
-    def RequiresUniqueFunctionRetracing(self) -> bool:  # noqa: N802
+    def RequiresUniqueFunctionRetracing(self) -> bool:
         # A tf.function called in a body is traced for that body: its variables are read from the devices there,
         # and its collectives belong to that many replicas.
         return True
@@ -53,17 +53,17 @@ def replica_id() -> tf.Tensor:
     return _ops.xla_replica_id()
 
 
+def takes_all_reduce(dtype: tf.DType) -> bool:
+    """Whether `all_reduce` takes a dtype."""
+    return dtype in (tf.float16, tf.bfloat16, tf.float32, tf.int32, tf.uint32)
+
+
 def all_reduce(x: tf.Tensor, groups: Sequence[Sequence[int]], op: str) -> tf.Tensor:
-    """`op` is Add, Mul, Min, Max, And or Or."""
+    """`op` is Add, Min or Max."""
     return _ops.xla_all_reduce(x, group_assignment=groups, reduce_op=op, mode="CrossReplica")
 
 
-def reduce_scatter(x: tf.Tensor, groups: Sequence[Sequence[int]], axis: int) -> tf.Tensor:
-    """The sum over the replicas of a group, of which each gets its part along `axis`."""
-    return _ops.xla_reduce_scatter(x, group_assignment=groups, scatter_dimension=axis, reduce_op="Add")
-
-
-def marker(name: str, x: tf.Tensor, parameters: str, shape: Sequence[int]) -> tf.Tensor:
+def marker(name: str, x: tf.Tensor, parameters: str, shape: Any) -> tf.Tensor:
     """A custom call that stands for another operation of one operand and one result."""
     (result,) = _ops.xla_custom_call_v2(
         operands=[x],
@@ -118,17 +118,6 @@ def variable_dtype_and_shape(handle: tf.Tensor) -> tuple[tf.DType, tf.TensorShap
         return None
     first = data.shape_and_type[0]
     return tf.dtypes.as_dtype(first.dtype), tf.TensorShape(first.shape)
-
-
-def replace_with_constant(graph: Any, placeholder: tf.Tensor, value: Any) -> None:
-    """Puts a constant in the place of an input of a function graph."""
-    with graph.as_default(), tf.control_dependencies(None):
-        constant = tf.constant(value)
-    for consumer in placeholder.consumers():
-        for index, tensor in enumerate(consumer.inputs):
-            if tensor is placeholder:
-                consumer._update_input(index, constant)
-    graph.outputs[:] = [constant if output is placeholder else output for output in graph.outputs]
 
 
 def is_host_only(dtype: tf.DType) -> bool:

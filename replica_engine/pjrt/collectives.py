@@ -1,6 +1,6 @@
 """Collective operations that TensorFlow has no lowering for.
 
-TensorFlow lowers sums and their like. For the others the replica body holds a marker, a custom call with the
+TensorFlow lowers reductions of a few dtypes. For the rest the replica body holds a marker, a custom call with the
 name below and its parameters as JSON, and here the program's text is rewritten: each marker becomes the
 StableHLO operation of that name.
 """
@@ -48,14 +48,42 @@ def _replace(marker: Any) -> None:
             results=[result.type for result in marker.results],
             operands=list(marker.operands),
             attributes=attributes,
+            regions=1 if "op" in parameters else 0,
         )
+        if "op" in parameters:
+            _fill_reduction(operation.regions[0], parameters["op"], ir.RankedTensorType(marker.results[0].type))
     for old, new in zip(marker.results, operation.results, strict=True):
         old.replace_all_uses_with(new)
     marker.erase()
 
 
+def _fill_reduction(region: Any, op: str, of: Any) -> None:
+    """Puts the reduction of two scalars into the region of an operation."""
+    scalar = ir.RankedTensorType.get([], of.element_type)
+    location = ir.Location.unknown()
+    block = region.blocks.append(scalar, scalar, arg_locs=[location, location])
+    with ir.InsertionPoint(block), location:
+        name = {"Add": "add", "Min": "minimum", "Max": "maximum"}[op]
+        value = ir.Operation.create(f"stablehlo.{name}", results=[scalar], operands=list(block.arguments))
+        ir.Operation.create("stablehlo.return", operands=[value.results[0]])
+
+
 def _table(rows: list[list[int]]) -> str:
     return f"dense<{json.dumps(rows)}> : tensor<{len(rows)}x{len(rows[0]) if rows else 0}xi64>"
+
+
+def _all_reduce(parameters: dict[str, Any]) -> dict[str, str]:
+    return {"replica_groups": _table(_rectangular(parameters["groups"]))}
+
+
+def _reduce_scatter(parameters: dict[str, Any]) -> dict[str, str]:
+    return {"scatter_dimension": f"{parameters['axis']} : i64", "replica_groups": _table(parameters["groups"])}
+
+
+def _rectangular(groups: list[list[int]]) -> list[list[int]]:
+    """Groups of different sizes, filled up with -1."""
+    longest = max(map(len, groups))
+    return [group + [-1] * (longest - len(group)) for group in groups]
 
 
 def _all_gather(parameters: dict[str, Any]) -> dict[str, str]:
@@ -77,6 +105,8 @@ def _collective_permute(parameters: dict[str, Any]) -> dict[str, str]:
 
 
 _ATTRIBUTES = {
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
     "all_gather": _all_gather,
     "all_to_all": _all_to_all,
     "collective_permute": _collective_permute,

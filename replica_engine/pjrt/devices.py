@@ -45,7 +45,9 @@ def device_group(platform: str | None = None, count: int | None = None) -> Devic
             return _cpu_group(count)
     devices = _accelerators(platform)
     if not devices:
-        raise DeviceError.none_of_platform(platform, [name for name in PLATFORMS if name == "cpu" or _accelerators(name)])
+        raise DeviceError.none_of_platform(
+            platform, [name for name in PLATFORMS if name == "cpu" or _accelerators(name)]
+        )
     if count is not None and count > len(devices):
         raise DeviceError.too_few(count, platform.upper(), len(devices))
     return _group(platform, devices[:count])

@@ -9,17 +9,17 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine import xla
-from replica_engine._compat import autograph, distribute, function
+from replica_engine._compat import autograph, distribute
 from replica_engine.pjrt.devices import device_group
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.replica import regroup
 from replica_engine.strategies import tpu_variables
 from replica_engine.strategies.tpu_context import BodyReplicaContext, gather_leaf, reduce_leaf
-from replica_engine.xla.arguments import Arguments
 from replica_engine.xla.body import in_body
 from replica_engine.xla.graph_op import call
 from replica_engine.xla.program import Programs
 from replica_engine.xla.resolver import PjrtClusterResolver
+from replica_engine.xla.source import Source
 
 
 class TPUExtended(distribute.MirroredExtended):
@@ -49,11 +49,10 @@ class TPUExtended(distribute.MirroredExtended):
         if in_body() is not None:  # by a merge function, or strategy.reduce(axis=...) in one
             with BodyReplicaContext(self._container_strategy()):
                 return fn(*args, **kwargs)
-        if function.is_tf_function(fn):
-            fn = fn.python_function
+        source = Source.of(fn)
         with self._container_strategy().scope():
-            arguments = Arguments(args, kwargs, self.device_group.size)
-            results = call(self._programs, fn, arguments)
+            arguments, shapes = source.arguments(args, kwargs, self.device_group.size)
+            results = call(self._programs, source, arguments, shapes)
         return regroup(results, what="The results of the replicas")
 
     @contextlib.contextmanager
@@ -70,7 +69,7 @@ class TPUExtended(distribute.MirroredExtended):
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         """The hook of `reduce` and `reduce_to`."""
-        if in_body() is None:
+        if in_body() is None or isinstance(value, (int, float)):
             return super()._reduce_to(reduce_op, value, destinations, options)
         return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, leaf), value)
 
@@ -121,6 +120,11 @@ class TPUExtended(distribute.MirroredExtended):
 
     def _use_merge_call(self) -> bool:
         return True
+
+    @property
+    def num_hosts(self) -> int:
+        """How many machines; Keras asks every strategy with such a name."""
+        return 1
 
 
 def _as_value(result: Any) -> Any:
@@ -198,7 +202,9 @@ class TPUStrategy(tf.distribute.Strategy):
             ReplicaMismatchError: replicas have tensors of different shapes or dtypes.
             Exception: whatever `fn` raised while it was traced.
         """
-        return self.extended.call_for_each_replica(fn, tuple(args), kwargs or {})
+        if not isinstance(args, (list, tuple)):
+            raise ValueError(f"positional args must be a list or tuple; got {type(args).__name__}. Write args=(x,).")
+        return self.extended.call_for_each_replica(fn, args, kwargs or {})
 
     @property
     def steps_per_run(self) -> int:

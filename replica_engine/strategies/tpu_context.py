@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from replica_engine import xla
 from replica_engine._compat import autograph, distribute
+from replica_engine.errors import CollectiveError
 
 
 class BodyReplicaContext(tf.distribute.ReplicaContext):
@@ -73,8 +74,9 @@ def reduce_leaf(reduce_op: Any, value: Any) -> Any:
 
 def gather_leaf(value: Any, axis: int) -> tf.Tensor:
     """One value of each replica, concatenated."""
-    if isinstance(value, tf.IndexedSlices):
+    if isinstance(value, (tf.IndexedSlices, tf.SparseTensor)):
         raise NotImplementedError("all_gather does not support IndexedSlices/SparseTensor")
-    if isinstance(value, tf.SparseTensor):
-        raise NotImplementedError("all_gather does not support IndexedSlices/SparseTensor")
-    return xla.all_gather(value, axis=axis)
+    tensor = tf.convert_to_tensor(value)
+    if tensor.shape.rank == 0:
+        raise CollectiveError.no_axis("all_gather", axis, str(tensor.shape))  # as in tf.distribute
+    return xla.all_gather(tensor, axis=axis)

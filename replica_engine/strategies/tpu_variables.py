@@ -80,7 +80,9 @@ def spread_seed(value: np.ndarray, size: int) -> list[np.ndarray]:
     seeds = []
     for replica in range(size):
         seed = value.copy()
-        seed.flat[0] = (int(seed.flat[0]) + replica * _GOLDEN) % 2**32 if seed.dtype == np.uint32 else seed.flat[0] + replica
+        seed.flat[0] = (
+            (int(seed.flat[0]) + replica * _GOLDEN) % 2**32 if seed.dtype == np.uint32 else seed.flat[0] + replica
+        )
         seeds.append(seed)
     return seeds
 

@@ -17,6 +17,9 @@ from replica_engine.errors import ReplicaMismatchError
 from replica_engine.replica import regroup, select
 from replica_engine.replica.structure import open_level
 
+Shapes = tuple[tf.TensorShape, ...]
+"""Shapes of slots; dimensions may be unknown."""
+
 
 class Slot:
     """A tensor among the arguments: one value for all replicas, or one for each.
@@ -42,11 +45,6 @@ class Slot:
                 if value.shape.is_fully_defined() and self.shape.is_fully_defined():
                     raise ReplicaMismatchError.shapes(name, replica, str(self.shape), str(value.shape))
                 self.shape = self.shape.most_specific_compatible_shape(value.shape)
-
-    @property
-    def spec(self) -> tf.TensorSpec:
-        """What a trace needs to know of it."""
-        return tf.TensorSpec(self.shape, self.dtype)
 
 
 class ById:
@@ -74,7 +72,7 @@ class Arguments:
 
     Attributes:
         slots: the tensors, in order.
-        key: hashable; equal if one program serves both.
+        key: hashable; equal for arguments that differ in the values and shapes of tensors only.
         rebuild: the arguments again, with other tensors in the slots.
 
     Raises:
@@ -86,7 +84,7 @@ class Arguments:
         self.slots: list[Slot] = []
         build_args, key_args = self._open(tuple(args), "args")
         build_kwargs, key_kwargs = self._open(dict(kwargs), "kwargs")
-        self.key = (key_args, key_kwargs, tuple((slot.dtype, tuple(slot.shape)) for slot in self._static()))
+        self.key = (key_args, key_kwargs, tuple(slot.dtype for slot in self.slots))
         self.rebuild: Callable[[Sequence[Any]], tuple[tuple, dict]] = lambda tensors: (
             build_args(tensors),
             build_kwargs(tensors),
@@ -102,8 +100,10 @@ class Arguments:
         grouped = regroup([tuple(each) for each in inputs], what="The inputs of the replicas", name="inputs")
         return cls(grouped, {}, len(inputs))
 
-    def _static(self) -> list[Slot]:
-        return [slot for slot in self.slots if slot.shape.rank is not None]
+    @property
+    def shapes(self) -> Shapes:
+        """The shapes of the slots."""
+        return tuple(slot.shape for slot in self.slots)
 
     def _open(self, value: Any, name: str) -> tuple[Callable[[Sequence[Any]], Any], Any]:
         """How to build `value` again of tensors, and its part of the key."""
@@ -146,7 +146,9 @@ class Arguments:
         ]
         spec = tf.type_spec_from_value(first)
         return (
-            lambda tensors: tf.nest.pack_sequence_as(first, [build(tensors) for build in builders], expand_composites=True)
+            lambda tensors: tf.nest.pack_sequence_as(
+                first, [build(tensors) for build in builders], expand_composites=True
+            )
         ), type(spec)
 
     def _add(self, name: str, values: list[Any]) -> Callable[[Sequence[Any]], Any]:

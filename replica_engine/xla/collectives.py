@@ -73,7 +73,7 @@ def all_reduce(x: Any, op: Any = "SUM", groups: Groups | None = None) -> tf.Tens
     tensor = tf.convert_to_tensor(x)
     name = str(getattr(op, "value", op)).upper()
     if name not in _REDUCTIONS:
-        raise CollectiveError.unknown_reduction(op, sorted(_REDUCTIONS))
+        raise CollectiveError.unknown_reduction(name, sorted(_REDUCTIONS))
     if tensor.dtype == tf.bool or xla_ops.is_host_only(tensor.dtype) or (tensor.dtype.is_complex and name in _EXTREMES):
         raise CollectiveError.wrong_dtype(name, tensor.dtype.name)
     return _REDUCTIONS[name](tensor, rows)
@@ -163,10 +163,16 @@ ppermute = collective_permute
 """JAX's name of `collective_permute`."""
 
 
+def _reduced(x: tf.Tensor, rows: list[list[int]], op: str) -> tf.Tensor:
+    if xla_ops.takes_all_reduce(x.dtype) and len({len(row) for row in rows}) == 1:
+        return xla_ops.all_reduce(x, rows, op)
+    return _marker("all_reduce", x, x.shape, groups=rows, op=op)
+
+
 def _sum(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
     @tf.custom_gradient
     def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-        return xla_ops.all_reduce(x, rows, "Add"), lambda dy: _sum(dy, rows)
+        return _reduced(x, rows, "Add"), lambda dy: _sum(dy, rows)
 
     return with_gradient(x)
 
@@ -188,7 +194,7 @@ def _extreme(op: str) -> Callable[[tf.Tensor, list[list[int]]], tf.Tensor]:
     def reduce(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
         @tf.custom_gradient
         def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-            result = xla_ops.all_reduce(x, rows, op)
+            result = _reduced(x, rows, op)
 
             def gradient(dy: tf.Tensor) -> tf.Tensor:
                 mine = tf.cast(x == result, dy.dtype)
@@ -217,9 +223,13 @@ def _gather(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
 
 
 def _scatter(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
+    shape = x.shape.as_list()
+    shape[axis] //= len(rows[0])
+
     @tf.custom_gradient
     def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-        return xla_ops.reduce_scatter(x, rows, axis), lambda dy: _gather(dy, axis, rows)
+        result = _marker("reduce_scatter", x, shape, axis=axis, groups=rows, op="Add")
+        return result, lambda dy: _gather(dy, axis, rows)
 
     return with_gradient(x)
 
@@ -242,12 +252,12 @@ def _permute(x: tf.Tensor, links: list[tuple[int, int]]) -> tf.Tensor:
 
     @tf.custom_gradient
     def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-        return _marker("collective_permute", x, x.shape.as_list(), pairs=links), lambda dy: _permute(dy, back)
+        return _marker("collective_permute", x, x.shape, pairs=links), lambda dy: _permute(dy, back)
 
     return with_gradient(x)
 
 
-def _marker(name: str, x: tf.Tensor, shape: list[int], **parameters: Any) -> tf.Tensor:
+def _marker(name: str, x: tf.Tensor, shape: Any, **parameters: Any) -> tf.Tensor:
     if not x.shape.is_fully_defined():
         raise CollectiveError.unknown_shape(name, str(x.shape))
     return xla_ops.marker(_PREFIX + name, x, json.dumps(parameters), shape)

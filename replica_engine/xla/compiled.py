@@ -44,7 +44,9 @@ class Compiled:
         self._writes = [(self.variables[variable], result) for variable, result in lowered.writes]
         self._constants: list[Array] | None = None
 
-    def launch(self, slots: Sequence[Sequence[np.ndarray]], captured: Sequence[np.ndarray] | None = None) -> list[Array]:
+    def launch(
+        self, slots: Sequence[Sequence[np.ndarray]], captured: Sequence[np.ndarray] | None = None
+    ) -> list[Array]:
         """Runs the program on all replicas.
 
         Args:
@@ -87,6 +89,7 @@ class Compiled:
             InputsError: the inputs have another structure, or other shapes or dtypes.
         """
         arguments = Arguments.of_replicas(inputs or [[]] * self.devices.size)
-        if arguments.key != self.lowered.traced.key:
+        shapes = tuple(tuple(slot.shape) for slot in arguments.slots)
+        if arguments.key != self.lowered.traced.key or shapes != self.lowered.shapes:
             raise InputsError.other_program(self.lowered.traced.name)
         return self.run(arguments)

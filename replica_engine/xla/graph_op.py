@@ -12,36 +12,38 @@ nothing:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from replica_engine._compat import variables
+from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.xla import host_graph
-from replica_engine.xla.arguments import Arguments
-from replica_engine.xla.compiled import Compiled
-from replica_engine.xla.lower import Lowered
-from replica_engine.xla.program import LastUsed, Programs
+from replica_engine.xla.arguments import Arguments, Shapes
+from replica_engine.xla.program import Programs, TracedProgram
 from replica_engine.xla.resident import Borrowed, resident_of
-from replica_engine.xla.trace import Traced
+from replica_engine.xla.source import Source
 
 
-def call(programs: Programs, fn: Callable[..., Any], arguments: Arguments) -> list[Any]:
-    """Runs `fn` on all replicas, here and now or when the graph under construction runs.
+def call(programs: Programs, source: Source, arguments: Arguments, shapes: Shapes) -> list[Any]:
+    """Runs a function on all replicas, here and now or when the graph under construction runs.
 
     Returns:
-        For each replica what `fn` returned.
+        For each replica what the function returned.
     """
     if tf.executing_eagerly():
-        return programs.find(fn, arguments).run(arguments)
-    traced = programs.trace(fn, arguments)
+        return programs.find(source, arguments, shapes).run(arguments)
+    program = programs.trace(source, arguments, shapes)
+    traced = program.traced
+    step = _Step(programs.devices, program, [len(slot.values) for slot in arguments.slots], host_graph.shared())
+    if all(slot.shape.is_fully_defined() for slot in arguments.slots) and all(
+        tensor.shape.is_fully_defined() for tensor in traced.tensors
+    ):
+        # Where all shapes are known, so that errors come before anything runs.
+        step.find([tuple(slot.shape) for slot in arguments.slots], [tuple(tensor.shape) for tensor in traced.tensors])
     size = programs.devices.size
     inputs = [tensor for slot in arguments.slots for tensor in slot.values] + traced.tensors
-    counts = [len(slot.values) for slot in arguments.slots]
-    step = _Step(programs, traced, counts, host_graph.shared())
-    step.compile_ahead()
     flat = _add_op(step, inputs, [spec for spec in traced.outputs for _ in range(size)])
     columns = [flat[index * size : (index + 1) * size] for index in range(len(traced.outputs))]
     return [traced.rebuild([column[replica] for column in columns]) for replica in range(size)]
@@ -51,24 +53,18 @@ class _Step:
     """What the op runs: a traced body, compiled for the shapes that come.
 
     Args:
-        programs: what to compile with.
-        traced: the body.
+        devices: where it runs.
+        program: the body.
         counts: how many values, one or N, each slot has.
         shared: the variables that the graph around uses on the host.
     """
 
-    def __init__(self, programs: Programs, traced: Traced, counts: list[int], shared: host_graph.Shared):
-        self.programs = programs
-        self.traced = traced
+    def __init__(self, devices: DeviceGroup, program: TracedProgram, counts: list[int], shared: host_graph.Shared):
+        self.devices = devices
+        self.traced = program.traced
+        self.find = program.find
         self._counts = counts
         self._shared = shared
-        self._compiled: LastUsed = LastUsed(64)
-
-    def compile_ahead(self) -> None:
-        """Compiles now, where all shapes are known, so that errors come before anything runs."""
-        shapes = [spec.shape for spec in [*self.traced.slots, *self.traced.tensors]]
-        if all(shape.is_fully_defined() for shape in shapes):
-            self._find([tuple(shape) for shape in shapes])
 
     def __call__(self, *inputs: np.ndarray) -> list[np.ndarray]:
         """Runs the program on concrete inputs."""
@@ -77,30 +73,17 @@ class _Step:
         for number in self._counts:
             slots.append(rest[:number])
             del rest[:number]
-        compiled = self._find([values[0].shape for values in slots] + [value.shape for value in rest])
-        devices = self.programs.devices
-        with devices.in_flight:
+        compiled = self.find([values[0].shape for values in slots], [value.shape for value in rest])
+        with self.devices.in_flight:
             self._shared.before_run(compiled)
             arrays = compiled.launch(slots, rest)
             self._shared.after_run(compiled)
-        return [value for array in arrays for value in devices.fetch_all(array)]
-
-    def _find(self, shapes: list[tuple[int, ...]]) -> Compiled:
-        key = tuple(shapes)
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            lowered: Lowered = self.traced.lower([tf.TensorShape(shape) for shape in shapes])
-            compiled = self._compiled[key] = self.programs.compile(lowered)
-        return compiled
+        return [value for array in arrays for value in self.devices.fetch_all(array)]
 
 
 def _add_op(step: _Step, inputs: list[tf.Tensor], outputs: list[tf.TensorSpec]) -> list[tf.Tensor]:
     """The op in the graph: a function call, so that it can be given variables, around a Python op."""
-    borrowed = [
-        handle
-        for handle in step.traced.handles
-        if isinstance(resident_of(handle, step.programs.devices), Borrowed)
-    ]
+    borrowed = [handle for handle in step.traced.handles if isinstance(resident_of(handle, step.devices), Borrowed)]
     handles = [host_graph.token(), *host_graph.used_before(), *borrowed]
 
     @tf.function(autograph=False)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+
 class Use:
     """One function's use of one of our variables.
 
@@ -76,15 +77,14 @@ def handle(resident: Resident, replica: int) -> tf.Tensor:
     graph = variables.graph()
     function = variables.function_graph(graph)
     raw = resident.handles[replica]
-    if function is None:
+    if function is None or variables.is_saving():
         return raw
     uses: dict[Any, Use] = _kept_on(function, "_replica_engine_uses", dict)
     use = uses.get((resident, replica))
     if use is None:
-        closure = functools.partial(_at_call, resident, replica, uses)
-        placeholder = variables.capture_at_call(function, closure, key=("replica_engine", resident, replica))
-        variables.copy_handle_data(raw, placeholder)
-        use = uses[resident, replica] = Use(placeholder)
+        at_call = functools.partial(_at_call, resident, replica, uses)
+        resident.asked.add(at_call)
+        use = uses[resident, replica] = Use(variables.capture_at_call(function, raw, at_call))
     state = shared()
     known = state.uses.setdefault(resident, [])
     if use not in known:
@@ -94,11 +94,7 @@ def handle(resident: Resident, replica: int) -> tf.Tensor:
 
 def used_before() -> list[tf.Tensor]:
     """Handles, for a run under construction, of the variables that were used before it."""
-    return [
-        handle(resident, replica)
-        for resident in list(shared().uses)
-        for replica in range(len(resident.handles))
-    ]
+    return [handle(resident, replica) for resident in list(shared().uses) for replica in range(len(resident.handles))]
 
 
 def token() -> tf.Tensor:

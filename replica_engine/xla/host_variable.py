@@ -75,3 +75,12 @@ class HostVariable(variables.ResourceVariable):
     sparse_read = _reads("sparse_read")
     gather_nd = _reads("gather_nd")
     is_initialized = _reads("is_initialized")
+
+    def _export_to_saved_model_graph(self, object_map: Any, tensor_map: Any, options: Any, **kwargs: Any) -> list:
+        """TensorFlow's hook for saving. What functions have in the place of our handle stands for it there too."""
+        resources = super()._export_to_saved_model_graph(object_map, tensor_map, options, **kwargs)
+        resident, replica = self._replica_engine
+        for at_call in resident.asked:
+            tensor_map[at_call] = tensor_map[resident.handles[replica]]
+            resources.append(at_call)
+        return resources

@@ -34,12 +34,14 @@ class Lowered:
 
     Attributes:
         traced: the stage before.
+        shapes: of the slots.
         results: shape and dtype of each result.
         writes: (index among the captured variables, index among the results) of each variable written.
     """
 
-    def __init__(self, traced: Traced, text: str):
+    def __init__(self, traced: Traced, specs: list[tf.TensorSpec], text: str):
         self.traced = traced
+        self.shapes = tuple(tuple(spec.shape) for spec in specs[: len(traced.slots)])
         self._text = text
         first = len(traced.slots) + len(traced.tensors)
         self.writes = [(int(parameter) - first, int(result or 0)) for parameter, result in _ALIAS.findall(text)]
@@ -100,7 +102,7 @@ def lower(traced: Traced, specs: list[tf.TensorSpec]) -> Lowered:
         if "compile-time constant" in str(error) and traced.bake_in():
             return lower(traced, _specs(traced, specs))
         raise _explain(traced, error) from None
-    return Lowered(traced, text)
+    return Lowered(traced, specs, text)
 
 
 def _specs(traced: Traced, specs: list[tf.TensorSpec]) -> list[tf.TensorSpec]:

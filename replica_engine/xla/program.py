@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from types import CellType, FunctionType, MethodType
 from typing import Any
 
-from replica_engine._compat import function as tf_function
+import tensorflow as tf
+
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
-from replica_engine.xla.arguments import Arguments, ById, constant_key
+from replica_engine.xla.arguments import Arguments, Shapes
 from replica_engine.xla.compiled import Compiled
 from replica_engine.xla.lower import Lowered
+from replica_engine.xla.source import Source
 from replica_engine.xla.trace import Enter, Traced, trace
 
 MOST_PROGRAMS = 256
@@ -25,10 +24,9 @@ MOST_PROGRAMS = 256
 class Programs:
     """The programs for one group of devices.
 
-    A trace is found by its function, the structure, shapes and dtypes of its arguments and all of them that is
-    no tensor. A lambda or nested function that is made anew for each call is the same function if its code and
-    what it closes over are the same objects. Executables are found by the text of the program, so that
-    functions that come to the same program share one.
+    A trace is found by its function (`Source.key`) and by all of its arguments that is no tensor's value.
+    Executables are found by the text of the program, so that functions that come to the same program share
+    one.
 
     Args:
         devices: what to compile for.
@@ -39,22 +37,27 @@ class Programs:
     def __init__(self, devices: DeviceGroup, enter: Enter = contextlib.nullcontext, most: int = MOST_PROGRAMS):
         self.devices = devices
         self._enter = enter
+        self._most = most
         self._traces: LastUsed = LastUsed(most)
+        self._general: LastUsed = LastUsed(most)
         self._executables: LastUsed = LastUsed(most)
         self._lock = threading.RLock()  # a trace may run another one, on the same thread
 
-    def find(self, fn: Callable[..., Any], arguments: Arguments) -> Compiled:
+    def find(self, source: Source, arguments: Arguments, shapes: Shapes) -> Compiled:
         """The program for a call in eager mode."""
-        key = (function_key(fn), arguments.key)
+        key = (source.key, arguments.key)
         with self._lock:
-            compiled = self._traces.get(key)
-            if compiled is None:
-                compiled = self._traces[key] = self.compile(self.trace(fn, arguments).lower())
-            return compiled
+            if source.seldom:
+                shapes = self._general[key] = _generalized(self._general.get(key), shapes)
+            key = (*key, tuple(map(_hashable, shapes)))
+            traced: TracedProgram | None = self._traces.get(key)
+            if traced is None:
+                traced = self._traces[key] = self.trace(source, arguments, shapes)
+            return traced.find([tuple(slot.shape) for slot in arguments.slots])
 
-    def trace(self, fn: Callable[..., Any], arguments: Arguments) -> Traced:
-        """Traces `fn`, anew."""
-        return trace(fn, arguments, self.devices.size, self._enter)
+    def trace(self, source: Source, arguments: Arguments, shapes: Shapes) -> TracedProgram:
+        """Traces a function, anew."""
+        return TracedProgram(self, trace(source, arguments, shapes, self.devices.size, self._enter))
 
     def compile(self, lowered: Lowered) -> Compiled:
         """Compiles a program, or finds it compiled."""
@@ -64,6 +67,29 @@ class Programs:
             compiled = Compiled(lowered, self.devices, executable)
             self._executables[key] = compiled.executable
             return compiled
+
+
+class TracedProgram:
+    """A traced body, compiled for the shapes that come.
+
+    Args:
+        programs: what to compile with.
+        traced: the body.
+    """
+
+    def __init__(self, programs: Programs, traced: Traced):
+        self.traced = traced
+        self._programs = programs
+        self._compiled: LastUsed = LastUsed(64)
+
+    def find(self, shapes: list[tuple[int, ...]], captured: list[tuple[int, ...]] | None = None) -> Compiled:
+        """The program for arguments, and captured tensors of an outer graph, of these shapes."""
+        key = (tuple(shapes), tuple(captured or ()))
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            lowered = self.traced.lower(shapes, captured)
+            compiled = self._compiled[key] = self._programs.compile(lowered)
+        return compiled
 
 
 class LastUsed(OrderedDict):
@@ -87,33 +113,15 @@ class LastUsed(OrderedDict):
             del self[next(iter(self))]
 
 
-def function_key(fn: Any, depth: int = 3) -> Any:
-    """Equal for functions that would be traced to the same graph.
-
-    Functions are equal that have the same code, globals, defaults and closed-over objects. `depth` is how far
-    to look into functions that a function closes over.
-    """
-    if isinstance(fn, functools.partial):
-        rest = tuple((name, _key(value, depth)) for name, value in sorted(fn.keywords.items()))
-        return "partial", function_key(fn.func, depth), tuple(_key(value, depth) for value in fn.args), rest
-    if isinstance(fn, MethodType):
-        return "method", function_key(fn.__func__, depth), ById(fn.__self__)
-    if not isinstance(fn, FunctionType) or tf_function.is_tf_function(fn) or depth == 0:
-        return ById(fn)
-    cells = tuple(_cell_key(cell, depth) for cell in fn.__closure__ or ())
-    defaults = tuple(_key(value, depth) for value in fn.__defaults__ or ())
-    named = tuple((name, _key(value, depth)) for name, value in sorted((fn.__kwdefaults__ or {}).items()))
-    # fn.__dict__ as well: functools.wraps keeps the wrapped function there, and AutoGraph its settings.
-    marks = tuple((name, _key(value, depth)) for name, value in sorted(fn.__dict__.items()))
-    return fn.__code__, ById(fn.__globals__), cells, defaults, named, marks
+def _generalized(known: Shapes | None, shapes: Shapes) -> Shapes:
+    """Shapes that take both; those that are known if they already do."""
+    if known is None:
+        return shapes
+    return tuple(
+        before if before.is_compatible_with(shape) else before.most_specific_compatible_shape(shape)
+        for before, shape in zip(known, shapes, strict=True)
+    )
 
 
-def _cell_key(cell: CellType, depth: int) -> Any:
-    try:
-        return _key(cell.cell_contents, depth)
-    except ValueError:  # not yet assigned
-        return ById(cell)
-
-
-def _key(value: Any, depth: int) -> Any:
-    return function_key(value, depth - 1) if isinstance(value, FunctionType) else constant_key(value)
+def _hashable(shape: tf.TensorShape) -> Any:
+    return None if shape.rank is None else tuple(shape)

@@ -15,6 +15,7 @@ from replica_engine.xla.body import in_body
 from replica_engine.xla.graph_op import call
 from replica_engine.xla.lower import Lowered
 from replica_engine.xla.program import Programs
+from replica_engine.xla.source import Source
 
 Inputs = Sequence[Sequence[Any]]
 """A list over replicas of lists of arguments."""
@@ -59,7 +60,7 @@ def replicate(fn: Callable[..., Any], inputs: Inputs | None = None, num_replicas
         [0.25, 0.75]
     """
     arguments, programs = _prepare(inputs, num_replicas)
-    return call(programs, fn, arguments)
+    return call(programs, Source.of(fn), arguments, arguments.shapes)
 
 
 @autograph.artifact
@@ -82,7 +83,7 @@ def lower(fn: Callable[..., Any], inputs: Inputs | None = None, num_replicas: in
         [11.0, 21.0]
     """
     arguments, programs = _prepare(inputs, num_replicas)
-    return programs.trace(fn, arguments).lower()
+    return programs.trace(Source.of(fn), arguments, arguments.shapes).traced.lower()
 
 
 def _prepare(inputs: Inputs | None, size: int | None) -> tuple[Arguments, Programs]:

@@ -12,8 +12,8 @@ Both sides are never stale at once. What "a look" and "a write" are is for `host
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -34,6 +34,9 @@ class Resident:
         handles: of the variables on the host; a single one where all replicas have one value.
         devices: where the replicas run.
         spread: for a single one, what each replica gets of it; None for the same.
+
+    Attributes:
+        asked: what host functions call to get a handle (`host_graph`); saving a model has to know.
     """
 
     def __init__(self, handles: Sequence[tf.Tensor], devices: DeviceGroup, spread: Spread | None = None):
@@ -41,8 +44,9 @@ class Resident:
         described = xla_ops.variable_dtype_and_shape(self.handles[0])
         assert described is not None, "a variable's handle"
         self.dtype = described[0]
+        self.asked: weakref.WeakSet = weakref.WeakSet()
+        self.spread = spread
         self._devices = devices
-        self._spread = spread
         self._array: Array | None = None  # None: the host's value is the newest
         self._host_stale = False
         for handle in self.handles:
@@ -78,7 +82,7 @@ class Resident:
 
     def _host_values(self) -> list[np.ndarray]:
         values = [variables.read(handle, self.dtype).numpy() for handle in self.handles]
-        return values if self._spread is None else self._spread(values[0], self._devices.size)
+        return values if self.spread is None else self.spread(values[0], self._devices.size)
 
 
 class Borrowed:

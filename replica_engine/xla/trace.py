@@ -8,9 +8,10 @@ new variables in each call is told so.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,11 @@ import tensorflow as tf
 from replica_engine._compat import autograph, distribute, xla_ops
 from replica_engine.errors import CaptureError, VariableCreationError
 from replica_engine.replica.structure import open_level
-from replica_engine.xla.arguments import Arguments
+from replica_engine.xla.arguments import Arguments, Shapes
 from replica_engine.xla.body import Body
 from replica_engine.xla.counts import count
 from replica_engine.xla.lower import Lowered, lower
+from replica_engine.xla.source import Source
 
 Enter = Callable[[], contextlib.AbstractContextManager[Any]]
 """What a strategy puts around the body while it is traced: its scope and a replica context."""
@@ -47,11 +49,12 @@ class Traced:
     """
 
     def __init__(self, name: str, graph: Any, body: Body, arguments: Arguments, outputs: Outputs, kept: list[Any]):
+        specs = [tf.TensorSpec(inside.shape, inside.dtype) for inside in graph.inputs[: len(arguments.slots)]]
         self.name = name
         self.graph = graph
         self.body = body
         self.key = arguments.key
-        self.slots = [slot.spec for slot in arguments.slots]
+        self.slots = specs
         self.slot_names = [slot.name for slot in arguments.slots]
         self.outputs = [tf.TensorSpec(output.shape, output.dtype) for output in graph.outputs]
         self.rebuild = outputs.rebuild
@@ -68,19 +71,17 @@ class Traced:
         self._registered: Any = None
         self._lock = threading.Lock()
 
-    def lower(self, shapes: list[tf.TensorShape] | None = None) -> Lowered:
+    def lower(self, shapes: Sequence[Any] | None = None, captured: Sequence[Any] | None = None) -> Lowered:
         """The second stage: the body as a StableHLO program.
 
         Args:
-            shapes: static shapes of the slots and, after them, of captured tensors; None where those of the
-                trace are static.
+            shapes: static shapes of the slots; None if those of the trace are static.
+            captured: likewise, of the captured tensors.
 
         Raises:
             LoweringError: an op that XLA cannot compile, or a shape that is not static.
         """
-        specs = [*self.slots, *(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in self.tensors)]
-        if shapes is not None:
-            specs = [tf.TensorSpec(shape, spec.dtype) for shape, spec in zip(shapes, specs, strict=True)]
+        specs = [*_reshaped(self.slots, shapes), *_reshaped(self.tensors, captured)]
         with self._lock:
             return lower(self, specs)
 
@@ -92,20 +93,13 @@ class Traced:
         return self._registered
 
     def bake_in(self) -> bool:
-        """Turns captured integers into constants, which shapes and axes must be; whether there were any."""
-        baked = [
-            index
-            for index, tensor in enumerate(self.tensors)
-            if tensor.dtype.is_integer and isinstance(tensor, tf.__internal__.EagerTensor) and tf.size(tensor) <= 1024
-        ]
-        for index in baked:
-            xla_ops.replace_with_constant(self.graph, self._inner[index], self.tensors[index].numpy())
-        if baked:
-            gone = {id(self._inner[index]) for index in baked}
-            self.graph.inputs[:] = [each for each in self.graph.inputs if id(each) not in gone]
-            self.tensors = [each for index, each in enumerate(self.tensors) if index not in baked]
-            self._inner = [each for index, each in enumerate(self._inner) if index not in baked]
-            self._registered = None
+        """Compiles in small captured tensors, as shapes and axes must be; whether there were any."""
+        baked = {index for index, inside in enumerate(self._inner) if inside.op.type == "Const"}
+        gone = {id(self._inner[index]) for index in baked}
+        self.graph.inputs[:] = [each for each in self.graph.inputs if id(each) not in gone]
+        self.tensors = [each for index, each in enumerate(self.tensors) if index not in baked]
+        self._inner = [each for index, each in enumerate(self._inner) if index not in baked]
+        self._registered = None
         return bool(baked)
 
     def _check_capture(self, outside: Any, inside: Any) -> None:
@@ -114,6 +108,13 @@ class Traced:
                 raise CaptureError.not_a_variable(self.name, str(outside))
         elif xla_ops.is_host_only(inside.dtype):
             raise CaptureError.host_only(self.name, inside.dtype.name)
+
+
+def _reshaped(described: Sequence[Any], shapes: Sequence[Any] | None) -> list[tf.TensorSpec]:
+    return [
+        tf.TensorSpec(each.shape if shapes is None else shapes[index], each.dtype)
+        for index, each in enumerate(described)
+    ]
 
 
 class Outputs:
@@ -150,27 +151,36 @@ class Outputs:
         return lambda tensors: tensors[index]
 
 
-def trace(fn: Callable[..., Any], arguments: Arguments, size: int, enter: Enter = contextlib.nullcontext) -> Traced:
-    """Traces `fn` for `size` replicas.
+def trace(source: Source, arguments: Arguments, shapes: Shapes, size: int, enter: Enter) -> Traced:
+    """Traces a function.
+
+    Args:
+        source: the function.
+        arguments: what it is called with.
+        shapes: what to take for the shapes of the slots, as general as the trace is to be.
+        size: the number of replicas.
+        enter: what to put around the body.
 
     Raises:
         VariableCreationError: it creates new variables each time.
         CaptureError: it uses something from outside that cannot be on a device.
         Exception: whatever `fn` raised.
     """
-    traced, created = _trace_once(fn, arguments, size, enter)
+    traced, created = _trace_once(source, arguments, shapes, size, enter)
     if created:
-        traced, again = _trace_once(fn, arguments, size, enter)
+        traced, again = _trace_once(source, arguments, shapes, size, enter)
         if again:
             raise VariableCreationError(traced.name, [variable.name for variable in again])
     return traced
 
 
-def _trace_once(fn: Callable[..., Any], arguments: Arguments, size: int, enter: Enter) -> tuple[Traced, list[Any]]:
+def _trace_once(
+    source: Source, arguments: Arguments, shapes: Shapes, size: int, enter: Enter
+) -> tuple[Traced, list[Any]]:
     count("traces")
-    name = getattr(fn, "__name__", type(fn).__name__).replace("<lambda>", "lambda")
     body = Body(size)
-    converted = autograph.convert_always(fn)
+    converted = autograph.convert_always(source.fn) if source.autograph else source.fn
+    specs = [tf.TensorSpec(shape, slot.dtype) for shape, slot in zip(shapes, arguments.slots, strict=True)]
     created: list[Any] = []
     outputs: list[Outputs] = []
 
@@ -181,11 +191,12 @@ def _trace_once(fn: Callable[..., Any], arguments: Arguments, size: int, enter: 
         return outputs[-1].tensors
 
     try:
-        graph = xla_ops.trace(name, flat, [slot.spec for slot in arguments.slots])
+        # In a copy of the context: what the function sets in a context variable stays in the body.
+        graph = contextvars.copy_context().run(xla_ops.trace, source.name, flat, specs)
     except Exception as error:
         failure = autograph.as_user_raised(error, (threading.get_ident(),))
     else:
-        return Traced(name, graph, body, arguments, outputs[-1], [fn, *created]), created
+        return Traced(source.name, graph, body, arguments, outputs[-1], [source.fn, *created]), created
     raise failure
 
 
