@@ -217,8 +217,8 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
     def too_few(cls, wanted: int, kind: str, present: int) -> DeviceError:
         """More replicas than there can be devices."""
         return cls(
-            f"{wanted} replicas need {wanted} {kind} devices, and this process has {present}. Ask for {present} or fewer, "
-            "or run on CPU devices, of which there are as many as you ask for: "
+            f"{wanted} replicas need {wanted} {kind} devices, and this process has {present}. Ask for {present} or "
+            "fewer, or run on CPU devices, of which there are as many as you ask for: "
             f"TPUStrategy(PjrtClusterResolver('cpu'), num_cores={min(wanted, 1024)})."
         )
 
@@ -389,7 +389,8 @@ class CollectiveError(ReplicaEngineError, ValueError):
     def bad_pairs(cls, pairs: object, size: int) -> CollectiveError:
         """Pairs that are no permutation."""
         return cls(
-            f"`pairs` are (from, to) replicas, each sending and receiving at most once, of 0 to {size - 1}; got {pairs}."
+            f"`pairs` are (from, to) replicas, each sending and receiving at most once, of 0 to "
+            f"{size - 1}; got {pairs}."
         )
 
     @classmethod
@@ -426,7 +427,8 @@ class CaptureError(ReplicaEngineError, ValueError):
     def host_only(cls, fn: str, dtype: str) -> CaptureError:
         """A tensor of strings and the like."""
         return cls(
-            f"`{fn}` uses a tensor of dtype {dtype} from outside, which no device has. Turn it into numbers before the run."
+            f"`{fn}` uses a tensor of dtype {dtype} from outside, which no device has. Turn it into numbers "
+            "before the run."
         )
 
 

@@ -27,10 +27,13 @@ class Row(NamedTuple):
     Attributes:
         make: makes it, of a list of devices.
         forms: in which of the forms of `run` it differs from the rows above.
+        threads: whether each replica runs the function's Python code, on a thread; if not, it is traced once for
+            all of them.
     """
 
     make: Callable[[list[str]], tf.distribute.Strategy]
     forms: tuple[str, ...] = FORMS
+    threads: bool = True
 
 
 def _tpu(devices: list[str]) -> tf.distribute.Strategy:
@@ -38,10 +41,10 @@ def _tpu(devices: list[str]) -> tf.distribute.Strategy:
 
 
 STRATEGIES = {
-    "tpu": Row(_tpu),
     "mirrored": Row(MirroredStrategy),
     # Eager mode only: graphs are built in order with and without `concurrent` (test_options.py sees to that).
     "mirrored-concurrent": Row(functools.partial(MirroredStrategy, concurrent=True), ("eager",)),
+    "tpu": Row(_tpu, threads=False),
 }
 
 _FAILED = pytest.StashKey[bool]()
@@ -49,6 +52,9 @@ _FAILED = pytest.StashKey[bool]()
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "replicas(*sizes): run the test with these numbers of replicas only")
+    config.addinivalue_line(
+        "markers", "threads(why): for strategies that run each replica on a thread, since it needs that"
+    )
 
 
 def pytest_generate_tests(metafunc):
@@ -58,7 +64,7 @@ def pytest_generate_tests(metafunc):
     """
     if "strategy" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("replicas")
-        rows = [(name, size) for name in STRATEGIES for size in (marker.args if marker else SIZES)]
+        rows = [(name, size) for name in _names(metafunc) for size in (marker.args if marker else SIZES)]
         if "run" in metafunc.fixturenames:
             both = [(row, form) for row in rows for form in STRATEGIES[row[0]].forms]
             ids = [f"{name}-{size}-{form}" for (name, size), form in both]
@@ -66,7 +72,12 @@ def pytest_generate_tests(metafunc):
         else:
             metafunc.parametrize("strategy", rows, ids=[f"{name}-{size}" for name, size in rows], indirect=True)
     if "make_strategy" in metafunc.fixturenames:
-        metafunc.parametrize("make_strategy", STRATEGIES, indirect=True)
+        metafunc.parametrize("make_strategy", _names(metafunc), indirect=True)
+
+
+def _names(metafunc):
+    only_threads = metafunc.definition.get_closest_marker("threads") is not None
+    return [name for name, row in STRATEGIES.items() if row.threads or not only_threads]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -109,3 +120,10 @@ def strategy(request):
 def make_strategy(request):
     """`make_strategy(size)`, for tests that need several strategies."""
     return lambda size: STRATEGIES[request.param].make(DEVICES[:size])
+
+
+@pytest.fixture
+def traces(strategy, request):
+    """How often a function is traced for one signature: once for each replica, or once for all."""
+    name, size = request.node.callspec.params["strategy"]
+    return size if STRATEGIES[name].threads else 1

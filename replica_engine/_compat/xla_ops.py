@@ -27,6 +27,8 @@ from tensorflow.python.framework import func_graph as _func_graph
 # XLAControlFlowContext: tells TensorFlow's loops and branches that XLA will compile them.
 from tensorflow.python.ops.control_flow_ops import XLAControlFlowContext as _XLAControlFlowContext
 
+from replica_engine._compat import random_ops
+
 _HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
 
 
@@ -82,8 +84,36 @@ def trace(name: str, fn: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> 
 
 
 def register(name: str, graph: Any) -> Any:
-    """Makes a function graph known under `name`, which must be new, for as long as the result lives."""
-    return _atomic_function.from_func_graph(name, graph, {})
+    """Makes what a function graph needs for its results and effects known under a name, which must be new.
+
+    It is known for as long as the result lives.
+    """
+    return _atomic_function.from_func_graph(name, _Needed(graph), {})
+
+
+class _Needed:
+    """A function graph without the ops that nothing needs: XLA would compile them, or fail to."""
+
+    def __init__(self, graph: Any):
+        self._graph = graph
+        aside = random_ops.set_aside(graph)
+        self.control_outputs = [op for op in graph.control_outputs if op.name not in aside]
+        needed: set[str] = set()
+        pending = [*self.control_outputs, *(tensor.op for tensor in (*graph.outputs, *graph.inputs))]
+        while pending:
+            op = pending.pop()
+            if op.name in needed or op.name in aside:
+                continue
+            needed.add(op.name)
+            pending += [*op.control_inputs, *(tensor.op for tensor in op.inputs)]
+        self._needed = needed
+
+    def get_operations(self) -> list[tf.Operation]:
+        """In the order of the graph."""
+        return [op for op in self._graph.get_operations() if op.name in self._needed]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._graph, name)
 
 
 def stablehlo(function: Any, specs: Sequence[tf.TensorSpec], handles: Sequence[tf.Tensor]) -> str:

@@ -36,7 +36,7 @@ class TPUExtended(distribute.MirroredExtended):
     def __init__(self, strategy: tf.distribute.Strategy, devices: DeviceGroup, same_random: bool):
         self.device_group = devices
         self._same_random = same_random
-        self._programs = Programs(devices, self._in_replica_context)
+        self._programs = Programs(devices, self._in_replica_context, same_random)
         host = distribute.resolve("CPU:0")
         super().__init__(strategy, [host] * devices.size, tf.distribute.ReductionToOneDevice())
 
@@ -89,6 +89,8 @@ class TPUExtended(distribute.MirroredExtended):
 
     def _local_results(self, value: Any) -> tuple:
         """The hook of `experimental_local_results`: in a body, of a tensor, those of all replicas."""
+        if isinstance(value, distribute.DistributedVariable):
+            return value.values
         if in_body() is None or isinstance(value, (distribute.DistributedValues, tf.Variable)):
             return super()._local_results(value)
         if not tf.is_tensor(value):
@@ -97,13 +99,13 @@ class TPUExtended(distribute.MirroredExtended):
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         """The hook of `update`: once where all replicas have one value, once for each on-read component."""
-        components = list({id(component): component for component in var.values}.values())
+        components = list({id(component): component for component in var._values}.values())
         if in_body() is not None:
             with distribute.UpdateContext(0), tf.name_scope("update_0"):
                 result = fn(components[0], *distribute.first_values(args), **distribute.first_values(kwargs))
             if group:
                 return tf.nest.map_structure(_as_value, result)
-            return tf.nest.map_structure(lambda leaf: (leaf,) * len(var.values), result)
+            return tf.nest.map_structure(lambda leaf: (leaf,) * self.device_group.size, result)
         updates = []
         for index, component in enumerate(components):
             with tf.device(component.device), distribute.UpdateContext(index), tf.name_scope(f"update_{index}"):
@@ -111,7 +113,7 @@ class TPUExtended(distribute.MirroredExtended):
                     fn(component, *distribute.select_replica(index, args), **distribute.select_replica(index, kwargs))
                 )
         if len(components) == 1:
-            updates *= len(var.values)
+            updates *= self.device_group.size
         return distribute.update_regroup(self, updates, group)
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:

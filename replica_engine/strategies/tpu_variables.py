@@ -29,18 +29,32 @@ class _Resident:
         variable: Any = self
         strategy = variable.distribute_strategy
         with distribute.enter_or_assert_strategy(strategy):
-            unique = {id(value): value for value in variable.values}
+            unique = {id(value): value for value in variable._values}
             values = [variables.plain_copy(value, memo) for value in unique.values()]
         if len(values) == 1:
-            values *= len(variable.values)
+            values *= len(variable._values)
         copied = type(self)(strategy, values, variable.aggregation)  # type: ignore[call-arg]
-        make_resident(values, strategy.extended.device_group, variable.values[0]._replica_engine[0].spread)
+        make_resident(values, strategy.extended.device_group, variable._values[0]._replica_engine[0].spread)
         memo[id(self)] = copied
         return copied
 
 
 class MirroredDeviceVariable(_Resident, distribute.MirroredVariable):
-    """A variable with one value on all replicas."""
+    """A variable with one value on all replicas.
+
+    Without aggregation replicas may assign different values, and then there are some; the host has that of
+    replica 0.
+    """
+
+    @property
+    def values(self) -> tuple:
+        """For each replica the variable on the host, or a copy of the value where that differs."""
+        if self._aggregation != tf.VariableAggregation.NONE:
+            return self._values
+        values = self._values[0]._replica_engine[0].on_replicas()
+        if values is None:
+            return self._values
+        return (self._values[0], *(tf.Variable(value, trainable=False) for value in values[1:]))
 
 
 class OnReadDeviceVariable(_Resident, distribute.SyncOnReadVariable):
@@ -63,7 +77,7 @@ def create(strategy: Any, next_creator: Callable[..., Any], kwargs: dict[str, An
         return values if on_read else values * devices.size
 
     variable = distribute.create_variable(strategy, components, MirroredDeviceVariable, OnReadDeviceVariable, kwargs)
-    make_resident(variable.values, devices, spread)
+    make_resident(variable._values, devices, spread)
     return variable
 
 
@@ -80,9 +94,7 @@ def spread_seed(value: np.ndarray, size: int) -> list[np.ndarray]:
     seeds = []
     for replica in range(size):
         seed = value.copy()
-        seed.flat[0] = (
-            (int(seed.flat[0]) + replica * _GOLDEN) % 2**32 if seed.dtype == np.uint32 else seed.flat[0] + replica
-        )
+        seed.flat[0] = (int(seed.flat[0]) + replica * _GOLDEN) % 2**32
         seeds.append(seed)
     return seeds
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from replica_engine._compat import xla_ops
 from replica_engine.errors import NotInBodyError
+from replica_engine.xla.random_numbers import RandomState
 
 _thread = threading.local()
 
@@ -47,17 +48,23 @@ def num_replicas() -> int:
 
 
 class Body:
-    """A replicated body that is being traced on this thread."""
+    """A replicated body that is being traced on this thread.
 
-    def __init__(self, size: int):
+    Args:
+        size: the number of replicas.
+        random: what its random ops draw from.
+    """
+
+    def __init__(self, size: int, random: RandomState):
         self.size = size
+        self._random = random
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Ops made inside belong to the body."""
         before, _thread.body = in_body(), self
         try:
-            with xla_ops.xla_context():
+            with xla_ops.xla_context(), self._random.replacing():
                 yield
         finally:
             _thread.body = before

@@ -12,8 +12,10 @@ import tensorflow as tf
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.xla.arguments import Arguments, Shapes
+from replica_engine.xla.body import Body
 from replica_engine.xla.compiled import Compiled
 from replica_engine.xla.lower import Lowered
+from replica_engine.xla.random_numbers import RandomState
 from replica_engine.xla.source import Source
 from replica_engine.xla.trace import Enter, Traced, trace
 
@@ -31,13 +33,20 @@ class Programs:
     Args:
         devices: what to compile for.
         enter: what to put around a body while it is traced.
+        same_random: whether random ops draw the same numbers on all replicas.
         most: how many to keep.
     """
 
-    def __init__(self, devices: DeviceGroup, enter: Enter = contextlib.nullcontext, most: int = MOST_PROGRAMS):
+    def __init__(
+        self,
+        devices: DeviceGroup,
+        enter: Enter = contextlib.nullcontext,
+        same_random: bool = False,
+        most: int = MOST_PROGRAMS,
+    ):
         self.devices = devices
         self._enter = enter
-        self._most = most
+        self._body = Body(devices.size, RandomState(devices, same_random))
         self._traces: LastUsed = LastUsed(most)
         self._general: LastUsed = LastUsed(most)
         self._executables: LastUsed = LastUsed(most)
@@ -57,7 +66,7 @@ class Programs:
 
     def trace(self, source: Source, arguments: Arguments, shapes: Shapes) -> TracedProgram:
         """Traces a function, anew."""
-        return TracedProgram(self, trace(source, arguments, shapes, self.devices.size, self._enter))
+        return TracedProgram(self, trace(source, arguments, shapes, self._body, self._enter))
 
     def compile(self, lowered: Lowered) -> Compiled:
         """Compiles a program, or finds it compiled."""

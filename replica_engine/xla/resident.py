@@ -80,6 +80,15 @@ class Resident:
         self.host_reads()
         self._array = None
 
+    def on_replicas(self) -> list[np.ndarray] | None:
+        """The value on each replica, if they differ."""
+        with self._devices.in_flight:
+            if self._array is None or self.spread is not None:
+                return None
+            values = [np.array(value) for value in self._devices.fetch_all(self._array)]
+        first = values[0].tobytes()
+        return None if all(value.tobytes() == first for value in values[1:]) else values
+
     def _host_values(self) -> list[np.ndarray]:
         values = [variables.read(handle, self.dtype).numpy() for handle in self.handles]
         return values if self.spread is None else self.spread(values[0], self._devices.size)

@@ -125,7 +125,7 @@ class Outputs:
         self.rebuild: Callable[[list[Any]], Any] = self._open(value)
 
     def _open(self, value: Any) -> Callable[[list[Any]], Any]:
-        if isinstance(value, distribute.DistributedVariable) or isinstance(value, tf.Operation):
+        if isinstance(value, (distribute.DistributedVariable, tf.Operation)):
             returned = None if isinstance(value, tf.Operation) else value
             return lambda _: returned
         if isinstance(value, tf.Variable):
@@ -151,14 +151,14 @@ class Outputs:
         return lambda tensors: tensors[index]
 
 
-def trace(source: Source, arguments: Arguments, shapes: Shapes, size: int, enter: Enter) -> Traced:
+def trace(source: Source, arguments: Arguments, shapes: Shapes, body: Body, enter: Enter) -> Traced:
     """Traces a function.
 
     Args:
         source: the function.
         arguments: what it is called with.
         shapes: what to take for the shapes of the slots, as general as the trace is to be.
-        size: the number of replicas.
+        body: the replicas to trace for.
         enter: what to put around the body.
 
     Raises:
@@ -166,19 +166,18 @@ def trace(source: Source, arguments: Arguments, shapes: Shapes, size: int, enter
         CaptureError: it uses something from outside that cannot be on a device.
         Exception: whatever `fn` raised.
     """
-    traced, created = _trace_once(source, arguments, shapes, size, enter)
+    traced, created = _trace_once(source, arguments, shapes, body, enter)
     if created:
-        traced, again = _trace_once(source, arguments, shapes, size, enter)
+        traced, again = _trace_once(source, arguments, shapes, body, enter)
         if again:
             raise VariableCreationError(traced.name, [variable.name for variable in again])
     return traced
 
 
 def _trace_once(
-    source: Source, arguments: Arguments, shapes: Shapes, size: int, enter: Enter
+    source: Source, arguments: Arguments, shapes: Shapes, body: Body, enter: Enter
 ) -> tuple[Traced, list[Any]]:
     count("traces")
-    body = Body(size)
     converted = autograph.convert_always(source.fn) if source.autograph else source.fn
     specs = [tf.TensorSpec(shape, slot.dtype) for shape, slot in zip(shapes, arguments.slots, strict=True)]
     created: list[Any] = []

@@ -122,6 +122,7 @@ def test_all_gather_puts_replicas_in_order(strategy, run, local, per_replica):
     assert local(columns) == [[[number for i in range(n) for number in (i, 10 * i)]]] * n
 
 
+@pytest.mark.threads("shapes that differ")
 def test_all_gather_takes_uneven_parts(strategy, run, local, per_replica):
     result = run(lambda x: context().all_gather(x, axis=0), args=(per_replica(lambda i: [i] * (i + 1)),))
     n = strategy.num_replicas_in_sync
@@ -172,6 +173,7 @@ def test_reduce_combines_replicas(strategy, per_replica, op, where):
     assert result.numpy().tolist() == ([sum(range(n)), n] if op == "SUM" else [(n - 1) / 2, 1.0])
 
 
+@pytest.mark.threads("shapes that differ")
 @pytest.mark.parametrize("where", IN)
 def test_reduce_with_an_axis_combines_examples_too(strategy, per_replica, where):
     """Replica i has i + 1 examples, so the mean needs the number of examples, not of replicas."""

@@ -108,12 +108,14 @@ def test_a_context_knows_its_strategy_and_how_many_replicas_there_are(strategy, 
     assert same_everywhere(seen) == (True, strategy.num_replicas_in_sync)
 
 
+@pytest.mark.threads("a context of its own")
 def test_the_context_is_this_librarys(strategy, run):
     seen = []
     run(lambda: seen.append(isinstance(tf.distribute.get_replica_context(), replica_engine.ReplicaContext)))
     assert same_everywhere(seen) is True
 
 
+@pytest.mark.threads("a device of its own")
 def test_a_context_knows_its_device(strategy, run):
     seen = {}
 
@@ -142,6 +144,7 @@ def test_outside_a_run_the_default_context_merges_at_once(strategy):
         assert tf.distribute.get_replica_context() is None
 
 
+@pytest.mark.threads("a context of its own")
 def test_two_runs_in_a_row_have_contexts_of_their_own(strategy):
     seen = []
     for _ in range(2):
@@ -180,6 +183,7 @@ def test_variable_creators_are_inherited(strategy, run):
     assert "made" in seen
 
 
+@pytest.mark.threads("summaries are host work")
 def test_the_summary_writer_is_inherited(strategy, tmp_path):
     """Replica 0 writes for all."""
     with tf.summary.create_file_writer(str(tmp_path)).as_default(step=7):

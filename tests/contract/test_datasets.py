@@ -65,6 +65,7 @@ def test_structures_are_kept(strategy):
     assert [number for one in locally for number in one["y"][0].numpy()] == [1, 2, 3, 4]
 
 
+@pytest.mark.threads("shapes that differ")
 @pytest.mark.replicas(1, 2)
 def test_batches_feed_a_run(strategy):
     distributed = strategy.experimental_distribute_dataset(numbers(13, 8))
@@ -72,6 +73,7 @@ def test_batches_feed_a_run(strategy):
     assert sums == [sum(range(8)), sum(range(8, 13))]
 
 
+@pytest.mark.threads("shapes that differ")
 def test_a_loop_inside_a_function_takes_every_batch(strategy):
     distributed = strategy.experimental_distribute_dataset(numbers(13, 8))
 

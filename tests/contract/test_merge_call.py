@@ -101,6 +101,7 @@ def test_every_kind_of_callable_merges(strategy, local, make):
     assert local(strategy.run(lambda: context().merge_call(make(), args=(tf.constant(2),)))) == [2 * n] * n
 
 
+@pytest.mark.threads("Python code of each replica")
 def test_a_failing_merge_function_fails_the_run_and_the_next_one_works(strategy, run, local):
     def merge_fn(strategy):
         raise OwnError("in the merge")
@@ -121,6 +122,7 @@ def test_a_failing_merge_function_fails_the_run_and_the_next_one_works(strategy,
     assert local(run(lambda: context().merge_call(Merger().merge, args=(tf.constant(1),)))) == [n] * n
 
 
+@pytest.mark.threads("Python code of each replica")
 @pytest.mark.replicas(2, 4)
 def test_the_other_replicas_are_unwound_when_one_fails(strategy, run):
     """Their `finally` runs, and no `except Exception` stops them."""
@@ -144,6 +146,7 @@ def test_the_other_replicas_are_unwound_when_one_fails(strategy, run):
     assert survived == []
 
 
+@pytest.mark.threads("Python code of each replica")
 def test_an_exception_after_a_merge_call_comes_out(strategy, run):
     def fn():
         context().merge_call(lambda strategy: None)
@@ -154,6 +157,7 @@ def test_an_exception_after_a_merge_call_comes_out(strategy, run):
     assert any("after 1 merge call" in note for note in caught.value.__notes__)
 
 
+@pytest.mark.threads("Python code of each replica")
 @pytest.mark.replicas(2, 4)
 def test_replicas_that_make_different_numbers_of_merge_calls_are_told_so(strategy, run):
     def fn():
@@ -169,6 +173,7 @@ def test_replicas_that_make_different_numbers_of_merge_calls_are_told_so(strateg
     assert all("test_merge_call.py" in row.where for row in caught.value.rows[1:])
 
 
+@pytest.mark.threads("Python code of each replica")
 @pytest.mark.replicas(2, 4)
 def test_replicas_that_meet_in_different_merge_functions_are_told_so(strategy, run):
     def one(strategy):
@@ -187,6 +192,7 @@ def test_replicas_that_meet_in_different_merge_functions_are_told_so(strategy, r
     assert "other" in caught.value.rows[1].where
 
 
+@pytest.mark.threads("Python code of each replica")
 @pytest.mark.replicas(2, 4)
 def test_arguments_of_different_structure_are_told_where(run):
     def fn():
@@ -199,6 +205,7 @@ def test_arguments_of_different_structure_are_told_where(run):
     assert caught.value.replicas == (0, 1)
 
 
+@pytest.mark.threads("a merge call in a function works in a program")
 def test_merge_call_in_a_nested_function_is_refused(run):
     """As `tf.distribute.ReplicaContext.merge_call` documents."""
 
@@ -210,6 +217,7 @@ def test_merge_call_in_a_nested_function_is_refused(run):
         run(lambda: inner())
 
 
+@pytest.mark.threads("a merge call in a branch works in a program")
 def test_merge_call_in_a_conditional_is_refused(strategy):
     @tf.function
     def step(x):

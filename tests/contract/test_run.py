@@ -93,6 +93,7 @@ def test_args_that_are_no_sequence_are_refused(strategy):
         strategy.run(lambda x: x, args=tf.constant(1))
 
 
+@pytest.mark.threads("a device of its own")
 def test_each_replica_computes_on_its_own_device(strategy, local):
     devices = local(strategy.run(lambda: tf.add(1, 2).device))
     assert devices == list(strategy.extended.worker_devices)
@@ -109,6 +110,7 @@ def test_a_gradient_tape_works_in_a_replica(strategy, run, local, per_replica):
     assert local(run(fn, args=(per_replica(float),))) == [2.0 * i for i in range(strategy.num_replicas_in_sync)]
 
 
+@pytest.mark.threads("Python code of each replica")
 def test_an_exception_keeps_its_type_and_message_and_says_which_replica(strategy, run):
     last = strategy.num_replicas_in_sync - 1
 
@@ -133,6 +135,7 @@ def test_run_works_after_a_failed_run(strategy, run, local):
         assert local(run(replica_id)) == list(range(strategy.num_replicas_in_sync))
 
 
+@pytest.mark.threads("XLA has no assertions")
 def test_an_error_of_an_op_comes_out_as_itself(strategy, run):
     def fn(x):
         tf.debugging.assert_equal(x, 3, message="not three")

@@ -29,7 +29,7 @@ def compiled(request, strategy):
     return compiled
 
 
-def test_a_function_is_traced_once_for_a_signature(strategy, compiled, local):
+def test_a_function_is_traced_once_for_a_signature(strategy, compiled, local, traces):
     calls = []
 
     def fn(x):
@@ -39,14 +39,14 @@ def test_a_function_is_traced_once_for_a_signature(strategy, compiled, local):
     step = compiled(fn)
     n = strategy.num_replicas_in_sync
     assert local(step(tf.constant(1))) == [2] * n
-    assert sorted(calls) == list(range(n))  # once a replica
+    assert calls == ([None] if traces < n else list(range(n)))  # once a replica, or once for all
     for k in range(3):
         assert local(step(tf.constant(k))) == [k + 1] * n
-    assert len(calls) == n
+    assert len(calls) == traces
     assert local(step(tf.constant([1.0]))) == [[2.0]] * n
-    assert len(calls) == 2 * n
+    assert len(calls) == 2 * traces
     step(tf.constant(5))
-    assert len(calls) == 2 * n
+    assert len(calls) == 2 * traces
 
 
 def test_traces_count_merge_functions_once(strategy, compiled, local):
@@ -63,7 +63,7 @@ def test_traces_count_merge_functions_once(strategy, compiled, local):
     assert merges == [1]
 
 
-def test_distributed_arguments_do_not_retrace(strategy, compiled, local, per_replica):
+def test_distributed_arguments_do_not_retrace(strategy, compiled, local, per_replica, traces):
     calls = []
 
     def fn(x):
@@ -74,7 +74,7 @@ def test_distributed_arguments_do_not_retrace(strategy, compiled, local, per_rep
     n = strategy.num_replicas_in_sync
     for k in range(3):
         assert local(step(per_replica(lambda i, k=k: i + k))) == [2 * (i + k) for i in range(n)]
-    assert len(calls) == n
+    assert len(calls) == traces
 
 
 def test_one_function_serves_several_strategies(make_strategy):
@@ -98,7 +98,7 @@ def test_a_function_works_alone_after_a_run(strategy, local):
     assert local(strategy.run(fn, args=(tf.constant(3),))) == [9] * strategy.num_replicas_in_sync
 
 
-def test_an_input_signature_is_kept(strategy, compiled, local):
+def test_an_input_signature_is_kept(strategy, compiled, local, traces):
     calls = []
 
     def fn(x):
@@ -109,12 +109,12 @@ def test_an_input_signature_is_kept(strategy, compiled, local):
     n = strategy.num_replicas_in_sync
     for size in (1, 2, 3):
         assert local(step(tf.ones([size]))) == [size] * n
-    assert len(calls) == n
+    assert len(calls) == traces
     with pytest.raises((TypeError, ValueError)):
         step(tf.constant("text"))
 
 
-def test_reduce_retracing_is_kept(strategy, compiled, local):
+def test_reduce_retracing_is_kept(strategy, compiled, local, traces):
     calls = []
 
     def fn(x):
@@ -125,7 +125,7 @@ def test_reduce_retracing_is_kept(strategy, compiled, local):
     n = strategy.num_replicas_in_sync
     for size in (1, 2, 3, 4, 5):
         assert local(step(tf.ones([size]))) == [size] * n
-    assert len(calls) == 2 * n  # the second trace takes any length
+    assert len(calls) == 2 * traces  # the second trace takes any length
 
 
 def test_without_autograph_a_tensor_is_no_condition(compiled):
@@ -171,6 +171,7 @@ def test_do_not_convert_is_respected(compiled):
         compiled(tf.autograph.experimental.do_not_convert(sign))(tf.constant(1))
 
 
+@pytest.mark.threads("Python code of each replica")
 def test_autograph_leaves_an_eager_run_alone(strategy):
     """Else `if` on a tensor would not see Python values."""
     seen = []
@@ -229,12 +230,14 @@ def names(graph, suffix):
     return {op.name for op in graph.get_operations() if op.name.split("/")[-1] == suffix}
 
 
+@pytest.mark.threads("ops of each replica")
 def test_each_replica_has_a_name_scope(strategy):
     graph = graph_of(strategy, lambda: tf.constant(1.0, name="mine"))
     n = strategy.num_replicas_in_sync
     assert names(graph, "mine") == {"mine", *(f"replica_{i}/mine" for i in range(1, n))}
 
 
+@pytest.mark.threads("ops in the graph")
 def test_name_scopes_continue_the_callers(strategy):
     def fn():
         with tf.name_scope("inner"):
@@ -248,6 +251,7 @@ def test_name_scopes_continue_the_callers(strategy):
     }
 
 
+@pytest.mark.threads("ops in the graph")
 def test_a_merge_function_is_in_the_name_scope_of_the_first_replica(strategy):
     def fn():
         with tf.name_scope("inner"):
@@ -256,6 +260,7 @@ def test_a_merge_function_is_in_the_name_scope_of_the_first_replica(strategy):
     assert names(graph_of(strategy, fn, scope="outer"), "merged") == {"outer/inner/merged"}
 
 
+@pytest.mark.threads("ops of each replica")
 def test_replicas_run_in_one_graph_on_their_devices(strategy):
     graph = graph_of(strategy, lambda: tf.random.uniform([], name="mine"))
     devices = {op.device for op in graph.get_operations() if op.type == "RandomUniform"}
@@ -283,6 +288,7 @@ def test_side_effects_in_replicas_happen_in_a_function(strategy):
     assert float(v.numpy()) == 2.0 * n * n  # 1 a replica makes n; each assigns 2 n, summed
 
 
+@pytest.mark.threads("ops in the graph")
 def test_a_merge_function_depends_on_the_control_inputs_of_every_replica(strategy):
     def fn():
         with tf.control_dependencies([tf.constant(1.0, name="before")]):

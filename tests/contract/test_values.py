@@ -63,6 +63,7 @@ def test_values_from_a_function_may_be_structures(strategy, run, local):
     assert local(result) == [i + 1 for i in range(strategy.num_replicas_in_sync)]
 
 
+@pytest.mark.threads("Python values that differ")
 def test_values_from_a_function_may_be_python_values(strategy, local):
     value = strategy.experimental_distribute_values_from_function(
         lambda context: f"replica {context.replica_id_in_sync_group}"
@@ -130,6 +131,7 @@ def test_frozen_dataclasses_go_through(strategy, local, per_replica):
     assert local(result.value) == [i + 1 for i in range(strategy.num_replicas_in_sync)]
 
 
+@pytest.mark.threads("shapes that differ")
 def test_ragged_tensors_go_in_and_out(strategy, run):
     def make(i):
         return tf.ragged.constant([[i] * (i + 1), [], [7]], dtype=tf.int32)
@@ -157,6 +159,7 @@ def test_sparse_tensors_go_in_and_out(strategy, run):
     ]
 
 
+@pytest.mark.threads("no device has strings")
 def test_strings_and_booleans_are_tensors_like_others(strategy, run, local, per_replica):
     result = run(
         lambda s, b: {"s": tf.strings.join([s, "!"]), "b": tf.logical_not(b)},
@@ -198,6 +201,7 @@ def test_a_replica_may_change_its_own_containers(strategy, local):
     assert len(mine) == 1
 
 
+@pytest.mark.threads("Python code of each replica")
 @pytest.mark.replicas(2, 4)
 @pytest.mark.parametrize(
     ("first", "others"),
@@ -213,6 +217,7 @@ def test_results_of_different_structure_are_refused(strategy, run, first, others
         run(lambda: first if tf.get_static_value(replica_id()) == 0 else others)
 
 
+@pytest.mark.threads("Python code of each replica")
 @pytest.mark.replicas(2, 4)
 def test_none_on_one_replica_is_a_value_like_others(strategy, local):
     result = strategy.run(lambda: None if int(replica_id()) == 0 else 1)

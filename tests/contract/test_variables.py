@@ -81,12 +81,14 @@ def test_a_variable_made_in_a_run_is_shared_by_the_replicas(strategy, run, local
     assert components(strategy, lazy.v) == [5.0] * n
 
 
+@pytest.mark.threads("Python code in every run")
 def test_each_replica_that_makes_a_variable_gets_the_same_one(strategy):
     made = strategy.run(lambda: (tf.Variable(1.0, name="a"), tf.Variable(2.0, name="b"), tf.Variable(3.0, name="a")))
     assert [components(strategy, v) for v in made] == [[k] * strategy.num_replicas_in_sync for k in (1.0, 2.0, 3.0)]
     assert all(v.distribute_strategy is strategy for v in made)
 
 
+@pytest.mark.threads("Python code of each replica")
 @pytest.mark.replicas(2, 4)
 def test_replicas_that_make_different_variables_are_refused(strategy):
     def fn():
@@ -306,6 +308,7 @@ def test_colocating_with_a_foreign_variable_is_refused(strategy):
         pass
 
 
+@pytest.mark.threads("a component for each replica")
 def test_update_calls_a_function_on_every_component(strategy, per_replica):
     v = make(strategy, 1.0)
     n = strategy.num_replicas_in_sync
@@ -321,6 +324,7 @@ def test_update_calls_a_function_on_every_component(strategy, per_replica):
     assert devices == list(strategy.extended.worker_devices)
 
 
+@pytest.mark.threads("a component for each replica")
 def test_update_without_group_gives_a_result_for_each_component(strategy):
     v = make(strategy, 1.0)
     n = strategy.num_replicas_in_sync
