@@ -432,6 +432,16 @@ class CaptureError(ReplicaEngineError, ValueError):
         )
 
 
+class GraphModeError(ReplicaEngineError, RuntimeError):
+    """A compiled body was called in a graph of tf.compat.v1."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Compiled bodies run in eager mode and in tf.functions, not in a graph of tf.compat.v1. Remove the "
+            "`with tf.Graph().as_default():` or tf.compat.v1.disable_eager_execution(); MirroredStrategy runs there."
+        )
+
+
 class VariableCreationError(ReplicaEngineError, ValueError):
     """A replica body creates new variables each time it is traced."""
 

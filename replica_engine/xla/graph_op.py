@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._compat import variables
+from replica_engine.errors import GraphModeError
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.xla import host_graph
 from replica_engine.xla.arguments import Arguments, Shapes
@@ -34,6 +35,8 @@ def call(programs: Programs, source: Source, arguments: Arguments, shapes: Shape
     """
     if tf.executing_eagerly():
         return programs.find(source, arguments, shapes).run(arguments)
+    if not tf.inside_function():
+        raise GraphModeError()
     program = programs.trace(source, arguments, shapes)
     traced = program.traced
     step = _Step(programs.devices, program, [len(slot.values) for slot in arguments.slots], host_graph.shared())

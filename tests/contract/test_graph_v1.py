@@ -3,6 +3,8 @@
 import pytest
 import tensorflow as tf
 
+pytestmark = pytest.mark.threads("a graph of TensorFlow 1")
+
 v1 = tf.compat.v1
 
 
