@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from replica_engine.demo.quiet import quiet_start
 
-STRATEGIES = ("mirrored",)
+STRATEGIES = ("mirrored", "tpu")
 BATCH_SIZE = 64  # samples; rounded down to what splits evenly over the replicas
 LOOPS = ("custom", "keras")
 TEST_SAMPLES = 450  # and 1,347 to train on. Keras needs a first batch that splits evenly, in testing too

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from replica_engine import MirroredStrategy
+from replica_engine import MirroredStrategy, TPUStrategy
 from replica_engine.demo import custom_loop, keras_fit
 from replica_engine.demo.data import Digits, load_digits, steps_per_epoch
 from replica_engine.demo.progress import Progress
@@ -17,7 +17,10 @@ from replica_engine.testing import logical_devices
 
 Train = Callable[..., tuple[list[tf.Variable], float]]
 
-STRATEGIES: dict[str, Callable[[list[str]], tf.distribute.Strategy]] = {"mirrored": MirroredStrategy}
+STRATEGIES: dict[str, Callable[[list[str]], tf.distribute.Strategy]] = {
+    "mirrored": MirroredStrategy,
+    "tpu": lambda devices: TPUStrategy(num_cores=len(devices)),
+}
 LOOPS: dict[str, tuple[str, Train]] = {
     "custom": ("custom training loop (replica_engine/demo/custom_loop.py)", custom_loop.train),
     "keras": ("Keras fit (replica_engine/demo/keras_fit.py)", keras_fit.train),

@@ -6,6 +6,7 @@ the values may differ by replica is between us and the program.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -92,6 +93,22 @@ class DeviceGroup:
     def fetch_all(array: Array) -> list[np.ndarray]:
         """All replicas' values, on the host."""
         return [np.asarray(shard) for shard in array._arrays]
+
+    @functools.cache  # noqa: B019 (groups live as long as the process)
+    def alone(self, replica: int) -> DeviceGroup:
+        """The group of one replica's device."""
+        return DeviceGroup(self.platform, (self.devices[replica],))
+
+    @staticmethod
+    def parts(array: Array) -> list[Array]:
+        """Each replica's value, on its device."""
+        return list(array._arrays)
+
+    def join(self, parts: Sequence[Array]) -> Array:
+        """An array of one value on each device."""
+        shards = [part._arrays[0] for part in parts]
+        aval = ShapedArray(parts[0].shape, parts[0].dtype)
+        return ArrayImpl(aval, self.sharding, shards, committed=True, _skip_checks=True)
 
     def __repr__(self) -> str:
         return f"DeviceGroup({self.platform!r}, size={self.size})"

@@ -42,8 +42,6 @@ class Slot:
             if value.dtype != self.dtype:
                 raise ReplicaMismatchError.dtypes(name, replica, self.dtype.name, value.dtype.name)
             if value.shape != self.shape:
-                if value.shape.is_fully_defined() and self.shape.is_fully_defined():
-                    raise ReplicaMismatchError.shapes(name, replica, str(self.shape), str(value.shape))
                 self.shape = self.shape.most_specific_compatible_shape(value.shape)
 
 
@@ -76,7 +74,7 @@ class Arguments:
         rebuild: the arguments again, with other tensors in the slots.
 
     Raises:
-        ReplicaMismatchError: replicas have tensors of different shapes or dtypes, or different structures.
+        ReplicaMismatchError: replicas have tensors of different dtypes, or different structures.
     """
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], size: int):
@@ -99,6 +97,22 @@ class Arguments:
         """
         grouped = regroup([tuple(each) for each in inputs], what="The inputs of the replicas", name="inputs")
         return cls(grouped, {}, len(inputs))
+
+    def numpy(self) -> list[list[np.ndarray]]:
+        """The values of the slots, which must be eager."""
+        return [[tensor.numpy() for tensor in slot.values] for slot in self.slots]
+
+    def check_even(self) -> None:
+        """Sees to it that all replicas have the same shapes.
+
+        Raises:
+            ReplicaMismatchError: two have not.
+        """
+        for slot in self.slots:
+            first = slot.values[0].shape
+            for replica, value in enumerate(slot.values[1:], start=1):
+                if not value.shape.is_compatible_with(first):
+                    raise ReplicaMismatchError.shapes(slot.name, replica, str(first), str(value.shape))
 
     @property
     def shapes(self) -> Shapes:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tensorflow as tf
 
 from replica_engine.errors import InputsError
 from replica_engine.pjrt.executable import Executable
@@ -71,17 +70,6 @@ class Compiled:
                 variable.set_array(results[result])
         return results[: self._results]
 
-    def run(self, arguments: Arguments) -> list[Any]:
-        """Runs the body in eager mode.
-
-        Returns:
-            For each replica what it returned.
-        """
-        arrays = self.launch([[tensor.numpy() for tensor in slot.values] for slot in arguments.slots])
-        columns = [[tf.convert_to_tensor(value) for value in self.devices.fetch_all(array)] for array in arrays]
-        rebuild = self.lowered.traced.rebuild
-        return [rebuild([column[replica] for column in columns]) for replica in range(self.devices.size)]
-
     def __call__(self, inputs: Sequence[Sequence[Any]] | None = None) -> list[Any]:
         """Runs the body: as `replicate`, with inputs of the shapes and dtypes that it was lowered for.
 
@@ -92,4 +80,5 @@ class Compiled:
         shapes = tuple(tuple(slot.shape) for slot in arguments.slots)
         if arguments.key != self.lowered.traced.key or shapes != self.lowered.shapes:
             raise InputsError.other_program(self.lowered.traced.name)
-        return self.run(arguments)
+        arrays = self.launch(arguments.numpy())
+        return self.lowered.traced.results([self.devices.fetch_all(array) for array in arrays])

@@ -23,7 +23,7 @@ from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.xla import host_graph
 from replica_engine.xla.arguments import Arguments, Shapes
 from replica_engine.xla.program import Programs, TracedProgram
-from replica_engine.xla.resident import Borrowed, resident_of
+from replica_engine.xla.resident import Borrowed, Resident, resident_of
 from replica_engine.xla.source import Source
 
 
@@ -34,7 +34,8 @@ def call(programs: Programs, source: Source, arguments: Arguments, shapes: Shape
         For each replica what the function returned.
     """
     if tf.executing_eagerly():
-        return programs.find(source, arguments, shapes).run(arguments)
+        program = programs.find(source, arguments, shapes)
+        return program.traced.results(program.run(arguments.numpy()))
     if not tf.inside_function():
         raise GraphModeError()
     program = programs.trace(source, arguments, shapes)
@@ -44,7 +45,9 @@ def call(programs: Programs, source: Source, arguments: Arguments, shapes: Shape
         tensor.shape.is_fully_defined() for tensor in traced.tensors
     ):
         # Where all shapes are known, so that errors come before anything runs.
-        step.find([tuple(slot.shape) for slot in arguments.slots], [tuple(tensor.shape) for tensor in traced.tensors])
+        program.find(
+            [tuple(slot.shape) for slot in arguments.slots], [tuple(tensor.shape) for tensor in traced.tensors]
+        )
     size = programs.devices.size
     inputs = [tensor for slot in arguments.slots for tensor in slot.values] + traced.tensors
     flat = _add_op(step, inputs, [spec for spec in traced.outputs for _ in range(size)])
@@ -65,7 +68,9 @@ class _Step:
     def __init__(self, devices: DeviceGroup, program: TracedProgram, counts: list[int], shared: host_graph.Shared):
         self.devices = devices
         self.traced = program.traced
-        self.find = program.find
+        self._program = program
+        held = [resident_of(handle, devices) for handle in program.traced.handles]
+        self._residents = [each for each in held if isinstance(each, Resident)]
         self._counts = counts
         self._shared = shared
 
@@ -76,12 +81,11 @@ class _Step:
         for number in self._counts:
             slots.append(rest[:number])
             del rest[:number]
-        compiled = self.find([values[0].shape for values in slots], [value.shape for value in rest])
         with self.devices.in_flight:
-            self._shared.before_run(compiled)
-            arrays = compiled.launch(slots, rest)
-            self._shared.after_run(compiled)
-        return [value for array in arrays for value in self.devices.fetch_all(array)]
+            self._shared.before_run(self._residents)
+            columns = self._program.run(slots, rest)
+            self._shared.after_run(self._residents)
+        return [value for column in columns for value in column]
 
 
 def _add_op(step: _Step, inputs: list[tf.Tensor], outputs: list[tf.TensorSpec]) -> list[tf.Tensor]:

@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
 from replica_engine._compat import variables
 from replica_engine.xla.resident import Resident
-
-if TYPE_CHECKING:
-    from replica_engine.xla.compiled import Compiled
 
 T = TypeVar("T")
 
@@ -52,19 +49,19 @@ class Shared:
         self.runs = 0
         self.uses: dict[Resident, list[Use]] = {}
 
-    def before_run(self, compiled: Compiled) -> None:
+    def before_run(self, residents: list[Resident]) -> None:
         """The graph may have written to shared variables without our seeing it."""
-        for resident in self._of(compiled):
+        for resident in self._of(residents):
             if any(use.may_write for use in self.uses[resident]):
                 resident.host_writes()
 
-    def after_run(self, compiled: Compiled) -> None:
+    def after_run(self, residents: list[Resident]) -> None:
         """The graph may go on to read shared variables, without our seeing that."""
-        for resident in self._of(compiled):
+        for resident in self._of(residents):
             resident.host_reads()
 
-    def _of(self, compiled: Compiled) -> list[Resident]:
-        return [each for each in compiled.variables if isinstance(each, Resident) and each in self.uses]
+    def _of(self, residents: list[Resident]) -> list[Resident]:
+        return [resident for resident in residents if resident in self.uses]
 
 
 def shared() -> Shared:

@@ -29,6 +29,10 @@ _MAIN = re.compile(r"func\.func (?:public )?@main\(.*?\)(?: -> (.*?))? \{$", re.
 _TENSOR = re.compile(r"tensor<((?:[0-9?]+x)*)")
 
 
+Results = list[tuple[tuple[int, ...], np.dtype]]
+"""Shape and dtype of each result of a program."""
+
+
 class Lowered:
     """A replica body as a program for XLA.
 
@@ -65,7 +69,7 @@ class Lowered:
         """
         return Compiled(self, devices or device_group(count=self.traced.body.size))
 
-    def _results(self) -> list[tuple[tuple[int, ...], np.dtype]]:
+    def _results(self) -> Results:
         header = _MAIN.search(self._text)
         assert header is not None, "every program has a main function"
         sizes = [match.split("x")[:-1] for match in _TENSOR.findall(header.group(1) or "")]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from replica_engine.pjrt.executable import Executable
@@ -14,10 +16,14 @@ from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.xla.arguments import Arguments, Shapes
 from replica_engine.xla.body import Body
 from replica_engine.xla.compiled import Compiled
-from replica_engine.xla.lower import Lowered
+from replica_engine.xla.counts import count
+from replica_engine.xla.lower import Lowered, Results
 from replica_engine.xla.random_numbers import RandomState
 from replica_engine.xla.source import Source
 from replica_engine.xla.trace import Enter, Traced, trace
+from replica_engine.xla.uneven import run_uneven
+
+Shape = tuple[int, ...]
 
 MOST_PROGRAMS = 256
 """How many traces, and how many executables, a cache keeps: those used last."""
@@ -52,8 +58,8 @@ class Programs:
         self._executables: LastUsed = LastUsed(most)
         self._lock = threading.RLock()  # a trace may run another one, on the same thread
 
-    def find(self, source: Source, arguments: Arguments, shapes: Shapes) -> Compiled:
-        """The program for a call in eager mode."""
+    def find(self, source: Source, arguments: Arguments, shapes: Shapes) -> TracedProgram:
+        """The traced body for a call in eager mode."""
         key = (source.key, arguments.key)
         with self._lock:
             if source.seldom:
@@ -62,20 +68,21 @@ class Programs:
             traced: TracedProgram | None = self._traces.get(key)
             if traced is None:
                 traced = self._traces[key] = self.trace(source, arguments, shapes)
-            return traced.find([tuple(slot.shape) for slot in arguments.slots])
+            return traced
 
     def trace(self, source: Source, arguments: Arguments, shapes: Shapes) -> TracedProgram:
         """Traces a function, anew."""
         return TracedProgram(self, trace(source, arguments, shapes, self._body, self._enter))
 
-    def compile(self, lowered: Lowered) -> Compiled:
-        """Compiles a program, or finds it compiled."""
-        key = (lowered.as_text(), tuple(lowered.results))
+    def executable(self, text: str, results: Results, devices: DeviceGroup) -> Executable:
+        """Compiles the text of a program, or finds it compiled."""
+        key = (text, tuple(results), devices.devices)
         with self._lock:
             executable: Executable | None = self._executables.get(key)
-            compiled = Compiled(lowered, self.devices, executable)
-            self._executables[key] = compiled.executable
-            return compiled
+            if executable is None:
+                count("compiles")
+                executable = self._executables[key] = Executable(text, devices, results)
+            return executable
 
 
 class TracedProgram:
@@ -87,18 +94,43 @@ class TracedProgram:
     """
 
     def __init__(self, programs: Programs, traced: Traced):
+        self.devices = programs.devices
         self.traced = traced
-        self._programs = programs
+        self.executable = programs.executable
+        self._lowered: LastUsed = LastUsed(64)
         self._compiled: LastUsed = LastUsed(64)
 
-    def find(self, shapes: list[tuple[int, ...]], captured: list[tuple[int, ...]] | None = None) -> Compiled:
+    def run(
+        self, slots: Sequence[Sequence[np.ndarray]], captured: Sequence[np.ndarray] | None = None
+    ) -> list[list[np.ndarray]]:
+        """Runs the body on all replicas; as `Compiled.launch`, with the results on the host.
+
+        Returns:
+            For each result the values of the replicas.
+        """
+        if any(value.shape != values[0].shape for values in slots for value in values[1:]):
+            return run_uneven(self, slots, captured)
+        shapes = [values[0].shape for values in slots]
+        compiled = self.find(shapes, None if captured is None else [value.shape for value in captured])
+        return [self.devices.fetch_all(array) for array in compiled.launch(slots, captured)]
+
+    def find(self, shapes: Sequence[Shape], captured: Sequence[Shape] | None = None) -> Compiled:
         """The program for arguments, and captured tensors of an outer graph, of these shapes."""
         key = (tuple(shapes), tuple(captured or ()))
         compiled = self._compiled.get(key)
         if compiled is None:
-            lowered = self.traced.lower(shapes, captured)
-            compiled = self._compiled[key] = self._programs.compile(lowered)
+            lowered = self.lowered(shapes, captured)
+            executable = self.executable(lowered.as_text(), lowered.results, self.devices)
+            compiled = self._compiled[key] = Compiled(lowered, self.devices, executable)
         return compiled
+
+    def lowered(self, shapes: Sequence[Shape], captured: Sequence[Shape] | None = None) -> Lowered:
+        """The body lowered for these shapes."""
+        key = (tuple(shapes), tuple(captured or ()))
+        lowered = self._lowered.get(key)
+        if lowered is None:
+            lowered = self._lowered[key] = self.traced.lower(shapes, captured)
+        return lowered
 
 
 class LastUsed(OrderedDict):

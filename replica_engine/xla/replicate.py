@@ -99,7 +99,9 @@ def _prepare(inputs: Inputs | None, size: int | None) -> tuple[Arguments, Progra
             raise InputsError.wrong_length(len(inputs), size)
         size = len(inputs)
     devices = device_group(count=size)
-    return Arguments.of_replicas(inputs or [[]] * devices.size), _programs(devices)
+    arguments = Arguments.of_replicas(inputs or [[]] * devices.size)
+    arguments.check_even()
+    return arguments, _programs(devices)
 
 
 @functools.cache

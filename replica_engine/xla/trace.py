@@ -85,6 +85,11 @@ class Traced:
         with self._lock:
             return lower(self, specs)
 
+    def results(self, columns: Sequence[Sequence[np.ndarray]]) -> list[Any]:
+        """For each replica what it returned, of the replicas' values for each result."""
+        tensors = [[tf.convert_to_tensor(value) for value in column] for column in columns]
+        return [self.rebuild([column[replica] for column in tensors]) for replica in range(self.body.size)]
+
     def registered(self) -> Any:
         """The graph as a function that TensorFlow knows by name."""
         if self._registered is None:

@@ -1,0 +1,84 @@
+"""Replicas whose shares of a batch differ in shape: the last batch of a data set, when nothing is summed.
+
+One program has one shape, so replicas with different shapes cannot run the same one. Where the body has no
+cross-replica operation they need not: each replica's program is compiled for its own share and runs on its own
+device. That serves evaluation and prediction, where each sample counts. With cross-replica operations, as in
+training, replicas of different shapes are refused before anything runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from replica_engine.errors import ReplicaMismatchError
+from replica_engine.pjrt.executable import Executable
+from replica_engine.xla.counts import count
+from replica_engine.xla.lower import Lowered
+from replica_engine.xla.resident import resident_of
+
+if TYPE_CHECKING:
+    from replica_engine.xla.program import TracedProgram
+
+_COLLECTIVE = re.compile(r"stablehlo\.(all_reduce|collective_permute)\b|@replica_engine\.")
+_REPLICA_ID = re.compile(r"stablehlo\.replica_id : tensor<ui32>")
+
+
+def run_uneven(
+    program: TracedProgram, slots: Sequence[Sequence[np.ndarray]], captured: Sequence[np.ndarray] | None
+) -> list[list[np.ndarray]]:
+    """Runs a body on shares of different shapes.
+
+    Args:
+        program: the body.
+        slots: of each slot one value for all replicas, or one for each.
+        captured: as of `Compiled.launch`.
+
+    Returns:
+        For each result the values of the replicas.
+
+    Raises:
+        ReplicaMismatchError: the body has cross-replica operations.
+    """
+    devices, traced = program.devices, program.traced
+    shares = [[values[replica % len(values)] for values in slots] for replica in range(devices.size)]
+    constants = [tensor.numpy() for tensor in traced.tensors] if captured is None else list(captured)
+    steps = [_compile(program, replica, share, slots, captured) for replica, share in enumerate(shares)]
+    variables = [resident_of(handle, devices) for handle in traced.handles]
+    count("launches")
+    with devices.in_flight:
+        # All parts before the first launch: it may donate its own, and then the whole counts as gone.
+        states = [devices.parts(variable.array()) for variable in variables]
+        written: dict[int, list[Any]] = {}
+        columns: list[list[np.ndarray]] = [[] for _ in traced.outputs]
+        for replica, (share, (lowered, executable)) in enumerate(zip(shares, steps, strict=True)):
+            alone = devices.alone(replica)
+            inputs = [alone.put([value]) for value in (*share, *constants)]
+            results = executable.launch([*inputs, *(state[replica] for state in states)])
+            for column, result in zip(columns, results, strict=False):
+                column.append(alone.fetch(result, 0))
+            for variable, index in lowered.writes:
+                written.setdefault(variable, []).append(results[index])
+        for index, parts in written.items():
+            variables[index].set_array(devices.join(parts))
+    return columns
+
+
+def _compile(
+    program: TracedProgram, replica: int, share: list[np.ndarray], slots: Any, captured: Any
+) -> tuple[Lowered, Executable]:
+    lowered = program.lowered([value.shape for value in share], captured and [value.shape for value in captured])
+    text = lowered.as_text()
+    if _COLLECTIVE.search(text):
+        name, shapes = next(
+            (name, [value.shape for value in values])
+            for name, values in zip(program.traced.slot_names, slots, strict=True)
+            if len({value.shape for value in values}) > 1
+        )
+        other = next(index for index, shape in enumerate(shapes) if shape != shapes[0])
+        raise ReplicaMismatchError.shapes(name, other, str(shapes[0]), str(shapes[other]))
+    text = _REPLICA_ID.sub(f"stablehlo.constant dense<{replica}> : tensor<ui32>", text)
+    return lowered, program.executable(text, lowered.results, program.devices.alone(replica))
