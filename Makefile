@@ -1,6 +1,6 @@
 # Everything people do. Each target sets up what it needs in .venv, and is quick the second time.
 #
-#   make demo     train a model on 4 replicas           REPLICAS=4 EPOCHS=5 STRATEGY=mirrored
+#   make demo     train a model on 4 replicas           REPLICAS=4 EPOCHS=5 STRATEGY=mirrored (or tpu)
 #   make test     all tests                             ARGS="-k collectives"
 #   make lint     ruff, mypy, import order
 #   make bench    the benchmarks
@@ -32,13 +32,17 @@ $(BIN)/python:
 	@echo "making $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 
+# What the demo needs; TPUStrategy needs jax as well.
+COMMA := ,
+DEMO_EXTRAS := demo$(if $(filter tpu,$(STRATEGY)),$(COMMA)xla)
+
 # One stamp a set of extras; made again when the metadata changes.
 $(VENV)/.extras-%: pyproject.toml | $(BIN)/python
 	@echo "installing replica_engine[$*] into $(VENV) (TensorFlow takes a minute or two the first time)"
 	@$(PIP) install --editable ".[$*]"
 	@touch $@
 
-demo: $(VENV)/.extras-demo
+demo: $(VENV)/.extras-$(DEMO_EXTRAS)
 	@$(BIN)/python -m replica_engine demo --strategy $(STRATEGY) --replicas $(REPLICAS) --epochs $(EPOCHS) $(ARGS)
 
 test: $(VENV)/.extras-test
@@ -54,8 +58,10 @@ format: $(VENV)/.extras-lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.extras-demo
+bench: $(VENV)/.extras-demo$(COMMA)xla
 	$(BIN)/python -m benchmarks.eager_run $(ARGS)
+	$(BIN)/python -m benchmarks.train_step $(ARGS)
+	$(BIN)/python -m benchmarks.first_step $(ARGS)
 
 docs: $(VENV)/.extras-docs
 	$(BIN)/mkdocs build --strict --quiet

@@ -13,6 +13,7 @@ adds to it which replica it came from. Nothing here imports anything but the sta
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -256,9 +257,10 @@ class BackendMissingError(ReplicaEngineError, ImportError):
     @classmethod
     def not_installed(cls) -> BackendMissingError:
         """There is no jax."""
+        needs = " (It takes Python 3.11 or newer.)" if sys.version_info < (3, 11) else ""
         return cls(
             "TPUStrategy and replica_engine.xla run programs through jax, which is not installed. Install it with\n"
-            '    pip install "replica-engine[xla]"     # CPU; [cuda] for GPUs, [tpu] for TPUs'
+            f'    pip install "replica-engine[xla]"     # CPU; [cuda] for GPUs, [tpu] for TPUs{needs}'
         )
 
     @classmethod

@@ -30,7 +30,7 @@ PRIVATE_IMPORTS = sorted(
         (module, name)
         for path in (PACKAGE / "_compat").glob("*.py")
         for module, name in imports(path)
-        if module.startswith("tensorflow.python")
+        if module.startswith(("tensorflow.python", "tensorflow.compiler"))
     }
 )
 

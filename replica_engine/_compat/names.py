@@ -29,6 +29,9 @@ class Private(NamedTuple):
 
 
 _graph = func_graph.FuncGraph("names")
+_variable = tf.Variable(0)
+with _graph.as_default():
+    _op = tf.constant(0).op
 _context = context.context()
 
 PRIVATE = (
@@ -58,6 +61,25 @@ PRIVATE = (
     Private(MirroredExtended, "_get_cross_device_ops", "overridden: one object for all integers"),
     Private(MirroredExtended, "_experimental_distribute_dataset", "overridden: a warning"),
     Private(MirroredExtended, "_distribute_datasets_from_function", "overridden: a warning"),
+    Private(MirroredExtended, "_initialize_single_worker", "TPUExtended: the host for every replica"),
+    Private(MirroredExtended, "_reduce_to", "overridden: a collective in a compiled body"),
+    Private(MirroredExtended, "_gather_to_implementation", "overridden: a collective in a compiled body"),
+    Private(MirroredExtended, "_broadcast_to", "overridden: nothing to do in a compiled body"),
+    Private(MirroredExtended, "_local_results", "overridden: an all-gather in a compiled body"),
+    Private(MirroredExtended, "_update", "overridden: once for all replicas"),
+    Private(MirroredExtended, "_create_variable", "overridden: variables on devices"),
+    Private(MirroredExtended, "_replica_ctx_all_reduce", "overridden: a collective in a compiled body"),
+    Private(MirroredExtended, "_use_merge_call", "overridden: merge calls always"),
+    Private(_variable, "_handle", "a variable's handle, past the property that looks on"),
+    Private(type(_variable), "_read_variable_op", "overridden: reading brings the host up to date"),
+    Private(type(_variable), "_export_to_saved_model_graph", "overridden: what functions have for a handle"),
+    Private(_variable.handle, "_handle_data", "dtype and shape of a captured variable"),
+    Private(_graph, "function_captures", "a handle that is asked for at each call"),
+    Private(_op, "_clear_attr", "a run counts as writing to the variables it is given"),
+    Private(_context, "_rng", "whether the seed was set again"),
+    Private(_context, "get_compiler_ir", "StableHLO of a function"),
+    Private(Function(lambda: None, "names"), "_autograph", "a tf.function's options"),
+    Private(Function(lambda: None, "names"), "_reduce_retracing", "a tf.function's options"),
     Private(tf.distribute.MirroredStrategy, "_collective_key_base", "collective keys of a strategy's own"),
 )
 """Every private attribute that is used, and every hook that is overridden."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from typing import Any
 
 from replica_engine.errors import DeviceError
 from replica_engine.pjrt.group import DeviceGroup
@@ -60,7 +61,7 @@ def _cpu_group(count: int) -> DeviceGroup:
     jax's own client has the number of devices that was set before jax started. A client of our own leaves that
     one alone, and has at least one thread for each device, which replicas that wait for each other need.
     """
-    client = make_cpu_client(num_devices=count)
+    client: Any = make_cpu_client(num_devices=count)
     return DeviceGroup("cpu", tuple(client.devices()))
 
 

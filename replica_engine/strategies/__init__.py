@@ -1,6 +1,7 @@
 """Strategies, and the base to write your own on.
 
 - `mirrored`: MirroredStrategy and its extended half.
+- `tpu`: TPUStrategy and its extended half; `tpu_context`, the replica context of a compiled body; `tpu_variables`.
 - `base`: ReplicaThreads, which puts any extended half on this library's threads.
 - `devices`: device names, read and checked.
 

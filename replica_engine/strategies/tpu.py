@@ -167,7 +167,7 @@ class TPUStrategy(tf.distribute.Strategy):
         ...     total.assign_add(x)
         ...     return tf.distribute.get_replica_context().all_reduce("SUM", x)
         >>> result = strategy.run(fn, args=(tf.constant(3.0),))
-        >>> [float(each) for each in strategy.experimental_local_results(result)], float(total)
+        >>> [float(each) for each in strategy.experimental_local_results(result)], float(total.numpy())
         ([6.0, 6.0], 6.0)
     """
 

@@ -64,10 +64,10 @@ class Programs:
         with self._lock:
             if source.seldom:
                 shapes = self._general[key] = _generalized(self._general.get(key), shapes)
-            key = (*key, tuple(map(_hashable, shapes)))
-            traced: TracedProgram | None = self._traces.get(key)
+            signature = (*key, tuple(map(_hashable, shapes)))
+            traced: TracedProgram | None = self._traces.get(signature)
             if traced is None:
-                traced = self._traces[key] = self.trace(source, arguments, shapes)
+                traced = self._traces[signature] = self.trace(source, arguments, shapes)
             return traced
 
     def trace(self, source: Source, arguments: Arguments, shapes: Shapes) -> TracedProgram:

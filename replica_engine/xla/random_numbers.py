@@ -101,5 +101,5 @@ _STATELESS: dict[str, _Make] = {
         inputs[0], seed, inputs[1], inputs[2], dtype=inputs[1].dtype
     ),
     "RandomShuffle": lambda seed, inputs, attribute: _shuffled(seed, inputs[0]),
-    "Multinomial": lambda seed, inputs, attribute: _categorical(seed, *inputs, attribute("output_dtype")),
+    "Multinomial": lambda seed, inputs, attribute: _categorical(seed, inputs[0], inputs[1], attribute("output_dtype")),
 }
