@@ -76,7 +76,7 @@ PRIVATE = (
     Private(_variable.handle, "_handle_data", "dtype and shape of a captured variable"),
     Private(_graph, "function_captures", "a handle that is asked for at each call"),
     Private(_op, "_clear_attr", "a run counts as writing to the variables it is given"),
-    Private(_context, "_rng", "whether the seed was set again"),
+    Private(_context, "_set_global_seed", "makes _rng, another each time: whether the seed was set again"),
     Private(_context, "get_compiler_ir", "StableHLO of a function"),
     Private(Function(lambda: None, "names"), "_autograph", "a tf.function's options"),
     Private(Function(lambda: None, "names"), "_reduce_retracing", "a tf.function's options"),

@@ -31,7 +31,7 @@ def _set_aside(graph: Any, op: tf.Operation) -> None:
 
 def seeding() -> tuple[Any, int | None]:
     """An object that is another one after each tf.random.set_seed, and the seed."""
-    return _context.context()._rng, _context.global_seed()
+    return getattr(_context.context(), "_rng", None), _context.global_seed()  # none before the first tf.random.set_seed
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ class RandomState(Resident):
         with tf.init_scope(), tf.device("CPU:0"):
             self._variable = variables.ResourceVariable([0, 0], dtype=tf.int64, trainable=False, name="random_state")
         super().__init__([variables.raw_handle(self._variable)], devices, None if same else _spread)
-        self._seeded: Any = None
+        self._seeded: Any = self  # by nobody yet
 
     def array(self) -> Array:
         """As of any resident value; seeds it anew after `tf.random.set_seed`."""
