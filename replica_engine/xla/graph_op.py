@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._compat import variables
+from replica_engine._compat import function, variables
 from replica_engine.errors import GraphModeError
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.xla import host_graph
@@ -91,6 +91,7 @@ class _Step:
 def _add_op(step: _Step, inputs: list[tf.Tensor], outputs: list[tf.TensorSpec]) -> list[tf.Tensor]:
     """The op in the graph: a function call, so that it can be given variables, around a Python op."""
     borrowed = [handle for handle in step.traced.handles if isinstance(resident_of(handle, step.devices), Borrowed)]
+    function.leave_uncompiled()  # XLA would have to compile the op that launches what is compiled already
     handles = [host_graph.token(), *host_graph.used_before(), *borrowed]
 
     @tf.function(autograph=False)
