@@ -224,7 +224,14 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
         )
 
     @classmethod
-    def unknown_platform(cls, platform: str, known: Sequence[str]) -> DeviceError:
+    def other_size(cls, given: int, wanted: int) -> DeviceError:
+        """A program compiled for another number of replicas."""
+        return cls(
+            f"The body was traced for {wanted} replicas and cannot be compiled for {given} devices. Trace it anew."
+        )
+
+    @classmethod
+    def unknown_platform(cls, platform: object, known: Sequence[str]) -> DeviceError:
         """No such kind of device."""
         return cls(f"No such platform: {platform!r}. It is one of {', '.join(known)}, or None for the first there is.")
 
@@ -323,6 +330,11 @@ class InputsError(ReplicaEngineError, ValueError, TypeError):
         )
 
     @classmethod
+    def in_function(cls, name: str) -> InputsError:
+        """A compiled body called while a graph is built."""
+        return cls(f"`{name}` is compiled and runs in eager mode. In a tf.function call xla.replicate(fn, inputs).")
+
+    @classmethod
     def not_of_signature(cls, name: str, signature: str) -> InputsError:
         """Arguments that an input signature excludes."""
         return cls(f"The arguments of `{name}` do not fit its input_signature, {signature}: in number, dtype or shape.")
@@ -351,6 +363,15 @@ class ReplicaMismatchError(ReplicaEngineError, ValueError):
     def dtypes(cls, name: str, replica: int, first: str, other: str) -> ReplicaMismatchError:
         """Two dtypes."""
         return cls(f"{name} is of dtype {first} on replica 0 and {other} on replica {replica}. Cast one of them.")
+
+    @classmethod
+    def variables(cls, name: str) -> ReplicaMismatchError:
+        """A variable for each replica."""
+        return cls(
+            f"{name} is another variable on each replica, and one program runs on all of them. Pass values, "
+            "`v.read_value()`; or make one variable under a strategy's scope, with ON_READ synchronization if replicas "
+            "are to have values of their own."
+        )
 
     @classmethod
     def not_tensors(cls, name: str, value: object) -> ReplicaMismatchError:
@@ -418,19 +439,19 @@ class CaptureError(ReplicaEngineError, ValueError):
     """A replica body uses something from outside that cannot be on a device."""
 
     @classmethod
-    def not_a_variable(cls, fn: str, what: str) -> CaptureError:
+    def not_a_variable(cls, fn: str, what: str, where: str) -> CaptureError:
         """A resource of another kind: a table, an iterator, a summary writer."""
         return cls(
-            f"`{fn}` uses a resource that is not a variable: {what}. Lookup tables, dataset iterators and the like "
-            "live on the host: use them before the run and pass their results as arguments."
+            f"`{fn}` uses a resource that is not a variable{_at(where)}: {what}. Lookup tables, dataset "
+            "iterators and the like live on the host: use them before the run and pass their results as arguments."
         )
 
     @classmethod
-    def host_only(cls, fn: str, dtype: str) -> CaptureError:
+    def host_only(cls, fn: str, dtype: str, where: str) -> CaptureError:
         """A tensor of strings and the like."""
         return cls(
-            f"`{fn}` uses a tensor of dtype {dtype} from outside, which no device has. Turn it into numbers "
-            "before the run."
+            f"`{fn}` uses a tensor of dtype {dtype} from outside{_at(where)}, which no device has. Turn it into "
+            "numbers before the run."
         )
 
 
@@ -504,6 +525,14 @@ class LoweringError(ReplicaEngineError, ValueError):
         return cls(
             f"{name} of `{fn}` is of dtype {dtype}, which no device has. Turn it into numbers before the run, in the "
             "input pipeline for example; MirroredStrategy runs it as it is."
+        )
+
+    @classmethod
+    def host_result(cls, fn: str, index: int, op: str, where: str) -> LoweringError:
+        """A result of strings and the like."""
+        return cls(
+            f"Result {index} of `{fn}`, made by {op}{_at(where)}, is of a dtype that no device has. Return numbers, and "
+            "make what you need of them after the run; MirroredStrategy runs it as it is."
         )
 
     @classmethod

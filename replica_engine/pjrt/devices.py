@@ -35,7 +35,7 @@ def device_group(platform: str | None = None, count: int | None = None) -> Devic
         raise DeviceError.bad_count(count)
     if platform is None:
         platform = next(name for name in PLATFORMS if name == "cpu" or _accelerators(name))
-    platform = platform.lower()
+    platform = platform.lower() if isinstance(platform, str) else platform
     if platform not in PLATFORMS:
         raise DeviceError.unknown_platform(platform, PLATFORMS)
     if platform == "cpu":

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._compat import distribute
-from replica_engine.errors import ReplicaMismatchError
+from replica_engine.errors import InputsError, ReplicaMismatchError
 from replica_engine.replica import regroup, select
 from replica_engine.replica.structure import open_level
 
@@ -67,8 +67,10 @@ class Arguments:
         args: positional arguments; a `PerReplica` has one value for each replica.
         kwargs: keyword arguments, likewise.
         size: the number of replicas.
+        numbers: whether Python numbers are tensors.
 
     Attributes:
+        size: the number of replicas.
         slots: the tensors, in order.
         key: hashable; equal for arguments that differ in the values and shapes of tensors only.
         rebuild: the arguments again, with other tensors in the slots.
@@ -77,8 +79,9 @@ class Arguments:
         ReplicaMismatchError: replicas have tensors of different dtypes, or different structures.
     """
 
-    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], size: int):
-        self._size = size
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], size: int, numbers: bool = False):
+        self.size = size
+        self._numbers = numbers
         self.slots: list[Slot] = []
         build_args, key_args = self._open(tuple(args), "args")
         build_kwargs, key_kwargs = self._open(dict(kwargs), "kwargs")
@@ -89,20 +92,37 @@ class Arguments:
         )
 
     @classmethod
-    def of_replicas(cls, inputs: Sequence[Sequence[Any]]) -> Arguments:
-        """Of one list of arguments for each replica.
+    def of_inputs(cls, inputs: Any, size: int | None = None, numbers: bool = False) -> Arguments:
+        """Of one list of arguments for each replica; None for no arguments.
+
+        Args:
+            inputs: the lists.
+            size: the number of replicas; None takes the number of lists.
+            numbers: whether Python numbers that are equal on all replicas are tensors too.
 
         Raises:
+            InputsError: `inputs` is no list over replicas.
             StructureMismatchError: two replicas differ in structure.
         """
+        if inputs is None:
+            inputs = [[]] * (size or 1)
+        if not isinstance(inputs, (list, tuple)) or not inputs:
+            raise InputsError.no_list(inputs)
+        for each in inputs:
+            if not isinstance(each, (list, tuple)):
+                raise InputsError.no_argument_list(each)
+        if size is not None and size != len(inputs):
+            raise InputsError.wrong_length(len(inputs), size)
         grouped = regroup([tuple(each) for each in inputs], what="The inputs of the replicas", name="inputs")
-        return cls(grouped, {}, len(inputs))
+        arguments = cls(grouped, {}, len(inputs), numbers)
+        arguments._check_even()
+        return arguments
 
     def numpy(self) -> list[list[np.ndarray]]:
         """The values of the slots, which must be eager."""
         return [[tensor.numpy() for tensor in slot.values] for slot in self.slots]
 
-    def check_even(self) -> None:
+    def _check_even(self) -> None:
         """Sees to it that all replicas have the same shapes.
 
         Raises:
@@ -127,7 +147,8 @@ class Arguments:
             return self._open_distributed(value, name)
         if isinstance(value, tf.Variable):
             return (lambda _: value), ById(value)
-        if isinstance(value, (tf.Tensor, np.ndarray, np.generic)):
+        number = self._numbers and isinstance(value, (int, float, complex)) and not isinstance(value, bool)
+        if number or _is_array(value):
             return self._add(name, [tf.convert_to_tensor(value)]), "tensor"
         if isinstance(value, tf.__internal__.CompositeTensor):
             return self._open_composite(name, [value])
@@ -140,11 +161,13 @@ class Arguments:
         return (lambda _: value), constant_key(value)
 
     def _open_distributed(self, value: Any, name: str) -> tuple[Callable[[Sequence[Any]], Any], Any]:
-        parts = [select(replica, value) for replica in range(self._size)]
+        parts = [select(replica, value) for replica in range(self.size)]
         if any(isinstance(part, tf.__internal__.CompositeTensor) for part in parts):
             return self._open_composite(name, parts)
         if all(part is parts[0] for part in parts) and not _is_array(parts[0]):
             return self._open(parts[0], name)
+        if any(isinstance(part, tf.Variable) for part in parts):
+            raise ReplicaMismatchError.variables(name)
         if not all(_is_array(part) or isinstance(part, (bool, int, float, complex)) for part in parts):
             raise ReplicaMismatchError.not_tensors(name, next(part for part in parts if not _is_array(part)))
         return self._add(name, [tf.convert_to_tensor(part) for part in parts]), "tensor"

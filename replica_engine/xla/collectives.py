@@ -46,6 +46,7 @@ def cross_replica_sum(x: Any, groups: Groups | None = None) -> tf.Tensor:
         >>> [float(each) for each in sums]
         [3.0, 3.0]
     """
+    current("cross_replica_sum")
     return all_reduce(x, "SUM", groups)
 
 
@@ -152,7 +153,10 @@ def collective_permute(x: Any, pairs: Sequence[tuple[int, int]]) -> tf.Tensor:
         [2, 1]
     """
     size = current("collective_permute").size
-    links = [(int(source), int(target)) for source, target in pairs]
+    try:
+        links = [(int(source), int(target)) for source, target in pairs]
+    except (TypeError, ValueError):
+        raise CollectiveError.bad_pairs(pairs, size) from None
     for side in zip(*links, strict=True):
         if len(set(side)) < len(side) or not set(side) <= set(range(size)):
             raise CollectiveError.bad_pairs(links, size)
@@ -195,6 +199,9 @@ def _extreme(op: str) -> Callable[[tf.Tensor, list[list[int]]], tf.Tensor]:
         @tf.custom_gradient
         def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
             result = _reduced(x, rows, op)
+            if x.dtype.is_floating:  # XLA:CPU passes over a NaN in a minimum or maximum
+                has_nan = _reduced(tf.cast(tf.math.is_nan(x), tf.int32), rows, "Max")
+                result = tf.where(has_nan > 0, tf.constant(float("nan"), x.dtype), result)
 
             def gradient(dy: tf.Tensor) -> tf.Tensor:
                 mine = tf.cast(x == result, dy.dtype)
@@ -214,6 +221,8 @@ _REDUCTIONS = {"SUM": _sum, "MEAN": _mean, **_EXTREMES}
 def _gather(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
     shape = x.shape.as_list()
     shape[axis] *= len(rows[0])
+    if 0 in shape:  # XLA refuses to gather nothing
+        return tf.zeros(shape, x.dtype)
 
     @tf.custom_gradient
     def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
@@ -225,6 +234,8 @@ def _gather(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
 def _scatter(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
     shape = x.shape.as_list()
     shape[axis] //= len(rows[0])
+    if 0 in shape:
+        return tf.zeros(shape, x.dtype)
 
     @tf.custom_gradient
     def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
@@ -275,7 +286,10 @@ def _axis(name: str, x: tf.Tensor, axis: int) -> int:
 def _rows(groups: Groups | None, size: int, equal: bool) -> list[list[int]]:
     if groups is None:
         return [list(range(size))]
-    rows = [[int(replica) for replica in group] for group in groups]
+    try:
+        rows = [[int(replica) for replica in group] for group in groups]
+    except TypeError:
+        raise CollectiveError.bad_groups(groups, size) from None
     if sorted(replica for row in rows for replica in row) != list(range(size)):
         raise CollectiveError.bad_groups(rows, size)
     if len({len(row) for row in rows}) > 1 and equal:

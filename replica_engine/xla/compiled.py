@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import tensorflow as tf
 
 from replica_engine.errors import InputsError
 from replica_engine.pjrt.executable import Executable
@@ -59,10 +60,11 @@ class Compiled:
         put = self.devices.put
         arguments = [put(values) for values in slots]
         if captured is not None:
-            arguments += [put([value]) for value in captured]
-        elif self.lowered.traced.tensors:
+            arguments += [put([captured[index]]) for index in self.lowered.captured]
+        else:
             if self._constants is None:
-                self._constants = [put([tensor.numpy()]) for tensor in self.lowered.traced.tensors]
+                tensors = self.lowered.traced.tensors
+                self._constants = [put([tensors[index].numpy()]) for index in self.lowered.captured]
             arguments += self._constants
         with self.devices.in_flight:
             results = self.executable.launch([*arguments, *(variable.array() for variable in self.variables)])
@@ -76,9 +78,14 @@ class Compiled:
         Raises:
             InputsError: the inputs have another structure, or other shapes or dtypes.
         """
-        arguments = Arguments.of_replicas(inputs or [[]] * self.devices.size)
-        shapes = tuple(tuple(slot.shape) for slot in arguments.slots)
-        if arguments.key != self.lowered.traced.key or shapes != self.lowered.shapes:
-            raise InputsError.other_program(self.lowered.traced.name)
+        traced = self.lowered.traced
+        arguments = Arguments.of_inputs(inputs, self.devices.size)
+        if arguments.key != traced.key:  # equal Python numbers, where there were different ones
+            arguments = Arguments.of_inputs(inputs, self.devices.size, numbers=True)
+        shapes = tuple(tuple(slot.shape) for slot in arguments.slots if slot.shape.is_fully_defined())
+        if arguments.key != traced.key or shapes != self.lowered.shapes:
+            raise InputsError.other_program(traced.name)
+        if not tf.executing_eagerly():
+            raise InputsError.in_function(traced.name)
         arrays = self.launch(arguments.numpy())
-        return self.lowered.traced.results([self.devices.fetch_all(array) for array in arrays])
+        return traced.results([self.devices.fetch_all(array) for array in arrays])

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._compat import xla_ops
-from replica_engine.errors import LoweringError
+from replica_engine.errors import DeviceError, LoweringError
 from replica_engine.pjrt.devices import device_group
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.xla.compiled import Compiled
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from replica_engine.xla.trace import Traced
 
 _ALIAS = re.compile(r"parameter_number = (\d+) : i64\}, output_index = array<i64(?:: (\d+))?>")
+# Names and source lines are left out of the text, so that equal programs are equal texts.
+_MODULE = re.compile(r"module @\S+")
+_LOCATION = re.compile(r' loc\((?:[^()"]|"[^"]*"|\((?:[^()"]|"[^"]*")*\))*\)|^#loc.*\n', re.MULTILINE)
 _MAIN = re.compile(r"func\.func (?:public )?@main\(.*?\)(?: -> (.*?))? \{$", re.MULTILINE)
 _TENSOR = re.compile(r"tensor<((?:[0-9?]+x)*)")
 
@@ -39,15 +42,17 @@ class Lowered:
     Attributes:
         traced: the stage before.
         shapes: of the slots.
+        captured: which of the captured tensors are parameters.
         results: shape and dtype of each result.
         writes: (index among the captured variables, index among the results) of each variable written.
     """
 
-    def __init__(self, traced: Traced, specs: list[tf.TensorSpec], text: str):
+    def __init__(self, traced: Traced, slots: list[tf.TensorSpec], text: str):
         self.traced = traced
-        self.shapes = tuple(tuple(spec.shape) for spec in specs[: len(traced.slots)])
+        self.shapes = tuple(tuple(spec.shape) for spec in slots)
+        self.captured = list(traced.captured)
         self._text = text
-        first = len(traced.slots) + len(traced.tensors)
+        first = len(slots) + len(self.captured)
         self.writes = [(int(parameter) - first, int(result or 0)) for parameter, result in _ALIAS.findall(text)]
         self.results = self._results()
 
@@ -65,9 +70,12 @@ class Lowered:
         """The last stage: the program compiled for devices; None takes the first N of the best platform.
 
         Raises:
-            DeviceError: there are fewer devices than replicas.
+            DeviceError: there are fewer devices than replicas, or `devices` are of another number.
         """
-        return Compiled(self, devices or device_group(count=self.traced.body.size))
+        size = self.traced.body.size
+        if devices is not None and devices.size != size:
+            raise DeviceError.other_size(devices.size, size)
+        return Compiled(self, devices or device_group(count=size))
 
     def _results(self) -> Results:
         header = _MAIN.search(self._text)
@@ -86,38 +94,34 @@ class Lowered:
         ]
 
 
-def lower(traced: Traced, specs: list[tf.TensorSpec]) -> Lowered:
-    """Lowers a body for arguments of these specs.
+def lower(traced: Traced, slots: list[tf.TensorSpec], tensors: list[tf.TensorSpec]) -> Lowered:
+    """Lowers a body for slots and captured tensors of these specs.
 
     Raises:
         LoweringError: as `Traced.lower`.
     """
-    names = [*traced.slot_names, *(f"the captured {tensor!r}" for tensor in traced.tensors)]
-    for name, spec in zip(names, specs, strict=True):
-        if xla_ops.is_host_only(spec.dtype):
-            raise LoweringError.host_only(traced.name, name, spec.dtype.name)
+    names = [*traced.slot_names, *(f"The captured {tensor!r}" for tensor in traced.tensors)]
+    for name, spec in zip(names, [*slots, *tensors], strict=True):
         if not spec.shape.is_fully_defined():
             raise LoweringError.dynamic_argument(traced.name, name, str(spec.shape))
     count("lowerings")
+    specs = [*slots, *(tensors[index] for index in traced.captured)]
     try:
         with tf.init_scope():
             text = xla_ops.stablehlo(traced.registered(), specs, traced.handles)
     except (ValueError, tf.errors.OpError) as error:
         if "compile-time constant" in str(error) and traced.bake_in():
-            return lower(traced, _specs(traced, specs))
+            return lower(traced, slots, tensors)
         raise _explain(traced, error) from None
-    return Lowered(traced, specs, text)
-
-
-def _specs(traced: Traced, specs: list[tf.TensorSpec]) -> list[tf.TensorSpec]:
-    """The specs again, after some captured tensors became constants."""
-    return [*specs[: len(traced.slots)], *(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in traced.tensors)]
+    return Lowered(traced, slots, _LOCATION.sub("", _MODULE.sub("module @replica_body", text)))
 
 
 def _explain(traced: Traced, error: Any) -> LoweringError:
     text = str(error)
     unsupported = re.search(r"on XLA_\w+: (\w+) \(", text) or re.search(r"with op (\w+)", text)
-    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)
+    # XLA prints a stack for the op and others for the calls around it. The op's is the first.
+    stack = re.split(r"The op is created at:|Stack trace for op definition:", text)[1:2]
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', stack[0] if stack else text)
     where = user_line(frames)
     if "Detected unsupported operations" in text and unsupported:
         return LoweringError.unsupported_op(traced.name, unsupported.group(1), where)

@@ -90,18 +90,10 @@ def _prepare(inputs: Inputs | None, size: int | None) -> tuple[Arguments, Progra
     if in_body() is not None:
         raise InputsError.nested()
     if inputs is not None:
-        if not isinstance(inputs, (list, tuple)) or not inputs:
-            raise InputsError.no_list(inputs)
-        for each in inputs:
-            if not isinstance(each, (list, tuple)):
-                raise InputsError.no_argument_list(each)
-        if size is not None and size != len(inputs):
-            raise InputsError.wrong_length(len(inputs), size)
-        size = len(inputs)
+        arguments = Arguments.of_inputs(inputs, size)
+        return arguments, _programs(device_group(count=arguments.size))
     devices = device_group(count=size)
-    arguments = Arguments.of_replicas(inputs or [[]] * devices.size)
-    arguments.check_even()
-    return arguments, _programs(devices)
+    return Arguments.of_inputs(None, devices.size), _programs(devices)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CellType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import tensorflow as tf
@@ -90,9 +90,9 @@ class Source:
 def function_key(fn: Any, depth: int = 3) -> Any:
     """Equal for functions that would be traced to the same graph.
 
-    Functions are equal that have the same code, globals, defaults and closed-over objects: a lambda or nested
-    function that is made anew for each call is the same one. `depth` is how far to look into functions that a
-    function closes over.
+    Functions are equal that have the same code and use the same objects: globals, defaults, closed-over ones. So a
+    lambda or nested function that is made anew for each call is the same one. `depth` is how far to look into
+    functions that a function closes over.
     """
     if isinstance(fn, functools.partial):
         rest = tuple((name, _key(value, depth)) for name, value in sorted(fn.keywords.items()))
@@ -106,7 +106,15 @@ def function_key(fn: Any, depth: int = 3) -> Any:
     named = tuple((name, _key(value, depth)) for name, value in sorted((fn.__kwdefaults__ or {}).items()))
     # fn.__dict__ as well: functools.wraps keeps the wrapped function there, and AutoGraph its settings.
     marks = tuple((name, _key(value, depth)) for name, value in sorted(fn.__dict__.items()))
-    return fn.__code__, ById(fn.__globals__), cells, defaults, named, marks
+    used = tuple((name, constant_key(fn.__globals__[name])) for name in _names(fn.__code__) if name in fn.__globals__)
+    return fn.__code__, used, cells, defaults, named, marks
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: CodeType) -> tuple[str, ...]:
+    """The names of globals, and of attributes, that a function and those in it use."""
+    inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names(constant)]
+    return tuple(dict.fromkeys([*code.co_names, *inner]))
 
 
 def _cell_key(cell: CellType, depth: int) -> Any:

@@ -18,13 +18,14 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._compat import autograph, distribute, xla_ops
-from replica_engine.errors import CaptureError, VariableCreationError
+from replica_engine.errors import CaptureError, LoweringError, VariableCreationError
 from replica_engine.replica.structure import open_level
 from replica_engine.xla.arguments import Arguments, Shapes
 from replica_engine.xla.body import Body
 from replica_engine.xla.counts import count
 from replica_engine.xla.lower import Lowered, lower
 from replica_engine.xla.source import Source
+from replica_engine.xla.user_lines import user_line
 
 Enter = Callable[[], contextlib.AbstractContextManager[Any]]
 """What a strategy puts around the body while it is traced: its scope and a replica context."""
@@ -43,6 +44,7 @@ class Traced:
         key: of the arguments that it serves.
         slots: specs of the tensors among the arguments; dimensions may be unknown.
         tensors: captured tensors, eager or of an outer graph.
+        captured: which of them are parameters of the program; the rest are compiled in.
         handles: handles of captured variables.
         outputs: specs of the tensors among the results.
         rebuild: the structure that the function returned, with other tensors.
@@ -62,12 +64,17 @@ class Traced:
         captures = list(graph.captures)
         data = [(outside, inside) for outside, inside in captures if inside.dtype != tf.resource]
         variables = [(outside, inside) for outside, inside in captures if inside.dtype == tf.resource]
-        for outside, inside in data + variables:
+        for outside, inside in captures:
             self._check_capture(outside, inside)
+        for index, output in enumerate(self.outputs):
+            if xla_ops.is_host_only(output.dtype):
+                raise LoweringError.host_result(name, index, *_made_by(graph.outputs[index]))
         self.tensors = [outside for outside, _ in data]
         self.handles = [outside for outside, _ in variables]
-        self._inner = [inside for _, inside in data]
-        graph.inputs[:] = [*graph.inputs[: len(self.slots)], *self._inner, *(inside for _, inside in variables)]
+        self.captured = list(range(len(self.tensors)))
+        self._slots = list(graph.inputs[: len(self.slots)])
+        self._tensors = [inside for _, inside in data]
+        self._variables = [inside for _, inside in variables]
         self._registered: Any = None
         self._lock = threading.Lock()
 
@@ -81,9 +88,8 @@ class Traced:
         Raises:
             LoweringError: an op that XLA cannot compile, or a shape that is not static.
         """
-        specs = [*_reshaped(self.slots, shapes), *_reshaped(self.tensors, captured)]
         with self._lock:
-            return lower(self, specs)
+            return lower(self, _reshaped(self.slots, shapes), _reshaped(self.tensors, captured))
 
     def results(self, columns: Sequence[Sequence[np.ndarray]]) -> list[Any]:
         """For each replica what it returned, of the replicas' values for each result."""
@@ -93,26 +99,35 @@ class Traced:
     def registered(self) -> Any:
         """The graph as a function that TensorFlow knows by name."""
         if self._registered is None:
+            self.graph.inputs[:] = [*self._slots, *(self._tensors[index] for index in self.captured), *self._variables]
             with tf.init_scope():
                 self._registered = xla_ops.register(f"replica_body_{self.name}_{next(_numbers)}", self.graph)
         return self._registered
 
     def bake_in(self) -> bool:
         """Compiles in small captured tensors, as shapes and axes must be; whether there were any."""
-        baked = {index for index, inside in enumerate(self._inner) if inside.op.type == "Const"}
-        gone = {id(self._inner[index]) for index in baked}
-        self.graph.inputs[:] = [each for each in self.graph.inputs if id(each) not in gone]
-        self.tensors = [each for index, each in enumerate(self.tensors) if index not in baked]
-        self._inner = [each for index, each in enumerate(self._inner) if index not in baked]
-        self._registered = None
-        return bool(baked)
+        kept = [index for index in self.captured if self._tensors[index].op.type != "Const"]
+        baked = len(kept) < len(self.captured)
+        self.captured, self._registered = kept, None
+        return baked
 
     def _check_capture(self, outside: Any, inside: Any) -> None:
         if inside.dtype == tf.resource:
             if xla_ops.variable_dtype_and_shape(outside) is None:
-                raise CaptureError.not_a_variable(self.name, str(outside))
+                raise CaptureError.not_a_variable(self.name, str(outside), _used_at(inside))
         elif xla_ops.is_host_only(inside.dtype):
-            raise CaptureError.host_only(self.name, inside.dtype.name)
+            raise CaptureError.host_only(self.name, inside.dtype.name, _used_at(inside))
+
+
+def _made_by(output: tf.Tensor) -> tuple[str, str]:
+    """The kind of op that made an output, and the user's line."""
+    while output.op.type == "Identity":
+        output = output.op.inputs[0]
+    return output.op.type, user_line(output)
+
+
+def _used_at(inside: tf.Tensor) -> str:
+    return next((line for op in inside.consumers() if (line := user_line(op))), "")
 
 
 def _reshaped(described: Sequence[Any], shapes: Sequence[Any] | None) -> list[tf.TensorSpec]:
@@ -171,6 +186,9 @@ def trace(source: Source, arguments: Arguments, shapes: Shapes, body: Body, ente
         CaptureError: it uses something from outside that cannot be on a device.
         Exception: whatever `fn` raised.
     """
+    for slot in arguments.slots:
+        if xla_ops.is_host_only(slot.dtype):
+            raise LoweringError.host_only(source.name, slot.name, slot.dtype.name)
     traced, created = _trace_once(source, arguments, shapes, body, enter)
     if created:
         traced, again = _trace_once(source, arguments, shapes, body, enter)

@@ -56,7 +56,7 @@ def run_uneven(
         columns: list[list[np.ndarray]] = [[] for _ in traced.outputs]
         for replica, (share, (lowered, executable)) in enumerate(zip(shares, steps, strict=True)):
             alone = devices.alone(replica)
-            inputs = [alone.put([value]) for value in (*share, *constants)]
+            inputs = [alone.put([value]) for value in (*share, *(constants[index] for index in lowered.captured))]
             results = executable.launch([*inputs, *(state[replica] for state in states)])
             for column, result in zip(columns, results, strict=False):
                 column.append(alone.fetch(result, 0))

@@ -12,11 +12,17 @@ from replica_engine.replica.location import is_internal
 
 
 def user_line(made: Any) -> str:
-    """ "file.py:12 in step", of an op's tensor or of frames (file, line, function), outermost first; "" if unknown."""
+    """The user's "file.py:12 in step", or "".
+
+    Args:
+        made: an op, its tensor, or frames (file, line, function), the outermost first.
+    """
     if isinstance(made, tf.Tensor):
         while made.op.type == "Identity":  # added on the way out
             made = made.op.inputs[0]
-        frames = [(frame.filename, frame.lineno, frame.name) for frame in made.op.traceback]
+        made = made.op
+    if isinstance(made, tf.Operation):
+        frames = [(frame.filename, frame.lineno, frame.name) for frame in made.traceback]
     else:
         frames = [(_absolute(file), line, name) for file, line, name in made]
     return _innermost(frames)
