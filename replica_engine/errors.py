@@ -531,8 +531,8 @@ class LoweringError(ReplicaEngineError, ValueError):
     def host_result(cls, fn: str, index: int, op: str, where: str) -> LoweringError:
         """A result of strings and the like."""
         return cls(
-            f"Result {index} of `{fn}`, made by {op}{_at(where)}, is of a dtype that no device has. Return numbers, and "
-            "make what you need of them after the run; MirroredStrategy runs it as it is."
+            f"Result {index} of `{fn}` is a string or the like, made by {op}{_at(where)}, which no device has. Return "
+            "numbers, and make what you need of them after the run; MirroredStrategy runs it as it is."
         )
 
     @classmethod

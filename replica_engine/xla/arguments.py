@@ -119,8 +119,8 @@ class Arguments:
         return arguments
 
     def numpy(self) -> list[list[np.ndarray]]:
-        """The values of the slots, which must be eager."""
-        return [[tensor.numpy() for tensor in slot.values] for slot in self.slots]
+        """The values of the slots, which must be eager: views, where NumPy can have one."""
+        return [[np.asarray(tensor) for tensor in slot.values] for slot in self.slots]
 
     def _check_even(self) -> None:
         """Sees to it that all replicas have the same shapes.
@@ -162,12 +162,12 @@ class Arguments:
 
     def _open_distributed(self, value: Any, name: str) -> tuple[Callable[[Sequence[Any]], Any], Any]:
         parts = [select(replica, value) for replica in range(self.size)]
+        if any(isinstance(part, tf.Variable) for part in parts):  # which are composite tensors too
+            raise ReplicaMismatchError.variables(name)
         if any(isinstance(part, tf.__internal__.CompositeTensor) for part in parts):
             return self._open_composite(name, parts)
         if all(part is parts[0] for part in parts) and not _is_array(parts[0]):
             return self._open(parts[0], name)
-        if any(isinstance(part, tf.Variable) for part in parts):
-            raise ReplicaMismatchError.variables(name)
         if not all(_is_array(part) or isinstance(part, (bool, int, float, complex)) for part in parts):
             raise ReplicaMismatchError.not_tensors(name, next(part for part in parts if not _is_array(part)))
         return self._add(name, [tf.convert_to_tensor(part) for part in parts]), "tensor"

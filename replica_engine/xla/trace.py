@@ -93,7 +93,7 @@ class Traced:
 
     def results(self, columns: Sequence[Sequence[np.ndarray]]) -> list[Any]:
         """For each replica what it returned, of the replicas' values for each result."""
-        tensors = [[tf.convert_to_tensor(value) for value in column] for column in columns]
+        tensors = [[tf.constant(value) for value in column] for column in columns]
         return [self.rebuild([column[replica] for column in tensors]) for replica in range(self.body.size)]
 
     def registered(self) -> Any:

@@ -68,7 +68,7 @@ class TestWhatXlaCannotCompile:
         [
             (lambda x: tf.strings.length(tf.strings.as_string(x)), "AsString"),
             (lambda x: tf.py_function(lambda y: y, [x], tf.float32), "EagerPyFunc"),
-            (lambda x: tf.io.read_file("nothing"), "ReadFile"),
+            (lambda x: tf.strings.length(tf.io.read_file("nothing")), "ReadFile"),
         ],
         ids=["as_string", "py_function", "read_file"],
     )

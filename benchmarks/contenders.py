@@ -1,0 +1,164 @@
+"""Ways to train a model on N replicas of this machine: the library's, TensorFlow's own, and JAX.
+
+Each does the same: gradients of each replica's mean loss, summed over replicas, and plain gradient descent on
+variables that are equal on all. Batches lie ready in the form that each likes best before the clock starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from benchmarks.models import JaxOps, Model, TensorFlowOps
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """One of them, with its weights at the start of training.
+
+    Attributes:
+        name: for the table.
+        step: one training step on the batch of this number, finished when it returns; returns the losses.
+        mean: the mean of the losses that `step` returned.
+    """
+
+    name: str
+    step: Callable[[int], Any]
+    mean: Callable[[Any], float]
+
+
+def start(most: int) -> None:
+    """Gives TensorFlow and jax `most` CPU devices each, before either has started.
+
+    jax gets more threads than replicas, for safety. The library's clients get what they have by themselves.
+    """
+    import replica_engine  # isort: skip  # first, since it gives TensorFlow's pool enough threads
+    import jax
+
+    replica_engine.testing.logical_devices(most)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", most)
+    with _environment("NPROC", str(2 * most)):
+        assert len(jax.devices()) == most, "jax had started"
+
+
+def contenders(model: Model, replicas: int) -> list[Contender]:
+    """All of them, for no more replicas than `start` was told."""
+    return [
+        tpu_strategy(model, replicas),
+        tpu_strategy(model, replicas, in_function=True),
+        mirrored_strategy(model, replicas),
+        tf_distribute(model, replicas),
+        jax_shard_map(model, replicas),
+    ]
+
+
+def tpu_strategy(model: Model, replicas: int, in_function: bool = False) -> Contender:
+    """The library's replicated XLA: `run` in eager mode, or in a `tf.function` that also reads its results."""
+    import replica_engine
+
+    name = "TPUStrategy in tf.function" if in_function else "TPUStrategy"
+    return _strategy(name, replica_engine.TPUStrategy(num_cores=replicas), model, in_function)
+
+
+def mirrored_strategy(model: Model, replicas: int) -> Contender:
+    """The library's threads, which trace the graph of a `tf.function`."""
+    import replica_engine
+    from replica_engine.testing import logical_devices
+
+    return _strategy("MirroredStrategy", replica_engine.MirroredStrategy(logical_devices(replicas)), model, True)
+
+
+def tf_distribute(model: Model, replicas: int) -> Contender:
+    """TensorFlow's own, with the quickest all-reduce that it has for CPUs; its default one can hang."""
+    import tensorflow as tf
+
+    from replica_engine.testing import logical_devices
+
+    strategy = tf.distribute.MirroredStrategy(logical_devices(replicas), tf.distribute.ReductionToOneDevice())
+    return _strategy("tf.distribute", strategy, model, True)
+
+
+def _strategy(name: str, strategy: Any, model: Model, in_function: bool) -> Contender:
+    import tensorflow as tf
+
+    ops = TensorFlowOps()
+    replicas = strategy.num_replicas_in_sync
+    with strategy.scope():
+        weights = [tf.Variable(value) for value in model.weights()]
+
+    def replica_step(x: Any, labels: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = model.loss(ops, weights, x, labels)
+        # Of a table of words the gradient is sparse; JAX's is dense.
+        gradients = [tf.convert_to_tensor(gradient) for gradient in tape.gradient(loss, weights)]
+        totals = tf.distribute.get_replica_context().all_reduce("SUM", gradients)
+        for weight, total in zip(weights, totals, strict=True):
+            weight.assign_sub(model.rate / replicas * total)
+        return loss
+
+    def distributed(values: np.ndarray) -> Any:
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(values[context.replica_id_in_sync_group])
+        )
+
+    batches = [(distributed(x), distributed(labels)) for x, labels in model.data(replicas)]
+
+    def run(x: Any, labels: Any) -> Any:
+        return strategy.run(replica_step, args=(x, labels))
+
+    if in_function:
+        run = tf.function(run)
+
+    def mean(losses: Any) -> float:
+        return float(np.mean([loss.numpy() for loss in strategy.experimental_local_results(losses)]))
+
+    return Contender(name, lambda index: run(*batches[index % len(batches)]), mean)
+
+
+def jax_shard_map(model: Model, replicas: int) -> Contender:
+    """JAX, the same program: each device has its part of the batch, and gradients are summed with `psum`."""
+    import jax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    ops = JaxOps()
+    mesh = Mesh(np.array(jax.devices()[:replicas]), ("replica",))
+    split, same = PartitionSpec("replica"), PartitionSpec()
+
+    def replica_step(weights: list[Any], x: Any, labels: Any) -> tuple[list[Any], Any]:
+        loss, gradients = jax.value_and_grad(lambda weights: model.loss(ops, weights, x[0], labels[0]))(weights)
+        totals = jax.lax.psum(gradients, "replica")
+        updated = [weight - model.rate / replicas * total for weight, total in zip(weights, totals, strict=True)]
+        return updated, loss[None]
+
+    # Checked, shard_map would sum the gradients by itself, and psum once more.
+    mapped = jax.shard_map(
+        replica_step, mesh=mesh, in_specs=(same, split, split), out_specs=(same, split), check_vma=False
+    )
+    compiled = jax.jit(mapped, donate_argnums=0)
+    weights = jax.device_put(model.weights(), NamedSharding(mesh, same))
+    batches = jax.device_put(model.data(replicas), NamedSharding(mesh, split))
+
+    def step(index: int) -> Any:
+        nonlocal weights
+        weights, losses = compiled(weights, *batches[index % len(batches)])
+        # With two programs in flight on CPU, their replicas can wait for each other for ever.
+        return jax.block_until_ready(losses)
+
+    return Contender("JAX", step, lambda losses: float(np.mean(losses)))
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = before or value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
