@@ -11,8 +11,8 @@ from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.jaxlib import CompileOptions, DeviceAssignment, DeviceList, ShapedArray, array_result_handler
 
 # The scheduler that saves memory is also the faster one for convolutions (0.7 to 0.9 of the time), and no slower for
-# matrix products. XLA aborts the process when a replica waits longer than this in a collective. A loaded machine may well take
-# more than its 40 s; nothing here may end the process.
+# matrix products. XLA aborts the process when a replica waits longer than the last of these in a collective. A
+# loaded machine may well take more than its 40 s; nothing here may end the process.
 _CPU_OPTIONS = (
     ("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"),
     ("xla_cpu_collective_call_warn_stuck_seconds", "600"),

@@ -120,7 +120,7 @@ class Arguments:
 
     def numpy(self) -> list[list[np.ndarray]]:
         """The values of the slots, which must be eager: views, where NumPy can have one."""
-        return [[np.asarray(tensor) for tensor in slot.values] for slot in self.slots]
+        return [[_view(tensor) for tensor in slot.values] for slot in self.slots]
 
     def _check_even(self) -> None:
         """Sees to it that all replicas have the same shapes.
@@ -192,6 +192,13 @@ class Arguments:
         index = len(self.slots)
         self.slots.append(Slot(name, values))
         return lambda tensors: tensors[index]
+
+
+_NUMPYS_OWN = frozenset(tf.as_dtype(kind) for kind in "?bBhHiIqQefdFD")
+
+
+def _view(tensor: Any) -> np.ndarray:
+    return np.asarray(tensor) if tensor.dtype in _NUMPYS_OWN else tensor.numpy()
 
 
 def _is_array(value: Any) -> bool:
