@@ -194,7 +194,7 @@ class Arguments:
         return lambda tensors: tensors[index]
 
 
-_NUMPYS_OWN = frozenset(tf.as_dtype(kind) for kind in "?bBhHiIqQefdFD")
+_NUMPYS_OWN = frozenset(tf.as_dtype(np.dtype(kind)) for kind in "?bBhHiIqQefdFD")
 
 
 def _view(tensor: Any) -> np.ndarray:
