@@ -52,6 +52,17 @@ def test_with_the_default_flags():
     assert done.stderr == "starting TensorFlow\n"
 
 
+def test_on_compiled_replicas():
+    done = demo("--strategy", "tpu", "--epochs", "2")
+    assert done.returncode == 0, done.stderr
+    assert "replicas  4 on CPU:0 to CPU:3, strategy tpu" in done.stdout
+    assert done.stdout.count("bitwise equal: ") == 2
+    distances = numbers(r"distance +(\S+) between their weights at most, tolerance 1e-04", done.stdout)
+    assert len(distances) == 2
+    assert max(distances) < 1e-5
+    assert done.stderr == "starting TensorFlow\n"
+
+
 def test_with_flags():
     done = demo("--replicas", "2", "--epochs", "2", "--loop", "custom", "--batch-size", "128", "--seed", "7")
     assert done.returncode == 0, done.stderr

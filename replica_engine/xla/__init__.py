@@ -5,9 +5,10 @@ A function on its way: `Traced` (a graph) -> `Lowered` (a StableHLO program) -> 
 - `replicate`: running a function on N replicas. Read this one first.
 - `collectives`: cross-replica operations inside.
 - `body`: the replica body while it is traced.
-- `arguments`: what becomes a parameter of the program, and what is compiled in.
+- `arguments`, `outputs`: what becomes a parameter or a result of the program, and what is compiled in.
 - `trace`, `lower`, `compiled`: the stages. `program`: finding what is compiled already. `counts`: how often.
-- `graph_op`: a compiled body inside a host tf.function.
+- `source`: the function, and how to know it again. `random_numbers`: what random ops draw from.
+- `uneven`: shares of different shapes. `graph_op`: a compiled body inside a host tf.function.
 - `resident`, `host_variable`, `host_graph`: variables on the devices, and their host side, never stale.
 - `resolver`: which platform, for `tf.distribute`.
 - `user_lines`: the user's line, for errors.

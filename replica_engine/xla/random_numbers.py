@@ -21,6 +21,7 @@ from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.xla.resident import Resident
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: keys far apart for neighboring replicas
+_MIX = 0xBF58476D1CE4E5B9  # another odd number, so that an op's seed and a replica's key do not make up for each other
 
 
 class RandomState(Resident):
@@ -60,8 +61,8 @@ class RandomState(Resident):
         handle = self.handles[0]
         state = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int64)
         tf.raw_ops.AssignAddVariableOp(resource=handle, value=tf.constant([0, 1], tf.int64))
-        own = tf.constant([attribute("seed2"), 0], tf.int64)
-        return make(state + own * tf.constant(_signed(_GOLDEN), tf.int64), inputs, attribute)
+        own = tf.constant([_signed(attribute("seed2") * _MIX), 0], tf.int64)
+        return make(state + own, inputs, attribute)
 
 
 def _spread(value: np.ndarray, size: int) -> list[np.ndarray]:

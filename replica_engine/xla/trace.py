@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._compat import autograph, distribute, xla_ops
+from replica_engine._compat import autograph, xla_ops
 from replica_engine.errors import CaptureError, LoweringError, VariableCreationError
-from replica_engine.replica.structure import open_level
 from replica_engine.xla.arguments import Arguments, Shapes
 from replica_engine.xla.body import Body
 from replica_engine.xla.counts import count
 from replica_engine.xla.lower import Lowered, lower
+from replica_engine.xla.outputs import Outputs
 from replica_engine.xla.source import Source
 from replica_engine.xla.user_lines import user_line
 
@@ -135,40 +135,6 @@ def _reshaped(described: Sequence[Any], shapes: Sequence[Any] | None) -> list[tf
         tf.TensorSpec(each.shape if shapes is None else shapes[index], each.dtype)
         for index, each in enumerate(described)
     ]
-
-
-class Outputs:
-    """What the body returned, taken apart into tensors and the structure around them."""
-
-    def __init__(self, value: Any):
-        self.tensors: list[tf.Tensor] = []
-        self.rebuild: Callable[[list[Any]], Any] = self._open(value)
-
-    def _open(self, value: Any) -> Callable[[list[Any]], Any]:
-        if isinstance(value, (distribute.DistributedVariable, tf.Operation)):
-            returned = None if isinstance(value, tf.Operation) else value
-            return lambda _: returned
-        if isinstance(value, tf.Variable):
-            container = distribute.value_container(value)
-            if container is not value and not isinstance(value, distribute.UnreadVariable):
-                return lambda _: container
-        if isinstance(value, (tf.Tensor, tf.Variable, np.ndarray, np.generic)):
-            return self._add(tf.convert_to_tensor(value))
-        if isinstance(value, tf.__internal__.CompositeTensor):
-            builders = [self._add(part) for part in tf.nest.flatten(value, expand_composites=True)]
-            return lambda tensors: tf.nest.pack_sequence_as(
-                value, [build(tensors) for build in builders], expand_composites=True
-            )
-        level = open_level(value)
-        if level is not None:
-            builders = [self._open(child) for child in level.children]
-            return lambda tensors: level.rebuild([build(tensors) for build in builders])
-        return lambda _: value
-
-    def _add(self, tensor: tf.Tensor) -> Callable[[list[Any]], Any]:
-        index = len(self.tensors)
-        self.tensors.append(tf.identity(tensor))
-        return lambda tensors: tensors[index]
 
 
 def trace(source: Source, arguments: Arguments, shapes: Shapes, body: Body, enter: Enter) -> Traced:

@@ -1,0 +1,56 @@
+"""What a body returned, taken apart: tensors that become results of the program, and the structure around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._compat import distribute
+from replica_engine.replica.structure import open_level
+
+
+class Outputs:
+    """What a body returned, taken apart.
+
+    None, Python values and distributed variables are part of the structure and come out as they are.
+
+    Args:
+        value: what the body returned.
+
+    Attributes:
+        tensors: in the graph of the body.
+        rebuild: what the body returned, with other tensors.
+    """
+
+    def __init__(self, value: Any):
+        self.tensors: list[tf.Tensor] = []
+        self.rebuild: Callable[[list[Any]], Any] = self._open(value)
+
+    def _open(self, value: Any) -> Callable[[list[Any]], Any]:
+        if isinstance(value, (distribute.DistributedVariable, tf.Operation)):
+            returned = None if isinstance(value, tf.Operation) else value
+            return lambda _: returned
+        if isinstance(value, tf.Variable):
+            container = distribute.value_container(value)
+            if container is not value and not isinstance(value, distribute.UnreadVariable):
+                return lambda _: container
+        if isinstance(value, (tf.Tensor, tf.Variable, np.ndarray, np.generic)):
+            return self._add(tf.convert_to_tensor(value))
+        if isinstance(value, tf.__internal__.CompositeTensor):
+            builders = [self._add(part) for part in tf.nest.flatten(value, expand_composites=True)]
+            return lambda tensors: tf.nest.pack_sequence_as(
+                value, [build(tensors) for build in builders], expand_composites=True
+            )
+        level = open_level(value)
+        if level is not None:
+            builders = [self._open(child) for child in level.children]
+            return lambda tensors: level.rebuild([build(tensors) for build in builders])
+        return lambda _: value
+
+    def _add(self, tensor: tf.Tensor) -> Callable[[list[Any]], Any]:
+        index = len(self.tensors)
+        self.tensors.append(tf.identity(tensor))
+        return lambda tensors: tensors[index]
