@@ -96,15 +96,13 @@ def is_saving() -> bool:
     return _save_context.in_save_context()
 
 
-def may_write(handle: tf.Tensor) -> bool:
-    """Whether a finished graph may write to the variable of this handle."""
-    for op in handle.consumers():
-        if op.type == "Identity":
-            if may_write(op.outputs[0]):
-                return True
-        elif handle in _control_deps.get_read_write_resource_inputs(op)[1]:
-            return True
-    return False
+def may_write(handle: tf.Tensor, besides: set[str]) -> bool:
+    """Whether ops of a finished graph may write to the variable of this handle; `besides` those of these names."""
+    return any(
+        handle in _control_deps.get_read_write_resource_inputs(op)[1]
+        for op in handle.consumers()
+        if op.name not in besides
+    )
 
 
 def mark_as_writing(op: tf.Operation) -> None:

@@ -34,7 +34,10 @@ class _Resident:
         if len(values) == 1:
             values *= len(variable._values)
         copied = type(self)(strategy, values, variable.aggregation)  # type: ignore[call-arg]
-        make_resident(values, strategy.extended.device_group, variable._values[0]._replica_engine[0].spread)
+        original: Resident = variable._values[0]._replica_engine[0]
+        resident = make_resident(values, strategy.extended.device_group, original.spread)
+        if len(resident.handles) == 1 and (own := original.on_replicas()) is not None:
+            resident.set_values(own)
         memo[id(self)] = copied
         return copied
 
@@ -49,7 +52,7 @@ class MirroredDeviceVariable(_Resident, distribute.MirroredVariable):
     @property
     def values(self) -> tuple:
         """For each replica the variable on the host, or a copy of the value where that differs."""
-        if self._aggregation != tf.VariableAggregation.NONE:
+        if self._aggregation != tf.VariableAggregation.NONE or not tf.executing_eagerly():
             return self._values
         values = self._values[0]._replica_engine[0].on_replicas()
         if values is None:
@@ -81,12 +84,13 @@ def create(strategy: Any, next_creator: Callable[..., Any], kwargs: dict[str, An
     return variable
 
 
-def make_resident(values: Any, devices: DeviceGroup, spread: Spread | None) -> None:
+def make_resident(values: Any, devices: DeviceGroup, spread: Spread | None) -> Resident:
     """Puts the host's variables in charge of values on the devices."""
     unique = list({id(value): value for value in values}.values())
     resident = Resident([variables.raw_handle(value) for value in unique], devices, spread)
     for replica, value in enumerate(unique):
         HostVariable.adopt(value, resident, replica)
+    return resident
 
 
 def spread_seed(value: np.ndarray, size: int) -> list[np.ndarray]:

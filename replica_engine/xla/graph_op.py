@@ -1,17 +1,14 @@
 """Calling a body: at once in eager mode, as one stateful op in the graph of a tf.function.
 
 The op hands its inputs to the compiled program and returns when the program is done. It may be in a loop, in
-a branch and in nested functions. TensorFlow keeps ops in order that share a variable, and our op shows it
-none of its own, since their values are on the devices. Instead there is a *token*, a variable that says
-nothing:
-
-- each run writes to the token, so runs keep their order;
-- what reads or writes one of our variables after a run reads the token first (`host_variable` sees to that);
-- a run is given the handles of all our variables that were used before it, so that it comes after those uses.
+a branch and in nested functions. TensorFlow keeps ops in order that share a variable, so the op is given the
+handles of all variables of the body, though their values are on the devices, and one more that all runs share,
+and counts as writing to each.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -40,7 +37,7 @@ def call(programs: Programs, source: Source, arguments: Arguments, shapes: Shape
         raise GraphModeError()
     program = programs.trace(source, arguments, shapes)
     traced = program.traced
-    step = _Step(programs.devices, program, [len(slot.values) for slot in arguments.slots], host_graph.shared())
+    step = _Step(programs.devices, program, [len(slot.values) for slot in arguments.slots], host_graph.program())
     if all(slot.shape.is_fully_defined() for slot in arguments.slots) and all(
         tensor.shape.is_fully_defined() for tensor in traced.tensors
     ):
@@ -62,50 +59,63 @@ class _Step:
         devices: where it runs.
         program: the body.
         counts: how many values, one or N, each slot has.
-        shared: the variables that the graph around uses on the host.
+        around: the host function that the op is in.
     """
 
-    def __init__(self, devices: DeviceGroup, program: TracedProgram, counts: list[int], shared: host_graph.Shared):
+    def __init__(self, devices: DeviceGroup, program: TracedProgram, counts: list[int], around: host_graph.Program):
         self.devices = devices
         self.traced = program.traced
         self._program = program
         held = [resident_of(handle, devices) for handle in program.traced.handles]
-        self._residents = [each for each in held if isinstance(each, Resident)]
+        self.residents = [each for each in held if isinstance(each, Resident)]
         self._counts = counts
-        self._shared = shared
+        self._around = around
 
-    def __call__(self, *inputs: np.ndarray) -> list[np.ndarray]:
+    def run(self, *inputs: np.ndarray) -> list[np.ndarray]:
         """Runs the program on concrete inputs."""
         rest = list(inputs)
         slots = []
         for number in self._counts:
             slots.append(rest[:number])
             del rest[:number]
+        launch = self._program.ready(slots, rest)
         with self.devices.in_flight:
-            self._shared.before_run(self._residents)
-            columns = self._program.run(slots, rest)
-            self._shared.after_run(self._residents)
+            self._around.before_run(self.residents)
+            columns = launch()
+            self._around.after_run(self.residents)
         return [value for column in columns for value in column]
 
 
 def _add_op(step: _Step, inputs: list[tf.Tensor], outputs: list[tf.TensorSpec]) -> list[tf.Tensor]:
     """The op in the graph: a function call, so that it can be given variables, around a Python op."""
-    borrowed = [handle for handle in step.traced.handles if isinstance(resident_of(handle, step.devices), Borrowed)]
     function.leave_uncompiled()  # XLA would have to compile the op that launches what is compiled already
-    handles = [host_graph.token(), *host_graph.used_before(), *borrowed]
+    handles = [
+        host_graph.token(),
+        *(handle for handle in step.traced.handles if isinstance(resident_of(handle, step.devices), Borrowed)),
+        *(
+            host_graph.handle(resident, replica, on_host=False)
+            for resident in step.residents
+            for replica in range(len(resident.handles))
+        ),
+    ]
+    # TensorFlow keeps the Python function of an op for ever, and the step holds the strategy.
+    host_graph.program().kept.append(step)
+    launch = weakref.WeakMethod(step.run)
+
+    def run(*arrays: np.ndarray) -> list[np.ndarray]:
+        alive = launch()
+        assert alive is not None, "kept by the graph that the op is in"
+        return alive(*arrays) or [np.array(True)]
 
     @tf.function(autograph=False)
     def replicated(handles: list[tf.Tensor], inputs: list[tf.Tensor]) -> tuple:
         # At least one result, by which the op can be found.
-        dtypes = [spec.dtype for spec in outputs] or [tf.bool]
-        run = step if outputs else lambda *arrays: (step(*arrays), np.array(True))[1:]
-        results = tf.numpy_function(run, inputs, dtypes, stateful=True)
+        results = tf.numpy_function(run, inputs, [spec.dtype for spec in outputs] or [tf.bool], stateful=True)
         for result, spec in zip(results, outputs, strict=False):
             result.set_shape(spec.shape)
         return tuple(results)
 
     with variables.no_tape():
         results = replicated(handles, inputs)
-    variables.mark_as_writing(results[0].op)
-    host_graph.ran()
+    host_graph.ran(results[0].op)
     return list(results[: len(outputs)])

@@ -1,15 +1,19 @@
 """Our variables in host graphs: the graphs of tf.functions that run on the host.
 
 Such a graph runs without Python, so nothing could bring a variable up to date when it is read. So a function
-that uses one of our variables does not capture the variable's handle but asks for it at each call, and the
-asking brings the host's value up to date. Where compiled programs run in the same graph (a training step as a
-tf.function, say), what they wrote is fetched after each run, for the variables that the graph uses itself:
-those are *shared*.
+that uses one of our variables does not capture the variable's handle but asks for it at each call (`_AtCall`),
+and the asking brings the host's value up to date.
+
+Where compiled programs run in the same graph (a training step as a tf.function, say), what they wrote is
+fetched after each run, for the variables that the graph uses itself; and what the graph may have written is
+looked at before each run. Which these are is known when a function is traced, and when it is called in another
+one: a `Program` is the outermost function with all functions in it.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -26,82 +30,156 @@ class Use:
 
     Attributes:
         placeholder: the variable's handle in the function's graph.
+        on_host: whether ops of the function use the variable, and not only compiled programs that run in it.
     """
 
     def __init__(self, placeholder: tf.Tensor):
         self.placeholder = placeholder
+        self.on_host = False
 
     @functools.cached_property
     def may_write(self) -> bool:
         """Whether the function may write to the variable; to be asked when its graph is finished."""
-        return variables.may_write(self.placeholder)
+        return self.on_host and variables.may_write(self.placeholder, _runs(self.placeholder.graph))
 
 
-class Shared:
-    """The variables that one host function, with all functions in it, uses itself.
+class Program:
+    """An outermost host function, with all functions in it.
+
+    A function that was traced by itself and is called in others belongs to the programs of those as well.
 
     Attributes:
-        runs: how many compiled programs run in it so far.
-        uses: the variables, and how each function uses them.
+        uses: the variables it uses, and how each function does.
+        callers: programs that call it.
+        kept: what must live as long as it does.
     """
 
     def __init__(self) -> None:
-        self.runs = 0
         self.uses: dict[Resident, list[Use]] = {}
+        self.callers: weakref.WeakSet[Program] = weakref.WeakSet()
+        self.kept: list[Any] = []
 
     def before_run(self, residents: list[Resident]) -> None:
-        """The graph may have written to shared variables without our seeing it."""
-        for resident in self._of(residents):
-            if any(use.may_write for use in self.uses[resident]):
-                resident.host_writes()
+        """A compiled program is about to run; the graph may have written to variables without our seeing it."""
+        for program in self._with_callers():
+            for resident in residents:
+                if any(use.may_write for use in program.uses.get(resident, ())):
+                    resident.host_may_write()
 
     def after_run(self, residents: list[Resident]) -> None:
-        """The graph may go on to read shared variables, without our seeing that."""
-        for resident in self._of(residents):
-            resident.host_reads()
+        """A compiled program has run; the graph may go on to read variables without our seeing that."""
+        for program in self._with_callers():
+            for resident in residents:
+                if any(use.on_host for use in program.uses.get(resident, ())):
+                    resident.host_reads()
 
-    def _of(self, residents: list[Resident]) -> list[Resident]:
-        return [resident for resident in residents if resident in self.uses]
+    def _with_callers(self) -> set[Program]:
+        found, pending = set(), [self]
+        while pending:
+            program = pending.pop()
+            if program not in found:
+                found.add(program)
+                pending += program.callers
+        return found
 
 
-def shared() -> Shared:
-    """Of the outermost function around here."""
-    return _kept_on(variables.outermost_graph(variables.graph()), "_replica_engine_shared", Shared)
+def program() -> Program:
+    """The program that is being traced."""
+    return _kept_on(variables.outermost_graph(variables.graph()), "_replica_engine_program", Program)
 
 
-def handle(resident: Resident, replica: int) -> tf.Tensor:
-    """The handle of a variable, for use in the host graph under construction."""
-    graph = variables.graph()
-    function = variables.function_graph(graph)
+def handle(resident: Resident, replica: int, on_host: bool = True) -> tf.Tensor:
+    """The handle of a variable, for use in the host graph under construction.
+
+    Args:
+        resident: the variable.
+        replica: which of its components.
+        on_host: False for a compiled program, which comes in order with what else uses the variable.
+    """
+    function = variables.function_graph(variables.graph())
     raw = resident.handles[replica]
     if function is None or variables.is_saving():
         return raw
     uses: dict[Any, Use] = _kept_on(function, "_replica_engine_uses", dict)
     use = uses.get((resident, replica))
     if use is None:
-        at_call = functools.partial(_at_call, resident, replica, uses)
+        at_call = _VariableAtCall(raw, program(), resident, replica)
         resident.asked.add(at_call)
-        use = uses[resident, replica] = Use(variables.capture_at_call(function, raw, at_call))
-    state = shared()
-    known = state.uses.setdefault(resident, [])
+        use = uses[resident, replica] = at_call.use = Use(variables.capture_at_call(function, raw, at_call))
+    use.on_host = use.on_host or on_host
+    known = program().uses.setdefault(resident, [])
     if use not in known:
         known.append(use)
-    return _after_runs(graph, use.placeholder, state) if state.runs else use.placeholder
-
-
-def used_before() -> list[tf.Tensor]:
-    """Handles, for a run under construction, of the variables that were used before it."""
-    return [handle(resident, replica) for resident in list(shared().uses) for replica in range(len(resident.handles))]
+    return use.placeholder
 
 
 def token() -> tf.Tensor:
-    """The handle of the variable that orders runs."""
-    return variables.raw_handle(_token())
+    """The handle of a variable that says nothing: each run writes to it, so runs keep their order."""
+    function = variables.function_graph(variables.graph())
+    raw = variables.raw_handle(_token())
+    if function is None:
+        return raw
+    return _kept_on(
+        function, "_replica_engine_token", lambda: variables.capture_at_call(function, raw, _AtCall(raw, program()))
+    )
 
 
-def ran() -> None:
-    """A run was put into the graph under construction."""
-    shared().runs += 1
+def ran(op: tf.Operation) -> None:
+    """An op that runs a compiled program was put into the graph under construction."""
+    variables.mark_as_writing(op)
+    _runs(op.graph).add(op.name)
+
+
+class _AtCall:
+    """What a function has in the place of a handle that it captured, and calls to get one.
+
+    To TensorFlow's savers it looks like the handle.
+    """
+
+    def __init__(self, raw: tf.Tensor, inner: Program):
+        self._raw = raw
+        self._inner = inner
+
+    def __call__(self) -> tf.Tensor:
+        if tf.executing_eagerly():
+            return self.in_eager_mode()
+        outer = program()
+        if outer is not self._inner:
+            self._inner.callers.add(outer)
+            outer.kept.append(self._inner)
+        return self.in_graph()
+
+    def in_eager_mode(self) -> tf.Tensor:
+        """The function is called in eager mode."""
+        return self._raw
+
+    def in_graph(self) -> tf.Tensor:
+        """The function is called in the graph under construction."""
+        return token()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._raw, name)
+
+
+class _VariableAtCall(_AtCall):
+    """In the place of the handle of one of our variables."""
+
+    def __init__(self, raw: tf.Tensor, inner: Program, resident: Resident, replica: int):
+        super().__init__(raw, inner)
+        self._resident = resident
+        self._replica = replica
+        self.use: Use
+
+    def in_eager_mode(self) -> tf.Tensor:
+        if self.use.on_host:
+            if self.use.may_write:
+                self._resident.host_may_write()
+            else:
+                self._resident.host_reads()
+        return self._raw
+
+    def in_graph(self) -> tf.Tensor:
+        return handle(self._resident, self._replica, self.use.on_host)
 
 
 @functools.cache
@@ -110,27 +188,8 @@ def _token() -> tf.Variable:
         return variables.ResourceVariable(0, trainable=False, name="replica_engine_token")
 
 
-def _at_call(resident: Resident, replica: int, uses: dict[Any, Use]) -> tf.Tensor:
-    """The handle of a variable for one call of a function that uses it."""
-    if not tf.executing_eagerly():
-        return handle(resident, replica)  # of a function that is called in another one
-    if uses[resident, replica].may_write:
-        resident.host_writes()
-    else:
-        resident.host_reads()
-    return resident.handles[replica]
-
-
-def _after_runs(graph: Any, placeholder: tf.Tensor, state: Shared) -> tf.Tensor:
-    """A handle whose uses come after the runs so far; the same one until the next run."""
-    cache = _kept_on(graph, "_replica_engine_after_runs", dict)
-    key = id(placeholder), state.runs
-    if key not in cache:
-        ran = tf.raw_ops.ReadVariableOp(resource=token(), dtype=tf.int32)
-        with tf.control_dependencies([ran]):
-            cache[key] = tf.identity(placeholder)
-        variables.copy_handle_data(placeholder, cache[key])
-    return cache[key]
+def _runs(graph: Any) -> set[str]:
+    return _kept_on(graph, "_replica_engine_runs", set)
 
 
 def _kept_on(graph: Any, name: str, make: Callable[[], T]) -> T:

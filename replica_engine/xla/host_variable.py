@@ -1,9 +1,10 @@
 """A variable of a strategy as its host sees it: a TensorFlow variable that is never stale.
 
 Whatever TensorFlow does with a variable goes through its handle, so the handle is where we look on: whoever
-asks for it in eager mode gets the newest value there, and may write, unless the question comes from one of
-the methods below that only read. In a host function it is asked for at each call (`host_graph`). In a replica
-body it is the handle itself: the body's program takes the values on the devices.
+asks for it in eager mode gets the newest value there, and may write to it, unless the question comes from one of
+the methods below that only read, or that hold off steps while they write. In a host function it is asked for at
+each call (`host_graph`). In a replica body it is the handle itself: the body's program takes the values on the
+devices.
 """
 
 from __future__ import annotations
@@ -45,6 +46,19 @@ def _reads(name: str) -> Callable[..., Any]:
     return reading
 
 
+def _writes(name: str) -> Callable[..., Any]:
+    method = getattr(variables.ResourceVariable, name)
+
+    @functools.wraps(method)
+    def writing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not tf.executing_eagerly():
+            return method(self, *args, **kwargs)
+        with self._replica_engine[0].host_writes(), _only_reading():
+            return method(self, *args, **kwargs)
+
+    return writing
+
+
 class HostVariable(variables.ResourceVariable):
     """The host's side of a variable whose values are on devices.
 
@@ -66,7 +80,7 @@ class HostVariable(variables.ResourceVariable):
             if getattr(_thread, "reading", False):
                 resident.host_reads()
             else:
-                resident.host_writes()
+                resident.host_may_write()
         elif in_body() is None:
             return host_graph.handle(resident, replica)
         return resident.handles[replica]
@@ -75,6 +89,27 @@ class HostVariable(variables.ResourceVariable):
     sparse_read = _reads("sparse_read")
     gather_nd = _reads("gather_nd")
     is_initialized = _reads("is_initialized")
+    to_proto = _reads("to_proto")
+    assign = _writes("assign")
+    assign_add = _writes("assign_add")
+    assign_sub = _writes("assign_sub")
+    scatter_add = _writes("scatter_add")
+    scatter_sub = _writes("scatter_sub")
+    scatter_max = _writes("scatter_max")
+    scatter_min = _writes("scatter_min")
+    scatter_mul = _writes("scatter_mul")
+    scatter_div = _writes("scatter_div")
+    scatter_update = _writes("scatter_update")
+    _restore_from_tensors = _writes("_restore_from_tensors")
+
+    @property
+    def device(self) -> str:
+        """The host; known without a look at the value."""
+        return self._replica_engine[0].handles[self._replica_engine[1]].device
+
+    def _lazy_read(self, op: Any) -> Any:
+        """TensorFlow's hook for what an assignment returns: in eager mode a view that would go stale."""
+        return self if tf.executing_eagerly() else super()._lazy_read(op)
 
     def _export_to_saved_model_graph(self, object_map: Any, tensor_map: Any, options: Any, **kwargs: Any) -> list:
         """TensorFlow's hook for saving. What functions have in the place of our handle stands for it there too."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from replica_engine.xla.lower import Lowered, Results
 from replica_engine.xla.random_numbers import RandomState
 from replica_engine.xla.source import Source
 from replica_engine.xla.trace import Enter, Traced, trace
-from replica_engine.xla.uneven import run_uneven
+from replica_engine.xla.uneven import ready_uneven
 
 Shape = tuple[int, ...]
 
@@ -108,11 +108,21 @@ class TracedProgram:
         Returns:
             For each result the values of the replicas.
         """
+        return self.ready(slots, captured)()
+
+    def ready(
+        self, slots: Sequence[Sequence[np.ndarray]], captured: Sequence[np.ndarray] | None = None
+    ) -> Callable[[], list[list[np.ndarray]]]:
+        """Compiles what `run` needs, and returns the rest of it.
+
+        Compiling takes locks that a thread may hold while it waits for a program to end. So it must not be done
+        while programs are kept waiting (`DeviceGroup.in_flight`).
+        """
         if any(value.shape != values[0].shape for values in slots for value in values[1:]):
-            return run_uneven(self, slots, captured)
+            return ready_uneven(self, slots, captured)
         shapes = [values[0].shape for values in slots]
         compiled = self.find(shapes, None if captured is None else [value.shape for value in captured])
-        return [self.devices.fetch_all(array) for array in compiled.launch(slots, captured)]
+        return lambda: [self.devices.fetch_all(array) for array in compiled.launch(slots, captured)]
 
     def find(self, shapes: Sequence[Shape], captured: Sequence[Shape] | None = None) -> Compiled:
         """The program for arguments, and captured tensors of an outer graph, of these shapes."""

@@ -43,9 +43,9 @@ class RandomState(Resident):
         seeding, seed = random_ops.seeding()
         if seeding is not self._seeded:
             self._seeded = seeding
-            self.host_writes()
             key = random.SystemRandom().getrandbits(62) if seed is None else seed
-            variables.write(self.handles[0], np.array([key, 0], np.int64))
+            with self.host_writes():
+                variables.write(self.handles[0], np.array([key, 0], np.int64))
         return super().array()
 
     @contextlib.contextmanager

@@ -5,15 +5,17 @@ device. A compiled body reads and writes those on the devices, all else those on
 brought up to date only when somebody looks:
 
 - a body that writes makes the host's value stale, and the next look from the host fetches it;
-- a write from the host makes the devices' values stale, and the next launch sends it.
+- a write from the host makes the devices' values stale, and the next launch sends it. Where it is not known
+  whether the host wrote, the next launch compares.
 
 Both sides are never stale at once. What "a look" and "a write" are is for `host_variable` to say.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -49,11 +51,15 @@ class Resident:
         self._devices = devices
         self._array: Array | None = None  # None: the host's value is the newest
         self._host_stale = False
+        self._maybe_written = False
         for handle in self.handles:
             setattr(handle, _MARK, self)
 
     def array(self) -> Array:
         """The value on the devices, brought up to date. The caller holds `DeviceGroup.in_flight`."""
+        if self._array is not None and self._maybe_written and not self._host_stale and not self._is_as_on_host():
+            self._array = None
+        self._maybe_written = False
         if self._array is None:
             self._array = self._devices.put(self._host_values())
         return self._array
@@ -62,6 +68,11 @@ class Resident:
         """A body wrote. The caller holds `DeviceGroup.in_flight`."""
         self._array = array
         self._host_stale = True
+
+    def set_values(self, values: Sequence[np.ndarray]) -> None:
+        """Gives each replica a value of its own."""
+        with self._devices.in_flight:
+            self.set_array(self._devices.put(values))
 
     def host_reads(self) -> None:
         """Brings the host's value up to date: somebody is about to look at it."""
@@ -75,10 +86,26 @@ class Resident:
                 variables.write(handle, np.array(self._devices.fetch(self._array, replica)))
             self._host_stale = False
 
-    def host_writes(self) -> None:
-        """Somebody is about to write to the host's value, and may read it too."""
-        self.host_reads()
-        self._array = None
+    def host_may_write(self) -> None:
+        """Somebody has got the host's value in hand, and may read it, or write to it."""
+        with self._devices.in_flight:
+            self.host_reads()
+            self._maybe_written = True
+
+    @contextlib.contextmanager
+    def host_writes(self) -> Iterator[None]:
+        """The host's value is read and written inside; no step comes between."""
+        with self._devices.in_flight:
+            self.host_reads()
+            yield
+            self._array = None
+
+    def _is_as_on_host(self) -> bool:
+        """Whether the devices still have what the host has; replica by replica, or replica 0 for all."""
+        for replica, value in enumerate(self._host_values()[: len(self.handles)]):
+            if value.tobytes() != self._devices.fetch(self._array, replica).tobytes():
+                return False
+        return True
 
     def on_replicas(self) -> list[np.ndarray] | None:
         """The value on each replica, if they differ."""
@@ -95,7 +122,7 @@ class Resident:
 
 
 class Borrowed:
-    """The value of a variable that belongs to no strategy: sent before a launch, and fetched after it.
+    """The value of a variable that does not live on these devices: sent before a launch, and fetched after it.
 
     Replicas that write different values leave that of replica 0.
     """
@@ -103,17 +130,21 @@ class Borrowed:
     def __init__(self, handle: tf.Tensor, devices: DeviceGroup):
         self._handle = handle
         self._devices = devices
+        self._home: Resident | None = getattr(handle, _MARK, None)
         described = xla_ops.variable_dtype_and_shape(handle)
         assert described is not None, "checked when it was captured"
         self._dtype = described[0]
 
     def array(self) -> Array:
         """As `Resident.array`."""
+        if self._home is not None:
+            self._home.host_reads()
         return self._devices.put([variables.read(self._handle, self._dtype).numpy()])
 
     def set_array(self, array: Array) -> None:
         """As `Resident.set_array`."""
-        variables.write(self._handle, np.array(self._devices.fetch(array, 0)))
+        with contextlib.nullcontext() if self._home is None else self._home.host_writes():
+            variables.write(self._handle, np.array(self._devices.fetch(array, 0)))
 
 
 def resident_of(handle: tf.Tensor, devices: DeviceGroup) -> Resident | Borrowed:

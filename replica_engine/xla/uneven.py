@@ -8,8 +8,9 @@ training, replicas of different shapes are refused before anything runs.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,10 +28,10 @@ _COLLECTIVE = re.compile(r"stablehlo\.(all_reduce|collective_permute)\b|@replica
 _REPLICA_ID = re.compile(r"stablehlo\.replica_id : tensor<ui32>")
 
 
-def run_uneven(
+def ready_uneven(
     program: TracedProgram, slots: Sequence[Sequence[np.ndarray]], captured: Sequence[np.ndarray] | None
-) -> list[list[np.ndarray]]:
-    """Runs a body on shares of different shapes.
+) -> Callable[[], list[list[np.ndarray]]]:
+    """Compiles a body for shares of different shapes.
 
     Args:
         program: the body.
@@ -38,15 +39,25 @@ def run_uneven(
         captured: as of `Compiled.launch`.
 
     Returns:
-        For each result the values of the replicas.
+        What runs it, and returns for each result the values of the replicas.
 
     Raises:
         ReplicaMismatchError: the body has cross-replica operations.
     """
-    devices, traced = program.devices, program.traced
-    shares = [[values[replica % len(values)] for values in slots] for replica in range(devices.size)]
-    constants = [tensor.numpy() for tensor in traced.tensors] if captured is None else list(captured)
+    tensors = program.traced.tensors
+    constants = [tensor.numpy() for tensor in tensors] if captured is None else list(captured)
+    shares = [[values[replica % len(values)] for values in slots] for replica in range(program.devices.size)]
     steps = [_compile(program, replica, share, slots, captured) for replica, share in enumerate(shares)]
+    return functools.partial(_run, program, shares, constants, steps)
+
+
+def _run(
+    program: TracedProgram,
+    shares: list[list[np.ndarray]],
+    constants: list[np.ndarray],
+    steps: list[tuple[Lowered, Executable]],
+) -> list[list[np.ndarray]]:
+    devices, traced = program.devices, program.traced
     variables = [resident_of(handle, devices) for handle in traced.handles]
     count("launches")
     with devices.in_flight:
