@@ -417,7 +417,7 @@ class CollectiveError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
-    def no_axis(cls, name: str, axis: int, shape: str) -> CollectiveError:
+    def no_axis(cls, name: str, axis: object, shape: str) -> CollectiveError:
         """A dimension that is not there."""
         return cls(f"{name} along dimension {axis} of a tensor of shape {shape}, which has no such dimension.")
 
@@ -447,11 +447,44 @@ class CaptureError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
+    def unknown_shape(cls, fn: str, shape: str, where: str) -> CaptureError:
+        """A variable whose shape may change."""
+        return cls(
+            f"`{fn}` uses a variable of shape {shape}{_at(where)}, and XLA compiles for fixed shapes. Make the "
+            "variable without shape=, so that it has the shape of its value."
+        )
+
+    @classmethod
     def host_only(cls, fn: str, dtype: str, where: str) -> CaptureError:
         """A tensor of strings and the like."""
         return cls(
             f"`{fn}` uses a tensor of dtype {dtype} from outside{_at(where)}, which no device has. Turn it into "
             "numbers before the run."
+        )
+
+
+class StuckProgramError(ReplicaEngineError, RuntimeError):
+    """A compiled program that was interrupted has not ended, and no other can run on its devices."""
+
+    PATIENCE = 10.0
+    """Seconds that the next run waits for it."""
+
+    def __init__(self, replicas: int):
+        super().__init__(
+            f"A compiled program on {replicas} replicas was interrupted earlier and has not ended for another "
+            f"{self.PATIENCE:g} s, so nothing else can run on its devices. Its replicas may wait for each other: every "
+            "replica must reach the same cross-replica operations, so there can be none in a branch on the replica id. "
+            "Make a new strategy, and load the variables from a checkpoint."
+        )
+
+
+class LostVariableError(ReplicaEngineError, RuntimeError):
+    """A variable's value was given to a program that failed, and is gone."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The value of a variable was given to a compiled program that failed while it ran (out of memory, say), "
+            "and is gone. Assign it, or load a checkpoint."
         )
 
 
@@ -578,6 +611,24 @@ def slow_replicas(seconds: float, rows: Sequence[ReplicaRow], stacks: str) -> st
     return (
         f"A replica has not reached its next sync point for {seconds:g} s:\n{_table(rows)}\n"
         f"Stacks of the replicas that run:\n{stacks}"
+    )
+
+
+def many_traces(name: str, times: int) -> str:
+    """The warning about a function that is traced and compiled again and again."""
+    return (
+        f"`{name}` has been traced {times} times, and most traces are compiled. It is traced anew for other shapes and "
+        "dtypes, other Python values among its arguments (pass tensors: tf.constant(rate)), and for a function made "
+        "anew around other objects (pass what it closes over as arguments)."
+    )
+
+
+def slow_program(name: str, replicas: int, seconds: float) -> str:
+    """The warning about a compiled program that has been running for long."""
+    return (
+        f"The compiled program of `{name}` has been running on {replicas} replicas for {seconds:.0f} s. If it should "
+        "not, its replicas may wait for each other: every replica must reach the same cross-replica operations, so "
+        "there can be none in a branch on the replica id. Ctrl-C ends the wait."
     )
 
 

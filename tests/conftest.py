@@ -28,12 +28,14 @@ class Row(NamedTuple):
     Attributes:
         make: makes it, of a list of devices.
         forms: in which of the forms of `run` it differs from the rows above.
+        sizes: with how many replicas.
         threads: whether each replica runs the function's Python code, on a thread; if not, it is traced once for
             all of them.
     """
 
     make: Callable[[list[str]], tf.distribute.Strategy]
     forms: tuple[str, ...] = FORMS
+    sizes: tuple[int, ...] = SIZES
     threads: bool = True
 
 
@@ -47,7 +49,7 @@ STRATEGIES = {
     "mirrored-concurrent": Row(functools.partial(MirroredStrategy, concurrent=True), ("eager",)),
 }
 if sys.version_info >= (3, 11):  # which jax needs
-    STRATEGIES["tpu"] = Row(_tpu, threads=False)
+    STRATEGIES["tpu"] = Row(_tpu, sizes=(1, 4), threads=False)
 else:
     collect_ignore = ["xla", "tpu"]
 
@@ -68,7 +70,9 @@ def pytest_generate_tests(metafunc):
     """
     if "strategy" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("replicas")
-        rows = [(name, size) for name in _names(metafunc) for size in (marker.args if marker else SIZES)]
+        rows = [
+            (name, size) for name in _names(metafunc) for size in (marker.args if marker else STRATEGIES[name].sizes)
+        ]
         if "run" in metafunc.fixturenames:
             both = [(row, form) for row in rows for form in STRATEGIES[row[0]].forms]
             ids = [f"{name}-{size}-{form}" for (name, size), form in both]

@@ -91,6 +91,11 @@ def capture_at_call(graph: Any, raw: tf.Tensor, at_call: Callable[[], tf.Tensor]
     return placeholder
 
 
+def is_of_dataset(graph: Any) -> bool:
+    """Whether a function graph is that of a function of a data set, as in `Dataset.map`."""
+    return graph.name.startswith("Dataset_") or graph.name.startswith("Dataset.")
+
+
 def is_saving() -> bool:
     """Whether a function is being traced to be saved."""
     return _save_context.in_save_context()

@@ -39,10 +39,15 @@ class _BodyContext(_XLAControlFlowContext):
         return True
 
 
+# All there ever were: a tf.function keeps its traces by the id of the context, so an id must not be used again.
+_contexts: list[_BodyContext] = []
+
+
 @contextlib.contextmanager
 def xla_context() -> Iterator[None]:
     """Loops and branches made inside are made for XLA, and tf.functions are traced anew."""
     context = _BodyContext()
+    _contexts.append(context)
     context.Enter()
     try:
         yield

@@ -20,6 +20,7 @@ MOST_CPU_DEVICES = 1024
 """A CPU device costs a few threads; more than this is a mistake in the program."""
 
 _lock = threading.Lock()
+_cpu_groups: dict[int, DeviceGroup] = {}
 
 
 def device_group(platform: str | None = None, count: int | None = None) -> DeviceGroup:
@@ -45,7 +46,9 @@ def device_group(platform: str | None = None, count: int | None = None) -> Devic
         if count > MOST_CPU_DEVICES:
             raise DeviceError.too_few(count, "CPU", MOST_CPU_DEVICES)
         with _lock:
-            return _cpu_group(count)
+            if count not in _cpu_groups or _cpu_groups[count].broken:
+                _cpu_groups[count] = _cpu_group(count)
+            return _cpu_groups[count]
     devices = _accelerators(platform)
     if not devices:
         raise DeviceError.none_of_platform(
@@ -56,7 +59,6 @@ def device_group(platform: str | None = None, count: int | None = None) -> Devic
     return _group(platform, devices[:count])
 
 
-@functools.cache
 def _cpu_group(count: int) -> DeviceGroup:
     """A CPU client of its own for each number of devices.
 

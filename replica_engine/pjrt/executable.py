@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from replica_engine.errors import StuckProgramError
 from replica_engine.pjrt.collectives import expand_markers
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.jaxlib import CompileOptions, DeviceAssignment, DeviceList, ShapedArray, array_result_handler
+from replica_engine.pjrt.watch import waiting_for
 
 # The scheduler that saves memory is also the faster one for convolutions (0.7 to 0.9 of the time), and no slower for
 # matrix products. XLA aborts the process when a replica waits longer than the last of these in a collective. A
@@ -27,16 +29,20 @@ class Executable:
         program: the text of the module.
         devices: a replica runs on each.
         results: shape and dtype of each result.
+        name: of the function, for messages.
     """
 
-    def __init__(self, program: str, devices: DeviceGroup, results: Sequence[tuple[tuple[int, ...], np.dtype]]):
+    def __init__(
+        self, program: str, devices: DeviceGroup, results: Sequence[tuple[tuple[int, ...], np.dtype]], name: str
+    ):
         options = CompileOptions()
         options.num_replicas, options.num_partitions = devices.size, 1
         ids = np.array([device.id for device in devices.devices]).reshape(devices.size, 1)
         options.device_assignment = DeviceAssignment.create(ids)
         if devices.platform == "cpu":
             options.env_option_overrides = list(_CPU_OPTIONS)
-        self._waits = devices.platform == "cpu"
+        self._devices = devices
+        self._name = name
         client = devices.devices[0].client
         self._executable = client.compile_and_load(expand_markers(program), DeviceList(devices.devices), options)
         self._handlers = [
@@ -45,17 +51,35 @@ class Executable:
         ]
 
     def launch(self, arrays: list[Array]) -> list[Array]:
-        """Runs the program on all replicas; the caller holds `DeviceGroup.in_flight`.
+        """Sets the program going on all replicas; the caller holds `DeviceGroup.in_flight` and calls `wait` next.
 
-        On CPU it returns when the program is done, elsewhere when it is queued. Arrays that the program
-        donates are gone afterwards.
+        Arrays that the program donates are gone afterwards; the results take their place, ready or not.
+
+        Raises:
+            StuckProgramError: a program that was interrupted before has not ended.
         """
+        if self._devices.running is not None:
+            self._wait_for_interrupted()
         if self._handlers:
             results = self._executable.execute_sharded(arrays).consume_with_handlers(self._handlers)
-            if self._waits:
-                results[0].block_until_ready()
+            self._devices.running = results[0]
             return results
         running = self._executable.execute_sharded(arrays, with_tokens=True)
-        if self._waits:
-            running.consume_token().block_until_ready()
+        self._devices.running = running.consume_token()
         return []
+
+    def wait(self) -> None:
+        """On CPU, waits for the end of the program; elsewhere it is queued, and that is enough.
+
+        Interrupted, by Ctrl-C say, it leaves a note for the next launch, which must not begin before.
+        """
+        if self._devices.platform == "cpu":
+            with waiting_for(self._name, self._devices.size):
+                self._devices.running.block_until_ready()
+        self._devices.running = None
+
+    def _wait_for_interrupted(self) -> None:
+        if not self._devices.ends_within(StuckProgramError.PATIENCE):
+            self._devices.broken = True
+            raise StuckProgramError(self._devices.size)
+        self._devices.running = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ Array = Any
 
 # On CPU, one program in flight: see `DeviceGroup.in_flight`.
 _one_cpu_program = threading.RLock()
+_orders: dict[str, Any] = {"cpu": _one_cpu_program}
 
 
 class DeviceGroup:
@@ -38,13 +40,15 @@ class DeviceGroup:
         devices: the PJRT devices.
         size: how many; the number of replicas.
         in_flight: held from a program's launch to its end.
+        running: what becomes ready when the program that was launched last ends; None if it has ended.
+        broken: whether a program on them never ended.
 
     **Why one program at a time on CPU.** Replicas of a program meet in its collectives, and a replica that
     waits there holds a thread of the client. With two programs in flight, replicas of one can hold all threads
     while they wait for replicas that have none: neither ends, and after a while XLA aborts the process. So on
     CPU the lock is one for the whole process and is held until the program is done. GPU and TPU devices have
-    queues: programs run on each device in the order of their launches, and that order, which the lock keeps the
-    same on all devices of the group, is all that is needed.
+    queues: programs run on each device in the order of their launches, and that order, which the lock, one for each
+    platform, keeps the same on all devices, is all that is needed.
     """
 
     def __init__(self, platform: str, devices: tuple):
@@ -55,7 +59,9 @@ class DeviceGroup:
         self.sharding = NamedSharding(mesh, PartitionSpec())
         self._split = NamedSharding(mesh, PartitionSpec("replica"))
         self._single = [SingleDeviceSharding(device) for device in devices]
-        self.in_flight = _one_cpu_program if platform == "cpu" else threading.RLock()
+        self.in_flight = _orders.setdefault(platform, threading.RLock())
+        self.running: Any = None
+        self.broken = False
 
     @property
     def names(self) -> list[str]:
@@ -109,6 +115,15 @@ class DeviceGroup:
         shards = [part._arrays[0] for part in parts]
         aval = ShapedArray(parts[0].shape, parts[0].dtype)
         return ArrayImpl(aval, self.sharding, shards, committed=True, _skip_checks=True)
+
+    def ends_within(self, seconds: float) -> bool:
+        """Waits for the program that was launched last; whether it ended."""
+        until = time.monotonic() + seconds
+        while not self.running.is_ready():
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.01)
+        return True
 
     def __repr__(self) -> str:
         return f"DeviceGroup({self.platform!r}, size={self.size})"

@@ -22,12 +22,14 @@ class Level(NamedTuple):
         names: how the path goes on to each child: "[0]", "['loss']", ".field".
         children: the values there.
         rebuild: makes the like structure of other children.
+        static: what is rebuilt along with the children and is none of them.
     """
 
     kind: str
     names: tuple[str, ...]
     children: tuple[Any, ...]
     rebuild: Callable[[Sequence[Any]], Any]
+    static: Any = None
 
 
 def open_level(value: Any, like: Any = None) -> Level | None:
@@ -52,6 +54,7 @@ def open_level(value: Any, like: Any = None) -> Level | None:
             _indices(children),
             tuple(children),
             lambda new: type(value).__tf_unflatten__(metadata, tuple(new)),
+            metadata,
         )
     if dataclasses.is_dataclass(value):
         return _open_fields(value, [field.name for field in dataclasses.fields(value)])
@@ -83,7 +86,13 @@ def _open_mapping(value: Mapping, like: Any) -> Level:
         return type(value)(items)  # type: ignore[call-arg]
 
     kind = f"a mapping with the keys {', '.join(sorted(map(repr, keys))) or 'of none'}"
-    return Level(kind, tuple(f"[{key!r}]" for key in keys), tuple(value[key] for key in keys), rebuild)
+    return Level(
+        kind,
+        tuple(f"[{key!r}]" for key in keys),
+        tuple(value[key] for key in keys),
+        rebuild,
+        getattr(value, "default_factory", None),
+    )
 
 
 def _open_fields(value: Any, names: list[str]) -> Level:
@@ -98,4 +107,5 @@ def _open_fields(value: Any, names: list[str]) -> Level:
         return new
 
     children = tuple(getattr(value, name) for name in names)
-    return Level(f"a {type(value).__name__}", tuple(f".{name}" for name in names), children, rebuild)
+    static = {name: rest for name, rest in getattr(value, "__dict__", {}).items() if name not in names}
+    return Level(f"a {type(value).__name__}", tuple(f".{name}" for name in names), children, rebuild, static)

@@ -183,7 +183,13 @@ class TPUStrategy(tf.distribute.Strategy):
     ):
         if isinstance(steps_per_run, bool) or not isinstance(steps_per_run, int) or steps_per_run < 1:
             raise ValueError(f"steps_per_run must be a positive int; got {steps_per_run!r}.")
-        platform = getattr(tpu_cluster_resolver, "platform", None)
+        if tpu_cluster_resolver is not None and not isinstance(tpu_cluster_resolver, PjrtClusterResolver):
+            raise TypeError(
+                f"tpu_cluster_resolver must be a replica_engine.xla.PjrtClusterResolver or None, got "
+                f"{tpu_cluster_resolver!r}. For a platform write TPUStrategy(PjrtClusterResolver('gpu')), for a number "
+                "of devices TPUStrategy(num_cores=4)."
+            )
+        platform = None if tpu_cluster_resolver is None else tpu_cluster_resolver.platform
         devices = device_group(platform, num_cores)
         super().__init__(TPUExtended(self, devices, same_random_numbers))
         self._steps_per_run = steps_per_run
@@ -204,6 +210,8 @@ class TPUStrategy(tf.distribute.Strategy):
             ReplicaMismatchError: replicas have tensors of different shapes or dtypes.
             Exception: whatever `fn` raised while it was traced.
         """
+        if not callable(fn):
+            raise TypeError(f"run takes a function, and its arguments in args=(...); got {fn!r}.")
         if not isinstance(args, (list, tuple)):
             raise ValueError(f"positional args must be a list or tuple; got {type(args).__name__}. Write args=(x,).")
         return self.extended.call_for_each_replica(fn, args, kwargs or {})

@@ -69,7 +69,10 @@ def reduce_leaf(reduce_op: Any, value: Any) -> Any:
         if str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN":
             values /= tf.cast(xla.num_replicas(), values.dtype)
         return tf.IndexedSlices(values, xla.all_gather(value.indices, axis=0), value.dense_shape)
-    return xla.all_reduce(value, reduce_op)
+    tensor = tf.convert_to_tensor(value)
+    if tensor.dtype.is_integer and str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN":
+        return xla.cross_replica_sum(tensor) / xla.num_replicas()  # a fraction, as of tf.distribute
+    return xla.all_reduce(tensor, reduce_op)
 
 
 def gather_leaf(value: Any, axis: int) -> tf.Tensor:

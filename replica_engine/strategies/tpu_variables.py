@@ -57,7 +57,7 @@ class MirroredDeviceVariable(_Resident, distribute.MirroredVariable):
         values = self._values[0]._replica_engine[0].on_replicas()
         if values is None:
             return self._values
-        return (self._values[0], *(tf.Variable(value, trainable=False) for value in values[1:]))
+        return (self._values[0], *(variables.ResourceVariable(value, trainable=False) for value in values[1:]))
 
 
 class OnReadDeviceVariable(_Resident, distribute.SyncOnReadVariable):

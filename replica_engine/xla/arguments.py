@@ -156,7 +156,7 @@ class Arguments:
         if level is not None:
             opened = [self._open(child, name + step) for child, step in zip(level.children, level.names, strict=True)]
             builders = [build for build, _ in opened]
-            key = (type(value), level.names, tuple(key for _, key in opened))
+            key = (type(value), level.names, constant_key(level.static), tuple(key for _, key in opened))
             return (lambda tensors: level.rebuild([build(tensors) for build in builders])), key
         return (lambda _: value), constant_key(value)
 
@@ -181,12 +181,11 @@ class Arguments:
             self._add(f"{name} (component {index})", list(values))
             for index, values in enumerate(zip(*columns, strict=True))
         ]
-        spec = tf.type_spec_from_value(first)
-        return (
-            lambda tensors: tf.nest.pack_sequence_as(
-                first, [build(tensors) for build in builders], expand_composites=True
-            )
-        ), type(spec)
+
+        def build(tensors: Sequence[Any]) -> Any:
+            return tf.nest.pack_sequence_as(first, [each(tensors) for each in builders], expand_composites=True)
+
+        return build, tuple(dict.fromkeys(tf.type_spec_from_value(part) for part in parts))
 
     def _add(self, name: str, values: list[Any]) -> Callable[[Sequence[Any]], Any]:
         index = len(self.slots)
@@ -205,8 +204,14 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, (tf.Tensor, np.ndarray, np.generic))
 
 
-def constant_key(value: Any) -> Any:
-    """A key for something that is compiled in: by value for plain Python values, by identity for others."""
+def constant_key(value: Any, depth: int = 3) -> Any:
+    """A key for something that is compiled in: by value for plain Python values, by identity for others.
+
+    Short lists, tuples and dictionaries go by what they hold, `depth` levels down.
+    """
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, tf.DType)):
         return type(value), repr(value)  # repr: 0.0 is not -0.0, and nan is nan
+    if depth and type(value) in (tuple, list, dict) and len(value) <= 64:
+        items = value.items() if isinstance(value, dict) else value
+        return type(value), tuple(constant_key(item, depth - 1) for item in items)
     return ById(value)

@@ -15,6 +15,7 @@ exactly one group. None is one group of all.
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -221,12 +222,10 @@ _REDUCTIONS = {"SUM": _sum, "MEAN": _mean, **_EXTREMES}
 def _gather(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
     shape = x.shape.as_list()
     shape[axis] *= len(rows[0])
-    if 0 in shape:  # XLA refuses to gather nothing
-        return tf.zeros(shape, x.dtype)
 
     @tf.custom_gradient
     def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-        return _marker("all_gather", x, shape, axis=axis, groups=rows), lambda dy: _scatter(dy, axis, rows)
+        return _of_some("all_gather", x, shape, axis=axis, groups=rows), lambda dy: _scatter(dy, axis, rows)
 
     return with_gradient(x)
 
@@ -234,12 +233,10 @@ def _gather(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
 def _scatter(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
     shape = x.shape.as_list()
     shape[axis] //= len(rows[0])
-    if 0 in shape:
-        return tf.zeros(shape, x.dtype)
 
     @tf.custom_gradient
     def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-        result = _marker("reduce_scatter", x, shape, axis=axis, groups=rows, op="Add")
+        result = _of_some("reduce_scatter", x, shape, axis=axis, groups=rows, op="Add")
         return result, lambda dy: _gather(dy, axis, rows)
 
     return with_gradient(x)
@@ -268,6 +265,11 @@ def _permute(x: tf.Tensor, links: list[tuple[int, int]]) -> tf.Tensor:
     return with_gradient(x)
 
 
+def _of_some(name: str, x: tf.Tensor, shape: list[int], **parameters: Any) -> tf.Tensor:
+    """A marker, or no values at all: XLA refuses to gather nothing."""
+    return tf.zeros(shape, x.dtype) if 0 in shape else _marker(name, x, shape, **parameters)
+
+
 def _marker(name: str, x: tf.Tensor, shape: Any, **parameters: Any) -> tf.Tensor:
     if not x.shape.is_fully_defined():
         raise CollectiveError.unknown_shape(name, str(x.shape))
@@ -278,7 +280,7 @@ def _axis(name: str, x: tf.Tensor, axis: int) -> int:
     if not x.shape.is_fully_defined():
         raise CollectiveError.unknown_shape(name, str(x.shape))
     rank = x.shape.rank
-    if not -rank <= axis < rank:
+    if not isinstance(axis, int) or not -rank <= axis < rank:
         raise CollectiveError.no_axis(name, axis, str(x.shape))
     return axis % rank
 
@@ -287,10 +289,10 @@ def _rows(groups: Groups | None, size: int, equal: bool) -> list[list[int]]:
     if groups is None:
         return [list(range(size))]
     try:
-        rows = [[int(replica) for replica in group] for group in groups]
+        rows = [[operator.index(replica) for replica in group] for group in groups]
     except TypeError:
         raise CollectiveError.bad_groups(groups, size) from None
-    if sorted(replica for row in rows for replica in row) != list(range(size)):
+    if not all(rows) or sorted(replica for row in rows for replica in row) != list(range(size)):
         raise CollectiveError.bad_groups(rows, size)
     if len({len(row) for row in rows}) > 1 and equal:
         raise CollectiveError.unequal_groups(rows)

@@ -37,7 +37,7 @@ class Compiled:
         traced = lowered.traced
         if executable is None:
             count("compiles")
-            executable = Executable(lowered.as_text(), devices, lowered.results)
+            executable = Executable(lowered.as_text(), devices, lowered.results, traced.name)
         self.executable = executable
         self._results = len(traced.outputs)
         self.variables = [resident_of(handle, devices) for handle in traced.handles]
@@ -68,8 +68,11 @@ class Compiled:
             arguments += self._constants
         with self.devices.in_flight:
             results = self.executable.launch([*arguments, *(variable.array() for variable in self.variables)])
-            for variable, result in self._writes:
+            for variable, result in self._writes:  # before the wait, which Ctrl-C may end: the old values are gone
                 variable.set_array(results[result])
+            self.executable.wait()
+            for variable, _ in self._writes:
+                variable.launched()
         return results[: self._results]
 
     def __call__(self, inputs: Sequence[Sequence[Any]] | None = None) -> list[Any]:

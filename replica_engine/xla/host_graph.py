@@ -50,12 +50,14 @@ class Program:
 
     Attributes:
         uses: the variables it uses, and how each function does.
+        runs: whether compiled programs run in it.
         callers: programs that call it.
         kept: what must live as long as it does.
     """
 
     def __init__(self) -> None:
         self.uses: dict[Resident, list[Use]] = {}
+        self.runs = False
         self.callers: weakref.WeakSet[Program] = weakref.WeakSet()
         self.kept: list[Any] = []
 
@@ -107,6 +109,8 @@ def handle(resident: Resident, replica: int, on_host: bool = True) -> tf.Tensor:
         resident.asked.add(at_call)
         use = uses[resident, replica] = at_call.use = Use(variables.capture_at_call(function, raw, at_call))
     use.on_host = use.on_host or on_host
+    if variables.is_of_dataset(function):
+        resident.read_anywhere = True  # such a function asks once, when the data set is made
     known = program().uses.setdefault(resident, [])
     if use not in known:
         known.append(use)
@@ -128,6 +132,7 @@ def ran(op: tf.Operation) -> None:
     """An op that runs a compiled program was put into the graph under construction."""
     variables.mark_as_writing(op)
     _runs(op.graph).add(op.name)
+    program().runs = True
 
 
 class _AtCall:
@@ -147,6 +152,7 @@ class _AtCall:
         if outer is not self._inner:
             self._inner.callers.add(outer)
             outer.kept.append(self._inner)
+            outer.runs = outer.runs or self._inner.runs
         return self.in_graph()
 
     def in_eager_mode(self) -> tf.Tensor:
@@ -171,11 +177,14 @@ class _VariableAtCall(_AtCall):
         self.use: Use
 
     def in_eager_mode(self) -> tf.Tensor:
-        if self.use.on_host:
-            if self.use.may_write:
-                self._resident.host_may_write()
-            else:
-                self._resident.host_reads()
+        if not self.use.on_host:
+            return self._raw
+        if not self.use.may_write:
+            self._resident.host_reads()
+        elif self._inner.runs:
+            self._resident.host_may_write()  # a loop with a run in it counts as writing, and need not
+        else:
+            self._resident.host_is_to_write()
         return self._raw
 
     def in_graph(self) -> tf.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -11,19 +12,25 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from replica_engine.errors import many_traces
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.xla.arguments import Arguments, Shapes
 from replica_engine.xla.body import Body
 from replica_engine.xla.compiled import Compiled
 from replica_engine.xla.counts import count
-from replica_engine.xla.lower import Lowered, Results
+from replica_engine.xla.lower import Lowered
 from replica_engine.xla.random_numbers import RandomState
 from replica_engine.xla.source import Source
 from replica_engine.xla.trace import Enter, Traced, trace
 from replica_engine.xla.uneven import ready_uneven
 
 Shape = tuple[int, ...]
+
+_logger = logging.getLogger("replica_engine")
+
+MANY_TRACES = 8
+"""After so many traces of one function there is a warning."""
 
 MOST_PROGRAMS = 256
 """How many traces, and how many executables, a cache keeps: those used last."""
@@ -54,6 +61,7 @@ class Programs:
         self._enter = enter
         self._body = Body(devices.size, RandomState(devices, same_random))
         self._traces: LastUsed = LastUsed(most)
+        self._times: LastUsed = LastUsed(most)
         self._general: LastUsed = LastUsed(most)
         self._executables: LastUsed = LastUsed(most)
         self._lock = threading.RLock()  # a trace may run another one, on the same thread
@@ -67,21 +75,28 @@ class Programs:
             signature = (*key, tuple(map(_hashable, shapes)))
             traced: TracedProgram | None = self._traces.get(signature)
             if traced is None:
+                self._warn_of_many(source)
                 traced = self._traces[signature] = self.trace(source, arguments, shapes)
             return traced
+
+    def _warn_of_many(self, source: Source) -> None:
+        code = getattr(source.fn, "__code__", source.fn)
+        times = self._times[code] = self._times.get(code, 0) + 1
+        if times == MANY_TRACES:
+            _logger.warning(many_traces(source.name, times))
 
     def trace(self, source: Source, arguments: Arguments, shapes: Shapes) -> TracedProgram:
         """Traces a function, anew."""
         return TracedProgram(self, trace(source, arguments, shapes, self._body, self._enter))
 
-    def executable(self, text: str, results: Results, devices: DeviceGroup) -> Executable:
-        """Compiles the text of a program, or finds it compiled."""
-        key = (text, tuple(results), devices.devices)
+    def executable(self, text: str, lowered: Lowered, devices: DeviceGroup) -> Executable:
+        """Compiles the text of a lowered program, or finds it compiled."""
+        key = (text, tuple(lowered.results), devices.devices)
         with self._lock:
             executable: Executable | None = self._executables.get(key)
             if executable is None:
                 count("compiles")
-                executable = self._executables[key] = Executable(text, devices, results)
+                executable = self._executables[key] = Executable(text, devices, lowered.results, lowered.traced.name)
             return executable
 
 
@@ -130,7 +145,7 @@ class TracedProgram:
         compiled = self._compiled.get(key)
         if compiled is None:
             lowered = self.lowered(shapes, captured)
-            executable = self.executable(lowered.as_text(), lowered.results, self.devices)
+            executable = self.executable(lowered.as_text(), lowered, self.devices)
             compiled = self._compiled[key] = Compiled(lowered, self.devices, executable)
         return compiled
 
@@ -149,19 +164,22 @@ class LastUsed(OrderedDict):
     def __init__(self, most: int):
         super().__init__()
         self._most = most
+        self._lock = threading.RLock()
 
     def get(self, key: Any, default: Any = None) -> Any:
         """As of a dictionary; counts as a use."""
-        if key not in self:
-            return default
-        self.move_to_end(key)
-        return self[key]
+        with self._lock:
+            if key not in self:
+                return default
+            self.move_to_end(key)
+            return self[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        super().__setitem__(key, value)
-        self.move_to_end(key)
-        while len(self) > self._most:
-            del self[next(iter(self))]
+        with self._lock:
+            super().__setitem__(key, value)
+            self.move_to_end(key)
+            while len(self) > self._most:
+                del self[next(iter(self))]
 
 
 def _generalized(known: Shapes | None, shapes: Shapes) -> Shapes:

@@ -45,7 +45,7 @@ class RandomState(Resident):
             self._seeded = seeding
             key = random.SystemRandom().getrandbits(62) if seed is None else seed
             with self.host_writes():
-                variables.write(self.handles[0], np.array([key, 0], np.int64))
+                variables.write(self.handles[0], np.array([_signed(key), 0], np.int64))
         return super().array()
 
     @contextlib.contextmanager

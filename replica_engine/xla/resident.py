@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._compat import variables, xla_ops
+from replica_engine.errors import LostVariableError
 from replica_engine.pjrt.group import Array, DeviceGroup
 
 Spread = Callable[[np.ndarray, int], list[np.ndarray]]
@@ -38,6 +39,7 @@ class Resident:
         spread: for a single one, what each replica gets of it; None for the same.
 
     Attributes:
+        read_anywhere: whether somebody reads the host's value without our seeing it, as functions of data sets do.
         asked: what host functions call to get a handle (`host_graph`); saving a model has to know.
     """
 
@@ -48,6 +50,7 @@ class Resident:
         self.dtype = described[0]
         self.asked: weakref.WeakSet = weakref.WeakSet()
         self.spread = spread
+        self.read_anywhere = False
         self._devices = devices
         self._array: Array | None = None  # None: the host's value is the newest
         self._host_stale = False
@@ -62,12 +65,17 @@ class Resident:
         self._maybe_written = False
         if self._array is None:
             self._array = self._devices.put(self._host_values())
-        return self._array
+        return self._present()
 
     def set_array(self, array: Array) -> None:
         """A body wrote. The caller holds `DeviceGroup.in_flight`."""
         self._array = array
         self._host_stale = True
+
+    def launched(self) -> None:
+        """The program that wrote is done. The caller holds `DeviceGroup.in_flight`."""
+        if self.read_anywhere:
+            self.host_reads()
 
     def set_values(self, values: Sequence[np.ndarray]) -> None:
         """Gives each replica a value of its own."""
@@ -81,10 +89,17 @@ class Resident:
         with self._devices.in_flight:
             if not self._host_stale:
                 return
+            self._present()
             for replica, handle in enumerate(self.handles):
                 # A copy: a view of the device's memory would keep the next step from writing there.
                 variables.write(handle, np.array(self._devices.fetch(self._array, replica)))
             self._host_stale = False
+
+    def host_is_to_write(self) -> None:
+        """Somebody has got the host's value in hand, and writes to it."""
+        with self._devices.in_flight:
+            self.host_reads()
+            self._array = None
 
     def host_may_write(self) -> None:
         """Somebody has got the host's value in hand, and may read it, or write to it."""
@@ -99,6 +114,13 @@ class Resident:
             self.host_reads()
             yield
             self._array = None
+
+    def _present(self) -> Array:
+        """The value on the devices; a program that fails while it runs takes it along."""
+        if self._array.is_deleted():  # type: ignore[union-attr]
+            self._array, self._host_stale = None, False
+            raise LostVariableError()
+        return self._array
 
     def _is_as_on_host(self) -> bool:
         """Whether the devices still have what the host has; replica by replica, or replica 0 for all."""
@@ -134,6 +156,7 @@ class Borrowed:
         described = xla_ops.variable_dtype_and_shape(handle)
         assert described is not None, "checked when it was captured"
         self._dtype = described[0]
+        self._written: Array | None = None
 
     def array(self) -> Array:
         """As `Resident.array`."""
@@ -143,6 +166,11 @@ class Borrowed:
 
     def set_array(self, array: Array) -> None:
         """As `Resident.set_array`."""
+        self._written = array
+
+    def launched(self) -> None:
+        """As `Resident.launched`."""
+        array, self._written = self._written, None
         with contextlib.nullcontext() if self._home is None else self._home.host_writes():
             variables.write(self._handle, np.array(self._devices.fetch(array, 0)))
 

@@ -25,18 +25,20 @@ class Source:
         autograph: whether AutoGraph converts it.
         seldom: trace it for unknown dimensions rather than for many shapes (`reduce_retracing`).
         signature: specs of its arguments that it was declared with, if it was.
+        declared: the `tf.function` that it was taken from, to know it by.
     """
 
     fn: Callable[..., Any]
     autograph: bool = True
     seldom: bool = False
     signature: Any = None
+    declared: Any = None
 
     @classmethod
     def of(cls, fn: Callable[..., Any]) -> Source:
         """Of any callable; a `tf.function` is taken off, and what it asks for is kept."""
         if function.is_tf_function(fn):
-            return cls(fn.python_function, *function.options(fn))  # type: ignore[attr-defined]
+            return cls(fn.python_function, *function.options(fn), ById(fn))  # type: ignore[attr-defined]
         return cls(fn)
 
     @property
@@ -47,7 +49,7 @@ class Source:
     @property
     def key(self) -> Any:
         """Hashable; equal for functions that would be traced to the same graph."""
-        return function_key(self.fn), self.autograph, self.seldom, self.signature is not None
+        return function_key(self.fn) if self.declared is None else self.declared
 
     def arguments(self, args: Any, kwargs: Any, size: int) -> tuple[Arguments, Shapes]:
         """Arguments for it, and the shapes that it is to be traced for.
@@ -94,12 +96,14 @@ def function_key(fn: Any, depth: int = 3) -> Any:
     lambda or nested function that is made anew for each call is the same one. `depth` is how far to look into
     functions that a function closes over.
     """
+    if depth == 0:
+        return ById(fn)
     if isinstance(fn, functools.partial):
         rest = tuple((name, _key(value, depth)) for name, value in sorted(fn.keywords.items()))
         return "partial", function_key(fn.func, depth), tuple(_key(value, depth) for value in fn.args), rest
     if isinstance(fn, MethodType):
         return "method", function_key(fn.__func__, depth), ById(fn.__self__)
-    if not isinstance(fn, FunctionType) or depth == 0:
+    if not isinstance(fn, FunctionType):
         return ById(fn)
     cells = tuple(_cell_key(cell, depth) for cell in fn.__closure__ or ())
     defaults = tuple(_key(value, depth) for value in fn.__defaults__ or ())
@@ -125,4 +129,5 @@ def _cell_key(cell: CellType, depth: int) -> Any:
 
 
 def _key(value: Any, depth: int) -> Any:
-    return function_key(value, depth - 1) if isinstance(value, FunctionType) else constant_key(value)
+    is_function = isinstance(value, (FunctionType, MethodType, functools.partial))
+    return function_key(value, depth - 1) if is_function else constant_key(value)

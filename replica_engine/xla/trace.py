@@ -113,8 +113,11 @@ class Traced:
 
     def _check_capture(self, outside: Any, inside: Any) -> None:
         if inside.dtype == tf.resource:
-            if xla_ops.variable_dtype_and_shape(outside) is None:
+            described = xla_ops.variable_dtype_and_shape(outside)
+            if described is None:
                 raise CaptureError.not_a_variable(self.name, str(outside), _used_at(inside))
+            if not described[1].is_fully_defined():
+                raise CaptureError.unknown_shape(self.name, str(described[1]), _used_at(inside))
         elif xla_ops.is_host_only(inside.dtype):
             raise CaptureError.host_only(self.name, inside.dtype.name, _used_at(inside))
 

@@ -63,19 +63,19 @@ def _run(
     with devices.in_flight:
         # All parts before the first launch: it may donate its own, and then the whole counts as gone.
         states = [devices.parts(variable.array()) for variable in variables]
-        written: dict[int, list[Any]] = {}
-        columns: list[list[np.ndarray]] = [[] for _ in traced.outputs]
+        results = []
         for replica, (share, (lowered, executable)) in enumerate(zip(shares, steps, strict=True)):
-            alone = devices.alone(replica)
-            inputs = [alone.put([value]) for value in (*share, *(constants[index] for index in lowered.captured))]
-            results = executable.launch([*inputs, *(state[replica] for state in states)])
-            for column, result in zip(columns, results, strict=False):
-                column.append(alone.fetch(result, 0))
-            for variable, index in lowered.writes:
-                written.setdefault(variable, []).append(results[index])
-        for index, parts in written.items():
-            variables[index].set_array(devices.join(parts))
-    return columns
+            put = devices.alone(replica).put
+            inputs = [put([value]) for value in (*share, *(constants[index] for index in lowered.captured))]
+            results.append(executable.launch([*inputs, *(state[replica] for state in states)]))
+        for variable, index in steps[0][0].writes:
+            variables[variable].set_array(devices.join([result[index] for result in results]))
+        # They do not wait for each other, so all may be in flight.
+        for _, executable in steps:
+            executable.wait()
+        for variable, _ in steps[0][0].writes:
+            variables[variable].launched()
+    return [[devices.fetch(result[index], 0) for result in results] for index in range(len(traced.outputs))]
 
 
 def _compile(
@@ -92,4 +92,4 @@ def _compile(
         other = next(index for index, shape in enumerate(shapes) if shape != shapes[0])
         raise ReplicaMismatchError.shapes(name, other, str(shapes[0]), str(shapes[other]))
     text = _REPLICA_ID.sub(f"stablehlo.constant dense<{replica}> : tensor<ui32>", text)
-    return lowered, program.executable(text, lowered.results, program.devices.alone(replica))
+    return lowered, program.executable(text, lowered, program.devices.alone(replica))

@@ -1,0 +1,352 @@
+"""Keras under TPUStrategy: what fit, evaluate and predict promise beyond the contract of all strategies."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(16, 4)).astype("float32")
+Y = (X @ np.array([[1.0], [-2.0], [0.5], [3.0]], "float32")).astype("float32")
+
+# Gradients are summed in another order than on one device: a few units in the last place (6e-8) a step, and
+# Adam divides by a root that may be small. Four steps leave that far below these.
+CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+
+
+def dense(units, seed, **options):
+    return keras.layers.Dense(units, kernel_initializer=keras.initializers.GlorotUniform(seed), **options)
+
+
+def build(*more, optimizer=None, **options):
+    model = keras.Sequential([keras.Input((4,)), dense(4, 1, activation="tanh"), *more, dense(1, 2)])
+    model.compile(optimizer or keras.optimizers.Adam(0.05), "mse", metrics=["mae"], **options)
+    return model
+
+
+def fit(model, epochs=2, batch=8, **options):
+    return model.fit(X, Y, batch, epochs, verbose=0, shuffle=False, **options).history
+
+
+@pytest.fixture
+def scoped(two):
+    """`scoped(make)`: what `make()` builds under the scope of two replicas."""
+
+    def scoped(make):
+        with two.strategy.scope():
+            return make()
+
+    return scoped
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What the model comes to on one device: its history and weights."""
+    model = build()
+    return fit(model), model.get_weights()
+
+
+@pytest.mark.parametrize("jit_compile", [True, False, "auto"])
+def test_jit_compile_trains_on_two_replicas(scoped, alone, jit_compile):
+    """With True, tf.distribute refuses on CPU: a variable is "located in device CPU:0" and wanted on CPU:1."""
+    model = scoped(lambda: build(jit_compile=jit_compile))
+    history = fit(model)
+    for key, values in alone[0].items():
+        np.testing.assert_allclose(history[key], values, rtol=2e-5)
+    for found, expected in zip(model.get_weights(), alone[1], strict=True):
+        np.testing.assert_allclose(found, expected, **CLOSE)
+    np.testing.assert_allclose(
+        model.evaluate(X, Y, 8, verbose=0)[0], np.mean((model.predict(X, 8, verbose=0) - Y) ** 2)
+    )
+
+
+def test_several_steps_per_execution_are_the_same_steps(scoped, alone):
+    model = scoped(lambda: build(steps_per_execution=2))
+    history = fit(model)
+    np.testing.assert_allclose(history["loss"], alone[0]["loss"], rtol=2e-5)
+    assert int(model.optimizer.iterations.numpy()) == 4
+    for found, expected in zip(model.get_weights(), alone[1], strict=True):
+        np.testing.assert_allclose(found, expected, **CLOSE)
+    np.testing.assert_allclose(model.predict(X, 4, verbose=0), model(X), **CLOSE)
+
+
+def test_a_model_that_runs_eagerly_is_the_same_model(scoped, alone, launched):
+    model = scoped(lambda: build(run_eagerly=True))
+    np.testing.assert_allclose(fit(model)["mae"], alone[0]["mae"], rtol=2e-5)
+    assert launched() == 4  # a step is one program here too
+
+
+def test_dropout_is_different_on_each_replica_and_step_and_the_same_for_the_same_seed(two, scoped):
+    histories, weights = [], []
+    for seed in (1, 1, 2):
+        keras.utils.set_random_seed(seed)
+        model = scoped(lambda: build(keras.layers.Dropout(0.5), optimizer=keras.optimizers.SGD(0.05)))
+        histories.append(fit(model, epochs=1)["loss"])
+        weights.append(model.get_weights()[0])
+        dropped = functools.partial(model.layers[1], tf.ones([4, 50]), training=True)
+        drops = [str(one) for _ in range(2) for one in two.each(two.strategy.run(dropped))]
+        assert len(set(drops)) == 4
+    assert histories[0] == histories[1]
+    assert np.array_equal(weights[0], weights[1])
+    assert histories[0] != histories[2]
+
+
+@pytest.mark.parametrize("synchronized", [False, True])
+def test_batch_normalization_trains(two, scoped, synchronized):
+    """Synchronized, it trains as on one device; if not, on the statistics of each replica's part."""
+    normalization = lambda: keras.layers.BatchNormalization(momentum=0.5, synchronized=synchronized)  # noqa: E731
+    model = scoped(lambda: build(normalization(), jit_compile=True))
+    history = fit(model)
+    moving = [two.components(variable.value) for variable in model.layers[1].non_trainable_variables]
+    assert all((first == second) is synchronized for first, second in moving)
+    if synchronized:
+        other = build(keras.layers.BatchNormalization(momentum=0.5))
+        np.testing.assert_allclose(history["loss"], fit(other)["loss"], rtol=1e-4)
+        for found, expected in zip(model.get_weights(), other.get_weights(), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+    assert history["loss"][1] < history["loss"][0]
+
+
+def test_moving_statistics_of_a_replica_outlive_evaluation_prediction_and_saving(two, scoped, tmp_path):
+    model = scoped(lambda: build(keras.layers.BatchNormalization(momentum=0.5)))
+    fit(model, epochs=1)
+    before = [two.components(variable.value) for variable in model.layers[1].non_trainable_variables]
+    assert before[0][0] != before[0][1]
+    model.evaluate(X, Y, 8, verbose=0)
+    model.predict(X, 8, verbose=0)
+    model.get_weights()
+    model.save(tmp_path / "model.keras")
+    assert [two.components(variable.value) for variable in model.layers[1].non_trainable_variables] == before
+    inside = two.each(two.strategy.run(lambda: model.layers[1].moving_mean.value + 0.0))
+    assert inside == before[0]
+
+
+def test_evaluate_and_predict_take_partial_batches(replicas):
+    """13 = 8 + 5 divides unevenly, of 9 = 8 + 1 three of the four replicas get nothing in the last batch.
+
+    To build metrics, `evaluate` of Keras adds up the parts of its first batch, under any strategy: so that one has
+    to be whole there.
+    """
+    other = build()
+    with replicas(4).strategy.scope():
+        model = build()
+    for count in (1, 5, 9, 13):
+        x, y = X[:count], Y[:count]
+        expected = other(x).numpy()
+        np.testing.assert_allclose(model.predict(x, 8, verbose=0), expected, **CLOSE)
+        if count > 8:
+            found = model.evaluate(x, y, 8, verbose=0, return_dict=True)
+            assert found["mae"] == pytest.approx(np.mean(np.abs(expected - y)), rel=1e-5)
+            assert found["loss"] == pytest.approx(np.mean((expected - y) ** 2), rel=1e-5)
+
+
+def test_a_partial_last_batch_in_fit_says_what_to_do(scoped):
+    model = scoped(build)
+    with pytest.raises(Exception, match=r"drop_remainder=True") as raised:
+        model.fit(X[:11], Y[:11], 8, verbose=0)
+    assert "ReplicaMismatchError" in f"{type(raised.value).__name__} {raised.value}"
+    assert "(2, 4)" in str(raised.value)
+    assert "(1, 4)" in str(raised.value)
+    first, second = fit(model)["loss"]  # and it goes on with whole ones
+    assert second < first
+
+
+def test_a_last_batch_that_divides_evenly_trains(scoped):
+    """16 = 12 + 4: another shape, but the same one on both replicas."""
+    model, other = [make(lambda: build(optimizer=keras.optimizers.SGD(0.05))) for make in (scoped, lambda fn: fn())]
+    np.testing.assert_allclose(fit(model, 1, 12)["loss"], fit(other, 1, 12)["loss"], rtol=1e-4)
+    np.testing.assert_allclose(model.get_weights()[0], other.get_weights()[0], **CLOSE)
+
+
+def test_a_data_set_with_drop_remainder_trains(scoped):
+    model = scoped(build)
+    dataset = tf.data.Dataset.from_tensor_slices((X[:13], Y[:13])).batch(4, drop_remainder=True)
+    losses = model.fit(dataset, epochs=2, verbose=0).history["loss"]
+    assert int(model.optimizer.iterations.numpy()) == 6
+    assert losses[1] < losses[0]
+
+
+def test_a_model_is_built_in_its_first_batch(scoped, alone):
+    def make():
+        model = keras.Sequential([dense(4, 1, activation="tanh"), dense(1, 2)])
+        model.compile(keras.optimizers.Adam(0.05), "mse", metrics=["mae"], jit_compile=True)
+        return model
+
+    model = scoped(make)
+    np.testing.assert_allclose(fit(model)["loss"], alone[0]["loss"], rtol=2e-5)
+    assert all(v.value.distribute_strategy is not None for v in model.optimizer.variables[2:])
+
+
+# Callbacks, which look at and write to the model from the host, between steps.
+
+
+class Looks(keras.callbacks.Callback):
+    """Notes the first kernel after each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernels = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.kernels.append(self.model.layers[0].kernel.numpy())
+
+
+def test_a_callback_sees_the_weights_of_each_batch(scoped):
+    looks, other = Looks(), Looks()
+    fit(scoped(lambda: build(optimizer=keras.optimizers.SGD(0.05))), callbacks=[looks])
+    fit(build(optimizer=keras.optimizers.SGD(0.05)), callbacks=[other])
+    assert len(looks.kernels) == 4
+    np.testing.assert_allclose(looks.kernels, other.kernels, **CLOSE)
+    assert len({kernel.tobytes() for kernel in looks.kernels}) == 4
+
+
+def test_a_schedule_writes_the_learning_rate_from_the_host(scoped):
+    schedule = lambda epoch, rate: [0.1, 0.0, 0.01][epoch]  # noqa: E731
+    model = scoped(lambda: build(optimizer=keras.optimizers.SGD(0.5)))
+    other = build(optimizer=keras.optimizers.SGD(0.5))
+    looks = Looks()
+    history = fit(model, epochs=3, callbacks=[keras.callbacks.LearningRateScheduler(schedule), looks])
+    expected = fit(other, epochs=3, callbacks=[keras.callbacks.LearningRateScheduler(schedule)])
+    np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-4)
+    assert np.array_equal(looks.kernels[1], looks.kernels[3])  # a rate of 0
+    assert not np.array_equal(looks.kernels[3], looks.kernels[4])
+
+
+def test_a_learning_rate_schedule_counts_steps_on_the_devices(scoped):
+    rate = lambda: keras.optimizers.schedules.PiecewiseConstantDecay([1, 3], [0.1, 0.01, 0.0])  # noqa: E731
+    looks = Looks()
+    model = scoped(lambda: build(optimizer=keras.optimizers.SGD(rate())))
+    history = fit(model, epochs=3, callbacks=[looks])
+    expected = fit(build(optimizer=keras.optimizers.SGD(rate())), epochs=3)
+    np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-4)
+    assert np.array_equal(looks.kernels[4], looks.kernels[5])
+
+
+def test_early_stopping_stops_and_puts_the_best_weights_back(scoped):
+    """The rate is set so high after two epochs that the third is worse."""
+    schedule = lambda epoch, rate: 0.05 if epoch < 2 else 20.0  # noqa: E731
+    model = scoped(lambda: build(optimizer=keras.optimizers.SGD(0.05)))
+    stopping = keras.callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True)
+    history = fit(
+        model,
+        epochs=10,
+        validation_data=(X, Y),
+        validation_batch_size=8,
+        callbacks=[keras.callbacks.LearningRateScheduler(schedule), stopping],
+    )
+    assert len(history["loss"]) == 3
+    assert history["val_loss"][2] > history["val_loss"][1]
+    assert model.evaluate(X, Y, 8, verbose=0)[0] == pytest.approx(history["val_loss"][1], rel=1e-5)
+
+
+def test_checkpoints_of_each_epoch_have_its_weights(scoped, tmp_path):
+    model = scoped(build)
+    saving = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.weights.h5", save_weights_only=True)
+    looks = Looks()
+    fit(model, epochs=2, callbacks=[saving, looks])
+    other = build()
+    for epoch, kernel in ((1, looks.kernels[1]), (2, looks.kernels[3])):
+        other.load_weights(tmp_path / f"{epoch}.weights.h5")
+        assert np.array_equal(other.get_weights()[0], kernel)
+
+
+# Models of other kinds.
+
+
+class Doubled(keras.Model):
+    """Has a training step and a metric of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = dense(1, 1)
+        self.tracker = keras.metrics.Mean("own")
+        self.batches = self.add_weight(
+            name="batches", initializer="zeros", trainable=False, aggregation="only_first_replica"
+        )
+
+    def call(self, x):
+        return self.layer(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        gradients = tape.gradient(loss, self.layer.trainable_variables)
+        context = tf.distribute.get_replica_context()
+        gradients = [context.all_reduce("MEAN", gradient) for gradient in gradients]
+        for variable, gradient in zip(self.layer.trainable_variables, gradients, strict=True):
+            variable.assign_sub(0.05 * gradient)
+        self.batches.assign_add(tf.ones([]))
+        self.tracker.update_state(loss)
+        return {"own": self.tracker.result()}
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+
+def test_a_custom_training_step_with_collectives(scoped):
+    def make():
+        model = Doubled()
+        model.compile(jit_compile=True)
+        return model
+
+    model = scoped(make)
+    losses = fit(model, epochs=3)["own"]
+    kernel = np.asarray(keras.initializers.GlorotUniform(1)((4, 1)))
+    bias, expected = np.zeros(1, "float32"), []
+    for _ in range(3):
+        seen = []
+        for x, y in ((X[:8], Y[:8]), (X[8:], Y[8:])):
+            error = x @ kernel + bias - y
+            seen.append(np.mean(error**2))
+            kernel = kernel - 0.05 * 2 * x.T @ error / 8
+            bias = bias - 0.05 * 2 * error.mean(0)
+        expected.append(np.mean(seen))
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    np.testing.assert_allclose(model.layer.kernel.numpy(), kernel, rtol=1e-4, atol=1e-5)
+    assert float(model.batches.numpy()) == 6.0
+
+
+def test_mixed_bfloat16_trains(scoped):
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        model = scoped(lambda: build(jit_compile=True))
+        losses = fit(model, epochs=4)["loss"]
+        outputs = model(X)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert outputs.dtype == tf.bfloat16
+    assert {weight.dtype.name for weight in model.get_weights()} == {"float32"}
+    assert losses[3] < losses[0]
+    other = build()
+    np.testing.assert_allclose(losses, fit(other, epochs=4)["loss"], rtol=0.05)  # bfloat16 has 8 bits
+
+
+def test_a_model_of_many_kinds_of_layers_trains_as_on_one_device(two, scoped):
+    def make():
+        inputs = keras.Input((8,), dtype="int32")
+        x = keras.layers.Embedding(20, 6, embeddings_initializer=keras.initializers.RandomUniform(seed=1))(inputs)
+        x = keras.layers.Conv1D(5, 3, kernel_initializer=keras.initializers.GlorotUniform(2), activation="relu")(x)
+        x = keras.layers.LayerNormalization()(x)
+        x = keras.layers.GlobalAveragePooling1D()(x)
+        outputs = keras.layers.Dense(3, kernel_initializer=keras.initializers.GlorotUniform(5))(x)
+        model = keras.Model(inputs, outputs)
+        model.compile(
+            keras.optimizers.Adam(0.01),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+        return model
+
+    tokens = RANDOM.integers(0, 20, size=(16, 8))
+    labels = RANDOM.integers(0, 3, size=16)
+    model, other = scoped(make), make()
+    found = model.fit(tokens, labels, 8, 2, verbose=0, shuffle=False).history
+    expected = other.fit(tokens, labels, 8, 2, verbose=0, shuffle=False).history
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-4)
+    assert found["accuracy"] == pytest.approx(expected["accuracy"])
+    for one, two_ in zip(model.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_allclose(one, two_, rtol=1e-3, atol=1e-4)

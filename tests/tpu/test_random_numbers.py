@@ -1,0 +1,320 @@
+"""Random numbers: the same seed gives the same run, and each replica draws its own."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from replica_engine.errors import LoweringError
+
+DRAWS = {
+    "normal": lambda: tf.random.normal([50]),
+    "uniform": lambda: tf.random.uniform([50]),
+    "uniform integers": lambda: tf.random.uniform([50], 0, 1000, tf.int32),
+    "uniform 64-bit integers": lambda: tf.random.uniform([50], 0, 1 << 40, tf.int64),
+    "truncated normal": lambda: tf.random.truncated_normal([50]),
+    "shuffle": lambda: tf.random.shuffle(tf.range(50)),
+    "categorical": lambda: tf.random.categorical(tf.zeros([5, 20]), 10),
+    "dropout": lambda: tf.nn.dropout(tf.ones([50]), 0.5),
+    "seeded": lambda: tf.random.normal([50], seed=7),
+    "double": lambda: tf.random.normal([50], dtype=tf.float64),
+}
+
+
+def every_kind():
+    """All of them in one step."""
+    return {name: draw() for name, draw in DRAWS.items()}
+
+
+@pytest.fixture
+def drawn(two):
+    """`drawn(fn, replicas=two, times=1)`: for each run and replica what `fn` drew."""
+
+    def drawn(fn, replicas=two, times=1):
+        return [replicas.each(replicas.strategy.run(fn)) for _ in range(times)]
+
+    return drawn
+
+
+def test_the_same_seed_gives_the_same_run(two, replicas, drawn):
+    """Also to another strategy."""
+    runs = []
+    for some, seed in ((two, 1), (two, 1), (replicas(2), 1), (two, 2)):
+        tf.random.set_seed(seed)
+        runs.append(drawn(every_kind, some, times=2))
+    assert runs[0] == runs[1] == runs[2]
+    for name in DRAWS:
+        assert runs[0][0][0][name] != runs[3][0][0][name], name
+
+
+def test_the_same_seed_gives_replica_0_the_same_numbers_whatever_the_number_of_replicas(replicas, drawn):
+    tf.random.set_seed(1)
+    (alone,) = drawn(DRAWS["normal"], replicas(1))[0]
+    tf.random.set_seed(1)
+    assert drawn(DRAWS["normal"], replicas(4))[0][0] == alone
+
+
+def test_replicas_draw_different_numbers_that_differ_from_step_to_step(drawn):
+    tf.random.set_seed(1)
+    runs = drawn(every_kind, times=2)
+    for name in DRAWS:
+        assert len({str(one[name]) for run in runs for one in run}) == 4, name
+
+
+def test_replicas_draw_the_same_numbers_if_asked_to(replicas, drawn):
+    tf.random.set_seed(1)
+    runs = drawn(every_kind, replicas(2, same_random_numbers=True), times=2)
+    for name in DRAWS:
+        (first, second), (third, fourth) = [[one[name] for one in run] for run in runs]
+        assert first == second, name
+        assert third == fourth, name
+        assert first != third, name
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda: tf.random.gamma([50], 2.0), lambda: tf.random.poisson([50], 20.0)], ids=["gamma", "poisson"]
+)
+def test_what_xla_cannot_draw_is_refused(drawn, draw):
+    with pytest.raises(LoweringError, match="Random"):
+        drawn(draw)
+
+
+def test_without_a_seed_runs_differ(replicas, drawn):
+    tf.random.set_seed(None)
+    assert drawn(DRAWS["normal"], replicas(2)) != drawn(DRAWS["normal"], replicas(2))
+
+
+def test_two_draws_in_one_step_differ(drawn):
+    tf.random.set_seed(1)
+    fn = lambda: (tf.random.normal([5]), tf.random.normal([5]), tf.random.normal([5], seed=1))  # noqa: E731
+    for first, second, third in drawn(fn)[0]:
+        assert first != second
+        assert first != third
+
+
+def test_a_host_function_draws_as_eager_runs_do(two, drawn):
+    """Its steps go on in the same stream, and the seed sets that back."""
+    fn = DRAWS["normal"]
+    step = tf.function(lambda: two.strategy.run(fn))
+    runs = []
+    for _ in range(2):
+        tf.random.set_seed(5)
+        runs.append([two.each(step()) for _ in range(3)])
+    assert runs[0] == runs[1]
+    assert len({str(run) for run in runs[0]}) == 3
+    assert runs[0][0][0] != runs[0][0][1]
+
+
+def test_draws_in_loops_and_branches_differ_each_time(drawn):
+    def fn():
+        found = tf.TensorArray(tf.float32, 5)
+        for i in tf.range(5):
+            value = tf.random.normal([]) if i < 3 else tf.random.uniform([]) + 10.0
+            found = found.write(i, value)
+        return found.stack()
+
+    tf.random.set_seed(1)
+    runs = drawn(fn, times=2)
+    flat = np.array(runs)
+    assert flat.shape == (2, 2, 5)
+    assert len(np.unique(flat)) == flat.size
+    assert (flat[..., 3:] >= 10.0).all()
+    tf.random.set_seed(1)
+    assert drawn(fn, times=2) == runs
+
+
+def test_draws_in_nested_functions_differ_each_call(drawn):
+    inner = tf.function(lambda: tf.random.normal([]))
+    tf.random.set_seed(1)
+    flat = np.array(drawn(lambda: tf.stack([inner(), inner(), inner()]), times=2))
+    assert len(np.unique(flat)) == flat.size == 12
+
+
+def test_stateless_draws_are_equal_on_all_replicas(drawn):
+    """Of Philox they are those of eager code too; which generator "auto_select" takes depends on the device."""
+    for run in drawn(lambda: tf.random.stateless_normal([5], [1, 2]), times=2):
+        assert run[0] == run[1]
+    expected = tf.random.stateless_normal([5], [1, 2], alg="philox").numpy()
+    for run in drawn(lambda: tf.random.stateless_normal([5], [1, 2], alg="philox"), times=2):
+        np.testing.assert_allclose(run, [expected] * 2, rtol=1e-6)
+
+
+# Distributions. The seed is fixed, so what passes once passes always; the bounds are five standard errors.
+
+COUNT = 40_000
+
+
+def sample(drawn, fn):
+    """As many draws, of two replicas and two steps together."""
+    tf.random.set_seed(11)
+    return np.array(drawn(fn, times=2)).reshape(-1)
+
+
+@pytest.mark.parametrize(
+    ("fn", "mean", "variance"),
+    [
+        (lambda: tf.random.normal([COUNT // 4]), 0.0, 1.0),
+        (lambda: tf.random.normal([COUNT // 4], 5.0, 2.0), 5.0, 4.0),
+        (lambda: tf.random.uniform([COUNT // 4]), 0.5, 1 / 12),
+        (lambda: tf.random.uniform([COUNT // 4], -3.0, 7.0), 2.0, 100 / 12),
+        (lambda: tf.random.uniform([COUNT // 4], 0, 1000, tf.int32), 499.5, (1000**2 - 1) / 12),
+        (lambda: tf.random.truncated_normal([COUNT // 4]), 0.0, 0.7737),
+        (lambda: tf.nn.dropout(tf.ones([COUNT // 4]), 0.25), 1.0, 1 / 3),
+    ],
+    ids=["normal", "normal 5 2", "uniform", "uniform -3 7", "integers", "truncated", "dropout"],
+)
+def test_numbers_are_distributed_as_they_should(drawn, fn, mean, variance):
+    found = sample(drawn, fn)
+    assert abs(found.mean() - mean) < 5 * np.sqrt(variance / COUNT)
+    assert abs(found.var() - variance) < 5 * variance * np.sqrt(2 / COUNT) + 1e-3 * variance
+
+
+def test_the_streams_of_replicas_and_steps_are_not_correlated(drawn):
+    tf.random.set_seed(11)
+    streams = np.array(drawn(lambda: tf.random.normal([10_000]), times=2)).reshape(4, -1)
+    correlation = np.corrcoef(streams) - np.eye(4)
+    assert np.abs(correlation).max() < 5 / np.sqrt(10_000)
+
+
+def test_numbers_keep_to_their_ranges(drawn):
+    tf.random.set_seed(1)
+
+    def fn():
+        return (
+            tf.random.uniform([10_000], 3.0, 4.0),
+            tf.random.uniform([10_000], -2, 3, tf.int32),
+            tf.random.truncated_normal([10_000]),
+        )
+
+    for uniform, integers, truncated in drawn(fn)[0]:
+        assert 3.0 <= min(uniform) < 3.01
+        assert 3.99 < max(uniform) < 4.0
+        assert set(integers) == {-2, -1, 0, 1, 2}
+        assert max(map(abs, truncated)) <= 2.0
+
+
+@pytest.mark.parametrize("shape", [[20], [20, 3], [1], [0]])
+def test_a_shuffle_is_a_permutation_of_rows(drawn, shape):
+    values = tf.reshape(tf.range(np.prod(shape)), shape)
+    tf.random.set_seed(1)
+    for one in drawn(lambda: tf.random.shuffle(values))[0]:
+        assert sorted(one) == values.numpy().tolist()
+
+
+def test_every_place_is_as_likely_for_every_element(drawn):
+    tf.random.set_seed(1)
+    counts = np.zeros([4, 4])
+
+    def fn():
+        found = tf.TensorArray(tf.int32, 50)
+        for i in tf.range(50):
+            found = found.write(i, tf.random.shuffle(tf.range(4)))
+        return found.stack()
+
+    for run in drawn(fn, times=10):
+        for permutation in np.concatenate(run).tolist():
+            counts[range(4), permutation] += 1
+    assert counts.sum() == 4000
+    assert np.abs(counts - 250).max() < 5 * np.sqrt(1000 * 0.25 * 0.75)
+
+
+def test_categories_come_as_often_as_their_logits_say(drawn):
+    probabilities = np.array([0.1, 0.2, 0.0, 0.7])
+    with np.errstate(divide="ignore"):
+        logits = np.log(probabilities)[None].astype("float32")
+    tf.random.set_seed(1)
+    found = np.array(drawn(lambda: tf.random.categorical(logits, 10_000))[0]).reshape(-1)
+    frequencies = np.bincount(found, minlength=4) / found.size
+    assert frequencies[2] == 0.0
+    np.testing.assert_allclose(frequencies, probabilities, atol=5 * np.sqrt(0.25 / found.size))
+
+
+def test_dropout_drops_the_gradient_where_it_drops_the_value(drawn):
+    def fn():
+        x = tf.ones([100])
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.nn.dropout(x, 0.5)
+        return y, tape.gradient(y, x)
+
+    for values, gradient in drawn(fn)[0]:
+        assert values == gradient
+        assert set(values) == {0.0, 2.0}
+
+
+def test_variables_made_in_a_step_of_random_numbers_start_equal(two):
+    class Lazy:
+        weight = None
+
+        def __call__(self):
+            if self.weight is None:
+                self.weight = tf.Variable(lambda: tf.random.normal([4]))
+            return self.weight * 1.0
+
+    first, second = two.each(two.strategy.run(Lazy()))
+    assert first == second
+    assert len(set(first)) == 4
+
+
+# Generators and Keras.
+
+
+def test_a_generator_made_in_scope_goes_on_from_step_to_step(two, drawn):
+    with two.strategy.scope():
+        generator = tf.random.Generator.from_seed(1)
+    (first, second), (third, fourth) = drawn(lambda: generator.normal([5]), times=2)
+    assert len({str(each) for each in (first, second, third, fourth)}) == 4
+
+    with two.strategy.scope():
+        again = tf.random.Generator.from_seed(1)
+    assert drawn(lambda: again.normal([5])) == [[first, second]]
+
+
+def test_layers_of_keras_draw_as_their_seeds_say(replicas, drawn):
+    runs = []
+    for same in (False, False, True):
+        some = replicas(2, same_random_numbers=same)
+        with some.strategy.scope():
+            layers = [
+                keras.layers.Dropout(0.5, seed=1),
+                keras.layers.GaussianNoise(1.0, seed=1),
+                keras.layers.SpatialDropout1D(0.5, seed=1),
+                keras.layers.GaussianDropout(0.5, seed=1),
+            ]
+        fn = lambda layers=layers: [layer(tf.ones([4, 5, 30]), training=True) for layer in layers]  # noqa: E731
+        runs.append(drawn(fn, some, times=2))
+    assert runs[0] == runs[1]
+    for index in range(4):
+        assert len({str(one[index]) for run in runs[0] for one in run}) == 4  # replicas differ, and steps do
+        (first, second), (third, fourth) = [[one[index] for one in run] for run in runs[2]]
+        assert first == second
+        assert third == fourth
+        assert first != third
+
+
+def test_a_seed_generator_of_keras_goes_on_after_a_look(two, drawn):
+    """A look at its state, or a write to another variable, does not put it back."""
+    with two.strategy.scope():
+        seed = keras.random.SeedGenerator(5)
+    fn = lambda: keras.random.uniform([5], seed=seed)  # noqa: E731
+    plain = drawn(fn, times=4)
+    seed.state.assign([5, 0])
+    looked = []
+    for _ in range(4):
+        looked += drawn(fn)
+        seed.state.numpy()
+    assert looked == plain
+    assert len({str(one) for run in plain for one in run}) == 8
+
+
+def test_the_default_seed_of_keras_gives_the_same_run(replicas, drawn):
+    runs = []
+    for _ in range(2):
+        keras.utils.set_random_seed(9)
+        some = replicas(2)
+        with some.strategy.scope():
+            layer = keras.layers.Dropout(0.5)
+        fn = lambda layer=layer: layer(tf.ones([40]), training=True)  # noqa: E731
+        runs.append(drawn(fn, some, times=2))
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[0][1]
