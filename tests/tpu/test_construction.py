@@ -1,0 +1,72 @@
+"""What TPUStrategy is made with, and what it refuses."""
+
+import pytest
+import tensorflow as tf
+
+from replica_engine import TPUStrategy
+from replica_engine.errors import CaptureError, DeviceError
+from replica_engine.xla import PjrtClusterResolver
+
+
+@pytest.mark.parametrize("resolver", [3, "gpu", object()], ids=["number", "name", "object"])
+def test_what_is_no_resolver_is_refused(resolver):
+    with pytest.raises(TypeError, match=r"num_cores=4"):
+        TPUStrategy(resolver)
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, True, None])
+def test_steps_per_run_is_a_positive_int(steps):
+    with pytest.raises(ValueError, match="steps_per_run"):
+        TPUStrategy(steps_per_run=steps, num_cores=1)
+
+
+@pytest.mark.parametrize("count", [0, -1, True, 2.0])
+def test_num_cores_is_a_positive_int(count):
+    with pytest.raises(DeviceError, match="positive int"):
+        TPUStrategy(num_cores=count)
+
+
+def test_a_resolver_says_which_platform():
+    resolver = PjrtClusterResolver("cpu")
+    strategy = TPUStrategy(resolver, steps_per_run=3, num_cores=5)
+    assert strategy.num_replicas_in_sync == 5
+    assert strategy.cluster_resolver is resolver
+    assert strategy.steps_per_run == 3
+    assert isinstance(strategy, tf.distribute.Strategy)
+
+
+def test_run_takes_a_function():
+    with pytest.raises(TypeError, match="takes a function"):
+        TPUStrategy(num_cores=1).run(3)
+
+
+def test_a_variable_without_a_fixed_shape_is_refused():
+    strategy = TPUStrategy(num_cores=2)
+    with strategy.scope():
+        variable = tf.Variable([1.0, 2.0], shape=[None])
+    with pytest.raises(CaptureError, match=r"shape \(None,\).*test_construction.py"):
+        strategy.run(lambda: tf.reduce_sum(variable))
+
+
+def test_the_mean_of_integers_is_a_fraction():
+    """As under MirroredStrategy."""
+    strategy = TPUStrategy(num_cores=2)
+
+    def fn():
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce("MEAN", context.replica_id_in_sync_group)
+
+    assert [float(each) for each in strategy.run(fn).values] == [0.5, 0.5]
+
+
+def test_jax_can_still_be_configured_afterwards():
+    """Its own CPU devices are none of ours. In a process of its own: jax starts once."""
+    import subprocess
+    import sys
+
+    code = (
+        "import jax, replica_engine; replica_engine.TPUStrategy(num_cores=2);"
+        "jax.config.update('jax_num_cpu_devices', 4); assert len(jax.devices('cpu')) == 4"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

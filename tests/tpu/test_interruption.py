@@ -1,0 +1,93 @@
+"""Ctrl-C while a compiled program runs, and programs whose replicas wait for each other. In processes of their own."""
+
+import subprocess
+import sys
+import textwrap
+
+BEGIN = """
+import logging, os, signal, threading, time
+import tensorflow as tf
+import replica_engine
+from replica_engine import errors, xla
+from replica_engine.pjrt import watch
+
+strategy = replica_engine.TPUStrategy(num_cores=2)
+with strategy.scope():
+    steps = tf.Variable(0.0)
+
+
+def interrupt_when_it_runs():
+    while not watch._waiting:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupted(fn):
+    thread = threading.Thread(target=interrupt_when_it_runs)
+    thread.start()
+    try:
+        strategy.run(fn)
+    except KeyboardInterrupt:
+        print("interrupted")
+    thread.join()
+"""
+
+
+def run_program(tmp_path, text):
+    """What a program prints, line by line. From a file: AutoGraph reads the source."""
+    path = tmp_path / "program.py"
+    path.write_text(BEGIN + textwrap.dedent(text))
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("\n"), done.stderr
+
+
+def test_ctrl_c_in_a_step_leaves_whole_steps(tmp_path):
+    """The step is under way on the devices and ends there; the next one begins after it."""
+    lines, _ = run_program(
+        tmp_path,
+        """
+        def long():
+            total = tf.zeros([])
+            for _ in tf.range(60):
+                total += tf.reduce_sum(tf.random.normal([600, 600]) @ tf.random.normal([600, 600]))
+            steps.assign_add(1.0)
+            return total
+
+        interrupted(long)
+        print(float(steps.numpy()))
+        strategy.run(lambda: steps.assign_add(10.0))
+        print(float(steps.numpy()))
+        """,
+    )
+    assert lines[:3] == ["interrupted", "1.0", "11.0"]
+
+
+def test_replicas_that_wait_for_each_other_are_warned_of_and_can_be_left(tmp_path):
+    """A collective that only replica 0 reaches. Its devices are lost; a new strategy has new ones."""
+    lines, stderr = run_program(
+        tmp_path,
+        """
+        watch.WARN_AFTER = watch._LOOK_EVERY = 0.1
+        errors.StuckProgramError.PATIENCE = 0.2
+
+        def stuck():
+            x = tf.zeros([])
+            if xla.replica_id() == 0:
+                x = xla.cross_replica_sum(x)
+            return x
+
+        interrupted(stuck)
+        try:
+            strategy.run(lambda: steps.assign_add(1.0))
+        except errors.StuckProgramError:
+            print("stuck")
+        strategy = replica_engine.TPUStrategy(num_cores=2)
+        print([float(each) for each in strategy.run(lambda: xla.cross_replica_sum(1.0)).values])
+        print("done", flush=True)
+        os._exit(0)
+        """,
+    )
+    assert lines[:4] == ["interrupted", "stuck", "[2.0, 2.0]", "done"]
+    assert "The compiled program of `stuck` has been running on 2 replicas" in stderr

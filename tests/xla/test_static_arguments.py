@@ -1,0 +1,105 @@
+"""What of the arguments is no tensor is compiled in, so arguments that differ in it are other programs."""
+
+import dataclasses
+
+import pytest
+import tensorflow as tf
+
+from replica_engine import xla
+
+ONE = tf.constant([1.0])
+
+
+class Mode(tf.experimental.ExtensionType):
+    values: tf.Tensor
+    mode: str
+
+
+class Scaled:
+    def __init__(self, value, scale):
+        self.value, self.scale = value, scale
+
+    def __tf_flatten__(self):
+        return (self.scale,), (self.value,)
+
+    @classmethod
+    def __tf_unflatten__(cls, metadata, components):
+        return cls(*components, *metadata)
+
+
+@dataclasses.dataclass
+class Point:
+    value: tf.Tensor
+
+
+def point(extra):
+    made = Point(ONE)
+    made.extra = extra
+    return made
+
+
+@pytest.mark.parametrize(
+    ("fn", "arguments", "expected"),
+    [
+        (
+            lambda x: x.values * (2.0 if x.mode == "double" else 1.0),
+            [Mode(values=ONE, mode="double"), Mode(values=ONE, mode="single")],
+            [2.0, 1.0],
+        ),
+        (lambda x: x.value * x.scale, [Scaled(ONE, 2.0), Scaled(ONE, 5.0)], [2.0, 5.0]),
+        (lambda x: x.value * x.extra, [point(2.0), point(7.0)], [2.0, 7.0]),
+    ],
+    ids=["extension-type", "tf-flatten", "attribute-of-a-dataclass"],
+)
+def test_of_structures(fn, arguments, expected):
+    for argument, result in [*zip(arguments, expected, strict=True)] * 2:
+        found = xla.replicate(fn, [[argument], [argument]])
+        assert [each.numpy().tolist() for each in found] == [[result]] * 2
+
+
+def test_of_ragged_tensors():
+    values = tf.constant([1, 2, 3, 4])
+    uniform = tf.RaggedTensor.from_uniform_row_length(values, 2)
+    other = tf.RaggedTensor.from_row_splits(values, [0, 1, 4])
+    for ragged in (uniform, other, uniform):
+        found = xla.replicate(lambda x: x, [[ragged], [ragged]])
+        assert [each.to_list() for each in found] == [ragged.to_list()] * 2
+
+
+def test_a_list_that_is_closed_over_counts_by_what_it_holds():
+    rates = [2.0]
+
+    def fn(x):
+        return x * rates[0]
+
+    assert xla.replicate(fn, [[ONE]])[0].numpy().tolist() == [2.0]
+    rates[0] = 3.0
+    assert xla.replicate(fn, [[ONE]])[0].numpy().tolist() == [3.0]
+    before = xla.counts()
+    xla.replicate(lambda x, rates=[3.0]: x * rates[0], [[ONE]])
+    for _ in range(3):
+        made = [4.0]
+        xla.replicate(lambda x: x * made[0], [[ONE]])  # noqa: B023
+    assert (xla.counts() - before).traces == 2
+
+
+def test_many_traces_of_one_function_are_warned_of(caplog):
+    def fn(x, rate):
+        return x * rate
+
+    for step in range(10):
+        xla.replicate(fn, [[ONE, float(step) / 7]])
+    assert next(record.message for record in caplog.records if "has been traced" in record.message).startswith("`fn`")
+    assert "tf.constant(rate)" in caplog.text
+
+
+def test_the_function_of_a_data_set_reads_what_the_last_step_wrote():
+    from replica_engine import TPUStrategy
+
+    strategy = TPUStrategy(num_cores=2)
+    with strategy.scope():
+        variable = tf.Variable(0.0)
+    dataset = tf.data.Dataset.range(1).map(lambda _: variable + 0.0)
+    for step in range(1, 4):
+        strategy.run(lambda: variable.assign_add(1.0))
+        assert [float(each) for each in dataset] == [float(step)]
