@@ -10,7 +10,7 @@ The map of the house; imports run one way, from the top of this list to the bott
     pjrt/        the runtime of compiled programs; nothing else imports jax
     engine/      replica threads and the sync points where they meet; standard library only
     startup.py   enough threads for TensorFlow, so that distributed datasets do not hang
-    errors.py    every exception, with its wording
+    errors/      every exception, with its wording
     _compat/     every private TensorFlow name, each with its reason
 
 >>> import replica_engine

@@ -87,6 +87,7 @@ def _place(replica: Replica, frame: FrameType, thread: int) -> tuple[str, int, s
 
 @functools.lru_cache(maxsize=4096)
 def is_internal(filename: str) -> bool:
+    """Whether a file is TensorFlow's, Keras', the standard library's, or a part of this one that calls go through."""
     if filename.startswith(_STANDARD_LIBRARY) and _SITE_PACKAGES not in filename:
         return True
     return filename.startswith(_INTERNAL)

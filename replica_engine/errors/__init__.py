@@ -1,0 +1,89 @@
+"""Every exception of the package, each with its wording.
+
+- `base`: ReplicaEngineError.
+- `threads`: replicas that do not meet, do not come back, or differ.
+- `devices`: devices that are not there, and jax missing.
+- `programs`: bodies that cannot be compiled, and programs that do not end.
+
+Three families, so that a reader of a traceback knows whose turn it is:
+
+- misuse (`MergeCallMismatchError`, `StructureMismatchError`, ...): the program has to change;
+- the outside world (`ReplicaTimeoutError`): something did not come back;
+- `ReplicaUnwound`: not an error at all, but how a paused replica is taken down when another failed. It
+  derives from BaseException so that no `except Exception` in user code stops it on its way.
+
+A user's own exception is never wrapped: it leaves `run` as the object that was raised, and `note_failure`
+adds to it which replica it came from. Nothing here imports anything but the standard library.
+"""
+
+from replica_engine.errors.base import (
+    ReplicaEngineError,
+    add_note,
+)
+from replica_engine.errors.devices import (
+    BackendMissingError,
+    DeviceError,
+)
+from replica_engine.errors.programs import (
+    CaptureError,
+    CollectiveError,
+    GraphModeError,
+    InputsError,
+    LostVariableError,
+    LoweringError,
+    NotInBodyError,
+    ReplicaMismatchError,
+    StuckProgramError,
+    VariableCreationError,
+    many_traces,
+    slow_program,
+)
+from replica_engine.errors.threads import (
+    MergeCallGraphError,
+    MergeCallMismatchError,
+    NotInReplicaError,
+    ReplicaRow,
+    ReplicaTimeoutError,
+    ReplicaUnwound,
+    StructureMismatchError,
+    VariableMismatchError,
+    note_abandoned,
+    note_failure,
+    note_merge_failure,
+    slow_replicas,
+)
+
+__all__ = [
+    "BackendMissingError",
+    "CaptureError",
+    "CollectiveError",
+    "DeviceError",
+    "GraphModeError",
+    "InputsError",
+    "LostVariableError",
+    "LoweringError",
+    "MergeCallGraphError",
+    "MergeCallMismatchError",
+    "NotInBodyError",
+    "NotInReplicaError",
+    "ReplicaEngineError",
+    "ReplicaMismatchError",
+    "ReplicaRow",
+    "ReplicaTimeoutError",
+    "ReplicaUnwound",
+    "StructureMismatchError",
+    "StuckProgramError",
+    "VariableCreationError",
+    "VariableMismatchError",
+    "add_note",
+    "many_traces",
+    "note_abandoned",
+    "note_failure",
+    "note_merge_failure",
+    "slow_program",
+    "slow_replicas",
+]
+
+# In tracebacks and to users this package is one module.
+for _name in __all__:
+    globals()[_name].__module__ = __name__
