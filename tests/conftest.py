@@ -13,7 +13,8 @@ from typing import NamedTuple
 import pytest
 import tensorflow as tf
 
-from replica_engine import MirroredStrategy, TPUStrategy
+import replica_engine
+from replica_engine import MirroredStrategy
 from replica_engine.testing import logical_devices, no_leaked_threads
 
 DEVICES = logical_devices(8)  # at import, before anything starts TensorFlow
@@ -40,7 +41,7 @@ class Row(NamedTuple):
 
 
 def _tpu(devices: list[str]) -> tf.distribute.Strategy:
-    return TPUStrategy(num_cores=len(devices))
+    return replica_engine.TPUStrategy(num_cores=len(devices))
 
 
 STRATEGIES = {

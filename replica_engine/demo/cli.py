@@ -82,10 +82,11 @@ def _run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
             f"--batch-size {flags.batch_size} does not split evenly over --replicas {flags.replicas}: "
             f"{max(flags.batch_size // flags.replicas, 1) * flags.replicas} would"
         )
-    missing = [name for module, name in NEEDED.items() if importlib.util.find_spec(module) is None]
+    needed = {**NEEDED, "jax": "jax"} if flags.strategy == "tpu" else NEEDED
+    missing = [name for module, name in needed.items() if importlib.util.find_spec(module) is None]
     if missing:
-        needs = " and ".join(missing)
-        print(f'{parser.prog}: needs {needs}; install with: pip install "replica-engine[demo]"', file=sys.stderr)
+        needs, extras = " and ".join(missing), "demo,xla" if "jax" in needed else "demo"
+        print(f'{parser.prog}: needs {needs}; install with: pip install "replica-engine[{extras}]"', file=sys.stderr)
         return 1
 
     print("starting TensorFlow", file=sys.stderr)

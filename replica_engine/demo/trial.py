@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from replica_engine import MirroredStrategy, TPUStrategy
+import replica_engine
+from replica_engine import MirroredStrategy
 from replica_engine.demo import custom_loop, keras_fit
 from replica_engine.demo.data import Digits, load_digits, steps_per_epoch
 from replica_engine.demo.progress import Progress
@@ -19,7 +20,7 @@ Train = Callable[..., tuple[list[tf.Variable], float]]
 
 STRATEGIES: dict[str, Callable[[list[str]], tf.distribute.Strategy]] = {
     "mirrored": MirroredStrategy,
-    "tpu": lambda devices: TPUStrategy(num_cores=len(devices)),
+    "tpu": lambda devices: replica_engine.TPUStrategy(num_cores=len(devices)),  # imports jax, which the other needs not
 }
 LOOPS: dict[str, tuple[str, Train]] = {
     "custom": ("custom training loop (replica_engine/demo/custom_loop.py)", custom_loop.train),
