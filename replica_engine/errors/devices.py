@@ -57,6 +57,11 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
         )
 
     @classmethod
+    def too_many(cls, wanted: int, most: int) -> DeviceError:
+        """More CPU devices than are made."""
+        return cls(f"{wanted} replicas on CPU devices are too many for one machine; at most {most} are made.")
+
+    @classmethod
     def other_size(cls, given: int, wanted: int) -> DeviceError:
         """A program compiled for another number of replicas."""
         return cls(

@@ -75,8 +75,10 @@ class ReplicaMismatchError(ReplicaEngineError, ValueError):
     def shapes(cls, name: str, replica: int, first: str, other: str) -> ReplicaMismatchError:
         """Two shapes."""
         return cls(
-            f"{name} has shape {first} on replica 0 and {other} on replica {replica}. One program runs on all "
-            "replicas, so shapes must be equal: batch with drop_remainder=True, or pad the last batch."
+            f"{name} has shape {first} on replica 0 and {other} on replica {replica}. The replicas meet in "
+            "cross-replica operations (sums of gradients, say), so one program runs on all of them, and shapes must be "
+            "equal: batch with drop_remainder=True, give Keras fit a number of samples that is a multiple of the batch "
+            "size, or pad the last batch."
         )
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import operator
 import os
 import threading
 from typing import Any
@@ -34,8 +35,8 @@ def device_group(platform: str | None = None, count: int | None = None) -> Devic
     Raises:
         DeviceError: the platform is unknown, has no device here, or has fewer than `count`.
     """
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-        raise DeviceError.bad_count(count)
+    if count is not None:
+        count = _number(count)
     if platform is None:
         platform = next(name for name in PLATFORMS if name == "cpu" or _accelerators(name))
     platform = platform.lower() if isinstance(platform, str) else platform
@@ -44,11 +45,12 @@ def device_group(platform: str | None = None, count: int | None = None) -> Devic
     if platform == "cpu":
         count = count or _cores()
         if count > MOST_CPU_DEVICES:
-            raise DeviceError.too_few(count, "CPU", MOST_CPU_DEVICES)
+            raise DeviceError.too_many(count, MOST_CPU_DEVICES)
         with _lock:
-            if count not in _cpu_groups or _cpu_groups[count].broken:
-                _cpu_groups[count] = _cpu_group(count)
-            return _cpu_groups[count]
+            group = _cpu_groups.get(count)
+            if group is None or (group.interrupted and not group.ends_within(0.0)):
+                group = _cpu_groups[count] = _cpu_group(count)
+            return group
     devices = _accelerators(platform)
     if not devices:
         raise DeviceError.none_of_platform(
@@ -92,3 +94,14 @@ def _has_plugin() -> bool:
     """Whether anything is installed that could bring jax TPUs or GPUs."""
     plugins = importlib.metadata.entry_points(group="jax_plugins")
     return bool(plugins) or any(importlib.util.find_spec(name) is not None for name in ("jax_plugins", "libtpu"))
+
+
+def _number(count: object) -> int:
+    """A number of devices, NumPy's integers too."""
+    try:
+        number = operator.index(count)  # type: ignore[arg-type]
+    except TypeError:
+        raise DeviceError.bad_count(count) from None
+    if isinstance(count, bool) or number < 1:
+        raise DeviceError.bad_count(count)
+    return number

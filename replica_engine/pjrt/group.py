@@ -41,7 +41,7 @@ class DeviceGroup:
         size: how many; the number of replicas.
         in_flight: held from a program's launch to its end.
         running: what becomes ready when the program that was launched last ends; None if it has ended.
-        broken: whether a program on them never ended.
+        interrupted: whether somebody stopped waiting for that program.
 
     **Why one program at a time on CPU.** Replicas of a program meet in its collectives, and a replica that
     waits there holds a thread of the client. With two programs in flight, replicas of one can hold all threads
@@ -61,7 +61,7 @@ class DeviceGroup:
         self._single = [SingleDeviceSharding(device) for device in devices]
         self.in_flight = _orders.setdefault(platform, threading.RLock())
         self.running: Any = None
-        self.broken = False
+        self.interrupted = False
 
     @property
     def names(self) -> list[str]:

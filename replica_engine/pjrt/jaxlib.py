@@ -6,6 +6,8 @@ lacks one of these names, raises BackendMissingError, an ImportError that names 
 
 from __future__ import annotations
 
+import os
+
 from replica_engine.errors import BackendMissingError
 
 OLDEST = (0, 10, 2)
@@ -39,6 +41,30 @@ try:
     from jaxlib.xla_client import CompileOptions, DeviceAssignment, make_cpu_client
 except ImportError as error:
     raise BackendMissingError.name_vanished(jax.__version__, error) from error
+
+# XLA aborts the process when a replica waits in a collective for longer than 40 s, which a loaded machine may well
+# take; nothing here may end the process. The limit is a flag that jaxlib reads once, when it first needs one.
+_FLAGS = {
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds": 600,
+    "xla_cpu_collective_call_terminate_timeout_seconds": 1_000_000,
+}
+
+
+def _lift_limits() -> None:
+    """Has jaxlib read its flags with these among them. TensorFlow has flags of its own, which stay as they are."""
+    given = os.environ.get("XLA_FLAGS")
+    added = [f"--{name}={value}" for name, value in _FLAGS.items() if name not in (given or "")]
+    os.environ["XLA_FLAGS"] = " ".join([*([given] if given else []), *added])
+    try:
+        CompileOptions()
+    finally:
+        if given is None:
+            del os.environ["XLA_FLAGS"]
+        else:
+            os.environ["XLA_FLAGS"] = given
+
+
+_lift_limits()
 
 __all__ = [
     "ArrayImpl",

@@ -33,7 +33,7 @@ def _innermost(frames: Iterable[tuple[str, Any, str]]) -> str:
     if not users:
         return ""
     file, line, name = users[-1]
-    return f"{file}:{line} in {name.removeprefix('tf__')}"
+    return f"{file}:{line} in {name.removeprefix('tf__') or 'a lambda'}"
 
 
 def _absolute(file: str) -> str:

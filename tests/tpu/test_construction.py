@@ -1,5 +1,6 @@
 """What TPUStrategy is made with, and what it refuses."""
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -24,6 +25,15 @@ def test_steps_per_run_is_a_positive_int(steps):
 def test_num_cores_is_a_positive_int(count):
     with pytest.raises(DeviceError, match="positive int"):
         TPUStrategy(num_cores=count)
+
+
+def test_num_cores_may_be_of_numpy():
+    assert TPUStrategy(num_cores=np.int64(3)).num_replicas_in_sync == 3
+
+
+def test_there_is_an_end_to_cpu_devices():
+    with pytest.raises(DeviceError, match=r"at most 1024"):
+        TPUStrategy(num_cores=10**6)
 
 
 def test_a_resolver_says_which_platform():

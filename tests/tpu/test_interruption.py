@@ -91,3 +91,28 @@ def test_replicas_that_wait_for_each_other_are_warned_of_and_can_be_left(tmp_pat
     )
     assert lines[:4] == ["interrupted", "stuck", "[2.0, 2.0]", "done"]
     assert "The compiled program of `stuck` has been running on 2 replicas" in stderr
+
+
+def test_a_collective_that_takes_long_does_not_end_the_process(tmp_path):
+    """XLA's own limit is 40 s, and a flag of jaxlib's: read with ours in it, and then put back."""
+    lines, _ = run_program(
+        tmp_path,
+        """
+        print(os.environ.get("XLA_FLAGS"))
+
+        def stuck():
+            x = tf.zeros([])
+            if xla.replica_id() == 0:
+                x = xla.cross_replica_sum(x)
+            return x
+
+        def later():
+            time.sleep(45)
+            print("alive", flush=True)
+            os._exit(0)
+
+        threading.Thread(target=later).start()
+        strategy.run(stuck)
+        """,
+    )
+    assert lines[:2] == ["None", "alive"]
