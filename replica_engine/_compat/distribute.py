@@ -38,7 +38,6 @@ from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
 from tensorflow.python.distribute.values import (
     DistributedValues,
     DistributedVariable,
-    Mirrored,
     MirroredVariable,
     PerReplica,
     SyncOnReadVariable,
@@ -56,7 +55,6 @@ if TYPE_CHECKING:
 __all__ = [
     "DistributedValues",
     "DistributedVariable",
-    "Mirrored",
     "MirroredExtended",
     "MirroredVariable",
     "MultiWorkerMirroredExtended",

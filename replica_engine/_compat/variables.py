@@ -28,9 +28,6 @@ from tensorflow.python.framework.ops import get_default_graph as _get_default_gr
 # ControlFlowFuncGraph: a branch or a loop's body, which shares the captures of the function around it.
 from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph as _ControlFlowFuncGraph
 
-# copy_handle_data: dtype and shape of the variable, from handle to handle.
-from tensorflow.python.ops.handle_data_util import copy_handle_data
-
 # ResourceVariable: the class of a plain tf.Variable. default_variable_creator_v2: the last variable creator.
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from tensorflow.python.ops.resource_variable_ops import default_variable_creator_v2 as _default_creator
@@ -38,7 +35,7 @@ from tensorflow.python.ops.resource_variable_ops import default_variable_creator
 # in_save_context: a SavedModel is being written.
 from tensorflow.python.saved_model import save_context as _save_context
 
-__all__ = ["ResourceVariable", "UnliftableError", "copy_handle_data"]
+__all__ = ["ResourceVariable", "UnliftableError"]
 
 
 def raw_handle(variable: Any) -> tf.Tensor:

@@ -186,13 +186,23 @@ class CaptureError(ReplicaEngineError, ValueError):
 
 
 class VariableCreationError(ReplicaEngineError, ValueError):
-    """A replica body creates new variables each time it is traced."""
+    """A replica body cannot create this variable."""
 
-    def __init__(self, fn: str, names: Sequence[str]):
-        super().__init__(
+    @classmethod
+    def each_time(cls, fn: str, names: Sequence[str]) -> VariableCreationError:
+        """It creates new ones each time it is traced."""
+        return cls(
             f"`{fn}` creates variables ({', '.join(names)}) each time it runs, and it is traced once for all runs. "
             "Create them once: before the run, under `with strategy.scope():`, or in the first run only, kept in "
             "an attribute (`if self.w is None: self.w = tf.Variable(...)`)."
+        )
+
+    @classmethod
+    def of_arguments(cls, name: str) -> VariableCreationError:
+        """Its initial value is known in the body only."""
+        return cls(
+            f"The initial value of the variable {name!r} depends on the arguments of the replica body that creates it, "
+            "and variables outlive the body. Create it with tf.zeros(shape), say, and assign the value then."
         )
 
 

@@ -63,11 +63,6 @@ class DeviceGroup:
         self.running: Any = None
         self.interrupted = False
 
-    @property
-    def names(self) -> list[str]:
-        """The devices in short form: "CPU:0"."""
-        return [f"{self.platform.upper()}:{index}" for index in range(self.size)]
-
     def put(self, values: Sequence[np.ndarray]) -> Array:
         """An array of one value for each replica; of a single one, the same for all.
 

@@ -162,7 +162,7 @@ def trace(source: Source, arguments: Arguments, shapes: Shapes, body: Body, ente
     if created:
         traced, again = _trace_once(source, arguments, shapes, body, enter)
         if again:
-            raise VariableCreationError(traced.name, [variable.name for variable in again])
+            raise VariableCreationError.each_time(traced.name, [variable.name for variable in again])
     return traced
 
 

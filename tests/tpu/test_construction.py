@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from replica_engine import TPUStrategy
-from replica_engine.errors import CaptureError, DeviceError
+from replica_engine.errors import CaptureError, DeviceError, VariableCreationError
 from replica_engine.xla import PjrtClusterResolver
 
 
@@ -56,6 +56,19 @@ def test_a_variable_without_a_fixed_shape_is_refused():
         variable = tf.Variable([1.0, 2.0], shape=[None])
     with pytest.raises(CaptureError, match=r"shape \(None,\).*test_construction.py"):
         strategy.run(lambda: tf.reduce_sum(variable))
+
+
+def test_a_variable_made_of_an_argument_is_refused():
+    holder = {}
+
+    def fn(x):
+        if not holder:
+            holder["made"] = tf.Variable(x * 2.0, name="made")
+        return holder["made"] + 0.0
+
+    strategy = TPUStrategy(num_cores=2)
+    with pytest.raises(VariableCreationError, match=r"'made' depends on the arguments"):
+        strategy.run(fn, args=(tf.constant(1.0),))
 
 
 def test_the_mean_of_integers_is_a_fraction():

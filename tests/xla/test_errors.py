@@ -353,7 +353,7 @@ def test_a_users_exception_keeps_its_type_and_contents(refused, replicate):
         ReplicaMismatchError.shapes("args[0]", 1, "(2,)", "(3,)"),
         CollectiveError.bad_groups([[0]], 2),
         CaptureError.host_only("fn", "string", "file.py:1 in fn"),
-        VariableCreationError("fn", ["a", "b"]),
+        VariableCreationError.each_time("fn", ["a", "b"]),
         LoweringError.unsupported_op("fn", "AsString", "file:1 in fn"),
         DeviceError.too_few(5, "CPU", 4),
     ],
