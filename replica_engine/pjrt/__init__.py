@@ -4,6 +4,7 @@
 - `devices`: which devices there are, and CPU devices in any number.
 - `group`: the devices of one program; arrays on them.
 - `executable`: a program compiled for a group, and launching it.
+- `watch`: a warning where a program does not end.
 - `collectives`: markers in a program, rewritten to collective operations.
 
 >>> from replica_engine.pjrt.devices import device_group

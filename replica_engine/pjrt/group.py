@@ -27,9 +27,8 @@ from replica_engine.pjrt.jaxlib import (
 Array = Any
 """An array on the devices of a group: a `jax.Array`."""
 
-# On CPU, one program in flight: see `DeviceGroup.in_flight`.
-_one_cpu_program = threading.RLock()
-_orders: dict[str, Any] = {"cpu": _one_cpu_program}
+# One for each platform: see `DeviceGroup.in_flight`.
+_orders: dict[str, Any] = {}
 
 
 class DeviceGroup:
