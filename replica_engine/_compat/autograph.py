@@ -6,6 +6,7 @@ Checked on TensorFlow 2.21.0.
 from __future__ import annotations
 
 import linecache
+import threading
 import traceback
 from collections.abc import Callable
 from typing import TypeVar
@@ -62,6 +63,14 @@ def original_location(filename: str, lineno: int, function: str, threads: tuple[
     return filename, lineno, function
 
 
+def source_map() -> dict[tuple[str, int], tuple[str, int, str]]:
+    """For lines of code that AutoGraph generated for functions around here: the user's file, line and function."""
+    known: dict[tuple[str, int], tuple[str, int, str]] = {}
+    for mapper in tf_stack._source_mapper_stacks.get(threading.get_ident(), ()):
+        known.update(mapper.get_effective_source_map())
+    return known
+
+
 def as_user_raised(error: Exception, threads: tuple[int, ...]) -> Exception:
     """The exception that the user raised, whatever AutoGraph made of it on its way out.
 
@@ -85,15 +94,25 @@ def as_user_raised(error: Exception, threads: tuple[int, ...]) -> Exception:
     return original
 
 
-def _mapped_frames(error: Exception, threads: tuple[int, ...]) -> str:
-    """The user's lines that an exception went through in generated code, as AutoGraph would list them."""
+def user_frames(error: BaseException, original: Callable[[str, int, str], tuple[str, int, str]]) -> list[str]:
+    """The user's lines that an exception went through in generated code, as AutoGraph would list them.
+
+    Args:
+        error: the exception.
+        original: of file, line and function in generated code the user's own.
+    """
     lines = []
     for frame, lineno in traceback.walk_tb(error.__traceback__):
         generated = frame.f_code.co_filename
-        filename, line, function = original_location(generated, lineno, frame.f_code.co_name, threads)
+        filename, line, function = original(generated, lineno, frame.f_code.co_name)
         if filename != generated:
             source = linecache.getline(filename, line).strip()
             lines.append(f'    File "{filename}", line {line}, in {function}\n        {source}')
+    return lines
+
+
+def _mapped_frames(error: Exception, threads: tuple[int, ...]) -> str:
+    lines = user_frames(error, lambda *place: original_location(*place, threads))
     return "\n".join(["in user code:", "", *lines]) if lines else ""
 
 

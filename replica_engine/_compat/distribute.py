@@ -5,9 +5,13 @@ Checked on TensorFlow 2.21.0.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+
+# _push_per_thread_mode, _pop_per_thread_mode, _get_default_replica_mode: leaving a strategy's scope for a while.
+from tensorflow.python.distribute import distribute_lib as _distribute_lib
 
 # The extended half of tf.distribute.MultiWorkerMirroredStrategy, for running it on replica threads.
 from tensorflow.python.distribute.collective_all_reduce_strategy import (
@@ -86,6 +90,16 @@ def hold_weakly(context: tf.distribute.ReplicaContext) -> None:
     strategy = weakref.proxy(context.strategy)
     context._strategy = strategy
     context._thread_context.strategy = strategy
+
+
+@contextlib.contextmanager
+def no_strategy() -> Iterator[None]:
+    """No strategy's scope is entered inside."""
+    _distribute_lib._push_per_thread_mode(_distribute_lib._get_default_replica_mode())
+    try:
+        yield
+    finally:
+        _distribute_lib._pop_per_thread_mode()
 
 
 def create_variable(

@@ -83,6 +83,22 @@ def marker(name: str, x: tf.Tensor, parameters: str, shape: Any) -> tf.Tensor:
     return result
 
 
+def host_marker(
+    name: str, operands: Sequence[tf.Tensor], parameters: str, dtypes: Sequence[tf.DType], shapes: Sequence[Any]
+) -> list[tf.Tensor]:
+    """A custom call that stands for work on the host: it happens once each time, whether or not its results are used."""
+    return list(
+        _ops.xla_custom_call_v2(
+            operands=list(operands),
+            call_target_name=name,
+            backend_config=parameters,
+            has_side_effect=True,
+            result_dtypes=list(dtypes),
+            result_shapes=list(shapes),
+        )
+    )
+
+
 def trace(name: str, fn: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> Any:
     """The function graph of `fn`, called with a placeholder for each spec; `fn` returns a list of tensors."""
     return _func_graph.func_graph_from_py_func(name, fn, tuple(specs), {})

@@ -4,6 +4,7 @@
 - `threads`: replicas that do not meet, do not come back, or differ.
 - `devices`: devices that are not there, and jax missing.
 - `programs`: bodies that cannot be compiled, and programs that do not end.
+- `host_calls`: host calls of compiled bodies.
 
 Three families, so that a reader of a traceback knows whose turn it is:
 
@@ -23,6 +24,14 @@ from replica_engine.errors.base import (
 from replica_engine.errors.devices import (
     BackendMissingError,
     DeviceError,
+)
+from replica_engine.errors.host_calls import (
+    HostAccessError,
+    HostResultError,
+    NestedHostCallError,
+    note_host_failure,
+    note_lines,
+    note_unknown_results,
 )
 from replica_engine.errors.programs import (
     CaptureError,
@@ -59,11 +68,14 @@ __all__ = [
     "CollectiveError",
     "DeviceError",
     "GraphModeError",
+    "HostAccessError",
+    "HostResultError",
     "InputsError",
     "LostVariableError",
     "LoweringError",
     "MergeCallGraphError",
     "MergeCallMismatchError",
+    "NestedHostCallError",
     "NotInBodyError",
     "NotInReplicaError",
     "ReplicaEngineError",
@@ -79,7 +91,10 @@ __all__ = [
     "many_traces",
     "note_abandoned",
     "note_failure",
+    "note_host_failure",
+    "note_lines",
     "note_merge_failure",
+    "note_unknown_results",
     "slow_program",
     "slow_replicas",
 ]

@@ -48,6 +48,14 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
         return cls(f"The number of devices must be a positive int; got {count!r}.")
 
     @classmethod
+    def no_host_calls(cls, platform: str) -> DeviceError:
+        """A platform whose programs cannot call the host."""
+        return cls(
+            f"outside_compilation works on CPU and GPU devices; programs for {platform.upper()} cannot call Python "
+            "functions here yet. Do the host work before and after the run."
+        )
+
+    @classmethod
     def too_few(cls, wanted: int, kind: str, present: int) -> DeviceError:
         """More replicas than there can be devices."""
         return cls(

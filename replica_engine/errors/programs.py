@@ -17,6 +17,18 @@ class NotInBodyError(ReplicaEngineError, RuntimeError):
         )
 
 
+    @classmethod
+    def on_host(cls, name: str, where: str) -> NotInBodyError:
+        """In a host call."""
+        error = cls.__new__(cls)
+        RuntimeError.__init__(
+            error,
+            f"xla.{name}() was called in a function that outside_compilation runs on the host{at(where)}. Replicas meet on "
+            f"the devices: call it in the body and pass its result to outside_compilation.",
+        )
+        return error
+
+
 class InputsError(ReplicaEngineError, ValueError, TypeError):
     """The inputs of a replicated function are no list over replicas."""
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from replica_engine.errors import StuckProgramError
-from replica_engine.pjrt.collectives import expand_markers
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.jaxlib import CompileOptions, DeviceAssignment, DeviceList, ShapedArray, array_result_handler
+from replica_engine.pjrt.markers import expand_markers
 from replica_engine.pjrt.watch import waiting_for
 
 # The scheduler that saves memory is also the faster one for convolutions (0.7 to 0.9 of the time), and no slower for
@@ -25,10 +24,17 @@ class Executable:
         devices: a replica runs on each.
         results: shape and dtype of each result.
         name: of the function, for messages.
+        host_calls: functions that the program calls, by their index. Each gets and returns arrays, of exactly the
+            dtypes and shapes that the program says, and should not raise: other replicas would wait for ever.
     """
 
     def __init__(
-        self, program: str, devices: DeviceGroup, results: Sequence[tuple[tuple[int, ...], np.dtype]], name: str
+        self,
+        program: str,
+        devices: DeviceGroup,
+        results: Sequence[tuple[tuple[int, ...], np.dtype]],
+        name: str,
+        host_calls: Sequence[Callable[..., tuple[np.ndarray, ...]]] = (),
     ):
         options = CompileOptions()
         options.num_replicas, options.num_partitions = devices.size, 1
@@ -38,8 +44,11 @@ class Executable:
             options.env_option_overrides = list(_CPU_OPTIONS)
         self._devices = devices
         self._name = name
+        self._waits = devices.platform == "cpu" or bool(host_calls)
         client = devices.devices[0].client
-        self._executable = client.compile_and_load(expand_markers(program), DeviceList(devices.devices), options)
+        self._executable = client.compile_and_load(
+            expand_markers(program, devices.platform), DeviceList(devices.devices), options, list(host_calls)
+        )
         self._handlers = [
             array_result_handler(ShapedArray(shape, dtype), devices.sharding, committed=True, _skip_checks=True)
             for shape, dtype in results
@@ -53,8 +62,7 @@ class Executable:
         Raises:
             StuckProgramError: a program that was interrupted before has not ended.
         """
-        if self._devices.interrupted:
-            self._wait_for_interrupted()
+        self._devices.wait_for_interrupted()
         if self._handlers:
             results = self._executable.execute_sharded(arrays).consume_with_handlers(self._handlers)
             self._devices.running = results[0]
@@ -64,11 +72,11 @@ class Executable:
         return []
 
     def wait(self) -> None:
-        """On CPU, waits for the end of the program; elsewhere it is queued, and that is enough.
+        """On CPU, and if it calls the host, waits for the end of the program; else it is queued, and that is enough.
 
         Interrupted, by Ctrl-C say, it leaves a note for the next launch, which must not begin before.
         """
-        if self._devices.platform == "cpu":
+        if self._waits:
             try:
                 with waiting_for(self._name, self._devices.size):
                     self._devices.running.block_until_ready()
@@ -76,8 +84,3 @@ class Executable:
                 self._devices.interrupted = True
                 raise
         self._devices.running = None
-
-    def _wait_for_interrupted(self) -> None:
-        if not self._devices.ends_within(StuckProgramError.PATIENCE):
-            raise StuckProgramError(self._devices.size)
-        self._devices.interrupted = False

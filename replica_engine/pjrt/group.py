@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from replica_engine.errors import StuckProgramError
 from replica_engine.pjrt.jaxlib import (
     ArrayImpl,
     Mesh,
@@ -38,6 +39,7 @@ class DeviceGroup:
         platform: "cpu", "gpu" or "tpu".
         devices: the PJRT devices.
         size: how many; the number of replicas.
+        names: for messages: "CPU:0", ...
         in_flight: held from a program's launch to its end.
         running: what becomes ready when the program that was launched last ends; None if it has ended.
         interrupted: whether somebody stopped waiting for that program.
@@ -54,6 +56,7 @@ class DeviceGroup:
         self.platform = platform
         self.devices = devices
         self.size = len(devices)
+        self.names = [f"{platform.upper()}:{index}" for index in range(self.size)]
         mesh = Mesh(np.array(devices), ("replica",))
         self.sharding = NamedSharding(mesh, PartitionSpec())
         self._split = NamedSharding(mesh, PartitionSpec("replica"))
@@ -109,6 +112,17 @@ class DeviceGroup:
         shards = [part._arrays[0] for part in parts]
         aval = ShapedArray(parts[0].shape, parts[0].dtype)
         return ArrayImpl(aval, self.sharding, shards, committed=True, _skip_checks=True)
+
+    def wait_for_interrupted(self) -> None:
+        """Waits for a program that somebody stopped waiting for; the caller holds `in_flight`.
+
+        Raises:
+            StuckProgramError: it has not ended.
+        """
+        if self.interrupted:
+            if not self.ends_within(StuckProgramError.PATIENCE):
+                raise StuckProgramError(self.size)
+            self.interrupted = False
 
     def ends_within(self, seconds: float) -> bool:
         """Waits for the program that was launched last; whether it ended."""

@@ -66,7 +66,11 @@ def _lift_limits() -> None:
 
 _lift_limits()
 
+HOST_CALL_TARGETS = {"cpu": "xla_ffi_python_cpu_callback", "gpu": "xla_ffi_python_gpu_callback"}
+"""The custom call by which a program calls a Python function it was compiled with. TPUs have another way."""
+
 __all__ = [
+    "HOST_CALL_TARGETS",
     "ArrayImpl",
     "CompileOptions",
     "DeviceAssignment",

@@ -30,6 +30,7 @@ from replica_engine.xla.collectives import (
 from replica_engine.xla.compiled import Compiled
 from replica_engine.xla.counts import Counts, counts
 from replica_engine.xla.lower import Lowered
+from replica_engine.xla.outside_compilation import outside_compilation, returns
 from replica_engine.xla.replicate import lower, replicate
 from replica_engine.xla.resolver import PjrtClusterResolver
 from replica_engine.xla.trace import Traced
@@ -48,7 +49,9 @@ __all__ = [
     "cross_replica_sum",
     "lower",
     "num_replicas",
+    "outside_compilation",
     "ppermute",
     "replica_id",
     "replicate",
+    "returns",
 ]

@@ -120,7 +120,7 @@ class Arguments:
 
     def numpy(self) -> list[list[np.ndarray]]:
         """The values of the slots, which must be eager: views, where NumPy can have one."""
-        return [[_view(tensor) for tensor in slot.values] for slot in self.slots]
+        return [[view(tensor) for tensor in slot.values] for slot in self.slots]
 
     def _check_even(self) -> None:
         """Sees to it that all replicas have the same shapes.
@@ -196,7 +196,8 @@ class Arguments:
 _NUMPYS_OWN = frozenset(tf.as_dtype(np.dtype(kind)) for kind in "?bBhHiIqQefdFD")
 
 
-def _view(tensor: Any) -> np.ndarray:
+def view(tensor: Any) -> np.ndarray:
+    """The value of an eager tensor: a view of it, where NumPy can have one."""
     return np.asarray(tensor) if tensor.dtype in _NUMPYS_OWN else tensor.numpy()
 
 

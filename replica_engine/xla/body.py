@@ -1,6 +1,7 @@
 """The replica body while it is traced: how many replicas there are, and which of them is running.
 
-A body is traced once and stands for all replicas at once, so a replica's id is a tensor in it.
+A body is traced once and stands for all replicas at once, so a replica's id is a tensor in it. In a host call
+(`outside_compilation`) the id is that of the replica that called.
 """
 
 from __future__ import annotations
@@ -8,12 +9,16 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow as tf
 
 from replica_engine._compat import xla_ops
 from replica_engine.errors import NotInBodyError
-from replica_engine.xla.random_numbers import RandomState
+
+if TYPE_CHECKING:
+    from replica_engine.xla.host_call import CallOrder, HostCalls
+    from replica_engine.xla.random_numbers import RandomState
 
 _thread = threading.local()
 
@@ -29,6 +34,8 @@ def replica_id() -> tf.Tensor:
         >>> [int(result) for result in xla.replicate(xla.replica_id, num_replicas=2)]
         [0, 1]
     """
+    if (side := host_side()) is not None:
+        return side.replica
     if current("replica_id").size == 1:
         return tf.constant(0)  # known while tracing
     return xla_ops.replica_id()
@@ -45,6 +52,8 @@ def num_replicas() -> int:
         >>> xla.replicate(lambda: xla.num_replicas(), num_replicas=2)
         [2, 2]
     """
+    if (side := host_side()) is not None:
+        return side.size
     return current("num_replicas").size
 
 
@@ -54,21 +63,54 @@ class Body:
     Args:
         size: the number of replicas.
         random: what its random ops draw from.
+        order: the order of its host calls.
     """
 
-    def __init__(self, size: int, random: RandomState):
+    def __init__(self, size: int, random: RandomState, order: CallOrder):
         self.size = size
+        self.order = order
         self._random = random
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Ops made inside belong to the body."""
-        before, _thread.body = in_body(), self
+    def entered(self, host_calls: HostCalls) -> Iterator[None]:
+        """Ops made inside belong to the body; `host_calls` gathers its host calls."""
+        before = in_body(), getattr(_thread, "calls", None)
+        _thread.body, _thread.calls = self, host_calls
         try:
             with xla_ops.xla_context(), self._random.replacing():
                 yield
         finally:
-            _thread.body = before
+            _thread.body, _thread.calls = before
+
+
+class HostSide(NamedTuple):
+    """A host call that runs on this thread, or that is being looked at while its body is traced.
+
+    Attributes:
+        replica: the id of the replica that called.
+        size: the number of replicas.
+        where: the user's line.
+    """
+
+    replica: tf.Tensor
+    size: int
+    where: str
+
+
+@contextlib.contextmanager
+def on_host(side: HostSide) -> Iterator[None]:
+    """What runs inside is a host call, and no part of a body."""
+    before = in_body(), host_side()
+    _thread.body, _thread.side = None, side
+    try:
+        yield
+    finally:
+        _thread.body, _thread.side = before
+
+
+def host_side() -> HostSide | None:
+    """The host call that this thread is in, if it is in one."""
+    return getattr(_thread, "side", None)
 
 
 def in_body() -> Body | None:
@@ -76,8 +118,15 @@ def in_body() -> Body | None:
     return getattr(_thread, "body", None)
 
 
+def host_calls() -> HostCalls:
+    """The host calls of the body that this thread is tracing."""
+    return _thread.calls
+
+
 def current(name: str) -> Body:
     """The body that this thread is tracing; `name` is the public function that needs one."""
+    if (side := host_side()) is not None:
+        raise NotInBodyError.on_host(name, side.where)
     body = in_body()
     if body is None or tf.executing_eagerly():
         raise NotInBodyError(name)

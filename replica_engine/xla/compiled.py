@@ -25,19 +25,16 @@ class Compiled:
     Args:
         lowered: the stage before.
         devices: a replica runs on each.
-        executable: the program compiled for them; None compiles it.
+        executable: the program compiled for them.
 
     Attributes:
         variables: the values on the devices of the captured variables.
     """
 
-    def __init__(self, lowered: Lowered, devices: DeviceGroup, executable: Executable | None = None):
+    def __init__(self, lowered: Lowered, devices: DeviceGroup, executable: Executable):
         self.lowered = lowered
         self.devices = devices
         traced = lowered.traced
-        if executable is None:
-            count("compiles")
-            executable = Executable(lowered.as_text(), devices, lowered.results, traced.name)
         self.executable = executable
         self._results = len(traced.outputs)
         self.variables = [resident_of(handle, devices) for handle in traced.handles]
@@ -55,6 +52,9 @@ class Compiled:
 
         Returns:
             The tensors that the body returned, as arrays on the devices.
+
+        Raises:
+            Exception: what a host call raised; then all variables are as before.
         """
         count("launches")
         put = self.devices.put
@@ -66,14 +66,20 @@ class Compiled:
                 tensors = self.lowered.traced.tensors
                 self._constants = [put([tensors[index].numpy()]) for index in self.lowered.captured]
             arguments += self._constants
-        with self.devices.in_flight:
+        with self.devices.in_flight, self.lowered.traced.host_calls.launched(self.devices) as run:
             results = self.executable.launch([*arguments, *(variable.array() for variable in self.variables)])
-            for variable, result in self._writes:  # before the wait, which Ctrl-C may end: the old values are gone
-                variable.set_array(results[result])
-            self.executable.wait()
+            if not run.can_fail:  # before the wait, which Ctrl-C may end: the old values are gone
+                self._adopt(results)
+            run.end(self.executable.wait)
+            if run.can_fail:
+                self._adopt(results)
             for variable, _ in self._writes:
                 variable.launched()
         return results[: self._results]
+
+    def _adopt(self, results: list[Array]) -> None:
+        for variable, result in self._writes:
+            variable.set_array(results[result])
 
     def __call__(self, inputs: Sequence[Sequence[Any]] | None = None) -> list[Any]:
         """Runs the body: as `replicate`, with inputs of the shapes and dtypes that it was lowered for.

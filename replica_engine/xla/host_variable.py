@@ -18,8 +18,9 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._compat import variables
+from replica_engine.errors import HostAccessError
 from replica_engine.xla import host_graph
-from replica_engine.xla.body import in_body
+from replica_engine.xla.body import host_side, in_body
 from replica_engine.xla.resident import Resident
 
 _thread = threading.local()
@@ -53,6 +54,7 @@ def _writes(name: str) -> Callable[..., Any]:
     def writing(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not tf.executing_eagerly():
             return method(self, *args, **kwargs)
+        self._check_access()  # before the wait for a step to end, which may be the one that is calling
         with self._replica_engine[0].host_writes(), _only_reading():
             return method(self, *args, **kwargs)
 
@@ -76,6 +78,7 @@ class HostVariable(variables.ResourceVariable):
     def handle(self) -> tf.Tensor:
         """The variable's handle, for where it is asked for."""
         resident, replica = self._replica_engine
+        self._check_access()
         if tf.executing_eagerly():
             if getattr(_thread, "reading", False):
                 resident.host_reads()
@@ -84,6 +87,11 @@ class HostVariable(variables.ResourceVariable):
         elif in_body() is None:
             return host_graph.handle(resident, replica)
         return resident.handles[replica]
+
+    def _check_access(self) -> None:
+        """A host call must not touch what is on the devices, least of all wait for it: its own step has it."""
+        if (side := host_side()) is not None:
+            raise HostAccessError.variable(self.name, side.where)
 
     _read_variable_op = _reads("_read_variable_op")
     sparse_read = _reads("sparse_read")

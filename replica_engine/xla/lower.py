@@ -16,6 +16,7 @@ import tensorflow as tf
 from replica_engine._compat import xla_ops
 from replica_engine.errors import DeviceError, LoweringError
 from replica_engine.pjrt.devices import device_group
+from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.xla.compiled import Compiled
 from replica_engine.xla.counts import count
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from replica_engine.xla.trace import Traced
 
 _ALIAS = re.compile(r"parameter_number = (\d+) : i64\}, output_index = array<i64(?:: (\d+))?>")
+_ALIASES = re.compile(r"mhlo\.input_output_alias = \[.*?\}\], ")
 # Names and source lines are left out of the text, so that equal programs are equal texts.
 _MODULE = re.compile(r"module @\S+")
 _LOCATION = re.compile(r' loc\((?:[^()"]|"[^"]*"|\((?:[^()"]|"[^"]*")*\))*\)|^#loc.*\n', re.MULTILINE)
@@ -51,9 +53,10 @@ class Lowered:
         self.traced = traced
         self.shapes = tuple(tuple(spec.shape) for spec in slots)
         self.captured = list(traced.captured)
-        self._text = text
         first = len(slots) + len(self.captured)
         self.writes = [(int(parameter) - first, int(result or 0)) for parameter, result in _ALIAS.findall(text)]
+        # A run whose host calls may fail must leave its variables as they were, so it may not write in their place.
+        self._text = _ALIASES.sub("", text) if traced.host_calls.can_fail else text
         self.results = self._results()
 
     def as_text(self) -> str:
@@ -66,6 +69,11 @@ class Lowered:
         """
         return self._text
 
+    def executable(self, text: str, devices: DeviceGroup) -> Executable:
+        """Compiles the text, or one made of it, for devices."""
+        count("compiles")
+        return Executable(text, devices, self.results, self.traced.name, self.traced.host_calls.calls)
+
     def compile(self, devices: DeviceGroup | None = None) -> Compiled:
         """The last stage: the program compiled for devices; None takes the first N of the best platform.
 
@@ -75,7 +83,8 @@ class Lowered:
         size = self.traced.body.size
         if devices is not None and devices.size != size:
             raise DeviceError.other_size(devices.size, size)
-        return Compiled(self, devices or device_group(count=size))
+        devices = devices or device_group(count=size)
+        return Compiled(self, devices, self.executable(self._text, devices))
 
     def _results(self) -> Results:
         header = _MAIN.search(self._text)

@@ -15,10 +15,11 @@ import tensorflow as tf
 from replica_engine.errors import many_traces
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
-from replica_engine.xla.arguments import Arguments, Shapes
+from replica_engine.xla.arguments import Arguments, ById, Shapes
 from replica_engine.xla.body import Body
 from replica_engine.xla.compiled import Compiled
 from replica_engine.xla.counts import count
+from replica_engine.xla.host_call import CallOrder
 from replica_engine.xla.lower import Lowered
 from replica_engine.xla.random_numbers import RandomState
 from replica_engine.xla.source import Source
@@ -41,7 +42,7 @@ class Programs:
 
     A trace is found by its function (`Source.key`) and by all of its arguments that is no tensor's value.
     Executables are found by the text of the program, so that functions that come to the same program share
-    one.
+    one. One that calls the host is for the functions that it calls.
 
     Args:
         devices: what to compile for.
@@ -59,7 +60,7 @@ class Programs:
     ):
         self.devices = devices
         self._enter = enter
-        self._body = Body(devices.size, RandomState(devices, same_random))
+        self._body = Body(devices.size, RandomState(devices, same_random), CallOrder(devices))
         self._traces: LastUsed = LastUsed(most)
         self._times: LastUsed = LastUsed(most)
         self._general: LastUsed = LastUsed(most)
@@ -91,12 +92,12 @@ class Programs:
 
     def executable(self, text: str, lowered: Lowered, devices: DeviceGroup) -> Executable:
         """Compiles the text of a lowered program, or finds it compiled."""
-        key = (text, tuple(lowered.results), devices.devices)
+        calls = lowered.traced.host_calls
+        key = (text, tuple(lowered.results), devices.devices, ById(calls) if calls.calls else None)
         with self._lock:
             executable: Executable | None = self._executables.get(key)
             if executable is None:
-                count("compiles")
-                executable = self._executables[key] = Executable(text, devices, lowered.results, lowered.traced.name)
+                executable = self._executables[key] = lowered.executable(text, devices)
             return executable
 
 

@@ -22,6 +22,7 @@ from replica_engine.errors import CaptureError, LoweringError, VariableCreationE
 from replica_engine.xla.arguments import Arguments, Shapes
 from replica_engine.xla.body import Body
 from replica_engine.xla.counts import count
+from replica_engine.xla.host_call import HostCalls
 from replica_engine.xla.lower import Lowered, lower
 from replica_engine.xla.outputs import Outputs
 from replica_engine.xla.source import Source
@@ -48,9 +49,19 @@ class Traced:
         handles: handles of captured variables.
         outputs: specs of the tensors among the results.
         rebuild: the structure that the function returned, with other tensors.
+        host_calls: its calls to the host.
     """
 
-    def __init__(self, name: str, graph: Any, body: Body, arguments: Arguments, outputs: Outputs, kept: list[Any]):
+    def __init__(
+        self,
+        name: str,
+        graph: Any,
+        body: Body,
+        arguments: Arguments,
+        outputs: Outputs,
+        host_calls: HostCalls,
+        kept: list[Any],
+    ):
         specs = [tf.TensorSpec(inside.shape, inside.dtype) for inside in graph.inputs[: len(arguments.slots)]]
         self.name = name
         self.graph = graph
@@ -60,6 +71,7 @@ class Traced:
         self.slot_names = [slot.name for slot in arguments.slots]
         self.outputs = [tf.TensorSpec(output.shape, output.dtype) for output in graph.outputs]
         self.rebuild = outputs.rebuild
+        self.host_calls = host_calls
         self._kept = kept
         captures = list(graph.captures)
         data = [(outside, inside) for outside, inside in captures if inside.dtype != tf.resource]
@@ -174,10 +186,11 @@ def _trace_once(
     specs = [tf.TensorSpec(shape, slot.dtype) for shape, slot in zip(shapes, arguments.slots, strict=True)]
     created: list[Any] = []
     outputs: list[Outputs] = []
+    host_calls = HostCalls(body.size, body.order)
 
     def flat(*placeholders: tf.Tensor) -> list[tf.Tensor]:
         args, kwargs = arguments.rebuild(placeholders)
-        with body.entered(), _recorded(created), enter():
+        with body.entered(host_calls), _recorded(created), enter():
             outputs.append(Outputs(converted(*args, **kwargs)))
         return outputs[-1].tensors
 
@@ -187,7 +200,8 @@ def _trace_once(
     except Exception as error:
         failure = autograph.as_user_raised(error, (threading.get_ident(),))
     else:
-        return Traced(source.name, graph, body, arguments, outputs[-1], [source.fn, *created]), created
+        kept = [source.fn, *created]
+        return Traced(source.name, graph, body, arguments, outputs[-1], host_calls, kept), created
     raise failure
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 import tensorflow as tf
 
+from replica_engine._compat import autograph
 from replica_engine.replica.location import is_internal
 
 
@@ -25,6 +29,19 @@ def user_line(made: Any) -> str:
         frames = [(frame.filename, frame.lineno, frame.name) for frame in made.traceback]
     else:
         frames = [(_absolute(file), line, name) for file, line, name in made]
+    return _innermost(frames)
+
+
+def here() -> str:
+    """The user's line that this is called from, or ""."""
+    frames = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not is_internal(frame.f_code.co_filename):
+            place = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+            frames.append(autograph.original_location(*place, (threading.get_ident(),)))
+            break
+        frame = frame.f_back
     return _innermost(frames)
 
 

@@ -1,8 +1,8 @@
-"""Collective operations that TensorFlow has no lowering for.
+"""What TensorFlow has no lowering for: most collective operations, and calls from the program to the host.
 
-TensorFlow lowers reductions of a few dtypes. For the rest the replica body holds a marker, a custom call with the
-name below and its parameters as JSON, and here the program's text is rewritten: each marker becomes the
-StableHLO operation of that name.
+The replica body holds a marker in the place of each, a custom call with the name below and its parameters as JSON,
+and here the program's text is rewritten. The marker of a collective becomes the StableHLO operation of that name; the
+marker of a host call becomes the custom call by which jaxlib calls Python functions.
 """
 
 from __future__ import annotations
@@ -10,15 +10,27 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from replica_engine.pjrt.jaxlib import ir, make_ir_context
+from replica_engine.errors import DeviceError
+from replica_engine.pjrt.jaxlib import HOST_CALL_TARGETS, ir, make_ir_context
 
 PREFIX = "replica_engine."
 
 
-def expand_markers(program: str) -> str:
-    """The program with each marker replaced by the operation it stands for."""
-    if f"@{PREFIX}" not in program:
-        return program
+HOST_CALL = f"{PREFIX}host_call"
+"""The marker of a host call."""
+
+
+def host_call_parameters(index: int, name: str) -> str:
+    """Which of the functions that the program is compiled with is called; `name` is for readers of the program."""
+    return json.dumps({"index": index, "name": name})
+
+
+def expand_markers(program: str, platform: str) -> Any:
+    """The module of a program, with each marker replaced by the operation it stands for.
+
+    Raises:
+        DeviceError: there is a host call, and programs for this platform cannot make one.
+    """
     with make_ir_context():
         module = ir.Module.parse(program)
         markers: list[Any] = []
@@ -30,17 +42,32 @@ def expand_markers(program: str) -> str:
 
         module.operation.walk(collect)
         for marker in markers:
-            _replace(marker)
-        return str(module)
+            if _target(marker) == HOST_CALL:
+                _replace_host_call(marker, platform)
+            else:
+                _replace(marker)
+        return module
 
 
 def _target(operation: Any) -> str:
     return ir.StringAttr(operation.attributes["call_target_name"]).value
 
 
+def _parameters(marker: Any) -> dict[str, Any]:
+    return json.loads(ir.StringAttr(marker.attributes["backend_config"]).value)
+
+
+def _replace_host_call(marker: Any, platform: str) -> None:
+    if platform not in HOST_CALL_TARGETS:
+        raise DeviceError.no_host_calls(platform)
+    marker.attributes["call_target_name"] = ir.StringAttr.get(HOST_CALL_TARGETS[platform])
+    marker.attributes["backend_config"] = ir.Attribute.parse(f"{{index = {_parameters(marker)['index']} : ui64}}")
+    marker.attributes["api_version"] = ir.Attribute.parse("4 : i32")  # typed FFI
+
+
 def _replace(marker: Any) -> None:
     name = _target(marker).removeprefix(PREFIX)
-    parameters = json.loads(ir.StringAttr(marker.attributes["backend_config"]).value)
+    parameters = _parameters(marker)
     attributes = {key: ir.Attribute.parse(text) for key, text in _ATTRIBUTES[name](parameters).items()}
     with ir.InsertionPoint(marker), marker.location:
         operation = ir.Operation.create(

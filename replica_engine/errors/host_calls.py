@@ -1,0 +1,114 @@
+"""Host calls of compiled bodies (`outside_compilation`): how they may not be made, and what comes out of them."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+
+from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief
+
+
+class NestedHostCallError(ReplicaEngineError, NotImplementedError):
+    """outside_compilation was called inside a function that outside_compilation runs."""
+
+    def __init__(self, outer: str, inner: str):
+        super().__init__(
+            f"outside_compilation{at(inner)} was called in a function that outside_compilation{at(outer)} runs on the "
+            "host already. Calls cannot be nested: call the inner function directly."
+        )
+
+
+class HostResultError(ReplicaEngineError, ValueError, TypeError):
+    """A host function returned what the body cannot go on with."""
+
+    @classmethod
+    def no_tensor(cls, name: str, value: object) -> HostResultError:
+        """Something that is no tensor, nor a structure of tensors."""
+        return cls(
+            f"The host function returned {brief(value)}{_in(name)}, which is no tensor. It can return tensors, arrays, "
+            "numbers, None, and nested structures of them."
+        )
+
+    @classmethod
+    def host_only(cls, name: str, dtype: str) -> HostResultError:
+        """A string and the like."""
+        return cls(
+            f"The host function returned a tensor of dtype {dtype}{_in(name)}, and no device has such values. Use it in "
+            "the host function, and return numbers."
+        )
+
+    @classmethod
+    def unknown_shape(cls, name: str, shape: str) -> HostResultError:
+        """A shape that depends on data, or on a part of the arguments' shapes that is not known."""
+        return cls(
+            f"The host function's result{_in(name)} has the shape {shape}, and XLA compiles for fixed shapes. Batch with "
+            "drop_remainder=True if its batch size is what is not known; or say what the function returns: "
+            "@xla.returns(tf.TensorSpec(shape, dtype))."
+        )
+
+    @classmethod
+    def other_structure(cls, name: str, given: str, wanted: str) -> HostResultError:
+        """Not the structure that the body was compiled for."""
+        return cls(
+            f"The host function returned {given}{_in(name)}, where the body was compiled for {wanted}. It must return "
+            "the same structure each time."
+        )
+
+    @classmethod
+    def other_tensor(cls, name: str, given: str, wanted: str) -> HostResultError:
+        """Not the dtype or shape that the body was compiled for."""
+        return cls(
+            f"The host function returned {given}{_in(name)}, where the body was compiled for {wanted}. It must return "
+            "the same dtype and shape each time: cast or pad the result, or say what the function returns, "
+            "@xla.returns(tf.TensorSpec(shape, dtype))."
+        )
+
+
+class HostAccessError(ReplicaEngineError, RuntimeError):
+    """A host function uses something that is on the devices while the body runs."""
+
+    @classmethod
+    def variable(cls, name: str, where: str) -> HostAccessError:
+        """A variable of the devices."""
+        return cls(
+            f"The function that outside_compilation{at(where)} runs on the host uses the variable {name!r}, whose values "
+            "are on the devices while the body runs. Pass its value as an argument, "
+            "outside_compilation(fn, variable.read_value()), and assign results in the body."
+        )
+
+    @classmethod
+    def tensor(cls, name: str, where: str) -> HostAccessError:
+        """A tensor of the body that is found neither among the arguments nor in a closure."""
+        return cls(
+            f"The function that outside_compilation{at(where)} runs on the host uses the tensor {name!r} of the body "
+            "through an attribute or a global variable. Pass it as an argument: outside_compilation(fn, tensor)."
+        )
+
+
+def note_unknown_results(error: BaseException, where: str) -> None:
+    """Adds to an exception of a host function that it was raised before the program was there."""
+    add_note(
+        error,
+        f"raised while the body was traced: to know what the function that outside_compilation{at(where)} runs "
+        "returns, it was called with zeros. Say what it returns and it is not: @xla.returns(tf.TensorSpec(shape, dtype)).",
+    )
+
+
+def note_host_failure(error: BaseException, place: str, call: str, times: int, other: BaseException | None) -> None:
+    """Adds to a user's exception which replica's host call raised it; or, if `other` is given, what else failed."""
+    where = f"{place}, in {call}, execution {times} of it there"
+    if other is None:
+        add_note(error, where)
+    else:
+        what = "".join(traceback.format_exception_only(other)).strip()
+        add_note(error, f"also failed: {where}: {what}")
+
+
+def note_lines(error: BaseException, lines: Sequence[str]) -> None:
+    """Adds to an exception the user's own lines that it went through."""
+    if lines:
+        add_note(error, "\n".join(["in user code:", "", *lines]))
+
+
+def _in(name: str) -> str:
+    return f" at result{name}" if name else ""

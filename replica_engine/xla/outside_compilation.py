@@ -1,0 +1,367 @@
+"""Host work inside a compiled body: Python and TensorFlow that run on the host, once for each replica.
+
+Each call is a cluster with a name: "0", "1", ... The gradient of a cluster runs on the host too, in a cluster of its
+own with the name root.uid: root is the name of the cluster that the user wrote, uid counts the gradients of it, those
+of gradients too.
+
+A cluster that is differentiated runs under a gradient tape, which is kept until its replica's run, or its step of a
+device loop, is over. The gradient's cluster asks that tape. If a gradient is differentiated itself, the tape goes
+on recording in it, so that it knows the derivatives of every order, and no function ever runs a second time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+from collections.abc import Callable, Sequence
+from types import CodeType, FunctionType, MethodType
+from typing import Any, NamedTuple, TypeVar
+
+import tensorflow as tf
+
+from replica_engine._compat import autograph, distribute, function, thread_state, variables, xla_ops
+from replica_engine.errors import (
+    HostAccessError,
+    HostResultError,
+    NestedHostCallError,
+    note_lines,
+    note_unknown_results,
+)
+from replica_engine.xla.body import HostSide, host_calls, host_side, in_body, on_host
+from replica_engine.xla.host_call import HostCall, HostCalls, HostRun
+from replica_engine.xla.host_results import HostResults
+from replica_engine.xla.templates import Template
+from replica_engine.xla.user_lines import here
+
+F = TypeVar("F", bound=Callable)
+
+_RETURNS = "_replica_engine_returns"
+
+
+@autograph.artifact
+def outside_compilation(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs `fn` on the host, from inside a compiled body: once on each replica, each time the body comes by.
+
+    `fn` runs as eager TensorFlow, with concrete tensors: `x.numpy()`, strings, files, `tf.print`, `tf.summary`, any Python
+    code. It may close over tensors of the body. It may be called in loops, branches and nested functions; a replica's
+    calls keep the order of the program. `replica_id()` in it says which replica called.
+
+    What `fn` returns must be known while the body is traced. A function without a `return` returns nothing. Of any
+    other, the results are found by tracing it, as a `tf.function` is, without running it; where that fails, since it
+    needs concrete values, it is called once with zeros. `returns` says what they are and saves both.
+
+    Gradients go through `fn`, of every order, where it computes with TensorFlow.
+
+    If it raises, on any replica, in any iteration of a loop, the exception leaves the run with a note of where;
+    all variables are as before the run.
+
+    Outside a compiled body it just calls `fn`.
+
+    Args:
+        fn: the function. Variables that no compiled body uses can be read and written in it.
+        *args: its arguments; tensors among them have their values there, and so have variables of a strategy.
+        **kwargs: likewise.
+
+    Returns:
+        What `fn` returned: tensors, and structures of them, of the same dtypes and shapes each time.
+
+    Raises:
+        NestedHostCallError: a NotImplementedError; it was called in a function that it runs.
+        HostResultError: `fn` returns something that no device has, or of an unknown shape.
+        HostAccessError: `fn` uses a variable of the devices.
+        Exception: what `fn` raised, from the run.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> from replica_engine import xla
+        >>> def digits(x):
+        ...     return tf.strings.length(tf.strings.as_string(x))
+        >>> def body(x):
+        ...     return xla.outside_compilation(digits, x) * 10
+        >>> [int(each) for each in xla.replicate(body, inputs=[[7], [1234]])]
+        [10, 40]
+    """
+    if (side := host_side()) is not None:
+        raise NestedHostCallError(side.where, here())
+    if in_body() is None or tf.executing_eagerly():
+        return fn(*args, **kwargs)
+    calls = host_calls()
+    calls.can_fail = True
+    args, kwargs = tf.nest.map_structure(_value_of_device_variable, (args, kwargs))
+    template = Template((fn, args, kwargs))
+    where = here()
+    results = _results(fn, template, HostSide(tf.constant(0), calls.size, where))
+    cluster = _Cluster(calls, calls.new_name(), where, template, results)
+    return results.rebuild(_differentiable(cluster, template.tensors))
+
+
+def returns(spec: Any) -> Callable[[F], F]:
+    """Says what a host function returns, so that `outside_compilation` need not find out.
+
+    Args:
+        spec: a `tf.TensorSpec`, or a structure of them.
+
+    Example:
+        >>> import numpy as np, tensorflow as tf
+        >>> from replica_engine import xla
+        >>> @xla.returns(tf.TensorSpec([2], tf.float32))
+        ... def sort(x):
+        ...     return np.sort(x.numpy())
+        >>> body = lambda x: xla.outside_compilation(sort, x)
+        >>> xla.replicate(body, inputs=[[tf.constant([3.0, 1.0])]])[0].numpy().tolist()
+        [1.0, 3.0]
+    """
+
+    def mark(fn: F) -> F:
+        setattr(fn, _RETURNS, spec)
+        return fn
+
+    return mark
+
+
+class _Kept(NamedTuple):
+    """A cluster that ran under a tape: what its gradient needs."""
+
+    tape: tf.GradientTape
+    inputs: list[tf.Tensor]
+    outputs: list[tf.Tensor]
+
+
+class _Cluster(HostCall):
+    """A call of the user's function."""
+
+    differentiated = False
+    after = None
+
+    def __init__(self, calls: HostCalls, name: str, where: str, template: Template, results: HostResults):
+        super().__init__(calls, name, where, results.tensors)
+        self._template = template
+        self._wanted = results
+        self._source_map = autograph.source_map()
+
+    def arguments(self, inputs: Sequence[tf.Tensor], _: Any) -> Sequence[tf.Tensor]:
+        """What is sent to the host of what the results depend on."""
+        return inputs
+
+    def compute(self, run: HostRun, position: int, replica: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Calls the function."""
+        if not self.differentiated:
+            return self._call(tensors)
+        with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
+            tape.watch([tensor for tensor in tensors if _has_gradient(tensor)])
+            outputs = self._call(tensors)
+        run.kept[replica][position] = _Kept(tape, tensors, outputs)
+        return outputs
+
+    def _call(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        fn, args, kwargs = self._template.build(tensors)
+        try:
+            value = fn(*args, **kwargs)
+        except BaseException as error:
+            note_lines(error, autograph.user_frames(error, self._original_line))
+            raise
+        if not self.results and value is None:
+            return []
+        results = HostResults(value)
+        wanted = self._wanted
+        if results.kinds != wanted.kinds:
+            raise _other_structure(results.kinds, wanted.kinds)
+        for name, tensor, spec in zip(results.names, results.tensors, self.results, strict=True):
+            if tensor.dtype != spec.dtype or tensor.shape != spec.shape:
+                given, declared = (f"a tensor of dtype {each.dtype.name} and shape {each.shape}" for each in (tensor, spec))
+                raise HostResultError.other_tensor(name, given, declared)
+        return results.tensors
+
+    def _original_line(self, file: str, line: int, name: str) -> tuple[str, int, str]:
+        return self._source_map.get((file, line), (file, line, name))
+
+
+class _Gradient(HostCall):
+    """The gradient of a cluster, or of a gradient.
+
+    Args:
+        of: which.
+        inputs: what the results of `of` depend on.
+        after: the position of the call of `of`, in the body.
+    """
+
+    differentiated = False
+
+    def __init__(self, of: _Cluster | _Gradient, inputs: Sequence[tf.Tensor], after: tf.Tensor):
+        of.differentiated = True
+        specs = [tf.TensorSpec(each.shape, each.dtype) for each in inputs if _has_gradient(each)]
+        super().__init__(of.calls, of.calls.new_gradient_name(of.name), of.where, specs)
+        self.after = after
+
+    def arguments(self, inputs: Sequence[tf.Tensor], count: int) -> Sequence[tf.Tensor]:
+        """What is sent to the host of what the results depend on: the gradients of the outputs."""
+        return [self.after, *inputs[count:]]
+
+    def describe(self) -> str:
+        """For messages."""
+        return f"the gradient {self.name!r} of {super().describe()}"
+
+    def compute(self, run: HostRun, position: int, replica: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Asks the tape of the cluster."""
+        forward, *gradients = tensors
+        kept: _Kept = run.kept[replica][int(forward)]
+        tape = kept.tape
+        sources = [tensor for tensor in kept.inputs if _has_gradient(tensor)]
+        targets = [tensor for tensor in kept.outputs if _has_gradient(tensor)]
+        zero = tf.UnconnectedGradients.ZERO
+        if not self.differentiated:
+            return _dense(tape.gradient(targets, sources, gradients, zero))
+        with tape:
+            tape.watch(gradients)
+            results = _dense(tape.gradient(targets, sources, gradients, zero))
+        run.kept[replica][position] = _Kept(tape, [*kept.inputs, *gradients], results)
+        return results
+
+
+def _differentiable(call: _Cluster | _Gradient, inputs: Sequence[tf.Tensor], sent: int = 0) -> list[tf.Tensor]:
+    """The results of a call, with gradients with respect to all that they depend on.
+
+    Args:
+        call: the call.
+        inputs: what the results depend on; more than is sent to the host.
+        sent: as `arguments` of the call wants it.
+    """
+    if not any(map(_has_gradient, inputs)) or not any(map(_has_gradient, call.results)):
+        return call.calls.emit(call, call.arguments(inputs, sent), call.after)[1]
+
+    @tf.custom_gradient
+    def with_gradient(*inputs: tf.Tensor) -> tuple[list[tf.Tensor], Callable]:
+        position, results = call.calls.emit(call, call.arguments(inputs, sent), call.after)
+
+        def gradient(*upstream: tf.Tensor) -> list[tf.Tensor | None]:
+            given = [each for each, spec in zip(upstream, call.results, strict=True) if _has_gradient(spec)]
+            inner = _Gradient(call, inputs, position)
+            found = iter(_differentiable(inner, [*inputs, *given], len(inputs)))
+            return [next(found) if _has_gradient(each) else None for each in inputs]
+
+        return results, gradient
+
+    return with_gradient(*inputs)
+
+
+def _results(fn: Callable, template: Template, side: HostSide) -> HostResults:
+    """What the function will return."""
+    declared = getattr(fn, _RETURNS, None)
+    if declared is not None:
+        return _checked(HostResults(declared))
+    if _returns_nothing(fn):
+        return HostResults(None)
+    with _outside_body(side):
+        try:
+            results = _trace(template, side)
+        except (HostAccessError, NestedHostCallError):
+            raise
+        except Exception:  # noqa: BLE001 (it may need concrete values; if it is a mistake, it is raised again)
+            results = None
+        if results is None or not all(spec.shape.is_fully_defined() for spec in results.tensors):
+            results = _try_with_zeros(template, side, results)
+    return _checked(results)
+
+
+def _trace(template: Template, side: HostSide) -> HostResults:
+    """Finds the results by tracing."""
+    found: list[HostResults] = []
+
+    def flat(*tensors: tf.Tensor) -> list[tf.Tensor]:
+        with on_host(side):
+            fn, args, kwargs = template.build(tensors)
+            found.append(HostResults(autograph.convert_always(fn)(*args, **kwargs)))
+        return found[0].tensors
+
+    graph = xla_ops.trace("host_function", flat, [tf.TensorSpec(each.shape, each.dtype) for each in template.tensors])
+    for outside, _ in graph.captures:
+        if tf.is_symbolic_tensor(outside) and outside.dtype != tf.resource:
+            raise HostAccessError.tensor(outside.name, side.where)
+    found[0].tensors = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in graph.outputs]
+    return found[0]
+
+
+def _try_with_zeros(template: Template, side: HostSide, traced: HostResults | None) -> HostResults:
+    """Finds the results by calling the function, which needs concrete values."""
+    if not all(tensor.shape.is_fully_defined() for tensor in template.tensors):
+        unknown = next(tensor for tensor in template.tensors if not tensor.shape.is_fully_defined())
+        raise HostResultError.unknown_shape("", str(unknown.shape))
+    try:
+        with tf.init_scope(), tf.device("CPU:0"), on_host(side._replace(replica=tf.constant(0))):
+            fn, args, kwargs = template.build([tf.zeros(each.shape, each.dtype) for each in template.tensors])
+            results = HostResults(fn(*args, **kwargs))
+    except Exception as error:
+        note_unknown_results(error, side.where)
+        raise
+    results.tensors = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in results.tensors]
+    return results
+
+
+def _checked(results: HostResults) -> HostResults:
+    for name, spec in zip(results.names, results.tensors, strict=True):
+        if xla_ops.is_host_only(spec.dtype):
+            raise HostResultError.host_only(name, spec.dtype.name)
+        if not spec.shape.is_fully_defined():
+            raise HostResultError.unknown_shape(name, str(spec.shape))
+    return results
+
+
+@contextlib.contextmanager
+def _outside_body(side: HostSide) -> Any:
+    """Nothing that is put around a body takes part in what runs inside: it does not either when the body runs."""
+    _, *rest = thread_state.locals_of_thread()
+    graph = thread_state.default_graph()
+    with (
+        thread_state.enter_locals(([], *rest)),
+        thread_state.graph_and_mode(graph, False, []),
+        distribute.no_strategy(),
+        variables.no_tape(),
+    ):
+        yield
+
+
+def _other_structure(given: list[tuple[str, str]], wanted: list[tuple[str, str]]) -> HostResultError:
+    for one, other in zip(given, wanted, strict=False):
+        if one != other:
+            return HostResultError.other_structure(other[0], one[1], other[1])
+    return HostResultError.other_structure("", f"{len(given)} values", f"{len(wanted)}")
+
+
+def _returns_nothing(fn: Any) -> bool:
+    """Whether no `return` of the function has a value."""
+    while not isinstance(fn, FunctionType):
+        if isinstance(fn, functools.partial):
+            fn = fn.func
+        elif isinstance(fn, MethodType):
+            fn = fn.__func__
+        elif function.is_tf_function(fn):
+            fn = fn.python_function
+        else:
+            return False
+    return not hasattr(fn, "__wrapped__") and _code_returns_nothing(fn.__code__)
+
+
+@functools.lru_cache(maxsize=1024)
+def _code_returns_nothing(code: CodeType) -> bool:
+    before = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "RETURN_CONST" and instruction.argval is not None:
+            return False
+        if instruction.opname == "RETURN_VALUE":
+            if before is None or before.opname != "LOAD_CONST" or before.argval is not None:
+                return False
+        before = instruction
+    return not code.co_flags & (0x20 | 0x80 | 0x200)  # generators and coroutines
+
+
+def _value_of_device_variable(value: Any) -> Any:
+    return value.read_value() if isinstance(value, distribute.DistributedVariable) else value
+
+
+def _has_gradient(tensor: Any) -> bool:
+    return tensor.dtype.is_floating or tensor.dtype.is_complex
+
+
+def _dense(gradients: Sequence[Any]) -> list[tf.Tensor]:
+    return [tf.convert_to_tensor(each) for each in gradients]
