@@ -33,6 +33,9 @@ from replica_engine.errors import add_note
 
 F = TypeVar("F", bound=Callable)
 
+OPERATORS = "ag__"
+"""The variable that converted functions close over: AutoGraph's operators."""
+
 
 def convert(fn: F) -> F:
     """`fn` as AutoGraph converts it, if the caller's own function was converted."""
@@ -94,25 +97,15 @@ def as_user_raised(error: Exception, threads: tuple[int, ...]) -> Exception:
     return original
 
 
-def user_frames(error: BaseException, original: Callable[[str, int, str], tuple[str, int, str]]) -> list[str]:
-    """The user's lines that an exception went through in generated code, as AutoGraph would list them.
-
-    Args:
-        error: the exception.
-        original: of file, line and function in generated code the user's own.
-    """
+def _mapped_frames(error: Exception, threads: tuple[int, ...]) -> str:
+    """The user's lines that an exception went through in generated code, as AutoGraph would list them."""
     lines = []
     for frame, lineno in traceback.walk_tb(error.__traceback__):
         generated = frame.f_code.co_filename
-        filename, line, function = original(generated, lineno, frame.f_code.co_name)
+        filename, line, function = original_location(generated, lineno, frame.f_code.co_name, threads)
         if filename != generated:
             source = linecache.getline(filename, line).strip()
             lines.append(f'    File "{filename}", line {line}, in {function}\n        {source}')
-    return lines
-
-
-def _mapped_frames(error: Exception, threads: tuple[int, ...]) -> str:
-    lines = user_frames(error, lambda *place: original_location(*place, threads))
     return "\n".join(["in user code:", "", *lines]) if lines else ""
 
 

@@ -28,6 +28,9 @@ from tensorflow.python.framework.ops import get_default_graph as _get_default_gr
 # ControlFlowFuncGraph: a branch or a loop's body, which shares the captures of the function around it.
 from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph as _ControlFlowFuncGraph
 
+# WhileCondFuncGraph: the condition of a loop, which may not write variables.
+from tensorflow.python.ops.control_flow_v2_func_graphs import WhileCondFuncGraph as _WhileCondFuncGraph
+
 # ResourceVariable: the class of a plain tf.Variable. default_variable_creator_v2: the last variable creator.
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from tensorflow.python.ops.resource_variable_ops import default_variable_creator_v2 as _default_creator
@@ -65,6 +68,15 @@ def function_graph(inner: Any) -> Any | None:
     while isinstance(inner, _ControlFlowFuncGraph):
         inner = inner.outer_graph
     return inner if isinstance(inner, _FuncGraph) else None
+
+
+def is_in_loop_condition(inner: Any) -> bool:
+    """Whether a graph is the condition of a loop, or in one."""
+    while isinstance(inner, _FuncGraph):
+        if isinstance(inner, _WhileCondFuncGraph):
+            return True
+        inner = inner.outer_graph
+    return False
 
 
 def outermost_graph(inner: Any) -> Any:

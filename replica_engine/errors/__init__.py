@@ -30,7 +30,6 @@ from replica_engine.errors.host_calls import (
     HostResultError,
     NestedHostCallError,
     note_host_failure,
-    note_lines,
     note_unknown_results,
 )
 from replica_engine.errors.programs import (
@@ -45,6 +44,7 @@ from replica_engine.errors.programs import (
     StuckProgramError,
     VariableCreationError,
     many_traces,
+    note_kept_steps,
     slow_program,
 )
 from replica_engine.errors.threads import (
@@ -92,8 +92,8 @@ __all__ = [
     "note_abandoned",
     "note_failure",
     "note_host_failure",
-    "note_lines",
     "note_merge_failure",
+    "note_kept_steps",
     "note_unknown_results",
     "slow_program",
     "slow_replicas",

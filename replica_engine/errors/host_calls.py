@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
 
 from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief
 
@@ -102,12 +101,6 @@ def note_host_failure(error: BaseException, place: str, call: str, times: int, o
     else:
         what = "".join(traceback.format_exception_only(other)).strip()
         add_note(error, f"also failed: {where}: {what}")
-
-
-def note_lines(error: BaseException, lines: Sequence[str]) -> None:
-    """Adds to an exception the user's own lines that it went through."""
-    if lines:
-        add_note(error, "\n".join(["in user code:", "", *lines]))
 
 
 def _in(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replica_engine.errors.base import ReplicaEngineError, at, brief
+from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief
 
 
 class NotInBodyError(ReplicaEngineError, RuntimeError):
@@ -15,7 +15,6 @@ class NotInBodyError(ReplicaEngineError, RuntimeError):
             f"xla.{name}() works inside a function that runs on replicas, and there is none here. Call it from the "
             "function that is passed to xla.replicate(fn, inputs) or to TPUStrategy.run(fn)."
         )
-
 
     @classmethod
     def on_host(cls, name: str, where: str) -> NotInBodyError:
@@ -70,6 +69,39 @@ class InputsError(ReplicaEngineError, ValueError, TypeError):
     def not_of_signature(cls, name: str, signature: str) -> InputsError:
         """Arguments that an input signature excludes."""
         return cls(f"The arguments of `{name}` do not fit its input_signature, {signature}: in number, dtype or shape.")
+
+    @classmethod
+    def other_batch(cls, fn: str, number: int) -> InputsError:
+        """A batch of another structure or dtype than the first one of a device loop."""
+        return cls(f"Batch {number} for `{fn}` has another structure, or other dtypes, than the first of this run.")
+
+    @classmethod
+    def other_batch_shape(cls, fn: str, number: int, name: str, given: str, wanted: str) -> InputsError:
+        """A batch of another shape than the first one of a device loop."""
+        return cls(
+            f"{name} of batch {number} for `{fn}` has the shape {given}, and that of the first batch of this run has "
+            f"{wanted}. A device loop runs steps of one shape: batch with drop_remainder=True, or pad the last batch."
+        )
+
+    @classmethod
+    def uneven_batch(cls, name: str, shapes: Sequence[str]) -> InputsError:
+        """A batch of which replicas have different shapes."""
+        return cls(
+            f"{name} has the shapes {', '.join(shapes)} on the replicas, and a device loop runs steps of one shape: batch "
+            "with drop_remainder=True, by a multiple of the number of replicas."
+        )
+
+    @classmethod
+    def steps_in_function(cls) -> InputsError:
+        """A device loop in a graph."""
+        return cls(
+            "run_steps is a loop of its own and runs in eager mode. Call it outside the tf.function, which it needs none of."
+        )
+
+    @classmethod
+    def bad_iterations(cls, name: str, value: object) -> InputsError:
+        """No number of steps."""
+        return cls(f"`{name}` must be a positive int; got {value!r}.")
 
     @classmethod
     def other_program(cls, name: str) -> InputsError:
@@ -316,6 +348,11 @@ class LostVariableError(ReplicaEngineError, RuntimeError):
             "The value of a variable was given to a compiled program that failed while it ran (out of memory, say), "
             "and is gone. Assign it, or load a checkpoint."
         )
+
+
+def note_kept_steps(error: BaseException, steps: int, iterations: int) -> None:
+    """Adds to an exception that ended the inputs of a device loop what became of the steps."""
+    add_note(error, f"{steps} of {iterations} steps of the device loop ran, and what they wrote is kept")
 
 
 def many_traces(name: str, times: int) -> str:

@@ -14,6 +14,8 @@ from replica_engine.pjrt.devices import device_group
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.replica import regroup
 from replica_engine.strategies import tpu_variables
+from replica_engine.strategies.device_loops import run_steps
+from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.tpu_context import BodyReplicaContext, gather_leaf, reduce_leaf
 from replica_engine.xla.body import in_body
 from replica_engine.xla.graph_op import call
@@ -59,6 +61,34 @@ class TPUExtended(distribute.MirroredExtended):
     def _in_replica_context(self) -> Iterator[None]:
         with self._container_strategy().scope(), BodyReplicaContext(self._container_strategy()):
             yield
+
+    def call_for_each_replica(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+        """As of every strategy; in a step of `run_steps`, which is in replica context, it calls `fn`."""
+        context = tf.distribute.get_replica_context()
+        if isinstance(context, BodyReplicaContext) and context.is_step:
+            return fn(*args, **kwargs or {})
+        return super().call_for_each_replica(fn, args, kwargs)
+
+    def experimental_run_steps_on_iterator(
+        self, fn: Callable[..., Any], iterator: Any, iterations: int | None = None, initial_loop_values: Any = None
+    ) -> MultiStepContext:
+        """As of every strategy: steps in cross-replica context; `iterations` is `steps_per_run` if not given."""
+        return self.run_steps(fn, iterator, iterations, initial_loop_values, in_replica=False)
+
+    def run_steps(
+        self,
+        fn: Callable[..., Any],
+        iterator: Any,
+        iterations: int | None,
+        initial_loop_values: Any,
+        in_replica: bool = True,
+        prefetch: int = 2,
+    ) -> MultiStepContext:
+        """As `TPUStrategy.run_steps`; `in_replica` is whether steps are in replica context."""
+        strategy = self._container_strategy()
+        if iterations is None:
+            iterations = strategy.steps_per_run
+        return run_steps(strategy, self._programs, fn, iterator, iterations, initial_loop_values, in_replica, prefetch)
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         """The hook that makes variables."""
@@ -148,7 +178,7 @@ class TPUStrategy(tf.distribute.Strategy):
     Args:
         tpu_cluster_resolver: a `replica_engine.xla.PjrtClusterResolver` that says which platform to run on. None
             takes TPUs, or else GPUs, or else CPU devices.
-        steps_per_run: how many steps one launch of a device loop takes; kept for such loops.
+        steps_per_run: how many steps one launch of a device loop takes (`run_steps`), if it is not said there.
         num_cores: how many devices. None takes all; of CPU devices, which are made as they are asked for, one for
             each core.
         same_random_numbers: let random ops draw the same numbers on all replicas. By default each replica draws
@@ -216,9 +246,69 @@ class TPUStrategy(tf.distribute.Strategy):
             raise ValueError(f"positional args must be a list or tuple; got {type(args).__name__}. Write args=(x,).")
         return self.extended.call_for_each_replica(fn, args, kwargs or {})
 
+    @autograph.artifact
+    def run_steps(
+        self,
+        fn: Callable[..., Any],
+        iterator: Any,
+        iterations: int | None = None,
+        *,
+        initial_loop_values: Any = None,
+        prefetch: int = 2,
+    ) -> MultiStepContext:
+        """Runs `fn` on each replica, `iterations` times, in one launch: a loop on the devices.
+
+        Batches are fetched from `iterator` by a thread while steps run. All must have the structure and shapes of the
+        first.
+
+        Args:
+            fn: a step, called as `fn(context, *inputs)` in replica context; `context` is a `MultiStepContext`. It is
+                traced once. `run`, `reduce` and `experimental_local_results` of the strategy work in it too.
+            iterator: of a data set (a distributed one gives each replica its share, another one gives all the same),
+                or anything that can be iterated over. No more than `iterations` batches are taken from it.
+            iterations: how many steps; None takes `steps_per_run`.
+            initial_loop_values: by name, what `last_step_outputs` is if there is no batch at all.
+            prefetch: how many batches are fetched ahead at most.
+
+        Returns:
+            The context, with what the last step passed out.
+
+        Raises:
+            tf.errors.OutOfRangeError: there were fewer batches. The steps that ran are kept; the error's `context`
+                says how many (`steps`), and has the outputs of the last.
+            InputsError: a batch is unlike the first. The steps before it are kept, as above.
+            Exception: what the iterator raised (the steps before are kept, as above), what `fn` raised while it was
+                traced, or a host call in it raised (no step is kept).
+
+        Example:
+            >>> import tensorflow as tf, replica_engine
+            >>> strategy = replica_engine.TPUStrategy(num_cores=2)
+            >>> with strategy.scope():
+            ...     total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
+            >>> def step(context, x):
+            ...     total.assign_add(tf.reduce_sum(x))
+            ...     context.set_last_step_output("mean", tf.reduce_mean(x), "MEAN")
+            >>> data = tf.data.Dataset.range(8).map(lambda i: tf.cast(i, tf.float32)).batch(2, drop_remainder=True)
+            >>> batches = iter(strategy.experimental_distribute_dataset(data))
+            >>> context = strategy.run_steps(step, batches, iterations=3)
+            >>> float(total.numpy()), float(context.last_step_outputs["mean"]), context.steps
+            (15.0, 4.5, 3)
+        """
+        return self.extended.run_steps(fn, iterator, iterations, initial_loop_values, prefetch=prefetch)
+
+    @autograph.artifact
+    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        """As of every strategy; in a step of `run_steps` too."""
+        context = tf.distribute.get_replica_context()
+        if isinstance(context, BodyReplicaContext) and context.is_step:
+            return context.merge_call(
+                lambda _, value: super(TPUStrategy, self).reduce(reduce_op, value, axis), (value,)
+            )
+        return super().reduce(reduce_op, value, axis)
+
     @property
     def steps_per_run(self) -> int:
-        """How many steps one launch of a device loop takes."""
+        """How many steps one launch of a device loop takes, if it is not said there."""
         return self._steps_per_run
 
     @property

@@ -21,10 +21,15 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
 
     TensorFlow's distributed variables ask the context for an index; to them this is replica 0, whose variable
     stands for all. To the user, the replica id is a tensor.
+
+    Args:
+        strategy: the strategy.
+        is_step: whether it is that of a step of `run_steps`, in which `run` and `reduce` of the strategy work too.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy):
+    def __init__(self, strategy: tf.distribute.Strategy, is_step: bool = False):
         super().__init__(strategy, 0)
+        self.is_step = is_step
 
     @property
     def replica_id_in_sync_group(self) -> tf.Tensor:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._compat import xla_ops
+from replica_engine._compat import autograph, xla_ops
 from replica_engine.errors import NotInBodyError
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _thread = threading.local()
 
 
+@autograph.artifact
 def replica_id() -> tf.Tensor:
     """The id of the replica that runs this, from 0: a scalar int32 tensor, another on each replica.
 
@@ -41,6 +42,7 @@ def replica_id() -> tf.Tensor:
     return xla_ops.replica_id()
 
 
+@autograph.artifact
 def num_replicas() -> int:
     """How many replicas run the body that is being traced.
 

@@ -13,6 +13,7 @@ from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.xla.arguments import Arguments
 from replica_engine.xla.counts import count
+from replica_engine.xla.input_queue import InputQueue
 from replica_engine.xla.resident import resident_of
 
 if TYPE_CHECKING:
@@ -42,13 +43,17 @@ class Compiled:
         self._constants: list[Array] | None = None
 
     def launch(
-        self, slots: Sequence[Sequence[np.ndarray]], captured: Sequence[np.ndarray] | None = None
+        self,
+        slots: Sequence[Sequence[np.ndarray]],
+        captured: Sequence[np.ndarray] | None = None,
+        feed: InputQueue | None = None,
     ) -> list[Array]:
         """Runs the program on all replicas.
 
         Args:
             slots: of each slot one value for all replicas, or one for each.
             captured: values of the captured tensors; None if they are eager, and so the same at each launch.
+            feed: the inputs of a device loop.
 
         Returns:
             The tensors that the body returned, as arrays on the devices.
@@ -66,7 +71,7 @@ class Compiled:
                 tensors = self.lowered.traced.tensors
                 self._constants = [put([tensors[index].numpy()]) for index in self.lowered.captured]
             arguments += self._constants
-        with self.devices.in_flight, self.lowered.traced.host_calls.launched(self.devices) as run:
+        with self.devices.in_flight, self.lowered.traced.host_calls.launched(self.devices, feed) as run:
             results = self.executable.launch([*arguments, *(variable.array() for variable in self.variables)])
             if not run.can_fail:  # before the wait, which Ctrl-C may end: the old values are gone
                 self._adopt(results)

@@ -21,6 +21,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -30,11 +31,14 @@ from replica_engine._compat import thread_state, variables, xla_ops
 from replica_engine.errors import add_note, note_host_failure
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.markers import HOST_CALL, host_call_parameters
+from replica_engine.replica.location import is_internal
 from replica_engine.xla.arguments import view
 from replica_engine.xla.body import HostSide, on_host
+from replica_engine.xla.input_queue import InputQueue
 from replica_engine.xla.resident import Resident
 
-_PATIENCE = 100_000  # host calls of a replica, about a second
+_LATEST = "_replica_engine_position"
+_PATIENCE = 10_000  # host calls of a replica, about a second
 
 
 class CallOrder(Resident):
@@ -82,6 +86,7 @@ class HostRun:
     Args:
         devices: where it runs.
         can_fail: whether a call may raise.
+        feed: the inputs of a device loop.
 
     Attributes:
         size: the number of replicas.
@@ -91,17 +96,18 @@ class HostRun:
         steps: for each replica the step of a device loop that it is in, from 0; None in no loop.
     """
 
-    def __init__(self, devices: DeviceGroup, can_fail: bool):
+    def __init__(self, devices: DeviceGroup, can_fail: bool, feed: InputQueue | None):
         size = self.size = devices.size
         self.can_fail = can_fail
         self.failures: list[_Failure] = []
         self.kept: list[dict[int, Any]] = [{} for _ in range(size)]
         self.steps: list[int | None] = [None] * size
         self._times: dict[tuple[int, int], int] = {}
-        self._latest = [0] * size
-        self._ends_at: int | None = None
+        self._made = [0] * size  # calls of each replica
+        self._most: int | None = None  # how many more calls than this none may make
         self._lock = threading.Lock()
         self._devices = devices
+        self._feed = feed
         # What the calls take over from the thread that launches: summary writers and the like.
         self._locals = thread_state.locals_of_thread()
         self._context = contextvars.copy_context()
@@ -109,22 +115,35 @@ class HostRun:
     @property
     def is_over(self) -> bool:
         """Whether calls return zeros."""
-        return self._ends_at is not None
+        return self._most is not None
 
     def give_up(self) -> None:
-        """Has all later calls return zeros; and in the end, end the program."""
+        """Has all later calls return zeros, a device loop stop, and the program end if it does not by itself."""
+        if self._feed is not None:
+            self._feed.stop()
         with self._lock:
-            if self._ends_at is None:
-                self._ends_at = max(self._latest) + _PATIENCE * self.size
+            if self._most is None:
+                self._most = max(self._made) + _PATIENCE
 
-    def enter(self, call: HostCall, position: int, replica: int) -> None:
-        """A replica makes a call."""
-        self._latest[replica] = position
-        self._times[call.index, replica] = self._times.get((call.index, replica), 0) + 1
+    def enter(self, call: HostCall, replica: int) -> None:
+        """A replica makes a call.
 
-    def must_end(self, position: int) -> bool:
-        """Whether the program has had its time to end by itself."""
-        return self._ends_at is not None and position // self.size >= self._ends_at // self.size
+        Raises:
+            RuntimeError: the run is over, and the program has had its time to end by itself.
+        """
+        self._made[replica] += 1
+        if self._most is None:
+            self._times[call.index, replica] = self._times.get((call.index, replica), 0) + 1
+        elif self._made[replica] > self._most:
+            raise RuntimeError("The run has failed, and its program does not end by itself.")
+
+    def next_step(self, replica: int) -> list[np.ndarray] | None:
+        """A replica goes on to the next step of a device loop: its part of the batch, or None at the end."""
+        assert self._feed is not None, "launched with one"
+        step = self.steps[replica]
+        self.steps[replica] = 0 if step is None else step + 1
+        self.kept[replica].clear()  # gradients are of calls of the same step
+        return self._feed.take(replica)
 
     def run(self, fn: Callable[[], Any]) -> Any:
         """Runs `fn` as if on the thread that launched."""
@@ -153,6 +172,8 @@ class HostRun:
         except Exception:
             if not self.failures:  # else the program ended for these
                 raise
+        for kept in self.kept:
+            kept.clear()
         if self.failures:
             self._raise_first()
 
@@ -232,7 +253,11 @@ class HostCalls:
             Its position, by which the gradient knows it again, and its results.
         """
         handle = self._order.handles[0] if after is None else after.op.inputs[0]
-        position = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int64)
+        graph = variables.graph()
+        in_condition = variables.is_in_loop_condition(graph)
+        position = getattr(graph, _LATEST, None) if in_condition else None
+        if position is None:
+            position = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int64)
         following, *results = xla_ops.host_marker(
             HOST_CALL,
             [position, *operands],
@@ -240,11 +265,14 @@ class HostCalls:
             [tf.int64, *(spec.dtype for spec in call.results)],
             [[], *(spec.shape for spec in call.results)],
         )
-        tf.raw_ops.AssignVariableOp(resource=handle, value=following)
+        if in_condition:  # XLA lets it write no variables. It has no gradient, and what comes after it does so anyway.
+            setattr(graph, _LATEST, following)
+        else:
+            tf.raw_ops.AssignVariableOp(resource=handle, value=following)
         return position, results
 
     @contextlib.contextmanager
-    def launched(self, devices: DeviceGroup) -> Iterator[HostRun | _NoCalls]:
+    def launched(self, devices: DeviceGroup, feed: InputQueue | None = None) -> Iterator[HostRun | _NoCalls]:
         """A program is launched, and ends, inside; one at a time."""
         if not self.calls:
             yield _NO_CALLS
@@ -253,9 +281,10 @@ class HostCalls:
             with tf.init_scope(), tf.device("CPU:0"):
                 self.replica_ids = [tf.constant(replica) for replica in range(self.size)]
         devices.wait_for_interrupted()  # it may be one of this body, and call the host
-        self.run = HostRun(devices, self.can_fail)
+        self.run = HostRun(devices, self.can_fail, feed)
         try:
             yield self.run
+            self.run = None
         except BaseException:  # Ctrl-C, say
             self.run.give_up()
             raise
@@ -290,16 +319,14 @@ class HostCall:
         here = int(position)
         following = np.asarray(here + run.size)
         replica = here % run.size
+        run.enter(self, replica)
         if run.is_over:
-            if run.must_end(here):
-                raise RuntimeError("The run has failed, and its program does not end by itself.")
             return (following, *self.zeros)
         try:
-            run.enter(self, here, replica)
             values = run.run(lambda: self._on_host(run, here, replica, arrays))
             return (following, *values)
         except BaseException as error:  # noqa: BLE001 (raised when the program has ended)
-            run.note(error, replica, self)
+            run.note(error.with_traceback(_of_user(error.__traceback__)), replica, self)
             return (following, *self.zeros)
 
     def describe(self) -> str:
@@ -323,3 +350,9 @@ class HostCall:
         raise NotImplementedError
 
 
+def _of_user(frames: TracebackType | None) -> TracebackType | None:
+    """A traceback from the first frame that is not the library's own; whole if there is none."""
+    frame = frames
+    while frame is not None and is_internal(frame.tb_frame.f_code.co_filename):
+        frame = frame.tb_next
+    return frame or frames

@@ -52,9 +52,7 @@ class HostResults:
         if level is None:
             raise HostResultError.no_tensor(name, value)
         self.kinds.append((name, level.kind))
-        builds = [
-            self._open(child, name + inner) for inner, child in zip(level.names, level.children, strict=True)
-        ]
+        builds = [self._open(child, name + inner) for inner, child in zip(level.names, level.children, strict=True)]
         return lambda tensors: level.rebuild([build(tensors) for build in builds])
 
     def _open_composite(self, value: Any, name: str) -> Callable[[Sequence[Any]], Any]:

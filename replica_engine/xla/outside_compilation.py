@@ -25,12 +25,12 @@ from replica_engine.errors import (
     HostAccessError,
     HostResultError,
     NestedHostCallError,
-    note_lines,
     note_unknown_results,
 )
 from replica_engine.xla.body import HostSide, host_calls, host_side, in_body, on_host
 from replica_engine.xla.host_call import HostCall, HostCalls, HostRun
 from replica_engine.xla.host_results import HostResults
+from replica_engine.xla.originals import original_of
 from replica_engine.xla.templates import Template
 from replica_engine.xla.user_lines import here
 
@@ -138,7 +138,6 @@ class _Cluster(HostCall):
         super().__init__(calls, name, where, results.tensors)
         self._template = template
         self._wanted = results
-        self._source_map = autograph.source_map()
 
     def arguments(self, inputs: Sequence[tf.Tensor], _: Any) -> Sequence[tf.Tensor]:
         """What is sent to the host of what the results depend on."""
@@ -156,11 +155,7 @@ class _Cluster(HostCall):
 
     def _call(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         fn, args, kwargs = self._template.build(tensors)
-        try:
-            value = fn(*args, **kwargs)
-        except BaseException as error:
-            note_lines(error, autograph.user_frames(error, self._original_line))
-            raise
+        value = fn(*args, **kwargs)
         if not self.results and value is None:
             return []
         results = HostResults(value)
@@ -169,12 +164,11 @@ class _Cluster(HostCall):
             raise _other_structure(results.kinds, wanted.kinds)
         for name, tensor, spec in zip(results.names, results.tensors, self.results, strict=True):
             if tensor.dtype != spec.dtype or tensor.shape != spec.shape:
-                given, declared = (f"a tensor of dtype {each.dtype.name} and shape {each.shape}" for each in (tensor, spec))
+                given, declared = (
+                    f"a tensor of dtype {each.dtype.name} and shape {each.shape}" for each in (tensor, spec)
+                )
                 raise HostResultError.other_tensor(name, given, declared)
         return results.tensors
-
-    def _original_line(self, file: str, line: int, name: str) -> tuple[str, int, str]:
-        return self._source_map.get((file, line), (file, line, name))
 
 
 class _Gradient(HostCall):
@@ -339,7 +333,7 @@ def _returns_nothing(fn: Any) -> bool:
             fn = fn.python_function
         else:
             return False
-    return not hasattr(fn, "__wrapped__") and _code_returns_nothing(fn.__code__)
+    return not hasattr(fn, "__wrapped__") and _code_returns_nothing(original_of(fn).__code__)
 
 
 @functools.lru_cache(maxsize=1024)

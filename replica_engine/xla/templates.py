@@ -2,7 +2,7 @@
 
 What a host function uses of the body it is called in reaches it as an argument, or by closing over it. Both are
 places for tensors, found once while the body is traced; on the host each call gets the function and arguments again
-with concrete tensors in those places.
+with concrete tensors in those places. Functions that AutoGraph converted are as they were written again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from replica_engine._compat import distribute, function
 from replica_engine.replica.structure import open_level
+from replica_engine.xla.originals import original_of
 
 Build = Callable[[Sequence[Any]], Any]
 """Makes the value again, with these tensors in its places."""
@@ -90,19 +91,21 @@ class Template:
             return None if parts is None else lambda tensors: _partial(*parts(tensors))
         if not isinstance(fn, FunctionType):  # a tf.function; without its graph, which could not take other tensors
             return self._open(fn.python_function, depth + 1)
+        return self._open_plain_function(original_of(fn), fn, depth)
+
+    def _open_plain_function(self, fn: FunctionType, converted: FunctionType, depth: int) -> Build | None:
         cells = fn.__closure__ or ()
         contents = [_contents(cell) for cell in cells]
         settings = (fn.__defaults__, fn.__kwdefaults__, getattr(fn, "__wrapped__", None))
         of_cells = [self._open(content, depth) for content in contents]
         of_settings = self._open(settings, depth)
         if not any(of_cells) and of_settings is None:
-            return None
+            return None if fn is converted else lambda _: fn
 
         def build(tensors: Sequence[Any]) -> Any:
             # A cell without tensors stays the very same one, so that `nonlocal` goes on working.
             closure = tuple(
-                cell if inner is None else CellType(inner(tensors))
-                for cell, inner in zip(cells, of_cells, strict=True)
+                cell if inner is None else CellType(inner(tensors)) for cell, inner in zip(cells, of_cells, strict=True)
             )
             defaults, named, wrapped = settings if of_settings is None else of_settings(tensors)
             made = FunctionType(fn.__code__, fn.__globals__, fn.__name__, defaults, closure)

@@ -1,0 +1,118 @@
+"""Device loops of a strategy: `iterations` steps of a function in one launch, with inputs from an iterator."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._compat import autograph
+from replica_engine.errors import InputsError, note_kept_steps
+from replica_engine.strategies.multi_step import MultiStepContext
+from replica_engine.strategies.tpu_context import BodyReplicaContext
+from replica_engine.xla.arguments import Arguments
+from replica_engine.xla.device_loop import run_loop
+from replica_engine.xla.program import Programs
+from replica_engine.xla.source import Source
+
+
+def run_steps(
+    strategy: tf.distribute.Strategy,
+    programs: Programs,
+    fn: Callable[..., Any],
+    iterator: Any,
+    iterations: int,
+    initial_values: Any,
+    in_replica: bool,
+    depth: int,
+) -> MultiStepContext:
+    """Runs steps in one launch.
+
+    Args:
+        strategy: whose steps they are.
+        programs: its programs.
+        fn: a step; it is called with a `MultiStepContext` and a batch.
+        iterator: its inputs: of a data set, distributed or not, or any iterable.
+        iterations: how many steps.
+        initial_values: what `last_step_outputs` is where no step ran.
+        in_replica: whether the step is in replica context, and a batch that is a tuple is several arguments; or in
+            cross-replica context, with a batch as one argument. A function that takes the other number gets that.
+        depth: how many batches are fetched ahead at most.
+    """
+    for name, value in (("iterations", iterations), ("prefetch", depth)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputsError.bad_iterations(name, value)
+    if not tf.executing_eagerly():
+        raise InputsError.steps_in_function()
+    source = Source.of(fn)
+    source = Source(source.fn, source.autograph, declared=(source.key, in_replica))
+
+    def step(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        context = MultiStepContext()
+        converted = autograph.convert_always(fn) if source.autograph else fn
+        if in_replica:
+            with BodyReplicaContext(strategy, is_step=True):
+                converted(context, *args, **kwargs)
+        else:
+            tf.distribute.get_replica_context().merge_call(lambda _: (converted(context, *args, **kwargs), None)[1])
+        return context.traced()
+
+    try:
+        with strategy.scope():
+            batches = _batches(source.fn, iterator, in_replica, strategy.num_replicas_in_sync)
+            outcome = run_loop(programs, source, step, batches, iterations, depth)
+    except StopIteration:
+        context = MultiStepContext()
+        context.last_step_outputs = dict(initial_values or {})
+        raise _out_of_range(context, iterations) from None
+    context = MultiStepContext.filled(outcome.steps, outcome.results)
+    if isinstance(outcome.error, StopIteration):
+        raise _out_of_range(context, iterations)
+    if outcome.error is not None:
+        raise _kept(outcome.error, context, iterations)
+    return context
+
+
+def _batches(fn: Callable[..., Any], iterator: Any, spread: bool, size: int) -> Iterator[Arguments]:
+    parameters = inspect.signature(fn)
+    is_spread: bool | None = None
+    for element in _elements(iterator):
+        if is_spread is None:
+            is_spread = isinstance(element, tuple) and _spreads(parameters, element, spread)
+        yield Arguments(element if is_spread else (element,), {}, size)
+
+
+def _elements(iterator: Any) -> Iterator[Any]:
+    """What an iterator yields; one that only knows `get_next`, too."""
+    if hasattr(iterator, "__iter__"):
+        yield from iterator
+        return
+    try:
+        while True:
+            yield iterator.get_next()
+    except tf.errors.OutOfRangeError:
+        return
+
+
+def _spreads(parameters: inspect.Signature, element: tuple, preferred: bool) -> bool:
+    """Whether a tuple is several arguments of a step, whose first is the context."""
+    for spread in (preferred, not preferred):
+        try:
+            parameters.bind(None, *(element if spread else (element,)))
+        except TypeError:
+            continue
+        return spread
+    return preferred
+
+
+def _out_of_range(context: MultiStepContext, iterations: int) -> tf.errors.OutOfRangeError:
+    error = tf.errors.OutOfRangeError(None, None, f"The iterator ended after {context.steps} of {iterations} steps.")
+    return _kept(error, context, iterations)
+
+
+def _kept(error: Any, context: MultiStepContext, iterations: int) -> Any:
+    note_kept_steps(error, context.steps, iterations)
+    error.context = context
+    return error

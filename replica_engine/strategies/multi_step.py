@@ -1,0 +1,92 @@
+"""The context of a device loop: what its steps pass out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._compat import autograph
+from replica_engine.replica import regroup
+
+
+class MultiStepContext:
+    """What `fn` of a device loop is given first, and what the loop returns.
+
+    Attributes:
+        last_step_outputs: by name, what the last step passed out: one value if it was reduced, or else a
+            `tf.distribute.DistributedValues` of each replica's.
+        non_tensor_outputs: by name, what was passed out while the step was traced; from replica context a tuple over
+            replicas.
+        steps: how many steps ran.
+        run_op: None: the steps have run. For programs that pass it to a session.
+    """
+
+    def __init__(self) -> None:
+        self.last_step_outputs: dict[str, Any] = {}
+        self.non_tensor_outputs: dict[str, Any] = {}
+        self.steps = 0
+        self.run_op = None
+        self._reduced: dict[str, bool] = {}
+
+    @autograph.artifact
+    def set_last_step_output(self, name: str, output: Any, reduce_op: Any = None) -> None:
+        """Passes a value out of the last step.
+
+        Args:
+            name: to find it by in `last_step_outputs`.
+            output: a tensor, or a structure of tensors.
+            reduce_op: "SUM" or "MEAN", or a `tf.distribute.ReduceOp`, to reduce it over replicas; None passes out
+                each replica's.
+        """
+
+        def reduced(strategy: tf.distribute.Strategy, value: Any) -> Any:
+            return tf.nest.map_structure(lambda leaf: strategy.extended.reduce_to(reduce_op, leaf, "CPU:0"), value)
+
+        self._reduced[name] = reduce_op is not None
+        if reduce_op is not None:
+            if isinstance(reduce_op, str):
+                reduce_op = tf.distribute.ReduceOp[reduce_op.upper()]
+            output = in_cross_replica_context(reduced, output)
+        self.last_step_outputs[name] = tf.nest.map_structure(tf.convert_to_tensor, output)
+
+    @autograph.artifact
+    def set_non_tensor_output(self, name: str, output: Any) -> None:
+        """Passes out a value that is known while the step is traced: a name, a number, any object."""
+        if tf.distribute.in_cross_replica_context():
+            self.non_tensor_outputs[name] = output
+        else:
+            size = tf.distribute.get_strategy().num_replicas_in_sync
+            self.non_tensor_outputs[name] = (output,) * size
+
+    def traced(self) -> tuple[dict[str, Any], Any]:
+        """What a step passed out: tensors, and the rest for `filled`."""
+        return self.last_step_outputs, _Rest(dict(self._reduced), dict(self.non_tensor_outputs))
+
+    @classmethod
+    def filled(cls, steps: int, results: list[Any]) -> MultiStepContext:
+        """Of each replica's values of what `traced` returned."""
+        context = cls()
+        context.steps = steps
+        rest: _Rest = results[0][1]
+        context.non_tensor_outputs = rest.non_tensor_outputs
+        context._reduced = rest.reduced
+        for name, is_reduced in rest.reduced.items():
+            values = [outputs[name] for outputs, _ in results]
+            context.last_step_outputs[name] = values[0] if is_reduced else regroup(values, what=f"The output {name!r}")
+        return context
+
+
+class _Rest:
+    """What goes past the program; no structure, so that nothing looks for tensors in it."""
+
+    def __init__(self, reduced: dict[str, bool], non_tensor_outputs: dict[str, Any]):
+        self.reduced = reduced
+        self.non_tensor_outputs = non_tensor_outputs
+
+
+def in_cross_replica_context(fn: Any, value: Any) -> Any:
+    """`fn(strategy, value)` in cross-replica context, wherever this is called."""
+    if tf.distribute.in_cross_replica_context():
+        return fn(tf.distribute.get_strategy(), value)
+    return tf.distribute.get_replica_context().merge_call(fn, args=(value,))
