@@ -86,7 +86,7 @@ def marker(name: str, x: tf.Tensor, parameters: str, shape: Any) -> tf.Tensor:
 def host_marker(
     name: str, operands: Sequence[tf.Tensor], parameters: str, dtypes: Sequence[tf.DType], shapes: Sequence[Any]
 ) -> list[tf.Tensor]:
-    """A custom call that stands for work on the host: it happens once each time, whether or not its results are used."""
+    """A custom call that stands for work on the host: it happens each time, whether or not its results are used."""
     return list(
         _ops.xla_custom_call_v2(
             operands=list(operands),

@@ -5,6 +5,7 @@
 - `devices`: devices that are not there, and jax missing.
 - `programs`: bodies that cannot be compiled, and programs that do not end.
 - `host_calls`: host calls of compiled bodies.
+- `contrib`: the names of 2018.
 
 Three families, so that a reader of a traceback knows whose turn it is:
 
@@ -20,6 +21,9 @@ adds to it which replica it came from. Nothing here imports anything but the sta
 from replica_engine.errors.base import (
     ReplicaEngineError,
     add_note,
+)
+from replica_engine.errors.contrib import (
+    ContribError,
 )
 from replica_engine.errors.devices import (
     BackendMissingError,
@@ -66,6 +70,7 @@ __all__ = [
     "BackendMissingError",
     "CaptureError",
     "CollectiveError",
+    "ContribError",
     "DeviceError",
     "GraphModeError",
     "HostAccessError",
@@ -92,8 +97,8 @@ __all__ = [
     "note_abandoned",
     "note_failure",
     "note_host_failure",
-    "note_merge_failure",
     "note_kept_steps",
+    "note_merge_failure",
     "note_unknown_results",
     "slow_program",
     "slow_replicas",

@@ -32,16 +32,16 @@ class HostResultError(ReplicaEngineError, ValueError, TypeError):
     def host_only(cls, name: str, dtype: str) -> HostResultError:
         """A string and the like."""
         return cls(
-            f"The host function returned a tensor of dtype {dtype}{_in(name)}, and no device has such values. Use it in "
-            "the host function, and return numbers."
+            f"The host function returned a tensor of dtype {dtype}{_in(name)}, and no device has such values. Use it "
+            "in the host function, and return numbers."
         )
 
     @classmethod
     def unknown_shape(cls, name: str, shape: str) -> HostResultError:
         """A shape that depends on data, or on a part of the arguments' shapes that is not known."""
         return cls(
-            f"The host function's result{_in(name)} has the shape {shape}, and XLA compiles for fixed shapes. Batch with "
-            "drop_remainder=True if its batch size is what is not known; or say what the function returns: "
+            f"The host function's result{_in(name)} has the shape {shape}, and XLA compiles for fixed shapes. Batch "
+            "with drop_remainder=True if its batch size is what is not known; or say what the function returns: "
             "@xla.returns(tf.TensorSpec(shape, dtype))."
         )
 
@@ -70,8 +70,8 @@ class HostAccessError(ReplicaEngineError, RuntimeError):
     def variable(cls, name: str, where: str) -> HostAccessError:
         """A variable of the devices."""
         return cls(
-            f"The function that outside_compilation{at(where)} runs on the host uses the variable {name!r}, whose values "
-            "are on the devices while the body runs. Pass its value as an argument, "
+            f"The function that outside_compilation{at(where)} runs on the host uses the variable {name!r}, whose "
+            "values are on the devices while the body runs. Pass its value as an argument, "
             "outside_compilation(fn, variable.read_value()), and assign results in the body."
         )
 
@@ -89,7 +89,8 @@ def note_unknown_results(error: BaseException, where: str) -> None:
     add_note(
         error,
         f"raised while the body was traced: to know what the function that outside_compilation{at(where)} runs "
-        "returns, it was called with zeros. Say what it returns and it is not: @xla.returns(tf.TensorSpec(shape, dtype)).",
+        "returns, it was called with zeros. It is not if you say what it returns: "
+        "@xla.returns(tf.TensorSpec(shape, dtype)).",
     )
 
 

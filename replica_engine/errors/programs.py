@@ -22,8 +22,8 @@ class NotInBodyError(ReplicaEngineError, RuntimeError):
         error = cls.__new__(cls)
         RuntimeError.__init__(
             error,
-            f"xla.{name}() was called in a function that outside_compilation runs on the host{at(where)}. Replicas meet on "
-            f"the devices: call it in the body and pass its result to outside_compilation.",
+            f"xla.{name}() was called in a function that outside_compilation runs on the host{at(where)}. Replicas "
+            "meet on the devices: call it in the body and pass its result to outside_compilation.",
         )
         return error
 
@@ -87,15 +87,15 @@ class InputsError(ReplicaEngineError, ValueError, TypeError):
     def uneven_batch(cls, name: str, shapes: Sequence[str]) -> InputsError:
         """A batch of which replicas have different shapes."""
         return cls(
-            f"{name} has the shapes {', '.join(shapes)} on the replicas, and a device loop runs steps of one shape: batch "
-            "with drop_remainder=True, by a multiple of the number of replicas."
+            f"{name} has the shapes {', '.join(shapes)} on the replicas, and a device loop runs steps of one shape: "
+            "batch with drop_remainder=True, by a multiple of the number of replicas."
         )
 
     @classmethod
     def steps_in_function(cls) -> InputsError:
         """A device loop in a graph."""
         return cls(
-            "run_steps is a loop of its own and runs in eager mode. Call it outside the tf.function, which it needs none of."
+            "run_steps is a loop of its own and runs in eager mode. Call it outside the tf.function; it needs none."
         )
 
     @classmethod

@@ -26,8 +26,10 @@ def run_steps(
     iterations: int,
     initial_values: Any,
     in_replica: bool,
+    spread: bool,
     depth: int,
-) -> MultiStepContext:
+    context_class: type[MultiStepContext],
+) -> Any:
     """Runs steps in one launch.
 
     Args:
@@ -37,9 +39,11 @@ def run_steps(
         iterator: its inputs: of a data set, distributed or not, or any iterable.
         iterations: how many steps.
         initial_values: what `last_step_outputs` is where no step ran.
-        in_replica: whether the step is in replica context, and a batch that is a tuple is several arguments; or in
-            cross-replica context, with a batch as one argument. A function that takes the other number gets that.
+        in_replica: whether a step is in replica context, or in cross-replica context.
+        spread: whether a batch that is a tuple is several arguments, or one. A function that does not take so many
+            gets the other.
         depth: how many batches are fetched ahead at most.
+        context_class: of what a step passes out.
     """
     for name, value in (("iterations", iterations), ("prefetch", depth)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -47,10 +51,10 @@ def run_steps(
     if not tf.executing_eagerly():
         raise InputsError.steps_in_function()
     source = Source.of(fn)
-    source = Source(source.fn, source.autograph, declared=(source.key, in_replica))
+    source = Source(source.fn, source.autograph, declared=(source.key, in_replica, context_class))
 
     def step(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        context = MultiStepContext()
+        context = context_class()
         converted = autograph.convert_always(fn) if source.autograph else fn
         if in_replica:
             with BodyReplicaContext(strategy, is_step=True):
@@ -61,13 +65,13 @@ def run_steps(
 
     try:
         with strategy.scope():
-            batches = _batches(source.fn, iterator, in_replica, strategy.num_replicas_in_sync)
+            batches = _batches(source.fn, iterator, spread, strategy.num_replicas_in_sync)
             outcome = run_loop(programs, source, step, batches, iterations, depth)
     except StopIteration:
-        context = MultiStepContext()
+        context = context_class()
         context.last_step_outputs = dict(initial_values or {})
         raise _out_of_range(context, iterations) from None
-    context = MultiStepContext.filled(outcome.steps, outcome.results)
+    context = context_class.filled(outcome.steps, outcome.results)
     if isinstance(outcome.error, StopIteration):
         raise _out_of_range(context, iterations)
     if outcome.error is not None:

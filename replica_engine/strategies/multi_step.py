@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -40,15 +41,11 @@ class MultiStepContext:
                 each replica's.
         """
 
-        def reduced(strategy: tf.distribute.Strategy, value: Any) -> Any:
-            return tf.nest.map_structure(lambda leaf: strategy.extended.reduce_to(reduce_op, leaf, "CPU:0"), value)
-
-        self._reduced[name] = reduce_op is not None
-        if reduce_op is not None:
-            if isinstance(reduce_op, str):
-                reduce_op = tf.distribute.ReduceOp[reduce_op.upper()]
-            output = in_cross_replica_context(reduced, output)
-        self.last_step_outputs[name] = tf.nest.map_structure(tf.convert_to_tensor, output)
+        if reduce_op is None:
+            self._pass_out(name, output, None)
+            return
+        how = tf.distribute.ReduceOp[reduce_op.upper()] if isinstance(reduce_op, str) else reduce_op
+        self._pass_out(name, output, lambda strategy, leaf: strategy.extended.reduce_to(how, leaf, "CPU:0"))
 
     @autograph.artifact
     def set_non_tensor_output(self, name: str, output: Any) -> None:
@@ -58,6 +55,23 @@ class MultiStepContext:
         else:
             size = tf.distribute.get_strategy().num_replicas_in_sync
             self.non_tensor_outputs[name] = (output,) * size
+
+    def _pass_out(self, name: str, output: Any, reduce: Callable[[Any, tf.Tensor], Any] | None) -> None:
+        """Passes a value out, reduced by `reduce(strategy, tensor)` in cross-replica context."""
+        tensors = tf.nest.map_structure(tf.convert_to_tensor, output)
+        self._reduced[name] = reduce is not None
+        if reduce is not None:
+
+            def merge_fn(strategy: tf.distribute.Strategy, value: Any) -> Any:
+                return tf.nest.map_structure(lambda leaf: reduce(strategy, leaf), value)
+
+            tensors = _in_cross_replica_context(merge_fn, tensors)
+        self.last_step_outputs[name] = tensors
+
+    @staticmethod
+    def of_replicas(name: str, values: list[Any]) -> Any:
+        """What `last_step_outputs` has of an output that is not reduced."""
+        return regroup(values, what=f"The output {name!r}")
 
     def traced(self) -> tuple[dict[str, Any], Any]:
         """What a step passed out: tensors, and the rest for `filled`."""
@@ -73,7 +87,7 @@ class MultiStepContext:
         context._reduced = rest.reduced
         for name, is_reduced in rest.reduced.items():
             values = [outputs[name] for outputs, _ in results]
-            context.last_step_outputs[name] = values[0] if is_reduced else regroup(values, what=f"The output {name!r}")
+            context.last_step_outputs[name] = values[0] if is_reduced else cls.of_replicas(name, values)
         return context
 
 
@@ -85,7 +99,7 @@ class _Rest:
         self.non_tensor_outputs = non_tensor_outputs
 
 
-def in_cross_replica_context(fn: Any, value: Any) -> Any:
+def _in_cross_replica_context(fn: Any, value: Any) -> Any:
     """`fn(strategy, value)` in cross-replica context, wherever this is called."""
     if tf.distribute.in_cross_replica_context():
         return fn(tf.distribute.get_strategy(), value)

@@ -73,7 +73,7 @@ class TPUExtended(distribute.MirroredExtended):
         self, fn: Callable[..., Any], iterator: Any, iterations: int | None = None, initial_loop_values: Any = None
     ) -> MultiStepContext:
         """As of every strategy: steps in cross-replica context; `iterations` is `steps_per_run` if not given."""
-        return self.run_steps(fn, iterator, iterations, initial_loop_values, in_replica=False)
+        return self.run_steps(fn, iterator, iterations, initial_loop_values, in_replica=False, spread=False)
 
     def run_steps(
         self,
@@ -82,13 +82,37 @@ class TPUExtended(distribute.MirroredExtended):
         iterations: int | None,
         initial_loop_values: Any,
         in_replica: bool = True,
+        spread: bool = True,
         prefetch: int = 2,
-    ) -> MultiStepContext:
-        """As `TPUStrategy.run_steps`; `in_replica` is whether steps are in replica context."""
+        context_class: type[MultiStepContext] = MultiStepContext,
+    ) -> Any:
+        """As `TPUStrategy.run_steps`.
+
+        Args:
+            fn: a step.
+            iterator: its inputs.
+            iterations: how many steps; None takes `steps_per_run`.
+            initial_loop_values: what `last_step_outputs` is if there is no batch.
+            in_replica: whether a step is in replica context, or in cross-replica context.
+            spread: whether a batch that is a tuple is several arguments, or one.
+            prefetch: how many batches are fetched ahead at most.
+            context_class: of what a step passes out.
+        """
         strategy = self._container_strategy()
         if iterations is None:
             iterations = strategy.steps_per_run
-        return run_steps(strategy, self._programs, fn, iterator, iterations, initial_loop_values, in_replica, prefetch)
+        return run_steps(
+            strategy,
+            self._programs,
+            fn,
+            iterator,
+            iterations,
+            initial_loop_values,
+            in_replica,
+            spread,
+            prefetch,
+            context_class,
+        )
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         """The hook that makes variables."""

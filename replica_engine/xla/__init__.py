@@ -8,6 +8,9 @@ A function on its way: `Traced` (a graph) -> `Lowered` (a StableHLO program) -> 
 - `arguments`, `outputs`: what becomes a parameter or a result of the program, and what is compiled in.
 - `trace`, `lower`, `compiled`: the stages. `program`: finding what is compiled already. `counts`: how often.
 - `source`: the function, and how to know it again. `random_numbers`: what random ops draw from.
+- `outside_compilation`: host work in a body. Its parts: `templates` and `originals` (the function, with what it closes
+  over), `host_specs` and `host_results` (what it returns), `host_call` (the call in the program), `host_run` (a launch).
+- `device_loop`: many steps in one launch, fed through an `input_queue`.
 - `uneven`: shares of different shapes. `graph_op`: a compiled body inside a host tf.function.
 - `resident`, `host_variable`, `host_graph`: variables on the devices, and their host side, never stale.
 - `resolver`: which platform, for `tf.distribute`.
@@ -29,10 +32,11 @@ from replica_engine.xla.collectives import (
 )
 from replica_engine.xla.compiled import Compiled
 from replica_engine.xla.counts import Counts, counts
+from replica_engine.xla.host_specs import returns
 from replica_engine.xla.lower import Lowered
-from replica_engine.xla.outside_compilation import outside_compilation, returns
+from replica_engine.xla.outside_compilation import outside_compilation
 from replica_engine.xla.replicate import lower, replicate
-from replica_engine.xla.resolver import PjrtClusterResolver
+from replica_engine.xla.resolver import PjrtClusterResolver, TPUSystemMetadata, get_tpu_system_metadata
 from replica_engine.xla.trace import Traced
 
 __all__ = [
@@ -40,6 +44,7 @@ __all__ = [
     "Counts",
     "Lowered",
     "PjrtClusterResolver",
+    "TPUSystemMetadata",
     "Traced",
     "all_gather",
     "all_reduce",
@@ -47,6 +52,7 @@ __all__ = [
     "collective_permute",
     "counts",
     "cross_replica_sum",
+    "get_tpu_system_metadata",
     "lower",
     "num_replicas",
     "outside_compilation",

@@ -18,7 +18,7 @@ import tensorflow as tf
 from replica_engine.errors import InputsError
 from replica_engine.xla.arguments import Arguments
 from replica_engine.xla.body import host_calls
-from replica_engine.xla.host_call import HostCall, HostCalls, HostRun
+from replica_engine.xla.host_call import HostCall, HostCalls
 from replica_engine.xla.input_queue import InputQueue
 from replica_engine.xla.program import Programs
 from replica_engine.xla.source import Source
@@ -183,7 +183,7 @@ class _Feeder(threading.Thread):
                     self._check(batch, number)
                 if not self._queue.put(_parts(batch)):
                     return
-        except Exception as error:  # noqa: BLE001 (raised by the run, when the steps before have ended)
+        except Exception as error:
             self.error = error
         finally:
             self._queue.close()

@@ -11,41 +11,29 @@ on recording in it, so that it knows the derivatives of every order, and no func
 
 from __future__ import annotations
 
-import contextlib
-import dis
-import functools
 from collections.abc import Callable, Sequence
-from types import CodeType, FunctionType, MethodType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._compat import autograph, distribute, function, thread_state, variables, xla_ops
-from replica_engine.errors import (
-    HostAccessError,
-    HostResultError,
-    NestedHostCallError,
-    note_unknown_results,
-)
-from replica_engine.xla.body import HostSide, host_calls, host_side, in_body, on_host
-from replica_engine.xla.host_call import HostCall, HostCalls, HostRun
+from replica_engine._compat import autograph, distribute
+from replica_engine.errors import HostResultError, NestedHostCallError
+from replica_engine.xla.body import HostSide, host_calls, host_side, in_body
+from replica_engine.xla.host_call import HostCall, HostCalls
 from replica_engine.xla.host_results import HostResults
-from replica_engine.xla.originals import original_of
+from replica_engine.xla.host_run import HostRun
+from replica_engine.xla.host_specs import results_of
 from replica_engine.xla.templates import Template
 from replica_engine.xla.user_lines import here
-
-F = TypeVar("F", bound=Callable)
-
-_RETURNS = "_replica_engine_returns"
 
 
 @autograph.artifact
 def outside_compilation(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs `fn` on the host, from inside a compiled body: once on each replica, each time the body comes by.
 
-    `fn` runs as eager TensorFlow, with concrete tensors: `x.numpy()`, strings, files, `tf.print`, `tf.summary`, any Python
-    code. It may close over tensors of the body. It may be called in loops, branches and nested functions; a replica's
-    calls keep the order of the program. `replica_id()` in it says which replica called.
+    `fn` runs as eager TensorFlow, with concrete tensors: `x.numpy()`, strings, files, `tf.print`, `tf.summary`, any
+    Python code. It may close over tensors of the body. It may be called in loops, branches and nested functions; a
+    replica's calls keep the order of the program. `replica_id()` in it says which replica called.
 
     What `fn` returns must be known while the body is traced. A function without a `return` returns nothing. Of any
     other, the results are found by tracing it, as a `tf.function` is, without running it; where that fails, since it
@@ -91,33 +79,9 @@ def outside_compilation(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     args, kwargs = tf.nest.map_structure(_value_of_device_variable, (args, kwargs))
     template = Template((fn, args, kwargs))
     where = here()
-    results = _results(fn, template, HostSide(tf.constant(0), calls.size, where))
+    results = results_of(fn, template, HostSide(tf.constant(0), calls.size, where))
     cluster = _Cluster(calls, calls.new_name(), where, template, results)
     return results.rebuild(_differentiable(cluster, template.tensors))
-
-
-def returns(spec: Any) -> Callable[[F], F]:
-    """Says what a host function returns, so that `outside_compilation` need not find out.
-
-    Args:
-        spec: a `tf.TensorSpec`, or a structure of them.
-
-    Example:
-        >>> import numpy as np, tensorflow as tf
-        >>> from replica_engine import xla
-        >>> @xla.returns(tf.TensorSpec([2], tf.float32))
-        ... def sort(x):
-        ...     return np.sort(x.numpy())
-        >>> body = lambda x: xla.outside_compilation(sort, x)
-        >>> xla.replicate(body, inputs=[[tf.constant([3.0, 1.0])]])[0].numpy().tolist()
-        [1.0, 3.0]
-    """
-
-    def mark(fn: F) -> F:
-        setattr(fn, _RETURNS, spec)
-        return fn
-
-    return mark
 
 
 class _Kept(NamedTuple):
@@ -239,114 +203,11 @@ def _differentiable(call: _Cluster | _Gradient, inputs: Sequence[tf.Tensor], sen
     return with_gradient(*inputs)
 
 
-def _results(fn: Callable, template: Template, side: HostSide) -> HostResults:
-    """What the function will return."""
-    declared = getattr(fn, _RETURNS, None)
-    if declared is not None:
-        return _checked(HostResults(declared))
-    if _returns_nothing(fn):
-        return HostResults(None)
-    with _outside_body(side):
-        try:
-            results = _trace(template, side)
-        except (HostAccessError, NestedHostCallError):
-            raise
-        except Exception:  # noqa: BLE001 (it may need concrete values; if it is a mistake, it is raised again)
-            results = None
-        if results is None or not all(spec.shape.is_fully_defined() for spec in results.tensors):
-            results = _try_with_zeros(template, side, results)
-    return _checked(results)
-
-
-def _trace(template: Template, side: HostSide) -> HostResults:
-    """Finds the results by tracing."""
-    found: list[HostResults] = []
-
-    def flat(*tensors: tf.Tensor) -> list[tf.Tensor]:
-        with on_host(side):
-            fn, args, kwargs = template.build(tensors)
-            found.append(HostResults(autograph.convert_always(fn)(*args, **kwargs)))
-        return found[0].tensors
-
-    graph = xla_ops.trace("host_function", flat, [tf.TensorSpec(each.shape, each.dtype) for each in template.tensors])
-    for outside, _ in graph.captures:
-        if tf.is_symbolic_tensor(outside) and outside.dtype != tf.resource:
-            raise HostAccessError.tensor(outside.name, side.where)
-    found[0].tensors = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in graph.outputs]
-    return found[0]
-
-
-def _try_with_zeros(template: Template, side: HostSide, traced: HostResults | None) -> HostResults:
-    """Finds the results by calling the function, which needs concrete values."""
-    if not all(tensor.shape.is_fully_defined() for tensor in template.tensors):
-        unknown = next(tensor for tensor in template.tensors if not tensor.shape.is_fully_defined())
-        raise HostResultError.unknown_shape("", str(unknown.shape))
-    try:
-        with tf.init_scope(), tf.device("CPU:0"), on_host(side._replace(replica=tf.constant(0))):
-            fn, args, kwargs = template.build([tf.zeros(each.shape, each.dtype) for each in template.tensors])
-            results = HostResults(fn(*args, **kwargs))
-    except Exception as error:
-        note_unknown_results(error, side.where)
-        raise
-    results.tensors = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in results.tensors]
-    return results
-
-
-def _checked(results: HostResults) -> HostResults:
-    for name, spec in zip(results.names, results.tensors, strict=True):
-        if xla_ops.is_host_only(spec.dtype):
-            raise HostResultError.host_only(name, spec.dtype.name)
-        if not spec.shape.is_fully_defined():
-            raise HostResultError.unknown_shape(name, str(spec.shape))
-    return results
-
-
-@contextlib.contextmanager
-def _outside_body(side: HostSide) -> Any:
-    """Nothing that is put around a body takes part in what runs inside: it does not either when the body runs."""
-    _, *rest = thread_state.locals_of_thread()
-    graph = thread_state.default_graph()
-    with (
-        thread_state.enter_locals(([], *rest)),
-        thread_state.graph_and_mode(graph, False, []),
-        distribute.no_strategy(),
-        variables.no_tape(),
-    ):
-        yield
-
-
 def _other_structure(given: list[tuple[str, str]], wanted: list[tuple[str, str]]) -> HostResultError:
     for one, other in zip(given, wanted, strict=False):
         if one != other:
             return HostResultError.other_structure(other[0], one[1], other[1])
     return HostResultError.other_structure("", f"{len(given)} values", f"{len(wanted)}")
-
-
-def _returns_nothing(fn: Any) -> bool:
-    """Whether no `return` of the function has a value."""
-    while not isinstance(fn, FunctionType):
-        if isinstance(fn, functools.partial):
-            fn = fn.func
-        elif isinstance(fn, MethodType):
-            fn = fn.__func__
-        elif function.is_tf_function(fn):
-            fn = fn.python_function
-        else:
-            return False
-    return not hasattr(fn, "__wrapped__") and _code_returns_nothing(original_of(fn).__code__)
-
-
-@functools.lru_cache(maxsize=1024)
-def _code_returns_nothing(code: CodeType) -> bool:
-    before = None
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "RETURN_CONST" and instruction.argval is not None:
-            return False
-        if instruction.opname == "RETURN_VALUE":
-            if before is None or before.opname != "LOAD_CONST" or before.argval is not None:
-                return False
-        before = instruction
-    return not code.co_flags & (0x20 | 0x80 | 0x200)  # generators and coroutines
 
 
 def _value_of_device_variable(value: Any) -> Any:

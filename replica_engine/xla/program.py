@@ -18,7 +18,6 @@ from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.xla.arguments import Arguments, ById, Shapes
 from replica_engine.xla.body import Body
 from replica_engine.xla.compiled import Compiled
-from replica_engine.xla.counts import count
 from replica_engine.xla.host_call import CallOrder
 from replica_engine.xla.lower import Lowered
 from replica_engine.xla.random_numbers import RandomState

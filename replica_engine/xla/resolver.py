@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -50,3 +50,37 @@ class PjrtClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
     def environment(self) -> str:
         """Empty: not Google's internal one."""
         return ""
+
+
+class TPUSystemMetadata(NamedTuple):
+    """What devices there are.
+
+    Attributes:
+        num_cores: how many devices.
+        num_hosts: on how many machines.
+        num_of_cores_per_host: how many devices each machine has.
+        topology: None: PJRT has none to say.
+        devices: their names: "CPU:0", ...
+    """
+
+    num_cores: int
+    num_hosts: int
+    num_of_cores_per_host: int
+    topology: None
+    devices: list[str]
+
+
+def get_tpu_system_metadata(resolver: PjrtClusterResolver | None = None) -> TPUSystemMetadata:
+    """What devices there are.
+
+    Args:
+        resolver: of which platform; None takes the best.
+
+    Example:
+        >>> from replica_engine import xla
+        >>> metadata = xla.get_tpu_system_metadata(xla.PjrtClusterResolver("cpu"))
+        >>> metadata.num_cores == len(metadata.devices), metadata.num_hosts
+        (True, 1)
+    """
+    devices = (resolver or PjrtClusterResolver()).devices
+    return TPUSystemMetadata(devices.size, 1, devices.size, None, list(devices.names))

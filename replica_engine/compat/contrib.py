@@ -1,0 +1,464 @@
+"""TensorFlow's contrib `TPUStrategy` of 2018, by its old names, on today's `TPUStrategy`.
+
+A replica was a tower then, and a reduction was named by a `tf.VariableAggregation`. Everything here is today's method
+under the old name; `docs/from_contrib.md` has the table. In eager mode what were ops to be run in a session has run
+when the method returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine import xla
+from replica_engine._compat import autograph, distribute
+from replica_engine.errors import ContribError
+from replica_engine.replica import regroup
+from replica_engine.strategies import tpu
+from replica_engine.strategies.multi_step import MultiStepContext as _MultiStepContext
+from replica_engine.xla.body import in_body
+from replica_engine.xla.resolver import PjrtClusterResolver, TPUSystemMetadata, get_tpu_system_metadata
+
+__all__ = [
+    "MapOutput",
+    "MultiStepContext",
+    "TPUStrategy",
+    "TPUSystemMetadata",
+    "TowerContext",
+    "get_distribution_strategy",
+    "get_tower_context",
+    "get_tpu_system_metadata",
+    "has_distribution_strategy",
+    "in_cross_tower_context",
+]
+
+_HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
+_AGGREGATIONS = ("SUM", "MEAN", "ONLY_FIRST_TOWER", "NONE")
+
+
+class TPUStrategy(tpu.TPUStrategy):
+    """Today's `TPUStrategy` with the methods and properties of 2018 as well.
+
+    Args:
+        tpu_cluster_resolver: a `replica_engine.xla.PjrtClusterResolver`; None takes the best platform.
+        steps_per_run: how many steps a device loop takes.
+        num_cores: how many devices; None takes all.
+
+    Raises:
+        Exception: as today's.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> from replica_engine.compat import contrib
+        >>> distribution = contrib.TPUStrategy(None, steps_per_run=1, num_cores=2)
+        >>> def tower_fn(x):
+        ...     merge = lambda distribution, value: sum(distribution.unwrap(value))
+        ...     return contrib.get_tower_context().merge_call(merge, x * 2.0)
+        >>> with distribution.scope():
+        ...     total = distribution.call_for_each_tower(tower_fn, tf.constant(1.0))
+        >>> [float(each) for each in distribution.unwrap(total)]
+        [4.0, 4.0]
+    """
+
+    def __init__(
+        self,
+        tpu_cluster_resolver: PjrtClusterResolver | None = None,
+        steps_per_run: int = 1,
+        num_cores: int | None = None,
+    ):
+        super().__init__(tpu_cluster_resolver, steps_per_run, num_cores)
+
+    # Running.
+
+    @autograph.artifact
+    def call_for_each_tower(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs `fn` on each tower; `run` today. The option `run_concurrently` has no effect: towers always do."""
+        kwargs.pop("run_concurrently", None)
+        return self.run(fn, args, kwargs)
+
+    @autograph.artifact
+    def run_steps_on_dataset(
+        self, fn: Callable[..., Any], iterator: Any, iterations: int = 1, initial_loop_values: Any = None
+    ) -> MultiStepContext:
+        """Runs `fn(context, *inputs)` `iterations` times in one launch, in cross-tower context; `run_steps` today."""
+        return self.extended.run_steps(
+            fn,
+            iterator,
+            iterations,
+            initial_loop_values,
+            in_replica=False,
+            spread=True,
+            context_class=MultiStepContext,
+        )
+
+    @autograph.artifact
+    def map(self, map_over: Iterable[Any], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> MapOutput:
+        """Calls `fn(element, *args, **kwargs)` for each element, on the host. `unwrap` and `reduce` take the result."""
+        with tf.device(_HOST):
+            return MapOutput([fn(element, *args, **kwargs) for element in map_over])
+
+    # Values.
+
+    @autograph.artifact
+    def reduce(  # type: ignore[override]
+        self, reduce_op: Any, value: Any, destinations: Any = None, *, axis: Any = None
+    ) -> Any:
+        """Reduces a value over towers: with SUM, MEAN or ONLY_FIRST_TOWER, to `destinations`.
+
+        With a `tf.distribute.ReduceOp`, and an axis or nothing third, it is today's `reduce`.
+
+        Args:
+            reduce_op: what to reduce with, a `tf.VariableAggregation` or its name.
+            value: a value of each tower, or a `MapOutput`.
+            destinations: the host, a variable of this strategy, or, in a body, anything.
+            axis: as of today's `reduce`.
+
+        Raises:
+            ContribError: no such aggregation, or the result cannot be there.
+        """
+        if isinstance(reduce_op, tf.distribute.ReduceOp) and not _is_destination(destinations):
+            return super().reduce(reduce_op, value, destinations if axis is None else axis)
+        how = _aggregation(reduce_op)
+        self._check_destinations(destinations)
+        return tf.nest.map_structure(lambda leaf: self._reduce_leaf(how, leaf), value)
+
+    @autograph.artifact
+    def batch_reduce(self, aggregation: Any, value_destination_pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+        """`reduce` of each pair of a value and its destination."""
+        return [self.reduce(aggregation, value, destinations) for value, destinations in value_destination_pairs]
+
+    @autograph.artifact
+    def broadcast(self, tensor: Any, destinations: Any = None) -> Any:
+        """The same tensor on every tower; `extended.broadcast_to` today."""
+        self._check_destinations(destinations)
+        return self.extended.broadcast_to(tensor, destinations)
+
+    @autograph.artifact
+    def unwrap(self, value: Any) -> list[Any]:
+        """Each tower's value; `experimental_local_results` today."""
+        return value.get() if isinstance(value, MapOutput) else list(self.experimental_local_results(value))
+
+    def value_container(self, value: Any) -> Any:
+        """The variable that a tower's component belongs to; another value as it is."""
+        return self.extended.value_container(value)
+
+    @autograph.artifact
+    def group(self, value: Any, name: str | None = None) -> Any:
+        """`tf.group` of each tower's value: in eager mode nothing is left to do."""
+        values = self.unwrap(value)
+        return values[0] if len(values) == 1 and name is None else tf.group(values, name=name)
+
+    # Variables.
+
+    def read_var(self, v: Any) -> Any:
+        """The value of a variable, aggregated if towers have their own; `extended.read_var` today."""
+        return self.extended.read_var(v)
+
+    @autograph.artifact
+    def update(self, var: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls `fn(var, *args, **kwargs)` in cross-tower context; `extended.update` today.
+
+        The option `grouped=False` gives a list over towers of what `fn` returned.
+        """
+        grouped = kwargs.pop("grouped", True)
+        return _listed(self.extended.update(var, fn, args, kwargs, group=grouped), grouped)
+
+    @autograph.artifact
+    def update_non_slot(self, colocate_with: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls `fn(*args, **kwargs)` on the devices of `non_slot_devices`; `extended.update_non_slot` today."""
+        grouped = kwargs.pop("grouped", True)
+        return _listed(self.extended.update_non_slot(colocate_with, fn, args, kwargs, group=grouped), grouped)
+
+    def non_slot_devices(self, var_list: Sequence[Any]) -> Any:
+        """Where variables are kept that belong to no other, as an optimizer's step count."""
+        return self.extended.non_slot_devices(var_list)
+
+    def colocate_vars_with(self, colocate_with_variable: Any) -> contextlib.AbstractContextManager[None]:
+        """Variables made inside are kept where this one is."""
+        return self.extended.colocate_vars_with(colocate_with_variable)
+
+    # Input.
+
+    def distribute_dataset(self, dataset_fn: Callable[[], tf.data.Dataset]) -> _Dataset:
+        """A data set of which each tower gets another batch; `distribute_datasets_from_function` today.
+
+        As in 2018, a batch of the data set is for one tower, and a step takes as many as there are towers.
+
+        Args:
+            dataset_fn: makes the data set.
+        """
+        return _Dataset(self.distribute_datasets_from_function(lambda _: dataset_fn()))
+
+    # The system.
+
+    def initialize(self) -> list[Any]:
+        """Nothing: devices are ready when the strategy is made."""
+        return []
+
+    def finalize(self) -> list[Any]:
+        """Nothing: devices are free when the strategy is gone."""
+        return []
+
+    def configure(
+        self, session_config: Any = None, cluster_spec: Any = None, task_type: Any = None, task_id: Any = None
+    ) -> None:
+        """Nothing: there is no session to be configured."""
+
+    def get_host_cpu_device(self, host_id: int) -> str:
+        """The CPU device of a host.
+
+        Raises:
+            ContribError: there is no such host.
+        """
+        if not 0 <= host_id < self.num_hosts:
+            raise ContribError.no_host(host_id, self.num_hosts)
+        return _HOST
+
+    @property
+    def num_hosts(self) -> int:
+        """How many machines there are."""
+        return self.extended.num_hosts
+
+    @property
+    def num_towers(self) -> int:
+        """How many replicas there are; `num_replicas_in_sync` today."""
+        return self.num_replicas_in_sync
+
+    @property
+    def num_towers_per_host(self) -> int:
+        """How many replicas each machine runs."""
+        return self.num_towers // self.num_hosts
+
+    @property
+    def is_single_tower(self) -> bool:
+        """Whether there is one replica only."""
+        return self.num_towers == 1
+
+    @property
+    def worker_devices(self) -> list[str]:
+        """Where values of towers are before and after a run: for each tower a device of TensorFlow's."""
+        return list(self.extended.worker_devices)
+
+    @property
+    def worker_device_index(self) -> Any:
+        """Each tower's number, to be passed to `call_for_each_tower`."""
+        return regroup([tf.constant(tower) for tower in range(self.num_towers)], what="The numbers of the towers")
+
+    @property
+    def parameter_devices(self) -> list[str]:
+        """Where variables are on the host."""
+        return list(self.extended.parameter_devices)
+
+    @property
+    def between_graph(self) -> bool:
+        """False: all towers are in one program."""
+        return False
+
+    @property
+    def should_init(self) -> bool:
+        """Whether this process initializes variables: it does."""
+        return True
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this process writes checkpoints: it does."""
+        return True
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this process writes summaries: it does."""
+        return True
+
+    def _reduce_leaf(self, how: str, value: Any) -> Any:
+        if how == "NONE":
+            raise ContribError.bad_aggregation("NONE", _AGGREGATIONS[:3])
+        if isinstance(value, MapOutput):
+            first, *rest = value.get()
+            if how == "ONLY_FIRST_TOWER":
+                return first
+            return tf.add_n([first, *rest]) / (len(rest) + 1 if how == "MEAN" else 1)
+        if how != "ONLY_FIRST_TOWER":
+            return self.extended.reduce_to(tf.distribute.ReduceOp[how], value, _HOST)
+        if in_body() is None:
+            return self.unwrap(value)[0]
+        return _of_first_tower(value)
+
+    def _check_destinations(self, destinations: Any) -> None:
+        """Refuses devices that results are not on. In a body the devices have them all."""
+        if destinations is None or in_body() is not None:
+            return
+        several = destinations if isinstance(destinations, (list, tuple)) else [destinations]
+        for each in several:
+            if isinstance(each, str) and distribute.resolve(each) != _HOST:
+                raise ContribError.bad_destination(each, _HOST)
+
+
+class MapOutput:
+    """What `map` returned: a list of values, not one for each tower."""
+
+    def __init__(self, values: list[Any]):
+        self._values = values
+
+    def get(self) -> list[Any]:
+        """The values."""
+        return list(self._values)
+
+
+class MultiStepContext(_MultiStepContext):
+    """Today's context of a device loop, with aggregations, and lists over towers of what is not aggregated."""
+
+    @autograph.artifact
+    def set_last_step_output(self, name: str, output: Any, aggregation: Any = tf.VariableAggregation.NONE) -> None:
+        """Passes a value out of the last step.
+
+        Args:
+            name: to find it by in `last_step_outputs`.
+            output: a tensor, or a structure of tensors.
+            aggregation: SUM, MEAN or ONLY_FIRST_TOWER gives one value, NONE a list over towers. Must not be NONE in
+                tower context.
+
+        Raises:
+            ContribError: no such aggregation, or none in tower context.
+        """
+        how = _aggregation(aggregation)
+        if how == "NONE":
+            if not tf.distribute.in_cross_replica_context():
+                raise ContribError.none_in_tower_context(name)
+            super().set_last_step_output(name, output)
+        elif how == "ONLY_FIRST_TOWER":
+            self._pass_out(name, output, lambda _, leaf: _of_first_tower(leaf))
+        else:
+            super().set_last_step_output(name, output, how)
+
+    @staticmethod
+    def of_replicas(name: str, values: list[Any]) -> Any:
+        """What `last_step_outputs` has of an output that is not aggregated."""
+        return list(values)
+
+
+class TowerContext:
+    """A replica context by its old names."""
+
+    def __init__(self, context: tf.distribute.ReplicaContext):
+        self._context = context
+
+    @autograph.artifact
+    def merge_call(self, merge_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls `merge_fn(distribution, *args, **kwargs)` in cross-tower context."""
+        return self._context.merge_call(merge_fn, args, kwargs)
+
+    @property
+    def num_towers(self) -> int:
+        """How many towers there are."""
+        return self._context.num_replicas_in_sync
+
+    @property
+    def is_single_tower(self) -> bool:
+        """Whether there is one tower only."""
+        return self.num_towers == 1
+
+    @property
+    def tower_id(self) -> Any:
+        """The number of this tower: in a compiled body, a tensor."""
+        return self._context.replica_id_in_sync_group
+
+    @property
+    def distribution_strategy(self) -> Any:
+        """The strategy."""
+        return self._context.strategy
+
+    @property
+    def device(self) -> str:
+        """The device of this tower's values on the host."""
+        return self._context.devices[0]
+
+
+class _Dataset:
+    """A distributed data set with the iterators of 2018."""
+
+    def __init__(self, dataset: Any):
+        self._dataset = dataset
+
+    def make_one_shot_iterator(self) -> _Iterator:
+        """An iterator that starts now."""
+        return _Iterator(self._dataset)
+
+    def make_initializable_iterator(self) -> _Iterator:
+        """An iterator that starts now, and again with `initialize`."""
+        return _Iterator(self._dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._dataset)
+
+
+class _Iterator:
+    """An iterator with `get_next`."""
+
+    def __init__(self, dataset: Any):
+        self._dataset = dataset
+        self._iterator = iter(dataset)
+
+    def initialize(self) -> None:
+        """Starts anew."""
+        self._iterator = iter(self._dataset)
+
+    def get_next(self) -> Any:
+        """The next batches, one for each tower.
+
+        Raises:
+            tf.errors.OutOfRangeError: there are no more.
+        """
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence") from None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._iterator
+
+    def __next__(self) -> Any:
+        return next(self._iterator)
+
+
+def get_tower_context() -> TowerContext | None:
+    """The context of the tower that runs this; None in cross-tower context."""
+    context = tf.distribute.get_replica_context()
+    return None if context is None else TowerContext(context)
+
+
+def in_cross_tower_context() -> bool:
+    """Whether this runs in cross-tower context."""
+    return tf.distribute.in_cross_replica_context()
+
+
+def get_distribution_strategy() -> Any:
+    """The strategy whose scope is entered."""
+    return tf.distribute.get_strategy()
+
+
+def has_distribution_strategy() -> bool:
+    """Whether a strategy's scope is entered."""
+    return tf.distribute.has_strategy()
+
+
+def _aggregation(given: Any) -> str:
+    name = str(getattr(given, "name", given)).upper().replace("ONLY_FIRST_REPLICA", "ONLY_FIRST_TOWER")
+    if name not in _AGGREGATIONS:
+        raise ContribError.bad_aggregation(given, _AGGREGATIONS[:3])
+    return name
+
+
+def _of_first_tower(value: Any) -> tf.Tensor:
+    """In a body: the first tower's value, on all towers."""
+    return xla.all_gather(tf.convert_to_tensor(value)[tf.newaxis])[0]
+
+
+def _is_destination(value: Any) -> bool:
+    return value is not None and not isinstance(value, int)
+
+
+def _listed(result: Any, grouped: bool) -> Any:
+    return list(result) if not grouped and type(result) is tuple else result

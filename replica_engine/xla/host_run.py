@@ -1,0 +1,178 @@
+"""One launch of a program that calls the host: what failed, and what the calls have to remember.
+
+A loop whose condition comes from the host may never end on the zeros that calls return after a failure. So after
+`_PATIENCE` more calls of each replica a call does end the program. That is the same call on all replicas, if they run
+in step, so none waits for another.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from replica_engine._compat import thread_state
+from replica_engine.errors import add_note, note_host_failure
+from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.replica.location import is_internal
+from replica_engine.xla.input_queue import InputQueue
+
+if TYPE_CHECKING:
+    from replica_engine.xla.host_call import HostCall
+
+_PATIENCE = 10_000  # host calls of a replica, about a second
+
+
+@dataclass
+class _Failure:
+    """A host call that raised.
+
+    Attributes:
+        error: what.
+        replica: on which replica.
+        call: in which call.
+        times: how many calls of this one the replica had made, with this.
+        step: in which step of a device loop, from 0; None in no loop.
+    """
+
+    error: BaseException
+    replica: int
+    call: HostCall
+    times: int
+    step: int | None
+
+
+class HostRun:
+    """One launch of a program with host calls.
+
+    Args:
+        devices: where it runs.
+        can_fail: whether a call may raise.
+        feed: the inputs of a device loop.
+
+    Attributes:
+        size: the number of replicas.
+        can_fail: whether a call may raise.
+        failures: calls that raised, in the order of time.
+        kept: for each replica, by position, what gradients of a call need.
+        steps: for each replica the step of a device loop that it is in, from 0; None in no loop.
+    """
+
+    def __init__(self, devices: DeviceGroup, can_fail: bool, feed: InputQueue | None):
+        size = self.size = devices.size
+        self.can_fail = can_fail
+        self.failures: list[_Failure] = []
+        self.kept: list[dict[int, Any]] = [{} for _ in range(size)]
+        self.steps: list[int | None] = [None] * size
+        self._times: dict[tuple[int, int], int] = {}
+        self._made = [0] * size  # calls of each replica
+        self._most: int | None = None  # how many more calls than this none may make
+        self._lock = threading.Lock()
+        self._devices = devices
+        self._feed = feed
+        # What the calls take over from the thread that launches: summary writers and the like.
+        self._locals = thread_state.locals_of_thread()
+        self._context = contextvars.copy_context()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether calls return zeros."""
+        return self._most is not None
+
+    def give_up(self) -> None:
+        """Has all later calls return zeros, a device loop stop, and the program end if it does not by itself."""
+        if self._feed is not None:
+            self._feed.stop()
+        with self._lock:
+            if self._most is None:
+                self._most = max(self._made) + _PATIENCE
+
+    def enter(self, call: HostCall, replica: int) -> None:
+        """A replica makes a call.
+
+        Raises:
+            RuntimeError: the run is over, and the program has had its time to end by itself.
+        """
+        self._made[replica] += 1
+        if self._most is None:
+            self._times[call.index, replica] = self._times.get((call.index, replica), 0) + 1
+        elif self._made[replica] > self._most:
+            raise RuntimeError("The run has failed, and its program does not end by itself.")
+
+    def next_step(self, replica: int) -> list[np.ndarray] | None:
+        """A replica goes on to the next step of a device loop: its part of the batch, or None at the end."""
+        assert self._feed is not None, "launched with one"
+        step = self.steps[replica]
+        self.steps[replica] = 0 if step is None else step + 1
+        self.kept[replica].clear()  # gradients are of calls of the same step
+        return self._feed.take(replica)
+
+    def run(self, fn: Callable[[], Any]) -> Any:
+        """Runs `fn` as if on the thread that launched."""
+
+        def inherited() -> Any:
+            with thread_state.enter_locals(self._locals):
+                return fn()
+
+        return self._context.copy().run(inherited)
+
+    def note(self, error: BaseException, replica: int, call: HostCall) -> None:
+        """A call raised."""
+        error = error.with_traceback(_of_user(error.__traceback__))
+        failure = _Failure(error, replica, call, self._times.get((call.index, replica), 0), self.steps[replica])
+        with self._lock:
+            self.failures.append(failure)
+        self.give_up()
+
+    def end(self, wait: Callable[[], None]) -> None:
+        """Waits for the end of the program.
+
+        Raises:
+            Exception: the first that a call raised, with notes of where it and others were raised; or what `wait`
+                raised.
+        """
+        try:
+            wait()
+        except Exception:
+            if not self.failures:  # else the program ended for these
+                raise
+        for kept in self.kept:
+            kept.clear()
+        if self.failures:
+            self._raise_first()
+
+    def _raise_first(self) -> NoReturn:
+        first = self.failures[0]
+        for failure in self.failures[:8]:
+            place = f"replica {failure.replica} of {self.size}, {self._devices.names[failure.replica]}"
+            if failure.step is not None:
+                place += f", iteration {failure.step} of the device loop"
+            raised = None if failure is first else failure.error
+            note_host_failure(first.error, place, failure.call.describe(), failure.times, raised)
+        if len(self.failures) > 8:
+            add_note(first.error, f"and {len(self.failures) - 8} more")
+        raise first.error
+
+
+class NoCalls:
+    """A launch of a program without host calls."""
+
+    can_fail = False
+
+    @staticmethod
+    def end(wait: Callable[[], None]) -> None:
+        """As of `HostRun`."""
+        wait()
+
+
+def _of_user(frames: TracebackType | None) -> TracebackType | None:
+    """A traceback from the first frame that is not the library's own; whole if there is none."""
+    frame = frames
+    while frame is not None and is_internal(frame.tb_frame.f_code.co_filename):
+        frame = frame.tb_next
+    return frame or frames
