@@ -134,7 +134,9 @@ class TPUStrategy(tpu.TPUStrategy):
     def broadcast(self, tensor: Any, destinations: Any = None) -> Any:
         """The same tensor on every tower; `extended.broadcast_to` today."""
         self._check_destinations(destinations)
-        return self.extended.broadcast_to(tensor, destinations)
+        if in_body() is not None:
+            return tensor
+        return distribute.PerReplica((tf.convert_to_tensor(tensor),) * self.num_towers)
 
     @autograph.artifact
     def unwrap(self, value: Any) -> list[Any]:

@@ -9,11 +9,11 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine import xla
-from replica_engine._compat import autograph, distribute
+from replica_engine._compat import autograph, distribute, keras_trainer
 from replica_engine.pjrt.devices import device_group
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.replica import regroup
-from replica_engine.strategies import tpu_variables
+from replica_engine.strategies import keras_steps, tpu_variables
 from replica_engine.strategies.device_loops import run_steps
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.tpu_context import BodyReplicaContext, gather_leaf, reduce_leaf
@@ -248,6 +248,11 @@ class TPUStrategy(tf.distribute.Strategy):
         super().__init__(TPUExtended(self, devices, same_random_numbers))
         self._steps_per_run = steps_per_run
         self._resolver = tpu_cluster_resolver
+
+    def scope(self) -> Any:
+        """As of every strategy. Keras models built in it run `steps_per_execution` steps in one launch."""
+        keras_trainer.extend(keras_steps.device_loop)
+        return super().scope()
 
     @autograph.artifact
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:

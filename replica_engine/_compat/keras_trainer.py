@@ -1,0 +1,48 @@
+"""Keras' training and test functions, which decide what becomes of several steps an execution.
+
+Keras runs `steps_per_execution` steps as a loop of a tf.function on the host, and has no place for another way to run
+them. `_make_function` of its trainer makes the function that `fit` and `evaluate` call, of the function that is one
+step. Checked on Keras 3.15.1. Keras is not imported here; where it has no such method, its own loop stays.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+MODULE = "keras.src.backend.tensorflow.trainer"
+TRAINER = "TensorFlowTrainer"
+METHOD = "_make_function"
+REDUCE = "reduce_per_replica"
+
+_MARK = "_replica_engine"
+
+Make = Callable[[Any, Callable[..., Any], Callable[..., Any]], Callable[..., Any]]
+"""Of a model, its step, and Keras' own function: the function to be called with an iterator."""
+
+
+def extend(make: Make) -> None:
+    """Has models call what `make` returns; once for the process."""
+    trainer = getattr(sys.modules.get(MODULE), TRAINER, None)
+    method = getattr(trainer, METHOD, None)
+    if method is None or hasattr(method, _MARK):
+        return
+
+    @functools.wraps(method)
+    def extended(self: Any, step_function: Callable[..., Any]) -> Callable[..., Any]:
+        return make(self, step_function, method(self, step_function))
+
+    setattr(extended, _MARK, True)
+    setattr(trainer, METHOD, extended)
+
+
+def strategy_of(model: Any) -> Any:
+    """The strategy that a model was built under; None if there was none."""
+    return model._distribute_strategy
+
+
+def reduced(outputs: Any, strategy: Any) -> Any:
+    """The logs of all replicas as one."""
+    return getattr(sys.modules[MODULE], REDUCE)(outputs, strategy, reduction="auto")
