@@ -131,6 +131,9 @@ def locals_of_thread() -> tuple:
 def enter_locals(values: tuple) -> Iterator[None]:
     """Puts what `locals_of_thread` returned into this thread, for a while."""
     before = locals_of_thread()
+    if before == values:
+        yield
+        return
     _set_locals(values)
     try:
         yield

@@ -34,6 +34,7 @@ from replica_engine.errors.host_calls import (
     HostResultError,
     NestedHostCallError,
     note_host_failure,
+    note_stuck,
     note_unknown_results,
 )
 from replica_engine.errors.programs import (
@@ -99,6 +100,7 @@ __all__ = [
     "note_host_failure",
     "note_kept_steps",
     "note_merge_failure",
+    "note_stuck",
     "note_unknown_results",
     "slow_program",
     "slow_replicas",

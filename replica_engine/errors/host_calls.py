@@ -104,5 +104,14 @@ def note_host_failure(error: BaseException, place: str, call: str, times: int, o
         add_note(error, f"also failed: {where}: {what}")
 
 
+def note_stuck(error: BaseException, replicas: int) -> None:
+    """Adds to an exception of a host call that its program has not ended."""
+    add_note(
+        error,
+        f"The program has not ended: its {replicas} replicas wait for each other, since the failed call's replica went "
+        "on with zeros, another way than the others. Make a new strategy, and load the variables from a checkpoint.",
+    )
+
+
 def _in(name: str) -> str:
     return f" at result{name}" if name else ""

@@ -209,8 +209,8 @@ class CaptureError(ReplicaEngineError, ValueError):
         """A resource of another kind: a table, an iterator, a summary writer."""
         return cls(
             f"`{fn}` uses a resource that is not a variable{at(where)}: {what}. Lookup tables, dataset "
-            "iterators and the like live on the host: use them there, in a function for xla.outside_compilation(fn, ...), or "
-            "before the run."
+            "iterators and the like live on the host: use them there, in a function for xla.outside_compilation(fn, ...) "
+            "or before the run."
         )
 
     @classmethod
@@ -258,8 +258,8 @@ class LoweringError(ReplicaEngineError, ValueError):
     def unsupported_op(cls, fn: str, op: str, where: str) -> LoweringError:
         """An op without a lowering."""
         return cls(
-            f"`{fn}` uses {op}{at(where)}, which XLA cannot compile. Let the host do it, in the middle of the body with "
-            "xla.outside_compilation(fn, ...), or before the run; MirroredStrategy runs it as it is."
+            f"`{fn}` uses {op}{at(where)}, which XLA cannot compile. Let the host do it, in the middle of the body "
+            "with xla.outside_compilation(fn, ...), or before the run; MirroredStrategy runs it as it is."
         )
 
     @classmethod

@@ -21,7 +21,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._compat import variables, xla_ops
+from replica_engine._compat import eager, variables, xla_ops
+from replica_engine.errors import HostResultError
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.markers import HOST_CALL, host_call_parameters
 from replica_engine.xla.arguments import view
@@ -191,9 +192,21 @@ class HostCall:
 
     def _on_host(self, run: HostRun, position: int, replica: int, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         with on_host(HostSide(self.calls.replica_ids[replica], run.size, self.where)):
-            tensors = [tf.constant(array) for array in arrays]  # copies
-            return [view(tensor) for tensor in self.compute(run, position, replica, tensors)]
+            tensors = [eager.tensor(array) for array in arrays]
+            values = [view(tensor) for tensor in self.compute(run, position, replica, tensors)]
+        for index, (value, wanted) in enumerate(zip(values, self.zeros, strict=True)):
+            if value.shape != wanted.shape or value.dtype != wanted.dtype:
+                raise HostResultError.other_tensor(self.name_of(index), _described(value), _described(wanted))
+        return values
+
+    def name_of(self, result: int) -> str:
+        """Where a result is in what the user's function returned."""
+        return ""
 
     def compute(self, run: HostRun, position: int, replica: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The work: of concrete tensors the results, of exactly the dtypes and shapes of `results`."""
+        """The work: of concrete tensors the results."""
         raise NotImplementedError
+
+
+def _described(array: np.ndarray) -> str:
+    return f"a tensor of dtype {array.dtype.name} and shape {array.shape}"

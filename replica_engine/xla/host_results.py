@@ -25,6 +25,7 @@ class HostResults:
         names: where each is in the structure: "['loss']".
         kinds: (where, what) is at each place; equal for equal structures.
         rebuild: the structure with other tensors.
+        is_tensor: whether it is a tensor and nothing around it.
 
     Raises:
         HostResultError: something in it can be no tensor.
@@ -35,6 +36,7 @@ class HostResults:
         self.names: list[str] = []
         self.kinds: list[tuple[str, str]] = []
         self.rebuild: Callable[[Sequence[Any]], Any] = self._open(value, "")
+        self.is_tensor = self.kinds == [("", "a tensor")]
 
     def _open(self, value: Any, name: str) -> Callable[[Sequence[Any]], Any]:
         if isinstance(value, tf.Tensor):  # first, since it is the most frequent

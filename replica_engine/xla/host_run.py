@@ -7,6 +7,7 @@ in step, so none waits for another.
 
 from __future__ import annotations
 
+import _thread
 import contextvars
 import threading
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from replica_engine._compat import thread_state
-from replica_engine.errors import add_note, note_host_failure
+from replica_engine.errors import add_note, note_host_failure, note_stuck
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.replica.location import is_internal
 from replica_engine.xla.input_queue import InputQueue
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from replica_engine.xla.host_call import HostCall
 
 _PATIENCE = 10_000  # host calls of a replica, about a second
+_STUCK_AFTER = 15.0  # seconds from a failure to the end of the program
 
 
 @dataclass
@@ -75,6 +77,9 @@ class HostRun:
         self._lock = threading.Lock()
         self._devices = devices
         self._feed = feed
+        self._waiting: int | None = None  # the thread that waits for the program
+        self._timer: threading.Timer | None = None
+        self._is_stuck = False
         # What the calls take over from the thread that launches: summary writers and the like.
         self._locals = thread_state.locals_of_thread()
         self._context = contextvars.copy_context()
@@ -127,7 +132,21 @@ class HostRun:
         failure = _Failure(error, replica, call, self._times.get((call.index, replica), 0), self.steps[replica])
         with self._lock:
             self.failures.append(failure)
+            if self._timer is None:
+                self._timer = threading.Timer(_STUCK_AFTER, self._end_wait)
+                self._timer.daemon = True
+                self._timer.start()
         self.give_up()
+
+    def _end_wait(self) -> None:
+        """Ends the wait for a program that does not end after a failure.
+
+        On zeros a replica may have taken another way than the others, who wait for it in a collective. Nothing ends
+        that; but the exception must reach the user.
+        """
+        if self._waiting == threading.main_thread().ident:
+            self._is_stuck = True
+            _thread.interrupt_main()
 
     def end(self, wait: Callable[[], None]) -> None:
         """Waits for the end of the program.
@@ -136,11 +155,18 @@ class HostRun:
             Exception: the first that a call raised, with notes of where it and others were raised; or what `wait`
                 raised.
         """
+        self._waiting = threading.get_ident()
         try:
             wait()
-        except Exception:
-            if not self.failures:  # else the program ended for these
+        except (Exception, KeyboardInterrupt) as error:
+            # What a call raised comes first: the program may have ended for that, or the wait for it.
+            if not self.failures or (isinstance(error, KeyboardInterrupt) and not self._is_stuck):
                 raise
+            if self._is_stuck:
+                note_stuck(self.failures[0].error, self.size)
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
         for kept in self.kept:
             kept.clear()
         if self.failures:

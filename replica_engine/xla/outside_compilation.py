@@ -120,19 +120,17 @@ class _Cluster(HostCall):
     def _call(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         fn, args, kwargs = self._template.build(tensors)
         value = fn(*args, **kwargs)
-        if not self.results and value is None:
-            return []
-        results = HostResults(value)
         wanted = self._wanted
+        if isinstance(value, tf.Tensor) and wanted.is_tensor:
+            return [value]
+        results = HostResults(value)
         if results.kinds != wanted.kinds:
             raise _other_structure(results.kinds, wanted.kinds)
-        for name, tensor, spec in zip(results.names, results.tensors, self.results, strict=True):
-            if tensor.dtype != spec.dtype or tensor.shape != spec.shape:
-                given, declared = (
-                    f"a tensor of dtype {each.dtype.name} and shape {each.shape}" for each in (tensor, spec)
-                )
-                raise HostResultError.other_tensor(name, given, declared)
         return results.tensors
+
+    def name_of(self, result: int) -> str:
+        """Where a result is in what the function returned."""
+        return self._wanted.names[result]
 
 
 class _Gradient(HostCall):
