@@ -209,7 +209,7 @@ class CaptureError(ReplicaEngineError, ValueError):
         """A resource of another kind: a table, an iterator, a summary writer."""
         return cls(
             f"`{fn}` uses a resource that is not a variable{at(where)}: {what}. Lookup tables, dataset "
-            "iterators and the like live on the host: use them there, in a function for xla.outside_compilation(fn, ...) "
+            "iterators and the like live on the host: use them there, in a function for xla.outside_compilation, "
             "or before the run."
         )
 

@@ -12,7 +12,6 @@ from replica_engine._compat import autograph
 from replica_engine.errors import InputsError, note_kept_steps
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.tpu_context import BodyReplicaContext
-from replica_engine.xla.arguments import Arguments
 from replica_engine.xla.device_loop import run_loop
 from replica_engine.xla.program import Programs
 from replica_engine.xla.source import Source
@@ -65,7 +64,7 @@ def run_steps(
 
     try:
         with strategy.scope():
-            batches = _batches(source.fn, iterator, spread, strategy.num_replicas_in_sync)
+            batches = _batches(source.fn, iterator, spread)
             outcome = run_loop(programs, source, step, batches, iterations, depth)
     except StopIteration:
         context = context_class()
@@ -79,13 +78,14 @@ def run_steps(
     return context
 
 
-def _batches(fn: Callable[..., Any], iterator: Any, spread: bool, size: int) -> Iterator[Arguments]:
+def _batches(fn: Callable[..., Any], iterator: Any, spread: bool) -> Iterator[tuple]:
+    """For each step its arguments after the context."""
     parameters = inspect.signature(fn)
     is_spread: bool | None = None
     for element in _elements(iterator):
         if is_spread is None:
             is_spread = isinstance(element, tuple) and _spreads(parameters, element, spread)
-        yield Arguments(element if is_spread else (element,), {}, size)
+        yield element if is_spread else (element,)
 
 
 def _elements(iterator: Any) -> Iterator[Any]:

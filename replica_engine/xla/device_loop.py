@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from replica_engine.errors import InputsError
 from replica_engine.xla.arguments import Arguments
+from replica_engine.xla.batches import BatchReader
 from replica_engine.xla.body import host_calls
 from replica_engine.xla.host_call import HostCall, HostCalls
 from replica_engine.xla.input_queue import InputQueue
@@ -44,7 +45,7 @@ def run_loop(
     programs: Programs,
     source: Source,
     step: Callable[[Callable[..., Any], Any, dict[str, Any]], Any],
-    batches: Iterator[Arguments],
+    batches: Iterator[tuple],
     iterations: int,
     depth: int,
 ) -> Outcome:
@@ -54,7 +55,7 @@ def run_loop(
         programs: what to compile with.
         source: the function that is a step.
         step: calls it, of the function, args and kwargs of a batch; what it returns comes out of the last step.
-        batches: the inputs, all of one structure and of the same shapes.
+        batches: the inputs, for each step its arguments; all of one structure and of the same shapes.
         iterations: how many steps.
         depth: how many batches are fetched ahead at most.
 
@@ -62,21 +63,27 @@ def run_loop(
         StopIteration: there is no batch at all.
         Exception: what the step raised while it was traced, a host call of it, or the iterator before the first batch.
     """
-    first = next(batches)
+    arguments = next(batches)
+    first = Arguments(arguments, {}, programs.devices.size)
     shapes = [_shape(slot) for slot in first.slots]
     loop = _Loop(source, step, first, shapes)
     key = ("device loop", source.key, first.key, tuple(shapes))
     program = programs.find(Source(loop, autograph=False, declared=key), Arguments((), {}, first.size), ())
     compiled = program.find([])
     queue = InputQueue(first.size, depth)
-    feeder = _Feeder(queue, first, shapes, batches, iterations, source.name)
-    feeder.start()
+    reader = BatchReader(arguments, first, source.name)
+    feeder = _Feeder(queue, arguments, reader, batches, iterations)
+    if iterations > 1:
+        feeder.start()
+    else:
+        feeder.run()  # there is nothing to fetch
     try:
         arrays = compiled.launch([], feed=queue)
         results = program.traced.results([programs.devices.fetch_all(array) for array in arrays])
     finally:
         queue.stop()
-        feeder.join(_JOIN)
+        if iterations > 1:
+            feeder.join(_JOIN)
     return Outcome(queue.begun, results, feeder.error)
 
 
@@ -146,63 +153,37 @@ class _Feeder(threading.Thread):
     Args:
         queue: where to put them.
         first: the first one.
-        shapes: of the slots.
+        reader: takes them apart.
         batches: the rest.
         iterations: how many to fetch.
-        name: of the step, for messages.
 
     Attributes:
         error: what ended the inputs early.
     """
 
-    def __init__(
-        self,
-        queue: InputQueue,
-        first: Arguments,
-        shapes: list[tuple[int, ...]],
-        batches: Iterator[Arguments],
-        iterations: int,
-        name: str,
-    ):
-        super().__init__(name=f"replica_engine: inputs of {name}", daemon=True)
+    def __init__(self, queue: InputQueue, first: tuple, reader: BatchReader, batches: Iterator[tuple], iterations: int):
+        super().__init__(name="replica_engine: inputs of a device loop", daemon=True)
         self.error: Exception | None = None
         self._queue = queue
         self._first = first
-        self._shapes = shapes
+        self._reader = reader
         self._batches = batches
         self._iterations = iterations
-        self._of = name
 
     def run(self) -> None:
         """The thread."""
         try:
-            batch = self._first
             for number in range(self._iterations):
-                if number:
-                    batch = next(self._batches)
-                    self._check(batch, number)
-                if not self._queue.put(_parts(batch)):
+                batch = next(self._batches) if number else self._first
+                if not self._queue.put(self._reader.parts(batch, number)):
                     return
         except Exception as error:
             self.error = error
         finally:
             self._queue.close()
 
-    def _check(self, batch: Arguments, number: int) -> None:
-        if batch.key != self._first.key:
-            raise InputsError.other_batch(self._of, number)
-        for slot, shape in zip(batch.slots, self._shapes, strict=True):
-            for value in slot.values:
-                if tuple(value.shape) != shape:
-                    raise InputsError.other_batch_shape(self._of, number, slot.name, str(value.shape), str(shape))
-
 
 def _shape(slot: Any) -> tuple[int, ...]:
     if not slot.shape.is_fully_defined():  # replicas have different ones
         raise InputsError.uneven_batch(slot.name, [str(value.shape) for value in slot.values])
     return tuple(slot.shape)
-
-
-def _parts(batch: Arguments) -> list[list[np.ndarray]]:
-    columns = batch.numpy()
-    return [[values[replica % len(values)] for values in columns] for replica in range(batch.size)]
