@@ -8,6 +8,9 @@ The gradients follow one rule, which `tf.distribute` has too: the objective is t
 all replicas. So the gradient of a sum over replicas is the sum over replicas of the gradients, and that of a
 permutation is the reverse permutation.
 
+What has a gradient is given an identity of its operand: in a branch, a gradient cannot find a tensor again that was
+passed in from outside.
+
 `groups` divides the replicas: `[[0, 1], [2, 3]]` makes two sums, each over two replicas. Each replica is in
 exactly one group. None is one group of all.
 """
@@ -179,7 +182,7 @@ def _sum(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
     def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         return _reduced(x, rows, "Add"), lambda dy: _sum(dy, rows)
 
-    return with_gradient(x)
+    return with_gradient(tf.identity(x))
 
 
 def _mean(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
@@ -210,7 +213,7 @@ def _extreme(op: str) -> Callable[[tf.Tensor, list[list[int]]], tf.Tensor]:
 
             return result, gradient
 
-        return with_gradient(x)
+        return with_gradient(tf.identity(x))
 
     return reduce
 
@@ -227,7 +230,7 @@ def _gather(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
     def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         return _of_some("all_gather", x, shape, axis=axis, groups=rows), lambda dy: _scatter(dy, axis, rows)
 
-    return with_gradient(x)
+    return with_gradient(tf.identity(x))
 
 
 def _scatter(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
@@ -239,7 +242,7 @@ def _scatter(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
         result = _of_some("reduce_scatter", x, shape, axis=axis, groups=rows, op="Add")
         return result, lambda dy: _gather(dy, axis, rows)
 
-    return with_gradient(x)
+    return with_gradient(tf.identity(x))
 
 
 def _exchange(x: tf.Tensor, split: int, concat: int, rows: list[list[int]]) -> tf.Tensor:
@@ -252,7 +255,7 @@ def _exchange(x: tf.Tensor, split: int, concat: int, rows: list[list[int]]) -> t
         result = _marker("all_to_all", x, shape, split_axis=split, concat_axis=concat, groups=rows)
         return result, lambda dy: _exchange(dy, concat, split, rows)
 
-    return with_gradient(x)
+    return with_gradient(tf.identity(x))
 
 
 def _permute(x: tf.Tensor, links: list[tuple[int, int]]) -> tf.Tensor:
@@ -262,7 +265,7 @@ def _permute(x: tf.Tensor, links: list[tuple[int, int]]) -> tf.Tensor:
     def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         return _marker("collective_permute", x, x.shape, pairs=links), lambda dy: _permute(dy, back)
 
-    return with_gradient(x)
+    return with_gradient(tf.identity(x))
 
 
 def _of_some(name: str, x: tf.Tensor, shape: list[int], **parameters: Any) -> tf.Tensor:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -88,26 +89,30 @@ class HostCalls:
         uid = self._gradients[root] = self._gradients.get(root, -1) + 1
         return f"{root}.{uid}"
 
-    def emit(
-        self, call: HostCall, operands: Sequence[tf.Tensor], after: tf.Tensor | None = None
-    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Adds a call to the graph under construction.
-
-        Args:
-            call: which.
-            operands: what it works on.
-            after: of a gradient the position of the call that it is the gradient of. In the gradient of a loop
-                TensorFlow knows a variable only by the handle that the loop has.
+    def emit(self, call: HostCall, operands: Sequence[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """Adds a call to the graph under construction, after all that were added before.
 
         Returns:
-            Its position, by which the gradient knows it again, and its results.
+            The position of the next call, by which the gradient of this one knows it again, and its results.
         """
-        handle = self._order.handles[0] if after is None else after.op.inputs[0]
+        handle = self._order.handles[0]
         graph = variables.graph()
         in_condition = variables.is_in_loop_condition(graph)
         position = getattr(graph, _LATEST, None) if in_condition else None
         if position is None:
             position = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int64)
+        following, results = self.emit_anywhere(call, position, operands)
+        if in_condition:  # XLA lets it write no variables. It has no gradient, and what comes after it does so anyway.
+            setattr(graph, _LATEST, following)
+        else:
+            tf.raw_ops.AssignVariableOp(resource=handle, value=following)
+        return following, results
+
+    @staticmethod
+    def emit_anywhere(
+        call: HostCall, position: tf.Tensor, operands: Sequence[tf.Tensor]
+    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """Adds a call to the graph, which happens after the one that `position` comes from."""
         following, *results = xla_ops.host_marker(
             HOST_CALL,
             [position, *operands],
@@ -115,11 +120,7 @@ class HostCalls:
             [tf.int64, *(spec.dtype for spec in call.results)],
             [[], *(spec.shape for spec in call.results)],
         )
-        if in_condition:  # XLA lets it write no variables. It has no gradient, and what comes after it does so anyway.
-            setattr(graph, _LATEST, following)
-        else:
-            tf.raw_ops.AssignVariableOp(resource=handle, value=following)
-        return position, results
+        return following, results
 
     @contextlib.contextmanager
     def launched(self, devices: DeviceGroup, feed: InputQueue | None = None) -> Iterator[HostRun | NoCalls]:
@@ -167,17 +168,22 @@ class HostCall:
         run = self.calls.run
         assert run is not None, "set before the launch"
         here = int(position)
-        following = np.asarray(here + run.size)
         replica = here % run.size
+        token = self.next_position(run, here, replica)
+        following = np.asarray(token)
         run.enter(self, replica)
         if run.is_over:
             return (following, *self.zeros)
         try:
-            values = run.run(lambda: self._on_host(run, here, replica, arrays))
+            values = run.run(lambda: self._on_host(run, here, token, replica, arrays))
             return (following, *values)
         except BaseException as error:
             run.note(error, replica, self)
             return (following, *self.zeros)
+
+    def next_position(self, run: HostRun, position: int, replica: int) -> int:
+        """The position of the replica's next call: another number for each call of a run."""
+        return position + run.size
 
     def describe(self) -> str:
         """For messages."""
@@ -190,10 +196,12 @@ class HostCall:
             self._zeros = [np.zeros(spec.shape, spec.dtype.as_numpy_dtype) for spec in self.results]
         return self._zeros
 
-    def _on_host(self, run: HostRun, position: int, replica: int, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def _on_host(
+        self, run: HostRun, position: int, token: int, replica: int, arrays: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
         with on_host(HostSide(self.calls.replica_ids[replica], run.size, self.where)):
             tensors = [eager.tensor(array) for array in arrays]
-            values = [view(tensor) for tensor in self.compute(run, position, replica, tensors)]
+            values = [view(tensor) for tensor in self.compute(run.kept[replica], position, token, tensors)]
         for index, (value, wanted) in enumerate(zip(values, self.zeros, strict=True)):
             if value.shape != wanted.shape or value.dtype != wanted.dtype:
                 raise HostResultError.other_tensor(self.name_of(index), _described(value), _described(wanted))
@@ -203,8 +211,15 @@ class HostCall:
         """Where a result is in what the user's function returned."""
         return ""
 
-    def compute(self, run: HostRun, position: int, replica: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The work: of concrete tensors the results."""
+    def compute(self, kept: dict[int, Any], position: int, token: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """The work: of concrete tensors the results.
+
+        Args:
+            kept: what the replica's calls have kept for their gradients, by token.
+            position: of this call; of a gradient, the token of the call that it is the gradient of.
+            token: what this call returns as the next position.
+            tensors: what it works on.
+        """
         raise NotImplementedError
 
 

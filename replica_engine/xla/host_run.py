@@ -61,7 +61,7 @@ class HostRun:
         size: the number of replicas.
         can_fail: whether a call may raise.
         failures: calls that raised, in the order of time.
-        kept: for each replica, by position, what gradients of a call need.
+        kept: for each replica what gradients of its calls need, by the token of the call.
         steps: for each replica the step of a device loop that it is in, from 0; None in no loop.
     """
 
@@ -74,6 +74,7 @@ class HostRun:
         self._times: dict[tuple[int, int], int] = {}
         self._made = [0] * size  # calls of each replica
         self._most: int | None = None  # how many more calls than this none may make
+        self._tokens = list(range(size))
         self._lock = threading.Lock()
         self._devices = devices
         self._feed = feed
@@ -108,6 +109,11 @@ class HostRun:
             self._times[call.index, replica] = self._times.get((call.index, replica), 0) + 1
         elif self._made[replica] > self._most:
             raise RuntimeError("The run has failed, and its program does not end by itself.")
+
+    def new_token(self, replica: int) -> int:
+        """A negative number of the replica's that no other call has."""
+        self._tokens[replica] -= self.size
+        return self._tokens[replica]
 
     def next_step(self, replica: int) -> list[np.ndarray] | None:
         """A replica goes on to the next step of a device loop: its part of the batch, or None at the end."""

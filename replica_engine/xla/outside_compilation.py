@@ -85,7 +85,7 @@ def outside_compilation(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 class _Kept(NamedTuple):
-    """A cluster that ran under a tape: what its gradient needs."""
+    """A call that ran under a tape: what its gradient needs."""
 
     tape: tf.GradientTape
     inputs: list[tf.Tensor]
@@ -96,25 +96,24 @@ class _Cluster(HostCall):
     """A call of the user's function."""
 
     differentiated = False
-    after = None
 
     def __init__(self, calls: HostCalls, name: str, where: str, template: Template, results: HostResults):
         super().__init__(calls, name, where, results.tensors)
         self._template = template
         self._wanted = results
 
-    def arguments(self, inputs: Sequence[tf.Tensor], _: Any) -> Sequence[tf.Tensor]:
-        """What is sent to the host of what the results depend on."""
-        return inputs
+    def emit(self, inputs: Sequence[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """Adds the call to the graph; all that the results depend on goes to the host."""
+        return self.calls.emit(self, inputs)
 
-    def compute(self, run: HostRun, position: int, replica: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    def compute(self, kept: dict[int, Any], position: int, token: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Calls the function."""
         if not self.differentiated:
             return self._call(tensors)
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
             tape.watch([tensor for tensor in tensors if _has_gradient(tensor)])
             outputs = self._call(tensors)
-        run.kept[replica][position] = _Kept(tape, tensors, outputs)
+        kept[token] = _Kept(tape, tensors, outputs)
         return outputs
 
     def _call(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -134,71 +133,68 @@ class _Cluster(HostCall):
 
 
 class _Gradient(HostCall):
-    """The gradient of a cluster, or of a gradient.
+    """The gradient of a cluster, or of a gradient. It runs nothing of the user's, so it keeps no order.
 
     Args:
         of: which.
         inputs: what the results of `of` depend on.
-        after: the position of the call of `of`, in the body.
+        token: what `of` returned for the position of the next call; it goes on from gradient to gradient.
     """
 
     differentiated = False
 
-    def __init__(self, of: _Cluster | _Gradient, inputs: Sequence[tf.Tensor], after: tf.Tensor):
+    def __init__(self, of: _Cluster | _Gradient, inputs: Sequence[tf.Tensor], token: tf.Tensor):
         of.differentiated = True
         specs = [tf.TensorSpec(each.shape, each.dtype) for each in inputs if _has_gradient(each)]
         super().__init__(of.calls, of.calls.new_gradient_name(of.name), of.where, specs)
-        self.after = after
+        self._token = token
+        self._sent = len(inputs)
 
-    def arguments(self, inputs: Sequence[tf.Tensor], count: int) -> Sequence[tf.Tensor]:
-        """What is sent to the host of what the results depend on: the gradients of the outputs."""
-        return [self.after, *inputs[count:]]
+    def emit(self, inputs: Sequence[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """Adds the call to the graph; of what the results depend on, the gradients of the outputs go to the host."""
+        return self.calls.emit_anywhere(self, self._token, inputs[self._sent :])
+
+    def next_position(self, run: HostRun, position: int, replica: int) -> int:
+        """No position, since it takes no place in the order, but another number for each call too."""
+        return run.new_token(replica)
 
     def describe(self) -> str:
         """For messages."""
         return f"the gradient {self.name!r} of {super().describe()}"
 
-    def compute(self, run: HostRun, position: int, replica: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    def compute(self, kept: dict[int, Any], position: int, token: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Asks the tape of the cluster."""
-        forward, *gradients = tensors
-        kept: _Kept = run.kept[replica][int(forward)]
-        tape = kept.tape
-        sources = [tensor for tensor in kept.inputs if _has_gradient(tensor)]
-        targets = [tensor for tensor in kept.outputs if _has_gradient(tensor)]
+        tape, inputs, outputs = kept[position]
+        sources = [tensor for tensor in inputs if _has_gradient(tensor)]
+        targets = [tensor for tensor in outputs if _has_gradient(tensor)]
         zero = tf.UnconnectedGradients.ZERO
         if not self.differentiated:
-            return _dense(tape.gradient(targets, sources, gradients, zero))
+            return _dense(tape.gradient(targets, sources, tensors, zero))
         with tape:
-            tape.watch(gradients)
-            results = _dense(tape.gradient(targets, sources, gradients, zero))
-        run.kept[replica][position] = _Kept(tape, [*kept.inputs, *gradients], results)
+            tape.watch(tensors)
+            results = _dense(tape.gradient(targets, sources, tensors, zero))
+        kept[token] = _Kept(tape, [*inputs, *tensors], results)
         return results
 
 
-def _differentiable(call: _Cluster | _Gradient, inputs: Sequence[tf.Tensor], sent: int = 0) -> list[tf.Tensor]:
-    """The results of a call, with gradients with respect to all that they depend on.
-
-    Args:
-        call: the call.
-        inputs: what the results depend on; more than is sent to the host.
-        sent: as `arguments` of the call wants it.
-    """
+def _differentiable(call: _Cluster | _Gradient, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The results of a call, with gradients with respect to all that they depend on."""
     if not any(map(_has_gradient, inputs)) or not any(map(_has_gradient, call.results)):
-        return call.calls.emit(call, call.arguments(inputs, sent), call.after)[1]
+        return call.emit(inputs)[1]
 
     @tf.custom_gradient
     def with_gradient(*inputs: tf.Tensor) -> tuple[list[tf.Tensor], Callable]:
-        position, results = call.calls.emit(call, call.arguments(inputs, sent), call.after)
+        token, results = call.emit(inputs)
 
         def gradient(*upstream: tf.Tensor) -> list[tf.Tensor | None]:
             given = [each for each, spec in zip(upstream, call.results, strict=True) if _has_gradient(spec)]
-            inner = _Gradient(call, inputs, position)
-            found = iter(_differentiable(inner, [*inputs, *given], len(inputs)))
+            found = iter(_differentiable(_Gradient(call, inputs, token), [*inputs, *given]))
             return [next(found) if _has_gradient(each) else None for each in inputs]
 
         return results, gradient
 
-    return with_gradient(*inputs)
+    # Identities, since a gradient in a branch cannot find tensors of outside again that were passed in.
+    return with_gradient(*map(tf.identity, inputs))
 
 
 def _other_structure(given: list[tuple[str, str]], wanted: list[tuple[str, str]]) -> HostResultError:
