@@ -5,11 +5,16 @@ Checked on TensorFlow 2.21.0.
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import threading
 import traceback
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
+
+# ControlStatusCtx, Status: sets that status; a tf.function that is not converted has it switched off.
+from tensorflow.python.autograph.core.ag_ctx import ControlStatusCtx as _ControlStatusCtx
+from tensorflow.python.autograph.core.ag_ctx import Status as _Status
 
 # AutoGraph's status on this thread: whether the caller's own function was converted.
 from tensorflow.python.autograph.core.ag_ctx import control_status_ctx as _control_status
@@ -33,6 +38,8 @@ from replica_engine.errors import add_note
 
 F = TypeVar("F", bound=Callable)
 
+_GENERATED = "__autograph_generated_file"  # how AutoGraph names its files
+
 OPERATORS = "ag__"
 """The variable that converted functions close over: AutoGraph's operators."""
 
@@ -47,9 +54,19 @@ def convert_always(fn: F) -> F:
     return _py_func_from_autograph(fn)
 
 
+def as_outside() -> contextlib.AbstractContextManager[Any]:
+    """What is converted inside is so as if nobody around had asked for anything."""
+    return _ControlStatusCtx(_Status.UNSPECIFIED)
+
+
 def artifact(fn: F) -> F:
     """Marks `fn` as library code: AutoGraph calls it as it is, and still converts what it calls."""
     return _artifact(fn)
+
+
+def is_generated(filename: str) -> bool:
+    """Whether a file holds code that AutoGraph generated."""
+    return _GENERATED in filename
 
 
 def original_location(filename: str, lineno: int, function: str, threads: tuple[int, ...]) -> tuple[str, int, str]:

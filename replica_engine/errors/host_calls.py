@@ -64,7 +64,7 @@ class HostResultError(ReplicaEngineError, ValueError, TypeError):
 
 
 class HostAccessError(ReplicaEngineError, RuntimeError):
-    """A host function uses something that is on the devices while the body runs."""
+    """A host function, or the iterator of a device loop, uses something that is on the devices meanwhile."""
 
     @classmethod
     def variable(cls, name: str, where: str) -> HostAccessError:
@@ -73,6 +73,24 @@ class HostAccessError(ReplicaEngineError, RuntimeError):
             f"The function that outside_compilation{at(where)} runs on the host uses the variable {name!r}, whose "
             "values are on the devices while the body runs. Pass its value as an argument, "
             "outside_compilation(fn, variable.read_value()), and assign results in the body."
+        )
+
+    @classmethod
+    def devices(cls, where: str) -> HostAccessError:
+        """A program was to be run on devices."""
+        return cls(
+            f"The function that outside_compilation{at(where)} runs on the host uses devices: it runs a compiled body, "
+            "or looks at a variable of a strategy. Devices run one program at a time, and this one waits for the "
+            "function. Do it before or after the run."
+        )
+
+    @classmethod
+    def in_inputs(cls) -> HostAccessError:
+        """The iterator of a device loop uses devices."""
+        return cls(
+            "The iterator of a device loop uses devices: it runs a compiled body, or looks at a variable of a "
+            "strategy. Devices run one program at a time, and the loop waits for the iterator. Do it before or "
+            "after run_steps."
         )
 
     @classmethod

@@ -99,6 +99,11 @@ class InputsError(ReplicaEngineError, ValueError, TypeError):
         )
 
     @classmethod
+    def no_iterator(cls, given: object) -> InputsError:
+        """Nothing to iterate over."""
+        return cls(f"run_steps takes an iterator, of a data set for example; got {brief(given)}.")
+
+    @classmethod
     def bad_iterations(cls, name: str, value: object) -> InputsError:
         """No number of steps."""
         return cls(f"`{name}` must be a positive int; got {value!r}.")

@@ -57,30 +57,29 @@ class Executable:
     def launch(self, arrays: list[Array]) -> list[Array]:
         """Sets the program going on all replicas; the caller holds `DeviceGroup.in_flight` and calls `wait` next.
 
-        Arrays that the program donates are gone afterwards; the results take their place, ready or not.
+        Arrays that the program donates are gone afterwards; the results take their place, ready or not. The caller
+        holds off Ctrl-C (`interrupts.held_off`) until they have.
 
         Raises:
             StuckProgramError: a program that was interrupted before has not ended.
         """
-        self._devices.wait_for_interrupted()
+        devices = self._devices
+        devices.wait_for_interrupted()
         if self._handlers:
             results = self._executable.execute_sharded(arrays).consume_with_handlers(self._handlers)
-            self._devices.running = results[0]
+            devices.running, devices.interrupted = results[0], True  # until somebody waits for it
             return results
         running = self._executable.execute_sharded(arrays, with_tokens=True)
-        self._devices.running = running.consume_token()
+        devices.running, devices.interrupted = running.consume_token(), True
         return []
 
     def wait(self) -> None:
         """On CPU, and if it calls the host, waits for the end of the program; else it is queued, and that is enough.
 
-        Interrupted, by Ctrl-C say, it leaves a note for the next launch, which must not begin before.
+        Interrupted, by Ctrl-C say, it leaves the next launch a note, which must not begin before.
         """
+        devices = self._devices
         if self._waits:
-            try:
-                with waiting_for(self._name, self._devices.size):
-                    self._devices.running.block_until_ready()
-            except BaseException:
-                self._devices.interrupted = True
-                raise
-        self._devices.running = None
+            with waiting_for(self._name, devices.size):
+                devices.running.block_until_ready()
+        devices.running, devices.interrupted = None, False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,48 @@ from replica_engine.pjrt.jaxlib import (
 Array = Any
 """An array on the devices of a group: a `jax.Array`."""
 
+_thread = threading.local()
+
+
+class needed_by_a_program:
+    """A program waits for what runs inside, on this thread. So that must not wait for the program.
+
+    Args:
+        why: the error to raise if it is about to.
+    """
+
+    def __init__(self, why: Callable[[], Exception]):
+        self._why = why
+
+    def __enter__(self) -> None:
+        self._before = getattr(_thread, "why", None)
+        _thread.why = self._why
+
+    def __exit__(self, *_: object) -> None:
+        _thread.why = self._before
+
+
+class ProgramOrder:
+    """A lock that programs take turns with; a thread may take it again that has it.
+
+    Raises:
+        Exception: as `needed_by_a_program` says, where waiting for it would be waiting for ever.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        if (why := getattr(_thread, "why", None)) is not None:
+            raise why()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 # One for each platform: see `DeviceGroup.in_flight`.
-_orders: dict[str, Any] = {}
+_orders: dict[str, ProgramOrder] = {}
 
 
 class DeviceGroup:
@@ -42,7 +82,7 @@ class DeviceGroup:
         names: for messages: "CPU:0", ...
         in_flight: held from a program's launch to its end.
         running: what becomes ready when the program that was launched last ends; None if it has ended.
-        interrupted: whether somebody stopped waiting for that program.
+        interrupted: whether nobody is waiting for that program, though it may not have ended.
 
     **Why one program at a time on CPU.** Replicas of a program meet in its collectives, and a replica that
     waits there holds a thread of the client. With two programs in flight, replicas of one can hold all threads
@@ -61,7 +101,7 @@ class DeviceGroup:
         self.sharding = NamedSharding(mesh, PartitionSpec())
         self._split = NamedSharding(mesh, PartitionSpec("replica"))
         self._single = [SingleDeviceSharding(device) for device in devices]
-        self.in_flight = _orders.setdefault(platform, threading.RLock())
+        self.in_flight = _orders.setdefault(platform, ProgramOrder())
         self.running: Any = None
         self.interrupted = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -62,19 +63,24 @@ def run_steps(
             tf.distribute.get_replica_context().merge_call(lambda _: (converted(context, *args, **kwargs), None)[1])
         return context.traced()
 
+    batches = _batches(source.fn, iterator, spread)
+    context = context_class()
+    context.last_step_outputs = dict(initial_values or {})
     try:
-        with strategy.scope():
-            batches = _batches(source.fn, iterator, spread)
-            outcome = run_loop(programs, source, step, batches, iterations, depth)
-    except StopIteration:
-        context = context_class()
-        context.last_step_outputs = dict(initial_values or {})
-        raise _out_of_range(context, iterations) from None
-    context = context_class.filled(outcome.steps, outcome.results)
-    if isinstance(outcome.error, StopIteration):
+        first = next(batches, None)
+    except BaseException as error:
+        _keep(error, context, iterations)
+        raise
+    if first is None:
         raise _out_of_range(context, iterations)
+    with strategy.scope():
+        outcome = run_loop(programs, source, step, first, batches, iterations, depth)
+    context = context_class.filled(outcome.steps, outcome.results)
     if outcome.error is not None:
-        raise _kept(outcome.error, context, iterations)
+        _keep(outcome.error, context, iterations)
+        raise outcome.error
+    if outcome.steps < iterations:
+        raise _out_of_range(context, iterations)
     return context
 
 
@@ -85,19 +91,24 @@ def _batches(fn: Callable[..., Any], iterator: Any, spread: bool) -> Iterator[tu
     for element in _elements(iterator):
         if is_spread is None:
             is_spread = isinstance(element, tuple) and _spreads(parameters, element, spread)
-        yield element if is_spread else (element,)
+        yield element if is_spread and isinstance(element, tuple) else (element,)
 
 
 def _elements(iterator: Any) -> Iterator[Any]:
-    """What an iterator yields; one that only knows `get_next`, too."""
+    """What an iterator yields; one that only knows `get_next`, too. It goes on where this one stops."""
+    following: Any
     if hasattr(iterator, "__iter__"):
-        yield from iterator
-        return
-    try:
-        while True:
-            yield iterator.get_next()
-    except tf.errors.OutOfRangeError:
-        return
+        following = iter(iterator).__next__
+    elif hasattr(iterator, "get_next"):
+        following = iterator.get_next
+    else:
+        raise InputsError.no_iterator(iterator)
+    while True:
+        try:
+            element = following()
+        except (StopIteration, tf.errors.OutOfRangeError):
+            return
+        yield element
 
 
 def _spreads(parameters: inspect.Signature, element: tuple, preferred: bool) -> bool:
@@ -113,10 +124,12 @@ def _spreads(parameters: inspect.Signature, element: tuple, preferred: bool) -> 
 
 def _out_of_range(context: MultiStepContext, iterations: int) -> tf.errors.OutOfRangeError:
     error = tf.errors.OutOfRangeError(None, None, f"The iterator ended after {context.steps} of {iterations} steps.")
-    return _kept(error, context, iterations)
-
-
-def _kept(error: Any, context: MultiStepContext, iterations: int) -> Any:
-    note_kept_steps(error, context.steps, iterations)
-    error.context = context
+    _keep(error, context, iterations)
     return error
+
+
+def _keep(error: Any, context: MultiStepContext, iterations: int) -> None:
+    """Adds to an exception how many steps ran."""
+    note_kept_steps(error, context.steps, iterations)
+    with contextlib.suppress(Exception):  # one that takes no attributes; the exception itself is what matters
+        error.context = context

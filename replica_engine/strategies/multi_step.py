@@ -83,7 +83,7 @@ class MultiStepContext:
         context = cls()
         context.steps = steps
         rest: _Rest = results[0][1]
-        context.non_tensor_outputs = rest.non_tensor_outputs
+        context.non_tensor_outputs = dict(rest.non_tensor_outputs)
         context._reduced = rest.reduced
         for name, is_reduced in rest.reduced.items():
             values = [outputs[name] for outputs, _ in results]

@@ -29,6 +29,7 @@ class BatchReader:
         self._arguments = arguments
         self._name = name
         self._like, _ = _read(batch)
+        self._skeleton = tf.nest.map_structure(lambda _: 0, batch)
 
     def parts(self, batch: tuple, number: int) -> list[list[np.ndarray]]:
         """Of each replica the arrays of a batch, which nobody changes any more.
@@ -44,7 +45,7 @@ class BatchReader:
 
     def _through_arguments(self, batch: tuple, number: int) -> list[list[np.ndarray]]:
         first = self._arguments
-        given = Arguments(batch, {}, first.size)
+        given = Arguments(self._in_order(batch), {}, first.size, numbers=True)
         if given.key != first.key:
             raise InputsError.other_batch(self._name, number)
         for slot, wanted in zip(given.slots, first.slots, strict=True):
@@ -53,6 +54,14 @@ class BatchReader:
                     shapes = str(value.shape), str(wanted.shape)
                     raise InputsError.other_batch_shape(self._name, number, slot.name, *shapes)
         return given.numpy()
+
+    def _in_order(self, batch: tuple) -> tuple:
+        """A batch with the keys of its dictionaries in the order of the first one's."""
+        try:
+            tf.nest.assert_same_structure(self._skeleton, batch)
+        except (ValueError, TypeError):
+            return batch
+        return tf.nest.pack_sequence_as(self._skeleton, tf.nest.flatten(batch))
 
 
 def _read(batch: Any) -> tuple[list[Any] | None, list[list[np.ndarray]]]:
@@ -82,7 +91,7 @@ def _read_into(value: Any, like: list[Any], columns: list[list[np.ndarray]]) -> 
             array = np.array(part, order="C")  # a copy: whoever made it may use it for the next one
         else:
             return False
-        if array.dtype.kind in "OSU":
+        if array.dtype.kind in "OSU" or not array.dtype.isnative:
             return False
         column.append(array)
         like.append((array.dtype, array.shape))

@@ -11,6 +11,7 @@ import tensorflow as tf
 from replica_engine.errors import InputsError
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import Array, DeviceGroup
+from replica_engine.pjrt.interrupts import held_off
 from replica_engine.xla.arguments import Arguments
 from replica_engine.xla.counts import count
 from replica_engine.xla.input_queue import InputQueue
@@ -72,12 +73,15 @@ class Compiled:
                 self._constants = [put([tensors[index].numpy()]) for index in self.lowered.captured]
             arguments += self._constants
         with self.devices.in_flight, self.lowered.traced.host_calls.launched(self.devices, feed) as run:
-            results = self.executable.launch([*arguments, *(variable.array() for variable in self.variables)])
-            if not run.can_fail:  # before the wait, which Ctrl-C may end: the old values are gone
-                self._adopt(results)
+            arguments += [variable.array() for variable in self.variables]
+            with held_off():
+                results = self.executable.launch(arguments)
+                if not run.can_fail:  # before the wait, which Ctrl-C may end: the old values are gone
+                    self._adopt(results)
             run.end(self.executable.wait)
             if run.can_fail:
-                self._adopt(results)
+                with held_off():  # all of them or none
+                    self._adopt(results)
             for variable, _ in self._writes:
                 variable.launched()
         return results[: self._results]

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from replica_engine.errors import InputsError
+from replica_engine._compat import autograph, xla_ops
+from replica_engine.errors import HostAccessError, InputsError, LoweringError
+from replica_engine.pjrt.group import needed_by_a_program
 from replica_engine.xla.arguments import Arguments
 from replica_engine.xla.batches import BatchReader
 from replica_engine.xla.body import host_calls
@@ -23,6 +25,7 @@ from replica_engine.xla.host_call import HostCall, HostCalls
 from replica_engine.xla.input_queue import InputQueue
 from replica_engine.xla.program import Programs
 from replica_engine.xla.source import Source
+from replica_engine.xla.user_lines import user_line
 
 _JOIN = 1.0  # seconds that a run waits for its feeding thread, which may be in the user's iterator
 
@@ -31,21 +34,22 @@ class Outcome(NamedTuple):
     """What a device loop came to.
 
     Attributes:
-        steps: how many ran.
+        steps: how many ran; fewer than were asked for if the inputs ended early.
         results: for each replica what the last step returned.
-        error: what ended the inputs early: StopIteration if there were no more, or what the iterator raised.
+        error: what the iterator raised.
     """
 
     steps: int
     results: list[Any]
-    error: Exception | None
+    error: BaseException | None
 
 
 def run_loop(
     programs: Programs,
     source: Source,
     step: Callable[[Callable[..., Any], Any, dict[str, Any]], Any],
-    batches: Iterator[tuple],
+    first: tuple,
+    rest: Iterator[tuple],
     iterations: int,
     depth: int,
 ) -> Outcome:
@@ -55,34 +59,33 @@ def run_loop(
         programs: what to compile with.
         source: the function that is a step.
         step: calls it, of the function, args and kwargs of a batch; what it returns comes out of the last step.
-        batches: the inputs, for each step its arguments; all of one structure and of the same shapes.
+        first: the inputs of the first step: its arguments.
+        rest: those of the others, of the same structure and shapes.
         iterations: how many steps.
         depth: how many batches are fetched ahead at most.
 
     Raises:
-        StopIteration: there is no batch at all.
-        Exception: what the step raised while it was traced, a host call of it, or the iterator before the first batch.
+        Exception: what the step raised while it was traced, or a host call of it.
     """
-    arguments = next(batches)
-    first = Arguments(arguments, {}, programs.devices.size)
-    shapes = [_shape(slot) for slot in first.slots]
-    loop = _Loop(source, step, first, shapes)
-    key = ("device loop", source.key, first.key, tuple(shapes))
-    program = programs.find(Source(loop, autograph=False, declared=key), Arguments((), {}, first.size), ())
+    arguments = Arguments(first, {}, programs.devices.size, numbers=True)
+    shapes = [_shape(slot, source.name) for slot in arguments.slots]
+    loop = _Loop(source, step, arguments, shapes)
+    key = ("device loop", source.key, arguments.key, tuple(shapes))
+    program = programs.find(Source(loop, autograph=False, declared=key), Arguments((), {}, arguments.size), ())
+    loop.forget()
     compiled = program.find([])
-    queue = InputQueue(first.size, depth)
-    reader = BatchReader(arguments, first, source.name)
-    feeder = _Feeder(queue, arguments, reader, batches, iterations)
-    if iterations > 1:
-        feeder.start()
-    else:
-        feeder.run()  # there is nothing to fetch
+    queue = InputQueue(arguments.size, depth)
+    feeder = _Feeder(queue, first, BatchReader(first, arguments, source.name), rest, iterations)
     try:
+        if iterations > 1:
+            feeder.start()
+        else:
+            feeder.run()  # there is nothing to fetch
         arrays = compiled.launch([], feed=queue)
         results = program.traced.results([programs.devices.fetch_all(array) for array in arrays])
     finally:
         queue.stop()
-        if iterations > 1:
+        if feeder.ident is not None:
             feeder.join(_JOIN)
     return Outcome(queue.begun, results, feeder.error)
 
@@ -93,22 +96,30 @@ class _Loop:
     def __init__(self, source: Source, step: Callable[..., Any], like: Arguments, shapes: Sequence[tuple[int, ...]]):
         self.__name__ = source.name
         self._fn = source.fn
-        self._step = step
-        self._rebuild = like.rebuild
+        self._step: Any = step
+        self._rebuild: Any = like.rebuild
         self._specs = [tf.TensorSpec(shape, slot.dtype) for slot, shape in zip(like.slots, shapes, strict=True)]
+
+    def forget(self) -> None:
+        """It has been traced: the first batch, which is in what was needed for that, need not live on."""
+        self._rebuild = self._step = None
 
     def __call__(self) -> Any:
         packed: list[Any] = []
 
         def flat(*tensors: tf.Tensor) -> list[tf.Tensor]:
             args, kwargs = self._rebuild(tensors)
-            value = self._step(self._fn, args, kwargs)
+            with autograph.as_outside():  # this function is not converted, the step is
+                value = self._step(self._fn, args, kwargs)
             packed.append(value)
             return [tf.identity(each) for each in tf.nest.flatten(value) if tf.is_tensor(each)]
 
         feed = _Feed(host_calls(), self.__name__, self._specs)
         # Traced by itself first, since a loop has to know beforehand what its body returns.
         step = tf.function(flat, autograph=False).get_concrete_function(*self._specs)
+        for index, output in enumerate(step.outputs):
+            if not output.shape.is_fully_defined():
+                raise LoweringError.dynamic_result(self.__name__, index, user_line(output))
         zeros = [tf.zeros(each.shape, each.dtype) for each in step.outputs]
 
         def body(_: Any, inputs: list[tf.Tensor], __: Any) -> tuple:
@@ -163,7 +174,7 @@ class _Feeder(threading.Thread):
 
     def __init__(self, queue: InputQueue, first: tuple, reader: BatchReader, batches: Iterator[tuple], iterations: int):
         super().__init__(name="replica_engine: inputs of a device loop", daemon=True)
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._queue = queue
         self._first = first
         self._reader = reader
@@ -173,17 +184,29 @@ class _Feeder(threading.Thread):
     def run(self) -> None:
         """The thread."""
         try:
-            for number in range(self._iterations):
-                batch = next(self._batches) if number else self._first
-                if not self._queue.put(self._reader.parts(batch, number)):
-                    return
-        except Exception as error:
+            with needed_by_a_program(HostAccessError.in_inputs):
+                self._fetch()
+        except BaseException as error:
             self.error = error
         finally:
             self._queue.close()
 
+    def _fetch(self) -> None:
+        batch: Any = self._first
+        self._first = ()
+        for number in range(self._iterations):
+            if not self._queue.wait_for_room():
+                return
+            if number:
+                batch = next(self._batches, None)
+            if batch is None:
+                return
+            self._queue.put(self._reader.parts(batch, number))
 
-def _shape(slot: Any) -> tuple[int, ...]:
+
+def _shape(slot: Any, name: str) -> tuple[int, ...]:
+    if xla_ops.is_host_only(slot.dtype):
+        raise LoweringError.host_only(name, slot.name, slot.dtype.name)
     if not slot.shape.is_fully_defined():  # replicas have different ones
         raise InputsError.uneven_batch(slot.name, [str(value.shape) for value in slot.values])
     return tuple(slot.shape)

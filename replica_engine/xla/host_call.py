@@ -23,8 +23,8 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._compat import eager, variables, xla_ops
-from replica_engine.errors import HostResultError
-from replica_engine.pjrt.group import Array, DeviceGroup
+from replica_engine.errors import HostAccessError, HostResultError
+from replica_engine.pjrt.group import Array, DeviceGroup, needed_by_a_program
 from replica_engine.pjrt.markers import HOST_CALL, host_call_parameters
 from replica_engine.xla.arguments import view
 from replica_engine.xla.body import HostSide, on_host
@@ -135,10 +135,12 @@ class HostCalls:
         run = self.run = HostRun(devices, self.can_fail, feed)
         try:
             yield run
-            self.run = None
         except BaseException:  # Ctrl-C, say
             run.give_up()
             raise
+        finally:
+            if run.has_ended:
+                self.run = None
 
 
 class HostCall:
@@ -199,7 +201,8 @@ class HostCall:
     def _on_host(
         self, run: HostRun, position: int, token: int, replica: int, arrays: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
-        with on_host(HostSide(self.calls.replica_ids[replica], run.size, self.where)):
+        side = HostSide(self.calls.replica_ids[replica], run.size, self.where)
+        with on_host(side), needed_by_a_program(lambda: HostAccessError.devices(self.where)):
             tensors = [eager.tensor(array) for array in arrays]
             values = [view(tensor) for tensor in self.compute(run.kept[replica], position, token, tensors)]
         for index, (value, wanted) in enumerate(zip(values, self.zeros, strict=True)):

@@ -62,12 +62,14 @@ class HostRun:
         can_fail: whether a call may raise.
         failures: calls that raised, in the order of time.
         kept: for each replica what gradients of its calls need, by the token of the call.
+        has_ended: whether the program has.
         steps: for each replica the step of a device loop that it is in, from 0; None in no loop.
     """
 
     def __init__(self, devices: DeviceGroup, can_fail: bool, feed: InputQueue | None):
         size = self.size = devices.size
         self.can_fail = can_fail
+        self.has_ended = False
         self.failures: list[_Failure] = []
         self.kept: list[dict[int, Any]] = [{} for _ in range(size)]
         self.steps: list[int | None] = [None] * size
@@ -173,22 +175,28 @@ class HostRun:
         finally:
             if self._timer is not None:
                 self._timer.cancel()
+        self.has_ended = not self._is_stuck
         for kept in self.kept:
             kept.clear()
         if self.failures:
             self._raise_first()
 
     def _raise_first(self) -> NoReturn:
-        first = self.failures[0]
-        for failure in self.failures[:8]:
+        # Not kept: an exception holds the frames it went through, and the compiled program holds this.
+        failures, self.failures = self.failures, []
+        first = failures[0]
+        for failure in failures[:8]:
             place = f"replica {failure.replica} of {self.size}, {self._devices.names[failure.replica]}"
             if failure.step is not None:
                 place += f", iteration {failure.step} of the device loop"
             raised = None if failure is first else failure.error
             note_host_failure(first.error, place, failure.call.describe(), failure.times, raised)
-        if len(self.failures) > 8:
-            add_note(first.error, f"and {len(self.failures) - 8} more")
-        raise first.error
+        if len(failures) > 8:
+            add_note(first.error, f"and {len(failures) - 8} more")
+        try:
+            raise first.error
+        finally:
+            del first, failure, failures  # this frame is one of those
 
 
 class NoCalls:

@@ -36,11 +36,16 @@ class InputQueue:
         self._next = [0] * replicas
         self._changed = threading.Condition()
 
+    def wait_for_room(self) -> bool:
+        """Waits until there is room for a batch; False if no more are wanted."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._end is not None or len(self._batches) < self._depth)
+            return self._end is None
+
     def put(self, parts: Parts) -> bool:
         """Waits for room, and adds a batch; False if no more are wanted."""
         with self._changed:
-            self._changed.wait_for(lambda: self._end is not None or len(self._batches) < self._depth)
-            if self._end is not None:
+            if not self.wait_for_room():
                 return False
             self._batches[self._put] = parts, [len(self._next)]
             self._put += 1

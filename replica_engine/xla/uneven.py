@@ -17,6 +17,7 @@ import numpy as np
 
 from replica_engine.errors import ReplicaMismatchError
 from replica_engine.pjrt.executable import Executable
+from replica_engine.pjrt.interrupts import held_off
 from replica_engine.xla.counts import count
 from replica_engine.xla.lower import Lowered
 from replica_engine.xla.resident import resident_of
@@ -24,7 +25,7 @@ from replica_engine.xla.resident import resident_of
 if TYPE_CHECKING:
     from replica_engine.xla.program import TracedProgram
 
-_COLLECTIVE = re.compile(r"stablehlo\.(all_reduce|collective_permute)\b|@replica_engine\.")
+_COLLECTIVE = re.compile(r"stablehlo\.(all_reduce|collective_permute)\b|@replica_engine\.(?!host_call)")
 _REPLICA_ID = re.compile(r"stablehlo\.replica_id : tensor<ui32>")
 
 
@@ -60,21 +61,35 @@ def _run(
     devices, traced = program.devices, program.traced
     variables = [resident_of(handle, devices) for handle in traced.handles]
     count("launches")
-    with devices.in_flight:
-        # All parts before the first launch: it may donate its own, and then the whole counts as gone.
-        states = [devices.parts(variable.array()) for variable in variables]
-        results = []
-        for replica, (share, (lowered, executable)) in enumerate(zip(shares, steps, strict=True)):
-            put = devices.alone(replica).put
-            inputs = [put([value]) for value in (*share, *(constants[index] for index in lowered.captured))]
-            results.append(executable.launch([*inputs, *(state[replica] for state in states)]))
-        for variable, index in steps[0][0].writes:
-            variables[variable].set_array(devices.join([result[index] for result in results]))
-        # They do not wait for each other, so all may be in flight.
+    writes = [(variables[variable], index) for variable, index in steps[0][0].writes]
+
+    def adopt() -> None:
+        for variable, index in writes:
+            variable.set_array(devices.join([result[index] for result in results]))
+
+    def wait() -> None:
         for _, executable in steps:
             executable.wait()
-        for variable, _ in steps[0][0].writes:
-            variables[variable].launched()
+
+    with devices.in_flight, traced.host_calls.launched(devices) as run:
+        # All parts before the first launch: it may donate its own, and then the whole counts as gone.
+        states = [devices.parts(variable.array()) for variable in variables]
+        inputs = []
+        for replica, (share, (lowered, _)) in enumerate(zip(shares, steps, strict=True)):
+            put = devices.alone(replica).put
+            values = [put([value]) for value in (*share, *(constants[index] for index in lowered.captured))]
+            inputs.append([*values, *(state[replica] for state in states)])
+        with held_off():
+            results = [executable.launch(given) for (_, executable), given in zip(steps, inputs, strict=True)]
+            if not run.can_fail:
+                adopt()
+        # They do not wait for each other, so all may be in flight.
+        run.end(wait)
+        if run.can_fail:
+            with held_off():
+                adopt()
+        for variable, _ in writes:
+            variable.launched()
     return [[devices.fetch(result[index], 0) for result in results] for index in range(len(traced.outputs))]
 
 

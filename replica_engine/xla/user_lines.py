@@ -34,15 +34,15 @@ def user_line(made: Any) -> str:
 
 def here() -> str:
     """The user's line that this is called from, or ""."""
-    frames = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not is_internal(frame.f_code.co_filename):
-            place = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-            frames.append(autograph.original_location(*place, (threading.get_ident(),)))
-            break
+        place = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        if not is_internal(place[0]):
+            place = autograph.original_location(*place, (threading.get_ident(),))
+            if not autograph.is_generated(place[0]):
+                return _innermost([place])
         frame = frame.f_back
-    return _innermost(frames)
+    return ""
 
 
 def _innermost(frames: Iterable[tuple[str, Any, str]]) -> str:
