@@ -62,6 +62,8 @@ bench: $(VENV)/.extras-demo$(COMMA)xla
 	$(BIN)/python -m benchmarks.eager_run $(ARGS)
 	$(BIN)/python -m benchmarks.train_step $(ARGS)
 	$(BIN)/python -m benchmarks.first_step $(ARGS)
+	$(BIN)/python -m benchmarks.host_call $(ARGS)
+	$(BIN)/python -m benchmarks.device_loop $(ARGS)
 
 docs: $(VENV)/.extras-docs
 	$(BIN)/mkdocs build --strict --quiet

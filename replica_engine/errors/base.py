@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 
@@ -28,14 +29,15 @@ def _rebuild(kind: type[ReplicaEngineError], args: tuple[Any, ...], state: dict[
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """`error.add_note(note)`, for Python 3.10 too, where tracebacks do not print `__notes__`."""
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    else:
-        notes = getattr(error, "__notes__", None)
-        if notes is None:
-            notes = error.__notes__ = []  # type: ignore[attr-defined]
-        notes.append(note)
+    """`error.add_note(note)`, for Python 3.10 too, where tracebacks do not print `__notes__`.
+
+    One that takes no attributes, a frozen dataclass say, goes without: the exception itself is what matters.
+    """
+    with contextlib.suppress(AttributeError, TypeError):
+        if hasattr(error, "add_note"):
+            error.add_note(note)
+        else:
+            error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
 
 
 def at(where: str) -> str:
