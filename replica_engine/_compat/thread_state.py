@@ -7,6 +7,7 @@ said in `replica_engine.replica.inherited`. Checked on TensorFlow 2.21.0.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,8 @@ from tensorflow.python.ops import variable_scope as _variable_scope
 
 SUMMARY_FIELDS = ("step", "writer", "is_recording", "is_recording_distribution_strategy")
 CACHING_FIELDS = ("new_cache_scope_count", "cache_scope_exited_count")
+_summary_fields = operator.attrgetter(*SUMMARY_FIELDS)
+_caching_fields = operator.attrgetter(*CACHING_FIELDS)
 
 
 def ensure_started() -> None:
@@ -121,9 +124,9 @@ def locals_of_thread() -> tuple:
     """Op callbacks, summary state, traceback filtering and caching scope of this thread, to be put elsewhere."""
     return (
         _context.context()._thread_local_data.op_callbacks,
-        tuple(getattr(_summary._summary_state, name) for name in SUMMARY_FIELDS),
+        _summary_fields(_summary._summary_state),
         tf.debugging.is_traceback_filtering_enabled(),
-        tuple(getattr(_caching, name) for name in CACHING_FIELDS),
+        _caching_fields(_caching),
     )
 
 

@@ -75,12 +75,14 @@ def run_loop(
     loop.forget()
     compiled = program.find([])
     queue = InputQueue(arguments.size, depth)
-    feeder = _Feeder(queue, first, BatchReader(first, arguments, source.name), rest, iterations)
+    reader = BatchReader(first, arguments, source.name)
+    queue.put(reader.parts(first, 0))
+    feeder = _Feeder(queue, reader, rest, iterations)
     try:
         if iterations > 1:
             feeder.start()
         else:
-            feeder.run()  # there is nothing to fetch
+            queue.close()
         arrays = compiled.launch([], feed=queue)
         results = program.traced.results([programs.devices.fetch_all(array) for array in arrays])
     finally:
@@ -162,21 +164,19 @@ class _Feeder(threading.Thread):
     """Fetches batches ahead of the steps.
 
     Args:
-        queue: where to put them.
-        first: the first one.
+        queue: where to put them; the first one is there.
         reader: takes them apart.
         batches: the rest.
-        iterations: how many to fetch.
+        iterations: how many there are to be.
 
     Attributes:
         error: what ended the inputs early.
     """
 
-    def __init__(self, queue: InputQueue, first: tuple, reader: BatchReader, batches: Iterator[tuple], iterations: int):
+    def __init__(self, queue: InputQueue, reader: BatchReader, batches: Iterator[tuple], iterations: int):
         super().__init__(name="replica_engine: inputs of a device loop", daemon=True)
         self.error: BaseException | None = None
         self._queue = queue
-        self._first = first
         self._reader = reader
         self._batches = batches
         self._iterations = iterations
@@ -192,13 +192,10 @@ class _Feeder(threading.Thread):
             self._queue.close()
 
     def _fetch(self) -> None:
-        batch: Any = self._first
-        self._first = ()
-        for number in range(self._iterations):
+        for number in range(1, self._iterations):
             if not self._queue.wait_for_room():
                 return
-            if number:
-                batch = next(self._batches, None)
+            batch = next(self._batches, None)
             if batch is None:
                 return
             self._queue.put(self._reader.parts(batch, number))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._compat import autograph, xla_ops
+from replica_engine._compat import autograph, eager, xla_ops
 from replica_engine.errors import CaptureError, LoweringError, VariableCreationError
 from replica_engine.xla.arguments import Arguments, Shapes
 from replica_engine.xla.body import Body
@@ -105,7 +105,7 @@ class Traced:
 
     def results(self, columns: Sequence[Sequence[np.ndarray]]) -> list[Any]:
         """For each replica what it returned, of the replicas' values for each result."""
-        tensors = [[tf.constant(value) for value in column] for column in columns]
+        tensors = [[eager.tensor(value) for value in column] for column in columns]
         return [self.rebuild([column[replica] for column in tensors]) for replica in range(self.body.size)]
 
     def registered(self) -> Any:

@@ -1,0 +1,275 @@
+"""What a call from a compiled program to Python costs, beside JAX's callbacks in the same process.
+
+    python -m benchmarks.host_call [--replicas 1,2,4] [--payloads scalar,1KB,1MB] [--calls 100] [--launches 10]
+        [--repeats 7] [--json out.json]
+
+Each replica's program is a loop that hands an array to a Python function, which returns it as it is, and adds 1. A
+call costs the time of a launch, less that of the same program without the function, over the number of calls. All
+replicas call at once, and Python runs one at a time, so it is about N times a replica's own. The other figure is a
+launch of a program with one call. `outside_compilation` is told by `returns` what comes back, as JAX's callbacks are;
+it hands the function a tensor of TensorFlow, they an array of JAX.
+
+All must have the same results, or there is nothing to compare. Repeats are interleaved (A, B, C, A, B, C, ...), so
+that a change in the machine's speed meets all; ratios are medians over repeats.
+
+JAX copies what its functions get with a thread of its client, and without a free one a program waits for ever;
+`contenders.start` gives it enough. In case it does, or dies, a process of its own measures: then the table says who
+failed, and another process goes on without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import gc
+import json
+import multiprocessing
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+
+from benchmarks.train_step import ratio
+
+PAYLOADS = {"scalar": (), "1KB": (256,), "1MB": (512, 512)}
+"""Shapes of what is sent, of float32, by name."""
+
+PATIENCE = 60
+"""Seconds without a sign of life from the process that measures."""
+
+PEERS = ("pure_callback", "ordered io_callback")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A part of the table.
+
+    Attributes:
+        replicas: how many.
+        payload: name of what is sent.
+        failed: names of contenders, and why they are left out.
+    """
+
+    replicas: int
+    payload: str
+    failed: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def sent(self) -> list[np.ndarray]:
+        """What each replica's first call sends."""
+        return [np.full(PAYLOADS[self.payload], replica, np.float32) for replica in range(self.replicas)]
+
+
+Program = Callable[[], Any]
+"""Runs a program, finished when it returns; returns a sequence of the replicas' results."""
+
+Make = Callable[[bool, int], Program]
+"""Makes the program with this many iterations of the loop, and with or without the call."""
+
+
+def outside_compilation(case: Case) -> Make:
+    """The library's host calls."""
+    import tensorflow as tf
+
+    import replica_engine
+    from replica_engine import xla
+
+    @xla.returns(tf.TensorSpec(PAYLOADS[case.payload], tf.float32))
+    def same(x: Any) -> Any:
+        return x
+
+    strategy = replica_engine.TPUStrategy(num_cores=case.replicas)
+    sent = [tf.constant(value) for value in case.sent()]
+    values = strategy.experimental_distribute_values_from_function(
+        lambda context: sent[context.replica_id_in_sync_group]
+    )
+
+    def make(calls: bool, times: int) -> Program:
+        def body(x: Any) -> Any:
+            for _ in tf.range(times):
+                x = (xla.outside_compilation(same, x) if calls else x) + 1
+            return x
+
+        return lambda: strategy.experimental_local_results(strategy.run(body, args=(values,)))
+
+    return make
+
+
+def pure_callback(case: Case) -> Make:
+    """JAX's callback for functions without effects; XLA may leave it out, or call twice."""
+    import jax
+
+    return _jax(case, jax.pure_callback)
+
+
+def io_callback(case: Case) -> Make:
+    """JAX's callback that keeps its order, as ours does."""
+    from jax.experimental import io_callback
+
+    return _jax(case, functools.partial(io_callback, ordered=True))
+
+
+def _jax(case: Case, callback: Callable[..., Any]) -> Make:
+    import jax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.array(jax.devices()[: case.replicas]), ("replica",))
+    split = PartitionSpec("replica")
+    values = jax.device_put(np.stack(case.sent()), NamedSharding(mesh, split))
+    returned = jax.ShapeDtypeStruct(PAYLOADS[case.payload], np.float32)
+
+    def same(x: Any) -> Any:
+        return x
+
+    def make(calls: bool, times: int) -> Program:
+        def step(_: Any, x: Any) -> Any:
+            return (callback(same, returned, x) if calls else x) + 1
+
+        def body(x: Any) -> Any:
+            return jax.lax.fori_loop(0, times, step, x[0])[None]
+
+        compiled = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=split, out_specs=split, check_vma=False))
+        return lambda: jax.block_until_ready(compiled(values))
+
+    return make
+
+
+CONTENDERS = {"outside_compilation": outside_compilation, **dict(zip(PEERS, (pure_callback, io_callback), strict=True))}
+"""By name."""
+
+
+def microseconds(program: Program, launches: int) -> float:
+    """Microseconds a launch."""
+    begin = time.perf_counter()
+    for _ in range(launches):
+        program()
+    return (time.perf_counter() - begin) / launches * 1e6
+
+
+def measure(case: Case, flags: argparse.Namespace, begin: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Checks all contenders that have not failed, and times them in turn.
+
+    Args:
+        case: what is measured.
+        flags: of the command line.
+        begin: is told whose turn it is.
+
+    Returns:
+        For each microseconds a call, and a launch with one call, of each repeat.
+
+    Raises:
+        SystemExit: one has other results.
+    """
+    rows: list[dict[str, Any]] = []
+    programs = {}
+    for name in [name for name in CONTENDERS if name not in case.failed]:
+        begin(name)
+        make = CONTENDERS[name](case)
+        loop, plain, one = programs[name] = make(True, flags.calls), make(False, flags.calls), make(True, 1)
+        for program, times in ((loop, flags.calls), (plain, flags.calls), (one, 1)):
+            for result, sent in zip(program(), case.sent(), strict=True):
+                if not np.array_equal(result, sent + times):
+                    raise SystemExit(f"{name} of {case} has another result after {times} calls: {result}")
+        rows.append({"contender": name, "call_us": [], "launch_us": []})
+    gc.collect()
+    for _ in range(flags.repeats):
+        for row in rows:
+            begin(row["contender"])
+            loop, plain, one = programs[row["contender"]]
+            calling = microseconds(loop, 1) - microseconds(plain, flags.launches)
+            row["call_us"].append(calling / flags.calls)
+            row["launch_us"].append(microseconds(one, flags.launches))
+    return rows
+
+
+def measure_all(cases: Sequence[Case], flags: argparse.Namespace, tell: Any) -> None:
+    """What the other process does: tells whose turn it is, and each case's rows."""
+    from benchmarks.contenders import start
+
+    start(max(case.replicas for case in cases))
+    for case in cases:
+        tell.send(measure(case, flags, tell.send))
+
+
+def measured(cases: Sequence[Case], flags: argparse.Namespace) -> Iterator[tuple[Case, list[dict[str, Any]]]]:
+    """Each case with its rows.
+
+    Raises:
+        SystemExit: it could not be measured, and that was no contender's fault.
+    """
+    waiting = list(cases)
+    context = multiprocessing.get_context("spawn")
+    while waiting:
+        hear, tell = context.Pipe(duplex=False)
+        process = context.Process(target=measure_all, args=(waiting, flags, tell), daemon=True)
+        process.start()
+        tell.close()
+        turn = ""
+        try:
+            while waiting and hear.poll(PATIENCE):
+                told = hear.recv()
+                if isinstance(told, str):
+                    turn = told
+                else:
+                    yield waiting.pop(0), told
+            why = f"hung for {PATIENCE} s"
+        except EOFError:
+            process.join()
+            why = f"died, exit code {process.exitcode}"
+        process.kill()
+        process.join()
+        if waiting:
+            if not turn or process.exitcode == 1:  # an exception
+                raise SystemExit(f"{turn} {why}")
+            waiting[0].failed[turn] = why
+
+
+def print_rows(case: Case, rows: list[dict[str, Any]]) -> None:
+    """A part of the table."""
+    taken = {row["contender"]: row for row in rows}
+    for name in CONTENDERS:
+        begin = f"| {case.payload} | {case.replicas} | {name} "
+        if name in case.failed:
+            print(f"{begin}| {case.failed[name]} | | | | | | | |")
+            continue
+        cells = []
+        for key in ("call_us", "launch_us"):
+            mine = taken[name][key]
+            cells += [f"{statistics.median(mine):.0f}", f"{min(mine):.0f}-{max(mine):.0f}"]
+            cells += [f"{ratio(mine, taken[peer][key]):.2f}" if peer in taken else "" for peer in PEERS]
+        print(f"{begin}| {' | '.join(cells)} |")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Measures, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", default="1,2,4", help="how many (default %(default)s)")
+    parser.add_argument("--payloads", default=",".join(PAYLOADS), help="what is sent (default %(default)s)")
+    parser.add_argument("--calls", type=int, default=100, help="calls of a launch with many (default %(default)s)")
+    parser.add_argument("--launches", type=int, default=10, help="of other programs, a repeat (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=7, help="interleaved repeats (default %(default)s)")
+    parser.add_argument("--json", help="write the figures to this file as well")
+    flags = parser.parse_args()
+    cases = [Case(int(size), payload) for payload in flags.payloads.split(",") for size in flags.replicas.split(",")]
+
+    versions = f"Python {platform.python_version()}, TensorFlow {version('tensorflow')}, jax {version('jax')}"
+    print(f"{platform.machine()}, {versions}; microseconds, a call in {flags.calls} and a launch with one")
+    print("| payload | N | | a call | spread | to pure | to io | a launch | spread | to pure | to io |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    table = []
+    for case, rows in measured(cases, flags):
+        print_rows(case, rows)
+        table += [{"replicas": case.replicas, "payload": case.payload, "failed": case.failed, **row} for row in rows]
+    if flags.json:
+        with open(flags.json, "w") as file:
+            json.dump({"versions": versions, "calls": flags.calls, "rows": table}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
