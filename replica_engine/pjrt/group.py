@@ -49,6 +49,11 @@ class needed_by_a_program:
         _thread.why = self._before
 
 
+def is_needed_by_a_program() -> bool:
+    """Whether a program waits for what this thread does."""
+    return getattr(_thread, "why", None) is not None
+
+
 class ProgramOrder:
     """A lock that programs take turns with; a thread may take it again that has it.
 

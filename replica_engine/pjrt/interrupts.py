@@ -11,6 +11,8 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+from replica_engine.pjrt.group import is_needed_by_a_program
+
 
 class held_off:
     """Ctrl-C is raised at the end of what runs inside, if it comes while that runs."""
@@ -33,4 +35,9 @@ class held_off:
                 self._handler(*self._came)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._came = number, frame
+        if is_needed_by_a_program():
+            # On one device a launch may run the program, and its host calls, right here: the user's code is
+            # interrupted as ever, and what it raises is taken care of.
+            self._handler(number, frame)
+        else:
+            self._came = number, frame
