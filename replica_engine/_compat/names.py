@@ -67,6 +67,7 @@ PRIVATE = (
     Private(MirroredExtended, "_broadcast_to", "overridden: nothing to do in a compiled body"),
     Private(MirroredExtended, "_local_results", "overridden: an all-gather in a compiled body"),
     Private(MirroredExtended, "_update", "overridden: once for all replicas"),
+    Private(MirroredExtended, "_update_non_slot", "overridden: once for all replicas"),
     Private(MirroredExtended, "_create_variable", "overridden: variables on devices"),
     Private(MirroredExtended, "_replica_ctx_all_reduce", "overridden: a collective in a compiled body"),
     Private(MirroredExtended, "_use_merge_call", "overridden: merge calls always"),

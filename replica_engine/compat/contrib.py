@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 _HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
+_NOT_GIVEN = object()
 _AGGREGATIONS = ("SUM", "MEAN", "ONLY_FIRST_TOWER", "NONE")
 
 
@@ -104,26 +105,38 @@ class TPUStrategy(tpu.TPUStrategy):
 
     @autograph.artifact
     def reduce(  # type: ignore[override]
-        self, reduce_op: Any, value: Any, destinations: Any = None, *, axis: Any = None
+        self,
+        reduce_op: Any = None,
+        value: Any = None,
+        destinations: Any = None,
+        *,
+        axis: Any = _NOT_GIVEN,
+        aggregation: Any = None,
     ) -> Any:
         """Reduces a value over towers: with SUM, MEAN or ONLY_FIRST_TOWER, to `destinations`.
 
-        With a `tf.distribute.ReduceOp`, and an axis or nothing third, it is today's `reduce`.
+        With an axis, by name or third, or with a `tf.distribute.ReduceOp` and nothing third, it is today's `reduce`.
 
         Args:
-            reduce_op: what to reduce with, a `tf.VariableAggregation` or its name.
-            value: a value of each tower, or a `MapOutput`.
+            reduce_op: what to reduce with, a `tf.VariableAggregation` or its name; `aggregation` in 2018.
+            value: a value of each tower, a list over towers, or a `MapOutput`.
             destinations: the host, a variable of this strategy, or, in a body, anything.
             axis: as of today's `reduce`.
+            aggregation: the same as `reduce_op`.
 
         Raises:
             ContribError: no such aggregation, or the result cannot be there.
         """
-        if isinstance(reduce_op, tf.distribute.ReduceOp) and not _is_destination(destinations):
-            return super().reduce(reduce_op, value, destinations if axis is None else axis)
-        how = _aggregation(reduce_op)
+        how = reduce_op if aggregation is None else aggregation
+        if axis is _NOT_GIVEN and (isinstance(destinations, int) or _is_todays(how, destinations)):
+            axis = destinations
+        if axis is not _NOT_GIVEN:
+            return super().reduce(how, value, axis)
+        name = _aggregation(how)
         self._check_destinations(destinations)
-        return tf.nest.map_structure(lambda leaf: self._reduce_leaf(how, leaf), value)
+        if isinstance(value, list) and len(value) == self.num_towers and in_body() is None:
+            value = MapOutput(value)
+        return tf.nest.map_structure(lambda leaf: self._reduce_leaf(name, leaf), value)
 
     @autograph.artifact
     def batch_reduce(self, aggregation: Any, value_destination_pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
@@ -140,8 +153,10 @@ class TPUStrategy(tpu.TPUStrategy):
 
     @autograph.artifact
     def unwrap(self, value: Any) -> list[Any]:
-        """Each tower's value; `experimental_local_results` today."""
-        return value.get() if isinstance(value, MapOutput) else list(self.experimental_local_results(value))
+        """Each tower's value; `experimental_local_results` today. A list is a list over towers already."""
+        if isinstance(value, MapOutput):
+            return value.get()
+        return value if isinstance(value, list) else list(self.experimental_local_results(value))
 
     def value_container(self, value: Any) -> Any:
         """The variable that a tower's component belongs to; another value as it is."""
@@ -179,7 +194,9 @@ class TPUStrategy(tpu.TPUStrategy):
         return self.extended.non_slot_devices(var_list)
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> contextlib.AbstractContextManager[None]:
-        """Variables made inside are kept where this one is."""
+        """Variables made inside are kept where this one is; or on the devices of `non_slot_devices`, as all are."""
+        if isinstance(colocate_with_variable, (list, tuple)):
+            return contextlib.nullcontext()
         return self.extended.colocate_vars_with(colocate_with_variable)
 
     # Input.
@@ -458,9 +475,15 @@ def _of_first_tower(value: Any) -> tf.Tensor:
     return xla.all_gather(tf.convert_to_tensor(value)[tf.newaxis])[0]
 
 
-def _is_destination(value: Any) -> bool:
-    return value is not None and not isinstance(value, int)
+def _is_todays(reduce_op: Any, destinations: Any) -> bool:
+    return isinstance(reduce_op, tf.distribute.ReduceOp) and destinations is None
 
 
 def _listed(result: Any, grouped: bool) -> Any:
-    return list(result) if not grouped and type(result) is tuple else result
+    """With lists in the place of tuples over towers."""
+    if grouped:
+        return result
+    if type(result) is tuple:
+        inner = [_listed(each, False) for each in result]
+        return tuple(inner) if any(type(each) in (tuple, dict, list) for each in result) else inner
+    return {name: _listed(each, False) for name, each in result.items()} if type(result) is dict else result

@@ -117,7 +117,7 @@ class TPUExtended(distribute.MirroredExtended):
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         """The hook that makes variables."""
         colocate_with = kwargs.pop("colocate_with", None)
-        if colocate_with is not None and not isinstance(colocate_with, tf.Variable):
+        if colocate_with is not None and not isinstance(colocate_with, (tf.Variable, list, tuple)):
             return next_creator(**kwargs)
         return tpu_variables.create(self._container_strategy(), next_creator, kwargs, self._same_random)
 
@@ -125,7 +125,7 @@ class TPUExtended(distribute.MirroredExtended):
         """The hook of `reduce` and `reduce_to`."""
         if in_body() is None or isinstance(value, (int, float)):
             return super()._reduce_to(reduce_op, value, destinations, options)
-        return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, leaf), value)
+        return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, _own(leaf)), value)
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
         """The hook of `batch_reduce_to`."""
@@ -166,9 +166,20 @@ class TPUExtended(distribute.MirroredExtended):
                 updates.append(
                     fn(component, *distribute.select_replica(index, args), **distribute.select_replica(index, kwargs))
                 )
-        if len(components) == 1:
-            updates *= self.device_group.size
-        return distribute.update_regroup(self, updates, group)
+        return self._updated(updates, group)
+
+    def _update_non_slot(self, colocate_with: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+        """The hook of `update_non_slot`: once, since all replicas have the one variable on the host."""
+        with distribute.UpdateContext(0), tf.name_scope("update_0"):
+            result = fn(*distribute.select_replica(0, args), **distribute.select_replica(0, kwargs))
+        return self._updated([result], group)
+
+    def _updated(self, updates: list[Any], group: bool) -> Any:
+        """What an update returns: of one result for all replicas, or of one for each."""
+        size = self.device_group.size
+        if len(updates) == 1 and not group:
+            return tf.nest.map_structure(lambda leaf: (leaf,) * size, updates[0])
+        return distribute.update_regroup(self, updates * (size // len(updates)), group)
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """The hook of all-reduces that TensorFlow makes itself, in replica context."""
@@ -181,6 +192,11 @@ class TPUExtended(distribute.MirroredExtended):
     def num_hosts(self) -> int:
         """How many machines; Keras asks every strategy with such a name."""
         return 1
+
+
+def _own(value: Any) -> Any:
+    """In a body: each replica's own value of a variable; read as a whole it would be reduced already."""
+    return value._values[0] if isinstance(value, distribute.DistributedVariable) else value
 
 
 def _as_value(result: Any) -> Any:

@@ -1,0 +1,377 @@
+"""Keras' `steps_per_execution` under TPUStrategy: the same steps, in fewer launches."""
+
+import gc
+import math
+import weakref
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import replica_engine
+from replica_engine import TPUStrategy, xla
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(48, 4)).astype("float32")
+Y = (X @ np.array([[1.0], [-2.0], [0.5], [3.0]], "float32")).astype("float32")
+
+# As in test_keras_fit.py: gradients are summed in another order than on one device.
+LOSS = {"rtol": 2e-5}
+CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+
+
+def dense(units, seed, **options):
+    return keras.layers.Dense(units, kernel_initializer=keras.initializers.GlorotUniform(seed), **options)
+
+
+def build(steps, *more, **options):
+    """A model whose learning rate says how many steps its optimizer has counted."""
+    rates = keras.optimizers.schedules.PiecewiseConstantDecay([2, 7], [0.02, 0.1, 0.05])
+    model = keras.Sequential([keras.Input((4,)), *more, dense(1, 1)])
+    model.compile(keras.optimizers.SGD(rates), "mse", steps_per_execution=steps, **options)
+    return model
+
+
+def fit(model, *data, **options):
+    return model.fit(*(data or (X, Y, 8)), verbose=0, shuffle=False, **options).history
+
+
+def steps_of(model):
+    return int(model.optimizer.iterations.numpy())
+
+
+def same(found, expected):
+    """Whether two models came to the same, of their histories and themselves."""
+    (history, model), (expected_history, other) = found, expected
+    assert set(history) == set(expected_history)
+    for key, values in expected_history.items():
+        np.testing.assert_allclose(history[key], values, err_msg=key, **LOSS)
+    for one, two in zip(model.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_allclose(one, two, **CLOSE)
+
+
+@pytest.fixture
+def scoped(two):
+    """`scoped(make, *args)`: what `make(*args)` builds under the scope of two replicas."""
+
+    def scoped(make, *args, **options):
+        with two.strategy.scope():
+            return make(*args, **options)
+
+    return scoped
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The history of two epochs on one device, and the model."""
+    model = build(1, dense(4, 2, activation="tanh"))
+    return fit(model, epochs=2), model
+
+
+@pytest.fixture(scope="module")
+def one_by_one():
+    """The history and weights of two epochs on two replicas, with one step per execution, and the launches."""
+    with TPUStrategy(num_cores=2).scope():
+        model = build(1, dense(4, 2, activation="tanh"))
+    before = xla.counts()
+    history = fit(model, epochs=2)
+    return history, model.get_weights(), (xla.counts() - before).launches
+
+
+# The same steps.
+
+
+@pytest.mark.parametrize(
+    ("size", "steps", "jit_compile"), [(1, 3, "auto"), (2, 4, True), (2, 100, False), (4, 2, "auto")]
+)
+def test_training_comes_to_the_same_in_fewer_launches(replicas, alone, one_by_one, launched, size, steps, jit_compile):
+    with replicas(size).strategy.scope():
+        model = build(steps, dense(4, 2, activation="tanh"), jit_compile=jit_compile)
+    history = fit(model, epochs=2)
+    assert launched() == 2 * math.ceil(6 / steps)
+    assert one_by_one[2] == 2 * 6
+    assert steps_of(model) == 12
+    same((history, model), alone)
+    np.testing.assert_allclose(history["loss"], one_by_one[0]["loss"], **LOSS)
+    for found, expected in zip(model.get_weights(), one_by_one[1], strict=True):
+        np.testing.assert_allclose(found, expected, **CLOSE)
+
+
+def test_what_is_random_and_what_replicas_have_of_their_own_is_what_it_is_step_by_step(two, scoped):
+    histories, weights, moving = [], [], []
+    for steps in (1, 3):
+        keras.utils.set_random_seed(1)
+        model = scoped(build, steps, keras.layers.Dropout(0.5), keras.layers.BatchNormalization(momentum=0.5))
+        histories.append(fit(model)["loss"])
+        weights.append(model.get_weights())
+        moving.append([two.components(variable.value) for variable in model.layers[1].non_trainable_variables])
+    np.testing.assert_allclose(*histories, rtol=1e-6)
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(*moving, rtol=1e-5, atol=1e-6)
+    assert moving[1][0][0] != moving[1][0][1]
+
+
+class Own(keras.Model):
+    """Has a training step of its own, and is built in its first batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = dense(1, 1)
+        self.tracker = keras.metrics.Mean("own")
+
+    def call(self, x):
+        return self.layer(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        context = tf.distribute.get_replica_context()
+        variables = self.layer.trainable_variables
+        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+            variable.assign_sub(0.05 * context.all_reduce("MEAN", gradient))
+        self.tracker.update_state(loss)
+        return {"own": self.tracker.result(), "last": {"loss": loss, "number": 3}}
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+
+def test_a_custom_training_step_may_have_collectives_and_logs_of_any_structure(scoped, launched):
+    def make(steps):
+        model = Own()
+        model.compile(steps_per_execution=steps)
+        return model
+
+    ends = [[], []]
+    models = scoped(make, 3), make(3)
+    for model, seen in zip(models, ends, strict=True):
+        callback = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs, seen=seen: seen.append(logs))
+        seen.append(fit(model, callbacks=[callback]))
+    assert launched() == 2
+    same((ends[0].pop(), models[0]), (ends[1].pop(), models[1]))
+    assert [logs["number"] for logs in ends[0]] == [3] * 2  # Keras flattens them
+    for logs, expected in zip(*ends, strict=True):
+        for name in ("own", "loss"):
+            np.testing.assert_allclose(logs[name], expected[name], **LOSS)
+
+
+def test_a_model_of_several_inputs_and_outputs_in_dictionaries(scoped, launched):
+    def make():
+        a, b = keras.Input((4,), name="a"), keras.Input((4,), name="b")
+        outputs = {"p": dense(1, 1)(keras.layers.Concatenate()([a, b])), "q": dense(1, 2)(a)}
+        model = keras.Model({"a": a, "b": b}, outputs)
+        model.compile(keras.optimizers.SGD(0.05), {"p": "mse", "q": "mae"}, steps_per_execution=4)
+        return model
+
+    model, other = scoped(make), make()
+    data = {"a": X, "b": X[::-1]}, {"p": Y, "q": Y[::-1]}, 8
+    same((fit(model, *data), model), (fit(other, *data), other))
+    assert launched() == 2
+
+
+# Data.
+
+
+def dataset(*parts):
+    """The samples, in batches of these sizes."""
+    ends = np.cumsum(parts)
+    batches = [(X[end - size : end], Y[end - size : end]) for end, size in zip(ends, parts, strict=True)]
+    signature = (tf.TensorSpec([None, 4]), tf.TensorSpec([None, 1]))
+    return tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature)
+
+
+def test_a_data_set_may_end_inside_an_execution(scoped, launched):
+    model, other = scoped(build, 3), build(3)
+    data = dataset(*[8] * 5)  # whose length Keras does not know
+    same((fit(model, data, epochs=2), model), (fit(other, data, epochs=2), other))
+    assert steps_of(model) == 10
+    assert launched() == 4
+
+
+def test_batches_of_several_shapes_are_run_shape_by_shape(scoped, launched):
+    model, other = scoped(build, 3), build(1)
+    data = dataset(8, 8, 4, 4, 4, 8)
+    same((fit(model, data), model), (fit(other, data), other))
+    assert steps_of(model) == 6
+    assert launched() == 2 + 2  # (8, 8) and 4, then (4, 4) and 8
+
+
+def test_a_data_set_goes_on_from_epoch_to_epoch(scoped, launched):
+    """With three steps an epoch, which Keras rounds up to executions of two."""
+    model, other = scoped(build, 2), build(2)
+    data = dataset(8, 8, 4, 8, 4, 8).repeat()
+    options = {"epochs": 3, "steps_per_epoch": 3}
+    same((fit(model, data, **options), model), (fit(other, data, **options), other))
+    assert steps_of(model) == 12
+    assert launched() < 12
+
+
+def test_a_distributed_data_set_can_be_passed(two, scoped, launched):
+    model, other = scoped(build, 3), build(1)
+    data = two.strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((X, Y)).batch(8))
+    same((fit(model, data), model), (fit(other), other))
+    assert launched() == 2
+
+
+def test_samples_have_weights(scoped, launched):
+    model, other = scoped(build, 3, weighted_metrics=["mae"]), build(1, weighted_metrics=["mae"])
+    options = {"sample_weight": np.linspace(0.0, 2.0, 48)}
+    found, expected = fit(model, **options), fit(other, **options)
+    same((found, model), (expected, other))
+    assert launched() == 2
+    assert found["loss"] != pytest.approx(fit(build(1))["loss"], rel=1e-2)
+
+
+def test_a_last_batch_that_splits_evenly_trains(scoped, launched):
+    """44 = 5 * 8 + 4."""
+    model, other = scoped(build, 4), build(1)
+    same((fit(model, X[:44], Y[:44], 8), model), (fit(other, X[:44], Y[:44], 8), other))
+    assert launched() == 1 + 2
+
+
+def test_a_last_batch_that_does_not_split_evenly_says_what_to_do(scoped, launched):
+    """43 = 5 * 8 + 3. The steps before it are kept, as they are with one step per execution."""
+    model = scoped(build, 4)
+    with pytest.raises(Exception, match=r"drop_remainder=True") as raised:
+        fit(model, X[:43], Y[:43], 8)
+    assert "ReplicaMismatchError" in f"{type(raised.value).__name__} {raised.value}"
+    assert "(2, 4)" in str(raised.value)
+    assert "(1, 4)" in str(raised.value)
+    assert steps_of(model) == 5
+    assert launched() == 2
+    fit(model)  # and it goes on with whole ones
+    assert steps_of(model) == 11
+
+
+def test_an_error_of_the_data_is_raised_after_the_steps_before_it(scoped):
+    def batches():
+        yield from [(X[:8], Y[:8])] * 4
+        raise KeyError("mine")
+
+    signature = (tf.TensorSpec([8, 4]), tf.TensorSpec([8, 1]))
+    model = scoped(build, 3)
+    with pytest.raises(tf.errors.UnknownError, match="KeyError: 'mine'"):
+        fit(model, tf.data.Dataset.from_generator(batches, output_signature=signature))
+    assert steps_of(model) == 4
+    fit(model)
+    assert steps_of(model) == 10
+
+
+# Evaluation and prediction.
+
+
+def test_evaluation_takes_partial_batches(scoped, launched):
+    """Of 41 = 5 * 8 + 1 the last batch splits unevenly, and is run by itself; that of 44 has another shape."""
+    model = scoped(build, 3, metrics=["mae"])
+    expected, launches = build(1)(X).numpy(), 0
+    for count, more in ((48, 2), (44, 3), (41, 3)):
+        found = model.evaluate(X[:count], Y[:count], 8, verbose=0, return_dict=True)
+        assert found["loss"] == pytest.approx(np.mean((expected - Y)[:count] ** 2), rel=1e-5)
+        assert found["mae"] == pytest.approx(np.mean(np.abs(expected - Y)[:count]), rel=1e-5)
+        launches += more
+        assert launched() == launches
+
+
+def test_prediction_takes_all_samples(scoped):
+    model, other = scoped(build, 3), build(1)
+    for count in (48, 21):
+        np.testing.assert_allclose(model.predict(X[:count], 8, verbose=0), other(X[:count]), **CLOSE)
+
+
+def test_a_batch_by_itself_is_one_step(scoped, launched):
+    model, other = scoped(build, 3), build(3)
+    for one, two in ((model.train_on_batch, other.train_on_batch), (model.test_on_batch, other.test_on_batch)):
+        np.testing.assert_allclose(one(X[:8], Y[:8]), two(X[:8], Y[:8]), **LOSS)
+    assert steps_of(model) == 1
+    assert launched() == 2
+
+
+# Callbacks.
+
+
+class Notes(keras.callbacks.Callback):
+    """Notes batches, and what there is at their ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches, self.losses, self.kernels = [], [], []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.batches.append(("train begins", batch))
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches.append(("train ends", batch, steps_of(self.model)))
+        self.losses.append(logs["loss"])
+        self.kernels.append(self.model.layers[0].kernel.numpy())
+
+    def on_test_batch_begin(self, batch, logs=None):
+        self.batches.append(("test begins", batch))
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.batches.append(("test ends", batch))
+        self.losses.append(logs["loss"])
+
+
+def test_callbacks_are_called_once_an_execution_and_validation_is_too(scoped):
+    """As Keras does on one device with as many steps per execution; 20 = 2 * 8 + 4 samples validate."""
+    model, other = [make(build, 4) for make in (scoped, lambda make, steps: make(steps))]
+    notes, expected = Notes(), Notes()
+    options = {"epochs": 2, "validation_data": (X[:20], Y[:20]), "validation_batch_size": 8}
+    found = fit(model, callbacks=[notes], **options)
+    same((found, model), (fit(other, callbacks=[expected], **options), other))
+    assert notes.batches[:4] == [("train begins", 0), ("train ends", 3, 4), ("train begins", 4), ("train ends", 7, 6)]
+    assert notes.batches == expected.batches
+    np.testing.assert_allclose(notes.losses, expected.losses, **LOSS)
+    np.testing.assert_allclose(notes.kernels, expected.kernels, **CLOSE)
+
+
+def test_a_callback_stops_training_after_an_execution_and_the_next_one_starts_anew(scoped):
+    class Stops(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = True
+
+    model, other = [make(build, 2) for make in (scoped, lambda make, steps: make(steps))]
+    histories = []
+    for each in (model, other):
+        fit(each, callbacks=[Stops()])
+        assert steps_of(each) == 2
+        histories.append(fit(each))
+    same((histories[0], model), (histories[1], other))
+
+
+# Where nothing changes.
+
+
+def test_a_model_that_runs_eagerly_runs_step_by_step(scoped, launched):
+    model, other = scoped(build, 3, run_eagerly=True), build(1)
+    same((fit(model), model), (fit(other), other))
+    assert launched() == 6
+
+
+@pytest.mark.parametrize("kind", [None, tf.distribute.MirroredStrategy, replica_engine.MirroredStrategy])
+def test_models_of_no_strategy_and_of_others_have_the_function_of_keras(two, kind):
+    with two.strategy.scope():
+        pass
+    devices = [device.name for device in tf.config.list_logical_devices("CPU")[:2]]
+    with kind(devices).scope() if kind else tf.device(devices[0]):
+        model = build(3)
+    model.make_train_function()
+    model.make_test_function()
+    for function in (model.train_function, model.test_function):
+        assert function.__module__.startswith("keras.")
+        assert "replica_engine" not in repr(function.__closure__)
+
+
+def test_a_model_that_was_fitted_is_freed_before_its_strategy(two, scoped):
+    """As it is with one step per execution."""
+    model = scoped(build, 2)
+    fit(model, X[:16], Y[:16], 8)
+    freed = weakref.ref(model)
+    del model
+    keras.backend.clear_session()
+    gc.collect()
+    assert freed() is None
