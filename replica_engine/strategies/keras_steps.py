@@ -30,6 +30,7 @@ def device_loop(model: Any, step_function: Callable[..., Any], plain: Callable[.
         context.set_last_step_output("logs", step_function(data))
 
     source: _Batches | None = None
+    programs = strategy.extended.own_programs()  # for as long as the model lives
 
     def function(iterator: Any) -> Any:
         nonlocal source
@@ -41,7 +42,7 @@ def device_loop(model: Any, step_function: Callable[..., Any], plain: Callable[.
         left = model.steps_per_execution
         while left and (batch := source.peek()) is not None:
             if _is_even(batch):
-                context = _launch(strategy, step, source.alike(), left)
+                context = _launch(strategy, programs, step, source.alike(), left)
                 left -= context.steps
                 logs = context.last_step_outputs["logs"]
             else:
@@ -54,9 +55,9 @@ def device_loop(model: Any, step_function: Callable[..., Any], plain: Callable[.
     return function
 
 
-def _launch(strategy: Any, step: Callable[..., Any], batches: Iterator[Any], most: int) -> Any:
+def _launch(strategy: Any, programs: Any, step: Callable[..., Any], batches: Iterator[Any], most: int) -> Any:
     try:
-        return strategy.extended.run_steps(step, batches, most, None, spread=False)
+        return strategy.extended.run_steps(step, batches, most, None, spread=False, programs=programs)
     except tf.errors.OutOfRangeError as ended:
         if not getattr(ended, "context", None):
             raise

@@ -69,6 +69,10 @@ class TPUExtended(distribute.MirroredExtended):
             return fn(*args, **kwargs or {})
         return super().call_for_each_replica(fn, args, kwargs)
 
+    def own_programs(self) -> Programs:
+        """A place for compiled programs apart from the strategy's, for `run_steps`; it goes with whoever keeps it."""
+        return self._programs.beside()
+
     def experimental_run_steps_on_iterator(
         self, fn: Callable[..., Any], iterator: Any, iterations: int | None = None, initial_loop_values: Any = None
     ) -> MultiStepContext:
@@ -85,6 +89,7 @@ class TPUExtended(distribute.MirroredExtended):
         spread: bool = True,
         prefetch: int = 2,
         context_class: type[MultiStepContext] = MultiStepContext,
+        programs: Programs | None = None,
     ) -> Any:
         """As `TPUStrategy.run_steps`.
 
@@ -97,13 +102,14 @@ class TPUExtended(distribute.MirroredExtended):
             spread: whether a batch that is a tuple is several arguments, or one.
             prefetch: how many batches are fetched ahead at most.
             context_class: of what a step passes out.
+            programs: where to keep what is compiled; None keeps it with the strategy.
         """
         strategy = self._container_strategy()
         if iterations is None:
             iterations = strategy.steps_per_run
         return run_steps(
             strategy,
-            self._programs,
+            programs or self._programs,
             fn,
             iterator,
             iterations,

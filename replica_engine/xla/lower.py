@@ -8,6 +8,8 @@ wrote: the module's `input_output_alias` says which, so that XLA may write it in
 from __future__ import annotations
 
 import re
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from replica_engine.xla.counts import count
 from replica_engine.xla.user_lines import user_line
 
 if TYPE_CHECKING:
+    from replica_engine.xla.host_call import HostCall
     from replica_engine.xla.trace import Traced
 
 _ALIAS = re.compile(r"parameter_number = (\d+) : i64\}, output_index = array<i64(?:: (\d+))?>")
@@ -72,7 +75,8 @@ class Lowered:
     def executable(self, text: str, devices: DeviceGroup) -> Executable:
         """Compiles the text, or one made of it, for devices."""
         count("compiles")
-        return Executable(text, devices, self.results, self.traced.name, self.traced.host_calls.calls)
+        calls = [_held_weakly(call) for call in self.traced.host_calls.calls]
+        return Executable(text, devices, self.results, self.traced.name, calls)
 
     def compile(self, devices: DeviceGroup | None = None) -> Compiled:
         """The last stage: the program compiled for devices; None takes the first N of the best platform.
@@ -123,6 +127,21 @@ def lower(traced: Traced, slots: list[tf.TensorSpec], tensors: list[tf.TensorSpe
             return lower(traced, slots, tensors)
         raise _explain(traced, error) from None
     return Lowered(traced, slots, _LOCATION.sub("", _MODULE.sub("module @replica_body", text)))
+
+
+def _held_weakly(call: HostCall) -> Callable[..., Any]:
+    """The host call for a program, which the garbage collector cannot look into.
+
+    The call holds the user's function, which may hold the strategy, which holds the program.
+    """
+    held = weakref.ref(call)
+
+    def run(*arrays: np.ndarray) -> Any:
+        alive = held()
+        assert alive is not None, "kept by the traced body"
+        return alive(*arrays)
+
+    return run
 
 
 def _explain(traced: Traced, error: Any) -> LoweringError:

@@ -48,6 +48,7 @@ class Programs:
         enter: what to put around a body while it is traced.
         same_random: whether random ops draw the same numbers on all replicas.
         most: how many to keep.
+        body: what the bodies share; None makes it.
     """
 
     def __init__(
@@ -56,15 +57,20 @@ class Programs:
         enter: Enter = contextlib.nullcontext,
         same_random: bool = False,
         most: int = MOST_PROGRAMS,
+        body: Body | None = None,
     ):
         self.devices = devices
         self._enter = enter
-        self._body = Body(devices.size, RandomState(devices, same_random), CallOrder(devices))
+        self._body = body or Body(devices.size, RandomState(devices, same_random), CallOrder(devices))
         self._traces: LastUsed = LastUsed(most)
         self._times: LastUsed = LastUsed(most)
         self._general: LastUsed = LastUsed(most)
         self._executables: LastUsed = LastUsed(most)
         self._lock = threading.RLock()  # a trace may run another one, on the same thread
+
+    def beside(self) -> Programs:
+        """Programs for somebody who keeps their own, and the functions with them; random numbers are shared."""
+        return Programs(self.devices, self._enter, body=self._body)
 
     def find(self, source: Source, arguments: Arguments, shapes: Shapes) -> TracedProgram:
         """The traced body for a call in eager mode."""
