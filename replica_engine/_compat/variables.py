@@ -70,6 +70,25 @@ def function_graph(inner: Any) -> Any | None:
     return inner if isinstance(inner, _FuncGraph) else None
 
 
+def is_captured(handle: tf.Tensor) -> bool:
+    """Whether the graph under construction, or one around it, has captured an eager handle."""
+    inner = _get_default_graph()
+    while isinstance(inner, _FuncGraph):
+        if any(outside is handle for outside in inner.external_captures):
+            return True
+        inner = inner.outer_graph
+    return False
+
+
+def graphs() -> list[Any]:
+    """The graph under construction, and those around it."""
+    inner, found = _get_default_graph(), []
+    while inner is not None:
+        found.append(inner)
+        inner = getattr(inner, "outer_graph", None)
+    return found
+
+
 def is_in_loop_condition(inner: Any) -> bool:
     """Whether a graph is the condition of a loop, or in one."""
     while isinstance(inner, _FuncGraph):

@@ -76,6 +76,14 @@ class HostAccessError(ReplicaEngineError, RuntimeError):
         )
 
     @classmethod
+    def of_function(cls, where: str) -> HostAccessError:
+        """A function that uses a variable of the devices."""
+        return cls(
+            f"The function that outside_compilation{at(where)} runs on the host calls a tf.function that uses a "
+            "variable of a strategy, whose values are on the devices while the body runs. Pass its value as an argument."
+        )
+
+    @classmethod
     def devices(cls, where: str) -> HostAccessError:
         """A program was to be run on devices."""
         return cls(

@@ -51,7 +51,6 @@ def run_steps(
     if not tf.executing_eagerly():
         raise InputsError.steps_in_function()
     source = Source.of(fn)
-    source = Source(source.fn, source.autograph, declared=(source.key, in_replica, context_class))
 
     def step(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         context = context_class()
@@ -74,7 +73,7 @@ def run_steps(
     if first is None:
         raise _out_of_range(context, iterations)
     with strategy.scope():
-        outcome = run_loop(programs, source, step, first, batches, iterations, depth)
+        outcome = run_loop(programs, source, (in_replica, context_class), step, first, batches, iterations, depth)
     context = context_class.filled(outcome.steps, outcome.results)
     if outcome.error is not None:
         _keep(outcome.error, context, iterations)

@@ -47,6 +47,7 @@ class Outcome(NamedTuple):
 def run_loop(
     programs: Programs,
     source: Source,
+    mode: Any,
     step: Callable[[Callable[..., Any], Any, dict[str, Any]], Any],
     first: tuple,
     rest: Iterator[tuple],
@@ -58,6 +59,7 @@ def run_loop(
     Args:
         programs: what to compile with.
         source: the function that is a step.
+        mode: what else the trace is for; hashable.
         step: calls it, of the function, args and kwargs of a batch; what it returns comes out of the last step.
         first: the inputs of the first step: its arguments.
         rest: those of the others, of the same structure and shapes.
@@ -70,8 +72,13 @@ def run_loop(
     arguments = Arguments(first, {}, programs.devices.size, numbers=True)
     shapes = [_shape(slot, source.name) for slot in arguments.slots]
     loop = _Loop(source, step, arguments, shapes)
-    key = ("device loop", source.key, arguments.key, tuple(shapes))
-    program = programs.find(Source(loop, autograph=False, declared=key), Arguments((), {}, arguments.size), ())
+    none = Arguments((), {}, arguments.size)
+
+    def of_loop() -> Source:
+        key = ("device loop", mode, source.key, arguments.key, tuple(shapes))
+        return Source(loop, autograph=False, declared=key)
+
+    program = programs.find(of_loop(), none, ())
     loop.forget()
     compiled = program.find([])
     queue = InputQueue(arguments.size, depth)
@@ -89,6 +96,7 @@ def run_loop(
         queue.stop()
         if feeder.ident is not None:
             feeder.join(_JOIN)
+    programs.keep(of_loop(), none, (), program)
     return Outcome(queue.begun, results, feeder.error)
 
 

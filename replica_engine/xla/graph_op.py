@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._compat import function, variables
+from replica_engine._compat import function, thread_state, variables
 from replica_engine.errors import GraphModeError
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.xla import host_graph
@@ -32,7 +32,10 @@ def call(programs: Programs, source: Source, arguments: Arguments, shapes: Shape
     """
     if tf.executing_eagerly():
         program = programs.find(source, arguments, shapes)
-        return program.traced.results(program.run(arguments.numpy()))
+        results = program.traced.results(program.run(arguments.numpy()))
+        if program.traced.host_calls.calls:
+            programs.keep(source, arguments, shapes, program)
+        return results
     if not tf.inside_function():
         raise GraphModeError()
     program = programs.trace(source, arguments, shapes)
@@ -69,6 +72,8 @@ class _Step:
         held = [resident_of(handle, devices) for handle in program.traced.handles]
         self.residents = [each for each in held if isinstance(each, Resident)]
         self._counts = counts
+        # What host calls take over, such as the summary writer: it is traced in, as in any tf.function.
+        self._locals = thread_state.locals_of_thread() if self.traced.host_calls.calls else None
         self._around = around
 
     def run(self, *inputs: np.ndarray) -> list[np.ndarray]:
@@ -81,7 +86,11 @@ class _Step:
         launch = self._program.ready(slots, rest)
         with self.devices.in_flight:
             self._around.before_run(self.residents)
-            columns = launch()
+            if self._locals is None:
+                columns = launch()
+            else:
+                with thread_state.enter_locals(self._locals):
+                    columns = launch()
             self._around.after_run(self.residents)
         return [value for column in columns for value in column]
 

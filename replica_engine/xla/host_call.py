@@ -28,7 +28,7 @@ from replica_engine.pjrt.group import Array, DeviceGroup, needed_by_a_program
 from replica_engine.pjrt.markers import HOST_CALL, host_call_parameters
 from replica_engine.xla.arguments import view
 from replica_engine.xla.body import HostSide, on_host
-from replica_engine.xla.host_run import HostRun, NoCalls
+from replica_engine.xla.host_run import HostRun, Kept, NoCalls
 from replica_engine.xla.input_queue import InputQueue
 from replica_engine.xla.resident import Resident
 
@@ -204,21 +204,23 @@ class HostCall:
         side = HostSide(self.calls.replica_ids[replica], run.size, self.where)
         with on_host(side), needed_by_a_program(lambda: HostAccessError.devices(self.where)):
             tensors = [eager.tensor(array) for array in arrays]
-            values = [view(tensor) for tensor in self.compute(run.kept[replica], position, token, tensors)]
+            results = self.compute(run.kept[replica], position, token, tensors)
+        values = [view(tensor) for tensor in results]
         for index, (value, wanted) in enumerate(zip(values, self.zeros, strict=True)):
-            if value.shape != wanted.shape or value.dtype != wanted.dtype:
-                raise HostResultError.other_tensor(self.name_of(index), _described(value), _described(wanted))
+            if getattr(value, "shape", None) != wanted.shape or value.dtype != wanted.dtype:
+                given, declared = _described(results[index]), _described(self.results[index])
+                raise HostResultError.other_tensor(self.name_of(index), given, declared)
         return values
 
     def name_of(self, result: int) -> str:
         """Where a result is in what the user's function returned."""
         return ""
 
-    def compute(self, kept: dict[int, Any], position: int, token: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    def compute(self, kept: Kept, position: int, token: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """The work: of concrete tensors the results.
 
         Args:
-            kept: what the replica's calls have kept for their gradients, by token.
+            kept: what the replica's calls have kept for their gradients.
             position: of this call; of a gradient, the token of the call that it is the gradient of.
             token: what this call returns as the next position.
             tensors: what it works on.
@@ -226,5 +228,5 @@ class HostCall:
         raise NotImplementedError
 
 
-def _described(array: np.ndarray) -> str:
-    return f"a tensor of dtype {array.dtype.name} and shape {array.shape}"
+def _described(tensor: Any) -> str:
+    return f"a tensor of dtype {tensor.dtype.name} and shape {tensor.shape}"

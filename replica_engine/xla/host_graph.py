@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from replica_engine._compat import variables
+from replica_engine.errors import HostAccessError
+from replica_engine.xla.body import host_side
 from replica_engine.xla.resident import Resident
 
 T = TypeVar("T")
@@ -177,6 +179,8 @@ class _VariableAtCall(_AtCall):
         self.use: Use
 
     def in_eager_mode(self) -> tf.Tensor:
+        if (side := host_side()) is not None:
+            raise HostAccessError.of_function(side.where)
         if not self.use.on_host:
             return self._raw
         if not self.use.may_write:

@@ -54,8 +54,10 @@ class HostResults:
         if level is None:
             raise HostResultError.no_tensor(name, value)
         self.kinds.append((name, level.kind))
-        builds = [self._open(child, name + inner) for inner, child in zip(level.names, level.children, strict=True)]
-        return lambda tensors: level.rebuild([build(tensors) for build in builds])
+        # By name: dictionaries are equal whatever the order of their keys.
+        order = sorted(range(len(level.names)), key=level.names.__getitem__)
+        builds = {index: self._open(level.children[index], name + level.names[index]) for index in order}
+        return lambda tensors: level.rebuild([builds[index](tensors) for index in range(len(order))])
 
     def _open_composite(self, value: Any, name: str) -> Callable[[Sequence[Any]], Any]:
         spec = value if isinstance(value, tf.TypeSpec) else tf.type_spec_from_value(value)

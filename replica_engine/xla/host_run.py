@@ -49,6 +49,32 @@ class _Failure:
     step: int | None
 
 
+class Kept:
+    """What the calls of one replica keep for their gradients, by token.
+
+    In a device loop it is kept for a step and the next: a gradient has no place in the order of the calls, so the
+    call for the next batch may overtake it. But when the one after that comes, the whole step is over.
+    """
+
+    def __init__(self) -> None:
+        self._now: dict[int, Any] = {}
+        self._before: dict[int, Any] = {}
+
+    def __setitem__(self, token: int, value: Any) -> None:
+        self._now[token] = value
+
+    def __getitem__(self, token: int) -> Any:
+        return self._now[token] if token in self._now else self._before[token]
+
+    def next_step(self) -> None:
+        """Another batch is asked for."""
+        self._before, self._now = self._now, {}
+
+    def clear(self) -> None:
+        """The run is over."""
+        self._before, self._now = {}, {}
+
+
 class HostRun:
     """One launch of a program with host calls.
 
@@ -61,7 +87,7 @@ class HostRun:
         size: the number of replicas.
         can_fail: whether a call may raise.
         failures: calls that raised, in the order of time.
-        kept: for each replica what gradients of its calls need, by the token of the call.
+        kept: for each replica what gradients of its calls need.
         has_ended: whether the program has.
         steps: for each replica the step of a device loop that it is in, from 0; None in no loop.
     """
@@ -71,7 +97,7 @@ class HostRun:
         self.can_fail = can_fail
         self.has_ended = False
         self.failures: list[_Failure] = []
-        self.kept: list[dict[int, Any]] = [{} for _ in range(size)]
+        self.kept = [Kept() for _ in range(size)]
         self.steps: list[int | None] = [None] * size
         self._times: dict[tuple[int, int], int] = {}
         self._made = [0] * size  # calls of each replica
@@ -122,7 +148,7 @@ class HostRun:
         assert self._feed is not None, "launched with one"
         step = self.steps[replica]
         self.steps[replica] = 0 if step is None else step + 1
-        self.kept[replica].clear()  # gradients are of calls of the same step
+        self.kept[replica].next_step()
         return self._feed.take(replica)
 
     def run(self, fn: Callable[[], Any]) -> Any:

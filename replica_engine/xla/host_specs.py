@@ -41,7 +41,7 @@ def returns(spec: Any) -> Callable[[F], F]:
     """
 
     def mark(fn: F) -> F:
-        setattr(fn, _RETURNS, spec)
+        setattr(fn.__func__ if isinstance(fn, MethodType) else fn, _RETURNS, spec)
         return fn
 
     return mark
@@ -60,9 +60,9 @@ def results_of(fn: Callable, template: Template, side: HostSide) -> HostResults:
         HostAccessError: it uses something that is on the devices.
         Exception: what it raised when it was called with zeros.
     """
-    declared = getattr(fn, _RETURNS, None)
-    if declared is not None:
-        return _checked(HostResults(declared))
+    for each in _layers(fn):
+        if _RETURNS in getattr(each, "__dict__", {}):
+            return _checked(HostResults(each.__dict__[_RETURNS]))
     if _returns_nothing(fn):
         return HostResults(None)
     with _outside_body():
@@ -82,7 +82,7 @@ def _trace(template: Template, side: HostSide) -> HostResults:
     found: list[HostResults] = []
 
     def flat(*tensors: tf.Tensor) -> list[tf.Tensor]:
-        with on_host(side):
+        with on_host(side._replace(replica=tf.constant(0))):
             fn, args, kwargs = template.build(tensors)
             found.append(HostResults(autograph.convert_always(fn)(*args, **kwargs)))
         return found[0].tensors
@@ -134,18 +134,28 @@ def _outside_body() -> Iterator[None]:
         yield
 
 
-def _returns_nothing(fn: Any) -> bool:
-    """Whether no `return` of the function has a value."""
-    while not isinstance(fn, FunctionType):
+def _layers(fn: Any) -> Iterator[Any]:
+    """A callable, and what is in it: of a partial, a bound method, a tf.function, an object with `__call__`."""
+    while fn is not None:
+        yield fn
         if isinstance(fn, functools.partial):
             fn = fn.func
         elif isinstance(fn, MethodType):
             fn = fn.__func__
         elif function.is_tf_function(fn):
             fn = fn.python_function
+        elif isinstance(fn, (FunctionType, type)):
+            fn = getattr(fn, "__wrapped__", None)
         else:
-            return False
-    return not hasattr(fn, "__wrapped__") and _code_returns_nothing(original_of(fn).__code__)
+            fn = type(fn).__dict__.get("__call__")
+            if not isinstance(fn, FunctionType):
+                return
+
+
+def _returns_nothing(fn: Any) -> bool:
+    """Whether no `return` of the function has a value."""
+    functions = [each for each in _layers(fn) if isinstance(each, FunctionType)]
+    return len(functions) == 1 and _code_returns_nothing(original_of(functions[0]).__code__)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._compat import autograph, distribute
+from replica_engine._compat import autograph, distribute, variables
 from replica_engine.errors import HostResultError, NestedHostCallError
 from replica_engine.xla.body import HostSide, host_calls, host_side, in_body
 from replica_engine.xla.host_call import HostCall, HostCalls
 from replica_engine.xla.host_results import HostResults
-from replica_engine.xla.host_run import HostRun
+from replica_engine.xla.host_run import HostRun, Kept
 from replica_engine.xla.host_specs import results_of
 from replica_engine.xla.templates import Template
 from replica_engine.xla.user_lines import here
@@ -76,7 +76,7 @@ def outside_compilation(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         return fn(*args, **kwargs)
     calls = host_calls()
     calls.can_fail = True
-    args, kwargs = tf.nest.map_structure(_value_of_device_variable, (args, kwargs))
+    args, kwargs = tf.nest.map_structure(_value_on_devices, (args, kwargs))
     template = Template((fn, args, kwargs))
     where = here()
     results = results_of(fn, template, HostSide(tf.constant(0), calls.size, where))
@@ -84,7 +84,7 @@ def outside_compilation(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     return results.rebuild(_differentiable(cluster, template.tensors))
 
 
-class _Kept(NamedTuple):
+class _Taped(NamedTuple):
     """A call that ran under a tape: what its gradient needs."""
 
     tape: tf.GradientTape
@@ -106,14 +106,14 @@ class _Cluster(HostCall):
         """Adds the call to the graph; all that the results depend on goes to the host."""
         return self.calls.emit(self, inputs)
 
-    def compute(self, kept: dict[int, Any], position: int, token: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    def compute(self, kept: Kept, position: int, token: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Calls the function."""
         if not self.differentiated:
             return self._call(tensors)
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
             tape.watch([tensor for tensor in tensors if _has_gradient(tensor)])
             outputs = self._call(tensors)
-        kept[token] = _Kept(tape, tensors, outputs)
+        kept[token] = _Taped(tape, tensors, outputs)
         return outputs
 
     def _call(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -160,9 +160,10 @@ class _Gradient(HostCall):
 
     def describe(self) -> str:
         """For messages."""
-        return f"the gradient {self.name!r} of {super().describe()}"
+        root = self.name.split(".")[0]
+        return f"the gradient {self.name!r} of " + super().describe().replace(repr(self.name), repr(root))
 
-    def compute(self, kept: dict[int, Any], position: int, token: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    def compute(self, kept: Kept, position: int, token: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Asks the tape of the cluster."""
         tape, inputs, outputs = kept[position]
         sources = [tensor for tensor in inputs if _has_gradient(tensor)]
@@ -173,7 +174,7 @@ class _Gradient(HostCall):
         with tape:
             tape.watch(tensors)
             results = _dense(tape.gradient(targets, sources, tensors, zero))
-        kept[token] = _Kept(tape, [*inputs, *tensors], results)
+        kept[token] = _Taped(tape, [*inputs, *tensors], results)
         return results
 
 
@@ -187,7 +188,8 @@ def _differentiable(call: _Cluster | _Gradient, inputs: Sequence[tf.Tensor]) -> 
         token, results = call.emit(inputs)
 
         def gradient(*upstream: tf.Tensor) -> list[tf.Tensor | None]:
-            given = [each for each, spec in zip(upstream, call.results, strict=True) if _has_gradient(spec)]
+            pairs = zip(upstream, call.results, strict=True)
+            given = [tf.convert_to_tensor(each) for each, spec in pairs if _has_gradient(spec)]
             found = iter(_differentiable(_Gradient(call, inputs, token), [*inputs, *given]))
             return [next(found) if _has_gradient(each) else None for each in inputs]
 
@@ -204,8 +206,13 @@ def _other_structure(given: list[tuple[str, str]], wanted: list[tuple[str, str]]
     return HostResultError.other_structure("", f"{len(given)} values", f"{len(wanted)}")
 
 
-def _value_of_device_variable(value: Any) -> Any:
-    return value.read_value() if isinstance(value, distribute.DistributedVariable) else value
+def _value_on_devices(value: Any) -> Any:
+    """The value of a variable that the devices have: one of a strategy, or one that the body has used already."""
+    if isinstance(value, distribute.DistributedVariable):
+        return value.read_value()
+    if isinstance(value, tf.Variable) and variables.is_captured(value.handle):
+        return value.read_value()
+    return value
 
 
 def _has_gradient(tensor: Any) -> bool:

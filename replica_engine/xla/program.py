@@ -74,16 +74,26 @@ class Programs:
 
     def find(self, source: Source, arguments: Arguments, shapes: Shapes) -> TracedProgram:
         """The traced body for a call in eager mode."""
-        key = (source.key, arguments.key)
         with self._lock:
             if source.seldom:
+                key = (source.key, arguments.key)
                 shapes = self._general[key] = _generalized(self._general.get(key), shapes)
-            signature = (*key, tuple(map(_hashable, shapes)))
+            signature = _signature(source, arguments, shapes)
             traced: TracedProgram | None = self._traces.get(signature)
             if traced is None:
                 self._warn_of_many(source)
                 traced = self._traces[signature] = self.trace(source, arguments, shapes)
             return traced
+
+    def keep(self, source: Source, arguments: Arguments, shapes: Shapes, traced: TracedProgram) -> None:
+        """A body has run, and called the host: what changed meanwhile, it was not traced for.
+
+        A function is known by what it closes over, and a host function may have added to a list there, say.
+        """
+        signature = _signature(source, arguments, shapes)
+        with self._lock:
+            if signature not in self._traces:
+                self._traces[signature] = traced
 
     def _warn_of_many(self, source: Source) -> None:
         code = getattr(source.fn, "__code__", source.fn)
@@ -196,6 +206,10 @@ def _generalized(known: Shapes | None, shapes: Shapes) -> Shapes:
         before if before.is_compatible_with(shape) else before.most_specific_compatible_shape(shape)
         for before, shape in zip(known, shapes, strict=True)
     )
+
+
+def _signature(source: Source, arguments: Arguments, shapes: Shapes) -> Any:
+    return (source.key, arguments.key, tuple(map(_hashable, shapes)))
 
 
 def _hashable(shape: tf.TensorShape) -> Any:

@@ -14,11 +14,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._compat import distribute, function
+from replica_engine._compat import distribute, function, variables
 from replica_engine.replica.structure import open_level
 from replica_engine.xla.originals import original_of
 
-Build = Callable[[Sequence[Any]], Any]
+Build = Callable[[Any], Any]
 """Makes the value again, with these tensors in its places."""
 
 _DEPTH = 4  # of functions that functions close over
@@ -39,15 +39,18 @@ class Template:
         self.tensors: list[tf.Tensor] = []
         self._places: dict[int, int] = {}
         self._entered: set[int] = set()  # what is being opened: structures and closures may refer to themselves
+        self._graphs = variables.graphs()
         build = self._open(value, _DEPTH)
-        self.build: Build = build or (lambda _: value)
+        self.build: Build = (lambda _: value) if build is None else (lambda tensors: build(_Values(tensors)))
 
     def _open(self, value: Any, depth: int) -> Build | None:
         """None if there is no tensor of the graph in it."""
-        if tf.is_symbolic_tensor(value):
+        if tf.is_symbolic_tensor(value) and any(value.graph is graph for graph in self._graphs):
             return self._place(value)
-        if isinstance(value, tf.Tensor) or id(value) in self._entered:
+        if isinstance(value, tf.Tensor):  # eager, or left behind by another trace
             return None
+        if id(value) in self._entered:
+            return (lambda tensors: tensors.made[id(value)]) if isinstance(value, FunctionType) else None
         self._entered.add(id(value))
         try:
             if isinstance(value, (FunctionType, MethodType, functools.partial)) or function.is_tf_function(value):
@@ -102,20 +105,35 @@ class Template:
         if not any(of_cells) and of_settings is None:
             return None if fn is converted else lambda _: fn
 
-        def build(tensors: Sequence[Any]) -> Any:
-            # A cell without tensors stays the very same one, so that `nonlocal` goes on working.
-            closure = tuple(
-                cell if inner is None else CellType(inner(tensors)) for cell, inner in zip(cells, of_cells, strict=True)
-            )
+        def build(tensors: Any) -> Any:
+            # A cell without tensors stays the very same one, so that `nonlocal` goes on working. The others are filled
+            # when the function is there, which may close over itself.
+            closure = tuple(cell if inner is None else CellType() for cell, inner in zip(cells, of_cells, strict=True))
+            made = FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, closure)
+            tensors.made[id(converted)] = made
+            for cell, inner in zip(closure, of_cells, strict=True):
+                if inner is not None:
+                    cell.cell_contents = inner(tensors)
             defaults, named, wrapped = settings if of_settings is None else of_settings(tensors)
-            made = FunctionType(fn.__code__, fn.__globals__, fn.__name__, defaults, closure)
-            made.__kwdefaults__ = named
+            made.__defaults__, made.__kwdefaults__ = defaults, named
             made.__dict__.update(fn.__dict__)
             if wrapped is not None:
                 made.__wrapped__ = wrapped  # type: ignore[attr-defined]
             return made
 
         return build
+
+
+class _Values(list):
+    """Tensors for the places of a template.
+
+    Attributes:
+        made: functions that have been made with them, by the id of what they stand for.
+    """
+
+    def __init__(self, tensors: Sequence[Any]):
+        super().__init__(tensors)
+        self.made: dict[int, Any] = {}
 
 
 def _built(builds: Sequence[Build | None], values: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
