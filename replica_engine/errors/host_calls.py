@@ -80,7 +80,7 @@ class HostAccessError(ReplicaEngineError, RuntimeError):
         """A function that uses a variable of the devices."""
         return cls(
             f"The function that outside_compilation{at(where)} runs on the host calls a tf.function that uses a "
-            "variable of a strategy, whose values are on the devices while the body runs. Pass its value as an argument."
+            "variable of a strategy, whose values are on the devices while the body runs. Pass its value."
         )
 
     @classmethod

@@ -676,8 +676,7 @@ def test_nothing_is_kept_after_the_run():
         return identity(x)
 
     fn = xla.returns(tf.TensorSpec([3], tf.float64))(fn)
-    add_alive = lambda x: gradients(lambda x: xla.outside_compilation(fn, x), x)  # noqa: E731
-    xla.replicate(add_alive, example())
+    xla.replicate(lambda x: gradients(lambda y: xla.outside_compilation(fn, y), x), example())
     gc.collect()
     assert len(alive) == 2
     assert [each() for each in alive] == [None, None]
