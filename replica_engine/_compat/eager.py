@@ -12,7 +12,7 @@ _LARGE = 16384  # bytes; below, the second copy costs less than finding an align
 
 
 def tensor(array: np.ndarray) -> tf.Tensor:
-    """A tensor on the host, with a copy of the array.
+    """A tensor on the host, with a copy of the array, or the array itself if nobody else has its memory.
 
     As `tf.constant`, which takes ten times as long, most of it to look for a device.
     """
@@ -20,6 +20,8 @@ def tensor(array: np.ndarray) -> tf.Tensor:
 
 
 def _copy(array: np.ndarray) -> np.ndarray:
+    if array.flags.owndata and not array.flags.writeable:  # as jaxlib hands over to host calls
+        return array
     if array.nbytes < _LARGE:
         return array.copy()
     memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)

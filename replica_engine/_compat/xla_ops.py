@@ -6,6 +6,7 @@ Checked on TensorFlow 2.21.0.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -169,6 +170,12 @@ def variable_dtype_and_shape(handle: tf.Tensor) -> tuple[tf.DType, tf.TensorShap
         return None
     first = data.shape_and_type[0]
     return tf.dtypes.as_dtype(first.dtype), tf.TensorShape(first.shape)
+
+
+def variable_name(handle: tf.Tensor) -> str:
+    """The name of the variable behind an eager handle, as far as the handle knows it."""
+    found = re.search(r'name="([^"]*)"', str(handle))
+    return found.group(1).rpartition("/")[0] or found.group(1) if found else "?"
 
 
 def is_host_only(dtype: tf.DType) -> bool:

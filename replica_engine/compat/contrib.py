@@ -17,8 +17,8 @@ from replica_engine import xla
 from replica_engine._compat import autograph, distribute
 from replica_engine.errors import ContribError
 from replica_engine.replica import regroup
-from replica_engine.strategies import tpu
 from replica_engine.strategies.multi_step import MultiStepContext as _MultiStepContext
+from replica_engine.strategies.tpu import TPUStrategy as _TPUStrategy
 from replica_engine.xla.body import in_body
 from replica_engine.xla.resolver import PjrtClusterResolver, TPUSystemMetadata, get_tpu_system_metadata
 
@@ -40,7 +40,7 @@ _NOT_GIVEN = object()
 _AGGREGATIONS = ("SUM", "MEAN", "ONLY_FIRST_TOWER", "NONE")
 
 
-class TPUStrategy(tpu.TPUStrategy):
+class TPUStrategy(_TPUStrategy):
     """Today's `TPUStrategy` with the methods and properties of 2018 as well.
 
     Args:
@@ -419,6 +419,11 @@ class _Iterator:
     def __init__(self, dataset: Any):
         self._dataset = dataset
         self._iterator = iter(dataset)
+
+    @property
+    def initializer(self) -> None:
+        """Starts anew: what a session ran has run."""
+        self.initialize()
 
     def initialize(self) -> None:
         """Starts anew."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,9 +46,7 @@ def run_steps(
         depth: how many batches are fetched ahead at most.
         context_class: of what a step passes out.
     """
-    for name, value in (("iterations", iterations), ("prefetch", depth)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputsError.bad_iterations(name, value)
+    iterations, depth = _positive("iterations", iterations), _positive("prefetch", depth)
     if not tf.executing_eagerly():
         raise InputsError.steps_in_function()
     source = Source.of(fn)
@@ -81,6 +80,17 @@ def run_steps(
     if outcome.steps < iterations:
         raise _out_of_range(context, iterations)
     return context
+
+
+def _positive(name: str, value: Any) -> int:
+    """A number of steps or batches; integers of NumPy and TensorFlow too."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InputsError.bad_iterations(name, value) from None
+    if isinstance(value, bool) or number < 1:
+        raise InputsError.bad_iterations(name, value)
+    return number
 
 
 def _batches(fn: Callable[..., Any], iterator: Any, spread: bool) -> Iterator[tuple]:
@@ -122,7 +132,9 @@ def _spreads(parameters: inspect.Signature, element: tuple, preferred: bool) -> 
 
 
 def _out_of_range(context: MultiStepContext, iterations: int) -> tf.errors.OutOfRangeError:
-    error = tf.errors.OutOfRangeError(None, None, f"The iterator ended after {context.steps} of {iterations} steps.")
+    error = tf.errors.OutOfRangeError(
+        None, None, f"The iterator ended after {context.steps} of {iterations} steps; these are kept."
+    )
     _keep(error, context, iterations)
     return error
 

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._compat import autograph
+from replica_engine.errors import CollectiveError
 from replica_engine.replica import regroup
 
 
@@ -44,7 +45,9 @@ class MultiStepContext:
         if reduce_op is None:
             self._pass_out(name, output, None)
             return
-        how = tf.distribute.ReduceOp[reduce_op.upper()] if isinstance(reduce_op, str) else reduce_op
+        how = tf.distribute.ReduceOp.__members__.get(str(getattr(reduce_op, "name", reduce_op)).upper())
+        if how is None:
+            raise CollectiveError.unknown_reduction(reduce_op, list(tf.distribute.ReduceOp.__members__))
         self._pass_out(name, output, lambda strategy, leaf: strategy.extended.reduce_to(how, leaf, "CPU:0"))
 
     @autograph.artifact

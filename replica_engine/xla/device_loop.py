@@ -75,11 +75,13 @@ def run_loop(
     none = Arguments((), {}, arguments.size)
 
     def of_loop() -> Source:
-        key = ("device loop", mode, source.key, arguments.key, tuple(shapes))
+        key = ("device loop", mode, programs.key(source), arguments.key, tuple(shapes))
         return Source(loop, autograph=False, declared=key)
 
     program = programs.find(of_loop(), none, ())
     loop.forget()
+    programs.learn(source, program)
+    programs.keep(of_loop(), none, program)
     compiled = program.find([])
     queue = InputQueue(arguments.size, depth)
     reader = BatchReader(first, arguments, source.name)
@@ -96,7 +98,6 @@ def run_loop(
         queue.stop()
         if feeder.ident is not None:
             feeder.join(_JOIN)
-    programs.keep(of_loop(), none, (), program)
     return Outcome(queue.begun, results, feeder.error)
 
 

@@ -32,10 +32,7 @@ def call(programs: Programs, source: Source, arguments: Arguments, shapes: Shape
     """
     if tf.executing_eagerly():
         program = programs.find(source, arguments, shapes)
-        results = program.traced.results(program.run(arguments.numpy()))
-        if program.traced.host_calls.calls:
-            programs.keep(source, arguments, shapes, program)
-        return results
+        return program.traced.results(program.run(arguments.numpy()))
     if not tf.inside_function():
         raise GraphModeError()
     program = programs.trace(source, arguments, shapes)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,8 @@ class HostCalls:
     Attributes:
         calls: in the order in which they were traced.
         run: the launch that is going on.
+        codes: of the user's functions.
+        handles: of variables that these are known to use, and where.
         can_fail: whether there are calls of the user's, and not only those that feed a device loop.
     """
 
@@ -72,6 +75,8 @@ class HostCalls:
         self.size = size
         self.calls: list[HostCall] = []
         self.can_fail = False
+        self.codes: frozenset[CodeType] = frozenset()
+        self.handles: list[tuple[tf.Tensor, str]] = []
         self.run: HostRun | None = None
         self._order = order
         self._gradients: dict[str, int] = {}

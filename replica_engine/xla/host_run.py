@@ -217,6 +217,8 @@ class HostRun:
                 place += f", iteration {failure.step} of the device loop"
             raised = None if failure is first else failure.error
             note_host_failure(first.error, place, failure.call.describe(), failure.times, raised)
+        if first.step is not None:
+            add_note(first.error, "what the steps of this launch wrote is not kept")
         if len(failures) > 8:
             add_note(first.error, f"and {len(failures) - 8} more")
         try:

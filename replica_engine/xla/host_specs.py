@@ -6,7 +6,7 @@ import contextlib
 import dis
 import functools
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType, MethodType
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -21,6 +21,7 @@ from replica_engine.xla.templates import Template
 F = TypeVar("F", bound=Callable)
 
 _RETURNS = "_replica_engine_returns"
+_FILLS = ("append", "extend", "add", "insert", "update")  # methods of Python's own lists, sets and dictionaries
 
 
 def returns(spec: Any) -> Callable[[F], F]:
@@ -47,13 +48,14 @@ def returns(spec: Any) -> Callable[[F], F]:
     return mark
 
 
-def results_of(fn: Callable, template: Template, side: HostSide) -> HostResults:
+def results_of(fn: Callable, template: Template, side: HostSide, handles: list[tuple[tf.Tensor, str]]) -> HostResults:
     """What a host function will return: specs in the place of tensors.
 
     Args:
         fn: the function.
         template: it and its arguments.
         side: the call.
+        handles: gets the handles of variables that the function is seen to use.
 
     Raises:
         HostResultError: something that no device has, or of an unknown shape.
@@ -67,7 +69,7 @@ def results_of(fn: Callable, template: Template, side: HostSide) -> HostResults:
         return HostResults(None)
     with _outside_body():
         try:
-            results = _trace(template, side)
+            results = _trace(template, side, handles)
         except (HostAccessError, NestedHostCallError):
             raise
         except Exception:
@@ -77,7 +79,7 @@ def results_of(fn: Callable, template: Template, side: HostSide) -> HostResults:
     return _checked(results)
 
 
-def _trace(template: Template, side: HostSide) -> HostResults:
+def _trace(template: Template, side: HostSide, handles: list[tuple[tf.Tensor, str]]) -> HostResults:
     """Finds the results by tracing."""
     found: list[HostResults] = []
 
@@ -88,6 +90,7 @@ def _trace(template: Template, side: HostSide) -> HostResults:
         return found[0].tensors
 
     graph = xla_ops.trace("host_function", flat, [tf.TensorSpec(each.shape, each.dtype) for each in template.tensors])
+    handles += [(outside, side.where) for outside, _ in graph.captures if outside.dtype == tf.resource]
     for outside, _ in graph.captures:
         if tf.is_symbolic_tensor(outside) and outside.dtype != tf.resource:
             raise HostAccessError.tensor(outside.name, side.where)
@@ -152,8 +155,15 @@ def _layers(fn: Any) -> Iterator[Any]:
                 return
 
 
+def codes_of(fn: Any) -> frozenset[CodeType]:
+    """The Python code of a host function, as it was written."""
+    return frozenset(original_of(each).__code__ for each in _layers(fn) if isinstance(each, FunctionType))
+
+
 def _returns_nothing(fn: Any) -> bool:
     """Whether no `return` of the function has a value."""
+    if fn is print or fn is tf.print or (getattr(fn, "__name__", "") in _FILLS and isinstance(fn, BuiltinMethodType)):
+        return True
     functions = [each for each in _layers(fn) if isinstance(each, FunctionType)]
     return len(functions) == 1 and _code_returns_nothing(original_of(functions[0]).__code__)
 

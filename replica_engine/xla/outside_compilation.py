@@ -22,13 +22,13 @@ from replica_engine.xla.body import HostSide, host_calls, host_side, in_body
 from replica_engine.xla.host_call import HostCall, HostCalls
 from replica_engine.xla.host_results import HostResults
 from replica_engine.xla.host_run import HostRun, Kept
-from replica_engine.xla.host_specs import results_of
+from replica_engine.xla.host_specs import codes_of, results_of
 from replica_engine.xla.templates import Template
 from replica_engine.xla.user_lines import here
 
 
 @autograph.artifact
-def outside_compilation(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def outside_compilation(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Runs `fn` on the host, from inside a compiled body: once on each replica, each time the body comes by.
 
     `fn` runs as eager TensorFlow, with concrete tensors: `x.numpy()`, strings, files, `tf.print`, `tf.summary`, any
@@ -70,16 +70,19 @@ def outside_compilation(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         >>> [int(each) for each in xla.replicate(body, inputs=[[7], [1234]])]
         [10, 40]
     """
+    if not callable(fn):
+        raise TypeError(f"outside_compilation takes a function and its arguments; got {fn!r}. Write f, x and not f(x).")
     if (side := host_side()) is not None:
         raise NestedHostCallError(side.where, here())
     if in_body() is None or tf.executing_eagerly():
         return fn(*args, **kwargs)
     calls = host_calls()
     calls.can_fail = True
+    calls.codes |= codes_of(fn)
     args, kwargs = tf.nest.map_structure(_value_on_devices, (args, kwargs))
     template = Template((fn, args, kwargs))
     where = here()
-    results = results_of(fn, template, HostSide(tf.constant(0), calls.size, where))
+    results = results_of(fn, template, HostSide(tf.constant(0), calls.size, where), calls.handles)
     cluster = _Cluster(calls, calls.new_name(), where, template, results)
     return results.rebuild(_differentiable(cluster, template.tensors))
 

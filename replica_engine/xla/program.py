@@ -39,7 +39,7 @@ MOST_PROGRAMS = 256
 class Programs:
     """The programs for one group of devices.
 
-    A trace is found by its function (`Source.key`) and by all of its arguments that is no tensor's value.
+    A trace is found by its function (`key`) and by all of its arguments that is no tensor's value.
     Executables are found by the text of the program, so that functions that come to the same program share
     one. One that calls the host is for the functions that it calls.
 
@@ -65,6 +65,7 @@ class Programs:
         self._traces: LastUsed = LastUsed(most)
         self._times: LastUsed = LastUsed(most)
         self._general: LastUsed = LastUsed(most)
+        self._hosts: LastUsed = LastUsed(most)
         self._executables: LastUsed = LastUsed(most)
         self._lock = threading.RLock()  # a trace may run another one, on the same thread
 
@@ -76,24 +77,33 @@ class Programs:
         """The traced body for a call in eager mode."""
         with self._lock:
             if source.seldom:
-                key = (source.key, arguments.key)
+                key = (self.key(source), arguments.key)
                 shapes = self._general[key] = _generalized(self._general.get(key), shapes)
-            signature = _signature(source, arguments, shapes)
+            signature = self._signature(source, arguments, shapes)
             traced: TracedProgram | None = self._traces.get(signature)
             if traced is None:
                 self._warn_of_many(source)
-                traced = self._traces[signature] = self.trace(source, arguments, shapes)
+                traced = self.trace(source, arguments, shapes)
+                self.learn(source, traced)
+                self._traces[self._signature(source, arguments, shapes)] = traced
             return traced
 
-    def keep(self, source: Source, arguments: Arguments, shapes: Shapes, traced: TracedProgram) -> None:
-        """A body has run, and called the host: what changed meanwhile, it was not traced for.
+    def key(self, source: Source) -> Any:
+        """What a function is known by, but for what only functions on the host use: they may change that."""
+        return source.key(self._hosts.get(source.code, frozenset()))
 
-        A function is known by what it closes over, and a host function may have added to a list there, say.
-        """
-        signature = _signature(source, arguments, shapes)
+    def learn(self, source: Source, traced: TracedProgram) -> None:
+        """A function has been traced, so it is known which functions in it run on the host."""
+        hosts: frozenset = self._hosts.get(source.code, frozenset())
+        self._hosts[source.code] = hosts | traced.traced.host_calls.codes
+
+    def keep(self, source: Source, arguments: Arguments, traced: TracedProgram) -> None:
+        """Has a trace found under another key as well."""
         with self._lock:
-            if signature not in self._traces:
-                self._traces[signature] = traced
+            self._traces[self._signature(source, arguments, ())] = traced
+
+    def _signature(self, source: Source, arguments: Arguments, shapes: Shapes) -> Any:
+        return (self.key(source), arguments.key, tuple(map(_hashable, shapes)))
 
     def _warn_of_many(self, source: Source) -> None:
         code = getattr(source.fn, "__code__", source.fn)
@@ -206,10 +216,6 @@ def _generalized(known: Shapes | None, shapes: Shapes) -> Shapes:
         before if before.is_compatible_with(shape) else before.most_specific_compatible_shape(shape)
         for before, shape in zip(known, shapes, strict=True)
     )
-
-
-def _signature(source: Source, arguments: Arguments, shapes: Shapes) -> Any:
-    return (source.key, arguments.key, tuple(map(_hashable, shapes)))
 
 
 def _hashable(shape: tf.TensorShape) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 from collections.abc import Callable
@@ -14,6 +15,11 @@ import tensorflow as tf
 from replica_engine._compat import distribute, function
 from replica_engine.errors import InputsError
 from replica_engine.xla.arguments import Arguments, ById, Shapes, constant_key
+
+Hosts = frozenset[CodeType]
+"""Code of functions that `outside_compilation` runs."""
+
+_NO_HOSTS: Hosts = frozenset()
 
 
 @dataclass(frozen=True)
@@ -47,9 +53,20 @@ class Source:
         return getattr(self.fn, "__name__", type(self.fn).__name__).replace("<lambda>", "lambda")
 
     @property
-    def key(self) -> Any:
-        """Hashable; equal for functions that would be traced to the same graph."""
-        return function_key(self.fn) if self.declared is None else self.declared
+    def code(self) -> Any:
+        """Its Python code, or what it has instead."""
+        fn: Any = self.fn
+        while isinstance(fn, (MethodType, functools.partial)):
+            fn = fn.__func__ if isinstance(fn, MethodType) else fn.func
+        return getattr(fn, "__code__", fn)
+
+    def key(self, hosts: Hosts = _NO_HOSTS) -> Any:
+        """Hashable; equal for functions that would be traced to the same graph.
+
+        Args:
+            hosts: the code of functions in it that run on the host; what only they use does not matter.
+        """
+        return function_key(self.fn, hosts=hosts) if self.declared is None else self.declared
 
     def arguments(self, args: Any, kwargs: Any, size: int) -> tuple[Arguments, Shapes]:
         """Arguments for it, and the shapes that it is to be traced for.
@@ -89,45 +106,68 @@ class Source:
             raise InputsError.not_of_signature(self.name, str(self.signature)) from error
 
 
-def function_key(fn: Any, depth: int = 3) -> Any:
+def function_key(fn: Any, depth: int = 3, hosts: Hosts = _NO_HOSTS) -> Any:
     """Equal for functions that would be traced to the same graph.
 
     Functions are equal that have the same code and use the same objects: globals, defaults, closed-over ones. So a
     lambda or nested function that is made anew for each call is the same one. `depth` is how far to look into
-    functions that a function closes over.
+    functions that a function closes over; of those in `hosts` the code is enough.
     """
     if depth == 0:
         return ById(fn)
+
+    def key(value: Any) -> Any:
+        is_function = isinstance(value, (FunctionType, MethodType, functools.partial))
+        return function_key(value, depth - 1, hosts) if is_function else constant_key(value)
+
     if isinstance(fn, functools.partial):
-        rest = tuple((name, _key(value, depth)) for name, value in sorted(fn.keywords.items()))
-        return "partial", function_key(fn.func, depth), tuple(_key(value, depth) for value in fn.args), rest
+        rest = tuple((name, key(value)) for name, value in sorted(fn.keywords.items()))
+        return "partial", function_key(fn.func, depth, hosts), tuple(map(key, fn.args)), rest
     if isinstance(fn, MethodType):
-        return "method", function_key(fn.__func__, depth), ById(fn.__self__)
+        return "method", function_key(fn.__func__, depth, hosts), ById(fn.__self__)
     if not isinstance(fn, FunctionType):
         return ById(fn)
-    cells = tuple(_cell_key(cell, depth) for cell in fn.__closure__ or ())
-    defaults = tuple(_key(value, depth) for value in fn.__defaults__ or ())
-    named = tuple((name, _key(value, depth)) for name, value in sorted((fn.__kwdefaults__ or {}).items()))
+    code = fn.__code__
+    if code in hosts:
+        return "on the host", code
+    cells = tuple(
+        _cell_key(cell, key)
+        for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True)
+        if not hosts or not _is_for_hosts(code, name, hosts)
+    )
+    defaults = tuple(map(key, fn.__defaults__ or ()))
+    named = tuple((name, key(value)) for name, value in sorted((fn.__kwdefaults__ or {}).items()))
     # fn.__dict__ as well: functools.wraps keeps the wrapped function there, and AutoGraph its settings.
-    marks = tuple((name, _key(value, depth)) for name, value in sorted(fn.__dict__.items()))
-    used = tuple((name, constant_key(fn.__globals__[name])) for name in _names(fn.__code__) if name in fn.__globals__)
-    return fn.__code__, used, cells, defaults, named, marks
+    marks = tuple((name, key(value)) for name, value in sorted(fn.__dict__.items()))
+    used = tuple((name, constant_key(fn.__globals__[name])) for name in _names(code, hosts) if name in fn.__globals__)
+    return code, used, cells, defaults, named, marks
 
 
 @functools.lru_cache(maxsize=4096)
-def _names(code: CodeType) -> tuple[str, ...]:
-    """The names of globals, and of attributes, that a function and those in it use."""
-    inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names(constant)]
+def _names(code: CodeType, hosts: Hosts) -> tuple[str, ...]:
+    """The names of globals, and of attributes, that a function and those in it use, but for those on the host."""
+    inner = [name for each in _inner(code) if each not in hosts for name in _names(each, hosts)]
     return tuple(dict.fromkeys([*code.co_names, *inner]))
 
 
-def _cell_key(cell: CellType, depth: int) -> Any:
+@functools.lru_cache(maxsize=4096)
+def _is_for_hosts(code: CodeType, name: str, hosts: Hosts) -> bool:
+    """Whether what a function closes over under this name is used by functions on the host only."""
+    if any(each.argval == name and each.opname in _USES for each in dis.get_instructions(code)):
+        return False
+    inner = [each for each in _inner(code) if name in each.co_freevars]
+    return bool(inner) and all(each in hosts or _is_for_hosts(each, name, hosts) for each in inner)
+
+
+_USES = ("LOAD_DEREF", "STORE_DEREF", "DELETE_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
+
+
+def _inner(code: CodeType) -> list[CodeType]:
+    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+def _cell_key(cell: CellType, key: Callable[[Any], Any]) -> Any:
     try:
-        return _key(cell.cell_contents, depth)
+        return key(cell.cell_contents)
     except ValueError:  # not yet assigned
         return ById(cell)
-
-
-def _key(value: Any, depth: int) -> Any:
-    is_function = isinstance(value, (FunctionType, MethodType, functools.partial))
-    return function_key(value, depth - 1) if is_function else constant_key(value)

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._compat import autograph, eager, xla_ops
-from replica_engine.errors import CaptureError, LoweringError, VariableCreationError
+from replica_engine.errors import CaptureError, HostAccessError, LoweringError, VariableCreationError
 from replica_engine.xla.arguments import Arguments, Shapes
 from replica_engine.xla.body import Body
 from replica_engine.xla.counts import count
@@ -78,6 +78,9 @@ class Traced:
         variables = [(outside, inside) for outside, inside in captures if inside.dtype == tf.resource]
         for outside, inside in captures:
             self._check_capture(outside, inside)
+        for handle, where in host_calls.handles:
+            if any(handle is outside for outside, _ in variables):
+                raise HostAccessError.variable(str(xla_ops.variable_name(handle)), where)
         for index, output in enumerate(self.outputs):
             if xla_ops.is_host_only(output.dtype):
                 raise LoweringError.host_result(name, index, *_made_by(graph.outputs[index]))
