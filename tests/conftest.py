@@ -47,7 +47,7 @@ def _tpu(devices: list[str]) -> tf.distribute.Strategy:
 STRATEGIES = {
     "mirrored": Row(MirroredStrategy),
     # Eager mode only: graphs are built in order with and without `concurrent` (test_options.py sees to that).
-    "mirrored-concurrent": Row(functools.partial(MirroredStrategy, concurrent=True), ("eager",)),
+    "mirrored-concurrent": Row(functools.partial(MirroredStrategy, concurrent=True), ("eager",), (2, 4)),
 }
 if sys.version_info >= (3, 11):  # which jax needs
     STRATEGIES["tpu"] = Row(_tpu, sizes=(4,), threads=False)  # of 1 and 2 see tests/xla and tests/tpu

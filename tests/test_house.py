@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import replica_engine
-from replica_engine._compat import keras_state
+from replica_engine._compat import keras_state, keras_trainer
 from replica_engine._compat.names import PRIVATE
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -54,6 +54,13 @@ def test_each_private_attribute_exists(private):
 def test_the_private_name_of_keras_exists():
     module = importlib.import_module(keras_state.MODULE)
     assert hasattr(module, keras_state.STATE), "Keras no longer has it; see replica_engine/_compat/keras_state.py"
+
+
+def test_keras_trainer_makes_its_functions_where_we_extend_it():
+    module = importlib.import_module(keras_trainer.MODULE)
+    trainer = getattr(module, keras_trainer.TRAINER)
+    assert hasattr(trainer, keras_trainer.METHOD), "Keras no longer has it; see replica_engine/_compat/keras_trainer.py"
+    assert hasattr(module, keras_trainer.REDUCE), "Keras no longer has it; see replica_engine/_compat/keras_trainer.py"
 
 
 def test_private_names_are_imported_in_compat_only():

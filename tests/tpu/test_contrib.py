@@ -257,6 +257,13 @@ def test_a_list_over_towers_can_be_reduced(distribution, aggregation, expected):
     assert float(distribution.reduce(aggregation, outputs["x"], HOST)) == expected
 
 
+def test_a_list_over_towers_of_structures_can_be_reduced(distribution):
+    step_fn = lambda context, x: context.set_last_step_output("x", {"x": x[0]})  # noqa: E731
+    outputs = distribution.run_steps_on_dataset(step_fn, one_shot(distribution, numbers(2))).last_step_outputs
+    assert outputs["x"] == [{"x": 0.0}, {"x": 1.0}]
+    assert distribution.reduce(SUM, outputs["x"], HOST) == {"x": 1.0}
+
+
 def test_outputs_that_are_no_tensors(distribution):
     thing = object()
 
@@ -403,6 +410,16 @@ def test_reduce_in_a_merge_function(distribution, aggregation, expected):
         return tf.stack(all_three)
 
     assert merged(distribution, merge_fn, spread(distribution, 1.0, 3.0)) == [[expected] * 3] * 2
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_list_of_values_of_each_tower_is_reduced_one_by_one(distribution, count):
+    """However many there are: two are not those of the two towers."""
+    values = [spread(distribution, 1.0 + number, 3.0 + number) for number in range(count)]
+    for aggregation, first in ((SUM, 4.0), (FIRST, 1.0)):
+        step = 2.0 if aggregation == SUM else 1.0
+        found = distribution.reduce(aggregation, values, HOST)
+        assert [float(one) for one in found] == [first + step * number for number in range(count)]
 
 
 def test_reduce_by_the_names_of_its_arguments(distribution):

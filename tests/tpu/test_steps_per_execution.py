@@ -375,3 +375,12 @@ def test_a_model_that_was_fitted_is_freed_before_its_strategy(two, scoped):
     keras.backend.clear_session()
     gc.collect()
     assert freed() is None
+
+
+def test_the_iterator_of_a_fit_that_is_over_is_freed(scoped):
+    """With the model alive, as it is with one step per execution: an old iterator takes long to delete."""
+    model = scoped(build, 2)
+    fit(model, X[:16], Y[:16], 8)
+    gc.collect()
+    assert not [one for one in gc.get_objects() if tf.distribute.DistributedIterator in type(one).__mro__]
+    assert steps_of(model) == 2
