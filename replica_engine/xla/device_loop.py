@@ -148,6 +148,10 @@ class _Feed(HostCall):
     def __init__(self, calls: HostCalls, name: str, specs: Sequence[tf.TensorSpec]):
         super().__init__(calls, "feed", "", [tf.TensorSpec([], tf.bool), *specs])
 
+    def describe(self) -> str:
+        """For messages."""
+        return "the wait for the next batch"
+
     def emit(self) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Adds a call to the graph under construction."""
         _, (more, *inputs) = self.calls.emit(self, [])
@@ -160,7 +164,12 @@ class _Feed(HostCall):
         here = int(position)
         replica = here % run.size
         following = np.asarray(here + run.size)
-        parts = run.next_step(replica)
+        try:
+            with needed_by_a_program(HostAccessError.in_inputs):
+                parts = run.next_step(replica)
+        except BaseException as error:
+            run.note(error, replica, self)
+            parts = None
         if parts is None:
             return (following, *self.zeros)
         return (following, _TRUE, *parts)

@@ -15,6 +15,7 @@ What one launch has to remember is `HostRun`'s.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 from collections.abc import Iterator, Sequence
 from types import CodeType
@@ -66,6 +67,7 @@ class HostCalls:
     Attributes:
         calls: in the order in which they were traced.
         run: the launch that is going on.
+        templates: of the user's calls.
         codes: of the user's functions.
         handles: of variables that these are known to use, and where.
         can_fail: whether there are calls of the user's, and not only those that feed a device loop.
@@ -75,6 +77,7 @@ class HostCalls:
         self.size = size
         self.calls: list[HostCall] = []
         self.can_fail = False
+        self.templates: list[Any] = []
         self.codes: frozenset[CodeType] = frozenset()
         self.handles: list[tuple[tf.Tensor, str]] = []
         self.run: HostRun | None = None
@@ -142,6 +145,8 @@ class HostCalls:
             yield run
         except BaseException:  # Ctrl-C, say
             run.give_up()
+            if not run.has_ended:
+                _left.append(devices)
             raise
         finally:
             if run.has_ended:
@@ -235,3 +240,15 @@ class HostCall:
 
 def _described(tensor: Any) -> str:
     return f"a tensor of dtype {tensor.dtype.name} and shape {tensor.shape}"
+
+
+# Where programs were left behind that may call the host.
+_left: list[DeviceGroup] = []
+
+
+@atexit.register
+def _wait_for_the_last() -> None:
+    """A program must not call Python when there is none any more. Its calls return at once, so it ends soon."""
+    for devices in _left:
+        if devices.running is not None:
+            devices.ends_within(5.0)

@@ -104,7 +104,7 @@ def _try_with_zeros(template: Template, side: HostSide, traced: HostResults | No
         unknown = next(tensor for tensor in template.tensors if not tensor.shape.is_fully_defined())
         raise HostResultError.unknown_shape("", str(unknown.shape))
     try:
-        with tf.init_scope(), tf.device("CPU:0"), on_host(side._replace(replica=tf.constant(0))):
+        with tf.init_scope(), tf.device("CPU:0"), tf.summary.record_if(False), on_host(side._replace(replica=_zero())):
             fn, args, kwargs = template.build([tf.zeros(each.shape, each.dtype) for each in template.tensors])
             results = HostResults(fn(*args, **kwargs))
     except Exception as error:
@@ -112,6 +112,10 @@ def _try_with_zeros(template: Template, side: HostSide, traced: HostResults | No
         raise
     results.tensors = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in results.tensors]
     return results
+
+
+def _zero() -> tf.Tensor:
+    return tf.constant(0)
 
 
 def _checked(results: HostResults) -> HostResults:
@@ -175,7 +179,10 @@ def _code_returns_nothing(code: CodeType) -> bool:
         if instruction.opname == "RETURN_CONST" and instruction.argval is not None:
             return False
         if instruction.opname == "RETURN_VALUE" and not (
-            before is not None and before.opname == "LOAD_CONST" and before.argval is None
+            before is not None
+            and before.opname == "LOAD_CONST"
+            and before.argval is None
+            and not instruction.is_jump_target
         ):
             return False
         before = instruction

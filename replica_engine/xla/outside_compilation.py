@@ -79,10 +79,10 @@ def outside_compilation(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
     calls = host_calls()
     calls.can_fail = True
     calls.codes |= codes_of(fn)
-    args, kwargs = tf.nest.map_structure(_value_on_devices, (args, kwargs))
-    template = Template((fn, args, kwargs))
+    template = Template(fn, args, kwargs, _value_on_devices)
     where = here()
     results = results_of(fn, template, HostSide(tf.constant(0), calls.size, where), calls.handles)
+    calls.templates.append(template)
     cluster = _Cluster(calls, calls.new_name(), where, template, results)
     return results.rebuild(_differentiable(cluster, template.tensors))
 
@@ -209,13 +209,13 @@ def _other_structure(given: list[tuple[str, str]], wanted: list[tuple[str, str]]
     return HostResultError.other_structure("", f"{len(given)} values", f"{len(wanted)}")
 
 
-def _value_on_devices(value: Any) -> Any:
+def _value_on_devices(variable: Any) -> tf.Tensor | None:
     """The value of a variable that the devices have: one of a strategy, or one that the body has used already."""
-    if isinstance(value, distribute.DistributedVariable):
-        return value.read_value()
-    if isinstance(value, tf.Variable) and variables.is_captured(value.handle):
-        return value.read_value()
-    return value
+    if isinstance(variable, distribute.DistributedVariable):
+        return variable.read_value()
+    if isinstance(variable, tf.Variable) and variables.is_captured(variable.handle):
+        return variable.read_value()
+    return None
 
 
 def _has_gradient(tensor: Any) -> bool:

@@ -111,7 +111,7 @@ def function_key(fn: Any, depth: int = 3, hosts: Hosts = _NO_HOSTS) -> Any:
 
     Functions are equal that have the same code and use the same objects: globals, defaults, closed-over ones. So a
     lambda or nested function that is made anew for each call is the same one. `depth` is how far to look into
-    functions that a function closes over; of those in `hosts` the code is enough.
+    functions that a function closes over; for those in `hosts` see `_host_key`.
     """
     if depth == 0:
         return ById(fn)
@@ -129,11 +129,10 @@ def function_key(fn: Any, depth: int = 3, hosts: Hosts = _NO_HOSTS) -> Any:
         return ById(fn)
     code = fn.__code__
     if code in hosts:
-        return "on the host", code
+        return _host_key(fn)
     cells = tuple(
-        _cell_key(cell, key)
+        _host_cell_key(code, name, cell) if hosts and _is_for_hosts(code, name, hosts) else _cell_key(cell, key)
         for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True)
-        if not hosts or not _is_for_hosts(code, name, hosts)
     )
     defaults = tuple(map(key, fn.__defaults__ or ()))
     named = tuple((name, key(value)) for name, value in sorted((fn.__kwdefaults__ or {}).items()))
@@ -157,6 +156,40 @@ def _is_for_hosts(code: CodeType, name: str, hosts: Hosts) -> bool:
         return False
     inner = [each for each in _inner(code) if name in each.co_freevars]
     return bool(inner) and all(each in hosts or _is_for_hosts(each, name, hosts) for each in inner)
+
+
+def _host_key(value: Any) -> Any:
+    """A key for what runs on the host, or is used there: it outlives the trace, so objects go by identity.
+
+    Globals are looked up anew in each call, and what a host function assigns to is its own.
+    """
+    if isinstance(value, FunctionType):
+        code = value.__code__
+        cells = zip(code.co_freevars, value.__closure__ or (), strict=True)
+        settings = (value.__defaults__ or (), tuple((value.__kwdefaults__ or {}).items()))
+        return (
+            code,
+            ById(value.__globals__),
+            tuple(_host_cell_key(code, name, cell) for name, cell in cells),
+            _host_key(settings),
+        )
+    if type(value) is tuple:
+        return tuple(map(_host_key, value))
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return constant_key(value)
+    return ById(value)
+
+
+def _host_cell_key(code: CodeType, name: str, cell: CellType) -> Any:
+    return ById(cell) if assigns(code, name) else _cell_key(cell, _host_key)
+
+
+@functools.lru_cache(maxsize=4096)
+def assigns(code: CodeType, name: str) -> bool:
+    """Whether a function, or one in it, assigns to what it closes over under this name."""
+    if any(each.argval == name and each.opname == "STORE_DEREF" for each in dis.get_instructions(code)):
+        return True
+    return any(assigns(each, name) for each in _inner(code) if name in each.co_freevars)
 
 
 _USES = ("LOAD_DEREF", "STORE_DEREF", "DELETE_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")

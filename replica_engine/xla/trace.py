@@ -203,6 +203,8 @@ def _trace_once(
     except Exception as error:
         failure = autograph.as_user_raised(error, (threading.get_ident(),))
     else:
+        for template in host_calls.templates:
+            template.settle()
         kept = [source.fn, *created]
         return Traced(source.name, graph, body, arguments, outputs[-1], host_calls, kept), created
     raise failure
