@@ -134,8 +134,8 @@ class TPUStrategy(_TPUStrategy):
             return super().reduce(how, value, axis)
         name = _aggregation(how)
         self._check_destinations(destinations)
-        if isinstance(value, list) and len(value) == self.num_towers and in_body() is None:
-            value = MapOutput(value)
+        if self._is_over_towers(value):
+            return tf.nest.map_structure(lambda *each: self._reduce_leaf(name, MapOutput(list(each))), *value)
         return tf.nest.map_structure(lambda leaf: self._reduce_leaf(name, leaf), value)
 
     @autograph.artifact
@@ -290,6 +290,12 @@ class TPUStrategy(_TPUStrategy):
     def should_save_summary(self) -> bool:
         """Whether this process writes summaries: it does."""
         return True
+
+    def _is_over_towers(self, value: Any) -> bool:
+        """Whether it is a list of one value of each tower, and not of values that each tower has one of."""
+        if not isinstance(value, list) or len(value) != self.num_towers or in_body() is not None:
+            return False
+        return not any(isinstance(leaf, distribute.DistributedValues) for leaf in tf.nest.flatten(value))
 
     def _reduce_leaf(self, how: str, value: Any) -> Any:
         if how == "NONE":

@@ -6,6 +6,8 @@ ends a launch and begins the next one, and a batch that does not split evenly is
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,18 +38,19 @@ def device_loop(model: Any, step_function: Callable[..., Any], plain: Callable[.
         nonlocal source
         if model.steps_per_execution == 1 or not isinstance(iterator, tf.distribute.DistributedIterator):
             return plain(iterator)
-        if source is None or source.iterator is not iterator:  # another epoch
+        if source is None or not source.is_of(iterator):  # another epoch
             source = _Batches(iterator)
         logs = None
         left = model.steps_per_execution
-        while left and (batch := source.peek()) is not None:
-            if _is_even(batch):
-                context = _launch(strategy, programs, step, source.alike(), left)
-                left -= context.steps
-                logs = context.last_step_outputs["logs"]
-            else:
-                left -= 1
-                logs = strategy.run(step_function, args=(source.take(),))
+        with source.reading(iterator):
+            while left and (batch := source.peek()) is not None:
+                if _is_even(batch):
+                    context = _launch(strategy, programs, step, source.alike(), left)
+                    left -= context.steps
+                    logs = context.last_step_outputs["logs"]
+                else:
+                    left -= 1
+                    logs = strategy.run(step_function, args=(source.take(),))
         if left == model.steps_per_execution:
             raise StopIteration
         return keras_trainer.reduced(logs, strategy)
@@ -67,19 +70,36 @@ def _launch(strategy: Any, programs: Any, step: Callable[..., Any], batches: Ite
 class _Batches:
     """The batches of an iterator, with a look at the next one.
 
+    It holds the iterator while it is read, and not between: Keras lets go of one when an epoch is over, and to free one
+    that is old may take TensorFlow long.
+
     Args:
         iterator: of a distributed data set.
     """
 
     def __init__(self, iterator: Any):
-        self.iterator = iterator
+        self._of = weakref.ref(iterator)
+        self._iterator: Any = None
         self._next: list[Any] = []
+
+    def is_of(self, iterator: Any) -> bool:
+        """Whether they are its batches."""
+        return self._of() is iterator
+
+    @contextlib.contextmanager
+    def reading(self, iterator: Any) -> Iterator[None]:
+        """It is read inside."""
+        self._iterator = iterator
+        try:
+            yield
+        finally:
+            self._iterator = None
 
     def peek(self) -> Any:
         """The next batch, which stays the next one; None at the end."""
         if not self._next:
             try:
-                self._next.append(tf.nest.map_structure(_without_optional, next(self.iterator)))
+                self._next.append(tf.nest.map_structure(_without_optional, next(self._iterator)))
             except (StopIteration, tf.errors.OutOfRangeError):
                 return None
         return self._next[0]
