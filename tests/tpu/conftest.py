@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 from replica_engine import TPUStrategy, xla
+from replica_engine.compat import contrib
 
 SUM = tf.VariableAggregation.SUM
 
@@ -68,3 +69,9 @@ def launched():
     """`launched()`: how many programs ran since the test began."""
     before = xla.counts()
     return lambda: (xla.counts() - before).launches
+
+
+@pytest.fixture
+def distribution():
+    """Two towers of the contrib strategy of 2018."""
+    return contrib.TPUStrategy(xla.PjrtClusterResolver("cpu"), num_cores=2)

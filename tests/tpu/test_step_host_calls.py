@@ -1,0 +1,223 @@
+"""Host calls in the steps of a device loop: in order, and a failing one leaves no step."""
+
+import itertools
+import threading
+import types
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from replica_engine import xla
+from replica_engine.testing import no_leaked_threads
+
+SUM = tf.VariableAggregation.SUM
+
+SCALAR = tf.TensorSpec([], tf.float32)
+
+
+@pytest.fixture(autouse=True)
+def _feeding_threads_go():
+    with no_leaked_threads(grace=2.0, prefix="replica_engine: inputs"):
+        yield
+
+
+def numbers(count, start=0):
+    """That many batches, 0.0, 1.0, ..., each the same on all replicas."""
+    return [np.float32(start + number) for number in range(count)]
+
+
+def replica_context():
+    return tf.distribute.get_replica_context()
+
+
+def looped(replicas, context, step, batches):
+    """Runs a step for each batch, in one of the contexts."""
+    if context == "replica":
+        return replicas.strategy.run_steps(step, batches, len(batches))
+    return replicas.strategy.extended.experimental_run_steps_on_iterator(step, batches, len(batches))
+
+
+class CustomError(Exception):
+    def __init__(self, code, *, reason):
+        super().__init__(f"code {code}")
+        self.code, self.reason = code, reason
+
+
+def hosted(fn, returns=None):
+    """`outside_compilation` of a function whose results are known."""
+    return lambda *args: xla.outside_compilation(xla.returns(returns)(fn), *args)
+
+
+def test_host_calls_run_in_each_step_in_order(two):
+    seen = [[], []]
+
+    def note(x):
+        seen[int(xla.replica_id())].append(float(x))
+        return x * 10.0
+
+    def step(context, x):
+        first = hosted(note, SCALAR)(x)
+        second = hosted(note, SCALAR)(first + 0.5)
+        context.set_last_step_output("second", second)
+
+    for _ in range(2):
+        batches = [two.spread(lambda i, n=n: float(n + i)) for n in range(4)]
+        context = two.strategy.run_steps(step, batches, 4)
+        assert two.each(context.last_step_outputs["second"]) == [305.0, 405.0]
+    for replica in range(2):
+        steps = [float(n + replica) for n in range(4)]
+        assert seen[replica] == [value for x in steps for value in (x, x * 10.0 + 0.5)] * 2
+
+
+def test_gradients_go_through_host_calls_of_each_step(two):
+    def host_square(x):
+        return x * x
+
+    def train(weight, x):
+        with tf.GradientTape() as tape:
+            loss = xla.outside_compilation(host_square, weight * x)
+        gradient = replica_context().all_reduce("MEAN", tape.gradient(loss, weight))
+        weight.assign_sub(0.01 * gradient)
+        return loss
+
+    one_by_one, looped = two.variable(1.0), two.variable(1.0)
+    batches = [two.spread(lambda i, n=n: n + i + 1.0) for n in range(4)]
+    for batch in batches:
+        loss = two.strategy.run(lambda x: train(one_by_one, x), args=(batch,))
+
+    def step(context, x):
+        context.set_last_step_output("loss", train(looped, x))
+
+    context = two.strategy.run_steps(step, batches, 4)
+    weight = 1.0
+    for n in range(4):
+        weight -= 0.01 * (2 * weight * (n + 1) ** 2 + 2 * weight * (n + 2) ** 2) / 2
+    np.testing.assert_allclose([looped.numpy(), one_by_one.numpy()], weight, rtol=1e-5)
+    np.testing.assert_allclose(two.each(context.last_step_outputs["loss"]), two.each(loss), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("step_number", "replica"), [(0, 0), (4, 1)])
+def test_a_host_call_that_fails_leaves_no_step_and_says_where_it_was(two, step_number, replica):
+    total, own = two.variable(1.0, SUM), two.variable(2.0, SUM, on_read=True)
+    error = CustomError(7, reason="own")
+    state = types.SimpleNamespace(fails=True)
+
+    def host(x):
+        if state.fails and float(x) == step_number and int(xla.replica_id()) == replica:
+            raise error
+
+    def step(context, x):
+        total.assign_add(x)
+        own.assign_add(x)
+        hosted(host)(x)
+        replica_context().all_reduce("SUM", x)
+
+    batches = map(np.float32, itertools.count())
+    with pytest.raises(CustomError) as raised:
+        two.strategy.run_steps(step, batches, 10**9)
+    assert raised.value is error
+    assert next(batches) <= step_number + 6  # one in use, one where a replica is ahead, and those fetched ahead
+    (note,) = [note for note in error.__notes__ if "replica" in note]
+    for part in (f"replica {replica} of 2", f"CPU:{replica}", f"iteration {step_number} ", "test_step_host_calls.py"):
+        assert part in note
+    assert total.numpy() == 1.0
+    assert two.components(own) == [2.0, 2.0]
+
+    state.fails = False
+    assert two.strategy.run_steps(step, numbers(3), 3).steps == 3
+    assert total.numpy() == 1.0 + 2 * 3.0
+    assert two.components(own) == [5.0, 5.0]
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, StopIteration, tf.errors.OutOfRangeError])
+def test_a_host_calls_exception_is_raised_whatever_its_type(two, kind):
+    error = kind(None, None, "mine") if kind is tf.errors.OutOfRangeError else kind("mine")
+
+    def host(x):
+        if float(x) == 2.0:
+            raise error
+
+    with pytest.raises(kind) as raised:
+        two.strategy.run_steps(lambda context, x: hosted(host)(x), numbers(5), 5)
+    assert raised.value is error
+    assert not hasattr(error, "context")  # no step is kept
+
+
+def test_steps_that_are_not_kept_draw_no_random_numbers(two):
+    drawn = two.variable(0.0, SUM, on_read=True)
+    state = types.SimpleNamespace(fails=False)
+
+    def host():
+        if state.fails:
+            raise OSError("the disk is full")
+
+    def step(context):
+        hosted(host)()
+        drawn.assign(tf.random.uniform([]))
+
+    def loop(iterations):
+        two.strategy.run_steps(step, itertools.repeat(()), iterations)
+
+    tf.random.set_seed(1)
+    loop(4)
+    expected = two.components(drawn)
+    tf.random.set_seed(1)
+    loop(2)
+    state.fails = True
+    with pytest.raises(OSError, match="full"):
+        loop(3)
+    state.fails = False
+    loop(2)
+    assert two.components(drawn) == expected
+
+
+def test_a_replica_that_is_a_step_ahead_when_another_fails_is_not_left_alone(two):
+    """Replica 1 fails at the end of step 2, when replica 0 is in step 3 already and waits there for replica 1."""
+    ahead = threading.Event()
+
+    def begin(x):
+        if int(xla.replica_id()) == 0 and float(x) == 3.0:
+            ahead.set()
+        return x
+
+    def end(x, _):
+        if int(xla.replica_id()) == 1 and float(x) == 2.0:
+            assert ahead.wait(20)
+            raise OSError("late")
+
+    def step(context, x):
+        hosted(end)(x, replica_context().all_reduce("SUM", hosted(begin, SCALAR)(x)))
+
+    for _ in range(5):
+        ahead.clear()
+        with pytest.raises(OSError, match="late") as raised:
+            two.strategy.run_steps(step, numbers(10), 10)
+        assert any("replica 1 of 2" in note and "iteration 2 " in note for note in raised.value.__notes__)
+
+
+def test_replicas_apart_by_chance_stop_together(replicas):
+    """Whoever is ahead of whom when one fails, or the inputs end: none waits for another for ever."""
+    four = replicas(4)
+    total = four.variable(0.0, SUM)
+    random = np.random.default_rng(1)
+    state = types.SimpleNamespace()
+
+    def host(x):
+        if state.failing.get(int(xla.replica_id())) == int(x):
+            raise OSError("by chance")
+
+    def step(context, x):
+        hosted(host)(x)
+        total.assign_add(x * 0.0 + 1.0)
+
+    kept = 0
+    for _ in range(10):
+        chosen = random.permutation(4)[: random.integers(0, 3)]
+        state.failing = {int(replica): int(random.integers(0, 12)) for replica in chosen}
+        count = int(random.integers(1, 10))
+        fails = any(number < count for number in state.failing.values())
+        kept += 0 if fails else count
+        with pytest.raises(OSError if fails else tf.errors.OutOfRangeError):
+            four.strategy.run_steps(step, numbers(count), 10, prefetch=int(random.integers(1, 4)))
+        assert total.numpy() == 4.0 * kept

@@ -1,0 +1,223 @@
+"""How far the inputs of device loops are fetched ahead, and the thread that does it."""
+
+import gc
+import itertools
+import signal
+import threading
+import types
+import weakref
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from replica_engine import xla
+from replica_engine.errors import ReplicaEngineError
+from replica_engine.testing import no_leaked_threads
+
+SUM = tf.VariableAggregation.SUM
+
+THREAD = "replica_engine: inputs"
+
+SOON = 20  # seconds until a thread that should have gone on by then is stuck
+
+
+@pytest.fixture(autouse=True)
+def _feeding_threads_go():
+    with no_leaked_threads(grace=2.0, prefix=THREAD):
+        yield
+
+
+class Noting:
+    """A step that remembers its inputs, scalars on each replica, and how often it ran.
+
+    Args:
+        replicas: with the strategy.
+        most: how many steps at most.
+    """
+
+    def __init__(self, replicas, most=20):
+        self.replicas = replicas
+        self.strategy = replicas.strategy
+        self.seen = replicas.variable(tf.zeros([most]), SUM, on_read=True)
+        self.count = replicas.variable(0, tf.VariableAggregation.ONLY_FIRST_REPLICA)
+
+    def step(self, context, x):
+        self.seen.assign(tf.tensor_scatter_nd_update(self.seen, [[self.count]], [tf.cast(x, tf.float32)]))
+        self.count.assign_add(1)
+        context.set_last_step_output("x", x)
+
+    def run(self, iterator, iterations, **options):
+        return self.strategy.run_steps(self.step, iterator, iterations, **options)
+
+    @property
+    def inputs(self):
+        """What the steps got so far: of replica 0 if it is the same on all, or else for each replica."""
+        count = int(self.count.numpy())
+        each = [one[:count] for one in self.replicas.components(self.seen)]
+        return each[0] if all(one == each[0] for one in each) else each
+
+
+@pytest.fixture
+def noting(two):
+    return Noting(two)
+
+
+def numbers(count, start=0):
+    """That many batches, 0.0, 1.0, ..., each the same on all replicas."""
+    return [np.float32(start + number) for number in range(count)]
+
+
+def test_more_replicas_than_cores_that_never_meet(replicas):
+    """Each may be as far from the others as batches are fetched ahead."""
+    eight = Noting(replicas(8), most=100)
+    assert eight.run(numbers(100), 100, prefetch=1).steps == 100
+    assert eight.inputs == [float(number) for number in range(100)]
+
+
+class Held:
+    """A step that waits on the host, in step `at`, until it is let go."""
+
+    def __init__(self, at):
+        self.at = at
+        self.arrived = threading.Event()
+        self.go = threading.Event()
+
+    @xla.returns(None)
+    def host(self, x):
+        if float(x) == self.at:
+            self.arrived.set()
+            assert self.go.wait(SOON)
+
+    def step(self, context, x):
+        xla.outside_compilation(self.host, x)
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_batches_are_fetched_ahead_while_a_step_runs_and_no_more_than_asked_for(two, prefetch):
+    fetched = threading.Semaphore(0)
+
+    def batches():
+        for number in itertools.count():
+            fetched.release()
+            yield np.float32(number)
+
+    held = Held(at=3)
+    run = threading.Thread(
+        target=two.strategy.run_steps, args=(held.step, batches(), 100), kwargs={"prefetch": prefetch}
+    )
+    run.start()
+    assert held.arrived.wait(SOON)
+    for _ in range(4 + prefetch):  # of steps 0 to 3, and ahead
+        assert fetched.acquire(timeout=SOON)
+    more = fetched.acquire(timeout=0.2)
+    held.go.set()
+    run.join(SOON)
+    assert not run.is_alive()
+    assert not more
+
+
+def test_memory_is_bounded_by_what_is_fetched_ahead(two):
+    """Of 30 batches those fetched ahead are alive, one that is being fetched and those in use; and none at the end."""
+    alive = []
+    most = []
+
+    def batches():
+        for number in range(30):
+            batch = tf.fill([1000], 1.0 * number)
+            alive.append(weakref.ref(batch))
+            yield batch
+            del batch
+            most.append(sum(each() is not None for each in alive))
+
+    total = two.variable(0.0, SUM)
+    two.strategy.run_steps(lambda context, x: total.assign_add(tf.reduce_mean(x)), batches(), 30, prefetch=2)
+    assert total.numpy() == 2 * sum(range(30))
+    assert max(most) <= 2 + 3
+    gc.collect()
+    assert not [each() for each in alive if each() is not None]
+
+
+def feeding():
+    """Whether there is a thread that feeds."""
+    return any(thread.name.startswith(THREAD) for thread in threading.enumerate())
+
+
+def fail(error):
+    raise error
+
+
+def then_fail(batches, error):
+    yield from batches
+    raise error
+
+
+def test_the_thread_is_gone_when_the_run_is(two, noting):
+    """However it ended; and there is one meanwhile."""
+    seen = []
+
+    def batches(count):
+        for number in range(count):
+            seen.append(feeding())
+            yield np.float32(number)
+
+    noting.run(batches(5), 3)
+    assert not feeding()
+    assert seen == [False, True, True]  # the first batch is what the program is made for
+
+    with pytest.raises(tf.errors.OutOfRangeError):
+        noting.run(batches(2), 3)
+    assert not feeding()
+
+    with pytest.raises(OSError, match="no more"):
+        noting.run(then_fail(batches(2), OSError("no more")), 5)
+    assert not feeding()
+
+    host = lambda: fail(OSError("on the host"))  # noqa: E731
+    with pytest.raises(OSError, match="on the host"):
+        two.strategy.run_steps(lambda context, x: xla.outside_compilation(xla.returns(None)(host)), batches(9), 9)
+    assert not feeding()
+
+    with pytest.raises(OSError, match="traced"):
+        two.strategy.run_steps(lambda context, x: fail(OSError("traced")), batches(9), 9)
+    assert not feeding()
+
+
+@pytest.fixture
+def no_hang():
+    """Ctrl-C for what would hang; `no_hang.fired` says whether it came to that."""
+    state = types.SimpleNamespace(fired=False)
+
+    def fire():
+        state.fired = True
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(6.0, fire)
+    timer.start()
+    yield state
+    timer.cancel()
+    timer.join()
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("uses", ["reads", "runs"])
+def test_an_iterator_that_uses_the_devices_does_not_hang(two, no_hang, uses):
+    """They are busy with the steps, which wait for it. It works, or is told so."""
+    total = two.variable(0.0, SUM)
+
+    def batches():
+        for number in range(4):
+            if uses == "reads":
+                total.numpy()
+            else:
+                two.strategy.run(lambda: total.assign_add(total * 0.0))
+            yield np.float32(number)
+
+    try:
+        two.strategy.run_steps(lambda context, x: total.assign_add(x), batches(), 4)
+    except ReplicaEngineError:
+        assert total.numpy() in (0.0, 2 * 0.0, 2 * 1.0)
+    except KeyboardInterrupt:
+        pass
+    assert not no_hang.fired

@@ -1,0 +1,178 @@
+"""What the steps of a device loop pass out."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from replica_engine import xla
+from replica_engine.errors import LoweringError
+from replica_engine.testing import no_leaked_threads
+
+SUM = tf.VariableAggregation.SUM
+
+
+@pytest.fixture(autouse=True)
+def _feeding_threads_go():
+    with no_leaked_threads(grace=2.0, prefix="replica_engine: inputs"):
+        yield
+
+
+def numbers(count, start=0):
+    """That many batches, 0.0, 1.0, ..., each the same on all replicas."""
+    return [np.float32(start + number) for number in range(count)]
+
+
+def total_of(replicas):
+    """A variable, and a step that adds its input to it."""
+    total = replicas.variable(0.0, SUM)
+
+    def step(context, x):
+        total.assign_add(x)
+        context.set_last_step_output("x", x)
+
+    return total, step
+
+
+BOTH = pytest.mark.parametrize("context", ["replica", "cross-replica"])
+
+
+def looped(replicas, context, step, batches):
+    """Runs a step for each batch, in one of the contexts."""
+    if context == "replica":
+        return replicas.strategy.run_steps(step, batches, len(batches))
+    return replicas.strategy.extended.experimental_run_steps_on_iterator(step, batches, len(batches))
+
+
+@BOTH
+def test_an_output_is_reduced_over_replicas_and_of_the_last_step(two, context):
+    reduce_op = tf.distribute.ReduceOp
+    expected = {"SUM": 21.0, "sum": 21.0, "MEAN": 10.5, reduce_op.SUM: 21.0, reduce_op.MEAN: 10.5}
+
+    def step(context, x):
+        for op in expected:
+            context.set_last_step_output(repr(op), x, op)
+
+    batches = [two.spread(lambda i, step=step: 10.0 * (i + step)) for step in (5, 3)]
+    batches.append(two.spread(lambda i: 10.0 + i))
+    outputs = looped(two, context, step, batches).last_step_outputs
+    assert all(tf.is_tensor(output) for output in outputs.values())
+    assert {name: float(output) for name, output in outputs.items()} == {
+        repr(op): value for op, value in expected.items()
+    }
+
+
+@BOTH
+def test_an_output_that_is_not_reduced_has_a_value_for_each_replica(two, context):
+    def step(context, x):
+        context.set_last_step_output("x", x)
+
+    output = looped(two, context, step, [two.spread(lambda i: 5.0), two.spread(lambda i: 10.0 + i)])
+    value = output.last_step_outputs["x"]
+    assert isinstance(value, tf.distribute.DistributedValues)
+    assert two.each(value) == [10.0, 11.0]
+
+
+@BOTH
+def test_outputs_may_be_structures_and_numbers(two, context):
+    def step(context, x):
+        context.set_last_step_output("sums", {"x": x, "more": [x + 1.0, (x * 2.0,)]}, "SUM")
+        context.set_last_step_output("each", {"x": x, "more": [x + 1.0, (x * 2.0,)]})
+        context.set_last_step_output("ints", tf.cast(x, tf.int32), "SUM")
+        context.set_last_step_output("mean of ints", tf.cast(x, tf.int32), "MEAN")
+        context.set_last_step_output("constants", [3, 0, 0.5], "SUM")
+        context.set_last_step_output("constant", 7)
+
+    outputs = looped(two, context, step, [two.spread(lambda i: i + 1.0)]).last_step_outputs
+    plain = {
+        name: tf.nest.map_structure(lambda each: each.numpy().item(), outputs[name])
+        for name in outputs
+        if "each" not in name and name != "constant"
+    }
+    assert plain == {
+        "sums": {"x": 3.0, "more": [5.0, (6.0,)]},
+        "ints": 3,
+        "mean of ints": 1.5,
+        "constants": [6, 0, 1.0],
+    }
+    assert two.each(outputs["each"]["x"]) == [1.0, 2.0]
+    assert two.each(outputs["each"]["more"][1][0]) == [2.0, 4.0]
+    assert two.each(outputs["constant"]) == [7, 7]
+
+
+def test_an_output_that_is_set_twice_is_what_was_set_last(two):
+    def step(context, x):
+        context.set_last_step_output("x", x, "SUM")
+        context.set_last_step_output("x", x + 1.0)
+
+    outputs = two.strategy.run_steps(step, numbers(2), 2).last_step_outputs
+    assert two.each(outputs["x"]) == [2.0, 2.0]
+
+
+def test_an_output_of_an_unknown_shape_says_so(two):
+    def step(context, x):
+        context.set_last_step_output("found", tf.where(x > 0.0))
+
+    with pytest.raises(LoweringError, match=r"shape that depends on data"):
+        two.strategy.run_steps(step, [np.ones(3, np.float32)], 1)
+
+
+def test_an_output_that_is_a_string_says_so(two):
+    def step(context, x):
+        context.set_last_step_output("text", tf.strings.as_string(x))
+
+    with pytest.raises(LoweringError, match=r"string"):
+        two.strategy.run_steps(step, numbers(1), 1)
+
+
+def test_any_object_can_be_passed_out_while_tracing_and_comes_again_from_later_calls(two, launched):
+    thing = object()
+
+    def in_replica(context, x):
+        context.set_non_tensor_output("thing", thing)
+        context.set_non_tensor_output("name", "step")
+
+    def across(context, x):
+        context.set_non_tensor_output("thing", thing)
+        context.set_non_tensor_output("names", ["a", "b"])
+
+    before = xla.counts()
+    for iterations in (2, 3):
+        outputs = two.strategy.run_steps(in_replica, numbers(3), iterations).non_tensor_outputs
+        assert outputs == {"thing": (thing, thing), "name": ("step", "step")}
+        outputs = looped(two, "cross-replica", across, numbers(iterations)).non_tensor_outputs
+        assert outputs == {"thing": thing, "names": ["a", "b"]}
+    assert (xla.counts() - before).traces == 2
+    assert launched() == 4
+
+
+def test_what_is_done_to_a_context_is_not_seen_in_the_next_one(two):
+    def step(context, x):
+        context.set_non_tensor_output("name", "step")
+        context.set_last_step_output("x", x)
+
+    first = two.strategy.run_steps(step, numbers(1), 1)
+    first.non_tensor_outputs["more"] = first.last_step_outputs["more"] = 1
+    del first.non_tensor_outputs["name"]
+    second = two.strategy.run_steps(step, numbers(1), 1)
+    assert second.non_tensor_outputs == {"name": ("step", "step")}
+    assert list(second.last_step_outputs) == ["x"]
+
+
+def test_a_context_has_the_number_of_steps_and_an_operation_for_old_programs(two):
+    context = two.strategy.run_steps(lambda context, x: None, numbers(5), 3)
+    assert context.steps == 3
+    assert context.run_op is None
+    assert context.last_step_outputs == context.non_tensor_outputs == {}
+
+
+def test_initial_values_give_way_to_what_steps_pass_out(two):
+    _, step = total_of(two)
+    initial = {"x": tf.constant(-1.0)}
+    context = two.strategy.run_steps(step, numbers(2), 2, initial_loop_values=initial)
+    assert two.each(context.last_step_outputs["x"]) == [1.0, 1.0]
+    with pytest.raises(tf.errors.OutOfRangeError) as raised:
+        two.strategy.run_steps(step, [], 2, initial_loop_values=initial)
+    assert raised.value.context.last_step_outputs == initial
+    with pytest.raises(tf.errors.OutOfRangeError) as raised:
+        two.strategy.extended.experimental_run_steps_on_iterator(step, iter([]), 2, initial)
+    assert raised.value.context.last_step_outputs == initial

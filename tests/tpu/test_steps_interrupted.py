@@ -1,0 +1,165 @@
+"""Ctrl-C in a device loop: it ends soon, after whole steps, and the next one works."""
+
+import itertools
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from replica_engine import xla
+from replica_engine.pjrt.executable import Executable
+from replica_engine.testing import no_leaked_threads
+
+SUM = tf.VariableAggregation.SUM
+
+
+@pytest.fixture(autouse=True)
+def _feeding_threads_go():
+    with no_leaked_threads(grace=2.0, prefix="replica_engine: inputs"):
+        yield
+
+
+def numbers(count, start=0):
+    """That many batches, 0.0, 1.0, ..., each the same on all replicas."""
+    return [np.float32(start + number) for number in range(count)]
+
+
+def for_ever():
+    """Batches without end, the same on all replicas."""
+    return itertools.repeat(np.float32(1.0))
+
+
+def total_of(replicas):
+    """A variable, and a step that adds its input to it."""
+    total = replicas.variable(0.0, SUM)
+
+    def step(context, x):
+        total.assign_add(x)
+        context.set_last_step_output("x", x)
+
+    return total, step
+
+
+def hosted(fn, returns=None):
+    """`outside_compilation` of a function whose results are known."""
+    return lambda *args: xla.outside_compilation(xla.returns(returns)(fn), *args)
+
+
+@pytest.fixture
+def ctrl_c():
+    """Presses it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupted(run):
+    """Runs what somebody interrupts; how long it took to end then."""
+    times = []
+
+    def pressed(press):
+        times.append(time.monotonic())
+        press()
+
+    with pytest.raises(KeyboardInterrupt):
+        run(pressed)
+    return time.monotonic() - times[0]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(threading.Thread, "start"), (Executable, "launch")], ids=["the thread", "the program"]
+)
+def test_ctrl_c_while_a_loop_is_set_going_leaves_whole_steps_and_no_thread(two, ctrl_c, monkeypatch, owner, name):
+    """Signals that come while a call runs are raised as it returns, and its result is gone."""
+    total, step = total_of(two)
+    two.strategy.run_steps(step, numbers(1, start=1), 1)
+    original = getattr(owner, name)
+
+    def and_ctrl_c(*args):
+        result = original(*args)
+        if threading.current_thread() is threading.main_thread():
+            ctrl_c()
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, and_ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            two.strategy.run_steps(step, for_ever(), 10**9)
+    before = total.numpy()
+    assert before >= 2.0
+    assert before % 2.0 == 0.0
+    two.strategy.run_steps(step, for_ever(), 3)
+    assert total.numpy() == before + 6.0
+
+
+@pytest.mark.parametrize("after", [1, 100])
+def test_ctrl_c_ends_a_loop_between_steps(two, ctrl_c, after):
+    own = two.variable(0.0)
+    total, step = total_of(two)
+
+    def both(context, x):
+        step(context, x)
+        own.assign_add(x)
+
+    def run(pressed):
+        def batches():
+            for number in itertools.count():
+                if number == after:
+                    pressed(ctrl_c)
+                yield np.float32(1.0)
+
+        two.strategy.run_steps(both, batches(), 10**9)
+
+    two.strategy.run_steps(both, numbers(1, start=1), 1)
+    assert interrupted(run) < 5.0
+    first, second = two.components(own)
+    assert first == second == int(first)
+    assert total.numpy() == 2 * first
+    two.strategy.run_steps(both, for_ever(), 3)
+    assert two.components(own) == [first + 3] * 2
+
+
+def test_ctrl_c_in_a_loop_with_host_calls_keeps_no_step(two, ctrl_c):
+    total, step = total_of(two)
+    calls = []
+
+    def run(pressed):
+        def host(x):
+            calls.append(x)
+            if len(calls) == 20:
+                pressed(ctrl_c)
+
+        def both(context, x):
+            step(context, x)
+            hosted(host)(x)
+
+        two.strategy.run_steps(both, for_ever(), 10**9)
+
+    assert interrupted(run) < 5.0
+    assert total.numpy() == 0.0
+    two.strategy.run_steps(step, for_ever(), 3)
+    assert total.numpy() == 6.0
+
+
+def test_ctrl_c_while_replicas_wait_for_an_iterator_that_is_stuck(two, ctrl_c):
+    total, step = total_of(two)
+    release = threading.Event()
+
+    def run(pressed):
+        def batches():
+            yield np.float32(1.0)
+            yield np.float32(1.0)
+            pressed(ctrl_c)
+            release.wait(20)
+
+        two.strategy.run_steps(step, batches(), 10**9)
+
+    assert interrupted(run) < 5.0
+    release.set()
+    before = total.numpy()
+    assert before in (0.0, 2.0, 4.0)
+    two.strategy.run_steps(step, for_ever(), 3)
+    assert total.numpy() == before + 6.0

@@ -1,0 +1,36 @@
+"""Ways to run a body on two replicas."""
+
+import pytest
+import tensorflow as tf
+
+from replica_engine import TPUStrategy, xla
+
+
+@pytest.fixture
+def run_with():
+    """`run_with(strategy)(body, *values)`: what the body makes of a value for each replica, with `strategy.run`."""
+    return _run_with
+
+
+@pytest.fixture(params=["replicate in a function", "strategy.run"])
+def run(request):
+    """`run(body, *values)`: what the body makes of a value, for each of two replicas."""
+    if request.param.startswith("replicate"):
+        call = lambda body, *values: xla.replicate(body, [[value] for value in values])  # noqa: E731
+    else:
+        call = _run_with(TPUStrategy(num_cores=2))
+    if request.param.endswith("in a function"):
+        return lambda body, *values: tf.function(call)(body, *map(tf.constant, values))
+    return lambda body, *values: call(body, *map(tf.constant, values))
+
+
+def _run_with(strategy):
+    def call(body, *values):
+        # In a function the values are tensors of its graph, which a body can get only as arguments.
+        spread = strategy.experimental_distribute_values_from_function(
+            lambda context: values[context.replica_id_in_sync_group]
+        )
+        results = strategy.run(body, args=(spread,))
+        return [each[0] for each in strategy.experimental_local_results([results])]
+
+    return call

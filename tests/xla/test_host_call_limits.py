@@ -1,0 +1,169 @@
+"""What host functions cannot do: use variables of the devices, meet, nest, and return what no device has."""
+
+import pytest
+import tensorflow as tf
+
+from replica_engine import TPUStrategy, xla
+from replica_engine.errors import HostAccessError, HostResultError, NestedHostCallError, NotInBodyError
+
+
+def values(results):
+    """Tensors as plain Python values, all else as it is."""
+    plain = lambda value: value.numpy().tolist() if tf.is_tensor(value) else value  # noqa: E731
+    return tf.nest.map_structure(plain, results)
+
+
+def line_of(text):
+    """The line of this file that ends in a comment."""
+    with open(__file__) as file:
+        numbers = [number for number, line in enumerate(file, 1) if line.rstrip().endswith(f"# {text}")]
+    return f"{__file__}:{numbers[0]}"
+
+
+def run_with(strategy):
+    def call(body, *values):
+        # In a function the values are tensors of its graph, which a body can get only as arguments.
+        spread = strategy.experimental_distribute_values_from_function(
+            lambda context: values[context.replica_id_in_sync_group]
+        )
+        results = strategy.run(body, args=(spread,))
+        return [each[0] for each in strategy.experimental_local_results([results])]
+
+    return call
+
+
+def on_two(body, first=1.0, second=2.0):
+    """What a body makes of a tensor, on two replicas."""
+    return xla.replicate(body, [[tf.constant(first)], [tf.constant(second)]])
+
+
+USES = {
+    "read_value": lambda variable: variable.read_value(),
+    "numpy": lambda variable: variable.numpy(),
+    "add": lambda variable: variable + 1.0,
+    "read a component": lambda variable: variable.values[1].read_value(),
+    "assign": lambda variable: variable.assign(5.0),
+    "assign_add": lambda variable: variable.assign_add(5.0),
+    "assign a component": lambda variable: variable.values[0].assign(5.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("use", "kind"),
+    [*((use, "AUTO") for use in USES), *((use, "ON_READ") for use in ("numpy", "assign_add"))],
+)
+def test_variables_of_a_strategy_cannot_be_used(use, kind):
+    """Their values are on the devices, where the body is running."""
+    strategy = TPUStrategy(num_cores=2)
+    kind = tf.VariableSynchronization[kind]
+    with strategy.scope():
+        variable = tf.Variable(1.0, synchronization=kind, aggregation=tf.VariableAggregation.MEAN, name="weight")
+    initial = values(strategy.experimental_local_results(variable))
+
+    def fn():
+        USES[use](variable)
+
+    def with_results():
+        USES[use](variable)
+        return 1.0
+
+    def body(fn):
+        variable.assign_add(tf.ones([]))
+        xla.outside_compilation(fn)  # the call
+
+    for each in (fn, with_results):
+        with pytest.raises(HostAccessError, match=r"'weight.*outside_compilation") as raised:
+            strategy.run(body, args=(each,))
+        assert line_of("the call") in str(raised.value)
+        assert values(strategy.experimental_local_results(variable)) == initial
+
+
+def test_a_variable_of_a_strategy_as_an_argument_arrives_as_its_value(run_with):
+    strategy = TPUStrategy(num_cores=2)
+    with strategy.scope():
+        variable = tf.Variable(1.0, aggregation=tf.VariableAggregation.SUM)
+    seen = []
+
+    def look(first, nest, last):
+        seen.append([float(each) for each in (first, nest["v"], last)])
+        return isinstance(first, tf.Variable), isinstance(nest["v"], tf.Variable)
+
+    look = xla.returns((tf.TensorSpec([], tf.bool),) * 2)(look)
+
+    def body(x):
+        before = variable.read_value()
+        variable.assign_add(tf.ones([]))
+        return xla.outside_compilation(look, variable, {"v": variable}, last=before)
+
+    assert values(run_with(strategy)(body, tf.constant(1.0), tf.constant(2.0))) == [(False, False)] * 2
+    assert seen == [[3.0, 3.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize("results", [False, True], ids=["no results", "results"])
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("cross_replica_sum", (1.0,)),
+        ("all_reduce", (1.0, "MAX")),
+        ("all_gather", ([1.0],)),
+        ("all_to_all", ([1.0], 0, 0)),
+        ("collective_permute", (1.0, [(0, 1)])),
+    ],
+)
+def test_replicas_cannot_meet_in_them(name, args, results):
+    def fn():
+        getattr(xla, name)(*args)
+
+    def body():
+        return xla.outside_compilation((lambda: (fn(), 1.0)[1]) if results else fn)
+
+    with pytest.raises(NotInBodyError, match=rf"xla\.{name}\(\).*outside_compilation.*pass its result"):
+        xla.replicate(body, num_replicas=2)
+
+
+@pytest.mark.parametrize("results", [False, True], ids=["no results", "results"])
+def test_they_cannot_be_nested(results):
+    def outer():
+        inner = xla.outside_compilation(lambda: 1.0)  # the inner call
+        if results:
+            return inner
+
+    def without():
+        xla.outside_compilation(lambda: 1.0)  # another inner call
+
+    def body():
+        xla.outside_compilation(outer if results else without)  # the outer call
+
+    with pytest.raises(NestedHostCallError) as raised:
+        xla.replicate(body, num_replicas=2)
+    assert isinstance(raised.value, NotImplementedError)
+    assert line_of("the inner call" if results else "another inner call") in str(raised.value)
+    assert line_of("the outer call") in str(raised.value)
+
+
+def test_tensors_that_it_cannot_see_are_an_error():
+    class Holder:
+        pass
+
+    def body(x):
+        holder = Holder()
+        holder.x = x
+        return xla.outside_compilation(lambda: holder.x + 1.0)
+
+    with pytest.raises(HostAccessError, match="Pass it as an argument"):
+        on_two(body)
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (lambda x: "text", r"dtype string,.*no device"),
+        (lambda x: {"a": [x, tf.strings.as_string(x)]}, r"dtype string at result\['a'\]\[1\]"),
+        (lambda x: {"a": object()}, r"result\['a'\], which is no tensor"),
+        (xla.returns(tf.TensorSpec([None], tf.float32))(lambda x: x), r"shape \(None,\)"),
+    ],
+    ids=["text", "string", "object", "shape"],
+)
+def test_results_that_no_device_has_are_an_error(fn, message):
+    with pytest.raises(HostResultError, match=message):
+        on_two(lambda x: xla.outside_compilation(fn, x))

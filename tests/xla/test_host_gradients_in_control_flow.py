@@ -1,0 +1,197 @@
+"""Gradients through host work in loops, branches and functions, and between replicas that meet."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from replica_engine import xla
+
+
+def direct(fn, *args, **kwargs):
+    """What `xla.outside_compilation` is compared with."""
+    return fn(*args, **kwargs)
+
+
+def cubes(x):
+    return x**3 + tf.sin(x)
+
+
+def gradients(fn, *inputs):
+    """First derivatives of the sum of `fn(*inputs)`, as dense tensors."""
+    with tf.GradientTape() as tape:
+        tape.watch(inputs)
+        value = fn(*inputs)
+    return [None if each is None else tf.convert_to_tensor(each) for each in tape.gradient(value, inputs)]
+
+
+def example(n=2, shape=(3,)):
+    return [[tf.constant(part)] for part in np.random.default_rng(1).uniform(0.5, 1.5, size=(n, *shape))]
+
+
+def same_without(body, inputs=None, eager=True):
+    """Checks that `body(call, *inputs)` comes to the same whether `call` goes through the host or not.
+
+    The latter in eager mode, which is quicker than compiling it; not if the replicas of the body meet or differ.
+    """
+    inputs = inputs or example()
+    results = xla.replicate(lambda *args: body(xla.outside_compilation, *args), inputs)
+    if eager:
+        expected = [body(direct, *args) for args in inputs]
+    else:
+        expected = xla.replicate(lambda *args: body(direct, *args), inputs)
+    tf.nest.assert_same_structure(results, expected)
+    for result, wanted in zip(tf.nest.flatten(results), tf.nest.flatten(expected), strict=True):
+        assert (result is None) == (wanted is None)
+        if result is not None:
+            assert result.dtype == wanted.dtype
+            np.testing.assert_allclose(result, wanted, rtol=1e-10, atol=1e-12)
+
+
+def a_loop_over_a_range(call, x):
+    def outer(x):
+        y = x
+        for i in tf.range(3):
+            y = call(lambda y, i: tf.sin(y) * x + tf.cast(i, x.dtype), y, i)
+        return y
+
+    return gradients(outer, x)
+
+
+def a_loop_that_ends_early(call, x):
+    def outer(x):
+        more = lambda y: tf.reduce_sum(y) < 20.0  # noqa: E731
+        return tf.while_loop(more, lambda y: (call(lambda y: y * 1.5 + x, y),), (x,), maximum_iterations=10)[0]
+
+    return gradients(outer, x)
+
+
+def nested_loops(call, x):
+    def outer(x):
+        y = x
+        for _ in tf.range(2):
+            for _ in tf.range(2):
+                y = call(lambda y: tf.sin(y) * x, y)
+            y = call(lambda y: y**2, y)
+        return y
+
+    return gradients(outer, x)
+
+
+def second_order_in_a_loop(call, x):
+    def outer(x):
+        y = x
+        for _ in tf.range(2):
+            y = call(lambda x, y: tf.sin(y) * x, x, y)
+        return y
+
+    return gradients(lambda x: gradients(outer, x)[0] * x, x)
+
+
+def a_gradient_in_a_loop(call, x):
+    for _ in tf.range(3):
+        x = x - 0.1 * gradients(lambda x: call(cubes, x), x)[0]
+    return x
+
+
+def second_order_in_a_branch(call, x):
+    """Replicas take different ones."""
+
+    def outer(x):
+        return tf.cond(
+            tf.equal(xla.replica_id(), 0), lambda: call(cubes, x) * x, lambda: call(lambda x: 5.0 * x, x) ** 2
+        )
+
+    return gradients(lambda x: gradients(outer, x)[0] * x, x)
+
+
+def a_gradient_in_a_branch(call, x):
+    return tf.cond(x[0] > 0.0, lambda: gradients(lambda x: call(cubes, x), x)[0], lambda: x)
+
+
+def a_branch_in_a_loop(call, x):
+    def outer(x):
+        y = x
+        for i in tf.range(4):
+            if tf.equal(i % 2, xla.replica_id()):
+                y = call(lambda y: tf.sin(y) * x, y)
+        return y
+
+    return gradients(outer, x)
+
+
+def nested_functions(call, x):
+    @tf.function
+    def inner(x):
+        return call(cubes, x) * x
+
+    middle = tf.function(lambda x: inner(x) + inner(2.0 * x))
+    return gradients(lambda x: gradients(middle, x)[0] * x, x)
+
+
+def a_gradient_in_a_function(call, x):
+    first = tf.function(lambda x: gradients(lambda x: call(cubes, x), x)[0])
+    return gradients(lambda x: first(x) * first(2.0 * x), x)
+
+
+def second_order_of_a_sum_over_replicas(call, x):
+    def outer(x):
+        return call(tf.sin, xla.cross_replica_sum(call(cubes, x))) * x
+
+    return gradients(lambda x: gradients(outer, x)[0] * x, x)
+
+
+def sums_over_replicas_in_a_loop(call, x):
+    def outer(x):
+        y = x
+        for _ in tf.range(3):
+            y = xla.all_reduce(call(lambda y: tf.sin(y) * x, y), "MEAN")
+        return y
+
+    return gradients(outer, x)
+
+
+def computed_again(call, x):
+    return gradients(tf.recompute_grad(lambda x: call(cubes, x) * x), x)
+
+
+def gradients_of_the_graph(call, x):
+    y = call(cubes, x) * x
+    return tf.gradients(tf.gradients(y, x)[0], x)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        a_loop_over_a_range,
+        a_loop_that_ends_early,
+        nested_loops,
+        second_order_in_a_loop,
+        a_gradient_in_a_loop,
+        a_gradient_in_a_branch,
+        nested_functions,
+        a_gradient_in_a_function,
+        computed_again,
+    ],
+    ids=lambda body: body.__name__,
+)
+def test_gradients_are_those_without_it(body):
+    same_without(body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        second_order_in_a_branch,
+        a_branch_in_a_loop,
+        sums_over_replicas_in_a_loop,
+        gradients_of_the_graph,
+    ],
+    ids=lambda body: body.__name__,
+)
+def test_gradients_are_those_of_the_same_program_without_it(body):
+    same_without(body, eager=False)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_they_are_so_on_any_number_of_replicas(n):
+    same_without(second_order_of_a_sum_over_replicas, example(n), eager=False)

@@ -1,0 +1,150 @@
+"""Ctrl-C, and what else is to end the program, in host work."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+
+import pytest
+import tensorflow as tf
+
+from replica_engine import TPUStrategy, xla
+
+
+def values(results):
+    """Tensors as plain Python values, all else as it is."""
+    plain = lambda value: value.numpy().tolist() if tf.is_tensor(value) else value  # noqa: E731
+    return tf.nest.map_structure(plain, results)
+
+
+@xla.returns(tf.TensorSpec([], tf.int32))
+def doubled_id():
+    return int(xla.replica_id()) * 2
+
+
+def works():
+    return xla.outside_compilation(doubled_id) + 1
+
+
+def check_works():
+    """The next run works."""
+    assert values(xla.replicate(works, num_replicas=2)) == [1, 3]
+
+
+def check_strategy_works(strategy):
+    assert list(values(strategy.experimental_local_results(strategy.run(works)))) == [1, 3]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=lambda error: type(error).__name__)
+def test_what_is_to_end_the_program_leaves_the_run(error):
+    variable = tf.Variable(1.0)
+
+    def fn():
+        raise error
+
+    def body():
+        variable.assign(2.0)
+        xla.outside_compilation(fn)
+
+    with pytest.raises(type(error)) as raised:
+        xla.replicate(body, num_replicas=2)
+    assert raised.value is error
+    assert variable.numpy() == 1.0
+    check_works()
+
+
+def test_an_interrupt_while_it_is_called_with_zeros_leaves_the_strategy_usable():
+    def fn(x):
+        x.numpy()
+        raise KeyboardInterrupt
+
+    strategy = TPUStrategy(num_cores=2)
+    with pytest.raises(KeyboardInterrupt):
+        strategy.run(lambda: xla.outside_compilation(lambda x: [fn(x)], tf.constant(1.0)))
+    check_strategy_works(strategy)
+
+
+@contextlib.contextmanager
+def interrupts():
+    """`go, interrupt`: a host function that calls `interrupt` is in it while Ctrl-C is pressed, and stays till `go`."""
+    go, asleep = threading.Event(), threading.Barrier(2)
+
+    def interrupt():
+        asleep.wait(10)
+        if int(xla.replica_id()) == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        go.wait(20)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield go, interrupt
+    finally:
+        go.set()
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_is_answered_while_a_host_call_sleeps():
+    strategy = TPUStrategy(num_cores=2)
+    with strategy.scope():
+        variable = tf.Variable(1.0, aggregation=tf.VariableAggregation.MEAN)
+
+    with interrupts() as (go, interrupt):
+
+        def body():
+            variable.assign_add(tf.ones([]))
+            xla.outside_compilation(interrupt)
+            xla.cross_replica_sum(variable.read_value())
+
+        before = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            strategy.run(body)
+        assert time.monotonic() - before < 5.0
+        go.set()
+        check_strategy_works(strategy)
+        assert variable.numpy() == 1.0
+
+
+def test_ctrl_c_in_a_device_loop_ends_it():
+    strategy = TPUStrategy(num_cores=2)
+    with strategy.scope():
+        variable = tf.Variable(1.0, aggregation=tf.VariableAggregation.MEAN)
+    steps = []
+
+    with interrupts() as (go, interrupt):
+
+        def third(x):
+            steps.append(float(x))
+            if float(x) == 2.0:
+                interrupt()
+
+        def step(context, x):
+            variable.assign_add(x)
+            xla.outside_compilation(third, x)
+
+        with pytest.raises(KeyboardInterrupt):
+            strategy.run_steps(step, (tf.constant(float(i)) for i in range(1000)), iterations=1000)
+        go.set()
+        check_strategy_works(strategy)
+        assert variable.numpy() == 1.0
+        assert sorted(steps) == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+
+
+def test_the_next_run_waits_for_the_one_that_was_interrupted():
+    strategy = TPUStrategy(num_cores=2)
+    ended = []
+
+    with interrupts() as (go, interrupt):
+
+        def fn():
+            interrupt()
+            ended.append(int(xla.replica_id()))
+
+        with pytest.raises(KeyboardInterrupt):
+            strategy.run(lambda: xla.outside_compilation(fn))
+        assert ended == []
+        timer = threading.Timer(0.1, go.set)
+        timer.start()
+        strategy.run(lambda: tf.zeros([]))
+        assert sorted(ended) == [0, 1]
+        timer.join()

@@ -1,0 +1,79 @@
+"""What would wait, in host work, for the very step that it is called from."""
+
+import pytest
+import tensorflow as tf
+
+from replica_engine import TPUStrategy, xla
+from replica_engine.errors import HostAccessError
+
+
+def values(results):
+    """Tensors as plain Python values, all else as it is."""
+    plain = lambda value: value.numpy().tolist() if tf.is_tensor(value) else value  # noqa: E731
+    return tf.nest.map_structure(plain, results)
+
+
+@xla.returns(tf.TensorSpec([], tf.int32))
+def doubled_id():
+    return int(xla.replica_id()) * 2
+
+
+def works():
+    return xla.outside_compilation(doubled_id) + 1
+
+
+def check_strategy_works(strategy):
+    assert list(values(strategy.experimental_local_results(strategy.run(works)))) == [1, 3]
+
+
+WAITING = {
+    "the values of a variable": lambda strategy, variable: variable.values,
+    "a step": lambda strategy, variable: strategy.run(lambda: tf.zeros([])),
+    "a step of another strategy": lambda strategy, variable: TPUStrategy(num_cores=2).run(lambda: tf.zeros([])),
+    "a replicated function": lambda strategy, variable: xla.replicate(lambda: tf.zeros([]), num_replicas=2),
+    "a checkpoint": lambda strategy, variable: tf.train.Checkpoint(v=variable).write("/nonexistent/path"),
+    "a function with the variable": lambda strategy, variable: tf.function(lambda: variable + 1.0)(),
+    "an op with Python in it": lambda strategy, variable: tf.py_function(variable.numpy, [], tf.float32),
+    "a device loop": lambda strategy, variable: strategy.run_steps(lambda c, x: None, [tf.zeros([])], iterations=1),
+}
+
+
+@pytest.mark.parametrize("wait", WAITING.values(), ids=WAITING.keys())
+def test_what_would_wait_for_the_step_is_an_error(wait):
+    strategy = TPUStrategy(num_cores=2)
+    with strategy.scope():
+        variable = tf.Variable(1.0)
+
+    def fn():
+        wait(strategy, variable)
+
+    def body():
+        variable.assign_add(1.0)
+        xla.outside_compilation(fn)
+
+    strategy.run(lambda: variable.assign_add(1.0))
+    with pytest.raises((HostAccessError, tf.errors.UnknownError), match="outside_compilation"):
+        strategy.run(body)
+    assert variable.numpy() == 2.0
+    check_strategy_works(strategy)
+
+
+def test_a_function_traced_before_cannot_use_the_variable_either():
+    strategy = TPUStrategy(num_cores=2)
+    with strategy.scope():
+        variable = tf.Variable(1.0, aggregation=tf.VariableAggregation.MEAN)
+    read = tf.function(lambda: variable + 1.0)
+    read()
+    seen = []
+
+    def fn():
+        seen.append(float(read()))
+
+    def body():
+        variable.assign(tf.constant(10.0))
+        xla.outside_compilation(fn)
+
+    with pytest.raises(HostAccessError):
+        strategy.run(body)
+    assert seen == []
+    assert variable.numpy() == 1.0
