@@ -143,8 +143,11 @@ def test_variables_of_the_host_are_read_and_written(run):
     total = tf.Variable(0.0)
     factor = tf.Variable(3.0)
 
+    def add(x):
+        total.assign_add(x)
+
     def body(x):
-        xla.outside_compilation(lambda: total.assign_add(x) and None)
+        xla.outside_compilation(add, x)
         return xla.outside_compilation(lambda x: x * factor, x)
 
     assert values(run(body, 1.0, 2.0)) == [3.0, 6.0]
