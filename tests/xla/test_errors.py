@@ -76,7 +76,7 @@ class TestWhatXlaCannotCompile:
         def body(x):
             return op(x)
 
-        refused(body, LoweringError, name, __file__, "pass the result as an argument", "MirroredStrategy")
+        refused(body, LoweringError, name, __file__, "xla.outside_compilation", "MirroredStrategy")
 
     def test_an_op_at_its_line(self, refused):
         def body(x):
@@ -148,7 +148,7 @@ class TestWhatCannotBeCaptured:
         def body(x):
             return table.lookup(tf.cast(x, tf.int32))  # here
 
-        refused(body, CaptureError, "LookupInterface", "pass their results as arguments", line_of(body, "# here"))
+        refused(body, CaptureError, "LookupInterface", "xla.outside_compilation", line_of(body, "# here"))
 
     def test_a_dataset_iterator(self, refused):
         iterator = iter(tf.data.Dataset.range(5))
@@ -156,7 +156,7 @@ class TestWhatCannotBeCaptured:
         def body(x):
             return x + tf.cast(next(iterator), tf.float32)  # here
 
-        refused(body, CaptureError, "Iterator", "pass their results as arguments", line_of(body, "# here"))
+        refused(body, CaptureError, "Iterator", "xla.outside_compilation", line_of(body, "# here"))
         assert int(next(iterator)) == 0
 
     def test_a_string(self, refused):
