@@ -3,6 +3,7 @@
 The map of the house; imports run one way, from the top of this list to the bottom:
 
     demo/        the program behind `python -m replica_engine demo`, to read and to copy
+    keras/       replicate_model: a Keras model on N replicas, in one line
     compat/      the names of the past, for programs that were written for them
     testing/     helpers for tests, yours too: logical devices, leak check, scripted interleavings
     strategies/  MirroredStrategy, TPUStrategy, and the base to write your own on
@@ -30,7 +31,7 @@ from replica_engine._version import __version__
 from replica_engine.startup import make_room
 
 if TYPE_CHECKING:
-    from replica_engine import compat, strategies, testing, xla
+    from replica_engine import compat, keras, strategies, testing, xla
     from replica_engine.replica import ReplicaContext, call_for_each_replica
     from replica_engine.strategies import MirroredStrategy
     from replica_engine.strategies.tpu import TPUStrategy
@@ -43,6 +44,7 @@ __all__ = [
     "call_for_each_replica",
     "compat",
     "errors",
+    "keras",
     "strategies",
     "testing",
     "xla",
@@ -54,7 +56,7 @@ _HOME = {
     "TPUStrategy": "replica_engine.strategies.tpu",
     "call_for_each_replica": "replica_engine.replica",
 }
-_PACKAGES = ("compat", "strategies", "testing", "xla")
+_PACKAGES = ("compat", "keras", "strategies", "testing", "xla")
 
 make_room()
 

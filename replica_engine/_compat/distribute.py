@@ -6,6 +6,7 @@ Checked on TensorFlow 2.21.0.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -100,6 +101,27 @@ def no_strategy() -> Iterator[None]:
         yield
     finally:
         _distribute_lib._pop_per_thread_mode()
+
+
+@contextlib.contextmanager
+def merged() -> Iterator[None]:
+    """What runs inside, in cross-replica context, makes no merge calls of its own.
+
+    An optimizer asks the strategy, and makes one unless told that there is no need: it expects replica context.
+    """
+    token = _merged.set(True)
+    try:
+        yield
+    finally:
+        _merged.reset(token)
+
+
+def is_merged() -> bool:
+    """Whether this is inside `merged`."""
+    return _merged.get()
+
+
+_merged: contextvars.ContextVar[bool] = contextvars.ContextVar("replica_engine_merged", default=False)
 
 
 def create_variable(

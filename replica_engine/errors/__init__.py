@@ -5,6 +5,7 @@
 - `devices`: devices that are not there, and jax missing.
 - `programs`: bodies that cannot be compiled, and programs that do not end.
 - `host_calls`: host calls of compiled bodies.
+- `models`: Keras models, their batches and optimizers.
 - `contrib`: the names of 2018.
 
 Three families, so that a reader of a traceback knows whose turn it is:
@@ -36,6 +37,11 @@ from replica_engine.errors.host_calls import (
     note_host_failure,
     note_stuck,
     note_unknown_results,
+)
+from replica_engine.errors.models import (
+    BatchError,
+    OptimizerError,
+    ReplicateError,
 )
 from replica_engine.errors.programs import (
     CaptureError,
@@ -69,6 +75,7 @@ from replica_engine.errors.threads import (
 
 __all__ = [
     "BackendMissingError",
+    "BatchError",
     "CaptureError",
     "CollectiveError",
     "ContribError",
@@ -84,11 +91,13 @@ __all__ = [
     "NestedHostCallError",
     "NotInBodyError",
     "NotInReplicaError",
+    "OptimizerError",
     "ReplicaEngineError",
     "ReplicaMismatchError",
     "ReplicaRow",
     "ReplicaTimeoutError",
     "ReplicaUnwound",
+    "ReplicateError",
     "StructureMismatchError",
     "StuckProgramError",
     "VariableCreationError",

@@ -167,6 +167,11 @@ class CollectiveError(ReplicaEngineError, ValueError):
         return cls(f"Values of dtype {dtype} cannot be reduced with {op}. Cast them first: tf.cast(x, tf.int32).")
 
     @classmethod
+    def apart(cls, name: str) -> CollectiveError:
+        """In a branch that not all replicas take."""
+        return cls(f"{name} brings all replicas together, and this branch is not taken by all of them.")
+
+    @classmethod
     def bad_groups(cls, groups: object, size: int) -> CollectiveError:
         """Groups that are no partition."""
         return cls(

@@ -61,6 +61,10 @@ class MirroredExtended(ReplicaThreads, distribute.MirroredExtended):
             return ops
         return self._cross_device_ops if isinstance(self._cross_device_ops, type(ops)) else self._for_integers
 
+    def _use_merge_call(self) -> bool:
+        """The hook that says whether replicas have to meet to update variables."""
+        return super()._use_merge_call() and not distribute.is_merged()
+
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> Any:
         self._warn_if_cramped()
         return super()._experimental_distribute_dataset(dataset, options)

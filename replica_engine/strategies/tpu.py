@@ -192,7 +192,8 @@ class TPUExtended(distribute.MirroredExtended):
         return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, leaf), value)
 
     def _use_merge_call(self) -> bool:
-        return True
+        """The hook that says whether replicas have to meet to update variables."""
+        return not distribute.is_merged()
 
     @property
     def num_hosts(self) -> int:

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import tensorflow as tf
 
 from replica_engine._compat import autograph, xla_ops
-from replica_engine.errors import NotInBodyError
+from replica_engine.errors import CollectiveError, NotInBodyError
 
 if TYPE_CHECKING:
     from replica_engine.xla.host_call import CallOrder, HostCalls
     from replica_engine.xla.random_numbers import RandomState
 
 _thread = threading.local()
+_OF_ONE_REPLICA = ("replica_id", "num_replicas")
 
 
 @autograph.artifact
@@ -125,6 +126,17 @@ def host_calls() -> HostCalls:
     return _thread.calls
 
 
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """What runs inside is a branch that some replicas take and others do not: cross-replica operations are refused."""
+    before = getattr(_thread, "apart", False)
+    _thread.apart = True
+    try:
+        yield
+    finally:
+        _thread.apart = before
+
+
 def current(name: str) -> Body:
     """The body that this thread is tracing; `name` is the public function that needs one."""
     if (side := host_side()) is not None:
@@ -132,4 +144,6 @@ def current(name: str) -> Body:
     body = in_body()
     if body is None or tf.executing_eagerly():
         raise NotInBodyError(name)
+    if getattr(_thread, "apart", False) and name not in _OF_ONE_REPLICA:
+        raise CollectiveError.apart(name)
     return body

@@ -71,8 +71,23 @@ class HostVariable(variables.ResourceVariable):
     @classmethod
     def adopt(cls, component: Any, resident: Resident, replica: int) -> None:
         """Makes a plain variable the host's side of `resident`."""
+        resident.mark()
         component.__class__ = cls
         component._replica_engine = (resident, replica)
+
+    @classmethod
+    def resident(cls, component: Any) -> tuple[Resident, int] | None:
+        """What `adopt` takes, of a variable that is one of these; None if it is not."""
+        return component._replica_engine if isinstance(component, cls) else None
+
+    @classmethod
+    def release(cls, component: Any) -> None:
+        """Makes it a plain variable again, with the newest value. After it, `adopt` expects that to have changed."""
+        resident, _ = component._replica_engine
+        resident.host_may_write()
+        resident.unmark()
+        component.__class__ = variables.ResourceVariable
+        del component._replica_engine
 
     @property
     def handle(self) -> tf.Tensor:

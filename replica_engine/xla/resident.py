@@ -55,8 +55,17 @@ class Resident:
         self._array: Array | None = None  # None: the host's value is the newest
         self._host_stale = False
         self._maybe_written = False
+        self.mark()
+
+    def mark(self) -> None:
+        """Has the handles found to be of this value."""
         for handle in self.handles:
             setattr(handle, _MARK, self)
+
+    def unmark(self) -> None:
+        """Has the handles be those of plain variables."""
+        for handle in self.handles:
+            vars(handle).pop(_MARK, None)
 
     def array(self) -> Array:
         """The value on the devices, brought up to date. The caller holds `DeviceGroup.in_flight`."""

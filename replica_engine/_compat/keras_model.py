@@ -1,0 +1,170 @@
+"""Parts of Keras that have no public name: the variables under its variables, and what a model counts with.
+
+Checked on Keras 3.15.1. Keras is imported here, so this module is for those who have a Keras model in hand.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+# The trainer of models under TensorFlow: the methods that are one step are its own, or a model's.
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer as _Trainer
+
+# loss: the module whose functions reduce losses, and scale them for strategies.
+from keras.src.losses import loss as _loss
+
+REDUCE = "reduce_weighted_values"
+MASKED = "apply_mask"
+SCALES = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
+
+_MARK = "_replica_engine"
+
+Reduce = Callable[..., Any]
+"""As `reduce_weighted_values`, after the function it stands in for."""
+
+
+def underlying(variable: keras.Variable) -> Any:
+    """The TensorFlow variable under a Keras variable."""
+    return variable._value
+
+
+def underlying_or_itself(variable: Any) -> Any:
+    """The TensorFlow variable of what may be a Keras variable."""
+    return underlying(variable) if isinstance(variable, keras.Variable) else variable
+
+
+def put_underneath(variable: keras.Variable, value: Any) -> None:
+    """Puts another TensorFlow variable under a Keras variable."""
+    variable._value = value
+
+
+def contain(component: Any, container: Any | None) -> None:
+    """Makes a plain variable a component of a distributed one, as TensorFlow marks it; None: of none."""
+    for holder in (component, component._handle):
+        if container is None:
+            vars(holder).pop("_distributed_container", None)
+        else:
+            holder._distributed_container = weakref.ref(container)
+
+
+def is_seed(variable: keras.Variable) -> bool:
+    """Whether it is the state of a seed generator."""
+    return variable.name == "seed_generator_state"
+
+
+def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """All optimizers that a model has among its attributes, that of `compile` first."""
+    found = [getattr(model, "optimizer", None), *vars(model).values()]
+    unique = {id(each): each for each in found if isinstance(each, keras.optimizers.Optimizer)}
+    return list(unique.values())
+
+
+def strategy_of_optimizer(optimizer: keras.optimizers.Optimizer) -> Any:
+    """The strategy that an optimizer was made under, through which it updates variables."""
+    return optimizer._distribution_strategy
+
+
+def set_strategy_of_optimizer(optimizer: keras.optimizers.Optimizer, strategy: Any) -> None:
+    """Has an optimizer, and one inside it, update variables through a strategy."""
+    while optimizer is not None:
+        optimizer._distribution_strategy = strategy
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+
+
+def apply_across(optimizer: keras.optimizers.Optimizer, apply: Callable[..., Any], grads: Any, variables: Any) -> None:
+    """`apply`, the optimizer's own, in cross-replica context, where one that scales losses refuses to."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer._common_apply(grads, variables)
+    else:
+        apply(grads, variables)
+
+
+def touches_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether an optimizer does more with a gradient than to hand it to each variable's update."""
+    return (
+        isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        or optimizer.gradient_accumulation_steps is not None
+        or any(getattr(optimizer, name, None) is not None for name in ("clipnorm", "clipvalue", "global_clipnorm"))
+        or getattr(optimizer, "loss_scale_factor", None) is not None
+    )
+
+
+def variables_of(model: keras.Model) -> Iterator[keras.Variable]:
+    """All variables of a model: weights, seeds, metrics, and those of its optimizers."""
+    seen: set[int] = set()
+    groups = [model.variables, model.metrics_variables, *(each.variables for each in optimizers_of(model))]
+    for group in groups:
+        for variable in group:
+            if id(variable) not in seen and underlying(variable) is not None:
+                seen.add(id(variable))
+                yield variable
+
+
+def output_losses(model: keras.Model) -> list[keras.metrics.Metric]:
+    """The metrics that keep the loss of each output, where there are several."""
+    compiled = getattr(model, "_compile_loss", None)
+    return [] if compiled is None else list(compiled.metrics)
+
+
+def mean_metrics(model: keras.Model) -> list[keras.metrics.Mean]:
+    """The metrics of a model that take the mean of the values they are given."""
+    return [metric for metric in model.metrics if type(metric) is keras.metrics.Mean]
+
+
+def is_built(model: keras.Model) -> bool:
+    """Whether all variables that a training step needs are there."""
+    parts = [getattr(model, "_compile_metrics", None), getattr(model, "_compile_loss", None), model.optimizer]
+    return all(part is None or part.built for part in parts)
+
+
+def build(model: keras.Model, batch: Any) -> None:
+    """Makes the variables of a model's loss, metrics and optimizer, by the shapes of a batch."""
+    model._symbolic_build(data_batch=batch)
+
+
+def state_of(model: keras.Model) -> Any:
+    """Equal as long as the steps of a model would be traced to the same graphs; by what `compile` and layers set."""
+    parts = [getattr(model, name, None) for name in ("optimizer", "_compile_loss", "_compile_metrics", "_loss_tracker")]
+    layers = [(layer, layer.trainable) for layer in model._flatten_layers()]
+    return [*parts, bool(model.run_eagerly), layers]
+
+
+def unknown_to(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> list[keras.Variable]:
+    """Of some variables those that an optimizer that is built was not built for."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if not inner.built:
+        return []
+    return [variable for variable in variables if inner._var_key(variable) not in inner._trainable_variables_indices]
+
+
+def has_keras_step(model: keras.Model, name: str) -> bool:
+    """Whether `train_step`, say, is Keras' own, and not the model's."""
+    return getattr(type(model), name) is getattr(_Trainer, name)
+
+
+def masked(sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
+    """The sample weights with the mask in them, as Keras' losses use them."""
+    return getattr(_loss, MASKED)(sample_weight, mask, dtype=dtype, reduction=reduction)
+
+
+def extend_losses(reduce: Reduce, is_ours: Callable[[], bool]) -> None:
+    """Has losses reduced by `reduce`, and not scaled for a strategy, where `is_ours()`; once for the process."""
+    original = getattr(_loss, REDUCE)
+    if hasattr(original, _MARK):
+        return
+
+    def reduced(*args: Any, **kwargs: Any) -> Any:
+        return reduce(original, *args, **kwargs) if is_ours() else original(*args, **kwargs)
+
+    setattr(reduced, _MARK, True)
+    setattr(_loss, REDUCE, reduced)
+    for name in SCALES:
+        setattr(_loss, name, _unless(is_ours, getattr(_loss, name)))
+
+
+def _unless(is_ours: Callable[[], bool], scale: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: value if is_ours() else scale(value)

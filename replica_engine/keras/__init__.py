@@ -1,0 +1,15 @@
+"""Keras models on N replicas.
+
+- `replicate`: `replicate_model`, the one line that a user writes.
+- `choice`: which strategy is faster for a model.
+- `model`: the replicated model, a second object of the same model.
+- `variables`: the variables that both have, and all replicas.
+- `share`: a replica's share of a batch, and what it counts for; `rows`: samples of a batch.
+- `steps`: one step of a replica; `on_threads` and `on_xla` run it on all of them.
+- `hooks`, `losses`: what of Keras takes shares into account.
+- `optimizer`: gradients of all replicas, reduced and applied.
+"""
+
+from replica_engine.keras.replicate import replicate_model
+
+__all__ = ["replicate_model"]

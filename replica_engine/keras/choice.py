@@ -1,0 +1,56 @@
+"""Which strategy is faster for a model on the machine at hand."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import keras
+import tensorflow as tf
+
+from replica_engine.errors import ReplicateError
+from replica_engine.strategies import MirroredStrategy
+from replica_engine.strategies.tpu import TPUStrategy
+
+_SLOW_IN_XLA_ON_CPU = (
+    keras.layers.Conv1D,
+    keras.layers.Conv2D,
+    keras.layers.Conv3D,
+    keras.layers.Conv1DTranspose,
+    keras.layers.Conv2DTranspose,
+    keras.layers.Conv3DTranspose,
+    keras.layers.DepthwiseConv1D,
+    keras.layers.DepthwiseConv2D,
+    keras.layers.SeparableConv1D,
+    keras.layers.SeparableConv2D,
+    keras.layers.ConvLSTM1D,
+    keras.layers.ConvLSTM2D,
+    keras.layers.ConvLSTM3D,
+)
+
+
+def choose(model: keras.Model, replicas: int | None) -> tuple[tf.distribute.Strategy, str]:
+    """The strategy for a model, and why.
+
+    Raises:
+        ReplicateError: there are fewer devices than replicas.
+    """
+    gpus, cpus = (tf.config.list_logical_devices(kind) for kind in ("GPU", "CPU"))
+    mirrored, kind = (gpus, "GPU") if gpus else (cpus, "CPU")
+    can_mirror = len(mirrored) >= (replicas or 1)
+    layers = list(model._flatten_layers())
+    unsupported = [layer.name for layer in layers if not layer.supports_jit]
+    convolutions = [layer.name for layer in layers if isinstance(layer, _SLOW_IN_XLA_ON_CPU)]
+    has_jax = importlib.util.find_spec("jax") is not None
+    if not has_jax:
+        reason = "jax is not installed, which TPUStrategy needs"
+    elif unsupported:
+        reason = f"XLA cannot compile the layer {unsupported[0]!r}"
+    elif gpus:
+        reason = "TensorFlow has GPUs, and runs on them directly"
+    elif convolutions and can_mirror and len(cpus) > 1:
+        reason = f"XLA is slow at convolutions on CPU, such as {convolutions[0]!r}"
+    else:
+        return TPUStrategy(num_cores=replicas), "a step compiled by XLA is faster"
+    if not can_mirror:
+        raise ReplicateError.too_few_devices(replicas or 1, kind, len(mirrored))
+    return MirroredStrategy(mirrored[:replicas]), reason

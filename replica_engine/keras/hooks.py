@@ -1,0 +1,132 @@
+"""What of a Keras model behaves as a replica's does, while the model runs on replicas.
+
+Keras' own `train_step` and `test_step`, or the model's, run unchanged on each replica. What they compute for a batch
+they then compute for a share of it; these are the places where that makes a difference:
+
+- an optimizer's `apply` reduces gradients over replicas first;
+- its `scale_loss`, which Keras calls before it takes the gradient, weighs the loss by the share. Where a step does not
+  call it, the gradients are weighed;
+- a `Mean` that is given one number for the batch counts it as much as the share is of the batch.
+
+They are attributes of the objects while a replicated method runs, and are taken away after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from replica_engine._compat import keras_model
+from replica_engine.keras.optimizer import apply_across_replicas
+from replica_engine.keras.share import current_share
+
+
+class Hooks:
+    """The hooks of one model's optimizers and metrics.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: keras.Model):
+        self._model = model
+        self._hooks: list[tuple[Any, str, Any]] = []
+        self._depth = 0
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, the hooks are there."""
+        self._depth += 1
+        if self._depth == 1:
+            self._put()
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._take_away()
+
+    @contextlib.contextmanager
+    def left(self) -> Iterator[None]:
+        """Inside, within `entered`, they are not there; after it also on what was made inside."""
+        self._take_away()
+        try:
+            yield
+        finally:
+            self._put()
+
+    def _put(self) -> None:
+        for optimizer in keras_model.optimizers_of(self._model):
+            self._hooks.append((optimizer, "apply", _apply(optimizer)))
+            self._hooks.append((optimizer, "scale_loss", _scale_loss(optimizer)))
+        of_outputs = keras_model.output_losses(self._model)
+        means = [metric for metric in keras_model.mean_metrics(self._model) if metric not in of_outputs]
+        self._hooks += [(metric, "update_state", _update(metric, True)) for metric in of_outputs]
+        self._hooks += [(metric, "update_state", _update(metric, False)) for metric in means]
+        for target, name, hook in self._hooks:
+            vars(target)[name] = hook
+
+    def _take_away(self) -> None:
+        for target, name, _ in self._hooks:
+            vars(target).pop(name, None)
+        self._hooks.clear()
+
+
+def _apply(optimizer: keras.optimizers.Optimizer) -> Callable[..., None]:
+    own = optimizer.apply
+
+    def apply(grads: Any, trainable_variables: Any = None) -> None:
+        share = current_share()
+        if share is None:
+            own(grads, trainable_variables)
+            return
+        if id(optimizer) not in share.scaled:
+            grads = [_weighted(grad, share) for grad in grads]
+        if share.deferred is not None:
+            share.deferred.append((apply_reduced, list(grads), trainable_variables or optimizer._trainable_variables))
+        else:
+            apply_reduced(grads, trainable_variables)
+
+    def apply_reduced(grads: Any, trainable_variables: Any) -> None:
+        apply_across_replicas(optimizer, own, grads, trainable_variables, "sum")
+
+    return apply
+
+
+def _scale_loss(optimizer: keras.optimizers.Optimizer) -> Callable[[Any], Any]:
+    own = optimizer.scale_loss
+
+    def scale_loss(loss: Any) -> Any:
+        share = current_share()
+        if share is None:
+            return own(loss)
+        share.scaled.add(id(optimizer))
+        return own(loss) * share.weight(loss.dtype)
+
+    return scale_loss
+
+
+def _update(metric: keras.metrics.Mean, of_output: bool) -> Callable[..., Any]:
+    own = metric.update_state
+
+    def update_state(values: Any, sample_weight: Any = None) -> Any:
+        share = current_share()
+        is_number = sample_weight is None and len(tf.convert_to_tensor(values).shape) == 0
+        if share is not None and (of_output or is_number):
+            # Keras counts the loss of one of several outputs once for each batch, or as often as its samples.
+            sample_weight = share.fraction()
+        return own(values, sample_weight=sample_weight)
+
+    return update_state
+
+
+def _weighted(grad: Any, share: Any) -> Any:
+    if grad is None:
+        return None
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(_weighted(grad.values, share), grad.indices, grad.dense_shape)
+    return grad * share.weight(grad.dtype)

@@ -1,0 +1,61 @@
+"""Losses of a share of a batch, such that their weighted sum over replicas is the loss of the whole batch.
+
+Keras divides the sum of a batch's losses by how many there are. Of a share that is the mean of the share, and counts
+n_r / n. It divides by something else where values are masked or, with one reduction, weighted; or by nothing. Shares
+differ in that, so the divisor is summed over replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from keras import ops
+
+from replica_engine._compat import keras_model
+from replica_engine.keras.share import Share, current_share
+
+_MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+
+
+def extend_keras() -> None:
+    """Has Keras' losses reduce the values of a share as is said above."""
+    keras_model.extend_losses(_reduce, lambda: current_share() is not None)
+
+
+def _reduce(
+    original: Callable[..., Any],
+    values: Any,
+    sample_weight: Any = None,
+    mask: Any = None,
+    reduction: Any = "sum_over_batch_size",
+    dtype: Any = None,
+) -> Any:
+    loss = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
+    share = current_share()
+    assert share is not None
+    if share.whole or share.replicas == 1 or len(values.shape) == 0:
+        return loss
+    if reduction == "sum":
+        return loss / share.weight(loss.dtype)
+    if reduction not in _MEANS:
+        return loss
+    divisor = _divisor(sample_weight, mask, reduction, loss.dtype)
+    return loss if divisor is None else loss * _correction(divisor, share)
+
+
+def _divisor(sample_weight: Any, mask: Any, reduction: str, dtype: Any) -> Any:
+    """What a share's losses are divided by; None for the number of its samples, or a multiple of that."""
+    if reduction == "mean_with_sample_weight":
+        if sample_weight is None and mask is None:
+            return None
+        return ops.sum(ops.cast(keras_model.masked(sample_weight, mask, dtype, reduction), dtype))
+    return None if mask is None else ops.sum(ops.cast(mask, dtype))
+
+
+def _correction(divisor: Any, share: Share) -> Any:
+    """From the mean of what the share has to the share of what all have, which will be weighted by samples."""
+    context = tf.distribute.get_replica_context()
+    total = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.stop_gradient(divisor))
+    return tf.math.divide_no_nan(divisor, total) / share.weight(divisor.dtype)

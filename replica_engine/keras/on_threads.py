@@ -1,0 +1,104 @@
+"""A model's steps on replica threads: the batch is shared out in the graph of the step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from replica_engine.keras import rows
+from replica_engine.keras.share import Share
+from replica_engine.keras.steps import run_step
+from replica_engine.replica.regroup import regroup
+
+
+class OnThreads:
+    """Runs the steps of a model on a strategy with threads.
+
+    Args:
+        model: the model.
+        strategy: the strategy.
+    """
+
+    def __init__(self, model: keras.Model, strategy: tf.distribute.Strategy):
+        self._model = model
+        self._strategy = strategy
+        self._size = strategy.num_replicas_in_sync
+        self._functions: dict[Any, Any] = {}
+
+    def step(self, name: str, batch: Any) -> dict[str, Any]:
+        """Runs `train_step` or `test_step` on a batch of at least one sample; returns its logs."""
+        function = self._whole if rows.count(batch) < self._size else self._shared
+        return self._call(function, name, batch)
+
+    def predict(self, batch: Any) -> Any:
+        """The outputs for a batch of at least one sample, in its order."""
+        return self._call(self._predict, "predict_step", batch)
+
+    def _call(self, function: Callable[..., Any], name: str, batch: Any) -> Any:
+        if self._model.run_eagerly:
+            return function(name, batch)
+        key = (function.__name__, name)
+        if key not in self._functions:
+            self._functions[key] = tf.function(
+                functools.partial(function, name), reduce_retracing=True, autograph=False
+            )
+        compiled = self._functions[key]
+        compiled.get_concrete_function(rows.generalized(batch))
+        return compiled(batch)
+
+    def _shared(self, name: str, batch: Any) -> Any:
+        total = rows.count_in_graph(batch)
+        parts, sizes = [], []
+        start: Any = 0
+        for replica, device in enumerate(self._strategy.extended.worker_devices):
+            size = total // self._size + _as_int(replica < total % self._size)
+            with tf.device(device):
+                parts.append(_own(rows.take(batch, start, start + size)))
+            sizes.append(tf.convert_to_tensor(size))
+            start = start + size
+
+        def step(data: Any, size: Any) -> Any:
+            return run_step(self._model, name, data, Share(size, total, self._size))
+
+        return self._first(self._strategy.run(step, args=(regroup(parts), regroup(sizes))))
+
+    def _whole(self, name: str, batch: Any) -> Any:
+        total = rows.count_in_graph(batch)
+
+        def step(data: Any) -> Any:
+            return run_step(self._model, name, data, Share(total, total, self._size, whole=True))
+
+        return self._first(self._strategy.run(step, args=(batch,)))
+
+    def _predict(self, name: str, batch: Any) -> Any:
+        total = rows.count_in_graph(batch)
+        size = -(-total // self._size)
+        padded = rows.pad(batch, size * self._size - total)
+        parts = []
+        for replica, device in enumerate(self._strategy.extended.worker_devices):
+            with tf.device(device):
+                parts.append(_own(rows.take(padded, replica * size, (replica + 1) * size)))
+        outputs = self._strategy.run(getattr(self._model, name), args=(regroup(parts),))
+        shares = [
+            tf.nest.map_structure(lambda leaf, r=replica: self._part(leaf, r), outputs) for replica in range(self._size)
+        ]
+        return rows.take(rows.join(shares), 0, total)
+
+    def _first(self, value: Any) -> Any:
+        return tf.nest.map_structure(lambda leaf: self._part(leaf, 0), value)
+
+    def _part(self, leaf: Any, replica: int) -> Any:
+        return self._strategy.experimental_local_results(leaf)[replica]
+
+
+def _own(part: Any) -> Any:
+    """Tensors of a replica's own, on its device."""
+    return tf.nest.map_structure(lambda leaf: tf.identity(leaf) if isinstance(leaf, tf.Tensor) else leaf, part)
+
+
+def _as_int(condition: Any) -> Any:
+    return int(condition) if isinstance(condition, bool) else tf.cast(condition, tf.int32)

@@ -1,0 +1,172 @@
+"""A model's steps compiled by XLA: one program for each batch size, with the shares' sizes known while it is traced.
+
+A program has one shape on all replicas, and shares of 13 samples on 4 replicas have 4, 3, 3 and 3. So each replica is
+given 4 rows, and takes one of two branches that differ in how many of them they look at: each computes exactly the
+samples that are its own. What brings replicas together comes after the branches. A step that does so in the middle (a
+synchronized batch normalization, a mask, a `train_step` of the model's own, which may go on after its update) cannot
+be divided like this; then every replica computes the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from replica_engine import xla
+from replica_engine._compat import keras_model
+from replica_engine.errors import CollectiveError
+from replica_engine.keras import rows
+from replica_engine.keras.share import Share
+from replica_engine.keras.steps import across_replicas, run_step
+from replica_engine.replica.regroup import regroup, select
+from replica_engine.xla.body import apart
+
+_WASTE = 4
+"""Predictions of a batch use a program that is there for up to this many times as many samples."""
+
+
+class OnXla:
+    """Runs the steps of a model on a `TPUStrategy`.
+
+    Args:
+        model: the model.
+        strategy: the strategy.
+    """
+
+    def __init__(self, model: keras.Model, strategy: tf.distribute.Strategy):
+        self._model = model
+        self._strategy = strategy
+        self._size = strategy.num_replicas_in_sync
+        self._undivided: set[str] = set()
+        self._predicted: set[Any] = set()
+
+    def step(self, name: str, batch: Any) -> dict[str, Any]:
+        """Runs `train_step` or `test_step` on a batch of at least one sample; returns its logs."""
+        total = rows.count(batch)
+        data = rows.views(batch)
+        if total % self._size == 0:
+            return self._first(self._strategy.run(self._even, args=(name, self._shares(data, total), total)))
+        if total > self._size and name not in self._undivided and self._is_divisible(name):
+            try:
+                return self._first(self._strategy.run(self._uneven, args=(name, self._shares(data, total), total)))
+            except CollectiveError:
+                self._undivided.add(name)
+        return self._first(self._strategy.run(self._whole, args=(name, data, total)))
+
+    def predict(self, batch: Any) -> Any:
+        """The outputs for a batch of at least one sample, in its order."""
+        total = rows.count(batch)
+        data = rows.views(batch)
+        kind = tuple((leaf.dtype, leaf.shape[1:]) for leaf in tf.nest.flatten(data) if isinstance(leaf, np.ndarray))
+        known = [size for before, size in self._predicted if before == kind and total <= size <= _WASTE * total]
+        size = min(known, default=-(-total // self._size) * self._size)
+        self._predicted.add((kind, size))
+        shares = self._shares(rows.pad(data, size - total), size)
+        outputs = self._strategy.run(self._outputs, args=(shares,))
+        return rows.take(rows.join([select(replica, outputs) for replica in range(self._size)]), 0, total)
+
+    def _is_divisible(self, name: str) -> bool:
+        return name != "train_step" or keras_model.has_keras_step(self._model, name)
+
+    def _shares(self, data: Any, total: int) -> Any:
+        """Each replica's rows, of one number for all: where a share has one less, the row before it comes first."""
+        size = -(-total // self._size)
+        larger = total - (size - 1) * self._size  # how many shares have `size` rows
+        stops = [replica * (size - 1) + min(replica, larger) for replica in range(1, self._size + 1)]
+        return regroup([rows.take(data, stop - size, stop) for stop in stops])
+
+    def _even(self, name: str, data: Any, total: int) -> Any:
+        return run_step(self._model, name, data, Share(total // self._size, total, self._size))
+
+    def _whole(self, name: str, data: Any, total: int) -> Any:
+        return run_step(self._model, name, data, Share(total, total, self._size, whole=True))
+
+    def _uneven(self, name: str, data: Any, total: int) -> Any:
+        size = total // self._size
+        larger = _Branch(self._model, name, data, Share(size + 1, total, self._size))
+        smaller = _Branch(self._model, name, data, Share(size, total, self._size), larger)
+        is_larger = xla.replica_id() < total % self._size
+        logs = larger.finish(tf.cond(is_larger, larger.run, smaller.run))
+        weight = tf.where(is_larger, larger.share.weight(), smaller.share.weight())
+        return across_replicas(self._model, logs, weight)
+
+    def _outputs(self, data: Any) -> Any:
+        return self._model.predict_step(data)
+
+    def _first(self, value: Any) -> Any:
+        return select(0, value)
+
+
+class _Branch:
+    """A step of a share, up to where the replicas come together: its updates are for `finish`.
+
+    Args:
+        model: whose step it is.
+        name: of the step.
+        data: rows, of which the last are the share.
+        share: the share.
+        larger: the branch of the larger share, which is traced first; None for that one itself.
+    """
+
+    def __init__(self, model: keras.Model, name: str, data: Any, share: Share, larger: _Branch | None = None):
+        self.share = share
+        self._step: Callable[[Any], Any] = getattr(model, name)
+        self._data = data
+        self._larger = larger
+        self._updates: list[tuple[Any, list[Any], Any]] = []
+
+    def run(self) -> tuple[Any, Any]:
+        """Traces the step; returns its logs and the gradients of each update."""
+        data = rows.take(self._data, rows.count_in_graph(self._data) - self.share.rows, None)
+        self._updates = self.share.deferred = []
+        with self.share.entered(), apart():
+            logs = self._step(data)
+        if len(self._updates) > 1:
+            raise CollectiveError.apart("A second update of weights")
+        if self._larger is not None:
+            self._updates = [
+                (apply, [_like(grad, wanted) for grad, wanted in zip(grads, before, strict=True)], variables)
+                for (apply, grads, variables), (_, before, _) in zip(self._updates, self._larger._updates, strict=True)
+            ]
+        gradients = [[_tensors(grad) for grad in grads if grad is not None] for _, grads, _ in self._updates]
+        return tf.nest.map_structure(tf.convert_to_tensor, dict(logs)), gradients
+
+    def finish(self, outputs: tuple[Any, Any]) -> Any:
+        """Applies the updates, with the gradients of whichever branch ran; returns the logs."""
+        logs, gradients = outputs
+        for (apply, traced, variables), grads in zip(self._updates, gradients, strict=True):
+            left = iter(grads)
+            apply(
+                [
+                    None if grad is None else _gradient(next(left), grad, variable)
+                    for grad, variable in zip(traced, variables, strict=True)
+                ],
+                variables,
+            )
+        return logs
+
+
+def _tensors(grad: Any) -> Any:
+    if isinstance(grad, tf.IndexedSlices):
+        return [grad.values, grad.indices]
+    return tf.convert_to_tensor(grad)
+
+
+def _gradient(tensors: Any, like: Any, variable: Any) -> Any:
+    if not isinstance(like, tf.IndexedSlices):
+        return tensors
+    return tf.IndexedSlices(*tensors, dense_shape=tf.constant(tuple(variable.shape), tensors[1].dtype))
+
+
+def _like(grad: Any, wanted: Any) -> Any:
+    """A gradient of the shape of another: of rows of a table, with some of them again, and zeros to add to those."""
+    if not isinstance(grad, tf.IndexedSlices):
+        return grad
+    more = wanted.indices.shape[0] - grad.indices.shape[0]
+    indices = tf.concat([grad.indices, tf.repeat(grad.indices[:1], more)], 0)
+    values = tf.concat([grad.values, tf.zeros([more, *grad.values.shape[1:]], grad.values.dtype)], 0)
+    return tf.IndexedSlices(values, indices, grad.dense_shape)

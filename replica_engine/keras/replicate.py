@@ -1,0 +1,107 @@
+"""`replicate_model`: a Keras model on N replicas, in one line."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from replica_engine.errors import ReplicateError
+from replica_engine.keras.choice import choose
+from replica_engine.keras.losses import extend_keras
+from replica_engine.keras.model import is_replicated, replicated
+from replica_engine.strategies import MirroredStrategy
+from replica_engine.strategies.tpu import TPUStrategy
+
+_logger = logging.getLogger("replica_engine")
+
+
+def replicate_model(
+    model: keras.Model, replicas: int | None = None, strategy: tf.distribute.Strategy | None = None
+) -> keras.Model:
+    """A Keras model that trains, evaluates and predicts on N replicas, and shares all it has with the original.
+
+    `fit`, `evaluate`, `predict` and their `_on_batch` forms split each batch over the replicas, whatever its size.
+    Losses and metrics are means over all samples, as on one device; predictions come in the order of the inputs.
+    Everything else (weights, layers, optimizer, `compile`, `save`, `summary`) is the original's: what is done to one
+    model is done to both. A `train_step` of the model's own runs on each replica, on its share of the batch; its
+    gradients are averaged over all samples.
+
+    Args:
+        model: a built Keras 3 model, functional, sequential or subclassed; compiled or not.
+        replicas: how many. None takes all devices of the strategy.
+        strategy: a `MirroredStrategy` or `TPUStrategy` to run on. None chooses the one that is faster for the model on
+            this machine; a message at level INFO of the logger "replica_engine" says which, and why.
+
+    Returns:
+        The replicated model: an instance of the model's class.
+
+    Raises:
+        ReplicateError: the model is not built, replicated already or built under a strategy, or there are fewer
+            devices than replicas.
+
+    Example:
+        >>> import keras, numpy as np
+        >>> from replica_engine.keras import replicate_model
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> fast = replicate_model(model, replicas=2)
+        >>> x, y = np.ones((10, 4), "float32"), np.ones((10, 1), "float32")
+        >>> history = fast.fit(x, y, batch_size=7, verbose=0)
+        >>> fast.predict(x, verbose=0).shape
+        (10, 1)
+    """
+    _check(model)
+    count = _number(replicas)
+    if strategy is None:
+        strategy, reason = choose(model, count)
+        _logger.info(
+            "replicate_model: %r on %d replicas of %s: %s",
+            model.name,
+            strategy.num_replicas_in_sync,
+            type(strategy).__name__,
+            reason,
+        )
+    elif not isinstance(strategy, (MirroredStrategy, TPUStrategy)):
+        raise ReplicateError.bad_strategy(strategy)
+    present = strategy.num_replicas_in_sync
+    if count is not None and count != present:
+        raise ReplicateError.too_many(count, type(strategy).__name__, present)
+    _check_inputs(model, present)
+    extend_keras()
+    return replicated(model, strategy)
+
+
+def _check(model: Any) -> None:
+    if keras.backend.backend() != "tensorflow":
+        raise ReplicateError.other_backend(keras.backend.backend())
+    if not isinstance(model, keras.Model):
+        raise ReplicateError.not_a_model(model)
+    if is_replicated(model):
+        raise ReplicateError.replicated(model.name)
+    if model._distribute_strategy is not None:
+        raise ReplicateError.of_strategy(model.name)
+    if not model.built or any(not layer.built for layer in model._flatten_layers()):
+        raise ReplicateError.unbuilt(model.name)
+
+
+def _check_inputs(model: keras.Model, replicas: int) -> None:
+    for tensor in getattr(model, "inputs", None) or ():
+        size = tensor.shape[0] if tensor.shape else None
+        if size is not None and replicas > 1:
+            raise ReplicateError.fixed_batch(tensor.name, size, -(-size // replicas), replicas)
+
+
+def _number(replicas: Any) -> int | None:
+    if replicas is None:
+        return None
+    try:
+        count = operator.index(replicas)
+    except TypeError:
+        raise ReplicateError.bad_count(replicas) from None
+    if isinstance(replicas, bool) or count < 1:
+        raise ReplicateError.bad_count(replicas)
+    return count

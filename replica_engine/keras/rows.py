@@ -1,0 +1,134 @@
+"""Samples of a batch: how many there are, and some of them. Of any structure of tensors, ragged and sparse ones too.
+
+What has no rows (None, a scalar) is the same for every part of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine.errors import BatchError
+
+
+def as_tensors(batch: Any) -> Any:
+    """The batch with tensors for its arrays, and None for what Keras has an empty optional for."""
+    return tf.nest.map_structure(_as_tensor, batch)
+
+
+def count(batch: Any) -> int:
+    """How many samples an eager batch has.
+
+    Raises:
+        BatchError: its arrays have different numbers of samples, or it has none.
+    """
+    names = ("x", "y", "sample_weight")
+    parts = batch if isinstance(batch, tuple) and len(batch) <= len(names) else (batch,)
+    found = []
+    for name, part in zip(names, parts, strict=False):
+        leaves = [leaf for leaf in tf.nest.flatten(part) if _has_rows(leaf)]
+        for index, leaf in enumerate(leaves):
+            found.append((name if len(leaves) == 1 else f"{name}[{index}]", int(_rows(leaf))))
+    if not found:
+        raise BatchError.nothing()
+    if len({rows for _, rows in found}) > 1:
+        raise BatchError.lengths(found)
+    return found[0][1]
+
+
+def count_in_graph(batch: Any) -> Any:
+    """How many samples a batch has; a Python int where that is known while a graph is built."""
+    return next(_rows(leaf) for leaf in tf.nest.flatten(batch) if _has_rows(leaf))
+
+
+def take(batch: Any, start: Any, stop: Any) -> Any:
+    """The samples from `start` up to `stop`, ints or scalar tensors."""
+    return _map(lambda leaf: _take(leaf, start, stop), batch)
+
+
+def pad(batch: Any, more: Any) -> Any:
+    """The batch with its last sample `more` times again."""
+    return _map(lambda leaf: _pad(leaf, more), batch)
+
+
+def blank(batch: Any) -> Any:
+    """A batch of one sample of zeros, like those of a batch that has none."""
+
+    def zeros(leaf: Any) -> Any:
+        return tf.zeros([1, *leaf.shape[1:]], leaf.dtype) if isinstance(leaf, tf.Tensor) else leaf
+
+    return _map(zeros, batch)
+
+
+def join(parts: Sequence[Any]) -> Any:
+    """One batch of several, in order."""
+    return tf.nest.map_structure(lambda *leaves: _join(leaves), *parts)
+
+
+def views(batch: Any) -> Any:
+    """The batch with NumPy arrays that look at its tensors, where there can be such."""
+    return tf.nest.map_structure(lambda leaf: leaf.numpy() if isinstance(leaf, tf.Tensor) else leaf, batch)
+
+
+def generalized(batch: Any) -> Any:
+    """The specification of batches of any number of samples that are otherwise like this one."""
+
+    def spec(leaf: Any) -> Any:
+        if not isinstance(leaf, tf.Tensor) or not _has_rows(leaf):
+            return leaf
+        return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
+
+    return tf.nest.map_structure(spec, batch)
+
+
+def _map(change: Callable[[Any], Any], batch: Any) -> Any:
+    return tf.nest.map_structure(lambda leaf: change(leaf) if _has_rows(leaf) else leaf, batch)
+
+
+def _as_tensor(leaf: Any) -> Any:
+    if leaf is None or isinstance(leaf, tf.experimental.Optional):
+        return None
+    return leaf if isinstance(leaf, tf.__internal__.CompositeTensor) else tf.convert_to_tensor(leaf)
+
+
+def _has_rows(leaf: Any) -> bool:
+    shape = getattr(leaf, "shape", None)
+    return leaf is not None and shape is not None and len(shape) > 0
+
+
+def _rows(leaf: Any) -> Any:
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.nrows()
+    if isinstance(leaf, tf.SparseTensor):
+        return leaf.dense_shape[0]
+    rows = leaf.shape[0]
+    return tf.shape(leaf)[0] if rows is None else rows
+
+
+def _take(leaf: Any, start: Any, stop: Any) -> Any:
+    if not isinstance(leaf, tf.SparseTensor):
+        return leaf[start:stop]
+    shape = tf.cast(leaf.dense_shape, tf.int64)
+    start, stop = tf.cast(start, tf.int64), shape[0] if stop is None else tf.cast(stop, tf.int64)
+    begin = tf.concat([[start], tf.zeros_like(shape[1:])], 0)
+    return tf.sparse.slice(leaf, begin, tf.concat([[stop - start], shape[1:]], 0))
+
+
+def _pad(leaf: Any, more: Any) -> Any:
+    if isinstance(leaf, np.ndarray):
+        return np.concatenate([leaf, np.repeat(leaf[-1:], more, axis=0)]) if more else leaf
+    if isinstance(leaf, tf.Tensor):
+        return tf.concat([leaf, tf.repeat(leaf[-1:], more, axis=0)], 0)
+    last = _take(leaf, _rows(leaf) - 1, _rows(leaf))
+    return _join([leaf, *[last] * more])
+
+
+def _join(leaves: Sequence[Any]) -> Any:
+    if isinstance(leaves[0], tf.SparseTensor):
+        return tf.sparse.concat(0, list(leaves))
+    if isinstance(leaves[0], np.ndarray):
+        return np.concatenate(leaves) if leaves[0].ndim else np.stack(leaves)
+    return tf.stack(leaves) if len(leaves[0].shape) == 0 else tf.concat(leaves, 0)
