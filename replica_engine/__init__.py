@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from replica_engine.replica import ReplicaContext, call_for_each_replica
     from replica_engine.strategies import MirroredStrategy
     from replica_engine.strategies.tpu import TPUStrategy
+    from replica_engine.strategies.uneven_batches import join_outputs, split_batch
 
 __all__ = [
     "MirroredStrategy",
@@ -44,7 +45,9 @@ __all__ = [
     "call_for_each_replica",
     "compat",
     "errors",
+    "join_outputs",
     "keras",
+    "split_batch",
     "strategies",
     "testing",
     "xla",
@@ -55,6 +58,8 @@ _HOME = {
     "ReplicaContext": "replica_engine.replica",
     "TPUStrategy": "replica_engine.strategies.tpu",
     "call_for_each_replica": "replica_engine.replica",
+    "join_outputs": "replica_engine.strategies.uneven_batches",
+    "split_batch": "replica_engine.strategies.uneven_batches",
 }
 _PACKAGES = ("compat", "keras", "strategies", "testing", "xla")
 

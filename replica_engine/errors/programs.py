@@ -262,7 +262,13 @@ class VariableCreationError(ReplicaEngineError, ValueError):
 
 
 class LoweringError(ReplicaEngineError, ValueError):
-    """XLA cannot compile a replica body. Raised before anything runs."""
+    """XLA cannot compile a replica body. Raised before anything runs.
+
+    Attributes:
+        op_name: the name of the op, with the name scopes that it is in; empty where it is not known.
+    """
+
+    op_name = ""
 
     @classmethod
     def unsupported_op(cls, fn: str, op: str, where: str) -> LoweringError:

@@ -18,11 +18,11 @@ import tensorflow as tf
 
 from replica_engine._compat import keras_model
 from replica_engine.errors import OptimizerError
-from replica_engine.keras import rows
 from replica_engine.keras.hooks import Hooks
 from replica_engine.keras.on_threads import OnThreads
 from replica_engine.keras.on_xla import OnXla
 from replica_engine.keras.variables import SharedVariables
+from replica_engine.replica import rows
 
 _RUN = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _WRITTEN_BY_THE_ORIGINAL = (

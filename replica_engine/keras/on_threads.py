@@ -9,9 +9,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine.keras import rows
+from replica_engine.keras.compiling import compiling
 from replica_engine.keras.share import Share
 from replica_engine.keras.steps import run_step
+from replica_engine.replica import rows
 from replica_engine.replica.regroup import regroup
 
 
@@ -28,6 +29,7 @@ class OnThreads:
         self._strategy = strategy
         self._size = strategy.num_replicas_in_sync
         self._functions: dict[Any, Any] = {}
+        self._traced: set[Any] = set()
 
     def step(self, name: str, batch: Any) -> dict[str, Any]:
         """Runs `train_step` or `test_step` on a batch of at least one sample; returns its logs."""
@@ -47,8 +49,17 @@ class OnThreads:
                 functools.partial(function, name), reduce_retracing=True, autograph=False
             )
         compiled = self._functions[key]
-        compiled.get_concrete_function(rows.generalized(batch))
-        return compiled(batch)
+        general = rows.generalized(batch)
+        kind = (key, str(general))
+        if kind in self._traced:
+            return compiled(batch)
+        what = f"{name} of {self._model.name!r} for {self._size} replicas, batches of {rows.described(batch)}"
+        with compiling(what):
+            # For any number of samples, so that the last batch of a data set needs no graph of its own.
+            compiled.get_concrete_function(general)
+            outputs = compiled(batch)
+        self._traced.add(kind)
+        return outputs
 
     def _shared(self, name: str, batch: Any) -> Any:
         total = rows.count_in_graph(batch)
@@ -57,7 +68,7 @@ class OnThreads:
         for replica, device in enumerate(self._strategy.extended.worker_devices):
             size = total // self._size + _as_int(replica < total % self._size)
             with tf.device(device):
-                parts.append(_own(rows.take(batch, start, start + size)))
+                parts.append(rows.on_device(rows.take(batch, start, start + size)))
             sizes.append(tf.convert_to_tensor(size))
             start = start + size
 
@@ -81,7 +92,7 @@ class OnThreads:
         parts = []
         for replica, device in enumerate(self._strategy.extended.worker_devices):
             with tf.device(device):
-                parts.append(_own(rows.take(padded, replica * size, (replica + 1) * size)))
+                parts.append(rows.on_device(rows.take(padded, replica * size, (replica + 1) * size)))
         outputs = self._strategy.run(getattr(self._model, name), args=(regroup(parts),))
         shares = [
             tf.nest.map_structure(lambda leaf, r=replica: self._part(leaf, r), outputs) for replica in range(self._size)
@@ -93,11 +104,6 @@ class OnThreads:
 
     def _part(self, leaf: Any, replica: int) -> Any:
         return self._strategy.experimental_local_results(leaf)[replica]
-
-
-def _own(part: Any) -> Any:
-    """Tensors of a replica's own, on its device."""
-    return tf.nest.map_structure(lambda leaf: tf.identity(leaf) if isinstance(leaf, tf.Tensor) else leaf, part)
 
 
 def _as_int(condition: Any) -> Any:

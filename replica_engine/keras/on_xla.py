@@ -13,15 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from replica_engine import xla
 from replica_engine._compat import keras_model
 from replica_engine.errors import CollectiveError
-from replica_engine.keras import rows
+from replica_engine.keras.compiling import compiling, layers_named
 from replica_engine.keras.share import Share
 from replica_engine.keras.steps import across_replicas, run_step
+from replica_engine.replica import rows
 from replica_engine.replica.regroup import regroup, select
 from replica_engine.xla.body import apart
 
@@ -43,31 +43,43 @@ class OnXla:
         self._size = strategy.num_replicas_in_sync
         self._undivided: set[str] = set()
         self._predicted: set[Any] = set()
+        self._compiled: set[Any] = set()
 
     def step(self, name: str, batch: Any) -> dict[str, Any]:
         """Runs `train_step` or `test_step` on a batch of at least one sample; returns its logs."""
         total = rows.count(batch)
         data = rows.views(batch)
         if total % self._size == 0:
-            return self._first(self._strategy.run(self._even, args=(name, self._shares(data, total), total)))
+            return self._first(self._run(self._step, name, self._shares(data, total), total))
         if total > self._size and name not in self._undivided and self._is_divisible(name):
             try:
-                return self._first(self._strategy.run(self._uneven, args=(name, self._shares(data, total), total)))
+                return self._first(self._run(self._step_of_unequal_shares, name, self._shares(data, total), total))
             except CollectiveError:
                 self._undivided.add(name)
-        return self._first(self._strategy.run(self._whole, args=(name, data, total)))
+        return self._first(self._run(self._step_of_whole_batch, name, data, total))
 
     def predict(self, batch: Any) -> Any:
         """The outputs for a batch of at least one sample, in its order."""
         total = rows.count(batch)
         data = rows.views(batch)
-        kind = tuple((leaf.dtype, leaf.shape[1:]) for leaf in tf.nest.flatten(data) if isinstance(leaf, np.ndarray))
+        kind = rows.described(data)
         known = [size for before, size in self._predicted if before == kind and total <= size <= _WASTE * total]
         size = min(known, default=-(-total // self._size) * self._size)
-        self._predicted.add((kind, size))
         shares = self._shares(rows.pad(data, size - total), size)
-        outputs = self._strategy.run(self._outputs, args=(shares,))
+        outputs = self._run(self._predict_step, "predict_step", shares, size)
+        self._predicted.add((kind, size))
         return rows.take(rows.join([select(replica, outputs) for replica in range(self._size)]), 0, total)
+
+    def _run(self, step: Callable[..., Any], name: str, data: Any, total: int) -> Any:
+        """Runs one of the steps below on all replicas."""
+        key = (step.__name__, name, total, rows.described(select(0, data)))
+        if key in self._compiled:
+            return self._strategy.run(step, args=(name, data, total))
+        what = f"{name} of {self._model.name!r} for {self._size} replicas, batches of {total} samples"
+        with compiling(what), layers_named(self._model):
+            outputs = self._strategy.run(step, args=(name, data, total))
+        self._compiled.add(key)
+        return outputs
 
     def _is_divisible(self, name: str) -> bool:
         return name != "train_step" or keras_model.has_keras_step(self._model, name)
@@ -79,13 +91,13 @@ class OnXla:
         stops = [replica * (size - 1) + min(replica, larger) for replica in range(1, self._size + 1)]
         return regroup([rows.take(data, stop - size, stop) for stop in stops])
 
-    def _even(self, name: str, data: Any, total: int) -> Any:
+    def _step(self, name: str, data: Any, total: int) -> Any:
         return run_step(self._model, name, data, Share(total // self._size, total, self._size))
 
-    def _whole(self, name: str, data: Any, total: int) -> Any:
+    def _step_of_whole_batch(self, name: str, data: Any, total: int) -> Any:
         return run_step(self._model, name, data, Share(total, total, self._size, whole=True))
 
-    def _uneven(self, name: str, data: Any, total: int) -> Any:
+    def _step_of_unequal_shares(self, name: str, data: Any, total: int) -> Any:
         size = total // self._size
         larger = _Branch(self._model, name, data, Share(size + 1, total, self._size))
         smaller = _Branch(self._model, name, data, Share(size, total, self._size), larger)
@@ -94,8 +106,8 @@ class OnXla:
         weight = tf.where(is_larger, larger.share.weight(), smaller.share.weight())
         return across_replicas(self._model, logs, weight)
 
-    def _outputs(self, data: Any) -> Any:
-        return self._model.predict_step(data)
+    def _predict_step(self, name: str, data: Any, total: int) -> Any:
+        return getattr(self._model, name)(data)
 
     def _first(self, value: Any) -> Any:
         return select(0, value)

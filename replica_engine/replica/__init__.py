@@ -6,6 +6,7 @@
 - `lift`: a tf.function goes around the run, not into it.
 - `variables`: variables created inside a run.
 - `regroup`, `structure`: N values to one distributed value and back.
+- `rows`: the samples of a batch.
 - `location`: the user's file and line.
 """
 

@@ -3,6 +3,7 @@
 - `mirrored`: MirroredStrategy and its extended half.
 - `tpu`: TPUStrategy and its extended half; `tpu_context`, the replica context of a compiled body; `tpu_variables`.
 - `base`: ReplicaThreads, which puts any extended half on this library's threads.
+- `uneven_batches`: batches of any size, for custom loops.
 - `devices`: device names, read and checked.
 
 `MultiWorkerMirroredExtended` is TensorFlow's own, to put ReplicaThreads in front of.

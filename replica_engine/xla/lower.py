@@ -125,7 +125,10 @@ def lower(traced: Traced, slots: list[tf.TensorSpec], tensors: list[tf.TensorSpe
     except (ValueError, tf.errors.OpError) as error:
         if "compile-time constant" in str(error) and traced.bake_in():
             return lower(traced, slots, tensors)
-        raise _explain(traced, error) from None
+        explained = _explain(traced, error)
+        if node := re.search(r"\{\{node ([^}]+)\}\}", str(error)):
+            explained.op_name = node.group(1)
+        raise explained from None
     return Lowered(traced, slots, _LOCATION.sub("", _MODULE.sub("module @replica_body", text)))
 
 

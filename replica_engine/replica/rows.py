@@ -84,6 +84,17 @@ def generalized(batch: Any) -> Any:
     return tf.nest.map_structure(spec, batch)
 
 
+def on_device(batch: Any) -> Any:
+    """The batch with tensors of its own, on the device in whose scope it is called."""
+    return tf.nest.map_structure(lambda leaf: tf.identity(leaf) if isinstance(leaf, tf.Tensor) else leaf, batch)
+
+
+def described(batch: Any) -> str:
+    """The shapes of a batch, without the number of samples, for messages."""
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
+    return ", ".join(f"{tf.as_dtype(leaf.dtype).name}{[None, *leaf.shape[1:]]}" for leaf in leaves)
+
+
 def _map(change: Callable[[Any], Any], batch: Any) -> Any:
     return tf.nest.map_structure(lambda leaf: change(leaf) if _has_rows(leaf) else leaf, batch)
 
