@@ -64,6 +64,7 @@ bench: $(VENV)/.extras-demo$(COMMA)xla
 	$(BIN)/python -m benchmarks.first_step $(ARGS)
 	$(BIN)/python -m benchmarks.host_call $(ARGS)
 	$(BIN)/python -m benchmarks.device_loop $(ARGS)
+	$(BIN)/python -m benchmarks.keras_fit $(ARGS)
 
 docs: $(VENV)/.extras-docs
 	$(BIN)/mkdocs build --strict --quiet

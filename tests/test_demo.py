@@ -53,7 +53,7 @@ def test_with_the_default_flags():
 
 
 def test_on_compiled_replicas():
-    done = demo("--strategy", "tpu", "--epochs", "2")
+    done = demo("--strategy", "tpu", "--epochs", "1")
     assert done.returncode == 0, done.stderr
     assert "replicas  4 on CPU:0 to CPU:3, strategy tpu" in done.stdout
     assert done.stdout.count("bitwise equal: ") == 2

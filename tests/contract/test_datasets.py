@@ -88,7 +88,7 @@ def test_a_loop_inside_a_function_takes_every_batch(strategy):
     assert [int(number) for number in epoch(distributed)] == [sum(range(13)), 2]
 
 
-@pytest.mark.replicas(1, 2)
+@pytest.mark.replicas(2)
 def test_an_all_reduce_inside_a_dataset_loop(strategy):
     distributed = strategy.experimental_distribute_dataset(numbers(16, 8).map(lambda x: tf.cast(x, tf.float32)))
 
@@ -148,6 +148,7 @@ def test_an_optional_says_whether_there_is_more(strategy):
     assert not bool(iterator.get_next_as_optional().has_value())
 
 
+@pytest.mark.replicas(4)
 def test_a_dataset_function_gets_its_place_and_keeps_its_batches(strategy):
     """Batches of a dataset function are a replica's, not split."""
     n = strategy.num_replicas_in_sync
@@ -163,6 +164,7 @@ def test_a_dataset_function_gets_its_place_and_keeps_its_batches(strategy):
     assert flat(found) == list(range(16))
 
 
+@pytest.mark.replicas(1, 2)
 def test_a_batch_size_that_does_not_divide_is_refused(strategy):
     n = strategy.num_replicas_in_sync
 

@@ -55,6 +55,7 @@ def assert_trained_alike(strategy, model, history, expected):
         assert all(np.array_equal(first, other) for other in others)
 
 
+@pytest.mark.replicas(4)
 def test_fit_equals_fit_on_one_device(strategy, alone):
     with strategy.scope():
         model = small(optimizer=keras.optimizers.Adam(0.05), metrics=["mae"])
@@ -105,8 +106,8 @@ def test_a_model_may_be_built_by_its_first_batch(strategy):
     with strategy.scope():
         model = keras.Sequential([keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)])
         model.compile(keras.optimizers.Adam(0.05), "mse")
-    losses = fit(model, epochs=3)["loss"]
-    assert losses[2] < losses[0]
+    losses = fit(model)["loss"]
+    assert losses[1] < losses[0]
     assert [weight.shape for weight in model.get_weights()] == [(4, 4), (4,), (4, 1), (1,)]
     for variable in model.trainable_variables:
         first, *others = components(strategy, variable)
@@ -201,6 +202,6 @@ def test_a_custom_train_step_runs_in_replicas(strategy):
     with strategy.scope():
         model = Model()
         model.compile(keras.optimizers.SGD(0.05))
-    losses = fit(model, epochs=3)["own_loss"]
+    losses = fit(model)["own_loss"]
     assert set(seen) == {strategy.num_replicas_in_sync}
-    assert losses[2] < losses[0]
+    assert losses[1] < losses[0]

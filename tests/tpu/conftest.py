@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+from loop_steps import THREAD, Noting
 
 from replica_engine import TPUStrategy, xla
 from replica_engine.compat import contrib
-
-SUM = tf.VariableAggregation.SUM
+from replica_engine.testing import no_leaked_threads
 
 
 class Replicas:
@@ -52,7 +52,7 @@ def _plain(value):
     return np.asarray(value).tolist() if tf.is_tensor(value) or isinstance(value, np.ndarray) else value
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def replicas():
     """`replicas(size, **options)`: a new strategy of that many replicas."""
     return Replicas
@@ -62,6 +62,18 @@ def replicas():
 def two():
     """A strategy of two replicas."""
     return Replicas(2)
+
+
+@pytest.fixture
+def noting(two):
+    """A step of two replicas that remembers its inputs."""
+    return Noting(two)
+
+
+@pytest.fixture(autouse=True)
+def _feeding_threads_go():
+    with no_leaked_threads(grace=2.0, prefix=THREAD):
+        yield
 
 
 @pytest.fixture

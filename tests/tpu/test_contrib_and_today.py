@@ -8,14 +8,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from towers import SUM, spread, variable
 
 import replica_engine
 from replica_engine import xla
 from replica_engine.compat import contrib
-
-SUM = tf.VariableAggregation.SUM
-
-NONE = tf.VariableAggregation.NONE
 
 METHODS = [
     "batch_reduce",
@@ -58,19 +55,6 @@ PROPERTIES = [
 
 
 GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "from_contrib.md"
-
-
-def spread(distribution, *values):
-    """A value that is another one on each tower."""
-    return distribution.experimental_distribute_values_from_function(
-        lambda context: tf.constant(values[context.replica_id_in_sync_group])
-    )
-
-
-def variable(distribution, initial, aggregation=NONE, on_read=False):
-    kind = tf.VariableSynchronization.ON_READ if on_read else tf.VariableSynchronization.AUTO
-    with distribution.scope():
-        return tf.Variable(initial, aggregation=aggregation, synchronization=kind, trainable=not on_read)
 
 
 # Today's names on the same object.

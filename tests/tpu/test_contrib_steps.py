@@ -5,50 +5,10 @@ import collections
 import numpy as np
 import pytest
 import tensorflow as tf
+from towers import FIRST, HOST, MEAN, NONE, SUM, make, numbers, one_shot, sums, variable
 
-from replica_engine import xla
 from replica_engine.compat import contrib
 from replica_engine.errors import ContribError
-
-SUM = tf.VariableAggregation.SUM
-
-MEAN = tf.VariableAggregation.MEAN
-
-FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA  # 2018's ONLY_FIRST_TOWER
-
-NONE = tf.VariableAggregation.NONE
-
-HOST = "/device:CPU:0"
-
-
-def named(value):
-    return getattr(value, "name", str(value))
-
-
-def make(towers, steps_per_run=1):
-    return contrib.TPUStrategy(xla.PjrtClusterResolver("cpu"), steps_per_run, num_cores=towers)
-
-
-def variable(distribution, initial, aggregation=NONE, on_read=False):
-    kind = tf.VariableSynchronization.ON_READ if on_read else tf.VariableSynchronization.AUTO
-    with distribution.scope():
-        return tf.Variable(initial, aggregation=aggregation, synchronization=kind, trainable=not on_read)
-
-
-def numbers(count, batch=1):
-    """Makes a data set of batches 0.0, 1.0, ..."""
-    return lambda: tf.data.Dataset.range(count).map(lambda i: tf.cast(i, tf.float32)).batch(batch, drop_remainder=True)
-
-
-def one_shot(distribution, dataset_fn):
-    with distribution.scope():
-        return distribution.distribute_dataset(dataset_fn).make_one_shot_iterator()
-
-
-def sums(distribution, count, batch=2):
-    """The sums of batches of numbers, of each step and tower."""
-    batches = np.arange(count).reshape(-1, distribution.num_towers, batch)
-    return batches.sum(-1).tolist()
 
 
 def test_outputs_of_the_last_step_are_aggregated_in_every_way(distribution):

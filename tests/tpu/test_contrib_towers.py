@@ -1,47 +1,12 @@
 """The contrib `TPUStrategy` of 2018 on its towers: calls for each of them, their input, and the system."""
 
-import numpy as np
 import pytest
 import tensorflow as tf
+from towers import FIRST, HOST, MEAN, SUM, each, make, numbers, one_shot, spread
 
 from replica_engine import xla
 from replica_engine.compat import contrib
 from replica_engine.errors import ContribError
-
-SUM = tf.VariableAggregation.SUM
-
-MEAN = tf.VariableAggregation.MEAN
-
-FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA  # 2018's ONLY_FIRST_TOWER
-
-HOST = "/device:CPU:0"
-
-
-def make(towers, steps_per_run=1):
-    return contrib.TPUStrategy(xla.PjrtClusterResolver("cpu"), steps_per_run, num_cores=towers)
-
-
-def spread(distribution, *values):
-    """A value that is another one on each tower."""
-    return distribution.experimental_distribute_values_from_function(
-        lambda context: tf.constant(values[context.replica_id_in_sync_group])
-    )
-
-
-def each(distribution, value):
-    """What each tower has of a value."""
-    return [np.asarray(one).tolist() for one in distribution.unwrap(value)]
-
-
-def numbers(count, batch=1):
-    """Makes a data set of batches 0.0, 1.0, ..."""
-    return lambda: tf.data.Dataset.range(count).map(lambda i: tf.cast(i, tf.float32)).batch(batch, drop_remainder=True)
-
-
-def one_shot(distribution, dataset_fn):
-    with distribution.scope():
-        return distribution.distribute_dataset(dataset_fn).make_one_shot_iterator()
-
 
 # Running.
 
@@ -113,12 +78,6 @@ def test_map_calls_for_each_element_and_its_result_can_be_reduced_and_unwrapped(
     assert distribution.reduce(MEAN, result, HOST) == 21.0
     assert distribution.reduce(FIRST, result, HOST) == 11.0
     assert distribution.reduce(MEAN, distribution.map(tf.constant([1, 2]), lambda x: x), HOST) == 1.5
-
-
-def sums(distribution, count, batch=2):
-    """The sums of batches of numbers, of each step and tower."""
-    batches = np.arange(count).reshape(-1, distribution.num_towers, batch)
-    return batches.sum(-1).tolist()
 
 
 # Input.

@@ -1,53 +1,10 @@
 """Values of each tower of the contrib `TPUStrategy` of 2018: reduced, broadcast, unwrapped and grouped."""
 
-import numpy as np
 import pytest
 import tensorflow as tf
+from towers import FIRST, HOST, MEAN, NONE, SUM, each, merged, named, spread, variable
 
-from replica_engine.compat import contrib
 from replica_engine.errors import ContribError
-
-SUM = tf.VariableAggregation.SUM
-
-MEAN = tf.VariableAggregation.MEAN
-
-FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA  # 2018's ONLY_FIRST_TOWER
-
-NONE = tf.VariableAggregation.NONE
-
-HOST = "/device:CPU:0"
-
-
-def named(value):
-    return getattr(value, "name", str(value))
-
-
-def spread(distribution, *values):
-    """A value that is another one on each tower."""
-    return distribution.experimental_distribute_values_from_function(
-        lambda context: tf.constant(values[context.replica_id_in_sync_group])
-    )
-
-
-def each(distribution, value):
-    """What each tower has of a value."""
-    return [np.asarray(one).tolist() for one in distribution.unwrap(value)]
-
-
-def merged(distribution, merge_fn, *args):
-    """What each tower gets from a merge call, of arguments of its own."""
-
-    def tower_fn(*args):
-        return contrib.get_tower_context().merge_call(merge_fn, *args)
-
-    return each(distribution, distribution.call_for_each_tower(tower_fn, *args))
-
-
-def variable(distribution, initial, aggregation=NONE, on_read=False):
-    kind = tf.VariableSynchronization.ON_READ if on_read else tf.VariableSynchronization.AUTO
-    with distribution.scope():
-        return tf.Variable(initial, aggregation=aggregation, synchronization=kind, trainable=not on_read)
-
 
 AGGREGATIONS = [(SUM, 4.0), (MEAN, 2.0), (FIRST, 1.0), ("ONLY_FIRST_TOWER", 1.0), ("mean", 2.0)]
 

@@ -1,44 +1,7 @@
 """Variables with the contrib `TPUStrategy` of 2018: read, updated and colocated."""
 
-import numpy as np
 import tensorflow as tf
-
-from replica_engine.compat import contrib
-
-SUM = tf.VariableAggregation.SUM
-
-MEAN = tf.VariableAggregation.MEAN
-
-NONE = tf.VariableAggregation.NONE
-
-HOST = "/device:CPU:0"
-
-
-def spread(distribution, *values):
-    """A value that is another one on each tower."""
-    return distribution.experimental_distribute_values_from_function(
-        lambda context: tf.constant(values[context.replica_id_in_sync_group])
-    )
-
-
-def each(distribution, value):
-    """What each tower has of a value."""
-    return [np.asarray(one).tolist() for one in distribution.unwrap(value)]
-
-
-def merged(distribution, merge_fn, *args):
-    """What each tower gets from a merge call, of arguments of its own."""
-
-    def tower_fn(*args):
-        return contrib.get_tower_context().merge_call(merge_fn, *args)
-
-    return each(distribution, distribution.call_for_each_tower(tower_fn, *args))
-
-
-def variable(distribution, initial, aggregation=NONE, on_read=False):
-    kind = tf.VariableSynchronization.ON_READ if on_read else tf.VariableSynchronization.AUTO
-    with distribution.scope():
-        return tf.Variable(initial, aggregation=aggregation, synchronization=kind, trainable=not on_read)
+from towers import HOST, MEAN, SUM, each, merged, spread, variable
 
 
 def test_read_var_aggregates_what_towers_have_on_their_own(distribution):

@@ -1,8 +1,11 @@
 """Ctrl-C while a compiled program runs, and programs whose replicas wait for each other. In processes of their own."""
 
+import os
 import subprocess
 import sys
 import textwrap
+
+import pytest
 
 BEGIN = """
 import logging, os, signal, threading, time
@@ -34,13 +37,56 @@ def interrupted(fn):
 """
 
 
-def run_program(tmp_path, text):
-    """What a program prints, line by line. From a file: AutoGraph reads the source."""
-    path = tmp_path / "program.py"
+WAITS_LONG = """
+print(os.environ.get("XLA_FLAGS"))
+
+def stuck():
+    x = tf.zeros([])
+    if xla.replica_id() == 0:
+        x = xla.cross_replica_sum(x)
+    return x
+
+def later():
+    time.sleep(45)
+    print("alive", flush=True)
+    os._exit(0)
+
+threading.Thread(target=later).start()
+strategy.run(stuck)
+"""
+
+
+def start(directory, text):
+    """Starts a program, with no flags. From a file: AutoGraph reads the source."""
+    path = directory / "program.py"
     path.write_text(BEGIN + textwrap.dedent(text))
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split("\n"), done.stderr
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    return subprocess.Popen(
+        [sys.executable, path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def printed(process):
+    """What a program prints, line by line, and its errors."""
+    try:
+        output, errors = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    return output.split("\n"), errors
+
+
+def run_program(tmp_path, text):
+    return printed(start(tmp_path, text))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def waits_long(tmp_path_factory):
+    """A program that sleeps for 45 s, while the other tests run."""
+    process = start(tmp_path_factory.mktemp("long"), WAITS_LONG)
+    yield process
+    process.kill()
+    process.communicate()
 
 
 def test_ctrl_c_in_a_step_leaves_whole_steps(tmp_path):
@@ -93,26 +139,7 @@ def test_replicas_that_wait_for_each_other_are_warned_of_and_can_be_left(tmp_pat
     assert "The compiled program of `stuck` has been running on 2 replicas" in stderr
 
 
-def test_a_collective_that_takes_long_does_not_end_the_process(tmp_path):
+def test_a_collective_that_takes_long_does_not_end_the_process(waits_long):
     """XLA's own limit is 40 s, and a flag of jaxlib's: read with ours in it, and then put back."""
-    lines, _ = run_program(
-        tmp_path,
-        """
-        print(os.environ.get("XLA_FLAGS"))
-
-        def stuck():
-            x = tf.zeros([])
-            if xla.replica_id() == 0:
-                x = xla.cross_replica_sum(x)
-            return x
-
-        def later():
-            time.sleep(45)
-            print("alive", flush=True)
-            os._exit(0)
-
-        threading.Thread(target=later).start()
-        strategy.run(stuck)
-        """,
-    )
+    lines, _ = printed(waits_long)
     assert lines[:2] == ["None", "alive"]

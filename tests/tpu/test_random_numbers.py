@@ -36,12 +36,18 @@ def drawn(two):
     return drawn
 
 
-def test_the_same_seed_gives_the_same_run(two, replicas, drawn):
-    """Also to another strategy."""
-    runs = []
-    for some, seed in ((two, 1), (two, 1), (replicas(2), 1), (two, 2)):
+@pytest.fixture(scope="module")
+def runs(replicas):
+    """Two steps that draw every kind, of the seeds 1, 1, 1 and 2; the third of a strategy of its own."""
+    found, one = [], replicas(2)
+    for some, seed in ((one, 1), (one, 1), (replicas(2), 1), (one, 2)):
         tf.random.set_seed(seed)
-        runs.append(drawn(every_kind, some, times=2))
+        found.append([some.each(some.strategy.run(every_kind)) for _ in range(2)])
+    return found
+
+
+def test_the_same_seed_gives_the_same_run(runs):
+    """Also to another strategy."""
     assert runs[0] == runs[1] == runs[2]
     for name in DRAWS:
         assert runs[0][0][0][name] != runs[3][0][0][name], name
@@ -54,11 +60,9 @@ def test_the_same_seed_gives_replica_0_the_same_numbers_whatever_the_number_of_r
     assert drawn(DRAWS["normal"], replicas(4))[0][0] == alone
 
 
-def test_replicas_draw_different_numbers_that_differ_from_step_to_step(drawn):
-    tf.random.set_seed(1)
-    runs = drawn(every_kind, times=2)
+def test_replicas_draw_different_numbers_that_differ_from_step_to_step(runs):
     for name in DRAWS:
-        assert len({str(one[name]) for run in runs for one in run}) == 4, name
+        assert len({str(one[name]) for run in runs[0] for one in run}) == 4, name
 
 
 def test_replicas_draw_the_same_numbers_if_asked_to(replicas, drawn):

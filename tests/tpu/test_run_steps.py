@@ -1,42 +1,15 @@
 """Device loops: many steps in one launch, compiled once, and several loops at once."""
 
-import concurrent.futures
 import gc
 import itertools
-import threading
 import weakref
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from loop_steps import SUM, at_once, hosted, numbers, total_of
 
 from replica_engine import xla
-from replica_engine.testing import no_leaked_threads
-
-SUM = tf.VariableAggregation.SUM
-
-
-@pytest.fixture(autouse=True)
-def _feeding_threads_go():
-    with no_leaked_threads(grace=2.0, prefix="replica_engine: inputs"):
-        yield
-
-
-def numbers(count, start=0):
-    """That many batches, 0.0, 1.0, ..., each the same on all replicas."""
-    return [np.float32(start + number) for number in range(count)]
-
-
-def total_of(replicas):
-    """A variable, and a step that adds its input to it."""
-    total = replicas.variable(0.0, SUM)
-
-    def step(context, x):
-        total.assign_add(x)
-        context.set_last_step_output("x", x)
-
-    return total, step
-
 
 # One launch.
 
@@ -94,24 +67,7 @@ def test_control_flow_of_a_step_is_converted_as_it_is_by_run(two):
         assert two.each(context.last_step_outputs["steps"]) == [111, 111]
 
 
-def hosted(fn, returns=None):
-    """`outside_compilation` of a function whose results are known."""
-    return lambda *args: xla.outside_compilation(xla.returns(returns)(fn), *args)
-
-
 # Several at once.
-
-
-def at_once(*functions):
-    """Calls functions on threads of their own that start together; their results, or the first error."""
-    start = threading.Barrier(len(functions))
-
-    def call(fn):
-        start.wait(60)
-        return fn()
-
-    with concurrent.futures.ThreadPoolExecutor(len(functions)) as pool:
-        return [each.result(timeout=100) for each in [pool.submit(call, fn) for fn in functions]]
 
 
 def test_loops_of_two_strategies_on_two_threads_do_not_mix(replicas):

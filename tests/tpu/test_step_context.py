@@ -1,40 +1,10 @@
 """The context of the steps of a device loop, and what they raise while they are traced."""
 
-import numpy as np
 import pytest
 import tensorflow as tf
+from loop_steps import SUM, CustomError, numbers, replica_context, total_of
 
 from replica_engine.errors import LoweringError
-from replica_engine.testing import no_leaked_threads
-
-SUM = tf.VariableAggregation.SUM
-
-
-@pytest.fixture(autouse=True)
-def _feeding_threads_go():
-    with no_leaked_threads(grace=2.0, prefix="replica_engine: inputs"):
-        yield
-
-
-def numbers(count, start=0):
-    """That many batches, 0.0, 1.0, ..., each the same on all replicas."""
-    return [np.float32(start + number) for number in range(count)]
-
-
-def total_of(replicas):
-    """A variable, and a step that adds its input to it."""
-    total = replicas.variable(0.0, SUM)
-
-    def step(context, x):
-        total.assign_add(x)
-        context.set_last_step_output("x", x)
-
-    return total, step
-
-
-def replica_context():
-    return tf.distribute.get_replica_context()
-
 
 # The contexts of steps.
 
@@ -102,12 +72,6 @@ def test_a_step_of_extended_is_in_cross_replica_context_as_tensorflow_documents(
 
 
 # Failures of a step.
-
-
-class CustomError(Exception):
-    def __init__(self, code, *, reason):
-        super().__init__(f"code {code}")
-        self.code, self.reason = code, reason
 
 
 @pytest.mark.parametrize("error", [CustomError(7, reason="own"), StopIteration("no more")], ids=repr)

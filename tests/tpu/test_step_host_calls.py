@@ -7,46 +7,11 @@ import types
 import numpy as np
 import pytest
 import tensorflow as tf
+from loop_steps import SUM, CustomError, hosted, numbers, replica_context
 
 from replica_engine import xla
-from replica_engine.testing import no_leaked_threads
-
-SUM = tf.VariableAggregation.SUM
 
 SCALAR = tf.TensorSpec([], tf.float32)
-
-
-@pytest.fixture(autouse=True)
-def _feeding_threads_go():
-    with no_leaked_threads(grace=2.0, prefix="replica_engine: inputs"):
-        yield
-
-
-def numbers(count, start=0):
-    """That many batches, 0.0, 1.0, ..., each the same on all replicas."""
-    return [np.float32(start + number) for number in range(count)]
-
-
-def replica_context():
-    return tf.distribute.get_replica_context()
-
-
-def looped(replicas, context, step, batches):
-    """Runs a step for each batch, in one of the contexts."""
-    if context == "replica":
-        return replicas.strategy.run_steps(step, batches, len(batches))
-    return replicas.strategy.extended.experimental_run_steps_on_iterator(step, batches, len(batches))
-
-
-class CustomError(Exception):
-    def __init__(self, code, *, reason):
-        super().__init__(f"code {code}")
-        self.code, self.reason = code, reason
-
-
-def hosted(fn, returns=None):
-    """`outside_compilation` of a function whose results are known."""
-    return lambda *args: xla.outside_compilation(xla.returns(returns)(fn), *args)
 
 
 def test_host_calls_run_in_each_step_in_order(two):

@@ -3,90 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-
-from replica_engine.testing import no_leaked_threads
-
-SUM = tf.VariableAggregation.SUM
-
-THREAD = "replica_engine: inputs"
-
-
-@pytest.fixture(autouse=True)
-def _feeding_threads_go():
-    with no_leaked_threads(grace=2.0, prefix=THREAD):
-        yield
-
-
-class Noting:
-    """A step that remembers its inputs, scalars on each replica, and how often it ran.
-
-    Args:
-        replicas: with the strategy.
-        most: how many steps at most.
-    """
-
-    def __init__(self, replicas, most=20):
-        self.replicas = replicas
-        self.strategy = replicas.strategy
-        self.seen = replicas.variable(tf.zeros([most]), SUM, on_read=True)
-        self.count = replicas.variable(0, tf.VariableAggregation.ONLY_FIRST_REPLICA)
-
-    def step(self, context, x):
-        self.seen.assign(tf.tensor_scatter_nd_update(self.seen, [[self.count]], [tf.cast(x, tf.float32)]))
-        self.count.assign_add(1)
-        context.set_last_step_output("x", x)
-
-    def run(self, iterator, iterations, **options):
-        return self.strategy.run_steps(self.step, iterator, iterations, **options)
-
-    @property
-    def inputs(self):
-        """What the steps got so far: of replica 0 if it is the same on all, or else for each replica."""
-        count = int(self.count.numpy())
-        each = [one[:count] for one in self.replicas.components(self.seen)]
-        return each[0] if all(one == each[0] for one in each) else each
-
-
-@pytest.fixture
-def noting(two):
-    return Noting(two)
-
-
-def numbers(count, start=0):
-    """That many batches, 0.0, 1.0, ..., each the same on all replicas."""
-    return [np.float32(start + number) for number in range(count)]
-
-
-def floats(count):
-    """The same as a data set."""
-    return tf.data.Dataset.range(count).map(lambda i: tf.cast(i, tf.float32))
-
-
-class Counted:
-    """An iterator over numbers that counts how many were taken."""
-
-    def __init__(self, count):
-        self.taken = 0
-        self._count = count
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.taken == self._count:
-            raise StopIteration
-        self.taken += 1
-        return np.float32(self.taken - 1)
-
-
-class GetNext:
-    """An iterator as of TensorFlow 1."""
-
-    def __init__(self, dataset):
-        self._iterator = iter(dataset)
-
-    def get_next(self):
-        return self._iterator.get_next()
+from loop_steps import PAIR, Counted, GetNext, floats, numbers
 
 
 def test_of_a_distributed_data_set_each_replica_gets_its_share(two, noting):
@@ -216,9 +133,6 @@ def test_one_array_may_be_filled_anew_for_each_batch(noting, kind):
     step = lambda context, x: noting.step(context, tf.reduce_max(x))  # noqa: E731
     noting.strategy.run_steps(step, batches(), 20, prefetch=8)
     assert noting.inputs == [float(number) for number in range(20)]
-
-
-PAIR = (np.float32(1.0), np.float32(2.0))
 
 
 def pass_out(context, *values):

@@ -1,44 +1,10 @@
 """Calls of `run_steps` that make no sense."""
 
-import numpy as np
 import pytest
 import tensorflow as tf
+from loop_steps import PAIR, Counted, numbers
 
 from replica_engine.errors import InputsError
-from replica_engine.testing import no_leaked_threads
-
-THREAD = "replica_engine: inputs"
-
-
-@pytest.fixture(autouse=True)
-def _feeding_threads_go():
-    with no_leaked_threads(grace=2.0, prefix=THREAD):
-        yield
-
-
-def numbers(count, start=0):
-    """That many batches, 0.0, 1.0, ..., each the same on all replicas."""
-    return [np.float32(start + number) for number in range(count)]
-
-
-class Counted:
-    """An iterator over numbers that counts how many were taken."""
-
-    def __init__(self, count):
-        self.taken = 0
-        self._count = count
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.taken == self._count:
-            raise StopIteration
-        self.taken += 1
-        return np.float32(self.taken - 1)
-
-
-PAIR = (np.float32(1.0), np.float32(2.0))
 
 
 @pytest.mark.parametrize("name", ["iterations", "prefetch"])

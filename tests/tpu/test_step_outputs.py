@@ -3,44 +3,12 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+from loop_steps import looped, numbers, total_of
 
 from replica_engine import xla
 from replica_engine.errors import LoweringError
-from replica_engine.testing import no_leaked_threads
-
-SUM = tf.VariableAggregation.SUM
-
-
-@pytest.fixture(autouse=True)
-def _feeding_threads_go():
-    with no_leaked_threads(grace=2.0, prefix="replica_engine: inputs"):
-        yield
-
-
-def numbers(count, start=0):
-    """That many batches, 0.0, 1.0, ..., each the same on all replicas."""
-    return [np.float32(start + number) for number in range(count)]
-
-
-def total_of(replicas):
-    """A variable, and a step that adds its input to it."""
-    total = replicas.variable(0.0, SUM)
-
-    def step(context, x):
-        total.assign_add(x)
-        context.set_last_step_output("x", x)
-
-    return total, step
-
 
 BOTH = pytest.mark.parametrize("context", ["replica", "cross-replica"])
-
-
-def looped(replicas, context, step, batches):
-    """Runs a step for each batch, in one of the contexts."""
-    if context == "replica":
-        return replicas.strategy.run_steps(step, batches, len(batches))
-    return replicas.strategy.extended.experimental_run_steps_on_iterator(step, batches, len(batches))
 
 
 @BOTH

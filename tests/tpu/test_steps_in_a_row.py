@@ -7,42 +7,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from loop_steps import FIRST, SUM, numbers, replica_context, total_of
 
 from replica_engine import xla
 from replica_engine.errors import VariableCreationError
-from replica_engine.testing import no_leaked_threads
-
-SUM = tf.VariableAggregation.SUM
 
 MEAN = tf.VariableAggregation.MEAN
-
-FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
-
-
-@pytest.fixture(autouse=True)
-def _feeding_threads_go():
-    with no_leaked_threads(grace=2.0, prefix="replica_engine: inputs"):
-        yield
-
-
-def numbers(count, start=0):
-    """That many batches, 0.0, 1.0, ..., each the same on all replicas."""
-    return [np.float32(start + number) for number in range(count)]
-
-
-def total_of(replicas):
-    """A variable, and a step that adds its input to it."""
-    total = replicas.variable(0.0, SUM)
-
-    def step(context, x):
-        total.assign_add(x)
-        context.set_last_step_output("x", x)
-
-    return total, step
-
-
-def replica_context():
-    return tf.distribute.get_replica_context()
 
 
 class Training:
@@ -206,10 +176,3 @@ def test_what_the_host_assigns_between_loops_counts(two):
     two.strategy.run_steps(step, numbers(3), 3)
     two.strategy.run(lambda: total.assign_add(total * 0.0 + 1.0))
     assert total.numpy() == 108.0
-
-
-def looped(replicas, context, step, batches):
-    """Runs a step for each batch, in one of the contexts."""
-    if context == "replica":
-        return replicas.strategy.run_steps(step, batches, len(batches))
-    return replicas.strategy.extended.experimental_run_steps_on_iterator(step, batches, len(batches))

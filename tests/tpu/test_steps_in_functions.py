@@ -2,8 +2,7 @@
 
 import pytest
 import tensorflow as tf
-
-SUM = tf.VariableAggregation.SUM
+from loop_steps import SUM
 
 
 @pytest.fixture

@@ -7,45 +7,14 @@ import time
 
 import numpy as np
 import pytest
-import tensorflow as tf
+from loop_steps import hosted, numbers, total_of
 
-from replica_engine import xla
 from replica_engine.pjrt.executable import Executable
-from replica_engine.testing import no_leaked_threads
-
-SUM = tf.VariableAggregation.SUM
-
-
-@pytest.fixture(autouse=True)
-def _feeding_threads_go():
-    with no_leaked_threads(grace=2.0, prefix="replica_engine: inputs"):
-        yield
-
-
-def numbers(count, start=0):
-    """That many batches, 0.0, 1.0, ..., each the same on all replicas."""
-    return [np.float32(start + number) for number in range(count)]
 
 
 def for_ever():
     """Batches without end, the same on all replicas."""
     return itertools.repeat(np.float32(1.0))
-
-
-def total_of(replicas):
-    """A variable, and a step that adds its input to it."""
-    total = replicas.variable(0.0, SUM)
-
-    def step(context, x):
-        total.assign_add(x)
-        context.set_last_step_output("x", x)
-
-    return total, step
-
-
-def hosted(fn, returns=None):
-    """`outside_compilation` of a function whose results are known."""
-    return lambda *args: xla.outside_compilation(xla.returns(returns)(fn), *args)
 
 
 @pytest.fixture

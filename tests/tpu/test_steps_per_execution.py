@@ -60,12 +60,6 @@ def same(found, expected):
         np.testing.assert_allclose(one, two, **CLOSE)
 
 
-@pytest.fixture(autouse=True)
-def _no_old_iterators():
-    """TensorFlow takes up to a minute to delete an iterator of a data set that has lived for as long: so none does."""
-    gc.collect()
-
-
 @pytest.fixture
 def scoped(two):
     """`scoped(make, *args)`: what `make(*args)` builds under the scope of two replicas."""
@@ -85,8 +79,18 @@ def alone():
 
 
 @pytest.fixture(scope="module")
+def plain():
+    """The history of one epoch of the plain model on one device, and the model."""
+    model = on_one_device()
+    return fit(model), model
+
+
+@pytest.fixture(scope="module")
 def one_by_one():
-    """The history and weights of two epochs on two replicas, with one step per execution, and the launches."""
+    """The history and weights of two epochs on two replicas, with one step per execution, and the launches.
+
+    The learning rate depends on the steps that the devices have counted, there too.
+    """
     with TPUStrategy(num_cores=2).scope():
         model = deep(1)
     before = xla.counts()
@@ -221,13 +225,13 @@ def test_a_data_set_goes_on_from_epoch_to_epoch(scoped, launched):
     assert launched() < 12
 
 
-def test_samples_have_weights(scoped, launched):
+def test_samples_have_weights(scoped, plain, launched):
     model, other = scoped(build, 3, weighted_metrics=["mae"]), on_one_device(weighted_metrics=["mae"])
     options = {"sample_weight": np.linspace(0.0, 2.0, 48)}
     found, expected = fit(model, **options), fit(other, **options)
     same((found, model), (expected, other))
     assert launched() == 2
-    assert found["loss"] != pytest.approx(fit(on_one_device())["loss"], rel=1e-2)
+    assert found["loss"] != pytest.approx(plain[0]["loss"], rel=1e-2)
 
 
 def test_a_last_batch_that_does_not_split_evenly_says_what_to_do(scoped, launched):
@@ -342,9 +346,9 @@ def test_a_callback_stops_training_after_an_execution_and_the_next_one_starts_an
 # Where nothing changes.
 
 
-def test_a_model_that_runs_eagerly_runs_step_by_step(scoped, launched):
-    model, other = scoped(build, 3, run_eagerly=True), on_one_device()
-    same((fit(model), model), (fit(other), other))
+def test_a_model_that_runs_eagerly_runs_step_by_step(scoped, plain, launched):
+    model = scoped(build, 3, run_eagerly=True)
+    same((fit(model), model), plain)
     assert launched() == 6
 
 
@@ -362,21 +366,18 @@ def test_models_of_no_strategy_and_of_others_have_the_function_of_keras(two, kin
         assert "replica_engine" not in repr(function.__closure__)
 
 
-def test_a_model_that_was_fitted_is_freed_before_its_strategy(two, scoped):
-    """As it is with one step per execution."""
-    model = scoped(build, 2)
-    fit(model, X[:16], Y[:16], 8)
-    freed = weakref.ref(model)
-    del model
-    keras.backend.clear_session()
-    gc.collect()
-    assert freed() is None
+def test_a_fit_that_is_over_frees_its_iterator_and_then_the_model(two, scoped):
+    """The iterator with the model alive, the model before its strategy, as with one step per execution.
 
-
-def test_the_iterator_of_a_fit_that_is_over_is_freed(scoped):
-    """With the model alive, as it is with one step per execution: an old iterator takes long to delete."""
+    An old iterator takes long to delete.
+    """
     model = scoped(build, 2)
     fit(model, X[:16], Y[:16], 8)
     gc.collect()
     assert not [one for one in gc.get_objects() if tf.distribute.DistributedIterator in type(one).__mro__]
     assert steps_of(model) == 2
+    freed = weakref.ref(model)
+    del model
+    keras.backend.clear_session()
+    gc.collect()
+    assert freed() is None

@@ -1,34 +1,19 @@
 """Several strategies in one process, on several threads, and beside MirroredStrategy."""
 
-import concurrent.futures
 import gc
 import subprocess
 import sys
 import textwrap
-import threading
 import weakref
 
 import numpy as np
 import psutil
 import pytest
 import tensorflow as tf
+from loop_steps import SUM, at_once
 
 from replica_engine import MirroredStrategy, TPUStrategy, xla
 from replica_engine.testing import logical_devices
-
-SUM = tf.VariableAggregation.SUM
-
-
-def at_once(*functions):
-    """Calls functions on threads of their own that start together; their results, or the first error."""
-    start = threading.Barrier(len(functions))
-
-    def call(fn):
-        start.wait(60)
-        return fn()
-
-    with concurrent.futures.ThreadPoolExecutor(len(functions)) as pool:
-        return [each.result(timeout=100) for each in [pool.submit(call, fn) for fn in functions]]
 
 
 class Counting:
@@ -216,7 +201,7 @@ def program(strategy):
     return [*np.concatenate(found), *weight.numpy().ravel(), float(losses.numpy()), int(seen.numpy())]
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 4])
 def test_the_same_program_gives_the_same_numbers_under_both_strategies(size):
     mirrored, tpu = MirroredStrategy(logical_devices(size)), TPUStrategy(num_cores=size)
     found = program(tpu)

@@ -5,6 +5,8 @@ import tensorflow as tf
 
 from replica_engine import TPUStrategy, xla
 
+pytest.register_assert_rewrite("host_work")
+
 
 @pytest.fixture
 def run_with():

@@ -7,16 +7,13 @@ import textwrap
 import numpy as np
 import pytest
 import tensorflow as tf
+from host_work import values
 
 from replica_engine import xla
 from replica_engine.errors import LoweringError
 
 
-def values(results):
-    return [result.numpy().tolist() for result in results]
-
-
-@pytest.mark.parametrize("size", [1, 1000, 1 << 18])
+@pytest.mark.parametrize("size", [1, 1 << 18])
 @pytest.mark.parametrize("kind", ["tensor", "array"])
 def test_constants_are_captured_small_or_large(size, kind):
     constant = np.arange(size, dtype=np.float64)
@@ -103,7 +100,7 @@ def test_a_capture_and_an_argument_do_not_mix():
 
 
 class TestPlainVariables:
-    @pytest.mark.parametrize("n", [1, 2, 4])
+    @pytest.mark.parametrize("n", [1, 4])
     def test_all_replicas_read_the_value(self, n):
         variable = tf.Variable([1.0, 2.0])
         fn = lambda: variable + tf.cast(xla.replica_id(), tf.float32)  # noqa: E731
@@ -111,7 +108,7 @@ class TestPlainVariables:
         variable.assign([10.0, 20.0])
         assert values(xla.replicate(fn, num_replicas=n)) == [[10.0 + i, 20.0 + i] for i in range(n)]
 
-    @pytest.mark.parametrize("n", [1, 2, 4])
+    @pytest.mark.parametrize("n", [1, 4])
     def test_what_replica_0_wrote_stays(self, n):
         variable = tf.Variable(5.0)
 

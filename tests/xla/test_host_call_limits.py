@@ -2,15 +2,10 @@
 
 import pytest
 import tensorflow as tf
+from host_work import on_two, values
 
 from replica_engine import TPUStrategy, xla
 from replica_engine.errors import HostAccessError, HostResultError, NestedHostCallError, NotInBodyError
-
-
-def values(results):
-    """Tensors as plain Python values, all else as it is."""
-    plain = lambda value: value.numpy().tolist() if tf.is_tensor(value) else value  # noqa: E731
-    return tf.nest.map_structure(plain, results)
 
 
 def line_of(text):
@@ -18,23 +13,6 @@ def line_of(text):
     with open(__file__) as file:
         numbers = [number for number, line in enumerate(file, 1) if line.rstrip().endswith(f"# {text}")]
     return f"{__file__}:{numbers[0]}"
-
-
-def run_with(strategy):
-    def call(body, *values):
-        # In a function the values are tensors of its graph, which a body can get only as arguments.
-        spread = strategy.experimental_distribute_values_from_function(
-            lambda context: values[context.replica_id_in_sync_group]
-        )
-        results = strategy.run(body, args=(spread,))
-        return [each[0] for each in strategy.experimental_local_results([results])]
-
-    return call
-
-
-def on_two(body, first=1.0, second=2.0):
-    """What a body makes of a tensor, on two replicas."""
-    return xla.replicate(body, [[tf.constant(first)], [tf.constant(second)]])
 
 
 USES = {

@@ -6,28 +6,9 @@ import functools
 import numpy as np
 import pytest
 import tensorflow as tf
+from host_work import SCALAR, Point, on_two, values
 
 from replica_engine import xla
-
-Point = collections.namedtuple("Point", ["x", "y"])
-
-SCALAR = tf.TensorSpec([], tf.float32)
-
-
-def values(results):
-    """Tensors as plain Python values, all else as it is."""
-    plain = lambda value: value.numpy().tolist() if tf.is_tensor(value) else value  # noqa: E731
-    return tf.nest.map_structure(plain, results)
-
-
-def on_two(body, first=1.0, second=2.0):
-    """What a body makes of a tensor, on two replicas."""
-    return xla.replicate(body, [[tf.constant(first)], [tf.constant(second)]])
-
-
-def add_one(x, *others, by=1.0):
-    return x.numpy() + sum(float(other) for other in others) + by
-
 
 RESULTS = {
     "a tuple": lambda x: (x, x + 1.0),

@@ -4,20 +4,9 @@ import threading
 
 import pytest
 import tensorflow as tf
+from host_work import on_two, values
 
 from replica_engine import xla
-
-
-def values(results):
-    """Tensors as plain Python values, all else as it is."""
-    plain = lambda value: value.numpy().tolist() if tf.is_tensor(value) else value  # noqa: E731
-    return tf.nest.map_structure(plain, results)
-
-
-def on_two(body, first=1.0, second=2.0):
-    """What a body makes of a tensor, on two replicas."""
-    return xla.replicate(body, [[tf.constant(first)], [tf.constant(second)]])
-
 
 TABLE = {0: 0, 1: 10, 2: 20}
 

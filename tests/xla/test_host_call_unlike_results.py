@@ -3,19 +3,10 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+from host_work import SCALAR, X, check_works
 
 from replica_engine import xla
 from replica_engine.errors import HostResultError
-
-SCALAR = tf.TensorSpec([], tf.float32)
-
-X = [[tf.constant(1.0)], [tf.constant(2.0)]]
-
-
-def values(results):
-    """Tensors as plain Python values, all else as it is."""
-    plain = lambda value: value.numpy().tolist() if tf.is_tensor(value) else value  # noqa: E731
-    return tf.nest.map_structure(plain, results)
 
 
 def line_of(text):
@@ -23,20 +14,6 @@ def line_of(text):
     with open(__file__) as file:
         numbers = [number for number, line in enumerate(file, 1) if line.rstrip().endswith(f"# {text}")]
     return f"{__file__}:{numbers[0]}"
-
-
-@xla.returns(tf.TensorSpec([], tf.int32))
-def doubled_id():
-    return int(xla.replica_id()) * 2
-
-
-def works():
-    return xla.outside_compilation(doubled_id) + 1
-
-
-def check_works():
-    """The next run works."""
-    assert values(xla.replicate(works, num_replicas=2)) == [1, 3]
 
 
 @pytest.mark.parametrize(

@@ -2,32 +2,9 @@
 
 import pytest
 import tensorflow as tf
+from host_work import noting, on_two, values
 
 from replica_engine import xla
-
-SCALAR = tf.TensorSpec([], tf.float32)
-
-
-def values(results):
-    """Tensors as plain Python values, all else as it is."""
-    plain = lambda value: value.numpy().tolist() if tf.is_tensor(value) else value  # noqa: E731
-    return tf.nest.map_structure(plain, results)
-
-
-def noting(calls, replica=None):
-    """A host function that adds 10, and notes for the replica that called it what it was called with."""
-
-    @xla.returns(SCALAR)
-    def add_ten(x):
-        calls[int(xla.replica_id()) if replica is None else replica].append(float(x.numpy()))
-        return x + 10.0
-
-    return add_ten
-
-
-def on_two(body, first=1.0, second=2.0):
-    """What a body makes of a tensor, on two replicas."""
-    return xla.replicate(body, [[tf.constant(first)], [tf.constant(second)]])
 
 
 def in_a_loop_and_its_condition(f):

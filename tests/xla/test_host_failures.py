@@ -5,25 +5,9 @@ import traceback
 
 import pytest
 import tensorflow as tf
+from host_work import SCALAR, Failing, X, check_works, fails_on, raised_by, values
 
 from replica_engine import TPUStrategy, xla
-from replica_engine.errors import HostResultError
-
-SCALAR = tf.TensorSpec([], tf.float32)
-
-X = [[tf.constant(1.0)], [tf.constant(2.0)]]
-
-
-class Failing(Exception):
-    def __init__(self, code, *, reason="of the user's own"):
-        super().__init__(f"code {code}")
-        self.code, self.reason = code, reason
-
-
-def values(results):
-    """Tensors as plain Python values, all else as it is."""
-    plain = lambda value: value.numpy().tolist() if tf.is_tensor(value) else value  # noqa: E731
-    return tf.nest.map_structure(plain, results)
 
 
 def line_of(text):
@@ -33,42 +17,9 @@ def line_of(text):
     return f"{__file__}:{numbers[0]}"
 
 
-def raised_by(run):
-    """What a call raises, which must be of one of the tests' kinds."""
-    with pytest.raises((Failing, HostResultError)) as raised:
-        run()
-    return raised.value
-
-
 def frames(error):
     """The names of the functions in a traceback."""
     return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-
-
-@xla.returns(tf.TensorSpec([], tf.int32))
-def doubled_id():
-    return int(xla.replica_id()) * 2
-
-
-def works():
-    return xla.outside_compilation(doubled_id) + 1
-
-
-def check_works():
-    """The next run works."""
-    assert values(xla.replicate(works, num_replicas=2)) == [1, 3]
-
-
-def fails_on(replica, error, when=lambda x: True):
-    """A host function that raises on one replica, if told so."""
-
-    @xla.returns(SCALAR)
-    def fn(x):
-        if int(xla.replica_id()) == replica and when(float(x)):
-            raise error
-        return x + 10.0
-
-    return fn
 
 
 @pytest.mark.parametrize("results", [False, True], ids=["no results", "results"])

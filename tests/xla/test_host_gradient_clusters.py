@@ -5,30 +5,9 @@ import collections
 import numpy as np
 import pytest
 import tensorflow as tf
+from host_work import cubes, direct, example, gradients
 
 from replica_engine import TPUStrategy, xla
-
-
-def direct(fn, *args, **kwargs):
-    """What `xla.outside_compilation` is compared with."""
-    return fn(*args, **kwargs)
-
-
-def cubes(x):
-    return x**3 + tf.sin(x)
-
-
-def gradients(fn, *inputs):
-    """First derivatives of the sum of `fn(*inputs)`, as dense tensors."""
-    with tf.GradientTape() as tape:
-        tape.watch(inputs)
-        value = fn(*inputs)
-    return [None if each is None else tf.convert_to_tensor(each) for each in tape.gradient(value, inputs)]
-
-
-def example(n=2, shape=(3,)):
-    return [[tf.constant(part)] for part in np.random.default_rng(1).uniform(0.5, 1.5, size=(n, *shape))]
-
 
 # How often, and by which names.
 

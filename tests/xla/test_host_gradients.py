@@ -6,54 +6,15 @@ import weakref
 import numpy as np
 import pytest
 import tensorflow as tf
+from host_work import cubes, example, gradients, same_without
 
 from replica_engine import xla
 from replica_engine.errors import LoweringError
 
 
-def direct(fn, *args, **kwargs):
-    """What `xla.outside_compilation` is compared with."""
-    return fn(*args, **kwargs)
-
-
-def cubes(x):
-    return x**3 + tf.sin(x)
-
-
 def mixed(x, y):
     """Neither symmetric nor separable."""
     return x**2 * y + tf.exp(-x), x * y**3
-
-
-def gradients(fn, *inputs):
-    """First derivatives of the sum of `fn(*inputs)`, as dense tensors."""
-    with tf.GradientTape() as tape:
-        tape.watch(inputs)
-        value = fn(*inputs)
-    return [None if each is None else tf.convert_to_tensor(each) for each in tape.gradient(value, inputs)]
-
-
-def example(n=2, shape=(3,)):
-    return [[tf.constant(part)] for part in np.random.default_rng(1).uniform(0.5, 1.5, size=(n, *shape))]
-
-
-def same_without(body, inputs=None, eager=True):
-    """Checks that `body(call, *inputs)` comes to the same whether `call` goes through the host or not.
-
-    The latter in eager mode, which is quicker than compiling it; not if the replicas of the body meet or differ.
-    """
-    inputs = inputs or example()
-    results = xla.replicate(lambda *args: body(xla.outside_compilation, *args), inputs)
-    if eager:
-        expected = [body(direct, *args) for args in inputs]
-    else:
-        expected = xla.replicate(lambda *args: body(direct, *args), inputs)
-    tf.nest.assert_same_structure(results, expected)
-    for result, wanted in zip(tf.nest.flatten(results), tf.nest.flatten(expected), strict=True):
-        assert (result is None) == (wanted is None)
-        if result is not None:
-            assert result.dtype == wanted.dtype
-            np.testing.assert_allclose(result, wanted, rtol=1e-10, atol=1e-12)
 
 
 def weighted(call, x):

@@ -2,29 +2,10 @@
 
 import pytest
 import tensorflow as tf
+from host_work import check_strategy_works
 
 from replica_engine import TPUStrategy, xla
 from replica_engine.errors import HostAccessError
-
-
-def values(results):
-    """Tensors as plain Python values, all else as it is."""
-    plain = lambda value: value.numpy().tolist() if tf.is_tensor(value) else value  # noqa: E731
-    return tf.nest.map_structure(plain, results)
-
-
-@xla.returns(tf.TensorSpec([], tf.int32))
-def doubled_id():
-    return int(xla.replica_id()) * 2
-
-
-def works():
-    return xla.outside_compilation(doubled_id) + 1
-
-
-def check_strategy_works(strategy):
-    assert list(values(strategy.experimental_local_results(strategy.run(works)))) == [1, 3]
-
 
 WAITING = {
     "the values of a variable": lambda strategy, variable: variable.values,

@@ -3,13 +3,10 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+from host_work import values
 
 from replica_engine import xla
 from replica_engine.errors import LoweringError
-
-
-def values(results):
-    return [result.numpy().tolist() for result in results]
 
 
 def by_replica_sum(x):
@@ -27,7 +24,7 @@ def counter():
     return variable, body
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", [1, 4])
 def test_it_gives_the_same_as_outside(n):
     inputs = [[np.float32(i), np.array([10.0 * i, 20.0])] for i in range(n)]
     fn = lambda x, y: {"sum": xla.cross_replica_sum(y), "x": [x, None]}  # noqa: E731

@@ -4,46 +4,9 @@ import collections
 
 import pytest
 import tensorflow as tf
+from host_work import SCALAR, Point, noting, on_two, values
 
 from replica_engine import TPUStrategy, xla
-
-Point = collections.namedtuple("Point", ["x", "y"])
-
-SCALAR = tf.TensorSpec([], tf.float32)
-
-
-def values(results):
-    """Tensors as plain Python values, all else as it is."""
-    plain = lambda value: value.numpy().tolist() if tf.is_tensor(value) else value  # noqa: E731
-    return tf.nest.map_structure(plain, results)
-
-
-def noting(calls, replica=None):
-    """A host function that adds 10, and notes for the replica that called it what it was called with."""
-
-    @xla.returns(SCALAR)
-    def add_ten(x):
-        calls[int(xla.replica_id()) if replica is None else replica].append(float(x.numpy()))
-        return x + 10.0
-
-    return add_ten
-
-
-def run_with(strategy):
-    def call(body, *values):
-        # In a function the values are tensors of its graph, which a body can get only as arguments.
-        spread = strategy.experimental_distribute_values_from_function(
-            lambda context: values[context.replica_id_in_sync_group]
-        )
-        results = strategy.run(body, args=(spread,))
-        return [each[0] for each in strategy.experimental_local_results([results])]
-
-    return call
-
-
-def on_two(body, first=1.0, second=2.0):
-    """What a body makes of a tensor, on two replicas."""
-    return xla.replicate(body, [[tf.constant(first)], [tf.constant(second)]])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 import tensorflow as tf
+from host_work import values
 
 from replica_engine import xla
 from replica_engine.errors import InputsError, LoweringError, ReplicaEngineError
@@ -21,10 +22,6 @@ REPLICATE = sys.modules["replica_engine.xla.replicate"]  # the module; the packa
 
 # Read by functions below, and changed between their calls.
 FACTOR = 1.0
-
-
-def values(results):
-    return [result.numpy().tolist() for result in results]
 
 
 def used(call, *args):
