@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import keras
 import tensorflow as tf
 
-from replica_engine.errors import ReplicateError
+from replica_engine.errors import BackendMissingError, ReplicateError
 from replica_engine.strategies import MirroredStrategy
 from replica_engine.strategies.tpu import TPUStrategy
 
@@ -40,17 +38,17 @@ def choose(model: keras.Model, replicas: int | None) -> tuple[tf.distribute.Stra
     layers = list(model._flatten_layers())
     unsupported = [layer.name for layer in layers if not layer.supports_jit]
     convolutions = [layer.name for layer in layers if isinstance(layer, _SLOW_IN_XLA_ON_CPU)]
-    has_jax = importlib.util.find_spec("jax") is not None
-    if not has_jax:
-        reason = "jax is not installed, which TPUStrategy needs"
-    elif unsupported:
+    if unsupported:
         reason = f"XLA cannot compile the layer {unsupported[0]!r}"
     elif gpus:
         reason = "TensorFlow has GPUs, and runs on them directly"
     elif convolutions and can_mirror and len(cpus) > 1:
         reason = f"XLA is slow at convolutions on CPU, such as {convolutions[0]!r}"
     else:
-        return TPUStrategy(num_cores=replicas), "a step compiled by XLA is faster"
+        try:
+            return TPUStrategy(num_cores=replicas), "a step that XLA compiles as a whole is faster"
+        except BackendMissingError:
+            reason = "TPUStrategy needs jax: pip install 'replica_engine[xla]'"
     if not can_mirror:
         raise ReplicateError.too_few_devices(replicas or 1, kind, len(mirrored))
     return MirroredStrategy(mirrored[:replicas]), reason

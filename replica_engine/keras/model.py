@@ -141,17 +141,18 @@ class Replicas:
         return outputs[0] if len(outputs) == 1 else rows.join(outputs)
 
     def _run(self, name: str, iterator: Any) -> dict[str, Any]:
-        logs: Any = None
-        for done in range(self._model.steps_per_execution):
+        batches = []
+        for _ in range(self._model.steps_per_execution):
             try:
-                batch = rows.as_tensors(next(iterator))
+                batches.append(rows.as_tensors(next(iterator)))
             except (StopIteration, tf.errors.OutOfRangeError):
-                if not done:
+                if not batches:
                     raise
                 break
-            if rows.count(batch):
-                logs = self._ready(batch).step(name, batch)
-        return self._model.get_metrics_result() if logs is None else logs
+        batches = [batch for batch in batches if rows.count(batch)]
+        if not batches:
+            return self._model.get_metrics_result()
+        return self._ready(batches[0]).step(name, batches)
 
     def _predict(self, batch: Any) -> Any:
         total = rows.count(batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -31,10 +31,12 @@ class OnThreads:
         self._functions: dict[Any, Any] = {}
         self._traced: set[Any] = set()
 
-    def step(self, name: str, batch: Any) -> dict[str, Any]:
-        """Runs `train_step` or `test_step` on a batch of at least one sample; returns its logs."""
-        function = self._whole if rows.count(batch) < self._size else self._shared
-        return self._call(function, name, batch)
+    def step(self, name: str, batches: Sequence[Any]) -> dict[str, Any]:
+        """Runs `train_step` or `test_step` on batches of at least one sample; returns the logs of the last."""
+        for batch in batches:
+            function = self._whole if rows.count(batch) < self._size else self._shared
+            logs = self._call(function, name, batch)
+        return logs
 
     def predict(self, batch: Any) -> Any:
         """The outputs for a batch of at least one sample, in its order."""

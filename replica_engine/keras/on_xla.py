@@ -9,7 +9,9 @@ be divided like this; then every replica computes the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -44,19 +46,32 @@ class OnXla:
         self._undivided: set[str] = set()
         self._predicted: set[Any] = set()
         self._compiled: set[Any] = set()
+        self._loops = strategy.extended.own_programs()  # they hold the model, and go with it
 
-    def step(self, name: str, batch: Any) -> dict[str, Any]:
-        """Runs `train_step` or `test_step` on a batch of at least one sample; returns its logs."""
-        total = rows.count(batch)
-        data = rows.views(batch)
+    def step(self, name: str, batches: Sequence[Any]) -> dict[str, Any]:
+        """Runs `train_step` or `test_step` on batches of at least one sample; returns the logs of the last.
+
+        Batches of one size that follow each other, as `steps_per_execution` asks for, are one launch: a device loop.
+        """
+        logs: Any = None
+        for total, same in itertools.groupby(batches, rows.count):
+            data = [rows.views(batch) for batch in same]
+            if len(data) > 1 and total % self._size == 0:
+                logs = self._run(self._loop, name, [self._shares(each, total) for each in data], total)
+            else:
+                for each in data:
+                    logs = self._single(name, each, total)
+        return self._first(logs)
+
+    def _single(self, name: str, data: Any, total: int) -> Any:
         if total % self._size == 0:
-            return self._first(self._run(self._step, name, self._shares(data, total), total))
+            return self._run(self._step, name, self._shares(data, total), total)
         if total > self._size and name not in self._undivided and self._is_divisible(name):
             try:
-                return self._first(self._run(self._step_of_unequal_shares, name, self._shares(data, total), total))
+                return self._run(self._step_of_unequal_shares, name, self._shares(data, total), total)
             except CollectiveError:
                 self._undivided.add(name)
-        return self._first(self._run(self._step_of_whole_batch, name, data, total))
+        return self._run(self._step_of_whole_batch, name, data, total)
 
     def predict(self, batch: Any) -> Any:
         """The outputs for a batch of at least one sample, in its order."""
@@ -73,13 +88,27 @@ class OnXla:
     def _run(self, step: Callable[..., Any], name: str, data: Any, total: int) -> Any:
         """Runs one of the steps below on all replicas."""
         key = (step.__name__, name, total, rows.described(select(0, data)))
+        run = step if step == self._loop else functools.partial(self._launch, step)
         if key in self._compiled:
-            return self._strategy.run(step, args=(name, data, total))
+            return run(name, data, total)
         what = f"{name} of {self._model.name!r} for {self._size} replicas, batches of {total} samples"
         with compiling(what), layers_named(self._model):
-            outputs = self._strategy.run(step, args=(name, data, total))
+            outputs = run(name, data, total)
         self._compiled.add(key)
         return outputs
+
+    def _launch(self, step: Callable[..., Any], name: str, data: Any, total: int) -> Any:
+        return self._strategy.run(step, args=(name, data, total))
+
+    def _loop(self, name: str, data: list[Any], total: int) -> Any:
+        """A launch of several steps."""
+
+        def step(context: Any, shares: Any) -> None:
+            context.set_last_step_output("logs", self._step(name, shares, total))
+
+        extended = self._strategy.extended
+        context = extended.run_steps(step, iter(data), len(data), None, spread=False, programs=self._loops)
+        return context.last_step_outputs["logs"]
 
     def _is_divisible(self, name: str) -> bool:
         return name != "train_step" or keras_model.has_keras_step(self._model, name)
