@@ -63,6 +63,21 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     return list(unique.values())
 
 
+def layers_of(model: keras.Model, include_self: bool = True) -> list[keras.layers.Layer]:
+    """All layers of a model, those inside others too, the model itself first."""
+    return list(model._flatten_layers(include_self=include_self))
+
+
+def strategy_of(model: keras.Model) -> Any:
+    """The strategy that a model was built under; None if there was none."""
+    return model._distribute_strategy
+
+
+def trained_by(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+    """The variables that an optimizer was built for."""
+    return list(optimizer._trainable_variables)
+
+
 def strategy_of_optimizer(optimizer: keras.optimizers.Optimizer) -> Any:
     """The strategy that an optimizer was made under, through which it updates variables."""
     return optimizer._distribution_strategy
@@ -129,7 +144,7 @@ def build(model: keras.Model, batch: Any) -> None:
 def state_of(model: keras.Model) -> Any:
     """Equal as long as the steps of a model would be traced to the same graphs; by what `compile` and layers set."""
     parts = [getattr(model, name, None) for name in ("optimizer", "_compile_loss", "_compile_metrics", "_loss_tracker")]
-    layers = [(layer, layer.trainable) for layer in model._flatten_layers()]
+    layers = [(layer, layer.trainable) for layer in layers_of(model)]
     return [*parts, bool(model.run_eagerly), layers]
 
 

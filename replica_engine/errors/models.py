@@ -24,11 +24,12 @@ class ReplicateError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
-    def unbuilt(cls, name: str) -> ReplicateError:
+    def unbuilt(cls, name: str, layer: str) -> ReplicateError:
         """A model that has no variables yet."""
+        whose = "" if layer == name else f" (its layer {layer!r} is not)"
         return cls(
-            f"The model {name!r} is not built: it has no variables yet that replicas could share. Give it a "
-            f"keras.Input, call model.build(input_shape), or call it on a batch, and then replicate it."
+            f"The model {name!r} is not built{whose}: it has no variables yet that replicas could share. Give it a "
+            "keras.Input, or call it on a batch, model(x[:1]), and then replicate it."
         )
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
+from replica_engine._compat import keras_model
 from replica_engine.errors import BackendMissingError, ReplicateError
 from replica_engine.strategies import MirroredStrategy
 from replica_engine.strategies.tpu import TPUStrategy
@@ -35,7 +36,7 @@ def choose(model: keras.Model, replicas: int | None) -> tuple[tf.distribute.Stra
     gpus, cpus = (tf.config.list_logical_devices(kind) for kind in ("GPU", "CPU"))
     mirrored, kind = (gpus, "GPU") if gpus else (cpus, "CPU")
     can_mirror = len(mirrored) >= (replicas or 1)
-    layers = list(model._flatten_layers())
+    layers = keras_model.layers_of(model)
     unsupported = [layer.name for layer in layers if not layer.supports_jit]
     convolutions = [layer.name for layer in layers if isinstance(layer, _SLOW_IN_XLA_ON_CPU)]
     if unsupported:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import keras
 
+from replica_engine._compat import keras_model
 from replica_engine.errors import LoweringError, add_note
 
 PROGRESS_EVERY = 10.0
@@ -60,7 +61,7 @@ def layers_named(model: keras.Model) -> Iterator[None]:
 
 def _guilty(model: keras.Model, error: LoweringError) -> keras.layers.Layer | None:
     """The layer that the op is in, or else the first that says that XLA cannot compile it."""
-    layers = list(model._flatten_layers(include_self=False))
+    layers = keras_model.layers_of(model, include_self=False)
     scopes = error.op_name.split("/")
     inside = [layer for layer in layers if any(_is_of(scope, layer.name) for scope in scopes)]
     unsupported = [layer for layer in layers if not layer.supports_jit]

@@ -87,7 +87,9 @@ def _apply(optimizer: keras.optimizers.Optimizer) -> Callable[..., None]:
         if id(optimizer) not in share.scaled:
             grads = [_weighted(grad, share) for grad in grads]
         if share.deferred is not None:
-            share.deferred.append((apply_reduced, list(grads), trainable_variables or optimizer._trainable_variables))
+            share.deferred.append(
+                (apply_reduced, list(grads), trainable_variables or keras_model.trained_by(optimizer))
+            )
         else:
             apply_reduced(grads, trainable_variables)
 

@@ -60,7 +60,7 @@ class _Merge:
             if not optimizer.built:
                 with tf.init_scope(), strategy.scope():  # its variables outlive the function that is being traced
                     optimizer.build(self._variables)
-            variables = self._variables or optimizer._trainable_variables
+            variables = self._variables or keras_model.trained_by(optimizer)
             given = [index for index, grad in enumerate(grads) if grad is not None]
             pairs = [(grads[index], keras_model.underlying_or_itself(variables[index])) for index in given]
             reduced = strategy.extended.batch_reduce_to(self._op, pairs) if pairs else []

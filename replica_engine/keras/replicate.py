@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from replica_engine._compat import keras_model
 from replica_engine.errors import ReplicateError
 from replica_engine.keras.choice import choose
 from replica_engine.keras.losses import extend_keras
@@ -82,10 +83,11 @@ def _check(model: Any) -> None:
         raise ReplicateError.not_a_model(model)
     if is_replicated(model):
         raise ReplicateError.replicated(model.name)
-    if model._distribute_strategy is not None:
+    if keras_model.strategy_of(model) is not None:
         raise ReplicateError.of_strategy(model.name)
-    if not model.built or any(not layer.built for layer in model._flatten_layers()):
-        raise ReplicateError.unbuilt(model.name)
+    unbuilt = [layer.name for layer in keras_model.layers_of(model) if not layer.built]
+    if unbuilt:
+        raise ReplicateError.unbuilt(model.name, unbuilt[-1])
 
 
 def _check_inputs(model: keras.Model, replicas: int) -> None:

@@ -1,0 +1,110 @@
+"""A Keras model on 1, 2 and 4 replicas, with a picture of loss and throughput by the number of replicas.
+
+    pip install "replica-engine[demo,plot,xla]"
+    python examples/keras_replicas.py [--replicas 1,2,4] [--epochs 5] [--strategy mirrored|tpu] [--output replicas.png]
+
+The model is a small convolutional net, the data scikit-learn's handwritten digits, and the batch size one that neither
+2 nor 4 divide. The losses lie on one line: N replicas train as one does.
+"""
+
+import argparse
+import time
+
+import keras
+import matplotlib
+
+import replica_engine
+from replica_engine.demo.data import load_digits
+from replica_engine.keras import replicate_model
+from replica_engine.testing import logical_devices
+
+matplotlib.use("Agg")  # a picture in a file; no window
+from matplotlib import pyplot
+
+BATCH = 51
+
+
+def build_model():
+    """An image of 8x8 pixels, given as a row of 64, to a score for each of the ten digits."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((64,)),
+            keras.layers.Reshape((8, 8, 1)),
+            keras.layers.Conv2D(16, 3, padding="same", activation="relu"),
+            keras.layers.MaxPooling2D(),
+            keras.layers.Flatten(),
+            keras.layers.Dense(64, activation="relu"),
+            keras.layers.Dense(10),
+        ]
+    )
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    return model
+
+
+class Clock(keras.callbacks.Callback):
+    """Takes the time of each epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.seconds = []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._began = time.perf_counter()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.seconds.append(time.perf_counter() - self._began)
+
+
+def train(strategy, digits, epochs):
+    """Trains on the replicas of a strategy; returns the loss of each epoch, and samples a second."""
+    model = replicate_model(build_model(), strategy=strategy)
+    clock = Clock()
+    history = model.fit(
+        digits.train_images, digits.train_labels, BATCH, epochs, shuffle=False, callbacks=[clock]
+    )  # Keras' own progress bar
+    _, accuracy = model.evaluate(digits.test_images, digits.test_labels, verbose=0)
+    print(f"{strategy.num_replicas_in_sync} replicas: test accuracy {accuracy:.4f}")
+    best = min(clock.seconds[1:] or clock.seconds)  # the first epoch compiles
+    return history.history["loss"], len(digits.train_labels) / best
+
+
+def draw(results, path):
+    """Writes the picture: loss by epoch, and throughput by replicas."""
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for style, (count, (losses, _)) in zip(("-", "--", ":", "-."), results.items(), strict=False):
+        left.plot(range(1, len(losses) + 1), losses, style, linewidth=2.5, label=f"N = {count}")
+    left.set(title="Loss: N replicas train as one does", xlabel="epoch", ylabel="training loss", ylim=0)
+    left.xaxis.get_major_locator().set_params(integer=True)
+    left.legend()
+    bars = right.bar([str(count) for count in results], [rate for _, rate in results.values()])
+    right.bar_label(bars, fmt="{:,.0f}")
+    right.set(title="Throughput on this machine", xlabel="replicas", ylabel="samples a second")
+    figure.savefig(path, dpi=120)
+
+
+def main():
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", default="1,2,4", help="numbers of replicas to compare")
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--strategy", choices=("mirrored", "tpu"), default="mirrored")
+    parser.add_argument("--output", default="replicas.png", help="where to write the picture")
+    options = parser.parse_args()
+
+    counts = [int(count) for count in options.replicas.split(",")]
+    devices = logical_devices(max(counts))
+    digits = load_digits()
+    results = {}
+    for count in counts:
+        if options.strategy == "mirrored":
+            strategy = replica_engine.MirroredStrategy(devices[:count])
+        else:
+            strategy = replica_engine.TPUStrategy(num_cores=count)
+        results[count] = train(strategy, digits, options.epochs)
+    draw(results, options.output)
+    print(f"wrote {options.output}")
+
+
+if __name__ == "__main__":
+    main()
