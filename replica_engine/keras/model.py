@@ -61,6 +61,7 @@ def _class_of(kind: type) -> type:
     members.update({name: _by_original(kind, name) for name in _WRITTEN_BY_THE_ORIGINAL})
     members.update({f"make_{name}_function": _make(name) for name in ("train", "test", "predict")})
     members.update({f"{name}_function": _function(name) for name in ("train", "test", "predict")})
+    members["reset_metrics"] = _resetting(kind)
     members["__reduce__"] = lambda self: getattr(self, _SLOT).original.__reduce__()
     members["__deepcopy__"] = lambda self, memo: getattr(self, _SLOT).original.__deepcopy__(memo)
     members["strategy"] = property(lambda self: getattr(self, _SLOT).strategy, doc="The strategy that it runs on.")
@@ -76,6 +77,15 @@ def _running(kind: type, name: str) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
 
     return run
+
+
+def _resetting(kind: Any) -> Callable[..., None]:
+    @functools.wraps(kind.reset_metrics)
+    def reset_metrics(self: Any) -> None:
+        with getattr(self, _SLOT).metrics_left():
+            kind.reset_metrics(self)
+
+    return reset_metrics
 
 
 def _by_original(kind: type, name: str) -> Callable[..., Any]:
@@ -126,6 +136,10 @@ class Replicas:
         """Inside, the model's variables are those of the replicas."""
         with self._variables.entered(), self._hooks.entered():
             yield
+
+    def metrics_left(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, what replicas count in are plain variables, about to be set anew."""
+        return self._variables.metrics_left()
 
     def train(self, iterator: Any) -> dict[str, Any]:
         """Runs training steps on the next batches; Keras' `train_function`."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -22,8 +22,6 @@ import tensorflow as tf
 
 from replica_engine._compat import distribute, keras_model
 from replica_engine.xla.host_variable import HostVariable
-
-_SUM = tf.VariableAggregation.SUM
 
 
 class SharedVariables:
@@ -41,7 +39,8 @@ class SharedVariables:
         self._lock = threading.RLock()
         self._depth = 0
         self._optimizers: list[Any] = []
-        self._assigned: set[int] = set()
+        self._spread: Callable[[], None] | None = None
+        self._gather: Callable[[], None] | None = None
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -68,6 +67,19 @@ class SharedVariables:
         finally:
             self._enter()
 
+    @contextlib.contextmanager
+    def metrics_left(self) -> Iterator[None]:
+        """Inside, within `entered`, those that replicas count in are plain ones, about to be set anew."""
+        counted = [shared for shared in self._shared.values() if shared.on_read]
+        for shared in counted:
+            shared.put_plain()
+        try:
+            yield
+        finally:
+            for shared in counted:
+                shared.put_distributed()
+                shared.spread()
+
     def reconcile(self) -> None:
         """Has replicas agree on what each has of its own, other than metrics."""
         for shared in self._shared.values():
@@ -75,31 +87,49 @@ class SharedVariables:
 
     def _enter(self) -> None:
         known = {}
-        self._assigned = {id(weight) for weight in self._model.non_trainable_weights}
+        assigned = {id(weight) for weight in self._model.non_trainable_weights}
         for variable in keras_model.variables_of(self._model):
             shared = self._shared.get(id(variable))
             if shared is None or shared.plain is not keras_model.underlying(variable):
-                shared = _Shared(variable, self._strategy, self._is_state(variable))
+                is_state = id(variable) in assigned and not keras_model.is_seed(variable)
+                shared = _Shared(variable, self._strategy, is_state)
             known[id(variable)] = shared
-        self._shared = known
+        if known != self._shared:
+            self._shared = known
+            self._spread = self._gather = None
         for shared in known.values():
-            shared.enter()
-        self._optimizers = [
-            (optimizer, keras_model.strategy_of_optimizer(optimizer))
-            for optimizer in keras_model.optimizers_of(self._model)
-        ]
-        for optimizer, _ in self._optimizers:
+            shared.put_distributed()
+        self._spread = self._all(_Shared.spread, self._spread)
+        optimizers = keras_model.optimizers_of(self._model)
+        self._optimizers = [(each, keras_model.strategy_of_optimizer(each)) for each in optimizers]
+        for optimizer in optimizers:
             keras_model.set_strategy_of_optimizer(optimizer, self._strategy)
 
     def _leave(self) -> None:
         for optimizer, strategy in self._optimizers:
             keras_model.set_strategy_of_optimizer(optimizer, strategy)
+        self.reconcile()
+        self._gather = self._all(_Shared.gather, self._gather)
         for shared in self._shared.values():
-            shared.leave()
+            shared.put_plain()
         self._adopt_new()
 
+    def _all(self, do: Callable[[_Shared], None], graph: Callable[[], None] | None) -> Callable[[], None]:
+        """Does it with all variables: as many ops in eager mode, or one call of a graph that does the same."""
+
+        def each() -> None:
+            for shared in self._shared.values():
+                do(shared)
+
+        if graph is None:
+            each()
+            # The variables of XLA have their own ways to see a read or write in a graph: nothing is won there.
+            return each if any(shared.resident for shared in self._shared.values()) else tf.function(each)
+        graph()
+        return graph
+
     def _adopt_new(self) -> None:
-        """Makes plain variables of those that a step made, by building a layer, say."""
+        """Makes plain variables of those that a step made, by building an optimizer, say."""
         for variable in keras_model.variables_of(self._model):
             made = keras_model.underlying(variable)
             if isinstance(made, distribute.DistributedVariable) and id(variable) not in self._shared:
@@ -112,61 +142,81 @@ class SharedVariables:
                 )
                 keras_model.put_underneath(variable, plain)
 
-    def _is_state(self, variable: keras.Variable) -> bool:
-        """Whether it is a weight that steps assign, each replica for itself."""
-        return id(variable) in self._assigned and not keras_model.is_seed(variable)
-
 
 class _Shared:
-    """One Keras variable, with the plain TensorFlow variable and the distributed one that it holds in turn."""
+    """One Keras variable, with the plain TensorFlow variable and the distributed one that it holds in turn.
+
+    Attributes:
+        plain: the plain one; a component of the distributed one, if it is on the first device.
+        on_read: whether each replica has a value of its own, which are brought together when they are read.
+        resident: of a variable whose values are on devices of XLA, what keeps them.
+    """
 
     def __init__(self, variable: keras.Variable, strategy: tf.distribute.Strategy, is_state: bool):
-        self.variable = variable
         self.plain = keras_model.underlying(variable)
+        self._variable = variable
         self._is_state = is_state
         self._distributed = _around(self.plain, strategy)
-        components = list({id(value): value for value in self._distributed._values}.values())
-        self._others = [value for value in components if value is not self.plain]
-        self._is_component = len(self._others) < len(components)
-        self._on_read = isinstance(self._distributed, distribute.SyncOnReadVariable)
-        # Of a variable whose values are on devices of XLA, what keeps them.
-        self._resident = HostVariable.resident(self.plain) if self._is_component else None
+        self._components = list({id(value): value for value in self._distributed._values}.values())
+        self._is_component = self._components[0] is self.plain
+        self.on_read = isinstance(self._distributed, distribute.SyncOnReadVariable)
+        self.resident = HostVariable.resident(self.plain) if self._is_component else None
 
-    def enter(self) -> None:
+    def put_distributed(self) -> None:
         """Puts the distributed variable in place."""
         if self._is_component:
             keras_model.contain(self.plain, self._distributed)
-        if self._resident is not None:
-            HostVariable.adopt(self.plain, *self._resident)
-        value = self.plain.read_value()
-        for index, other in enumerate(self._others, start=1 if self._is_component else 0):
-            is_zero = index and self._on_read and self._distributed.aggregation == _SUM
-            other.assign(tf.zeros_like(value) if is_zero else value)
-        keras_model.put_underneath(self.variable, self._distributed)
+        if self.resident is not None and not isinstance(self.plain, HostVariable):
+            HostVariable.adopt(self.plain, *self.resident)
+        keras_model.put_underneath(self._variable, self._distributed)
 
-    def leave(self) -> None:
-        """Puts the plain variable back, with what the replicas have in it."""
-        self.reconcile()
-        if self._on_read or not self._is_component:
-            value = self._distributed.read_value()
-            keras_model.contain(self.plain, None)
-            self.plain.assign(value)
+    def put_plain(self) -> None:
+        """Puts the plain variable back."""
         keras_model.contain(self.plain, None)
-        if self._resident is not None:
+        if self.resident is not None:
             HostVariable.release(self.plain)
-        keras_model.put_underneath(self.variable, self.plain)
+        keras_model.put_underneath(self._variable, self.plain)
+
+    def spread(self) -> None:
+        """Gives all replicas what the plain variable has; of a sum, all of it to replica 0."""
+        others = self._components[1:] if self._is_component else self._components
+        if others:
+            value = self.plain.read_value()
+            is_sum = self.on_read and self._distributed.aggregation == tf.VariableAggregation.SUM
+            for other in others:
+                other.assign(tf.zeros_like(value) if is_sum and other is not self._components[0] else value)
+
+    def gather(self) -> None:
+        """Gives the plain variable what the replicas have."""
+        if self.on_read and len(self._components) > 1:
+            values = [component.read_value() for component in self._components]
+            self.plain.assign(_AGGREGATED.get(self._distributed.aggregation, _first)(values))
+        elif not self._is_component:
+            self.plain.assign(self._components[0].read_value())
 
     def reconcile(self) -> None:
         """Averages over replicas what each has assigned for itself; of integers, that of replica 0 counts."""
-        if not self._is_state or self._on_read:
+        if not self._is_state or self.on_read:
             return
         values = [value.numpy() for value in self._distributed.values]
         if any(value.tobytes() != values[0].tobytes() for value in values[1:]):
             if self.plain.dtype.is_floating:
-                mean = tf.add_n([tf.cast(value, "float64") for value in values]) / len(values)
-                self._distributed.assign(tf.cast(mean, self.plain.dtype))
+                self._distributed.assign(
+                    tf.cast(_mean([tf.cast(value, "float64") for value in values]), self.plain.dtype)
+                )
             else:
                 self._distributed.assign(values[0])
+
+
+def _first(values: list[tf.Tensor]) -> tf.Tensor:
+    return values[0]
+
+
+def _mean(values: list[tf.Tensor]) -> tf.Tensor:
+    return tf.add_n(values) / len(values)
+
+
+_AGGREGATED = {tf.VariableAggregation.SUM: tf.add_n, tf.VariableAggregation.MEAN: _mean}
 
 
 def _around(plain: Any, strategy: tf.distribute.Strategy) -> Any:
