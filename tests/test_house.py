@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import replica_engine
-from replica_engine._compat import keras_state, keras_trainer
+from replica_engine._compat import keras_names, keras_state, keras_trainer
 from replica_engine._compat.names import PRIVATE
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -30,7 +30,7 @@ PRIVATE_IMPORTS = sorted(
         (module, name)
         for path in (PACKAGE / "_compat").glob("*.py")
         for module, name in imports(path)
-        if module.startswith(("tensorflow.python", "tensorflow.compiler"))
+        if module.startswith(("tensorflow.python", "tensorflow.compiler", "keras.src"))
     }
 )
 
@@ -41,13 +41,13 @@ def test_each_private_import_exists(module, name):
         found = hasattr(importlib.import_module(module), name) or importlib.import_module(f"{module}.{name}")
     except ImportError:
         found = False
-    assert found, f"TensorFlow no longer has {module}.{name}; see replica_engine/_compat"
+    assert found, f"There is no {module}.{name} any more; see replica_engine/_compat"
 
 
-@pytest.mark.parametrize("private", PRIVATE, ids=lambda private: private.name)
+@pytest.mark.parametrize("private", PRIVATE + keras_names.PRIVATE, ids=lambda private: private.name)
 def test_each_private_attribute_exists(private):
     assert hasattr(private.owner, private.name), (
-        f"TensorFlow no longer has {private.owner}.{private.name}, needed for: {private.why}"
+        f"There is no {private.owner}.{private.name} any more, needed for: {private.why}"
     )
 
 

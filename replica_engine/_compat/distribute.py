@@ -136,6 +136,16 @@ def create_variable(
     return _create_mirrored_variable(strategy, components, classes, {}, **kwargs)
 
 
+def _as_number(kind: type) -> Callable[[Any], Any]:
+    return lambda self: kind(self.numpy())
+
+
+# Plain variables can be turned into Python numbers, and so can these: float(model.optimizer.learning_rate).
+for _kind in (int, float, complex):
+    if not hasattr(DistributedVariable, f"__{_kind.__name__}__"):
+        setattr(DistributedVariable, f"__{_kind.__name__}__", _as_number(_kind))
+
+
 def first_values(structure: Any) -> Any:
     """The structure with the first value in the place of each distributed value."""
     return select_replica(0, structure)

@@ -125,14 +125,26 @@ def output_losses(model: keras.Model) -> list[keras.metrics.Metric]:
     return [] if compiled is None else list(compiled.metrics)
 
 
-def mean_metrics(model: keras.Model) -> list[keras.metrics.Mean]:
-    """The metrics of a model that take the mean of the values they are given."""
-    return [metric for metric in model.metrics if type(metric) is keras.metrics.Mean]
+def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
+    """The metrics of a model, and those inside the one that `compile` makes of several."""
+    nested = [inner for metric in model.metrics for inner in (metric, *metric._metrics)]
+    return list({id(metric): metric for metric in nested}.values())
+
+
+def results(metrics: list[keras.metrics.Metric]) -> dict[str, Any]:
+    """What metrics have come to, by name."""
+    found: dict[str, Any] = {}
+    for metric in metrics:
+        result = metric.result()
+        found.update(result if isinstance(result, dict) else {metric.name: result})
+    return found
 
 
 def is_built(model: keras.Model) -> bool:
     """Whether all variables that a training step needs are there."""
-    parts = [getattr(model, "_compile_metrics", None), getattr(model, "_compile_loss", None), model.optimizer]
+    parts = [getattr(model, "_compile_metrics", None), getattr(model, "_compile_loss", None)]
+    if has_keras_step(model, "train_step"):  # others build the optimizers that they use
+        parts.append(model.optimizer)
     return all(part is None or part.built for part in parts)
 
 

@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from replica_engine._compat import keras_model
 from replica_engine.keras.optimizer import apply_across_replicas
-from replica_engine.keras.share import current_share
+from replica_engine.keras.share import Share, current_share
 
 
 class Hooks:
@@ -64,9 +64,8 @@ class Hooks:
             self._hooks.append((optimizer, "apply", _apply(optimizer)))
             self._hooks.append((optimizer, "scale_loss", _scale_loss(optimizer)))
         of_outputs = keras_model.output_losses(self._model)
-        means = [metric for metric in keras_model.mean_metrics(self._model) if metric not in of_outputs]
-        self._hooks += [(metric, "update_state", _update(metric, True)) for metric in of_outputs]
-        self._hooks += [(metric, "update_state", _update(metric, False)) for metric in means]
+        for metric in keras_model.metrics_of(self._model):
+            self._hooks.append((metric, "update_state", _update(metric, any(metric is each for each in of_outputs))))
         for target, name, hook in self._hooks:
             vars(target)[name] = hook
 
@@ -112,18 +111,25 @@ def _scale_loss(optimizer: keras.optimizers.Optimizer) -> Callable[[Any], Any]:
     return scale_loss
 
 
-def _update(metric: keras.metrics.Mean, of_output: bool) -> Callable[..., Any]:
+def _update(metric: keras.metrics.Metric, of_output: bool) -> Callable[..., Any]:
     own = metric.update_state
 
-    def update_state(values: Any, sample_weight: Any = None) -> Any:
+    def update_state(*args: Any, **kwargs: Any) -> Any:
         share = current_share()
-        is_number = sample_weight is None and len(tf.convert_to_tensor(values).shape) == 0
-        if share is not None and (of_output or is_number):
-            # Keras counts the loss of one of several outputs once for each batch, or as often as its samples.
-            sample_weight = share.fraction()
-        return own(values, sample_weight=sample_weight)
+        if share is None:
+            return own(*args, **kwargs)
+        share.counted.add(id(metric))
+        if type(metric) is keras.metrics.Mean:
+            return own(*_of_share(share, of_output, *args, **kwargs))
+        return own(*args, **kwargs)
 
     return update_state
+
+
+def _of_share(share: Share, of_output: bool, values: Any, sample_weight: Any = None) -> tuple[Any, Any]:
+    """The arguments of a `Mean`. Keras counts the loss of one of several outputs once a batch, or for its samples."""
+    is_number = sample_weight is None and len(tf.convert_to_tensor(values).shape) == 0
+    return values, share.fraction() if of_output or is_number else sample_weight
 
 
 def _weighted(grad: Any, share: Any) -> Any:

@@ -9,6 +9,7 @@ original, whose class plain Keras knows.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -63,7 +64,7 @@ def _class_of(kind: type) -> type:
     members.update({f"{name}_function": _function(name) for name in ("train", "test", "predict")})
     members["reset_metrics"] = _resetting(kind)
     members["__reduce__"] = lambda self: getattr(self, _SLOT).original.__reduce__()
-    members["__deepcopy__"] = lambda self, memo: getattr(self, _SLOT).original.__deepcopy__(memo)
+    members["__deepcopy__"] = lambda self, memo: copy.deepcopy(getattr(self, _SLOT).original, memo)
     members["strategy"] = property(lambda self: getattr(self, _SLOT).strategy, doc="The strategy that it runs on.")
     return type(kind.__name__, (kind,), members)
 
@@ -73,8 +74,12 @@ def _running(kind: type, name: str) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with getattr(self, _SLOT).entered():
-            return method(self, *args, **kwargs)
+        replicas = getattr(self, _SLOT)
+        try:
+            with replicas.entered():
+                return method(self, *args, **kwargs)
+        finally:
+            replicas.let_go()
 
     return run
 
@@ -137,6 +142,12 @@ class Replicas:
         with self._variables.entered(), self._hooks.entered():
             yield
 
+    def let_go(self) -> None:
+        """Has what the original keeps refer to it, so that the replicated model can go when nobody else has it."""
+        history = vars(self.original).get("history")
+        if history is not None and history.model is self._model:
+            history.set_model(self.original)
+
     def metrics_left(self) -> contextlib.AbstractContextManager[None]:
         """Inside, what replicas count in are plain variables, about to be set anew."""
         return self._variables.metrics_left()
@@ -192,4 +203,4 @@ class Replicas:
         optimizer = getattr(self._model, "optimizer", None)
         unknown = [] if optimizer is None else keras_model.unknown_to(optimizer, self._model.trainable_variables)
         if unknown:
-            raise OptimizerError.unknown_weights(sorted({variable.path.split("/")[0] for variable in unknown}))
+            raise OptimizerError.unknown_weights(sorted({variable.path.split("/")[-2] for variable in unknown}))

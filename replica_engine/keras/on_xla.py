@@ -133,7 +133,7 @@ class OnXla:
         is_larger = xla.replica_id() < total % self._size
         logs = larger.finish(tf.cond(is_larger, larger.run, smaller.run))
         weight = tf.where(is_larger, larger.share.weight(), smaller.share.weight())
-        return across_replicas(self._model, logs, weight)
+        return across_replicas(self._model, logs, larger.share, weight)
 
     def _predict_step(self, name: str, data: Any, total: int) -> Any:
         return getattr(self._model, name)(data)
@@ -174,7 +174,7 @@ class _Branch:
                 for (apply, grads, variables), (_, before, _) in zip(self._updates, self._larger._updates, strict=True)
             ]
         gradients = [[_tensors(grad) for grad in grads if grad is not None] for _, grads, _ in self._updates]
-        return tf.nest.map_structure(tf.convert_to_tensor, dict(logs)), gradients
+        return tf.nest.map_structure(tf.convert_to_tensor, logs), gradients
 
     def finish(self, outputs: tuple[Any, Any]) -> Any:
         """Applies the updates, with the gradients of whichever branch ran; returns the logs."""

@@ -29,6 +29,7 @@ class Share:
         replicas: how many replicas there are.
         whole: whether every replica has all samples.
         scaled: the ids of optimizers that have weighed the loss of this step.
+        counted: the ids of metrics that were updated in this step.
         deferred: updates that wait for the end of a branch, with their gradients; None where they need not.
     """
 
@@ -37,6 +38,7 @@ class Share:
     replicas: int
     whole: bool = False
     scaled: set[int] = dataclasses.field(default_factory=set)
+    counted: set[int] = dataclasses.field(default_factory=set)
     deferred: list[tuple[Any, list[Any], Any]] | None = None
 
     def fraction(self, dtype: Any = "float32") -> Any:

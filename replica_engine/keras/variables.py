@@ -21,6 +21,7 @@ import keras
 import tensorflow as tf
 
 from replica_engine._compat import distribute, keras_model
+from replica_engine.strategies.tpu_variables import SEED_STEP
 from replica_engine.xla.host_variable import HostVariable
 
 
@@ -69,8 +70,8 @@ class SharedVariables:
 
     @contextlib.contextmanager
     def metrics_left(self) -> Iterator[None]:
-        """Inside, within `entered`, those that replicas count in are plain ones, about to be set anew."""
-        counted = [shared for shared in self._shared.values() if shared.on_read]
+        """Inside, those that replicas count in are plain ones, about to be set anew."""
+        counted = [shared for shared in self._shared.values() if shared.on_read and self._depth]
         for shared in counted:
             shared.put_plain()
         try:
@@ -156,6 +157,7 @@ class _Shared:
         self.plain = keras_model.underlying(variable)
         self._variable = variable
         self._is_state = is_state
+        self._is_seed = keras_model.is_seed(variable)
         self._distributed = _around(self.plain, strategy)
         self._components = list({id(value): value for value in self._distributed._values}.values())
         self._is_component = self._components[0] is self.plain
@@ -183,8 +185,13 @@ class _Shared:
         if others:
             value = self.plain.read_value()
             is_sum = self.on_read and self._distributed.aggregation == tf.VariableAggregation.SUM
-            for other in others:
-                other.assign(tf.zeros_like(value) if is_sum and other is not self._components[0] else value)
+            for replica, other in enumerate(self._components):
+                if other is self.plain:
+                    continue
+                if is_sum and replica:
+                    other.assign(tf.zeros_like(value))
+                else:
+                    other.assign(_seed(value, replica) if self._is_seed else value)
 
     def gather(self) -> None:
         """Gives the plain variable what the replicas have."""
@@ -206,6 +213,12 @@ class _Shared:
                 )
             else:
                 self._distributed.assign(values[0])
+
+
+def _seed(value: tf.Tensor, replica: int) -> tf.Tensor:
+    """A replica's own seed: replicas that drew the same would drop the same units of each sample."""
+    own = tf.math.floormod(tf.cast(value[:1], tf.int64) + replica * SEED_STEP, 2**32)
+    return tf.concat([tf.cast(own, value.dtype), value[1:]], 0)
 
 
 def _first(values: list[tf.Tensor]) -> tf.Tensor:

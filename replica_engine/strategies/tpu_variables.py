@@ -19,7 +19,8 @@ from replica_engine.xla.host_variable import HostVariable
 from replica_engine.xla.resident import Resident, Spread
 
 _KERAS_SEED = "seed_generator_state"
-_GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: seeds far apart for neighbouring replicas
+SEED_STEP = 0x9E3779B9
+"""Between the seeds of neighbouring replicas: 2**32 / golden ratio, so that they are far apart."""
 
 
 class _Resident:
@@ -102,7 +103,7 @@ def spread_seed(value: np.ndarray, size: int) -> list[np.ndarray]:
     seeds = []
     for replica in range(size):
         seed = value.copy()
-        seed.flat[0] = (int(seed.flat[0]) + replica * _GOLDEN) % 2**32
+        seed.flat[0] = (int(seed.flat[0]) + replica * SEED_STEP) % 2**32
         seeds.append(seed)
     return seeds
 
