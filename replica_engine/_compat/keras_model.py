@@ -17,11 +17,16 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer as _Trainer
 # loss: the module whose functions reduce losses, and scale them for strategies.
 from keras.src.losses import loss as _loss
 
+# reduction_metrics: the module whose function makes one value a sample of what a Mean is given.
+from keras.src.metrics import reduction_metrics as _metrics
+
 REDUCE = "reduce_weighted_values"
+SAMPLEWISE = "reduce_to_samplewise_values"
 MASKED = "apply_mask"
 SCALES = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
 
 _MARK = "_replica_engine"
+_OF_BATCHES = (keras.losses.Dice, keras.losses.Tversky, keras.losses.Circle)
 
 Reduce = Callable[..., Any]
 """As `reduce_weighted_values`, after the function it stands in for."""
@@ -178,17 +183,43 @@ def masked(sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
     return getattr(_loss, MASKED)(sample_weight, mask, dtype=dtype, reduction=reduction)
 
 
-def extend_losses(reduce: Reduce, is_ours: Callable[[], bool]) -> None:
-    """Has losses reduced by `reduce`, and not scaled for a strategy, where `is_ours()`; once for the process."""
-    original = getattr(_loss, REDUCE)
+def mixes_samples(model: keras.Model) -> bool:
+    """Whether a loss of the model is of the batch as a whole, and no mean over its samples."""
+    compiled = getattr(model, "_compile_loss", None)
+    losses = [each.loss for each in getattr(compiled, "_flat_losses", None) or ()]
+    return any(
+        (isinstance(loss, _OF_BATCHES) and getattr(loss, "axis", None) is None)
+        or (
+            getattr(loss, "fn", None) in (keras.losses.dice, keras.losses.tversky, keras.losses.circle)
+            and not isinstance(loss, _OF_BATCHES)
+        )
+        for loss in losses
+    )
+
+
+def extend(reduce: Reduce, sample_weight: Callable[[Any, Any], Any], is_ours: Callable[[], bool]) -> None:
+    """Replaces, where `is_ours()`, what Keras' losses and metrics do with a batch; once for the process.
+
+    Args:
+        reduce: reduces losses, in the place of Keras' own, which it is given.
+        sample_weight: the weight that a `Mean` is to take, of a value and the weight that it was given.
+        is_ours: whether a share is being computed. There losses are not scaled for a strategy.
+    """
+    original, samplewise = getattr(_loss, REDUCE), getattr(_metrics, SAMPLEWISE)
     if hasattr(original, _MARK):
         return
 
     def reduced(*args: Any, **kwargs: Any) -> Any:
         return reduce(original, *args, **kwargs) if is_ours() else original(*args, **kwargs)
 
+    def weighted(values: Any, weight: Any, reduce_fn: Any, dtype: Any) -> Any:
+        if is_ours() and reduce_fn is keras.ops.mean:
+            weight = sample_weight(values, weight)
+        return samplewise(values, weight, reduce_fn=reduce_fn, dtype=dtype)
+
     setattr(reduced, _MARK, True)
     setattr(_loss, REDUCE, reduced)
+    setattr(_metrics, SAMPLEWISE, weighted)
     for name in SCALES:
         setattr(_loss, name, _unless(is_ours, getattr(_loss, name)))
 

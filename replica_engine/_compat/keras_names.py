@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import keras
 from keras.src.losses import loss as _loss
+from keras.src.metrics import reduction_metrics as _metrics
 
 from replica_engine._compat import keras_model
 from replica_engine._compat.names import Private
@@ -30,6 +31,7 @@ PRIVATE = (
     Private(_model, "_compile_metrics", "whether the metrics have their variables"),
     Private(_model, "_loss_tracker", "whether compile() was called again"),
     Private(_loss, keras_model.REDUCE, "replaced: losses of a share"),
+    Private(_metrics, keras_model.SAMPLEWISE, "replaced: a number for a share"),
     Private(_loss, keras_model.MASKED, "what a masked loss is divided by"),
     *(Private(_loss, name, "replaced: shares are weighed elsewhere") for name in keras_model.SCALES),
 )

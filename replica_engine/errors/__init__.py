@@ -42,6 +42,7 @@ from replica_engine.errors.models import (
     BatchError,
     OptimizerError,
     ReplicateError,
+    many_batch_sizes,
 )
 from replica_engine.errors.programs import (
     CaptureError,
@@ -103,6 +104,7 @@ __all__ = [
     "VariableCreationError",
     "VariableMismatchError",
     "add_note",
+    "many_batch_sizes",
     "many_traces",
     "note_abandoned",
     "note_failure",

@@ -106,6 +106,14 @@ class BatchError(ReplicaEngineError, ValueError):
         return cls(f"The batch has {rows} samples, more than the batch_size={size} that was given.")
 
 
+def many_batch_sizes(step: str, model: str, sizes: int) -> str:
+    """A warning: a step is compiled again and again."""
+    return (
+        f"{step} of {model!r} has been compiled for {sizes} batch sizes, each by itself. Batches of one size "
+        "compile once. replicate_model(model, strategy=replica_engine.MirroredStrategy(...)) has one graph for all."
+    )
+
+
 class OptimizerError(ReplicaEngineError, RuntimeError):
     """An optimizer was used where it cannot work."""
 

@@ -6,7 +6,7 @@ they then compute for a share of it; these are the places where that makes a dif
 - an optimizer's `apply` reduces gradients over replicas first;
 - its `scale_loss`, which Keras calls before it takes the gradient, weighs the loss by the share. Where a step does not
   call it, the gradients are weighed;
-- a `Mean` that is given one number for the batch counts it as much as the share is of the batch.
+- a metric notes that it was updated; the loss of one of several outputs counts as much as the share is of the batch.
 
 They are attributes of the objects while a replicated method runs, and are taken away after it.
 """
@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from replica_engine._compat import keras_model
 from replica_engine.keras.optimizer import apply_across_replicas
-from replica_engine.keras.share import Share, current_share
+from replica_engine.keras.share import current_share
 
 
 class Hooks:
@@ -106,7 +106,8 @@ def _scale_loss(optimizer: keras.optimizers.Optimizer) -> Callable[[Any], Any]:
         if share is None:
             return own(loss)
         share.scaled.add(id(optimizer))
-        return own(loss) * share.weight(loss.dtype)
+        # The gradient of a vector is that of its sum: such a loss is a sum over samples, and no mean.
+        return own(loss) * (share.weight(loss.dtype) if len(loss.shape) == 0 else share.once(loss.dtype))
 
     return scale_loss
 
@@ -116,20 +117,13 @@ def _update(metric: keras.metrics.Metric, of_output: bool) -> Callable[..., Any]
 
     def update_state(*args: Any, **kwargs: Any) -> Any:
         share = current_share()
-        if share is None:
-            return own(*args, **kwargs)
-        share.counted.add(id(metric))
-        if type(metric) is keras.metrics.Mean:
-            return own(*_of_share(share, of_output, *args, **kwargs))
+        if share is not None:
+            share.counted.add(id(metric))
+            if of_output:  # which Keras counts once a batch, or for its samples
+                kwargs["sample_weight"] = share.fraction()
         return own(*args, **kwargs)
 
     return update_state
-
-
-def _of_share(share: Share, of_output: bool, values: Any, sample_weight: Any = None) -> tuple[Any, Any]:
-    """The arguments of a `Mean`. Keras counts the loss of one of several outputs once a batch, or for its samples."""
-    is_number = sample_weight is None and len(tf.convert_to_tensor(values).shape) == 0
-    return values, share.fraction() if of_output or is_number else sample_weight
 
 
 def _weighted(grad: Any, share: Any) -> Any:

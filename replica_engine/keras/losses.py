@@ -1,8 +1,10 @@
-"""Losses of a share of a batch, such that their weighted sum over replicas is the loss of the whole batch.
+"""Losses and means of a share of a batch, such that all replicas together come to those of the whole batch.
 
 Keras divides the sum of a batch's losses by how many there are. Of a share that is the mean of the share, and counts
 n_r / n. It divides by something else where values are masked or, with one reduction, weighted; or by nothing. Shares
 differ in that, so the divisor is summed over replicas.
+
+A `Mean` that is given one number for a batch counts it once. One for a share counts as much as that is of the batch.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
 def extend_keras() -> None:
-    """Has Keras' losses reduce the values of a share as is said above."""
-    keras_model.extend_losses(_reduce, lambda: current_share() is not None)
+    """Has Keras' losses and means take the values of a share as is said above."""
+    keras_model.extend(_reduce, _weight, lambda: current_share() is not None)
 
 
 def _reduce(
@@ -43,6 +45,13 @@ def _reduce(
         return loss
     divisor = _divisor(sample_weight, mask, reduction, loss.dtype)
     return loss if divisor is None else loss * _correction(divisor, share)
+
+
+def _weight(values: Any, sample_weight: Any) -> Any:
+    share = current_share()
+    assert share is not None
+    is_number = sample_weight is None and len(tf.convert_to_tensor(values).shape) == 0
+    return share.fraction() if is_number else sample_weight
 
 
 def _divisor(sample_weight: Any, mask: Any, reduction: str, dtype: Any) -> Any:

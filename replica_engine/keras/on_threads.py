@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from replica_engine._compat import keras_model
 from replica_engine.keras.compiling import compiling
 from replica_engine.keras.share import Share
 from replica_engine.keras.steps import run_step
@@ -34,7 +35,8 @@ class OnThreads:
     def step(self, name: str, batches: Sequence[Any]) -> dict[str, Any]:
         """Runs `train_step` or `test_step` on batches of at least one sample; returns the logs of the last."""
         for batch in batches:
-            function = self._whole if rows.count(batch) < self._size else self._shared
+            is_whole = rows.count(batch) < self._size or keras_model.mixes_samples(self._model)
+            function = self._whole if is_whole else self._shared
             logs = self._call(function, name, batch)
         return logs
 

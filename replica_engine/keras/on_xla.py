@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from replica_engine import xla
 from replica_engine._compat import keras_model
-from replica_engine.errors import CollectiveError
+from replica_engine.errors import CollectiveError, many_batch_sizes
 from replica_engine.keras.compiling import compiling, layers_named
 from replica_engine.keras.share import Share
 from replica_engine.keras.steps import across_replicas, run_step
@@ -27,8 +29,13 @@ from replica_engine.replica import rows
 from replica_engine.replica.regroup import regroup, select
 from replica_engine.xla.body import apart
 
+MANY_SIZES = 8
+"""After programs for so many batch sizes of one step there is a warning."""
+
 _WASTE = 4
 """Predictions of a batch use a program that is there for up to this many times as many samples."""
+
+_logger = logging.getLogger("replica_engine")
 
 
 class OnXla:
@@ -46,7 +53,7 @@ class OnXla:
         self._undivided: set[str] = set()
         self._predicted: set[Any] = set()
         self._compiled: set[Any] = set()
-        self._loops = strategy.extended.own_programs()  # they hold the model, and go with it
+        self._programs = strategy.extended.own_programs()  # they hold the model, and go with it
 
     def step(self, name: str, batches: Sequence[Any]) -> dict[str, Any]:
         """Runs `train_step` or `test_step` on batches of at least one sample; returns the logs of the last.
@@ -56,7 +63,7 @@ class OnXla:
         logs: Any = None
         for total, same in itertools.groupby(batches, rows.count):
             data = [rows.views(batch) for batch in same]
-            if len(data) > 1 and total % self._size == 0:
+            if len(data) > 1 and total % self._size == 0 and not keras_model.mixes_samples(self._model):
                 logs = self._run(self._loop, name, [self._shares(each, total) for each in data], total)
             else:
                 for each in data:
@@ -64,11 +71,15 @@ class OnXla:
         return self._first(logs)
 
     def _single(self, name: str, data: Any, total: int) -> Any:
+        if keras_model.mixes_samples(self._model):
+            return self._run(self._step_of_whole_batch, name, data, total)
         if total % self._size == 0:
             return self._run(self._step, name, self._shares(data, total), total)
         if total > self._size and name not in self._undivided and self._is_divisible(name):
             try:
-                return self._run(self._step_of_unequal_shares, name, self._shares(data, total), total)
+                # One program for all totals between two multiples of N: which shares are the larger ones is a number.
+                size = total // self._size
+                return self._run(self._step_of_unequal_shares, name, (self._shares(data, total), np.int32(total)), size)
             except CollectiveError:
                 self._undivided.add(name)
         return self._run(self._step_of_whole_batch, name, data, total)
@@ -85,20 +96,31 @@ class OnXla:
         self._predicted.add((kind, size))
         return rows.take(rows.join([select(replica, outputs) for replica in range(self._size)]), 0, total)
 
-    def _run(self, step: Callable[..., Any], name: str, data: Any, total: int) -> Any:
-        """Runs one of the steps below on all replicas."""
-        key = (step.__name__, name, total, rows.described(select(0, data)))
+    def _run(self, step: Callable[..., Any], name: str, data: Any, size: int) -> Any:
+        """Runs one of the steps below on all replicas; `size` is what a program is compiled for, of the batch."""
         run = step if step == self._loop else functools.partial(self._launch, step)
+        key = (step.__name__, name, size, rows.described(select(0, data)))
         if key in self._compiled:
-            return run(name, data, total)
-        what = f"{name} of {self._model.name!r} for {self._size} replicas, batches of {total} samples"
-        with compiling(what), layers_named(self._model):
-            outputs = run(name, data, total)
+            return run(name, data, size)
+        with compiling(self._what(name, step, size)), layers_named(self._model):
+            outputs = run(name, data, size)
         self._compiled.add(key)
+        self._tell_of_many(name)
         return outputs
 
-    def _launch(self, step: Callable[..., Any], name: str, data: Any, total: int) -> Any:
-        return self._strategy.run(step, args=(name, data, total))
+    def _what(self, name: str, step: Callable[..., Any], size: int) -> str:
+        samples = f"{size} samples"
+        if step == self._step_of_unequal_shares:
+            samples = f"{size * self._size + 1} to {size * self._size + self._size - 1} samples"
+        return f"{name} of {self._model.name!r} for {self._size} replicas, batches of {samples}"
+
+    def _tell_of_many(self, name: str) -> None:
+        sizes = sum(name in key for key in self._compiled)
+        if sizes == MANY_SIZES:
+            _logger.warning(many_batch_sizes(name, self._model.name, sizes))
+
+    def _launch(self, step: Callable[..., Any], name: str, data: Any, size: int) -> Any:
+        return self._strategy.extended.run_of(self._programs, step, (name, data, size))
 
     def _loop(self, name: str, data: list[Any], total: int) -> Any:
         """A launch of several steps."""
@@ -107,7 +129,7 @@ class OnXla:
             context.set_last_step_output("logs", self._step(name, shares, total))
 
         extended = self._strategy.extended
-        context = extended.run_steps(step, iter(data), len(data), None, spread=False, programs=self._loops)
+        context = extended.run_steps(step, iter(data), len(data), None, spread=False, programs=self._programs)
         return context.last_step_outputs["logs"]
 
     def _is_divisible(self, name: str) -> bool:
@@ -126,10 +148,10 @@ class OnXla:
     def _step_of_whole_batch(self, name: str, data: Any, total: int) -> Any:
         return run_step(self._model, name, data, Share(total, total, self._size, whole=True))
 
-    def _step_of_unequal_shares(self, name: str, data: Any, total: int) -> Any:
-        size = total // self._size
-        larger = _Branch(self._model, name, data, Share(size + 1, total, self._size))
-        smaller = _Branch(self._model, name, data, Share(size, total, self._size), larger)
+    def _step_of_unequal_shares(self, name: str, data: tuple[Any, Any], size: int) -> Any:
+        shares, total = data
+        larger = _Branch(self._model, name, shares, Share(size + 1, total, self._size))
+        smaller = _Branch(self._model, name, shares, Share(size, total, self._size), larger)
         is_larger = xla.replica_id() < total % self._size
         logs = larger.finish(tf.cond(is_larger, larger.run, smaller.run))
         weight = tf.where(is_larger, larger.share.weight(), smaller.share.weight())

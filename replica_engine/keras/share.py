@@ -49,10 +49,13 @@ class Share:
 
     def weight(self, dtype: Any = "float32") -> Any:
         """What a mean over this replica's samples counts in the mean over all."""
-        if self.whole:
-            context = tf.distribute.get_replica_context()
-            return tf.cast(tf.equal(context.replica_id_in_sync_group, 0), dtype)
-        return self.fraction(dtype)
+        return self.once(dtype) if self.whole else self.fraction(dtype)
+
+    def once(self, dtype: Any = "float32") -> Any:
+        """What a sum over this replica's samples counts in the sum over all."""
+        if not self.whole:
+            return tf.ones([], dtype)
+        return tf.cast(tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0), dtype)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:

@@ -73,6 +73,7 @@ class SharedVariables:
         """Inside, those that replicas count in are plain ones, about to be set anew."""
         counted = [shared for shared in self._shared.values() if shared.on_read and self._depth]
         for shared in counted:
+            shared.gather()
             shared.put_plain()
         try:
             yield
@@ -124,8 +125,10 @@ class SharedVariables:
 
         if graph is None:
             each()
-            # The variables of XLA have their own ways to see a read or write in a graph: nothing is won there.
-            return each if any(shared.resident for shared in self._shared.values()) else tf.function(each)
+            if any(shared.resident for shared in self._shared.values()):
+                return each  # variables of XLA have their own ways to see a read or write: a graph wins nothing
+            # Not the tf.function, which would warn that functions of this code are traced often: one a model.
+            return tf.function(each, autograph=False).get_concrete_function()
         graph()
         return graph
 

@@ -51,10 +51,14 @@ class TPUExtended(distribute.MirroredExtended):
         if in_body() is not None:  # by a merge function, or strategy.reduce(axis=...) in one
             with BodyReplicaContext(self._container_strategy()):
                 return fn(*args, **kwargs)
+        return self.run_of(self._programs, fn, args, kwargs)
+
+    def run_of(self, programs: Programs, fn: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
+        """As `strategy.run`, with programs of one's own (`own_programs`)."""
         source = Source.of(fn)
         with self._container_strategy().scope():
-            arguments, shapes = source.arguments(args, kwargs, self.device_group.size)
-            results = call(self._programs, source, arguments, shapes)
+            arguments, shapes = source.arguments(args, kwargs or {}, self.device_group.size)
+            results = call(programs, source, arguments, shapes)
         return regroup(results, what="The results of the replicas")
 
     @contextlib.contextmanager

@@ -49,6 +49,7 @@ class Programs:
         same_random: whether random ops draw the same numbers on all replicas.
         most: how many to keep.
         body: what the bodies share; None makes it.
+        warns: whether to warn where one function is traced often.
     """
 
     def __init__(
@@ -58,9 +59,11 @@ class Programs:
         same_random: bool = False,
         most: int = MOST_PROGRAMS,
         body: Body | None = None,
+        warns: bool = True,
     ):
         self.devices = devices
         self._enter = enter
+        self._warns = warns
         self._body = body or Body(devices.size, RandomState(devices, same_random), CallOrder(devices))
         self._traces: LastUsed = LastUsed(most)
         self._times: LastUsed = LastUsed(most)
@@ -71,7 +74,7 @@ class Programs:
 
     def beside(self) -> Programs:
         """Programs for somebody who keeps their own, and the functions with them; random numbers are shared."""
-        return Programs(self.devices, self._enter, body=self._body)
+        return Programs(self.devices, self._enter, body=self._body, warns=False)
 
     def find(self, source: Source, arguments: Arguments, shapes: Shapes) -> TracedProgram:
         """The traced body for a call in eager mode."""
@@ -108,7 +111,7 @@ class Programs:
     def _warn_of_many(self, source: Source) -> None:
         code = getattr(source.fn, "__code__", source.fn)
         times = self._times[code] = self._times.get(code, 0) + 1
-        if times == MANY_TRACES:
+        if times == MANY_TRACES and self._warns:
             _logger.warning(many_traces(source.name, times))
 
     def trace(self, source: Source, arguments: Arguments, shapes: Shapes) -> TracedProgram:
