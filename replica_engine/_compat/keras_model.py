@@ -6,7 +6,7 @@ Checked on Keras 3.15.1. Keras is imported here, so this module is for those who
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -27,6 +27,8 @@ SCALES = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
 
 _MARK = "_replica_engine"
 _OF_BATCHES = (keras.losses.Dice, keras.losses.Tversky, keras.losses.Circle)
+_CORRELATIONS = (keras.metrics.PearsonCorrelation, keras.metrics.ConcordanceCorrelation)
+_FUNCTIONS = ("train", "test", "predict")
 
 Reduce = Callable[..., Any]
 """As `reduce_weighted_values`, after the function it stands in for."""
@@ -62,10 +64,20 @@ def is_seed(variable: keras.Variable) -> bool:
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """All optimizers that a model has among its attributes, that of `compile` first."""
-    found = [getattr(model, "optimizer", None), *vars(model).values()]
+    """All optimizers that a model and its layers have among their attributes, in lists and dictionaries too."""
+    found = [getattr(model, "optimizer", None)]
+    for layer in layers_of(model):
+        found += _leaves(vars(layer).values(), 3)
     unique = {id(each): each for each in found if isinstance(each, keras.optimizers.Optimizer)}
     return list(unique.values())
+
+
+def _leaves(values: Iterable[Any], depth: int) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple, dict)) and depth:
+            yield from _leaves(value.values() if isinstance(value, dict) else value, depth - 1)
+        else:
+            yield value
 
 
 def layers_of(model: keras.Model, include_self: bool = True) -> list[keras.layers.Layer]:
@@ -136,15 +148,6 @@ def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
     return list({id(metric): metric for metric in nested}.values())
 
 
-def results(metrics: list[keras.metrics.Metric]) -> dict[str, Any]:
-    """What metrics have come to, by name."""
-    found: dict[str, Any] = {}
-    for metric in metrics:
-        result = metric.result()
-        found.update(result if isinstance(result, dict) else {metric.name: result})
-    return found
-
-
 def is_built(model: keras.Model) -> bool:
     """Whether all variables that a training step needs are there."""
     parts = [getattr(model, "_compile_metrics", None), getattr(model, "_compile_loss", None)]
@@ -173,6 +176,18 @@ def unknown_to(optimizer: keras.optimizers.Optimizer, variables: list[keras.Vari
     return [variable for variable in variables if inner._var_key(variable) not in inner._trainable_variables_indices]
 
 
+def forget_functions(model: keras.Model) -> None:
+    """Has the functions that Keras traced for a model traced anew."""
+    for name in _FUNCTIONS:
+        vars(model)[f"{name}_function"] = None
+
+
+def own_functions(model: keras.Model) -> list[str]:
+    """Which of the methods that make Keras' functions are the model's own."""
+    names = [f"make_{name}_function" for name in _FUNCTIONS]
+    return [name for name in names if getattr(type(model), name) is not getattr(_Trainer, name)]
+
+
 def has_keras_step(model: keras.Model, name: str) -> bool:
     """Whether `train_step`, say, is Keras' own, and not the model's."""
     return getattr(type(model), name) is getattr(_Trainer, name)
@@ -184,17 +199,23 @@ def masked(sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
 
 
 def mixes_samples(model: keras.Model) -> bool:
-    """Whether a loss of the model is of the batch as a whole, and no mean over its samples."""
+    """Whether a loss or metric of the model is of the batch as a whole, and no mean over its samples."""
     compiled = getattr(model, "_compile_loss", None)
     losses = [each.loss for each in getattr(compiled, "_flat_losses", None) or ()]
-    return any(
-        (isinstance(loss, _OF_BATCHES) and getattr(loss, "axis", None) is None)
-        or (
-            getattr(loss, "fn", None) in (keras.losses.dice, keras.losses.tversky, keras.losses.circle)
-            and not isinstance(loss, _OF_BATCHES)
-        )
-        for loss in losses
+    return any(_is_of_batches(loss) for loss in losses) or any(
+        isinstance(metric, _CORRELATIONS) and 0 in _axes(metric) for metric in metrics_of(model)
     )
+
+
+def _is_of_batches(loss: Any) -> bool:
+    if isinstance(loss, _OF_BATCHES):
+        return getattr(loss, "axis", None) is None
+    return getattr(loss, "fn", None) in (keras.losses.dice, keras.losses.tversky, keras.losses.circle)
+
+
+def _axes(metric: keras.metrics.Metric) -> tuple:
+    axis = metric.get_config().get("axis")
+    return tuple(axis) if isinstance(axis, (list, tuple)) else (axis,)
 
 
 def extend(reduce: Reduce, sample_weight: Callable[[Any, Any], Any], is_ours: Callable[[], bool]) -> None:

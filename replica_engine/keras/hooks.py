@@ -6,7 +6,8 @@ they then compute for a share of it; these are the places where that makes a dif
 - an optimizer's `apply` reduces gradients over replicas first;
 - its `scale_loss`, which Keras calls before it takes the gradient, weighs the loss by the share. Where a step does not
   call it, the gradients are weighed;
-- a metric notes that it was updated; the loss of one of several outputs counts as much as the share is of the batch.
+- the loss of one of several outputs counts as much as the share is of the batch;
+- a metric notes what its `result` returned, so that in the logs the result of all replicas can stand for it.
 
 They are attributes of the objects while a replicated method runs, and are taken away after it.
 """
@@ -21,8 +22,11 @@ import keras
 import tensorflow as tf
 
 from replica_engine._compat import keras_model
+from replica_engine.keras.cross_replica_optimizer import CrossReplicaOptimizer
 from replica_engine.keras.optimizer import apply_across_replicas
 from replica_engine.keras.share import current_share
+
+_NOTHING = object()
 
 
 class Hooks:
@@ -35,6 +39,7 @@ class Hooks:
     def __init__(self, model: keras.Model):
         self._model = model
         self._hooks: list[tuple[Any, str, Any]] = []
+        self._before: list[Any] = []
         self._depth = 0
 
     @contextlib.contextmanager
@@ -65,18 +70,28 @@ class Hooks:
             self._hooks.append((optimizer, "scale_loss", _scale_loss(optimizer)))
         of_outputs = keras_model.output_losses(self._model)
         for metric in keras_model.metrics_of(self._model):
-            self._hooks.append((metric, "update_state", _update(metric, any(metric is each for each in of_outputs))))
+            self._hooks.append((metric, "result", _result(metric)))
+            if any(metric is each for each in of_outputs) and not self._model.run_eagerly:
+                self._hooks.append((metric, "update_state", _update(metric)))
+        self._before = [vars(target).get(name, _NOTHING) for target, name, _ in self._hooks]
         for target, name, hook in self._hooks:
             vars(target)[name] = hook
 
     def _take_away(self) -> None:
-        for target, name, _ in self._hooks:
-            vars(target).pop(name, None)
+        for (target, name, _), before in zip(self._hooks, self._before, strict=True):
+            if before is _NOTHING:
+                vars(target).pop(name, None)
+            else:
+                vars(target)[name] = before
         self._hooks.clear()
+        self._before.clear()
 
 
 def _apply(optimizer: keras.optimizers.Optimizer) -> Callable[..., None]:
     own = optimizer.apply
+    if isinstance(optimizer, CrossReplicaOptimizer):  # does the same, in a loop of one's own
+        optimizer = optimizer.inner_optimizer
+        own = optimizer.apply
 
     def apply(grads: Any, trainable_variables: Any = None) -> None:
         share = current_share()
@@ -112,16 +127,26 @@ def _scale_loss(optimizer: keras.optimizers.Optimizer) -> Callable[[Any], Any]:
     return scale_loss
 
 
-def _update(metric: keras.metrics.Metric, of_output: bool) -> Callable[..., Any]:
+def _result(metric: keras.metrics.Metric) -> Callable[[], Any]:
+    own = metric.result
+
+    def result() -> Any:
+        found = own()
+        if (share := current_share()) is not None:
+            parts = found.items() if isinstance(found, dict) else [(None, found)]
+            share.results += [(part, metric, key) for key, part in parts]
+        return found
+
+    return result
+
+
+def _update(metric: keras.metrics.Metric) -> Callable[..., Any]:
+    """Of the loss of one output, which Keras counts once a batch in a graph."""
     own = metric.update_state
 
-    def update_state(*args: Any, **kwargs: Any) -> Any:
+    def update_state(values: Any, sample_weight: Any = None) -> Any:
         share = current_share()
-        if share is not None:
-            share.counted.add(id(metric))
-            if of_output:  # which Keras counts once a batch, or for its samples
-                kwargs["sample_weight"] = share.fraction()
-        return own(*args, **kwargs)
+        return own(values, sample_weight=sample_weight if share is None else share.fraction())
 
     return update_state
 

@@ -31,6 +31,7 @@ class OnThreads:
         self._size = strategy.num_replicas_in_sync
         self._functions: dict[Any, Any] = {}
         self._traced: set[Any] = set()
+        self._is_undivided = False
 
     def step(self, name: str, batches: Sequence[Any]) -> dict[str, Any]:
         """Runs `train_step` or `test_step` on batches of at least one sample; returns the logs of the last."""
@@ -42,7 +43,12 @@ class OnThreads:
 
     def predict(self, batch: Any) -> Any:
         """The outputs for a batch of at least one sample, in its order."""
-        return self._call(self._predict, "predict_step", batch)
+        if not self._is_undivided:
+            outputs, are_of_rows = self._call(self._predict, "predict_step", batch)
+            if are_of_rows:
+                return outputs
+            self._is_undivided = True  # outputs that are of the batch, and not of its samples
+        return self._call(self._predict_whole, "predict_step", batch)
 
     def _call(self, function: Callable[..., Any], name: str, batch: Any) -> Any:
         if self._model.run_eagerly:
@@ -101,7 +107,13 @@ class OnThreads:
         shares = [
             tf.nest.map_structure(lambda leaf, r=replica: self._part(leaf, r), outputs) for replica in range(self._size)
         ]
-        return rows.take(rows.join(shares), 0, total)
+        # Of outputs that are not of rows nothing is used: they need only be possible to compute.
+        if (of_rows := rows.are_of(shares[0], size)) is False:
+            return shares[0], False
+        return rows.take(rows.join(shares), 0, total), of_rows
+
+    def _predict_whole(self, name: str, batch: Any) -> Any:
+        return self._first(self._strategy.run(getattr(self._model, name), args=(batch,)))
 
     def _first(self, value: Any) -> Any:
         return tf.nest.map_structure(lambda leaf: self._part(leaf, 0), value)

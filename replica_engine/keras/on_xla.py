@@ -24,7 +24,7 @@ from replica_engine._compat import keras_model
 from replica_engine.errors import CollectiveError, many_batch_sizes
 from replica_engine.keras.compiling import compiling, layers_named
 from replica_engine.keras.share import Share
-from replica_engine.keras.steps import across_replicas, run_step
+from replica_engine.keras.steps import Logs, across_replicas, run_step
 from replica_engine.replica import rows
 from replica_engine.replica.regroup import regroup, select
 from replica_engine.xla.body import apart
@@ -91,10 +91,14 @@ class OnXla:
         kind = rows.described(data)
         known = [size for before, size in self._predicted if before == kind and total <= size <= _WASTE * total]
         size = min(known, default=-(-total // self._size) * self._size)
-        shares = self._shares(rows.pad(data, size - total), size)
-        outputs = self._run(self._predict_step, "predict_step", shares, size)
-        self._predicted.add((kind, size))
-        return rows.take(rows.join([select(replica, outputs) for replica in range(self._size)]), 0, total)
+        if "predict_step" not in self._undivided:
+            shares = self._shares(rows.pad(data, size - total), size)
+            outputs = self._run(self._predict_step, "predict_step", shares, size)
+            self._predicted.add((kind, size))
+            if rows.are_of(self._first(outputs), size // self._size):
+                return rows.take(rows.join([select(replica, outputs) for replica in range(self._size)]), 0, total)
+            self._undivided.add("predict_step")  # outputs that are of the batch, and not of its samples
+        return self._first(self._run(self._predict_step, "predict_step", data, total))
 
     def _run(self, step: Callable[..., Any], name: str, data: Any, size: int) -> Any:
         """Runs one of the steps below on all replicas; `size` is what a program is compiled for, of the batch."""
@@ -155,7 +159,7 @@ class OnXla:
         is_larger = xla.replica_id() < total % self._size
         logs = larger.finish(tf.cond(is_larger, larger.run, smaller.run))
         weight = tf.where(is_larger, larger.share.weight(), smaller.share.weight())
-        return across_replicas(self._model, logs, larger.share, weight)
+        return across_replicas(self._model, logs, weight)
 
     def _predict_step(self, name: str, data: Any, total: int) -> Any:
         return getattr(self._model, name)(data)
@@ -186,8 +190,9 @@ class _Branch:
         """Traces the step; returns its logs and the gradients of each update."""
         data = rows.take(self._data, rows.count_in_graph(self._data) - self.share.rows, None)
         self._updates = self.share.deferred = []
+        self.share.results.clear()
         with self.share.entered(), apart():
-            logs = self._step(data)
+            self._logs = Logs(self._step(data), self.share)
         if len(self._updates) > 1:
             raise CollectiveError.apart("A second update of weights")
         if self._larger is not None:
@@ -196,11 +201,11 @@ class _Branch:
                 for (apply, grads, variables), (_, before, _) in zip(self._updates, self._larger._updates, strict=True)
             ]
         gradients = [[_tensors(grad) for grad in grads if grad is not None] for _, grads, _ in self._updates]
-        return tf.nest.map_structure(tf.convert_to_tensor, logs), gradients
+        return self._logs.values, gradients
 
-    def finish(self, outputs: tuple[Any, Any]) -> Any:
+    def finish(self, outputs: tuple[Any, Any]) -> Logs:
         """Applies the updates, with the gradients of whichever branch ran; returns the logs."""
-        logs, gradients = outputs
+        self._logs.values, gradients = outputs
         for (apply, traced, variables), grads in zip(self._updates, gradients, strict=True):
             left = iter(grads)
             apply(
@@ -210,7 +215,7 @@ class _Branch:
                 ],
                 variables,
             )
-        return logs
+        return self._logs
 
 
 def _tensors(grad: Any) -> Any:

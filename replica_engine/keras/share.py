@@ -29,7 +29,7 @@ class Share:
         replicas: how many replicas there are.
         whole: whether every replica has all samples.
         scaled: the ids of optimizers that have weighed the loss of this step.
-        counted: the ids of metrics that were updated in this step.
+        results: what metrics returned in this step, with the metric, and the key where that returned a dictionary.
         deferred: updates that wait for the end of a branch, with their gradients; None where they need not.
     """
 
@@ -38,7 +38,7 @@ class Share:
     replicas: int
     whole: bool = False
     scaled: set[int] = dataclasses.field(default_factory=set)
-    counted: set[int] = dataclasses.field(default_factory=set)
+    results: list[tuple[Any, Any, str | None]] = dataclasses.field(default_factory=list)
     deferred: list[tuple[Any, list[Any], Any]] | None = None
 
     def fraction(self, dtype: Any = "float32") -> Any:

@@ -8,7 +8,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine._compat import keras_model
 from replica_engine.keras.share import Share
 
 
@@ -32,28 +31,52 @@ def run_step(model: keras.Model, name: str, data: Any, share: Share) -> dict[str
         # All replicas computed the same samples, which count once.
         is_first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
         variable.assign(tf.where(is_first, variable.value, value))
-    return across_replicas(model, logs, share)
+    return across_replicas(model, Logs(logs, share), share.weight())
 
 
-def across_replicas(model: keras.Model, logs: Any, share: Share, weight: Any = None) -> dict[str, Any]:
-    """What a step returned, of all replicas together: results of the metrics that it updated, and means of the rest.
+class Logs:
+    """What a step returned.
+
+    Args:
+        returned: by the step; dictionaries in it are opened, as Keras does.
+        share: of which it was.
+
+    Attributes:
+        values: the numbers, by name.
+        metrics: of those that are the result of a metric, the metric, and the key of the number in its result.
+    """
+
+    def __init__(self, returned: Any, share: Share):
+        flat = _flat(returned) if isinstance(returned, Mapping) else {"loss": returned}
+        self.metrics: dict[str, tuple[keras.metrics.Metric, str | None]] = {}
+        self.values: dict[str, Any] = {}
+        for key, value in flat.items():
+            found = [(metric, part) for result, metric, part in share.results if result is value]
+            if found:
+                self.metrics[key] = found[-1]
+            if value is not None:
+                self.values[key] = tf.reduce_mean(tf.cast(tf.convert_to_tensor(value), "float32"))
+
+
+def across_replicas(model: keras.Model, logs: Logs, weight: Any) -> dict[str, Any]:
+    """What a step returned, of all replicas together: results of metrics, and means of everything else.
 
     Args:
         model: whose step it was.
-        logs: what it returned; dictionaries in it are opened, as Keras does.
-        share: of which it was.
-        weight: what this replica's means count; None for what the share says.
+        logs: what it returned.
+        weight: what this replica's means count.
     """
     context = tf.distribute.get_replica_context()
-    weight = share.weight() if weight is None else weight
-    logs = _flat(logs) if isinstance(logs, Mapping) else {"loss": logs}
-    own = {key: tf.cast(tf.convert_to_tensor(value), "float32") * weight for key, value in logs.items()}
+    own = {key: value * weight for key, value in logs.values.items()}
     counted = metric_variables(model)
     values = [tf.identity(variable.value) for variable in counted]
     sums, means = context.all_reduce(tf.distribute.ReduceOp.SUM, (values, own))
     with keras.StatelessScope(state_mapping=list(zip(counted, sums, strict=True))):
-        results = keras_model.results([metric for metric in model.metrics if id(metric) in share.counted])
-    return {key: tf.convert_to_tensor(results[key]) if key in results else means[key] for key in logs}
+        results = {id(metric): metric.result() for metric, _ in logs.metrics.values()}
+    for key, (metric, part) in logs.metrics.items():
+        result = results[id(metric)]
+        means[key] = tf.convert_to_tensor(result if part is None else result[part])
+    return means
 
 
 def metric_variables(model: keras.Model) -> list[keras.Variable]:

@@ -5,6 +5,8 @@ What has no rows (None, a scalar) is the same for every part of a batch.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -89,6 +91,14 @@ def on_device(batch: Any) -> Any:
     return tf.nest.map_structure(lambda leaf: tf.identity(leaf) if isinstance(leaf, tf.Tensor) else leaf, batch)
 
 
+def are_of(outputs: Any, count: Any) -> Any:
+    """Whether all outputs have a row for each of `count` samples; a tensor where that is not known in a graph."""
+    leaves = tf.nest.flatten(outputs)
+    if not all(_has_rows(leaf) for leaf in leaves):
+        return False
+    return functools.reduce(operator.and_, (_rows(leaf) == count for leaf in leaves), True)
+
+
 def described(batch: Any) -> str:
     """The shapes of a batch, without the number of samples, for messages."""
     leaves = [leaf for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
@@ -112,9 +122,9 @@ def _has_rows(leaf: Any) -> bool:
 
 def _rows(leaf: Any) -> Any:
     if isinstance(leaf, tf.RaggedTensor):
-        return leaf.nrows()
+        return tf.cast(leaf.nrows(), tf.int32)
     if isinstance(leaf, tf.SparseTensor):
-        return leaf.dense_shape[0]
+        return tf.cast(leaf.dense_shape[0], tf.int32)
     rows = leaf.shape[0]
     return tf.shape(leaf)[0] if rows is None else rows
 
