@@ -6,6 +6,7 @@ A new strategy joins the contract suite with a row in `STRATEGIES`.
 import contextlib
 import functools
 import gc
+import os
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,6 +17,10 @@ import tensorflow as tf
 import replica_engine
 from replica_engine import MirroredStrategy
 from replica_engine.testing import logical_devices, no_leaked_threads
+
+# Tests compile many small programs and run each a few times: LLVM need not spend long on them, in subprocesses either.
+# With XLA_FLAGS= in the environment they are compiled as users' are.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 
 DEVICES = logical_devices(8)  # at import, before anything starts TensorFlow
 

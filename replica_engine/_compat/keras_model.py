@@ -20,6 +20,9 @@ from keras.src.losses import loss as _loss
 # reduction_metrics: the module whose function makes one value a sample of what a Mean is given.
 from keras.src.metrics import reduction_metrics as _metrics
 
+# Functional: the class of models that are made of inputs and outputs.
+from keras.src.models.functional import Functional as _Functional
+
 REDUCE = "reduce_weighted_values"
 SAMPLEWISE = "reduce_to_samplewise_values"
 MASKED = "apply_mask"
@@ -88,6 +91,14 @@ def layers_of(model: keras.Model, include_self: bool = True) -> list[keras.layer
 def strategy_of(model: keras.Model) -> Any:
     """The strategy that a model was built under; None if there was none."""
     return model._distribute_strategy
+
+
+def unbuilt_layers(model: keras.Model) -> list[str]:
+    """The names of layers that have no variables yet, the model's own first."""
+    layers = layers_of(model)
+    if model.built and isinstance(model, (keras.Sequential, _Functional)):
+        return []  # it has been called: what is not built in it, as in tables of words, needs no building
+    return [layer.name for layer in layers if not layer.built]
 
 
 def trained_by(optimizer: keras.optimizers.Optimizer) -> list[Any]:
@@ -176,10 +187,19 @@ def unknown_to(optimizer: keras.optimizers.Optimizer, variables: list[keras.Vari
     return [variable for variable in variables if inner._var_key(variable) not in inner._trainable_variables_indices]
 
 
-def forget_functions(model: keras.Model) -> None:
-    """Has the functions that Keras traced for a model traced anew."""
-    for name in _FUNCTIONS:
-        vars(model)[f"{name}_function"] = None
+def exchange_functions(model: keras.Model, others: Any) -> Any:
+    """Puts other functions in the place of those that Keras traced for a model, and returns those.
+
+    Args:
+        model: the model.
+        others: what this returned before; where `compile` was called since, or where it is None, there are none.
+    """
+    names = [f"{name}_function" for name in _FUNCTIONS]
+    compiled = [vars(model).get(name) for name in ("optimizer", "_loss_tracker")]
+    found = compiled, {name: vars(model).get(name) for name in names}
+    is_of_now = others is not None and all(one is other for one, other in zip(others[0], compiled, strict=True))
+    vars(model).update(others[1] if is_of_now else dict.fromkeys(names))
+    return found
 
 
 def own_functions(model: keras.Model) -> list[str]:

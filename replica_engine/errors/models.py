@@ -33,6 +33,22 @@ class ReplicateError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
+    def own_function(cls, name: str, method: str) -> ReplicateError:
+        """A model that runs its batches in a way of its own."""
+        return cls(
+            f"The model {name!r} has a {method} of its own, and replicate_model puts another one in its place. "
+            "Override train_step, test_step or predict_step: those run on each replica."
+        )
+
+    @classmethod
+    def busy(cls, name: str) -> ReplicateError:
+        """Another replicated model of the same original is running."""
+        return cls(
+            f"The model {name!r} is running on other replicas, on another thread: two replicated models of one "
+            "original take turns. Wait for it, or use one replicated model on both threads."
+        )
+
+    @classmethod
     def replicated(cls, name: str) -> ReplicateError:
         """A model that is a replicated one."""
         return cls(f"The model {name!r} is replicated already. Replicate the original one, with other replicas.")

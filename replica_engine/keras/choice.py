@@ -39,6 +39,8 @@ def choose(model: keras.Model, replicas: int | None) -> tuple[tf.distribute.Stra
     layers = keras_model.layers_of(model)
     unsupported = [layer.name for layer in layers if not layer.supports_jit]
     convolutions = [layer.name for layer in layers if isinstance(layer, _SLOW_IN_XLA_ON_CPU)]
+    if not unsupported and _has_tpus():
+        return TPUStrategy(num_cores=replicas), "it is what TPUs run"
     if unsupported:
         reason = f"XLA cannot compile the layer {unsupported[0]!r}"
     elif gpus:
@@ -53,3 +55,11 @@ def choose(model: keras.Model, replicas: int | None) -> tuple[tf.distribute.Stra
     if not can_mirror:
         raise ReplicateError.too_few_devices(replicas or 1, kind, len(mirrored))
     return MirroredStrategy(mirrored[:replicas]), reason
+
+
+def _has_tpus() -> bool:
+    try:
+        from replica_engine.pjrt.devices import has_accelerators
+    except BackendMissingError:
+        return False
+    return has_accelerators("tpu")

@@ -14,8 +14,7 @@ They are attributes of the objects while a replicated method runs, and are taken
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -40,31 +39,9 @@ class Hooks:
         self._model = model
         self._hooks: list[tuple[Any, str, Any]] = []
         self._before: list[Any] = []
-        self._depth = 0
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Inside, the hooks are there."""
-        self._depth += 1
-        if self._depth == 1:
-            self._put()
-        try:
-            yield
-        finally:
-            self._depth -= 1
-            if self._depth == 0:
-                self._take_away()
-
-    @contextlib.contextmanager
-    def left(self) -> Iterator[None]:
-        """Inside, within `entered`, they are not there; after it also on what was made inside."""
-        self._take_away()
-        try:
-            yield
-        finally:
-            self._put()
-
-    def _put(self) -> None:
+    def put(self) -> None:
+        """Puts them there."""
         for optimizer in keras_model.optimizers_of(self._model):
             self._hooks.append((optimizer, "apply", _apply(optimizer)))
             self._hooks.append((optimizer, "scale_loss", _scale_loss(optimizer)))
@@ -77,7 +54,8 @@ class Hooks:
         for target, name, hook in self._hooks:
             vars(target)[name] = hook
 
-    def _take_away(self) -> None:
+    def take_away(self) -> None:
+        """Takes them away; what was there before is there again."""
         for (target, name, _), before in zip(self._hooks, self._before, strict=True):
             if before is _NOTHING:
                 vars(target).pop(name, None)
@@ -88,10 +66,9 @@ class Hooks:
 
 
 def _apply(optimizer: keras.optimizers.Optimizer) -> Callable[..., None]:
-    own = optimizer.apply
-    if isinstance(optimizer, CrossReplicaOptimizer):  # does the same, in a loop of one's own
-        optimizer = optimizer.inner_optimizer
-        own = optimizer.apply
+    # One that reduces gradients itself, for loops of one's own, is not to do it again.
+    updated = optimizer.inner_optimizer if isinstance(optimizer, CrossReplicaOptimizer) else optimizer
+    own = updated.apply
 
     def apply(grads: Any, trainable_variables: Any = None) -> None:
         share = current_share()
@@ -101,14 +78,12 @@ def _apply(optimizer: keras.optimizers.Optimizer) -> Callable[..., None]:
         if id(optimizer) not in share.scaled:
             grads = [_weighted(grad, share) for grad in grads]
         if share.deferred is not None:
-            share.deferred.append(
-                (apply_reduced, list(grads), trainable_variables or keras_model.trained_by(optimizer))
-            )
+            share.deferred.append((apply_reduced, list(grads), trainable_variables or keras_model.trained_by(updated)))
         else:
             apply_reduced(grads, trainable_variables)
 
     def apply_reduced(grads: Any, trainable_variables: Any) -> None:
-        apply_across_replicas(optimizer, own, grads, trainable_variables, "sum")
+        apply_across_replicas(updated, own, grads, trainable_variables, "sum")
 
     return apply
 

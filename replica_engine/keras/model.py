@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +20,7 @@ import keras
 import tensorflow as tf
 
 from replica_engine._compat import keras_model
-from replica_engine.errors import OptimizerError
+from replica_engine.errors import OptimizerError, ReplicateError
 from replica_engine.keras.hooks import Hooks
 from replica_engine.keras.on_threads import OnThreads
 from replica_engine.keras.on_xla import OnXla
@@ -37,7 +39,7 @@ _WRITTEN_BY_THE_ORIGINAL = (
     "summary",
     "to_json",
 )
-_SLOT = "_replicas"
+_SLOT = "_replica_engine_replicas"
 
 
 def replicated(model: keras.Model, strategy: tf.distribute.Strategy) -> keras.Model:
@@ -56,7 +58,7 @@ def is_replicated(model: keras.Model) -> bool:
 
 
 @functools.cache
-def _class_of(kind: type) -> type:
+def _class_of(kind: Any) -> type:
     members: dict[str, Any] = {"__slots__": (_SLOT,), "__module__": kind.__module__, "__doc__": kind.__doc__}
     members.update({name: _running(kind, name) for name in _RUN})
     members.update({name: _by_original(kind, name) for name in _WRITTEN_BY_THE_ORIGINAL})
@@ -65,8 +67,18 @@ def _class_of(kind: type) -> type:
     members["reset_metrics"] = _resetting(kind)
     members["__reduce__"] = lambda self: getattr(self, _SLOT).original.__reduce__()
     members["__deepcopy__"] = lambda self, memo: copy.deepcopy(getattr(self, _SLOT).original, memo)
-    members["strategy"] = property(lambda self: getattr(self, _SLOT).strategy, doc="The strategy that it runs on.")
+    members["strategy"] = _Strategy()
+    members["from_config"] = classmethod(lambda cls, *args, **kwargs: kind.from_config(*args, **kwargs))
+    # To those who ask an object for its class, such as Keras when it writes a model down, it is the original's.
+    members["__class__"] = property(lambda self: kind)
     return type(kind.__name__, (kind,), members)
+
+
+class _Strategy:
+    """The strategy that a replicated model runs on, unless the model has an attribute of that name."""
+
+    def __get__(self, model: Any, kind: type | None = None) -> Any:
+        return self if model is None else getattr(model, _SLOT).strategy
 
 
 def _running(kind: type, name: str) -> Callable[..., Any]:
@@ -118,6 +130,10 @@ def _function(name: str) -> property:
     return property(get, put)
 
 
+_lock = threading.RLock()
+_inside: weakref.WeakKeyDictionary[Any, Replicas] = weakref.WeakKeyDictionary()  # by original, who is inside
+
+
 class Replicas:
     """What a replicated model has that the original has not.
 
@@ -133,14 +149,78 @@ class Replicas:
         self._model = model
         self._variables = SharedVariables(original, strategy)
         self._hooks = Hooks(original)
+        self._functions: Any = None
+        self._depth = 0
+        self._thread = 0
+        self._outer: Replicas | None = None
         self._known: Any = None
         self._steps: Any = None
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, the model's variables are those of the replicas."""
-        with self._variables.entered(), self._hooks.entered():
+        """Inside, the model's variables are those of the replicas.
+
+        Several threads may be inside. Another replicated model of the same original, in a callback say, takes its turn:
+        this one leaves meanwhile.
+
+        Raises:
+            ReplicateError: that other one is on another thread, which cannot be made to leave.
+        """
+        with _lock:
+            self._enter()
+        try:
             yield
+        finally:
+            with _lock:
+                self._exit()
+
+    def _enter(self) -> None:
+        current = _inside.get(self.original)
+        me = threading.get_ident()
+        if current is self:
+            self._depth += 1
+            if self._thread == me:
+                self._variables.reconcile()
+            return
+        if current is not None:
+            if current._thread != me:
+                raise ReplicateError.busy(self.original.name)
+            current._suspend()
+        self._outer, self._thread, self._depth = current, me, 1
+        try:
+            self._resume()
+        except BaseException:
+            if current is not None:
+                current._resume()
+            raise
+        _inside[self.original] = self
+
+    def _exit(self) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        outer, self._outer = self._outer, None
+        try:
+            self._suspend()
+        finally:
+            if outer is None:
+                del _inside[self.original]
+            else:
+                _inside[self.original] = outer
+                outer._resume()
+
+    def _resume(self) -> None:
+        # What Keras traced for the original has the plain variables in it. Inside it is another function.
+        self._functions = keras_model.exchange_functions(self.original, self._functions)
+        self._variables.enter()
+        self._hooks.put()
+
+    def _suspend(self) -> None:
+        self._hooks.take_away()
+        try:
+            self._variables.leave()
+        finally:
+            self._functions = keras_model.exchange_functions(self.original, self._functions)
 
     def let_go(self) -> None:
         """Has what the original keeps refer to it, so that the replicated model can go when nobody else has it."""
@@ -166,7 +246,8 @@ class Replicas:
         return outputs[0] if len(outputs) == 1 else rows.join(outputs)
 
     def _run(self, name: str, iterator: Any) -> dict[str, Any]:
-        batches = []
+        batches: list[Any] = []
+        failed: Exception | None = None
         for _ in range(self._model.steps_per_execution):
             try:
                 batches.append(rows.as_tensors(next(iterator)))
@@ -174,10 +255,14 @@ class Replicas:
                 if not batches:
                     raise
                 break
+            except Exception as error:  # the steps before it count, as they do one by one
+                failed = error
+                break
         batches = [batch for batch in batches if rows.count(batch)]
-        if not batches:
-            return self._model.get_metrics_result()
-        return self._ready(batches[0]).step(name, batches)
+        logs = self._ready(batches[0]).step(name, batches) if batches else self._model.get_metrics_result()
+        if failed is not None:
+            raise failed
+        return logs
 
     def _predict(self, batch: Any) -> Any:
         total = rows.count(batch)
@@ -189,8 +274,12 @@ class Replicas:
     def _ready(self, batch: Any) -> OnThreads | OnXla:
         """What runs steps, with all variables that they need; anew where the model has changed."""
         if batch is not None and not keras_model.is_built(self._model):
-            with self._variables.left(), self._hooks.left():
-                keras_model.build(self._model, batch)
+            with _lock:
+                self._suspend()
+                try:
+                    keras_model.build(self._model, batch)
+                finally:
+                    self._resume()
         state = keras_model.state_of(self._model)
         if self._known != state:
             self._check_trainable()

@@ -60,7 +60,7 @@ class OnThreads:
             )
         compiled = self._functions[key]
         general = rows.generalized(batch)
-        kind = (key, str(general))
+        kind = (key, rows.described(batch))
         if kind in self._traced:
             return compiled(batch)
         what = f"{name} of {self._model.name!r} for {self._size} replicas, batches of {rows.described(batch)}"

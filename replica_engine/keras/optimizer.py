@@ -65,7 +65,7 @@ class _Merge:
             pairs = [(grads[index], keras_model.underlying_or_itself(variables[index])) for index in given]
             reduced = strategy.extended.batch_reduce_to(self._op, pairs) if pairs else []
             if keras_model.touches_gradients(optimizer):
-                reduced = [strategy.experimental_local_results(grad)[0] for grad in reduced]
+                reduced = [distribute.first_values(grad) for grad in reduced]
             whole: list[Any] = [None] * len(grads)
             for index, grad in zip(given, reduced, strict=True):
                 whole[index] = grad

@@ -85,14 +85,17 @@ def _check(model: Any) -> None:
         raise ReplicateError.replicated(model.name)
     if keras_model.strategy_of(model) is not None:
         raise ReplicateError.of_strategy(model.name)
-    unbuilt = [layer.name for layer in keras_model.layers_of(model) if not layer.built]
+    unbuilt = keras_model.unbuilt_layers(model)
     if unbuilt:
         raise ReplicateError.unbuilt(model.name, unbuilt[-1])
+    if own := keras_model.own_functions(model):
+        raise ReplicateError.own_function(model.name, own[0])
 
 
 def _check_inputs(model: keras.Model, replicas: int) -> None:
-    for tensor in getattr(model, "inputs", None) or ():
-        size = tensor.shape[0] if tensor.shape else None
+    inputs = getattr(model, "inputs", None)
+    for tensor in keras.tree.flatten(inputs) if inputs else ():
+        size = tensor.shape[0] if isinstance(tensor, keras.KerasTensor) and tensor.shape else None
         if size is not None and replicas > 1:
             raise ReplicateError.fixed_batch(tensor.name, size, -(-size // replicas), replicas)
 

@@ -80,8 +80,12 @@ def across_replicas(model: keras.Model, logs: Logs, weight: Any) -> dict[str, An
 
 
 def metric_variables(model: keras.Model) -> list[keras.Variable]:
-    """The variables that replicas count in, each for itself."""
-    return [variable for variable in model.metrics_variables if variable.synchronization == "on_read"]
+    """The variables that replicas count in, each for itself, to be added up."""
+    return [
+        variable
+        for variable in model.metrics_variables
+        if variable.synchronization == "on_read" and variable.aggregation == "sum"
+    ]
 
 
 def _flat(logs: Mapping[str, Any]) -> dict[str, Any]:

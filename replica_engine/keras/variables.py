@@ -2,7 +2,7 @@
 
 A Keras variable holds a TensorFlow variable. Outside of the replicated methods that is a plain one, so that the
 original model works as it always did. While a replicated method runs, each Keras variable holds a distributed one in
-its place, whose first component is that plain variable. `entered` puts them there and takes them away:
+its place, whose first component is that plain variable:
 
 - on entering, what the plain variables hold goes to all replicas, so that what was done to the original counts;
 - on leaving, what replicas hold each of their own comes together in the plain variables. Metrics are added up. Weights
@@ -13,7 +13,6 @@ its place, whose first component is that plain variable. `entered` puts them the
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,41 +36,15 @@ class SharedVariables:
         self._model = model
         self._strategy = strategy
         self._shared: dict[int, _Shared] = {}
-        self._lock = threading.RLock()
-        self._depth = 0
+        self._is_inside = False
         self._optimizers: list[Any] = []
         self._spread: Callable[[], None] | None = None
         self._gather: Callable[[], None] | None = None
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Inside, the model's variables are those of all replicas."""
-        with self._lock:
-            self._depth += 1
-            try:
-                if self._depth == 1:
-                    self._enter()
-                else:
-                    self.reconcile()
-                yield
-            finally:
-                self._depth -= 1
-                if self._depth == 0:
-                    self._leave()
-
-    @contextlib.contextmanager
-    def left(self) -> Iterator[None]:
-        """Inside, within `entered`, the variables are plain ones again: new ones can be made."""
-        self._leave()
-        try:
-            yield
-        finally:
-            self._enter()
-
-    @contextlib.contextmanager
     def metrics_left(self) -> Iterator[None]:
         """Inside, those that replicas count in are plain ones, about to be set anew."""
-        counted = [shared for shared in self._shared.values() if shared.on_read and self._depth]
+        counted = [shared for shared in self._shared.values() if shared.on_read and self._is_inside]
         for shared in counted:
             shared.gather()
             shared.put_plain()
@@ -87,7 +60,9 @@ class SharedVariables:
         for shared in self._shared.values():
             shared.reconcile()
 
-    def _enter(self) -> None:
+    def enter(self) -> None:
+        """Has the model's variables be those of all replicas."""
+        self._is_inside = True
         known = {}
         assigned = {id(weight) for weight in self._model.non_trainable_weights}
         for variable in keras_model.variables_of(self._model):
@@ -107,7 +82,9 @@ class SharedVariables:
         for optimizer in optimizers:
             keras_model.set_strategy_of_optimizer(optimizer, self._strategy)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Has them be plain ones again."""
+        self._is_inside = False
         for optimizer, strategy in self._optimizers:
             keras_model.set_strategy_of_optimizer(optimizer, strategy)
         self.reconcile()

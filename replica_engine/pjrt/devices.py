@@ -61,6 +61,11 @@ def device_group(platform: str | None = None, count: int | None = None) -> Devic
     return _group(platform, devices[:count])
 
 
+def has_accelerators(platform: str) -> bool:
+    """Whether there are TPUs or GPUs here that jax can use."""
+    return bool(_accelerators(platform))
+
+
 def _cpu_group(count: int) -> DeviceGroup:
     """A CPU client of its own for each number of devices.
 

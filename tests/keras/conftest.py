@@ -1,0 +1,138 @@
+"""Both strategies, and short ways to say what nearly every test here says: as on one device."""
+
+import sys
+from collections.abc import Mapping, Sequence
+
+import keras
+import numpy as np
+import pytest
+
+from replica_engine import MirroredStrategy, TPUStrategy
+from replica_engine.keras import replicate_model
+from replica_engine.testing import logical_devices
+
+DEVICES = logical_devices(8)
+
+MAKERS = {"mirrored": lambda size: MirroredStrategy(DEVICES[:size])}
+if sys.version_info >= (3, 11):  # which jax needs
+    MAKERS["tpu"] = lambda size: TPUStrategy(num_cores=size)
+
+# Losses, gradients and metrics are summed over replicas, and so in another order than on one device: a few units in
+# the last place (6e-8 in float32) for each step. Adam divides by a root that may be small. Twenty steps of the small
+# models here stay well below these; a sample that counts twice, or not at all, shows in the second digit.
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+class Pair:
+    """A model on one device, and the same replicated, which tests of a module share: compiling takes long.
+
+    Attributes:
+        alone: runs eagerly, which saves the time to trace it; the numbers are the same.
+        replicated: what `replicate_model` made of `original`.
+        original: the model that it was given.
+        both: `alone` and `replicated`.
+    """
+
+    def __init__(self, make, strategy):
+        self.alone, self.original = _seeded(make), _seeded(make)
+        self.alone.run_eagerly = True
+        self.replicated = replicate_model(self.original, strategy=strategy)
+        self.both = (self.alone, self.replicated)
+        self._start = []
+        for model in (self.alone, self.original):
+            model.optimizer.build(model.trainable_variables)
+            self._start.append([variable.numpy() for variable in self._variables(model)])
+        strategy.run(lambda: None)  # so that its threads are there before a test that looks for new ones
+
+    def restart(self):
+        """Has both begin anew."""
+        for model, values in zip((self.alone, self.original), self._start, strict=True):
+            for variable, value in zip(self._variables(model), values, strict=True):
+                variable.assign(value)
+            model.reset_metrics()
+            model.stop_training = False
+
+    def _variables(self, model):
+        return [*model.variables, *model.optimizer.variables]
+
+
+@pytest.fixture(params=MAKERS, scope="module")
+def both(request):
+    """`both(size)`: a strategy of so many replicas; a test that takes it runs on each kind."""
+    return MAKERS[request.param]
+
+
+@pytest.fixture(scope="module")
+def make_pair(both):
+    """`make_pair(make, size)`: for the fixtures of a module."""
+    return lambda make, size: Pair(make, both(size))
+
+
+@pytest.fixture
+def is_tpu(both):
+    """Whether steps are compiled by XLA."""
+    return both is not MAKERS["mirrored"]
+
+
+@pytest.fixture
+def alone_and_replicated(both):
+    """`alone_and_replicated(make, size)`: what `make()` builds for one device, and the same replicated."""
+
+    def alone_and_replicated(make, size):
+        alone = _seeded(make)
+        alone.run_eagerly = True  # which saves the time to trace it; the numbers are the same
+        return alone, replicate_model(_seeded(make), strategy=both(size))
+
+    return alone_and_replicated
+
+
+@pytest.fixture(scope="session")
+def alike():
+    """`alike(found, expected)`: the same numbers, in dicts, lists or arrays, but for the order of sums."""
+    return _alike
+
+
+@pytest.fixture
+def trains_alike(alone_and_replicated):
+    """`trains_alike(make, size, x, y)`: fits alone and replicated, and compares history, weights, optimizer state.
+
+    `close` are tolerances other than `CLOSE`. Returns both models, the replicated one last, and its history.
+    """
+
+    def trains_alike(make, size, x, y=None, close=None, **options):
+        models = alone_and_replicated(make, size)
+        options = {"epochs": 2, "shuffle": False, "verbose": 0, **options}
+        expected, found = (model.fit(x, y, **options).history for model in models)
+        _alike(found, expected, **(close or {}))
+        expected, new = (model.get_weights() for model in models)
+        _alike(new, expected, **(close or {}))
+        expected, new = ([variable.numpy() for variable in _kept(model)] for model in models)
+        _alike(new, expected, **(close or {}))
+        return *models, found
+
+    return trains_alike
+
+
+def _seeded(make):
+    keras.utils.set_random_seed(1)
+    return make()
+
+
+def _kept(model):
+    return [] if model.optimizer is None else model.optimizer.variables
+
+
+def _alike(found, expected, **close):
+    if isinstance(expected, Mapping):
+        assert list(found) == list(expected)
+        found, expected = list(found.values()), list(expected.values())
+    if isinstance(expected, Sequence) and not isinstance(expected, str):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            _alike(one, other, **close)
+        return
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert found.shape == expected.shape
+    assert found.dtype.kind == expected.dtype.kind
+    assert np.all(np.isfinite(found.astype("float64")))
+    np.testing.assert_allclose(found.astype("float64"), expected.astype("float64"), **{**CLOSE, **close})

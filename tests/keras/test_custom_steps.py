@@ -1,0 +1,253 @@
+"""A model's own train_step, test_step and predict_step run on each replica, and give what they give on one device."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(18, 4)).astype("float32")
+Y = RANDOM.integers(0, 3, size=18)
+REAL = RANDOM.normal(size=(18, 4)).astype("float32")
+
+
+def crossentropy(y, outputs):
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, outputs))
+
+
+class Classifier(keras.Model):
+    """Two layers; what follows writes its steps in the ways in which people do."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = layers.Dense(5, "tanh")
+        self.last = layers.Dense(3)
+
+    def call(self, x):
+        return self.last(self.hidden(x))
+
+
+class ByHand(Classifier):
+    """The mean of its batch, a metric of its own, and a number that is no metric."""
+
+    def __init__(self):
+        super().__init__()
+        self.tracker = keras.metrics.Mean("own")
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = crossentropy(y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        self.tracker.update_state(loss)
+        return {"own": self.tracker.result(), "raw": loss}
+
+    def test_step(self, data):
+        x, y = data
+        loss = crossentropy(y, self(x))
+        self.tracker.update_state(loss)
+        return {"own": self.tracker.result()}
+
+    def predict_step(self, data):
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        return tf.argmax(self(x), -1)
+
+
+class OfKeras(Classifier):
+    """As in Keras' guide to custom steps: `compute_loss`, and the metrics of `compile`."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            outputs = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=outputs)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, outputs)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+    def test_step(self, data):
+        x, y = data
+        return self.compute_metrics(x, y, self(x), None) | {"double": 2 * self.compute_loss(y=y, y_pred=self(x))}
+
+
+class Adversaries(keras.Model):
+    """Two networks with an optimizer each, which go on from each other's update within a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.critic = layers.Dense(1)
+        self.maker = layers.Dense(4)
+
+    def call(self, x):
+        return self.critic(self.maker(x))
+
+    def compile(self, of_critic, of_maker):
+        super().compile()
+        self.of_critic, self.of_maker = of_critic, of_maker
+
+    def train_step(self, data):
+        x, real = data
+        with tf.GradientTape() as tape:
+            gap = tf.reduce_mean(self.critic(self.maker(x))) - tf.reduce_mean(tf.tanh(self.critic(real)))
+        weights = self.critic.trainable_variables
+        self.of_critic.apply_gradients(zip(tape.gradient(gap, weights), weights, strict=True))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x) - 1.0) ** 2)
+        weights = self.maker.trainable_variables
+        self.of_maker.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"gap": gap, "loss": loss}
+
+
+class ByAssignment(Classifier):
+    """Without an optimizer: gradients are brought together and applied by hand."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = crossentropy(y, self(x, training=True))
+        for variable, gradient in zip(
+            self.trainable_variables, tape.gradient(loss, self.trainable_variables), strict=True
+        ):
+            context = tf.distribute.get_replica_context()
+            gradient = context.all_reduce(tf.distribute.ReduceOp.MEAN, gradient)
+            variable.assign_sub(0.1 * gradient)
+        return {"loss": loss}
+
+
+def built(model, *options, **more):
+    model(X[:2])
+    model.compile(*options, **more)
+    return model
+
+
+def test_a_step_by_hand(trains_alike, alike):
+    """Its mean over a share is weighed by the share: batches of 9 have 5 and 4 samples, of 7 three times 2 and 1."""
+    make = lambda: built(ByHand(), keras.optimizers.SGD(0.1))  # noqa: E731
+    alone, model, history = trains_alike(make, 2, X, Y, batch_size=9)
+    assert {"own", "raw"} <= set(history)
+    expected, found = (each.evaluate(X, Y, 9, verbose=0, return_dict=True) for each in (alone, model))
+    alike(found, expected)
+    expected, found = (each.predict(X[:11], 9, verbose=0) for each in (alone, model))
+    assert found.shape == (11,)
+    alike(found, expected)
+
+
+def test_a_step_by_hand_on_fewer_samples_than_replicas(trains_alike):
+    make = lambda: built(ByHand(), keras.optimizers.SGD(0.1))  # noqa: E731
+    trains_alike(make, 4, X[:3], Y[:3])
+
+
+def test_a_step_with_the_loss_and_metrics_of_compile(trains_alike, alike):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    make = lambda: built(OfKeras(), keras.optimizers.Adam(0.05), loss, metrics=["accuracy"])  # noqa: E731
+    alone, model, history = trains_alike(make, 2, X, Y, batch_size=9)
+    assert {"accuracy", "loss"} == set(history)
+    expected, found = (each.evaluate(X[:9], Y[:9], 9, verbose=0, return_dict=True) for each in (alone, model))
+    alike(found, expected)
+
+
+def test_a_step_with_several_optimizers(trains_alike, alike):
+    make = lambda: built(Adversaries(), keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.05))  # noqa: E731
+    alone, model, _ = trains_alike(make, 2, X, REAL, batch_size=9)
+    for name in ("of_critic", "of_maker"):
+        expected, found = ([variable.numpy() for variable in getattr(each, name).variables] for each in (alone, model))
+        alike(found, expected)
+
+
+def test_a_step_that_brings_gradients_together_itself(both, alike):
+    """By the collectives of a replica; with equal shares the mean of all is that of the batch."""
+    from replica_engine.keras import replicate_model
+
+    keras.utils.set_random_seed(1)
+    model = built(ByAssignment())
+    kernel, bias = (weight.numpy() for weight in model.last.trainable_variables)
+    hidden = model.hidden(X[:8]).numpy()
+    replicate_model(model, strategy=both(2)).fit(X[:8], Y[:8], 8, verbose=0)
+    outputs = hidden @ kernel + bias
+    error = (np.exp(outputs) / np.exp(outputs).sum(1, keepdims=True) - np.eye(3)[Y[:8]]) / 8
+    alike(model.last.kernel.numpy(), (kernel - 0.1 * hidden.T @ error).astype("float32"))
+    alike(model.last.bias.numpy(), (bias - 0.1 * error.sum(0)).astype("float32"))
+
+
+def test_metrics_of_ones_own(trains_alike):
+    """A class that counts, a function, and a mean of one."""
+
+    class Counted(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="counted")
+            self.count = self.add_variable((), "zeros", name="count")
+
+        def update_state(self, y, outputs, sample_weight=None):
+            self.count.assign_add(tf.cast(tf.shape(y)[0], "float32"))
+
+        def result(self):
+            return self.count
+
+    def confidence(y, outputs):
+        return tf.reduce_max(tf.nn.softmax(outputs), -1)
+
+    def make():
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(
+            keras.optimizers.SGD(0.1),
+            loss,
+            metrics=[Counted(), confidence, keras.metrics.MeanMetricWrapper(confidence, "mean")],
+        )
+        return model
+
+    _, _, history = trains_alike(make, 2, X, Y, batch_size=9)
+    assert history["counted"] == [18.0, 18.0]
+
+
+def test_a_loss_of_ones_own(trains_alike):
+    """A function, which Keras reduces, and a class that reduces by itself to the mean of its batch."""
+
+    class Squared(keras.losses.Loss):
+        def call(self, y, outputs):
+            return tf.reduce_mean((y - outputs) ** 2, -1)
+
+    def absolute(y, outputs):
+        return tf.abs(y - outputs)
+
+    def make():
+        inputs = keras.Input((4,))
+        hidden = layers.Dense(5, "tanh")(inputs)
+        model = keras.Model(inputs, [layers.Dense(4, name="one")(hidden), layers.Dense(4, name="two")(hidden)])
+        model.compile(keras.optimizers.SGD(0.1), [Squared(), absolute])
+        return model
+
+    trains_alike(make, 2, X, [REAL, REAL], batch_size=9)
+
+
+def test_a_step_may_keep_its_state_in_a_weight(both):
+    """Counted once a step, not once for each replica."""
+    from replica_engine.keras import replicate_model
+
+    class Counting(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.steps = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+        def call(self, x, training=False):
+            if training:
+                self.steps.assign_add(1.0)
+            return x
+
+    model = keras.Sequential([keras.Input((4,)), Counting(), layers.Dense(4)])
+    model.compile("sgd", "mse")
+    replicated = replicate_model(model, strategy=both(2))
+    replicated.fit(X, REAL, 9, epochs=2, verbose=0)
+    assert float(model.layers[0].steps.numpy()) == 4.0
+    model.fit(X, REAL, 9, verbose=0)
+    replicated.train_on_batch(X[:9], REAL[:9])
+    assert float(model.layers[0].steps.numpy()) == 7.0

@@ -1,0 +1,151 @@
+"""What cannot be replicated is refused, in words that say what to do."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import replica_engine
+from replica_engine.errors import BatchError, DeviceError, ReplicaEngineError, ReplicateError
+from replica_engine.keras import replicate_model
+from replica_engine.testing import logical_devices
+
+
+def small():
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(1)], name="small")
+    model.compile("sgd", "mse")
+    return model
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__(name="subclassed")
+        self.hidden = layers.Dense(1)
+
+    def call(self, x):
+        return self.hidden(x)
+
+
+@pytest.mark.parametrize("make", [lambda: keras.Sequential([layers.Dense(1)]), Subclassed], ids=["late", "own"])
+def test_a_model_without_variables_has_to_be_built_first(both, make):
+    model = make()
+    text = rf"'{model.name}' is not built.*keras\.Input.*call it on a batch"
+    with pytest.raises(ReplicateError, match=text) as raised:
+        replicate_model(model, strategy=both(2))
+    assert isinstance(raised.value, ValueError)
+    assert isinstance(raised.value, ReplicaEngineError)
+
+
+def test_a_model_that_was_called_is_replicated(both):
+    model = Subclassed()
+    model(np.zeros((1, 4)))
+    assert replicate_model(model, strategy=both(2)).predict_on_batch(np.zeros((3, 4))).tolist() == [[0.0]] * 3
+
+
+@pytest.mark.parametrize("given", [None, 3, "model", keras.layers.Dense(1), small, keras.Sequential, tf.Module()])
+def test_only_keras_models_are_replicated(given):
+    with pytest.raises(ReplicateError, match=r"takes a Keras 3 model \(keras\.Model\), and got "):
+        replicate_model(given)
+
+
+@pytest.mark.parametrize("replicas", [0, -1, True, "2", 2.0])
+def test_replicas_are_a_positive_int(replicas):
+    with pytest.raises(ReplicateError, match=f"replicas must be a positive int.*got {replicas!r}"):
+        replicate_model(small(), replicas)
+
+
+def test_replicas_may_be_an_int_of_numpy():
+    assert replicate_model(small(), np.int64(2)).strategy.num_replicas_in_sync == 2
+
+
+def test_there_are_as_many_replicas_as_asked_for_where_no_strategy_is_given():
+    for count in (1, 3):
+        assert replicate_model(small(), count).strategy.num_replicas_in_sync == count
+        assert replicate_model(small(), replicas=count).predict_on_batch(np.zeros((2, 4))).shape == (2, 1)
+
+
+@pytest.mark.parametrize("layer", ["Dense", "Conv1D"])
+def test_more_replicas_than_devices_say_how_to_get_more(layer):
+    """Whichever strategy is chosen: dense models run on XLA, convolutions on threads."""
+    part = layers.Dense(1) if layer == "Dense" else layers.Conv1D(1, 1)
+    model = keras.Sequential([keras.Input((4, 1)), part])
+    with pytest.raises((ReplicateError, DeviceError), match="5000") as raised:
+        replicate_model(model, 5000)
+    assert "devices" in str(raised.value)
+
+
+def test_a_strategy_of_another_size_is_refused(both):
+    strategy = both(2)
+    with pytest.raises(ReplicateError, match=rf"4 replicas.*{type(strategy).__name__} that was given has 2"):
+        replicate_model(small(), 4, strategy)
+    assert replicate_model(small(), 2, strategy).strategy is strategy
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: "mirrored",
+        lambda: replica_engine.MirroredStrategy,
+        lambda: tf.distribute.MirroredStrategy(logical_devices(2)),
+        lambda: tf.distribute.OneDeviceStrategy("CPU:0"),
+        tf.distribute.get_strategy,
+        lambda: 2,
+    ],
+)
+def test_only_strategies_of_this_library_are_taken(make):
+    with pytest.raises(ReplicateError, match=r"MirroredStrategy or a replica_engine\.TPUStrategy.*got "):
+        replicate_model(small(), strategy=make())
+
+
+def test_a_model_of_a_strategy_is_refused(both):
+    with both(2).scope():
+        model = small()
+    with pytest.raises(ReplicateError, match=r"'small' was built under strategy\.scope\(\).*outside of the scope"):
+        replicate_model(model, strategy=both(2))
+
+
+def test_a_replicated_model_is_not_replicated_again(both):
+    replicated = replicate_model(small(), strategy=both(2))
+    with pytest.raises(ReplicateError, match=r"'small' is replicated already\. Replicate the original"):
+        replicate_model(replicated, strategy=both(2))
+
+
+def test_a_batch_size_that_is_part_of_the_model_is_refused_for_more_than_one_replica(both):
+    def fixed():
+        model = keras.Sequential([keras.Input(batch_shape=(6, 4), name="pixels"), layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    with pytest.raises(
+        ReplicateError,
+        match=r"'pixels' has a fixed batch size of 6.*4 replicas would get 2 samples.*keras\.Input\(shape",
+    ):
+        replicate_model(fixed(), strategy=both(4))
+    one = replicate_model(fixed(), strategy=both(1))
+    assert one.predict(np.zeros((6, 4)), 6, verbose=0).shape == (6, 1)
+    assert np.isfinite(one.train_on_batch(np.zeros((6, 4)), np.zeros((6, 1))))
+
+
+def test_arrays_of_different_lengths_are_named_with_their_lengths(both):
+    replicated = replicate_model(small(), strategy=both(2))
+    x, y = np.zeros((6, 4), "float32"), np.zeros((5, 1), "float32")
+    with pytest.raises(BatchError, match=r"same number of samples: x has 6, y has 5"):
+        replicated.train_on_batch(x, y)
+    with pytest.raises(BatchError, match=r"x has 6, y has 6, sample_weight has 2"):
+        replicated.test_on_batch(x, np.zeros((6, 1), "float32"), sample_weight=np.ones(2))
+    with pytest.raises(ValueError, match="5"):
+        replicated.fit(x, y, verbose=0)
+    assert np.isfinite(replicated.train_on_batch(x[:5], y))
+
+
+def test_inputs_of_a_wrong_shape_raise_what_keras_raises(both):
+    model = small()
+    replicated = replicate_model(model, strategy=both(2))
+    texts = []
+    for given in (model, replicated):
+        with pytest.raises(ValueError, match="expected") as raised:
+            given.predict(np.zeros((6, 5), "float32"), verbose=0)
+        texts.append(type(raised.value))
+    assert texts[0] is texts[1]
+    assert replicated.predict(np.zeros((6, 4), "float32"), verbose=0).shape == (6, 1)

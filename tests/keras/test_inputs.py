@@ -1,0 +1,169 @@
+"""Whatever Keras takes as data: arrays, data sets, generators, dicts; weights of samples; data for validation."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(18, 4)).astype("float32")
+Y = RANDOM.integers(0, 3, size=18)
+REAL = RANDOM.normal(size=(18, 2)).astype("float32")
+WORDS = RANDOM.integers(0, 20, size=(18, 5))
+WEIGHTS = RANDOM.random(18).astype("float32")
+
+
+def crossentropy(**options):
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
+
+
+def classifier(**options):
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
+    model.compile(keras.optimizers.SGD(0.1), **{"loss": crossentropy(), "metrics": ["accuracy"], **options})
+    return model
+
+
+@pytest.fixture(scope="module")
+def two(make_pair):
+    return make_pair(classifier, 2)
+
+
+@pytest.fixture
+def pair(two):
+    """On one device and on 2 replicas, as they began."""
+    two.restart()
+    return two
+
+
+class Batches(keras.utils.PyDataset):
+    """Two batches of 9 samples."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return X[9 * index : 9 * index + 9], Y[9 * index : 9 * index + 9]
+
+
+def generated():
+    while True:
+        yield X[:9], Y[:9]
+        yield X[9:], Y[9:]
+
+
+DATA = {
+    "tensors": lambda: {"x": tf.constant(X), "y": tf.constant(Y), "batch_size": 9},
+    "dataset": lambda: {"x": tf.data.Dataset.from_tensor_slices((X, Y)).batch(9)},
+    "generator": lambda: {"x": generated(), "steps_per_epoch": 2},
+    "pydataset": lambda: {"x": Batches()},
+}
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_data_of_any_kind_train_as_arrays_do(pair, alike, kind):
+    expected = pair.alone.fit(X, Y, 9, epochs=2, shuffle=False, verbose=0).history
+    found = pair.replicated.fit(**DATA[kind](), epochs=2, shuffle=False, verbose=0).history
+    alike(found, expected)
+    alike(pair.replicated.get_weights(), pair.alone.get_weights())
+
+
+@pytest.mark.parametrize("kind", ["dataset", "pydataset"])
+def test_data_of_any_kind_are_evaluated_and_predicted_as_arrays_are(pair, alike, kind):
+    data = DATA[kind]()["x"]
+    alike(pair.replicated.evaluate(data, verbose=0), pair.alone.evaluate(X, Y, 9, verbose=0))
+    alike(pair.replicated.predict(data, verbose=0), pair.alone.predict(X, verbose=0))
+
+
+def test_validation_data_are_evaluated_after_each_epoch(pair, alike):
+    options = {"batch_size": 9, "epochs": 2, "shuffle": False, "verbose": 0}
+    for more in ({"validation_data": (X[:9], Y[:9])}, {"validation_split": 0.5}):
+        expected, found = (model.fit(X, Y, **options, **more).history for model in pair.both)
+        assert list(found) == ["accuracy", "loss", "val_accuracy", "val_loss"]
+        alike(found, expected)
+
+
+def test_shuffling_takes_every_sample_once_an_epoch(pair, alike):
+    """In another order: a batch of all samples is the same batch."""
+    expected = pair.alone.fit(X, Y, 18, shuffle=False, verbose=0).history
+    alike(pair.replicated.fit(X, Y, 18, shuffle=True, verbose=0).history, expected)
+
+
+def test_several_inputs_and_outputs_by_name(trains_alike, alike):
+    """With a loss, its weight, metrics and sample weights for each output, and one output's loss masked."""
+
+    def make():
+        numbers = keras.Input((4,), name="numbers")
+        words = keras.Input((5,), name="words", dtype="int32")
+        joined = layers.Concatenate()([numbers, layers.Flatten()(layers.Embedding(20, 3)(words))])
+        outputs = {"kind": layers.Dense(3, name="kind")(joined), "size": layers.Dense(2, name="size")(joined)}
+        model = keras.Model({"numbers": numbers, "words": words}, outputs)
+        model.compile(
+            keras.optimizers.Adam(0.05),
+            {"kind": crossentropy(), "size": "mse"},
+            loss_weights={"kind": 1.0, "size": 0.3},
+            metrics={"kind": ["accuracy"], "size": ["mae"]},
+            weighted_metrics={"size": ["mse"]},
+        )
+        return model
+
+    x, y = {"numbers": X, "words": WORDS}, {"kind": Y, "size": REAL}
+    weights = {"kind": WEIGHTS, "size": WEIGHTS[::-1].copy()}
+    options = {"batch_size": 9, "sample_weight": weights, "validation_data": (x, y, weights)}
+    alone, model, history = trains_alike(make, 2, x, y, **options)
+    assert {"kind_loss", "size_loss", "kind_accuracy", "size_mae", "val_size_mse", "loss"} <= set(history)
+    expected, found = (each.predict({key: value[:7] for key, value in x.items()}, verbose=0) for each in (alone, model))
+    alike(found, expected)
+
+
+def test_a_list_of_inputs_and_of_outputs(trains_alike, alike):
+    def make():
+        inputs = [keras.Input((4,)), keras.Input((2,))]
+        joined = layers.Concatenate()(inputs)
+        model = keras.Model(inputs, [layers.Dense(3, name="kind")(joined), layers.Dense(2, name="size")(joined)])
+        model.compile(keras.optimizers.SGD(0.1), [crossentropy(), "mae"])
+        return model
+
+    alone, model, _ = trains_alike(make, 2, [X, REAL], [Y, REAL], batch_size=9)
+    alike(model.predict([X, REAL], 9, verbose=0), alone.predict([X, REAL], 9, verbose=0))
+
+
+REDUCTIONS = ("sum_over_batch_size", "mean_with_sample_weight", "sum")
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_weighted_samples_count_as_much_as_on_one_device(trains_alike, reduction):
+    """However the loss is reduced; batches of 9, and a last one of 7 with 4 and 3 for each replica."""
+
+    def make():
+        return classifier(loss=crossentropy(reduction=reduction), weighted_metrics=["accuracy"])
+
+    trains_alike(make, 2, X[:16], Y[:16], batch_size=9, sample_weight=WEIGHTS[:16])
+
+
+def test_a_share_whose_weights_are_all_zero_counts_for_nothing(trains_alike):
+    weights = np.concatenate([WEIGHTS[:5], np.zeros(4, "float32")])
+    make = lambda: classifier(  # noqa: E731
+        loss=crossentropy(reduction="mean_with_sample_weight"), weighted_metrics=["accuracy"]
+    )
+    trains_alike(make, 2, X[:9], Y[:9], batch_size=9, sample_weight=weights)
+
+
+def test_classes_have_weights(pair, alike):
+    options = {"batch_size": 9, "class_weight": {0: 1.0, 1: 2.0, 2: 0.5}, "shuffle": False, "verbose": 0}
+    expected, found = (model.fit(X, Y, **options).history for model in pair.both)
+    alike(found, expected)
+    alike(pair.replicated.get_weights(), pair.alone.get_weights())
+
+
+def test_metrics_that_count_are_those_of_all_samples(trains_alike):
+    """Not means of what replicas have: neither AUC nor precision, recall or F1 is one."""
+
+    def make():
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(1, "sigmoid")])
+        names = ["AUC", "Precision", "Recall", keras.metrics.F1Score(threshold=0.5), keras.metrics.R2Score()]
+        model.compile(keras.optimizers.SGD(0.1), "binary_crossentropy", metrics=names)
+        return model
+
+    y = (Y[:, None] > 0).astype("float32")
+    trains_alike(make, 2, X, y, batch_size=9, validation_data=(X[:9], y[:9]))

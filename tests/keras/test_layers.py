@@ -1,0 +1,191 @@
+"""Layers of all kinds train as on one device: masks, recurrence, attention, normalization, dropout, precision."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from replica_engine.keras import replicate_model
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(18, 4)).astype("float32")
+Y = RANDOM.integers(0, 3, size=18)
+IMAGES = RANDOM.normal(size=(18, 4, 4, 1)).astype("float32")
+LENGTHS = RANDOM.integers(1, 6, size=18)
+WORDS = np.where(np.arange(5) < LENGTHS[:, None], RANDOM.integers(1, 20, size=(18, 5)), 0)  # padded with 0
+
+
+def compiled(model, optimizer=None, **options):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer or keras.optimizers.SGD(0.1), loss, **options)
+    return model
+
+
+def stack(shape, *parts, **options):
+    return compiled(keras.Sequential([keras.Input(shape), *parts]), **options)
+
+
+def words(*parts):
+    inputs = [keras.Input((5,), dtype="int32"), layers.Embedding(20, 6, mask_zero=True)]
+    return compiled(keras.Sequential([*inputs, *parts]), metrics=["accuracy"])
+
+
+def tagger():
+    return words(layers.LSTM(4, return_sequences=True), layers.TimeDistributed(layers.Dense(3)))
+
+
+def reader():
+    return words(layers.GRU(3), layers.Dense(3))
+
+
+def transformer():
+    inputs = keras.Input((5,), dtype="int32")
+    table = layers.Embedding(20, 6, mask_zero=True)(inputs)
+    attended = layers.MultiHeadAttention(2, 3)(table, table)
+    hidden = layers.LayerNormalization()(layers.Add()([table, attended]))
+    return compiled(keras.Model(inputs, layers.Dense(3)(layers.GlobalAveragePooling1D()(hidden))))
+
+
+def convolutional():
+    parts = [
+        layers.Conv2D(3, 3, padding="same"),
+        layers.BatchNormalization(momentum=0.5, synchronized=True),
+        layers.ReLU(),
+        layers.MaxPooling2D(),
+        layers.DepthwiseConv2D(2, padding="same"),
+        layers.Flatten(),
+        layers.Dense(3),
+    ]
+    return stack((4, 4, 1), *parts)
+
+
+CASES = {
+    "tagger": (tagger, WORDS, WORDS % 3),
+    "reader": (reader, WORDS, Y),
+    "transformer": (transformer, WORDS, Y),
+    "convolutional": (convolutional, IMAGES, Y),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_trains_and_is_evaluated_as_on_one_device(trains_alike, alike, name):
+    """Batches of 9 have 5 and 4 samples for 2 replicas.
+
+    Where losses are masked, the two have different numbers of words, and each word counts the same. A synchronized
+    batch normalization has the statistics of the whole batch.
+    """
+    make, x, y = CASES[name]
+    *models, _ = trains_alike(make, 2, x, y, batch_size=9)
+    expected, found = (model.evaluate(x, y, 9, verbose=0, return_dict=True) for model in models)
+    alike(found, expected)
+
+
+def normalized(**options):
+    return stack((4,), layers.Dense(4), layers.BatchNormalization(momentum=0.5, **options), layers.Dense(3))
+
+
+@pytest.fixture
+def normalizing(both):
+    """A model with a plain batch normalization; itself, and on 2 replicas."""
+    keras.utils.set_random_seed(1)
+    model = normalized()
+    return model, replicate_model(model, strategy=both(2))
+
+
+def test_a_batch_normalization_has_one_moving_mean_after_training(normalizing, alike):
+    """Each replica normalizes with the statistics of its share; what they keep is the mean of those."""
+    model, replicated = normalizing
+    hidden, layer = model.layers[0](X[:8]).numpy(), model.layers[1]
+    replicated.train_on_batch(X[:8], Y[:8])
+    alike(layer.moving_mean.numpy(), 0.5 * (hidden[:4].mean(0) + hidden[4:].mean(0)) / 2)
+    alike(layer.moving_variance.numpy(), 0.5 + 0.5 * (hidden[:4].var(0) + hidden[4:].var(0)) / 2)
+    expected = model.evaluate(X[:8], Y[:8], verbose=0)
+    alike(replicated.evaluate(X[:8], Y[:8], 8, verbose=0), expected)
+    alike(replicated.predict(X[:8], verbose=0), model(X[:8]).numpy())
+
+
+@pytest.mark.parametrize("count", [9, 1])
+def test_a_batch_normalization_keeps_finite_statistics_on_small_and_uneven_batches(normalizing, count):
+    model, replicated = normalizing
+    replicated.fit(X[:count], Y[:count], verbose=0)
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())
+
+
+def test_dropout_drops_while_training_only_and_the_same_for_the_same_seed(both):
+    ones, weights = np.ones((2, 50), "float32"), np.linspace(1.0, 2.0, 50, dtype="float32")[None].repeat(2, 0)
+
+    def losses(seed):
+        keras.utils.set_random_seed(seed)
+        model = keras.Sequential([keras.Input((50,)), layers.Dropout(0.5)])
+        model.compile(keras.optimizers.SGD(0.0), lambda y, x: tf.reduce_sum(x * y, -1))
+        model = replicate_model(model, strategy=both(2))
+        found = []
+        for _ in range(3):
+            model.reset_metrics()
+            found.append(float(model.train_on_batch(ones, weights)))
+        assert np.array_equal(model.predict(ones, verbose=0), ones)
+        return found
+
+    first, again, other = losses(1), losses(1), losses(2)
+    assert len(set(first)) == 3
+    assert first == again
+    assert first != other
+
+
+def test_replicas_drop_different_units(both):
+    """Of a batch of two equal samples each replica has one, and their gradients with respect to the bias differ."""
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((1,)), layers.Dense(60), layers.Dropout(0.5)])
+    model.compile(keras.optimizers.SGD(1.0), lambda y, x: tf.reduce_sum(x, -1))
+    bias = model.layers[0].bias
+    replicate_model(model, strategy=both(2)).train_on_batch(np.ones((2, 1)), np.ones((2, 1)))
+    # Kept by none, by one and by both: a kept unit has a gradient of 2, and each replica counts half.
+    assert set(np.round(bias.numpy(), 3).tolist()) == {0.0, -1.0, -2.0}
+
+
+def test_regularizers_constraints_and_penalties_count_as_on_one_device(trains_alike):
+    class Penalty(layers.Layer):
+        def call(self, x):
+            self.add_loss(0.1 * tf.reduce_mean(x**2))
+            return x
+
+    def make():
+        options = {"kernel_regularizer": "l2", "activity_regularizer": "l1", "activation": "tanh"}
+        bounded = layers.Dense(3, kernel_constraint=keras.constraints.MaxNorm(0.4))
+        return stack((4,), layers.Dense(5, **options), Penalty(), bounded)
+
+    _, model, _ = trains_alike(make, 2, X, Y, batch_size=9, validation_data=(X[:9], Y[:9]))
+    assert np.linalg.norm(model.layers[-1].kernel.numpy(), axis=0).max() <= 0.4 + 1e-5
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_mixed_precision_trains(trains_alike, policy):
+    """bfloat16 has 8 bits and float16 11, so sums of shares differ in the third digit. Losses of float16 are scaled."""
+
+    def make():
+        scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0**10)
+        optimizer = scaled if policy == "mixed_float16" else keras.optimizers.SGD(0.1)
+        parts = [layers.Dense(5, "tanh", dtype=policy), layers.Dense(3, dtype=policy)]
+        return stack((4,), *parts, layers.Activation("linear", dtype="float32"), optimizer=optimizer)
+
+    _, model, history = trains_alike(make, 2, X, Y, close={"rtol": 0.05, "atol": 0.01}, batch_size=9, epochs=3)
+    assert history["loss"][2] < history["loss"][0]
+    assert {weight.dtype.name for weight in model.get_weights()} == {"float32"}
+    assert model.layers[0].compute_dtype == policy.removeprefix("mixed_")
+
+
+def test_a_loss_scale_is_halved_when_gradients_overflow(both):
+    """On all replicas in the same step, though only one replica's samples are large; no weight changes."""
+    keras.utils.set_random_seed(1)
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0**10)
+    model = stack((4,), layers.Dense(3), optimizer=optimizer)
+    replicated = replicate_model(model, strategy=both(2))
+    before = model.get_weights()
+    x = X[:4].copy()
+    x[3] = np.inf
+    replicated.train_on_batch(x, Y[:4])
+    assert all(np.array_equal(one, other) for one, other in zip(model.get_weights(), before, strict=True))
+    assert float(optimizer.dynamic_scale.numpy()) == 2.0**9
+    replicated.train_on_batch(X[:4], Y[:4])
+    assert not np.array_equal(model.get_weights()[0], before[0])

@@ -1,0 +1,123 @@
+"""What a user is told: which strategy was chosen, what is compiled, how long it takes, which layer is to blame."""
+
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import replica_engine
+from replica_engine.errors import LoweringError
+from replica_engine.keras import compiling, replicate_model
+
+X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
+
+
+def small(*layers):
+    model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1)], name="small")
+    model.compile("sgd", "mse")
+    return model
+
+
+def of_level(caplog, level):
+    return [record.getMessage() for record in caplog.records if record.levelname == level]
+
+
+def test_each_program_is_a_message_with_its_time_and_compiled_once(both, is_tpu, caplog):
+    model = replicate_model(small(), strategy=both(2))
+    with caplog.at_level("INFO", "replica_engine"):
+        model.fit(X, X[:, :1], 8, 2, verbose=0)
+        model.fit(X, X[:, :1], 8, verbose=0)
+    (message,) = of_level(caplog, "INFO")
+    assert message.startswith("compiled train_step of 'small' for 2 replicas, batches of ")
+    assert message.endswith(" s")
+    caplog.clear()
+    with caplog.at_level("INFO", "replica_engine"):
+        model.fit(X[:20], X[:20, :1], 8, verbose=0)  # its last batch has 4 samples
+        model.predict(X, 8, verbose=0)
+        model.predict(X[:6], 8, verbose=0)  # padded to 8
+    assert len(of_level(caplog, "INFO")) == (2 if is_tpu else 1)
+
+
+def test_compile_frozen_layers_and_another_optimizer_are_noticed(both, caplog):
+    original = small(keras.layers.Dense(3))
+    model = replicate_model(original, strategy=both(2))
+    model.fit(X, X[:, :1], 8, verbose=0)
+    original.layers[0].trainable = False
+    before = original.layers[0].get_weights(), original.layers[1].get_weights()
+    model.fit(X, X[:, :1], 8, verbose=0)
+    assert np.array_equal(before[0][0], original.layers[0].get_weights()[0])
+    assert not np.array_equal(before[1][0], original.layers[1].get_weights()[0])
+    original.compile(keras.optimizers.SGD(0.0), "mse")
+    before = original.get_weights()
+    model.fit(X, X[:, :1], 8, verbose=0)
+    assert all(np.array_equal(one, other) for one, other in zip(before, original.get_weights(), strict=True))
+
+
+def test_a_long_compilation_says_that_it_goes_on(both, caplog, monkeypatch):
+    class Slow(keras.layers.Layer):
+        def call(self, x):
+            if tf.distribute.in_cross_replica_context() or not tf.executing_eagerly():
+                time.sleep(0.3)  # the work that is slow is what is tested
+            return x
+
+    model = replicate_model(small(Slow()), strategy=both(2))
+    monkeypatch.setattr(compiling, "PROGRESS_EVERY", 0.1)
+    with caplog.at_level("WARNING", "replica_engine"):
+        model.fit(X, X[:, :1], 8, verbose=0)
+    assert "still compiling train_step of 'small' for 2 replicas" in of_level(caplog, "WARNING")[0]
+
+
+def test_a_layer_that_xla_cannot_compile_is_named_and_runs_on_threads(both, is_tpu):
+    class Printed(keras.layers.Layer):
+        def call(self, x):
+            return tf.strings.to_number(tf.strings.as_string(x))
+
+    model = replicate_model(small(Printed(name="printed")), strategy=both(2))
+    if not is_tpu:
+        assert model.predict(X, verbose=0).shape == (24, 1)
+        return
+    with pytest.raises(LoweringError, match=r"AsString at .*test_messages\.py:\d+ in call") as raised:
+        model.predict(X, verbose=0)
+    (note,) = raised.value.__notes__
+    assert "in the layer 'printed' (Printed) of the model 'small'" in note
+    assert "replicate_model(model, strategy=replica_engine.MirroredStrategy())" in note
+
+
+class TestTheDefault:
+    @pytest.fixture
+    def reason(self, caplog):
+        def reason(model, replicas=2):
+            caplog.clear()
+            with caplog.at_level("INFO", "replica_engine"):
+                made = replicate_model(model, replicas)
+            assert made.strategy.num_replicas_in_sync == replicas
+            return type(made.strategy), of_level(caplog, "INFO")[0]
+
+        return reason
+
+    def test_is_xla_for_most_models(self, reason):
+        kind, message = reason(small())
+        assert kind is replica_engine.TPUStrategy
+        assert message == (
+            "replicate_model: 'small' on 2 replicas of TPUStrategy: a step that XLA compiles as a whole is faster"
+        )
+
+    def test_is_threads_for_convolutions(self, reason):
+        reshape, flatten = keras.layers.Reshape((4, 1)), keras.layers.Flatten()
+        kind, message = reason(small(reshape, keras.layers.Conv1D(2, 2, name="edges"), flatten))
+        assert kind is replica_engine.MirroredStrategy
+        assert "XLA is slow at convolutions on CPU, such as 'edges'" in message
+
+    def test_is_threads_for_what_xla_cannot_compile(self, reason):
+        words = keras.layers.StringLookup(vocabulary=["a", "b"], name="words")
+        model = keras.Sequential([keras.Input((1,), dtype="string"), words, keras.layers.Embedding(4, 2)])
+        kind, message = reason(model)
+        assert kind is replica_engine.MirroredStrategy
+        assert "XLA cannot compile the layer 'words'" in message
+
+    def test_takes_all_devices(self):
+        assert (
+            replicate_model(small()).strategy.num_replicas_in_sync == replica_engine.TPUStrategy().num_replicas_in_sync
+        )

@@ -1,0 +1,172 @@
+"""Eagerly, several steps an execution, compiled by XLA, from another thread, several models at once."""
+
+import threading
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from replica_engine.keras import replicate_model
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(54, 4)).astype("float32")
+Y = RANDOM.integers(0, 3, size=54)
+
+
+def classifier(**options):
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(4, "tanh"), layers.Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"], **options)
+    return model
+
+
+WAYS = ({"run_eagerly": True}, {"steps_per_execution": 4}, {"jit_compile": True})
+
+
+@pytest.mark.parametrize("options", WAYS, ids=[next(iter(way)) + str(*way.values()) for way in WAYS])
+def test_the_options_of_compile(alone_and_replicated, alike, options):
+    """6 steps of 9 samples, of which 4 are one execution and then 2 more."""
+    alone, _ = alone_and_replicated(classifier, 1)
+    _, replicated = alone_and_replicated(lambda: classifier(**options), 2)
+    batches = []
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: batches.append(batch))
+    arguments = {"validation_data": (X[:18], Y[:18]), "validation_batch_size": 9, "shuffle": False, "verbose": 0}
+    expected = alone.fit(X, Y, 9, 2, **arguments).history
+    alike(replicated.fit(X, Y, 9, 2, callbacks=[note], **arguments).history, expected)
+    alike(replicated.get_weights(), alone.get_weights())
+    assert int(replicated.optimizer.iterations.numpy()) == 12
+    assert batches == ([3, 7, 3, 7] if "steps_per_execution" in options else [*range(6), *range(6)])
+
+
+def test_a_model_can_be_made_eager_and_back(both, alike):
+    keras.utils.set_random_seed(1)
+    model = classifier()
+    replicated = replicate_model(model, strategy=both(2))
+    replicated.train_on_batch(X[:9], Y[:9])
+    replicated.run_eagerly = True
+    assert model.run_eagerly
+    replicated.train_on_batch(X[:9], Y[:9])
+    model.run_eagerly = False
+    replicated.train_on_batch(X[:9], Y[:9])
+    assert int(model.optimizer.iterations.numpy()) == 3
+
+
+@pytest.fixture(scope="module")
+def two(make_pair):
+    return make_pair(classifier, 2)
+
+
+@pytest.fixture
+def pair(two):
+    """On one device and on 2 replicas, as they began."""
+    two.restart()
+    return two
+
+
+def test_another_thread_trains_it(pair, alike):
+    results = []
+    for model in pair.both:
+        thread = threading.Thread(
+            target=lambda model=model: results.append(model.fit(X, Y, 9, shuffle=False, verbose=0).history)
+        )
+        thread.start()
+        thread.join(60)
+    alike(results[1], results[0])
+    alike(pair.replicated.get_weights(), pair.alone.get_weights())
+
+
+def test_two_threads_predict_with_it_at_once(pair, alike):
+    """One after the other: each has the whole model for as long as its call takes."""
+    expected = pair.original(X).numpy()
+    pair.replicated.predict(X, 9, verbose=0)
+    outputs = []
+    threads = [
+        threading.Thread(target=lambda: outputs.append(pair.replicated.predict(X, 9, verbose=0))) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(outputs) == 2
+    for found in outputs:
+        alike(found, expected)
+
+
+def test_two_models_train_at_once_each_on_its_own_replicas(pair, both, alike):
+    other = classifier()
+    other.set_weights(pair.alone.get_weights())
+    models = [pair.replicated, replicate_model(other, strategy=both(4))]
+    expected = pair.alone.fit(X, Y, 9, shuffle=False, verbose=0).history
+    found = {}
+    barrier = threading.Barrier(2)
+
+    def train(index):
+        barrier.wait(30)
+        found[index] = models[index].fit(X, Y, 9, shuffle=False, verbose=0).history
+
+    threads = [threading.Thread(target=train, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert len(found) == 2
+    for index, model in enumerate(models):
+        alike(found[index], expected)
+        alike(model.get_weights(), pair.alone.get_weights())
+
+
+def test_two_replicated_models_of_one_original_take_turns(pair, both, alike):
+    """On different numbers of replicas: both are the original too."""
+    other = replicate_model(pair.original, strategy=both(4))
+    for model in (pair.replicated, other, pair.original, pair.replicated):
+        alike(
+            model.fit(X, Y, 9, shuffle=False, verbose=0).history,
+            pair.alone.fit(X, Y, 9, shuffle=False, verbose=0).history,
+        )
+        alike(other.get_weights(), pair.alone.get_weights())
+    alike(other.predict(X[:7], verbose=0), pair.alone(X[:7]).numpy())
+    assert other.strategy.num_replicas_in_sync == 4
+    assert pair.replicated.strategy.num_replicas_in_sync == 2
+
+
+def test_models_on_both_kinds_of_strategies_share_one_original(pair, both, is_tpu, alike):
+    from replica_engine import MirroredStrategy, TPUStrategy
+    from replica_engine.testing import logical_devices
+
+    strategy = MirroredStrategy(logical_devices(2)) if is_tpu else TPUStrategy(num_cores=2)
+    other = replicate_model(pair.original, strategy=strategy)
+    for model in (other, pair.replicated, other, pair.replicated):
+        alike(
+            model.fit(X, Y, 9, shuffle=False, verbose=0).history,
+            pair.alone.fit(X, Y, 9, shuffle=False, verbose=0).history,
+        )
+    alike(other.get_weights(), pair.alone.get_weights())
+
+
+def test_two_models_share_a_layer(both, alike):
+    """An encoder and what is trained through it, each replicated."""
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((4,))
+    encoded = layers.Dense(3, "tanh")(inputs)
+    encoder, whole = keras.Model(inputs, encoded), keras.Model(inputs, layers.Dense(3)(encoded))
+    whole.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    strategy = both(2)
+    fast_encoder, fast = replicate_model(encoder, strategy=strategy), replicate_model(whole, strategy=strategy)
+    before = fast_encoder.predict(X[:6], verbose=0)
+    fast.fit(X, Y, 9, verbose=0)
+    after = fast_encoder.predict(X[:6], verbose=0)
+    assert not np.array_equal(before, after)
+    alike(after, encoder(X[:6]).numpy())
+
+
+def test_a_strategy_is_used_for_a_loop_of_ones_own_between_calls(both, alike):
+    strategy = both(2)
+    keras.utils.set_random_seed(1)
+    model = classifier()
+    replicated = replicate_model(model, strategy=strategy)
+    replicated.train_on_batch(X[:9], Y[:9])
+    total = strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0)))
+    assert float(strategy.experimental_local_results(total)[0]) == 2.0
+    alike(replicated.predict_on_batch(X[:9]), model(X[:9]).numpy())
