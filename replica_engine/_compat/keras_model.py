@@ -155,7 +155,7 @@ def output_losses(model: keras.Model) -> list[keras.metrics.Metric]:
 
 def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
     """The metrics of a model, and those inside the one that `compile` makes of several."""
-    nested = [inner for metric in model.metrics for inner in (metric, *metric._metrics)]
+    nested = [inner for metric in model.metrics for inner in (metric, *getattr(metric, "metrics", metric._metrics))]
     return list({id(metric): metric for metric in nested}.values())
 
 

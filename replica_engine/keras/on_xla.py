@@ -36,6 +36,7 @@ _WASTE = 4
 """Predictions of a batch use a program that is there for up to this many times as many samples."""
 
 _logger = logging.getLogger("replica_engine")
+_as_keras_does = tf.autograph.experimental.do_not_convert
 
 
 class OnXla:
@@ -129,6 +130,7 @@ class OnXla:
     def _loop(self, name: str, data: list[Any], total: int) -> Any:
         """A launch of several steps."""
 
+        @_as_keras_does
         def step(context: Any, shares: Any) -> None:
             context.set_last_step_output("logs", self._step(name, shares, total))
 
@@ -146,12 +148,15 @@ class OnXla:
         stops = [replica * (size - 1) + min(replica, larger) for replica in range(1, self._size + 1)]
         return regroup([rows.take(data, stop - size, stop) for stop in stops])
 
+    @_as_keras_does
     def _step(self, name: str, data: Any, total: int) -> Any:
         return run_step(self._model, name, data, Share(total // self._size, total, self._size))
 
+    @_as_keras_does
     def _step_of_whole_batch(self, name: str, data: Any, total: int) -> Any:
         return run_step(self._model, name, data, Share(total, total, self._size, whole=True))
 
+    @_as_keras_does
     def _step_of_unequal_shares(self, name: str, data: tuple[Any, Any], size: int) -> Any:
         shares, total = data
         larger = _Branch(self._model, name, shares, Share(size + 1, total, self._size))
@@ -161,6 +166,7 @@ class OnXla:
         weight = tf.where(is_larger, larger.share.weight(), smaller.share.weight())
         return across_replicas(self._model, logs, weight)
 
+    @_as_keras_does
     def _predict_step(self, name: str, data: Any, total: int) -> Any:
         return getattr(self._model, name)(data)
 

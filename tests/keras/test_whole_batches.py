@@ -1,0 +1,142 @@
+"""What is of the batch as a whole, or of its parts in other ways than a mean over samples: equal to one device too."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from replica_engine.keras import CrossReplicaOptimizer, replicate_model
+
+layers = keras.layers
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(23, 4)).astype("float32")
+Y = RANDOM.random((23, 3)).astype("float32")
+TOKENS = RANDOM.integers(0, 20, size=(23, 3))
+
+
+class Seen(keras.metrics.Metric):
+    """Counts samples, and goes on counting when it is reset."""
+
+    def __init__(self):
+        super().__init__(name="seen")
+        self.count = self.add_variable((), "zeros", name="count")
+
+    def update_state(self, y, outputs, sample_weight=None):
+        self.count.assign_add(tf.cast(tf.shape(y)[0], "float32"))
+
+    def result(self):
+        return self.count
+
+    def reset_state(self):
+        pass
+
+
+def dense(loss="mse", metrics=None):
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3, "sigmoid")])
+    model.compile(keras.optimizers.SGD(0.05), loss, metrics=metrics)
+    return model
+
+
+def mean_error(y, outputs):
+    return tf.reduce_mean(tf.abs(y - outputs))
+
+
+def embedded(**options):
+    model = keras.Sequential(
+        [keras.Input((3,), dtype="int32"), layers.Embedding(20, 4), layers.Flatten(), layers.Dense(3)]
+    )
+    model.compile(keras.optimizers.Adam(0.05, **options), "mse")
+    return model
+
+
+class Encoder(keras.Model):
+    """Its optimizer is in a dictionary, and its logs have names of their own, as in Keras' guide to VAEs."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(3)
+        self.total = keras.metrics.Mean(name="total_loss")
+        self.optimizers = {"only": keras.optimizers.SGD(0.05)}
+        self.strategy = "greedy"
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        assert self.strategy == "greedy"  # an attribute of its own, though a replicated model has a strategy
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x) - y) ** 2)
+        weights = self.trainable_variables
+        self.optimizers["only"].apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        self.total.update_state(loss, sample_weight=tf.shape(x)[0])
+        return {"loss": self.total.result(), "last": loss}
+
+
+def encoder():
+    model = Encoder()
+    model(X[:1])
+    model.compile()
+    return model
+
+
+MADE = {
+    "no reduction: a sum": lambda: dense(keras.losses.MeanSquaredError(reduction=None)),
+    "a loss of the batch": lambda: dense(keras.losses.Dice()),
+    "numbers": lambda: dense(metrics=[mean_error]),
+    "a count that is never reset": lambda: dense(metrics=[Seen()]),
+    "a correlation": lambda: dense(metrics=[keras.metrics.PearsonCorrelation(axis=0)]),
+    "own logs": encoder,
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_model_comes_to_what_it_does_on_one_device(trains_alike, name):
+    """Batches of 9, 9 and 5 samples on 2 replicas."""
+    trains_alike(MADE[name], 2, X, Y, batch_size=9)
+
+
+@pytest.mark.parametrize("options", [{"global_clipnorm": 0.1}, {"gradient_accumulation_steps": 2}])
+def test_rows_of_an_embedding_are_clipped_and_accumulated(trains_alike, options):
+    trains_alike(lambda: embedded(**options), 2, TOKENS, Y, batch_size=9)
+
+
+def test_a_model_that_was_compiled_for_a_loop_of_its_own(trains_alike):
+    def make():
+        model = dense()
+        model.compile(CrossReplicaOptimizer(keras.optimizers.SGD(0.05)), "mse")
+        return model
+
+    trains_alike(make, 2, X, Y, batch_size=9)
+
+
+@pytest.mark.parametrize("fn", [lambda x: tf.reshape(x, (-1, 1)), lambda x: tf.reduce_sum(x, 0, keepdims=True)])
+def test_predictions_that_are_no_rows_of_samples(alone_and_replicated, alike, fn):
+    def make():
+        return keras.Sequential([keras.Input((4,)), layers.Dense(2), layers.Lambda(fn)])
+
+    alone, model = alone_and_replicated(make, 2)
+    alike(model.predict(X, 9, verbose=0), alone.predict(X, 9, verbose=0))
+
+
+def test_tables_of_words_are_built_without_being_called():
+    vectorize = layers.TextVectorization(output_sequence_length=4)
+    vectorize.adapt(["a b", "c d"])
+    words = keras.Input((), dtype="string")
+    embedded = layers.GlobalAveragePooling1D()(layers.Embedding(20, 4)(vectorize(words)))
+    model = keras.Model(words, layers.Dense(1)(embedded))
+    model.compile("sgd", "mse")
+    text = tf.constant(["a b", "c", "d a"])
+    replicated = replicate_model(model, replicas=2)
+    replicated.fit(text, np.ones((3, 1)), batch_size=2, verbose=0)
+    np.testing.assert_allclose(replicated.predict(text, verbose=0), model.predict(text, verbose=0), rtol=1e-5)
+
+
+def test_sparse_inputs(both, is_tpu):
+    if is_tpu:
+        return  # XLA has no sparse tensors of unknown size
+    model = keras.Sequential([keras.Input((4,), sparse=True), layers.Dense(3)])
+    model.compile("sgd", "mse")
+    before = np.mean((X @ model.get_weights()[0] - Y) ** 2)
+    loss = replicate_model(model, strategy=both(2)).train_on_batch(tf.sparse.from_dense(X), Y)
+    assert loss == pytest.approx(before, rel=1e-5)
