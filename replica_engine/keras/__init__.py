@@ -2,7 +2,7 @@
 
 - `replicate`: `replicate_model`, the one line that a user writes.
 - `choice`: which strategy is faster for a model.
-- `model`: the replicated model, a second object of the same model.
+- `model`: the replicated model, a second object of the same model; `replicas`: what it has that the original has not.
 - `variables`: the variables that both have, and all replicas.
 - `share`: a replica's share of a batch, and what it counts for.
 - `steps`: one step of a replica; `on_threads` and `on_xla` run it on all of them, `compiling` says that it takes long.

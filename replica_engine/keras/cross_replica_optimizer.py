@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from replica_engine._compat import autograph
 from replica_engine.errors import OptimizerError
 from replica_engine.keras.optimizer import REDUCTIONS, apply_across_replicas
 
@@ -66,6 +67,7 @@ class CrossReplicaOptimizer(keras.optimizers.Optimizer):
         self._trainable_variables = list(variables)
         self.built = True
 
+    @autograph.artifact
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Reduces gradients over replicas and applies them.
 

@@ -8,24 +8,15 @@ original, whose class plain Keras knows.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from replica_engine._compat import keras_model
-from replica_engine.errors import OptimizerError, ReplicateError
-from replica_engine.keras.hooks import Hooks
-from replica_engine.keras.on_threads import OnThreads
-from replica_engine.keras.on_xla import OnXla
-from replica_engine.keras.variables import SharedVariables
-from replica_engine.replica import rows
+from replica_engine.keras.replicas import Replicas
 
 _RUN = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _WRITTEN_BY_THE_ORIGINAL = (
@@ -128,168 +119,3 @@ def _function(name: str) -> property:
         self.__dict__[f"{name}_function"] = value  # that of the original: compile() takes it away
 
     return property(get, put)
-
-
-_lock = threading.RLock()
-_inside: weakref.WeakKeyDictionary[Any, Replicas] = weakref.WeakKeyDictionary()  # by original, who is inside
-
-
-class Replicas:
-    """What a replicated model has that the original has not.
-
-    Args:
-        original: the original model.
-        model: the replicated one.
-        strategy: what it runs on.
-    """
-
-    def __init__(self, original: keras.Model, model: keras.Model, strategy: tf.distribute.Strategy):
-        self.original = original
-        self.strategy = strategy
-        self._model = model
-        self._variables = SharedVariables(original, strategy)
-        self._hooks = Hooks(original)
-        self._functions: Any = None
-        self._depth = 0
-        self._thread = 0
-        self._outer: Replicas | None = None
-        self._known: Any = None
-        self._steps: Any = None
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Inside, the model's variables are those of the replicas.
-
-        Several threads may be inside. Another replicated model of the same original, in a callback say, takes its turn:
-        this one leaves meanwhile.
-
-        Raises:
-            ReplicateError: that other one is on another thread, which cannot be made to leave.
-        """
-        with _lock:
-            self._enter()
-        try:
-            yield
-        finally:
-            with _lock:
-                self._exit()
-
-    def _enter(self) -> None:
-        current = _inside.get(self.original)
-        me = threading.get_ident()
-        if current is self:
-            self._depth += 1
-            if self._thread == me:
-                self._variables.reconcile()
-            return
-        if current is not None:
-            if current._thread != me:
-                raise ReplicateError.busy(self.original.name)
-            current._suspend()
-        self._outer, self._thread, self._depth = current, me, 1
-        try:
-            self._resume()
-        except BaseException:
-            if current is not None:
-                current._resume()
-            raise
-        _inside[self.original] = self
-
-    def _exit(self) -> None:
-        self._depth -= 1
-        if self._depth:
-            return
-        outer, self._outer = self._outer, None
-        try:
-            self._suspend()
-        finally:
-            if outer is None:
-                del _inside[self.original]
-            else:
-                _inside[self.original] = outer
-                outer._resume()
-
-    def _resume(self) -> None:
-        # What Keras traced for the original has the plain variables in it. Inside it is another function.
-        self._functions = keras_model.exchange_functions(self.original, self._functions)
-        self._variables.enter()
-        self._hooks.put()
-
-    def _suspend(self) -> None:
-        self._hooks.take_away()
-        try:
-            self._variables.leave()
-        finally:
-            self._functions = keras_model.exchange_functions(self.original, self._functions)
-
-    def let_go(self) -> None:
-        """Has what the original keeps refer to it, so that the replicated model can go when nobody else has it."""
-        history = vars(self.original).get("history")
-        if history is not None and history.model is self._model:
-            history.set_model(self.original)
-
-    def metrics_left(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, what replicas count in are plain variables, about to be set anew."""
-        return self._variables.metrics_left()
-
-    def train(self, iterator: Any) -> dict[str, Any]:
-        """Runs training steps on the next batches; Keras' `train_function`."""
-        return self._run("train_step", iterator)
-
-    def test(self, iterator: Any) -> dict[str, Any]:
-        """Runs test steps on the next batches; Keras' `test_function`."""
-        return self._run("test_step", iterator)
-
-    def predict(self, batches: list[Any]) -> Any:
-        """The outputs of some batches, as one; Keras' `predict_function`."""
-        outputs = [self._predict(rows.as_tensors(batch)) for batch in batches]
-        return outputs[0] if len(outputs) == 1 else rows.join(outputs)
-
-    def _run(self, name: str, iterator: Any) -> dict[str, Any]:
-        batches: list[Any] = []
-        failed: Exception | None = None
-        for _ in range(self._model.steps_per_execution):
-            try:
-                batches.append(rows.as_tensors(next(iterator)))
-            except (StopIteration, tf.errors.OutOfRangeError):
-                if not batches:
-                    raise
-                break
-            except Exception as error:  # the steps before it count, as they do one by one
-                failed = error
-                break
-        batches = [batch for batch in batches if rows.count(batch)]
-        logs = self._ready(batches[0]).step(name, batches) if batches else self._model.get_metrics_result()
-        if failed is not None:
-            raise failed
-        return logs
-
-    def _predict(self, batch: Any) -> Any:
-        total = rows.count(batch)
-        if total:
-            return self._ready(None).predict(batch)
-        outputs = self._ready(None).predict(rows.blank(batch))
-        return rows.take(outputs, 0, 0)
-
-    def _ready(self, batch: Any) -> OnThreads | OnXla:
-        """What runs steps, with all variables that they need; anew where the model has changed."""
-        if batch is not None and not keras_model.is_built(self._model):
-            with _lock:
-                self._suspend()
-                try:
-                    keras_model.build(self._model, batch)
-                finally:
-                    self._resume()
-        state = keras_model.state_of(self._model)
-        if self._known != state:
-            self._check_trainable()
-            kind = OnXla if hasattr(self.strategy.extended, "device_group") else OnThreads
-            self._steps = kind(self._model, self.strategy)
-            self._known = state
-        return self._steps
-
-    def _check_trainable(self) -> None:
-        optimizer = getattr(self._model, "optimizer", None)
-        unknown = [] if optimizer is None else keras_model.unknown_to(optimizer, self._model.trainable_variables)
-        if unknown:
-            raise OptimizerError.unknown_weights(sorted({variable.path.split("/")[-2] for variable in unknown}))

@@ -15,12 +15,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine._compat import distribute, keras_model
+from replica_engine._compat import autograph, distribute, keras_model
 from replica_engine.errors import OptimizerError
 
 REDUCTIONS = ("mean", "sum")
 
 
+@autograph.artifact
 def apply_across_replicas(
     optimizer: keras.optimizers.Optimizer,
     apply: Callable[..., Any],
@@ -53,6 +54,7 @@ class _Merge:
         self._variables = None if variables is None else list(variables)
         self._op = tf.distribute.ReduceOp[reduction.upper()]
 
+    @autograph.artifact
     def run(self, strategy: tf.distribute.Strategy, grads: list[Any]) -> None:
         """Runs in cross-replica context."""
         optimizer = self._optimizer
