@@ -1,4 +1,8 @@
-"""Both strategies, and short ways to say what nearly every test here says: as on one device."""
+"""Both strategies, and short ways to say what nearly every test here says: as on one device.
+
+Tracing and compiling take nearly all the time. So a claim is tested on both kinds of strategies where they differ in
+code, and else on one of them, with `pytest.mark.on("mirrored")` or `pytest.mark.on("tpu")`.
+"""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -56,9 +60,21 @@ class Pair:
         return [*model.variables, *model.optimizer.variables]
 
 
-@pytest.fixture(params=MAKERS, scope="module")
+def pytest_configure(config):
+    config.addinivalue_line("markers", "on(kind): run the test, or those of a module, on this kind of strategy only")
+
+
+def pytest_generate_tests(metafunc):
+    """Runs a test that takes `both` on each kind of strategy, or on the one that it is marked with."""
+    if "both" in metafunc.fixturenames:
+        marker = metafunc.definition.get_closest_marker("on")
+        kinds = [kind if kind in MAKERS else "mirrored" for kind in marker.args] if marker else list(MAKERS)
+        metafunc.parametrize("both", kinds, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def both(request):
-    """`both(size)`: a strategy of so many replicas; a test that takes it runs on each kind."""
+    """`both(size)`: a strategy of so many replicas; a test that takes it runs on each kind, or on that of its mark."""
     return MAKERS[request.param]
 
 
@@ -101,7 +117,7 @@ def trains_alike(alone_and_replicated):
 
     def trains_alike(make, size, x, y=None, close=None, **options):
         models = alone_and_replicated(make, size)
-        options = {"epochs": 2, "shuffle": False, "verbose": 0, **options}
+        options = {"shuffle": False, "verbose": 0, **options}
         expected, found = (model.fit(x, y, **options).history for model in models)
         _alike(found, expected, **(close or {}))
         expected, new = (model.get_weights() for model in models)

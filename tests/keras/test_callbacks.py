@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from keras import callbacks, layers
 
+pytestmark = pytest.mark.on("mirrored")
+
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(16, 4)).astype("float32")
 Y = RANDOM.integers(0, 3, size=16)

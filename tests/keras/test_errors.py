@@ -37,6 +37,7 @@ def test_a_model_without_variables_has_to_be_built_first(both, make):
     assert isinstance(raised.value, ReplicaEngineError)
 
 
+@pytest.mark.on("mirrored")
 def test_a_model_that_was_called_is_replicated(both):
     model = Subclassed()
     model(np.zeros((1, 4)))
@@ -111,6 +112,7 @@ def test_a_replicated_model_is_not_replicated_again(both):
         replicate_model(replicated, strategy=both(2))
 
 
+@pytest.mark.on("tpu")
 def test_a_batch_size_that_is_part_of_the_model_is_refused_for_more_than_one_replica(both):
     def fixed():
         model = keras.Sequential([keras.Input(batch_shape=(6, 4), name="pixels"), layers.Dense(1)])
@@ -127,6 +129,7 @@ def test_a_batch_size_that_is_part_of_the_model_is_refused_for_more_than_one_rep
     assert np.isfinite(one.train_on_batch(np.zeros((6, 4)), np.zeros((6, 1))))
 
 
+@pytest.mark.on("mirrored")
 def test_arrays_of_different_lengths_are_named_with_their_lengths(both):
     replicated = replicate_model(small(), strategy=both(2))
     x, y = np.zeros((6, 4), "float32"), np.zeros((5, 1), "float32")
@@ -139,6 +142,7 @@ def test_arrays_of_different_lengths_are_named_with_their_lengths(both):
     assert np.isfinite(replicated.train_on_batch(x[:5], y))
 
 
+@pytest.mark.on("mirrored")
 def test_inputs_of_a_wrong_shape_raise_what_keras_raises(both):
     model = small()
     replicated = replicate_model(model, strategy=both(2))

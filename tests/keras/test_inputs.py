@@ -6,6 +6,8 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
+pytestmark = pytest.mark.on("mirrored")  # where nothing else is said
+
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(18, 4)).astype("float32")
 Y = RANDOM.integers(0, 3, size=18)
@@ -99,7 +101,7 @@ def test_several_inputs_and_outputs_by_name(trains_alike, alike):
         outputs = {"kind": layers.Dense(3, name="kind")(joined), "size": layers.Dense(2, name="size")(joined)}
         model = keras.Model({"numbers": numbers, "words": words}, outputs)
         model.compile(
-            keras.optimizers.Adam(0.05),
+            keras.optimizers.SGD(0.1),
             {"kind": crossentropy(), "size": "mse"},
             loss_weights={"kind": 1.0, "size": 0.3},
             metrics={"kind": ["accuracy"], "size": ["mae"]},
@@ -116,6 +118,7 @@ def test_several_inputs_and_outputs_by_name(trains_alike, alike):
     alike(found, expected)
 
 
+@pytest.mark.on("tpu")
 def test_a_list_of_inputs_and_of_outputs(trains_alike, alike):
     def make():
         inputs = [keras.Input((4,)), keras.Input((2,))]
@@ -131,22 +134,33 @@ def test_a_list_of_inputs_and_of_outputs(trains_alike, alike):
 REDUCTIONS = ("sum_over_batch_size", "mean_with_sample_weight", "sum")
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_weighted_samples_count_as_much_as_on_one_device(trains_alike, reduction):
-    """However the loss is reduced; batches of 9, and a last one of 7 with 4 and 3 for each replica."""
+def reduced():
+    """Three models in one, each with another reduction of its loss."""
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, [layers.Dense(3, name=name)(inputs) for name in REDUCTIONS])
+    losses = [crossentropy(reduction=name) for name in REDUCTIONS]
+    model.compile(keras.optimizers.SGD(0.1), losses, weighted_metrics=[["accuracy"], [], []])
+    return model
 
-    def make():
-        return classifier(loss=crossentropy(reduction=reduction), weighted_metrics=["accuracy"])
 
-    trains_alike(make, 2, X[:16], Y[:16], batch_size=9, sample_weight=WEIGHTS[:16])
+@pytest.fixture(scope="module")
+def two_reduced(make_pair):
+    return make_pair(reduced, 2)
 
 
-def test_a_share_whose_weights_are_all_zero_counts_for_nothing(trains_alike):
-    weights = np.concatenate([WEIGHTS[:5], np.zeros(4, "float32")])
-    make = lambda: classifier(  # noqa: E731
-        loss=crossentropy(reduction="mean_with_sample_weight"), weighted_metrics=["accuracy"]
-    )
-    trains_alike(make, 2, X[:9], Y[:9], batch_size=9, sample_weight=weights)
+ALL_BUT_SOME = np.concatenate([WEIGHTS[:5], np.zeros(4, "float32")])
+
+
+@pytest.mark.on("mirrored", "tpu")
+@pytest.mark.parametrize("weights", [WEIGHTS[:9], ALL_BUT_SOME], ids=["random", "0 for one replica"])
+def test_weighted_samples_count_as_much_as_on_one_device(two_reduced, alike, weights):
+    """However the loss is reduced; batches of 9 are 5 and 4 for the replicas."""
+    two_reduced.restart()
+    options = {"batch_size": 9, "sample_weight": [np.tile(weights, 2)] * 3, "shuffle": False, "verbose": 0}
+    expected, found = (model.fit(X, [Y] * 3, **options).history for model in two_reduced.both)
+    assert {f"{name}_loss" for name in REDUCTIONS} < set(found)
+    alike(found, expected)
+    alike(two_reduced.replicated.get_weights(), two_reduced.alone.get_weights())
 
 
 def test_classes_have_weights(pair, alike):
@@ -166,4 +180,4 @@ def test_metrics_that_count_are_those_of_all_samples(trains_alike):
         return model
 
     y = (Y[:, None] > 0).astype("float32")
-    trains_alike(make, 2, X, y, batch_size=9, validation_data=(X[:9], y[:9]))
+    trains_alike(make, 2, X, y, batch_size=9)

@@ -1,7 +1,5 @@
 """Real data and real models: digits that are learned, and a network as people use it."""
 
-import functools
-
 import keras
 import numpy as np
 import pytest
@@ -35,25 +33,12 @@ def convolutional():
 
 
 def recurrent():
-    return compiled(layers.Reshape((8, 8)), layers.LSTM(24, unroll=True), rate=0.03)
+    return compiled(layers.Reshape((8, 8)), layers.LSTM(24), rate=0.03)
 
 
-@pytest.fixture(scope="module")
-def alone(digits):
-    """`alone(make)`: the losses and the score of a model on one device, trained once for both strategies."""
-
-    @functools.cache
-    def alone(make):
-        keras.utils.set_random_seed(1)
-        model = make()
-        return fit(model, digits), score(model, digits)
-
-    return alone
-
-
-def fit(model, digits):
+def fit(model, digits, epochs):
     """In batches of 127: 10 steps an epoch."""
-    options = {"batch_size": 127, "epochs": 8, "shuffle": False, "verbose": 0}
+    options = {"batch_size": 127, "epochs": epochs, "shuffle": False, "verbose": 0}
     return model.fit(digits.train_images[:1270], digits.train_labels[:1270], **options).history["loss"]
 
 
@@ -61,27 +46,63 @@ def score(model, digits):
     return model.evaluate(digits.test_images, digits.test_labels, 150, verbose=0)[1]
 
 
-@pytest.mark.parametrize("make", [dense, convolutional, recurrent])
-def test_digits_are_learned_by_four_replicas_as_by_one_device(both, digits, alone, make):
-    """Shares have 32, 32, 32 and 31 digits.
+@pytest.fixture
+def trained(both, digits):
+    """`trained(make, epochs)`: a model that was trained on one device, and the same on 2 replicas.
 
-    Over 80 steps the order of sums grows to a difference in the third digit, and of a digit or two of 450.
+    Shares have 64 and 63 digits. Over 80 steps the order of sums grows to a difference in the third digit, and of a
+    digit or two of 450.
     """
-    expected, expected_score = alone(make)
-    keras.utils.set_random_seed(1)
-    replicated = replicate_model(make(), strategy=both(4))
-    np.testing.assert_allclose(fit(replicated, digits), expected, rtol=2e-2)
-    found = score(replicated, digits)
-    assert found > 0.9
-    assert found == pytest.approx(expected_score, abs=0.01)
-    outputs = replicated.predict(digits.test_images, 150, verbose=0)
-    assert np.mean(outputs.argmax(1) == digits.test_labels) == pytest.approx(found, abs=1e-6)
+
+    def trained(make, epochs):
+        keras.utils.set_random_seed(1)
+        alone = make()
+        keras.utils.set_random_seed(1)
+        replicated = replicate_model(make(), strategy=both(2))
+        expected, losses = fit(alone, digits, epochs), fit(replicated, digits, epochs)
+        np.testing.assert_allclose(losses, expected, rtol=2e-2)
+        assert losses[-1] < 0.6 * losses[0]
+        return alone, replicated
+
+    return trained
+
+
+@pytest.fixture
+def learns(trained, digits):
+    """`learns(make)`: trains both, and returns the score."""
+
+    def learns(make):
+        alone, replicated = trained(make, 8)
+        found = score(replicated, digits)
+        assert found == pytest.approx(score(alone, digits), abs=0.01)
+        outputs = replicated.predict(digits.test_images, 150, verbose=0)
+        assert np.mean(outputs.argmax(1) == digits.test_labels) == pytest.approx(found, abs=1e-6)
+        return found
+
+    return learns
+
+
+@pytest.mark.on("tpu")
+def test_a_dense_model_learns_digits(learns):
+    assert learns(dense) > 0.9
+
+
+@pytest.mark.on("mirrored")
+def test_a_convolutional_model_learns_digits(learns):
+    assert learns(convolutional) > 0.9
+
+
+@pytest.mark.on("mirrored")
+def test_a_recurrent_model_trains_on_digits(trained):
+    trained(recurrent, 3)
 
 
 def test_a_mobile_net_takes_a_step():
-    """Of Keras' applications, with 52 batch normalizations. XLA takes minutes to compile it on CPU devices."""
+    """Half of one of Keras' applications, with 13 batch normalizations. XLA takes long to compile it on CPU."""
     keras.utils.set_random_seed(1)
-    model = keras.applications.MobileNetV2((32, 32, 3), alpha=0.35, weights=None, classes=4)
+    whole = keras.applications.MobileNet((32, 32, 3), alpha=0.25, weights=None, include_top=False)
+    features = layers.GlobalAveragePooling2D()(whole.get_layer("conv_pw_6_relu").output)
+    model = keras.Model(whole.input, layers.Dense(4, "softmax")(features))
     model.compile(keras.optimizers.SGD(0.01), "sparse_categorical_crossentropy")
     replicated = replicate_model(model, strategy=MirroredStrategy(logical_devices(2)))
     random = np.random.default_rng(0)
@@ -90,4 +111,4 @@ def test_a_mobile_net_takes_a_step():
     assert np.isfinite(replicated.train_on_batch(x, y))
     after = model.get_weights()
     assert all(np.isfinite(weight).all() for weight in after)
-    assert sum(not np.array_equal(one, other) for one, other in zip(after, before, strict=True)) > 200
+    assert sum(not np.array_equal(one, other) for one, other in zip(after, before, strict=True)) > 60

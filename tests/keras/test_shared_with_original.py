@@ -13,6 +13,8 @@ from keras import layers
 from replica_engine.errors import OptimizerError
 from replica_engine.keras import replicate_model
 
+pytestmark = pytest.mark.on("mirrored")  # where nothing else is said
+
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(16, 4)).astype("float32")
 Y = RANDOM.integers(0, 3, size=16)
@@ -24,7 +26,7 @@ def crossentropy():
 
 def classifier():
     model = keras.Sequential([keras.Input((4,)), layers.Dense(4, "tanh", name="first"), layers.Dense(3, name="last")])
-    model.compile(keras.optimizers.Adam(0.05), crossentropy(), metrics=["accuracy"])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), crossentropy(), metrics=["accuracy"])
     return model
 
 
@@ -58,17 +60,19 @@ def test_they_are_one_model_of_one_class(pair):
     assert replicated.input_shape == (None, 4)
 
 
+@pytest.mark.on("mirrored", "tpu")
 def test_training_goes_on_from_either_to_the_other(pair, alike):
     """Alternately, several times, with the state of the optimizer: as one model that was trained all along."""
-    for model in (pair.replicated, pair.original, pair.original, pair.replicated, pair.original):
+    for model in (pair.replicated, pair.original, pair.replicated):
         alike(fit(model), fit(pair.alone))
         for each in (pair.original, pair.replicated):
             alike(each.get_weights(), pair.alone.get_weights())
-        alike(pair.replicated.predict(X[:6], verbose=0), pair.alone(X[:6]).numpy())
+        alike(pair.replicated.predict(X[:8], verbose=0), pair.alone(X[:8]).numpy())
         alike(pair.replicated.evaluate(X, Y, 8, verbose=0), pair.alone.evaluate(X, Y, 8, verbose=0))
-    assert int(pair.original.optimizer.iterations.numpy()) == 10
+    assert int(pair.original.optimizer.iterations.numpy()) == 6
 
 
+@pytest.mark.on("mirrored", "tpu")
 def test_weights_that_are_set_on_either_count_for_the_other(pair, tmp_path, alike):
     zeros = [np.zeros_like(weight) for weight in pair.original.get_weights()]
     ones = [np.ones_like(weight) for weight in zeros]
@@ -76,11 +80,11 @@ def test_weights_that_are_set_on_either_count_for_the_other(pair, tmp_path, alik
         for weights in (zeros, ones):
             writer.set_weights(weights)
             alike(reader.get_weights(), weights)
-            alike(reader.predict(X[:6], verbose=0), np.asarray(writer(X[:6])))
+            alike(reader.predict(X[:8], verbose=0), np.asarray(writer(X[:8])))
         writer.save_weights(tmp_path / "one.weights.h5")
         writer.set_weights(zeros)
         reader.load_weights(tmp_path / "one.weights.h5")
-        alike(writer.predict(X[:6], verbose=0), np.asarray(reader(X[:6])))
+        alike(writer.predict(X[:8], verbose=0), np.asarray(reader(X[:8])))
         assert np.array_equal(writer.get_weights()[0], ones[0])
         writer.layers[-1].bias.assign([1.0, 2.0, 3.0])
         writer.layers[-1].kernel.assign(zeros[2])
@@ -116,7 +120,7 @@ def test_copies_are_plain_models(pair, alike):
         assert type(made) is keras.Sequential
         assert made.layers[0] is not pair.original.layers[0]
         made.set_weights(pair.original.get_weights())
-        alike(made.predict(X[:6], verbose=0), pair.replicated.predict(X[:6], verbose=0))
+        alike(made.predict(X[:8], verbose=0), pair.replicated.predict(X[:8], verbose=0))
 
 
 def test_a_copy_keeps_the_weights_and_goes_its_own_way(pair):
@@ -159,7 +163,7 @@ def test_a_model_may_be_compiled_after_it_is_replicated(both):
     with pytest.raises(ValueError, match="compile"):
         replicated.fit(X, Y, verbose=0)
     model.compile("sgd", crossentropy())
-    assert fit(replicated, 2)["loss"][1] < 10.0
+    assert fit(replicated)["loss"][0] < 10.0
 
 
 def test_a_frozen_layer_stays_from_the_next_call_on(fresh):
@@ -186,20 +190,21 @@ def test_a_layer_that_the_optimizer_does_not_know_is_named(fresh):
     with pytest.raises(OptimizerError, match=r"weights of first became trainable.*Call compile\(\) again"):
         fit(replicated)
     assert all(np.array_equal(one, other) for one, other in zip(original.get_weights(), before, strict=True))
-    original.compile(keras.optimizers.Adam(0.05), crossentropy())
+    original.compile(keras.optimizers.SGD(0.1), crossentropy())
     fit(replicated)
     assert not np.array_equal(first.get_weights()[0], before[0])
 
 
+@pytest.mark.on("mirrored", "tpu")
 def test_a_replicated_model_that_nobody_has_takes_its_threads_with_it(both, alike):
     """The original stays, trained; that threads go is looked at after every test."""
     original = classifier()
     replicated = replicate_model(original, strategy=both(2))
     fit(replicated)
-    outputs = replicated.predict(X[:6], verbose=0)
+    outputs = replicated.predict(X[:8], verbose=0)
     strategy = weakref.ref(replicated.strategy)
     del replicated
     gc.collect()
     assert strategy() is None
-    alike(np.asarray(original(X[:6])), outputs)
+    alike(np.asarray(original(X[:8])), outputs)
     assert np.isfinite(original.train_on_batch(X, Y)).all()
