@@ -1,6 +1,7 @@
 """What a user is told: which strategy was chosen, what is compiled, how long it takes, which layer is to blame."""
 
-import time
+import logging
+import threading
 
 import keras
 import numpy as np
@@ -56,16 +57,28 @@ def test_compile_frozen_layers_and_another_optimizer_are_noticed(both, caplog):
 
 
 def test_a_long_compilation_says_that_it_goes_on(both, caplog, monkeypatch):
+    """The layer is traced until somebody has been told that it takes long."""
+    told = threading.Event()
+
     class Slow(keras.layers.Layer):
         def call(self, x):
-            if tf.distribute.in_cross_replica_context() or not tf.executing_eagerly():
-                time.sleep(0.3)  # the work that is slow is what is tested
+            if tf.distribute.has_strategy():
+                assert told.wait(20)
             return x
+
+    class Told(logging.Handler):
+        def emit(self, record):
+            told.set()
 
     model = replicate_model(small(Slow()), strategy=both(2))
     monkeypatch.setattr(compiling, "PROGRESS_EVERY", 0.1)
-    with caplog.at_level("WARNING", "replica_engine"):
-        model.fit(X, X[:, :1], 8, verbose=0)
+    logger, handler = logging.getLogger("replica_engine"), Told(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        with caplog.at_level("WARNING", "replica_engine"):
+            model.fit(X, X[:, :1], 8, verbose=0)
+    finally:
+        logger.removeHandler(handler)
     assert "still compiling train_step of 'small' for 2 replicas" in of_level(caplog, "WARNING")[0]
 
 

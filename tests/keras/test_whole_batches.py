@@ -96,6 +96,10 @@ def test_a_model_comes_to_what_it_does_on_one_device(trains_alike, name):
     trains_alike(MADE[name], 2, X, Y, batch_size=9)
 
 
+def test_fewer_samples_than_replicas_count_once(trains_alike):
+    trains_alike(lambda: dense(metrics=["mae"]), 4, X[:3], Y[:3])
+
+
 @pytest.mark.parametrize("options", [{"global_clipnorm": 0.1}, {"gradient_accumulation_steps": 2}])
 def test_rows_of_an_embedding_are_clipped_and_accumulated(trains_alike, options):
     trains_alike(lambda: embedded(**options), 2, TOKENS, Y, batch_size=9)
