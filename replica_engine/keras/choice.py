@@ -8,7 +8,6 @@ import tensorflow as tf
 from replica_engine._compat import keras_model
 from replica_engine.errors import BackendMissingError, ReplicateError
 from replica_engine.strategies import MirroredStrategy
-from replica_engine.strategies.tpu import TPUStrategy
 
 _SLOW_IN_XLA_ON_CPU = (
     keras.layers.Conv1D,
@@ -40,7 +39,7 @@ def choose(model: keras.Model, replicas: int | None) -> tuple[tf.distribute.Stra
     unsupported = [layer.name for layer in layers if not layer.supports_jit]
     convolutions = [layer.name for layer in layers if isinstance(layer, _SLOW_IN_XLA_ON_CPU)]
     if not unsupported and _has_tpus():
-        return TPUStrategy(num_cores=replicas), "it is what TPUs run"
+        return _compiled(replicas), "it is what TPUs run"
     if unsupported:
         reason = f"XLA cannot compile the layer {unsupported[0]!r}"
     elif gpus:
@@ -49,12 +48,18 @@ def choose(model: keras.Model, replicas: int | None) -> tuple[tf.distribute.Stra
         reason = f"XLA is slow at convolutions on CPU, such as {convolutions[0]!r}"
     else:
         try:
-            return TPUStrategy(num_cores=replicas), "a step that XLA compiles as a whole is faster"
+            return _compiled(replicas), "a step that XLA compiles as a whole is faster"
         except BackendMissingError:
             reason = "TPUStrategy needs jax: pip install 'replica_engine[xla]'"
     if not can_mirror:
         raise ReplicateError.too_few_devices(replicas or 1, kind, len(mirrored))
     return MirroredStrategy(mirrored[:replicas]), reason
+
+
+def _compiled(replicas: int | None) -> tf.distribute.Strategy:
+    from replica_engine.strategies.tpu import TPUStrategy  # not above: without jax it cannot be imported
+
+    return TPUStrategy(num_cores=replicas)
 
 
 def _has_tpus() -> bool:

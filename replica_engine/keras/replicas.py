@@ -22,7 +22,6 @@ from replica_engine._compat import keras_model
 from replica_engine.errors import OptimizerError, ReplicateError
 from replica_engine.keras.hooks import Hooks
 from replica_engine.keras.on_threads import OnThreads
-from replica_engine.keras.on_xla import OnXla
 from replica_engine.keras.variables import SharedVariables
 from replica_engine.replica import rows
 
@@ -167,7 +166,7 @@ class Replicas:
         outputs = self._ready(None).predict(rows.blank(batch))
         return rows.take(outputs, 0, 0)
 
-    def _ready(self, batch: Any) -> OnThreads | OnXla:
+    def _ready(self, batch: Any) -> Any:
         """What runs steps, with all variables that they need; anew where the model has changed."""
         if batch is not None and not keras_model.is_built(self._model):
             with _lock:
@@ -179,10 +178,16 @@ class Replicas:
         state = keras_model.state_of(self._model)
         if self._known != state:
             self._check_trainable()
-            kind = OnXla if hasattr(self.strategy.extended, "device_group") else OnThreads
-            self._steps = kind(self._model, self.strategy)
+            self._steps = self._make_steps()
             self._known = state
         return self._steps
+
+    def _make_steps(self) -> Any:
+        if not hasattr(self.strategy.extended, "device_group"):
+            return OnThreads(self._model, self.strategy)
+        from replica_engine.keras.on_xla import OnXla  # not above: without jax there is no xla
+
+        return OnXla(self._model, self.strategy)
 
     def _check_trainable(self) -> None:
         optimizer = getattr(self._model, "optimizer", None)

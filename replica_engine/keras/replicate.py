@@ -15,7 +15,6 @@ from replica_engine.keras.choice import choose
 from replica_engine.keras.losses import extend_keras
 from replica_engine.keras.model import is_replicated, replicated
 from replica_engine.strategies import MirroredStrategy
-from replica_engine.strategies.tpu import TPUStrategy
 
 _logger = logging.getLogger("replica_engine")
 
@@ -66,7 +65,7 @@ def replicate_model(
             type(strategy).__name__,
             reason,
         )
-    elif not isinstance(strategy, (MirroredStrategy, TPUStrategy)):
+    elif not isinstance(strategy, MirroredStrategy) and not _is_compiled(strategy):
         raise ReplicateError.bad_strategy(strategy)
     present = strategy.num_replicas_in_sync
     if count is not None and count != present:
@@ -74,6 +73,11 @@ def replicate_model(
     _check_inputs(model, present)
     extend_keras()
     return replicated(model, strategy)
+
+
+def _is_compiled(strategy: Any) -> bool:
+    """Whether it is a TPUStrategy; without jax there is no such class to ask for."""
+    return isinstance(strategy, tf.distribute.Strategy) and hasattr(strategy.extended, "device_group")
 
 
 def _check(model: Any) -> None:

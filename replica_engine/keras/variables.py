@@ -20,8 +20,7 @@ import keras
 import tensorflow as tf
 
 from replica_engine._compat import distribute, keras_model
-from replica_engine.strategies.tpu_variables import SEED_STEP
-from replica_engine.xla.host_variable import HostVariable
+from replica_engine.replica.variables import SEED_STEP
 
 
 class SharedVariables:
@@ -142,21 +141,26 @@ class _Shared:
         self._components = list({id(value): value for value in self._distributed._values}.values())
         self._is_component = self._components[0] is self.plain
         self.on_read = isinstance(self._distributed, distribute.SyncOnReadVariable)
-        self.resident = HostVariable.resident(self.plain) if self._is_component else None
+        self._on_host: Any = None
+        self.resident = None
+        if self._is_component and hasattr(strategy.extended, "device_group"):
+            from replica_engine.xla.host_variable import HostVariable  # not above: without jax there is no xla
+
+            self._on_host, self.resident = HostVariable, HostVariable.resident(self.plain)
 
     def put_distributed(self) -> None:
         """Puts the distributed variable in place."""
         if self._is_component:
             keras_model.contain(self.plain, self._distributed)
-        if self.resident is not None and not isinstance(self.plain, HostVariable):
-            HostVariable.adopt(self.plain, *self.resident)
+        if self.resident is not None and not isinstance(self.plain, self._on_host):
+            self._on_host.adopt(self.plain, *self.resident)
         keras_model.put_underneath(self._variable, self._distributed)
 
     def put_plain(self) -> None:
         """Puts the plain variable back."""
         keras_model.contain(self.plain, None)
         if self.resident is not None:
-            HostVariable.release(self.plain)
+            self._on_host.release(self.plain)
         keras_model.put_underneath(self._variable, self.plain)
 
     def spread(self) -> None:

@@ -15,12 +15,11 @@ import tensorflow as tf
 from replica_engine._compat import distribute, variables
 from replica_engine.errors import VariableCreationError
 from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.replica.variables import SEED_STEP
 from replica_engine.xla.host_variable import HostVariable
 from replica_engine.xla.resident import Resident, Spread
 
 _KERAS_SEED = "seed_generator_state"
-SEED_STEP = 0x9E3779B9
-"""Between the seeds of neighbouring replicas: 2**32 / golden ratio, so that they are far apart."""
 
 
 class _Resident:

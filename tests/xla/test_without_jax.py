@@ -21,6 +21,15 @@ WITHOUT = """
     strategy = replica_engine.MirroredStrategy(["CPU:0"])
     assert int(strategy.run(lambda x: x + 1, args=(1,))) == 2
 
+    import keras
+    import numpy as np
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    replicated = replica_engine.keras.replicate_model(model)
+    assert isinstance(replicated.strategy, replica_engine.MirroredStrategy)
+    assert np.isfinite(replicated.train_on_batch(np.ones((3, 2)), np.ones((3, 1))))
+
     def use_strategy():
         replica_engine.TPUStrategy(num_cores=2)
 
