@@ -37,6 +37,7 @@ def _no_tuning():
 _no_tuning()
 
 SIZES = (1, 4)  # 2 where a test asks for it: the suite has 6 minutes
+OF_ANY_SIZE = ("test_run", "test_merge_call", "test_collectives", "test_uneven_batches", "test_cross_replica_optimizer")
 FORMS = ("eager", "run-in-function", "function-in-run")
 
 
@@ -89,7 +90,7 @@ def pytest_generate_tests(metafunc):
     if "strategy" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("replicas")
         rows = [
-            (name, size) for name in _names(metafunc) for size in (marker.args if marker else STRATEGIES[name].sizes)
+            (name, size) for name in _names(metafunc) for size in (marker.args if marker else _sizes(metafunc, name))
         ]
         if "run" in metafunc.fixturenames:
             both = [(row, form) for row in rows for form in STRATEGIES[row[0]].forms]
@@ -99,6 +100,12 @@ def pytest_generate_tests(metafunc):
             metafunc.parametrize("strategy", rows, ids=[f"{name}-{size}" for name, size in rows], indirect=True)
     if "make_strategy" in metafunc.fixturenames:
         metafunc.parametrize("make_strategy", _names(metafunc), indirect=True)
+
+
+def _sizes(metafunc, name):
+    """All sizes of a strategy where they are what a module is about; the largest elsewhere, which saves a minute."""
+    sizes = STRATEGIES[name].sizes
+    return sizes if metafunc.module.__name__.rpartition(".")[2] in OF_ANY_SIZE else sizes[-1:]
 
 
 def _names(metafunc):
