@@ -26,6 +26,16 @@ _SLOW_IN_XLA_ON_CPU = (
 )
 
 
+_FAST_IN_XLA = (
+    keras.layers.RNN,
+    keras.layers.Bidirectional,
+    keras.layers.Attention,
+    keras.layers.AdditiveAttention,
+    keras.layers.GroupQueryAttention,
+    keras.layers.MultiHeadAttention,
+)
+
+
 def choose(model: keras.Model, replicas: int | None) -> tuple[tf.distribute.Strategy, str]:
     """The strategy for a model, and why.
 
@@ -38,6 +48,7 @@ def choose(model: keras.Model, replicas: int | None) -> tuple[tf.distribute.Stra
     layers = keras_model.layers_of(model)
     unsupported = [layer.name for layer in layers if not layer.supports_jit]
     convolutions = [layer.name for layer in layers if isinstance(layer, _SLOW_IN_XLA_ON_CPU)]
+    fused = [layer.name for layer in layers if isinstance(layer, _FAST_IN_XLA)]
     if not unsupported and _has_tpus():
         return _compiled(replicas), "it is what TPUs run"
     if unsupported:
@@ -46,9 +57,12 @@ def choose(model: keras.Model, replicas: int | None) -> tuple[tf.distribute.Stra
         reason = "TensorFlow has GPUs, and runs on them directly"
     elif convolutions and can_mirror and len(cpus) > 1:
         reason = f"XLA is slow at convolutions on CPU, such as {convolutions[0]!r}"
+    elif not fused and can_mirror and len(cpus) > 1:
+        reason = "XLA wins nothing on CPU where a step is matrix products for the most part"
     else:
+        why = f"XLA is fast at layers such as {fused[0]!r}" if fused else "it makes its own CPU devices"
         try:
-            return _compiled(replicas), "a step that XLA compiles as a whole is faster"
+            return _compiled(replicas), why
         except BackendMissingError:
             reason = "TPUStrategy needs jax: pip install 'replica_engine[xla]'"
     if not can_mirror:

@@ -110,12 +110,22 @@ class TestTheDefault:
 
         return reason
 
-    def test_is_xla_for_most_models(self, reason):
-        kind, message = reason(small())
+    def test_is_xla_for_recurrent_layers(self, reason):
+        kind, message = reason(small(keras.layers.Reshape((4, 1)), keras.layers.LSTM(2, name="memory")))
         assert kind is replica_engine.TPUStrategy
         assert message == (
-            "replicate_model: 'small' on 2 replicas of TPUStrategy: a step that XLA compiles as a whole is faster"
+            "replicate_model: 'small' on 2 replicas of TPUStrategy: XLA is fast at layers such as 'memory'"
         )
+
+    def test_is_threads_for_matrix_products(self, reason):
+        kind, message = reason(small())
+        assert kind is replica_engine.MirroredStrategy
+        assert "XLA wins nothing on CPU" in message
+
+    def test_is_xla_where_tensorflow_has_too_few_devices(self, reason):
+        kind, message = reason(small(), replicas=9)
+        assert kind is replica_engine.TPUStrategy
+        assert "it makes its own CPU devices" in message
 
     def test_is_threads_for_convolutions(self, reason):
         reshape, flatten = keras.layers.Reshape((4, 1)), keras.layers.Flatten()
@@ -131,6 +141,5 @@ class TestTheDefault:
         assert "XLA cannot compile the layer 'words'" in message
 
     def test_takes_all_devices(self):
-        assert (
-            replicate_model(small()).strategy.num_replicas_in_sync == replica_engine.TPUStrategy().num_replicas_in_sync
-        )
+        everything = len(tf.config.list_logical_devices("CPU"))
+        assert replicate_model(small()).strategy.num_replicas_in_sync == everything
