@@ -3,7 +3,8 @@
 #   make demo     train a model on 4 replicas           REPLICAS=4 EPOCHS=5 STRATEGY=mirrored (or tpu)
 #   make test     all tests                             ARGS="-k collectives"
 #   make lint     ruff, mypy, import order
-#   make bench    the benchmarks
+#   make bench    the benchmarks                     ARGS="--quick" or ARGS="--only eager_run,launch"
+#   make soak     faults and load, half an hour         SOAK="--injections 1000 --only faults"
 #   make docs     the documentation, into site/
 #   make wheel    build the wheel, and import it from an empty environment
 #   make clean    remove .venv and everything built
@@ -13,13 +14,14 @@ REPLICAS ?= 4
 EPOCHS ?= 5
 STRATEGY ?= mirrored
 ARGS ?=
+SOAK ?= --report
 
 VENV := .venv
 BIN := $(VENV)/bin
 # Where pip runs this often, its version check and cache talk are noise.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help demo test lint format bench docs wheel clean
+.PHONY: help demo test lint format bench soak docs wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -58,13 +60,11 @@ format: $(VENV)/.extras-lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.extras-demo$(COMMA)xla
-	$(BIN)/python -m benchmarks.eager_run $(ARGS)
-	$(BIN)/python -m benchmarks.train_step $(ARGS)
-	$(BIN)/python -m benchmarks.first_step $(ARGS)
-	$(BIN)/python -m benchmarks.host_call $(ARGS)
-	$(BIN)/python -m benchmarks.device_loop $(ARGS)
-	$(BIN)/python -m benchmarks.keras_fit $(ARGS)
+bench: $(VENV)/.extras-demo$(COMMA)xla$(COMMA)plot
+	$(BIN)/python -m benchmarks $(ARGS)
+
+soak: $(VENV)/.extras-test
+	$(BIN)/python -m soak $(SOAK)
 
 docs: $(VENV)/.extras-docs
 	$(BIN)/mkdocs build --strict --quiet

@@ -1,34 +1,29 @@
 """What a training step costs with many steps in one launch, beside one launch a step, and JAX in the same process.
 
-    python -m benchmarks.device_loop [--models linear,mlp] [--steps 1,10,100] [--replicas 2] [--repeats 7]
-        [--seconds 5] [--json out.json]
+    python -m benchmarks.device_loop [--models linear,mlp] [--steps 1,10,100] [--replicas 2] [--repeats 7] [--quick]
+        [--json out.json]
 
 `run_steps`, and `run` in a Python loop, get the same inputs: NumPy arrays, of which a generator hands out a few in
 turn, or batches of a distributed data set. JAX's `fori_loop` goes over batches that lie on the devices before the
 clock starts, so it waits for no input: it is the limit. Fed as `run_steps` is, it gets NumPy arrays by an ordered
 `io_callback`. All replicas see the same batches, which is what plain arrays mean to a strategy. All start from the
-same weights, and after the first launch their losses must agree, or there is nothing to compare. Repeats are
-interleaved (A, B, C, A, B, C, ...), so that a change in the machine's speed meets all; ratios are medians over
-repeats. After `--seconds` a row begins no more repeats, but it has at least two.
+same weights, and after the first launch their losses must agree, or there is nothing to compare.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
-import json
-import platform
-import statistics
-import sys
-import time
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from benchmarks import command
+from benchmarks.measure import Row, interleaved, milliseconds, same
 from benchmarks.models import BATCHES, MODELS, JaxOps, Model, Ops, TensorFlowOps
-from benchmarks.train_step import TOLERANCE, check_same, ratio
+from benchmarks.train_step import TOLERANCE
 
 AT_LEAST = 20
 """Steps that are timed together, in as many launches as they take."""
@@ -36,8 +31,8 @@ AT_LEAST = 20
 FED, LIMIT = "JAX, NumPy", "JAX"
 """Names of JAX with and without inputs."""
 
-STEPS = {"linear": "1,10,100,1000", "mlp": "1,10,100"}
-"""Steps in a launch, of each model, if the command line says nothing."""
+MOST = {"linear": 1000, "mlp": 100}
+"""Steps in a launch of each model at most: more take long, and say nothing new."""
 
 
 def _linear(ops: Ops, weights: Sequence[Any], x: Any, labels: Any) -> Any:
@@ -202,82 +197,42 @@ INPUTS = {"NumPy": numpy_batches, "tf.data": distributed_batches}
 """Where batches come from, by name."""
 
 
-def milliseconds(contender: Contender, launches: int) -> float:
+def per_step(contender: Contender) -> float:
     """Milliseconds a step."""
-    begin = time.perf_counter()
-    contender.train(launches)
-    return (time.perf_counter() - begin) / (launches * contender.launch) * 1e3
+    launches = -(-AT_LEAST // contender.launch)
+    return milliseconds(lambda: contender.train(launches)) / (launches * contender.launch)
 
 
-def measure(contenders: Sequence[Contender], repeats: int, limit: float) -> list[dict[str, Any]]:
-    """Trains with each, and times them in turn.
-
-    Returns:
-        For each its loss after the first steps, and milliseconds a step of each repeat.
-
-    Raises:
-        SystemExit: their losses differ.
-    """
-    most = max(contender.launch for contender in contenders)
-    losses = {each.name: each.mean(each.train(most // each.launch)) for each in contenders}
-    check_same(losses)
-    taken: dict[str, list[float]] = {name: [] for name in losses}
-    gc.collect()
-    end = time.perf_counter() + limit
-    for done in range(repeats):
-        if done >= 2 and time.perf_counter() > end:
-            break
-        for each in contenders:
-            taken[each.name].append(milliseconds(each, -(-AT_LEAST // each.launch)))
-    return [
-        {"contender": each.name, "peer": each.peer, "loss": losses[each.name], "ms": taken[each.name]}
-        for each in contenders
-    ]
-
-
-def print_rows(model: str, launch: int, rows: list[dict[str, Any]]) -> None:
-    """A part of the table."""
-    taken = {row["contender"]: row["ms"] for row in rows}
-    for row in rows:
-        mine = row["ms"]
-        figures = f"{statistics.median(mine):.3f} | {min(mine):.3f}-{max(mine):.3f}"
-        ratios = [f"{ratio(mine, taken[peer]):.2f}" if peer else "" for peer in (row["peer"], FED, LIMIT)]
-        print(f"| {model} | {launch} | {row['contender']} | {figures} | {' | '.join(ratios)} | {row['loss']:.6f} |")
-    sys.stdout.flush()
-
-
-def main() -> None:
-    """Measures, and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="linear,mlp", help="which (default %(default)s)")
-    parser.add_argument("--steps", help=f"steps in a launch (default {STEPS})")
-    parser.add_argument("--replicas", type=int, default=2, help="how many (default %(default)s)")
-    parser.add_argument("--repeats", type=int, default=7, help="interleaved repeats (default %(default)s)")
-    parser.add_argument("--seconds", type=float, default=5, help="for the repeats of a row (default %(default)s)")
-    parser.add_argument("--json", help="write the figures to this file as well")
-    flags = parser.parse_args()
-
-    # After the flags are read: importing the frameworks takes seconds.
+def measure(flags: argparse.Namespace) -> Iterator[Row]:
+    """A row for `run_steps` with each kind of input, model and number of steps."""
     from benchmarks.contenders import start
 
     start(flags.replicas)
-    import jax
-    import tensorflow as tf
-
-    versions = f"Python {platform.python_version()}, TensorFlow {tf.__version__}, jax {jax.__version__}"
-    print(f"{platform.machine()}, {versions}; {flags.replicas} replicas; losses equal to {TOLERANCE:g}")
-    print("| model | steps a launch | | ms a step | spread | to run | to JAX, NumPy | to JAX | loss |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    table = []
-    for name in flags.models.split(","):
-        for launch in map(int, (flags.steps or STEPS[name]).split(",")):
-            rows = measure(contenders(TRAINED[name], flags.replicas, launch), flags.repeats, flags.seconds)
-            print_rows(name, launch, rows)
-            table += [{"model": name, "replicas": flags.replicas, "launch": launch, **row} for row in rows]
-    if flags.json:
-        with open(flags.json, "w") as file:
-            json.dump({"versions": versions, "rows": table}, file, indent=1)
+    for name in flags.models:
+        for launch in [steps for steps in flags.steps if steps <= MOST[name]]:
+            every = contenders(TRAINED[name], flags.replicas, launch)
+            losses = {each.name: each.mean(each.train(launch // each.launch)) for each in every}
+            check = same(f"loss after {launch} steps", losses, TOLERANCE)
+            figures = interleaved({each.name: functools.partial(per_step, each) for each in every}, flags.repeats)
+            for each in every:
+                if each.peer not in (None, each.name):
+                    yield Row(
+                        "device_loop",
+                        f"{name}, {launch} a launch",
+                        {who: figures[who] for who in (each.name, each.peer, FED, LIMIT)},
+                        unit="ms a step",
+                        replicas=flags.replicas,
+                        check=check,
+                    )
 
 
 if __name__ == "__main__":
-    main()
+    command.main(
+        __doc__,
+        measure,
+        command.Option("models", "linear,mlp", "linear", "which", command.names),
+        command.Option(
+            "steps", "1,10,100,1000", "1,10", f"steps in a launch, of a model at most {MOST}", command.numbers
+        ),
+        command.Option("replicas", "2", "2", "how many"),
+    )

@@ -1,118 +1,141 @@
 """What one eager `strategy.run` costs, beside tf.distribute.MirroredStrategy in the same process.
 
-    python -m benchmarks.eager_run [--repeats 7] [--runs 100] [--json out.json]
+    python -m benchmarks.eager_run [--replicas 2,4,8] [--runs 100] [--repeats 7] [--quick] [--json out.json]
 
-Bodies that do next to nothing, on logical CPU devices, so that the cost is the engine's. Repeats are
-interleaved (ours, theirs, ours, ...), so that a change in the machine's speed meets both. tf.distribute is
-given its quickest all-reduce for CPUs; its default one, a ring of collectives, can hang in eager mode. The
-last row of a size is the limit: N + 1 bare hand-overs between threads, which is what a round takes at least.
+Bodies that do next to nothing, on logical CPU devices, so that the cost is the engine's. tf.distribute is given its
+quickest all-reduce for CPUs; its default one, a ring of collectives, can hang in eager mode. The other peer is the
+limit: N + 1 bare hand-overs between threads, which is what a round takes at least.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import statistics
-import time
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
-import tensorflow as tf
+from benchmarks import command
+from benchmarks.measure import Row, WrongResult, interleaved, milliseconds
 
-import replica_engine
-from replica_engine.engine.event import Event
-from replica_engine.engine.thread import ReplicaThread
-from replica_engine.testing import logical_devices
+TARGET = {"tf.distribute": 0.20}
 
-SIZES = (2, 4, 8)
+WARM_UP = 10
+"""Runs before the clock starts."""
 
 
-def empty() -> None:
+def empty(_: Any) -> None:
     """Nothing."""
 
 
-def one_merge_call() -> None:
+def one_merge_call(_: Any) -> None:
     """One merge call of nothing."""
+    import tensorflow as tf
+
     tf.distribute.get_replica_context().merge_call(lambda strategy: None)
 
 
-def four_all_reduces() -> tf.Tensor:
+def four_all_reduces(value: Any) -> Any:
     """Four all-reduces of 1 KiB."""
+    import tensorflow as tf
+
     context = tf.distribute.get_replica_context()
-    value = tf.fill([256], tf.cast(context.replica_id_in_sync_group, tf.float32))
     for _ in range(4):
         value = context.all_reduce("MEAN", value)
     return value
 
 
-def hand_overs(n: int, runs: int) -> float:
+BODIES = {"empty": empty, "one merge call": one_merge_call, "four all-reduces of 1 KB": four_all_reduces}
+"""By name. They take a value that lies ready on each replica, so that none has ops of its own."""
+
+
+def ready(strategy: Any) -> Any:
+    """What the bodies take: 1 KiB, another on each replica."""
+    import tensorflow as tf
+
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: tf.fill([256], float(context.replica_id_in_sync_group))
+    )
+
+
+def strategies(replicas: int) -> tuple[Any, Any]:
+    """Ours, and TensorFlow's with the all-reduce that is quickest here."""
+    import tensorflow as tf
+
+    import replica_engine
+
+    devices = replica_engine.testing.logical_devices(replicas)
+    theirs = tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
+    return replica_engine.MirroredStrategy(devices), theirs
+
+
+def check_same(ours: Any, theirs: Any, body: Callable[[Any], Any] = four_all_reduces) -> str:
+    """Says that both compute the same of a body.
+
+    Raises:
+        WrongResult: they do not.
+    """
+    results = [
+        [value.numpy() for value in strategy.experimental_local_results(strategy.run(body, args=(ready(strategy),)))]
+        for strategy in (ours, theirs)
+    ]
+    if any((one != other).any() for one, other in zip(*results, strict=True)):
+        raise WrongResult(f"the strategies come to {results[0]} and {results[1]}")
+    return "results bitwise equal"
+
+
+def run(strategy: Any, body: Callable[[Any], Any], runs: int) -> Callable[[], float]:
+    """Milliseconds a run, after some that are not timed."""
+    args = (ready(strategy),)
+    milliseconds(lambda: strategy.run(body, args=args), WARM_UP)
+    return lambda: milliseconds(lambda: strategy.run(body, args=args), runs)
+
+
+def hand_overs(replicas: int, runs: int) -> float:
     """Milliseconds that N + 1 bare hand-overs between threads take."""
+    from replica_engine.engine.event import Event
+    from replica_engine.engine.thread import ReplicaThread
+
     back = Event()
-    threads = [ReplicaThread(f"bare {index}") for index in range(n)]
+    threads = [ReplicaThread(f"bare {index}") for index in range(replicas)]
     for thread in threads:
         thread.start()
-    begin = time.perf_counter()
-    for _ in range(runs):
+
+    def round_trip() -> None:
         for thread, following in zip(threads, [*(t.should_run for t in threads[1:]), back], strict=True):
             thread.assign(following.set)
         threads[0].should_run.set()
         back.wait()
-    elapsed = time.perf_counter() - begin
+
+    taken = milliseconds(round_trip, runs)
     for thread in threads:
         thread.close()
-    return elapsed / runs * 1e3
+    return taken
 
 
-def milliseconds(strategy: tf.distribute.Strategy, body: Callable[[], object], runs: int) -> float:
-    """Milliseconds a run."""
-    begin = time.perf_counter()
-    for _ in range(runs):
-        strategy.run(body)
-    return (time.perf_counter() - begin) / runs * 1e3
+def measure(flags: argparse.Namespace) -> Iterator[Row]:
+    """A row for each body and number of replicas."""
+    import replica_engine  # isort: skip  # first, since it gives TensorFlow's pool enough threads
+    import tensorflow as tf
 
-
-def check_same(ours: tf.distribute.Strategy, theirs: tf.distribute.Strategy) -> None:
-    """Both compute the same, or there is nothing to compare."""
-    results = [s.experimental_local_results(s.run(four_all_reduces)) for s in (ours, theirs)]
-    for one, other in zip(*results, strict=True):
-        tf.debugging.assert_equal(one, other)
-
-
-def main() -> None:
-    """Measures, and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7, help="interleaved repeats (default %(default)s)")
-    parser.add_argument("--runs", type=int, default=100, help="runs a repeat (default %(default)s)")
-    parser.add_argument("--json", help="write the figures to this file as well")
-    flags = parser.parse_args()
-
-    devices = logical_devices(max(SIZES))
+    replica_engine.testing.logical_devices(max(flags.replicas))
     tf.get_logger().setLevel("ERROR")  # tf.distribute warns about eager overhead, which is what is measured
-    rows = []
-    print(f"{platform.machine()}, Python {platform.python_version()}, TensorFlow {tf.__version__}")
-    print("| N | body | ms a run | spread | tf.distribute | spread | ratio |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for n in SIZES:
-        ours = replica_engine.MirroredStrategy(devices[:n])
-        theirs = tf.distribute.MirroredStrategy(devices[:n], tf.distribute.ReductionToOneDevice())
-        check_same(ours, theirs)
-        for body in (empty, one_merge_call, four_all_reduces):
-            figures: tuple[list[float], list[float]] = ([], [])
-            for strategy in (ours, theirs):
-                milliseconds(strategy, body, 10)
-            for _ in range(flags.repeats):
-                for strategy, taken in zip((ours, theirs), figures, strict=True):
-                    taken.append(milliseconds(strategy, body, flags.runs))
-            mine, peer = (statistics.median(taken) for taken in figures)
-            spreads = [f"{min(taken):.2f}-{max(taken):.2f}" for taken in figures]
-            name = body.__name__.replace("_", " ")
-            rows.append({"replicas": n, "body": name, "ms": figures[0], "tf_distribute_ms": figures[1]})
-            print(f"| {n} | {name} | {mine:.2f} | {spreads[0]} | {peer:.2f} | {spreads[1]} | {mine / peer:.2f} |")
-        print(f"| {n} | bare hand-overs | {hand_overs(n, 500):.3f} | | | | |", flush=True)
-    if flags.json:
-        with open(flags.json, "w") as file:
-            json.dump({"tensorflow": tf.__version__, "rows": rows}, file, indent=1)
+    for replicas in flags.replicas:
+        ours, theirs = strategies(replicas)
+        check = check_same(ours, theirs)
+        for name, body in BODIES.items():
+            contenders: dict[str, Callable[[], float]] = {
+                "MirroredStrategy": run(ours, body, flags.runs),
+                "tf.distribute": run(theirs, body, flags.runs),
+                "bare hand-overs": functools.partial(hand_overs, replicas, flags.runs),
+            }
+            figures = interleaved(contenders, flags.repeats)
+            yield Row("eager_run", name, figures, replicas=replicas, targets=TARGET, check=check)
 
 
 if __name__ == "__main__":
-    main()
+    command.main(
+        __doc__,
+        measure,
+        command.Option("replicas", "2,4,8", "2", "how many", command.numbers),
+        command.Option("runs", "100", "10", "runs a repeat"),
+    )

@@ -1,26 +1,30 @@
 """What the first training step costs, for 1 replica and for 8: tracing, lowering, compiling and running it.
 
-    python -m benchmarks.first_step [--layers 30] [--replicas 1,8] [--repeats 3] [--json out.json]
+    python -m benchmarks.first_step [--layers 30] [--replicas 1,8] [--repeats 7] [--quick] [--json out.json]
 
-A deep residual network. TPUStrategy traces its step once, whatever the number of replicas, so its first step
-should take about as long for 8 as for 1; tf.distribute, beside it, traces and optimizes the step for each
-replica. The stages are those of `replica_engine.xla`; each repeat does all of it anew, with the sizes in turn.
+A deep residual network. TPUStrategy traces its step once, whatever the number of replicas, so its first step should
+take about as long for 8 as for 1; tf.distribute, beside it, traces and optimizes the step for each replica. The stages
+are those of `replica_engine.xla`. Each repeat does all of it anew, with the sizes in turn, and each row is of the
+largest size with the smallest as its peer.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from benchmarks.contenders import Contender, start, tf_distribute, tpu_strategy
+from benchmarks import command
+from benchmarks.measure import Row, WrongResult, interleaved, same, seconds
 from benchmarks.models import Model, Ops, TensorFlowOps
 
 WIDTH = 128
+
+TARGET = 1.2
+"""What the first step of TPUStrategy may take for the largest size, times that for the smallest."""
+
+TOLERANCE = 1e-4
+"""How far losses may be apart, relative to their size."""
 
 
 def deep(layers: int) -> Model:
@@ -36,100 +40,107 @@ def deep(layers: int) -> Model:
     return Model("deep", loss, shapes=shapes, batch=8, example=(WIDTH,))
 
 
-def seconds(do: Callable[[], Any]) -> tuple[float, Any]:
-    """How long it takes, and its result."""
-    begin = time.perf_counter()
-    result = do()
-    return time.perf_counter() - begin, result
+class Size:
+    """The first steps with a number of replicas, and what came out of them.
+
+    Attributes:
+        replicas: how many.
+        losses: of the last first step, by contender.
+        counts: how often the library traced, lowered and compiled for the last one.
+        stages: seconds for each stage, one a repeat.
+    """
+
+    def __init__(self, model: Model, replicas: int):
+        self.replicas = replicas
+        self.losses: dict[str, float] = {}
+        self.counts: tuple[int, ...] = ()
+        self.stages: dict[str, list[float]] = {"trace": [], "lower": [], "compile": []}
+        self._model = model
+
+    def first_step(self, make: Callable[[Model, int], Any]) -> float:
+        """Seconds for a new contender's first step."""
+        from replica_engine import xla
+
+        contender = make(self._model, self.replicas)
+        before = xla.counts()
+        taken, losses = seconds(lambda: contender.step(0))
+        counts = xla.counts() - before
+        self.losses[contender.name] = contender.mean(losses)
+        if contender.name == "TPUStrategy":
+            self.counts = (counts.traces, counts.lowerings, counts.compiles)
+            self._measure_stages()
+        return taken
+
+    def _measure_stages(self) -> None:
+        """Seconds for each stage of the way of a training step."""
+        import tensorflow as tf
+
+        from replica_engine import xla
+
+        model = self._model
+        weights = [tf.Variable(value) for value in model.weights()]
+
+        def step(x: Any, labels: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = model.loss(TensorFlowOps(), weights, x, labels)
+            for weight, gradient in zip(weights, tape.gradient(loss, weights), strict=True):
+                weight.assign_sub(model.rate / self.replicas * xla.cross_replica_sum(gradient))
+            return loss
+
+        x, labels = model.data(self.replicas)[0]
+        both, lowered = seconds(lambda: xla.lower(step, list(zip(x, labels, strict=True))))
+        again, _ = seconds(lowered.traced.lower)
+        compiling, _ = seconds(lowered.compile)
+        for stage, taken in zip(self.stages, (both - again, again, compiling), strict=True):
+            self.stages[stage].append(taken)
 
 
-def stages(model: Model, replicas: int) -> dict[str, float]:
-    """Seconds for each stage of the way of a training step."""
-    import tensorflow as tf
-
-    from replica_engine import xla
-
-    weights = [tf.Variable(value) for value in model.weights()]
-
-    def step(x: Any, labels: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = model.loss(TensorFlowOps(), weights, x, labels)
-        for weight, gradient in zip(weights, tape.gradient(loss, weights), strict=True):
-            weight.assign_sub(model.rate / replicas * xla.cross_replica_sum(gradient))
-        return loss
-
-    x, labels = model.data(replicas)[0]
-    both, lowered = seconds(lambda: xla.lower(step, list(zip(x, labels, strict=True))))
-    again, _ = seconds(lowered.traced.lower)
-    compiling, _ = seconds(lowered.compile)
-    return {"trace": both - again, "lower": again, "compile": compiling}
-
-
-def first_step(contender: Contender) -> tuple[float, list[int]]:
-    """Seconds for a contender's first step, and how often the library traced, lowered and compiled for it."""
-    from replica_engine import xla
-
-    before = xla.counts()
-    taken, _ = seconds(lambda: contender.step(0))
-    counts = xla.counts() - before
-    return taken, [counts.traces, counts.lowerings, counts.compiles]
-
-
-def measure(layers: int, sizes: Sequence[int], repeats: int) -> dict[int, dict[str, Any]]:
-    """The medians of each size; tf.distribute's is a single figure, since it takes long.
+def measure(flags: argparse.Namespace) -> Iterator[Row]:
+    """A row for the first step of each contender, and for each stage.
 
     Raises:
-        SystemExit: sizes were traced, lowered or compiled differently often.
+        WrongResult: sizes were traced, lowered or compiled differently often, or losses differ.
     """
-    model, warm = deep(layers), deep(1)
-    for size in sizes:  # makes the devices, and loads what is loaded once
-        stages(warm, size)
-        for make in (tpu_strategy, tf_distribute):
-            first_step(make(warm, size))
-    taken: dict[int, list[dict[str, float]]] = {size: [] for size in sizes}
-    counted: dict[int, list[int]] = {}
-    for _ in range(repeats):
-        for size in sizes:
-            total, counted[size] = first_step(tpu_strategy(model, size))
-            taken[size].append({**stages(model, size), "TPUStrategy": total})
-            if counted[size] != counted[sizes[0]]:
-                raise SystemExit(f"Other traces, lowerings and compilations than for {sizes[0]}: {counted}")
-    return {
-        size: {
-            **{stage: statistics.median(each[stage] for each in rows) for stage in rows[0]},
-            "tf.distribute": first_step(tf_distribute(model, size))[0],
-            "counts": counted[size],
-        }
-        for size, rows in taken.items()
+    from benchmarks.contenders import start, tf_distribute, tpu_strategy
+
+    start(max(flags.replicas))
+    makers = {"TPUStrategy": tpu_strategy, "tf.distribute": tf_distribute}
+    ordered = sorted(flags.replicas, reverse=True)
+    for replicas in ordered:  # makes the devices, and loads what is loaded once
+        for make in makers.values():
+            Size(deep(1), replicas).first_step(make)
+    sizes = [Size(deep(flags.layers), replicas) for replicas in ordered]
+    contenders = {
+        f"{name}, N = {size.replicas}": lambda size=size, make=make: size.first_step(make)
+        for name, make in makers.items()
+        for size in sizes
     }
-
-
-def main() -> None:
-    """Measures, and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=30, help="layers of the network (default %(default)s)")
-    parser.add_argument("--replicas", default="1,8", help="how many (default %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="interleaved repeats (default %(default)s)")
-    parser.add_argument("--json", help="write the figures to this file as well")
-    flags = parser.parse_args()
-    sizes = [int(size) for size in flags.replicas.split(",")]
-    start(max(sizes))
-    table = measure(flags.layers, sizes, flags.repeats)
-
-    columns = ("trace", "lower", "compile", "TPUStrategy", "tf.distribute")
-    print(f"{platform.machine()}, Python {platform.python_version()}, {flags.layers} layers; seconds")
-    print("| N | trace | lower | compile | first step | of tf.distribute | traces, lowerings, compilations |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for size, row in table.items():
-        figures = " | ".join(f"{row[column]:.2f}" for column in columns)
-        print(f"| {size} | {figures} | {', '.join(map(str, row['counts']))} |")
-    for size in sizes[1:]:
-        ratios = " | ".join(f"{table[size][column] / table[sizes[0]][column]:.2f}" for column in columns)
-        print(f"| {size} to {sizes[0]} | {ratios} | |")
-    if flags.json:
-        with open(flags.json, "w") as file:
-            json.dump({"layers": flags.layers, "seconds": table}, file, indent=1)
+    figures = interleaved(contenders, flags.repeats)
+    if len({size.counts for size in sizes}) > 1:
+        raise WrongResult(f"traces, lowerings and compilations: {[(size.replicas, size.counts) for size in sizes]}")
+    checks = [same(f"first loss for N = {size.replicas}", size.losses, TOLERANCE) for size in sizes]
+    counted = "traces, lowerings, compilations: " + ", ".join(map(str, sizes[0].counts))
+    largest, *others = (f"N = {size.replicas}" for size in sizes)
+    for name in makers:
+        yield Row(
+            "first_step",
+            f"first step of {flags.layers} layers",
+            {f"{name}, {size}": figures[f"{name}, {size}"] for size in (largest, *others)},
+            unit="s",
+            replicas=ordered[0],
+            targets={f"{name}, {others[-1]}": TARGET} if others and name == "TPUStrategy" else {},
+            check="; ".join(checks),
+            note=counted if name == "TPUStrategy" else "",
+        )
+    for stage in sizes[0].stages:
+        taken = {f"TPUStrategy, N = {size.replicas}": size.stages[stage] for size in sizes}
+        yield Row("first_step", stage, taken, unit="s", replicas=ordered[0], note=counted)
 
 
 if __name__ == "__main__":
-    main()
+    command.main(
+        __doc__,
+        measure,
+        command.Option("layers", "30", "4", "layers of the network"),
+        command.Option("replicas", "1,8", "1,2", "how many", command.numbers),
+    )

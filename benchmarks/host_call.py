@@ -1,7 +1,7 @@
 """What a call from a compiled program to Python costs, beside JAX's callbacks in the same process.
 
     python -m benchmarks.host_call [--replicas 1,2,4] [--payloads scalar,1KB,1MB] [--calls 100] [--launches 10]
-        [--repeats 7] [--json out.json]
+        [--repeats 7] [--quick] [--json out.json]
 
 Each replica's program is a loop that hands an array to a Python function, which returns it as it is, and adds 1. A
 call costs the time of a launch, less that of the same program without the function, over the number of calls. All
@@ -9,12 +9,11 @@ replicas call at once, and Python runs one at a time, so it is about N times a r
 launch of a program with one call. `outside_compilation` is told by `returns` what comes back, as JAX's callbacks are;
 it hands the function a tensor of TensorFlow, they an array of JAX.
 
-All must have the same results, or there is nothing to compare. Repeats are interleaved (A, B, C, A, B, C, ...), so
-that a change in the machine's speed meets all; ratios are medians over repeats.
+All must have the same results, or there is nothing to compare.
 
 JAX copies what its functions get with a thread of its client, and without a free one a program waits for ever;
-`contenders.start` gives it enough. In case it does, or dies, a process of its own measures: then the table says who
-failed, and another process goes on without.
+`contenders.start` gives it enough. In case it does, or dies, a process of its own measures: then the row says which
+peer failed, and another process goes on without.
 """
 
 from __future__ import annotations
@@ -22,20 +21,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import gc
-import json
 import multiprocessing
-import platform
-import statistics
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 
-from benchmarks.train_step import ratio
+from benchmarks import command
+from benchmarks.measure import Row, WrongResult, interleaved, milliseconds
 
 PAYLOADS = {"scalar": (), "1KB": (256,), "1MB": (512, 512)}
 """Shapes of what is sent, of float32, by name."""
@@ -43,12 +36,12 @@ PAYLOADS = {"scalar": (), "1KB": (256,), "1MB": (512, 512)}
 PATIENCE = 60
 """Seconds without a sign of life from the process that measures."""
 
-PEERS = ("pure_callback", "ordered io_callback")
+OURS, PEERS = "outside_compilation", ("pure_callback", "ordered io_callback")
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A part of the table.
+    """What is sent, and how often at once.
 
     Attributes:
         replicas: how many.
@@ -139,19 +132,16 @@ def _jax(case: Case, callback: Callable[..., Any]) -> Make:
     return make
 
 
-CONTENDERS = {"outside_compilation": outside_compilation, **dict(zip(PEERS, (pure_callback, io_callback), strict=True))}
+CONTENDERS = {OURS: outside_compilation, **dict(zip(PEERS, (pure_callback, io_callback), strict=True))}
 """By name."""
 
 
 def microseconds(program: Program, launches: int) -> float:
     """Microseconds a launch."""
-    begin = time.perf_counter()
-    for _ in range(launches):
-        program()
-    return (time.perf_counter() - begin) / launches * 1e6
+    return milliseconds(program, launches) * 1e3
 
 
-def measure(case: Case, flags: argparse.Namespace, begin: Callable[[str], None]) -> list[dict[str, Any]]:
+def measure_case(case: Case, flags: argparse.Namespace, begin: Callable[[str], None]) -> list[Row]:
     """Checks all contenders that have not failed, and times them in turn.
 
     Args:
@@ -160,12 +150,11 @@ def measure(case: Case, flags: argparse.Namespace, begin: Callable[[str], None])
         begin: is told whose turn it is.
 
     Returns:
-        For each microseconds a call, and a launch with one call, of each repeat.
+        A row for a call, and one for a launch with one call.
 
     Raises:
-        SystemExit: one has other results.
+        WrongResult: one has other results.
     """
-    rows: list[dict[str, Any]] = []
     programs = {}
     for name in [name for name in CONTENDERS if name not in case.failed]:
         begin(name)
@@ -174,17 +163,30 @@ def measure(case: Case, flags: argparse.Namespace, begin: Callable[[str], None])
         for program, times in ((loop, flags.calls), (plain, flags.calls), (one, 1)):
             for result, sent in zip(program(), case.sent(), strict=True):
                 if not np.array_equal(result, sent + times):
-                    raise SystemExit(f"{name} of {case} has another result after {times} calls: {result}")
-        rows.append({"contender": name, "call_us": [], "launch_us": []})
-    gc.collect()
-    for _ in range(flags.repeats):
-        for row in rows:
-            begin(row["contender"])
-            loop, plain, one = programs[row["contender"]]
-            calling = microseconds(loop, 1) - microseconds(plain, flags.launches)
-            row["call_us"].append(calling / flags.calls)
-            row["launch_us"].append(microseconds(one, flags.launches))
-    return rows
+                    raise WrongResult(f"{name} of {case} has another result after {times} calls: {result}")
+
+    def call(name: str) -> float:
+        begin(name)
+        loop, plain, _ = programs[name]
+        return (microseconds(loop, 1) - microseconds(plain, flags.launches)) / flags.calls
+
+    def launch(name: str) -> float:
+        begin(name)
+        return microseconds(programs[name][-1], flags.launches)
+
+    def row(what: str, timed: Callable[[str], float]) -> Row:
+        figures = interleaved({name: functools.partial(timed, name) for name in programs}, flags.repeats)
+        return Row(
+            "host_call",
+            f"{what}, {case.payload}",
+            figures,
+            unit="us",
+            replicas=case.replicas,
+            check="results bitwise equal",
+            note="; ".join(f"{name} {why}" for name, why in case.failed.items()),
+        )
+
+    return [row("a call", call), row("a launch with one", launch)]
 
 
 def measure_all(cases: Sequence[Case], flags: argparse.Namespace, tell: Any) -> None:
@@ -193,16 +195,16 @@ def measure_all(cases: Sequence[Case], flags: argparse.Namespace, tell: Any) -> 
 
     start(max(case.replicas for case in cases))
     for case in cases:
-        tell.send(measure(case, flags, tell.send))
+        tell.send(measure_case(case, flags, tell.send))
 
 
-def measured(cases: Sequence[Case], flags: argparse.Namespace) -> Iterator[tuple[Case, list[dict[str, Any]]]]:
-    """Each case with its rows.
+def measure(flags: argparse.Namespace) -> Iterator[Row]:
+    """The rows of each payload and number of replicas.
 
     Raises:
-        SystemExit: it could not be measured, and that was no contender's fault.
+        RuntimeError: it could not be measured, and that was no peer's fault.
     """
-    waiting = list(cases)
+    waiting = [Case(replicas, payload) for payload in flags.payloads for replicas in flags.replicas]
     context = multiprocessing.get_context("spawn")
     while waiting:
         hear, tell = context.Pipe(duplex=False)
@@ -216,7 +218,8 @@ def measured(cases: Sequence[Case], flags: argparse.Namespace) -> Iterator[tuple
                 if isinstance(told, str):
                     turn = told
                 else:
-                    yield waiting.pop(0), told
+                    waiting.pop(0)
+                    yield from told
             why = f"hung for {PATIENCE} s"
         except EOFError:
             process.join()
@@ -224,52 +227,17 @@ def measured(cases: Sequence[Case], flags: argparse.Namespace) -> Iterator[tuple
         process.kill()
         process.join()
         if waiting:
-            if not turn or process.exitcode == 1:  # an exception
-                raise SystemExit(f"{turn} {why}")
+            if turn not in PEERS or process.exitcode == 1:  # an exception
+                raise RuntimeError(f"{turn} {why} with {waiting[0]}")
             waiting[0].failed[turn] = why
 
 
-def print_rows(case: Case, rows: list[dict[str, Any]]) -> None:
-    """A part of the table."""
-    taken = {row["contender"]: row for row in rows}
-    for name in CONTENDERS:
-        begin = f"| {case.payload} | {case.replicas} | {name} "
-        if name in case.failed:
-            print(f"{begin}| {case.failed[name]} | | | | | | | |")
-            continue
-        cells = []
-        for key in ("call_us", "launch_us"):
-            mine = taken[name][key]
-            cells += [f"{statistics.median(mine):.0f}", f"{min(mine):.0f}-{max(mine):.0f}"]
-            cells += [f"{ratio(mine, taken[peer][key]):.2f}" if peer in taken else "" for peer in PEERS]
-        print(f"{begin}| {' | '.join(cells)} |")
-    sys.stdout.flush()
-
-
-def main() -> None:
-    """Measures, and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicas", default="1,2,4", help="how many (default %(default)s)")
-    parser.add_argument("--payloads", default=",".join(PAYLOADS), help="what is sent (default %(default)s)")
-    parser.add_argument("--calls", type=int, default=100, help="calls of a launch with many (default %(default)s)")
-    parser.add_argument("--launches", type=int, default=10, help="of other programs, a repeat (default %(default)s)")
-    parser.add_argument("--repeats", type=int, default=7, help="interleaved repeats (default %(default)s)")
-    parser.add_argument("--json", help="write the figures to this file as well")
-    flags = parser.parse_args()
-    cases = [Case(int(size), payload) for payload in flags.payloads.split(",") for size in flags.replicas.split(",")]
-
-    versions = f"Python {platform.python_version()}, TensorFlow {version('tensorflow')}, jax {version('jax')}"
-    print(f"{platform.machine()}, {versions}; microseconds, a call in {flags.calls} and a launch with one")
-    print("| payload | N | | a call | spread | to pure | to io | a launch | spread | to pure | to io |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    table = []
-    for case, rows in measured(cases, flags):
-        print_rows(case, rows)
-        table += [{"replicas": case.replicas, "payload": case.payload, "failed": case.failed, **row} for row in rows]
-    if flags.json:
-        with open(flags.json, "w") as file:
-            json.dump({"versions": versions, "calls": flags.calls, "rows": table}, file, indent=1)
-
-
 if __name__ == "__main__":
-    main()
+    command.main(
+        __doc__,
+        measure,
+        command.Option("replicas", "1,2,4", "2", "how many", command.numbers),
+        command.Option("payloads", ",".join(PAYLOADS), "scalar", "what is sent", command.names),
+        command.Option("calls", "100", "10", "calls of a launch with many"),
+        command.Option("launches", "10", "2", "launches of other programs, a repeat"),
+    )

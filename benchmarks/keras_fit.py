@@ -1,29 +1,34 @@
 """What an epoch of Keras `fit` costs on N replicas, beside one device and `tf.distribute`, in one process.
 
-    python -m benchmarks.keras_fit [--models dense,conv,lstm,transformer] [--replicas 2,4] [--repeats 7]
-        [--seconds 20] [--json out.json]
+    python -m benchmarks.keras_fit [--models dense,conv,lstm,transformer] [--replicas 2,4] [--repeats 7] [--quick]
+        [--json out.json]
 
 One device is plain Keras, which uses all cores too. `tf.distribute` is Keras under its MirroredStrategy, which gets
 `ReductionToOneDevice`, its best on CPUs, and batches that split evenly. All get the same NumPy arrays and initial
-weights, and after the first epoch their losses must agree, or there is nothing to compare. Repeats are interleaved
-(A, B, C, A, B, C, ...), so that a change in the machine's speed meets all; ratios are medians over repeats.
-
-`replica_engine.keras.choice` rests on this table.
+weights, and after the first epoch their losses must agree, or there is nothing to compare. The rows of
+`replicate_model` are of the strategy that it chooses by itself; threads and XLA are the two that it chooses from, and
+`replica_engine.keras.choice` rests on them.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import platform
-import statistics
-import sys
-import time
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+
+from benchmarks import command
+from benchmarks.measure import Row, interleaved, milliseconds, same, seconds
+
+CHOSEN = "replicate_model"
+
+OURS, PEERS = (CHOSEN, "threads", "XLA"), ("tf.distribute", "one device")
+
+TARGET = {"tf.distribute": 0.77}
+"""Of the chosen one: 1.3 times as fast."""
 
 TOLERANCE = 1e-3
 
@@ -113,10 +118,11 @@ def contenders(trained: Trained, replicas: int) -> dict[str, Any]:
         distributed = _compiled(trained)
     replicate = replica_engine.keras.replicate_model
     return {
-        "one device": _compiled(trained),
-        "tf.distribute": distributed,
+        CHOSEN: replicate(_compiled(trained), replicas=replicas),
         "threads": replicate(_compiled(trained), strategy=replica_engine.MirroredStrategy(devices)),
         "XLA": replicate(_compiled(trained), strategy=replica_engine.TPUStrategy(num_cores=replicas)),
+        "tf.distribute": distributed,
+        "one device": _compiled(trained),
     }
 
 
@@ -129,64 +135,48 @@ def _compiled(trained: Trained) -> Any:
     return model
 
 
-def measure(name: str, replicas: int, repeats: int, seconds: float) -> dict[str, Any]:
-    """One row: milliseconds of a training step, and those of the first epoch, which compiles."""
+def rows(name: str, replicas: int, repeats: int) -> Iterator[Row]:
+    """A row for each of the library's contenders."""
     trained = MODELS[name]
     x, y = trained.data()
     models = contenders(trained, replicas)
-    times: dict[str, list[float]] = {who: [] for who in models}
-    first: dict[str, float] = {}
-    losses: dict[str, float] = {}
-    for who, model in models.items():
-        started = time.perf_counter()
-        losses[who] = model.fit(x, y, trained.batch, verbose=0, shuffle=False).history["loss"][0]
-        first[who] = time.perf_counter() - started
-    if max(losses.values()) - min(losses.values()) > TOLERANCE:
-        raise SystemExit(f"{name}: the losses differ: {losses}")
-    ends = time.perf_counter() + seconds
-    for repeat in range(repeats):
-        if repeat > 1 and time.perf_counter() > ends:
-            break
-        for who, model in models.items():
-            started = time.perf_counter()
-            model.fit(x, y, trained.batch, verbose=0, shuffle=False)
-            times[who].append(1000 * (time.perf_counter() - started) / trained.batches)
-    step = {who: statistics.median(each) for who, each in times.items()}
-    spread = {who: (min(each), max(each)) for who, each in times.items()}
-    return {"model": name, "replicas": replicas, "ms a step": step, "spread": spread, "first epoch, s": first}
+
+    def epoch(who: str) -> float:
+        return models[who].fit(x, y, trained.batch, verbose=0, shuffle=False).history["loss"][0]
+
+    def step(who: str) -> float:
+        return milliseconds(lambda: epoch(who)) / trained.batches
+
+    firsts = {who: seconds(functools.partial(epoch, who)) for who in models}
+    check = same("loss of the first epoch", {who: loss for who, (_, loss) in firsts.items()}, TOLERANCE)
+    figures = interleaved({who: functools.partial(step, who) for who in models}, repeats)
+    for who in OURS:
+        yield Row(
+            "keras_fit",
+            name,
+            {each: figures[each] for each in (who, *PEERS)},
+            unit="ms a step",
+            replicas=replicas,
+            targets=TARGET if who == CHOSEN else {},
+            check=check,
+            note=f"first epoch {firsts[who][0]:.1f} s, of tf.distribute {firsts['tf.distribute'][0]:.1f} s",
+        )
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--replicas", default="2,4")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--json")
-    options = parser.parse_args()
-    counts = [int(count) for count in options.replicas.split(",")]
-
+def measure(flags: argparse.Namespace) -> Iterator[Row]:
+    """The rows of each model and number of replicas."""
     import replica_engine
 
-    replica_engine.testing.logical_devices(max(counts))
-    import keras
-    import tensorflow as tf
-
-    print(f"Keras {keras.__version__}, TensorFlow {tf.__version__}, Python {platform.python_version()}")
-    print("ms a step (median), and the ratio to tf.distribute; in brackets seconds of the first epoch\n")
-    rows = []
-    for name in options.models.split(","):
-        for count in counts:
-            row = measure(name, count, options.repeats, options.seconds)
-            rows.append(row)
-            step, first = row["ms a step"], row["first epoch, s"]
-            cells = [f"{who} {ms:.1f} {ms / step['tf.distribute']:.2f} [{first[who]:.1f}]" for who, ms in step.items()]
-            print(f"{name:12} N={count}  " + "   ".join(cells), flush=True)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(rows, file, indent=1)
+    replica_engine.testing.logical_devices(max(flags.replicas))
+    for name in flags.models:
+        for replicas in flags.replicas:
+            yield from rows(name, replicas, flags.repeats)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.main(
+        __doc__,
+        measure,
+        command.Option("models", ",".join(MODELS), "dense", "which", command.names),
+        command.Option("replicas", "2,4", "2", "how many", command.numbers),
+    )

@@ -220,6 +220,15 @@ def _attention(ops: Ops, x: Any, qkv: Any, out: Any) -> Any:
     return ops.dense(ops.reshape(mixed, (batch, _LENGTH, _WIDTH)), out)
 
 
+_SMALL, _GRADIENTS = 16, 200
+
+
+def _small(ops: Ops, weights: Sequence[Any], x: Any, labels: Any) -> Any:
+    *branches, head = weights
+    mixed = [ops.relu(ops.dense(x, branch)) for branch in branches]
+    return ops.cross_entropy(ops.dense(sum(mixed[1:], mixed[0]) / np.float32(len(mixed)), head), labels)
+
+
 MODELS = {
     model.name: model
     for model in (
@@ -251,6 +260,15 @@ MODELS = {
             labels=(_LENGTH,),
             classes=_WORDS,
             ids=_WORDS,
+        ),
+        # Many small gradients: what its step costs is their all-reduces.
+        Model(
+            "small",
+            _small,
+            shapes=((_SMALL, _SMALL),) * _GRADIENTS + ((_SMALL, 10),),
+            batch=8,
+            example=(_SMALL,),
+            rate=1.0,
         ),
     )
 }

@@ -3,6 +3,7 @@
 The map of the house; imports run one way, from the top of this list to the bottom:
 
     demo/        the program behind `python -m replica_engine demo`, to read and to copy
+    trace_report/  the program behind `python -m replica_engine timeline`
     keras/       replicate_model: a Keras model on N replicas, in one line
     compat/      the names of the past, for programs that were written for them
     testing/     helpers for tests, yours too: logical devices, leak check, scripted interleavings
@@ -11,6 +12,8 @@ The map of the house; imports run one way, from the top of this list to the bott
     replica/     what a replica is to TensorFlow: its context, the state it inherits, values, variables
     pjrt/        the runtime of compiled programs; nothing else imports jax
     engine/      replica threads and the sync points where they meet; standard library only
+    telemetry/   who is late, and where the time goes: watchdog and timeline; standard library only
+    shutdown.py  the end of the process in the middle of a run
     startup.py   enough threads for TensorFlow, so that distributed datasets do not hang
     errors/      every exception, with its wording
     _compat/     every private TensorFlow name, each with its reason
@@ -32,10 +35,11 @@ from replica_engine.startup import make_room
 
 if TYPE_CHECKING:
     from replica_engine import compat, keras, strategies, testing, xla
-    from replica_engine.replica import ReplicaContext, call_for_each_replica
+    from replica_engine.replica import ReplicaContext, call_for_each_replica, sync_points
     from replica_engine.strategies import MirroredStrategy
     from replica_engine.strategies.tpu import TPUStrategy
     from replica_engine.strategies.uneven_batches import join_outputs, split_batch
+    from replica_engine.telemetry.timeline import timeline
 
 __all__ = [
     "MirroredStrategy",
@@ -49,7 +53,9 @@ __all__ = [
     "keras",
     "split_batch",
     "strategies",
+    "sync_points",
     "testing",
+    "timeline",
     "xla",
 ]
 
@@ -60,6 +66,8 @@ _HOME = {
     "call_for_each_replica": "replica_engine.replica",
     "join_outputs": "replica_engine.strategies.uneven_batches",
     "split_batch": "replica_engine.strategies.uneven_batches",
+    "sync_points": "replica_engine.replica",
+    "timeline": "replica_engine.telemetry.timeline",
 }
 _PACKAGES = ("compat", "keras", "strategies", "testing", "xla")
 

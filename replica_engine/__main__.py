@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from replica_engine.demo import cli as demo
+from replica_engine.trace_report import cli as trace_report
 
 WRONG_FLAGS = 2
 INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
@@ -29,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m replica_engine", description="Run one TensorFlow function on N replicas.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     demo.add_parser(commands)
+    trace_report.add_parser(commands)
     flags = parser.parse_args(argv)
     if not hasattr(flags, "run"):
         parser.print_help(sys.stderr)

@@ -18,9 +18,14 @@ import replica_engine
 from replica_engine import MirroredStrategy
 from replica_engine.testing import logical_devices, no_leaked_threads
 
-# Tests compile many small programs and run each a few times: LLVM need not spend long on them, in subprocesses either.
-# With XLA_FLAGS= in the environment they are compiled as users' are.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+# Tests compile many small programs and run each a few times: LLVM need not spend long on them, in subprocesses either,
+# nor XLA on fused loops of its newer kind. With XLA_FLAGS= in the environment they are compiled as users' are.
+QUICK_TO_COMPILE = (
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_use_fusion_emitters=false",
+)
+os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_TO_COMPILE))
 
 DEVICES = logical_devices(8)  # at import, before anything starts TensorFlow
 
@@ -80,6 +85,9 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "threads(why): for strategies that run each replica on a thread, since it needs that"
     )
+    config.addinivalue_line(
+        "markers", "graphs: replicas run in graphs alone, so for strategies that differ from the others in those"
+    )
 
 
 def pytest_generate_tests(metafunc):
@@ -109,16 +117,21 @@ def _sizes(metafunc, name):
 
 
 def _names(metafunc):
-    only_threads = metafunc.definition.get_closest_marker("threads") is not None
-    return [name for name, row in STRATEGIES.items() if row.threads or not only_threads]
+    only_threads, only_graphs = (metafunc.definition.get_closest_marker(mark) for mark in ("threads", "graphs"))
+    rows = STRATEGIES.items()
+    return [
+        name for name, row in rows if (row.threads or not only_threads) and (row.forms != ("eager",) or not only_graphs)
+    ]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _little_garbage():
     # The leak check collects garbage after most tests. What is there before a module's first one stays anyway,
-    # so the collector need not look at it each time: 200 ms a test without.
+    # so the collector need not look at it each time: 200 ms a test without. Tracing makes many objects that stay
+    # for as long as the graph: by itself the collector looks at them less often than Python's 700 would have it.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,4 +1,4 @@
-"""The demo, run as a newcomer runs it: `python -m replica_engine demo` in a process of its own."""
+"""The demo, run as a newcomer runs it: `python -m replica_engine demo`; with its flags in the process of the tests."""
 
 import os
 import re
@@ -22,8 +22,16 @@ ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
 ENVIRONMENT.pop("TF_CPP_MIN_LOG_LEVEL", None)
 
 
-def demo(*flags):
-    return subprocess.run([*DEMO, *flags], capture_output=True, text=True, env=ENVIRONMENT)
+@pytest.fixture
+def demo(capsys, monkeypatch):
+    """`demo(*flags)`: what it prints and what it prints as errors, when all is well."""
+
+    def demo(*flags):
+        monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")  # so that nothing is set for the tests that follow
+        assert main(["demo", *flags]) == 0
+        return capsys.readouterr()
+
+    return demo
 
 
 def numbers(pattern, text):
@@ -35,7 +43,7 @@ def numbers(pattern, text):
 
 def test_with_the_default_flags():
     """Four replicas, five epochs, both loops: what `make demo` runs."""
-    done = demo()
+    done = subprocess.run(DEMO, capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     assert "replicas  4 on CPU:0 to CPU:3, strategy mirrored" in done.stdout
     accuracies = numbers(r"\n  test accuracy +(\S+)", done.stdout)
@@ -52,25 +60,23 @@ def test_with_the_default_flags():
     assert done.stderr == "starting TensorFlow\n"
 
 
-def test_on_compiled_replicas():
-    done = demo("--strategy", "tpu", "--epochs", "1")
-    assert done.returncode == 0, done.stderr
-    assert "replicas  4 on CPU:0 to CPU:3, strategy tpu" in done.stdout
-    assert done.stdout.count("bitwise equal: ") == 2
-    distances = numbers(r"distance +(\S+) between their weights at most, tolerance 1e-04", done.stdout)
+def test_on_compiled_replicas(demo):
+    out, err = demo("--strategy", "tpu", "--replicas", "2", "--epochs", "1")
+    assert "replicas  2 on CPU:0 to CPU:1, strategy tpu" in out
+    assert out.count("bitwise equal: ") == 2
+    distances = numbers(r"distance +(\S+) between their weights at most, tolerance 1e-04", out)
     assert len(distances) == 2
     assert max(distances) < 1e-5
-    assert done.stderr == "starting TensorFlow\n"
+    assert "starting TensorFlow\n" in err
 
 
-def test_with_flags():
-    done = demo("--replicas", "2", "--epochs", "2", "--loop", "custom", "--batch-size", "128", "--seed", "7")
-    assert done.returncode == 0, done.stderr
-    assert "replicas  2 on CPU:0 to CPU:1, strategy mirrored" in done.stdout
-    assert "2 epochs of 10 steps, a global batch of 128 each, 64 samples a replica" in done.stdout
-    assert "custom_loop.py" in done.stdout
-    assert "keras_fit.py" not in done.stdout
-    assert "weights on each of 2" in done.stdout
+def test_with_flags(demo):
+    out, _ = demo("--replicas", "2", "--epochs", "2", "--loop", "custom", "--batch-size", "128", "--seed", "7")
+    assert "replicas  2 on CPU:0 to CPU:1, strategy mirrored" in out
+    assert "2 epochs of 10 steps, a global batch of 128 each, 64 samples a replica" in out
+    assert "custom_loop.py" in out
+    assert "keras_fit.py" not in out
+    assert "weights on each of 2" in out
 
 
 def test_ctrl_c():

@@ -18,7 +18,7 @@ DATASET_IN_A_FUNCTION = """
     from replica_engine.testing import logical_devices
 
     strategy = replica_engine.MirroredStrategy(logical_devices({n}))
-    dataset = tf.data.Dataset.range({n} * 400).map(lambda x: tf.cast(x, tf.float32)).batch(4 * {n})
+    dataset = tf.data.Dataset.range({n} * 100).map(lambda x: tf.cast(x, tf.float32)).batch(4 * {n})
     distributed = strategy.experimental_distribute_dataset(dataset)
 
     def step(x):
@@ -31,7 +31,7 @@ DATASET_IN_A_FUNCTION = """
             total += strategy.experimental_local_results(strategy.run(step, args=(batch,)))[0]
         return total
 
-    assert all(float(epoch()) == sum(range({n} * 400)) for _ in range(3))
+    assert all(float(epoch()) == sum(range({n} * 100)) for _ in range(3))
     print("threads", os.environ["TF_NUM_INTEROP_THREADS"])
 """
 

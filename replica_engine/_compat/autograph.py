@@ -10,7 +10,9 @@ import linecache
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import tensorflow as tf
 
 # ControlStatusCtx, Status: sets that status; a tf.function that is not converted has it switched off.
 from tensorflow.python.autograph.core.ag_ctx import ControlStatusCtx as _ControlStatusCtx
@@ -18,6 +20,10 @@ from tensorflow.python.autograph.core.ag_ctx import Status as _Status
 
 # AutoGraph's status on this thread: whether the caller's own function was converted.
 from tensorflow.python.autograph.core.ag_ctx import control_status_ctx as _control_status
+
+# _TRANSPILER: keeps what it converted, with the maps from generated lines to the user's; those in `tf_stack` below are
+# gone when an exception has left the converted function.
+from tensorflow.python.autograph.impl.api import _TRANSPILER as _transpiler
 
 # `tf.autograph.experimental.do_not_convert` on library code would switch AutoGraph off for the user's
 # function that it calls as well; an artifact is left alone, and what it calls is still converted.
@@ -37,8 +43,10 @@ from tensorflow.python.util import tf_stack
 from replica_engine.errors import add_note
 
 F = TypeVar("F", bound=Callable)
+E = TypeVar("E", bound=BaseException)
 
 _GENERATED = "__autograph_generated_file"  # how AutoGraph names its files
+_HEAD = "in user code:\n\n"  # how the messages begin that AutoGraph makes, and our notes
 
 OPERATORS = "ag__"
 """The variable that converted functions close over: AutoGraph's operators."""
@@ -47,6 +55,11 @@ OPERATORS = "ag__"
 def convert(fn: F) -> F:
     """`fn` as AutoGraph converts it, if the caller's own function was converted."""
     return _tf_convert(fn, _control_status())
+
+
+def is_out_of_play() -> bool:
+    """Whether functions are called as they are: this is eager mode, and no converted function is around."""
+    return tf.executing_eagerly() and _control_status().status is _Status.UNSPECIFIED
 
 
 def convert_always(fn: F) -> F:
@@ -91,41 +104,87 @@ def source_map() -> dict[tuple[str, int], tuple[str, int, str]]:
     return known
 
 
-def as_user_raised(error: Exception, threads: tuple[int, ...]) -> Exception:
-    """The exception that the user raised, whatever AutoGraph made of it on its way out.
+def as_user_raised(error: E, is_internal: Callable[[str], bool]) -> E:
+    """The exception that was raised, whatever AutoGraph made of it on its way out.
 
     AutoGraph replaces an exception that leaves a converted function by a new one with a longer message,
     and gives it another type when it cannot build one of the user's. Here the original is dug out, the
-    message with the user's own source lines becomes a note, and AutoGraph is told to leave it alone from
-    here on (`ag_pass_through`). `threads` are those of `original_location`.
+    user's own source lines become a note, and AutoGraph is told to leave it alone from here on
+    (`ag_pass_through`; our own errors say so from the start). `is_internal` says which files are not the user's.
     """
-    original = error
+    original: Any = error
     while _is_copy(original) and isinstance(original.__context__, Exception):
         original = original.__context__
     metadata = getattr(error, "ag_error_metadata", None)
-    note = _mapped_frames(original, threads) if metadata is None else metadata.get_message().strip()
+    note = "" if metadata is None else metadata.get_message().strip()  # where there are no lines
+    with contextlib.suppress(Exception):  # the exception itself is what matters
+        note = _lines_of(original, is_internal) or note
     if note:
+        _forget_parts_of(note, original)
         add_note(original, note)
     original.__dict__.pop("ag_error_metadata", None)
-    try:
-        original.ag_pass_through = True  # type: ignore[attr-defined]
-    except AttributeError:
-        return original  # A frozen one: AutoGraph will change its message and perhaps its type.
+    with contextlib.suppress(Exception):  # of one that takes no attributes AutoGraph will change message and type
+        original.ag_pass_through = True
     return original
 
 
-def _mapped_frames(error: Exception, threads: tuple[int, ...]) -> str:
-    """The user's lines that an exception went through in generated code, as AutoGraph would list them."""
-    lines = []
-    for frame, lineno in traceback.walk_tb(error.__traceback__):
-        generated = frame.f_code.co_filename
-        filename, line, function = original_location(generated, lineno, frame.f_code.co_name, threads)
-        if filename != generated:
-            source = linecache.getline(filename, line).strip()
-            lines.append(f'    File "{filename}", line {line}, in {function}\n        {source}')
-    return "\n".join(["in user code:", "", *lines]) if lines else ""
+class _Line(NamedTuple):
+    """A line of the user's program."""
+
+    file: str
+    number: int
+    function: str
+    source: str
+
+    def __str__(self) -> str:
+        return f'    File "{self.file}", line {self.number}, in {self.function}\n        {self.source.strip()}'
+
+
+def _lines_of(error: BaseException, is_internal: Callable[[str], bool]) -> str:
+    """The user's lines that an exception went through, from the first in generated code on; "" if there is none.
+
+    Tracebacks show the generated code, in a file that is deleted when the process ends.
+    """
+    lines: list[_Line] = []
+    for frame, number in traceback.walk_tb(error.__traceback__):  # not extract_tb: TensorFlow mixes up what it goes by
+        code = frame.f_code
+        line: _Line | None = None
+        if is_generated(code.co_filename):
+            line = _written(code.co_filename, number)
+        elif lines and not is_internal(code.co_filename):
+            line = _Line(code.co_filename, number, code.co_name, linecache.getline(code.co_filename, number))
+        if line is not None and lines[-1:] != [line]:
+            lines.append(line)
+    return _HEAD + "\n".join(str(line) for line in lines) if lines else ""
+
+
+def _written(filename: str, number: int) -> _Line | None:
+    """What the user wrote, for a line of generated code."""
+    with _transpiler._cache_lock:
+        converted = [each for factories in _transpiler._cache._cache.values() for each in factories.values()]
+    for each in converted:
+        if each.module.__file__ == filename:
+            origin = each.source_map.get((filename, number))
+            if origin is None:
+                return None
+            file, line = origin.loc.filename, origin.loc.lineno
+            if is_generated(file):  # of a function in a converted one, converted by itself
+                return _written(file, line)
+            return _Line(file, line, origin.function_name or "a lambda", origin.source_code_line)
+    return None
+
+
+def _forget_parts_of(note: str, error: BaseException) -> None:
+    """Takes away what was noted on the way here, which `note` has as its last lines."""
+    notes = getattr(error, "__notes__", None)
+    if isinstance(notes, list):
+        notes[:] = [each for each in notes if not (each.startswith(_HEAD) and note.endswith(each[len(_HEAD) :]))]
 
 
 def _is_copy(error: BaseException) -> bool:
     """Whether AutoGraph made it of the exception that it was handling. What a user raises says no such thing."""
-    return error.__suppress_context__ and error.__cause__ is None and str(error).startswith("in user code:")
+    if not error.__suppress_context__ or error.__cause__ is not None:
+        return False
+    with contextlib.suppress(Exception):  # the user's may have no text
+        return str(error).startswith(_HEAD)
+    return False

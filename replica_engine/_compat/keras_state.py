@@ -5,9 +5,7 @@ Keras is not imported here: where nobody has, there is nothing to take over or t
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 MODULE = "keras.src.backend.common.global_state"
@@ -21,17 +19,23 @@ def settings() -> dict[str, Any]:
     return {name: state[name] for name in SETTINGS if name in state}
 
 
-@contextlib.contextmanager
-def entered(values: dict[str, Any]) -> Iterator[None]:
+class entered:
     """Gives this thread the settings of another, and afterwards forgets all that Keras gathered on it.
 
     Among that is the default seed generator. It holds variables of a strategy, which would keep the strategy
     alive for as long as the thread, and so both for ever.
     """
-    _state().update(values)
-    try:
-        yield
-    finally:
+
+    __slots__ = ("_settings",)
+
+    def __init__(self, settings: dict[str, Any]):
+        self._settings = settings
+
+    def __enter__(self) -> None:
+        if self._settings:
+            _state().update(self._settings)
+
+    def __exit__(self, *_: object) -> None:
         _state().clear()
 
 

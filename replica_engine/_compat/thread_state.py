@@ -24,7 +24,8 @@ from tensorflow.python.distribute.distribute_utils import caching_scope_local as
 # thread's op callbacks are on the context.
 from tensorflow.python.eager import context as _context
 
-# init_scope and get_default_graph return the graph whose stacks are thread-local.
+# init_scope and get_default_graph return the graph whose stacks are thread-local. _default_graph_stack: which is the
+# default, on this thread.
 from tensorflow.python.framework import ops as _ops
 
 # _summary_state: the default writer, step and recording condition; only the writer can be set publicly.
@@ -36,13 +37,15 @@ from tensorflow.python.ops import variable_scope as _variable_scope
 
 SUMMARY_FIELDS = ("step", "writer", "is_recording", "is_recording_distribution_strategy")
 CACHING_FIELDS = ("new_cache_scope_count", "cache_scope_exited_count")
+_PRIORITY = 100  # of variable creators that name none
 _summary_fields = operator.attrgetter(*SUMMARY_FIELDS)
 _caching_fields = operator.attrgetter(*CACHING_FIELDS)
 
 
 def ensure_started() -> None:
     """Starts TensorFlow's eager context, so that threads find it ready."""
-    _context.ensure_initialized()
+    if _context.context()._context_handle is None:
+        _context.ensure_initialized()
 
 
 def started() -> bool:
@@ -72,12 +75,23 @@ def graph_and_mode(graph: tf.Graph, eager: bool, creators: list | None = None) -
         if creators is None:
             yield
             return
-        before = graph._variable_creator_stack
-        graph._variable_creator_stack = creators
+        before = set_creators(graph, creators)
         try:
             yield
         finally:
-            graph._variable_creator_stack = before
+            set_creators(graph, before)
+
+
+def creators_with(creators: list, creator: Any) -> list:
+    """A stack of variable creators with one more, as `tf.variable_creator_scope` has it."""
+    return sorted([*creators, (_PRIORITY, creator)], key=operator.itemgetter(0))
+
+
+def set_creators(graph: tf.Graph, creators: list) -> list:
+    """Gives this thread another stack of variable creators; returns the one it had."""
+    before = graph._variable_creator_stack
+    graph._variable_creator_stack = creators
+    return before
 
 
 def variable_creators(graph: tf.Graph) -> list:
@@ -90,14 +104,80 @@ def control_inputs(graph: tf.Graph) -> set:
     return graph._current_control_dependencies()
 
 
-def current_variable_scope() -> Any:
-    """tf.compat.v1's current variable scope."""
-    return _variable_scope.get_variable_scope()
-
-
 def enter_variable_scope(scope: Any, reuse: bool = False) -> contextlib.AbstractContextManager[Any]:
     """Re-enters a variable scope; with `reuse`, get_variable returns what exists there."""
     return _variable_scope.variable_scope(scope, reuse=reuse)
+
+
+def variable_scope_store() -> Any:
+    """Of the default graph: what has each thread's current variable scope, and counts of the scopes in it."""
+    return _variable_scope.get_variable_scope_store()
+
+
+class nameless_scope:
+    """What `enter_variable_scope` enters in eager mode where neither scope has a name, in a fifth of the time.
+
+    Args:
+        store: of the default graph.
+        scope: to enter a copy of, so that changes are of this thread.
+        getter: what goes around `get_variable`, if anything does.
+    """
+
+    __slots__ = ("_before", "_getter", "_scope", "_store")
+
+    def __init__(self, store: Any, scope: Any, getter: Any = None):
+        self._store, self._scope, self._getter = store, scope, getter
+
+    def __enter__(self) -> None:
+        store = self._store
+        own = _variable_scope.VariableScope.__new__(_variable_scope.VariableScope)
+        own.__dict__.update(self._scope.__dict__)
+        if self._getter is not None:
+            own.set_custom_getter(self._getter)
+        self._before = store.current_scope, store.variable_scopes_count
+        store.current_scope, store.variable_scopes_count = own, dict(store.variable_scopes_count)
+
+    def __exit__(self, *_: object) -> None:
+        self._store.current_scope, self._store.variable_scopes_count = self._before
+
+
+class default_on_thread:
+    """`graph.as_default()` on a thread that is in eager mode and stays in it."""
+
+    __slots__ = ("_graph",)
+
+    def __init__(self, graph: tf.Graph):
+        self._graph = graph
+
+    def __enter__(self) -> None:
+        _ops._default_graph_stack.stack.append(self._graph)
+
+    def __exit__(self, *_: object) -> None:
+        stack = _ops._default_graph_stack.stack
+        while stack and stack.pop() is not self._graph:
+            pass  # a body has entered that and not left it
+
+
+def stay_eager(policy: int, device: str, name_scope: str) -> None:
+    """Sets, on a thread that is in eager mode and ours, its device policy, device and name scope.
+
+    Context managers that nobody leaves would not do: what garbage collection finds of them it leaves, on any thread.
+    """
+    _pywrap_tfe.TFE_ContextSetThreadLocalDevicePlacementPolicy(_context.context()._handle, policy)
+    tf.device(device).__enter__()
+    tf.name_scope(name_scope).__enter__()
+
+
+def leave_eager() -> None:
+    """Undoes `stay_eager`, but for the policy."""
+    tf.device(None).__enter__()
+    tf.name_scope("").__enter__()
+
+
+def device_and_name_scope() -> tuple[Any, Any]:
+    """In eager mode: the device of this thread's ops, and the name scope."""
+    eager = _context.context()
+    return eager.device_name, eager.scope_name
 
 
 def device_policy() -> int:
@@ -130,13 +210,17 @@ def locals_of_thread() -> tuple:
     )
 
 
-@contextlib.contextmanager
-def enter_locals(values: tuple) -> Iterator[None]:
+def enter_locals(values: tuple) -> contextlib.AbstractContextManager[None]:
     """Puts what `locals_of_thread` returned into this thread, for a while."""
     before = locals_of_thread()
-    if _are_same(before, values):
-        yield
-        return
+    return _NOTHING if _are_same(before, values) else _changed_locals(before, values)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _changed_locals(before: tuple, values: tuple) -> Iterator[None]:
     _set_locals(values)
     try:
         yield
@@ -148,7 +232,7 @@ def _are_same(some: tuple, others: tuple) -> bool:
     """By identity: a step may be a variable, and comparing that would read it."""
     callbacks, summary, *rest = some
     other_callbacks, other_summary, *other_rest = others
-    same_summary = all(one is other for one, other in zip(summary, other_summary, strict=True))
+    same_summary = all(map(operator.is_, summary, other_summary))
     return same_summary and callbacks == other_callbacks and rest == other_rest
 
 

@@ -179,5 +179,5 @@ def variable_name(handle: tf.Tensor) -> str:
 
 
 def is_host_only(dtype: tf.DType) -> bool:
-    """Whether no device has values of this dtype."""
-    return dtype in (tf.string, tf.variant, tf.resource)
+    """Whether no device has values of this dtype. Quantized numbers lose their dtype on the way to NumPy and XLA."""
+    return dtype in (tf.string, tf.variant, tf.resource) or dtype.is_quantized

@@ -3,7 +3,7 @@
 - `event`: the binary event that threads hand each other.
 - `thread`: one persistent replica thread, parked between jobs.
 - `group`: the N threads of a run, and the pool that leases them.
-- `sync_point`: the record of where a replica met the others, and the states it goes through.
+- `sync_point`: where a replica met the others, the record of it, and the states it goes through.
 - `replica`: one replica in one run.
 - `run`: the protocol. Read this one first.
 
@@ -13,6 +13,17 @@ It knows nothing of TensorFlow: a replica's body is any function, a merge any fu
 from replica_engine.engine.group import GroupPool, SyncGroup
 from replica_engine.engine.replica import Replica, current_replica
 from replica_engine.engine.run import Run
-from replica_engine.engine.sync_point import State, SyncPoint
+from replica_engine.engine.sync_point import State, SyncPoint, SyncRecord
+from replica_engine.engine.thread import ReplicaThread
 
-__all__ = ["GroupPool", "Replica", "Run", "State", "SyncGroup", "SyncPoint", "current_replica"]
+__all__ = [
+    "GroupPool",
+    "Replica",
+    "ReplicaThread",
+    "Run",
+    "State",
+    "SyncGroup",
+    "SyncPoint",
+    "SyncRecord",
+    "current_replica",
+]

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 
+from replica_engine.engine.sync_point import SyncRecord
 from replica_engine.engine.thread import ReplicaThread
 
 
@@ -14,10 +15,17 @@ class SyncGroup:
     """N parked replica threads, one a device, named "replica 1 of 4 (CPU:1)".
 
     The threads end when the group is closed or garbage collected: they do not refer to it.
+
+    Args:
+        devices: in the short form "CPU:1".
+        record: of the sync points; None begins one.
+        name: of who runs on them, for timelines.
     """
 
-    def __init__(self, devices: Sequence[str]):
+    def __init__(self, devices: Sequence[str], record: SyncRecord | None = None, name: str = "replicas"):
         self.devices = tuple(devices)
+        self.record = record or SyncRecord(len(self.devices))
+        self.name = name
         size = len(self.devices)
         self.threads = [
             ReplicaThread(f"replica {index} of {size} ({device})") for index, device in enumerate(self.devices)
@@ -39,12 +47,22 @@ class GroupPool:
     run ever waits for another's threads. Only a group whose run ended well comes back: then every event
     that was set has been waited for, every thread is parked, and the next run may trust both. A group
     whose run failed is closed, so no left-over wake-up can start a later run out of order.
+
+    Args:
+        devices: in the short form "CPU:1".
+        name: of who runs on them, for timelines.
+
+    Attributes:
+        devices: in the short form.
+        record: the last sync points on them.
     """
 
     KEPT = 4  # idle groups; enough for nested runs and a few user threads, bounded for many
 
-    def __init__(self, devices: Sequence[str]):
-        self._devices = tuple(devices)
+    def __init__(self, devices: Sequence[str], name: str = "replicas"):
+        self.devices = tuple(devices)
+        self._name = name
+        self.record = SyncRecord(len(self.devices))
         self._idle: list[SyncGroup] = []
         self._lock = threading.Lock()
 
@@ -54,7 +72,7 @@ class GroupPool:
         with self._lock:
             group = self._idle.pop() if self._idle else None
         if group is None:
-            group = SyncGroup(self._devices)
+            group = SyncGroup(self.devices, self.record, self._name)
         try:
             yield group
         except BaseException:

@@ -32,33 +32,37 @@ to reach its next pause. After that it is abandoned: its thread is never used ag
   `wait`. In any other run stray wake-ups are possible (the baton and the unwinding may both wake a
   replica), and so its threads are closed, not reused (`group.py`);
 - an outcome lost: a body's value or exception is kept on its replica before the baton moves on;
-- a wait without end. The coordinator waits in steps and reports a replica that does not come back; a
-  paused replica looks now and then whether its coordinator still lives.
+- a wait that nobody knows of. The watchdog (`telemetry/watchdog.py`) watches each run, and counts from when the baton
+  last moved. When it has not for long, it logs a table. When there is a `timeout` it ends the wait: it wakes the
+  coordinator, or, if that is in a merge function, has an exception raised in it. A paused replica looks now and then
+  whether its coordinator still lives.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import logging
-import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from replica_engine import errors
 from replica_engine.engine.event import Event
 from replica_engine.engine.group import SyncGroup
 from replica_engine.engine.replica import Replica
-from replica_engine.engine.sync_point import State
+from replica_engine.engine.sync_point import State, SyncPoint
+from replica_engine.errors.standstill import IN_MERGE
+from replica_engine.telemetry import timeline
+from replica_engine.telemetry.interrupt import break_off, take_back
+from replica_engine.telemetry.stacks import stack_of
+from replica_engine.telemetry.trace_file import Track
+from replica_engine.telemetry.watchdog import Watch
 
-SLOW = 30.0  # seconds after which replicas that have not come back are reported
 UNWIND_GRACE = 30.0  # seconds for the others to come down after a failure
 HEAD_START = 0.5  # seconds that replica 0 has to begin to build
 INTERRUPT_GRACE = 0.5  # seconds for the same after Ctrl-C, which must be answered within one
-
-log = logging.getLogger("replica_engine")
+SETTLING = 0.05  # seconds for an exception that is on its way to a thread to arrive
 
 
 class Run:
@@ -72,7 +76,19 @@ class Run:
         concurrent: release all replicas at once.
         builds: with `concurrent`, gives replica 0 a head start in each round; called after a while of it,
             it says whether replica 0 is building and has to be waited for. None: no head start.
-        timeout: seconds a replica may take to reach its next sync point; None warns after 30 and waits on.
+        timeout: seconds a replica may take to reach its next sync point, or a merge to end; None waits on.
+        warn_after: seconds after which, and again after as many, there is a warning; None takes the process' own.
+
+    Attributes:
+        coordinator: the thread that called.
+        given_up: whether nothing will come of waiting.
+        replicas: in order.
+        record: of sync points.
+        number: of this run.
+        name: of who runs, for timelines.
+        recorded: whether a timeline is being recorded.
+        began: when it was made, in seconds of `time.perf_counter`.
+        merged: when the last merge began and ended, in seconds of `time.perf_counter`.
     """
 
     def __init__(
@@ -84,9 +100,15 @@ class Run:
         concurrent: bool = False,
         builds: Callable[[], bool] | None = None,
         timeout: float | None = None,
+        warn_after: float | None = None,
     ):
         self.coordinator = threading.current_thread()
         self.given_up = False
+        self.record, self.name = group.record, group.name
+        self.number = self.record.new_run()
+        self.recorded = timeline.recording()
+        self.began = time.perf_counter()
+        self.merged = (0.0, 0.0)
         self.replicas = [
             Replica(self, index, device, thread)
             for index, (device, thread) in enumerate(zip(group.devices, group.threads, strict=True))
@@ -98,7 +120,10 @@ class Run:
         self._timeout = timeout
         self._has_paused = Event()  # the baton, on its way back to the coordinator
         self._first_has_paused = Event()  # with a head start: replica 0 has
-        self._last_hand_over = 0.0  # on the monotonic clock
+        self._watch = Watch(self._describe, warn_after, timeout, self._expire)
+        self._merging = False
+        self._standstill: tuple[list[errors.ReplicaRow], errors.CoordinatorRow] | None = None  # when time ran out
+        self._broken_off: type[BaseException] | None = None  # what is raised in a merge when time has run out
         self._lock = threading.Lock()
         self._still_running = 0
 
@@ -114,19 +139,18 @@ class Run:
             Exception: what a body or `merge` raised, with notes.
         """
         try:
-            for replica, body in zip(self.replicas, self._bodies, strict=True):
-                replica.thread.assign(functools.partial(replica.execute, body))
-            while True:
-                self._round()
-                if all(replica.state is State.FINISHED for replica in self.replicas):
-                    return [replica.value for replica in self.replicas]
-                self._check_meeting()
-                results = self._merge([replica.request for replica in self.replicas])
-                for replica, result in zip(self.replicas, results, strict=True):
-                    replica.resume_with(result)
+            with self._watch:
+                results = self._rounds()
+            if self._watch.expired:
+                self._settle()
+            return results
         except BaseException as error:
-            self._give_up(error)
-            raise
+            late = self._as_late(error)
+            if late is None:
+                self._give_up(error)
+                raise
+            self._give_up(late)
+            raise late from None
         finally:
             # Run, replicas and bodies refer to each other. Cut through, what they hold is freed now; left
             # to the garbage collector, tensors would outlive the step by many steps.
@@ -135,9 +159,38 @@ class Run:
             del self._bodies, self._merge
             self._builds = None  # Not deleted: an abandoned replica may still hand over.
 
+    def _rounds(self) -> list[Any]:
+        """All rounds; the values at the end."""
+        for replica, body in zip(self.replicas, self._bodies, strict=True):
+            replica.thread.assign(functools.partial(replica.execute, body))
+        while True:
+            self._round()
+            if all(replica.state is State.FINISHED for replica in self.replicas):
+                if self.recorded:
+                    self._draw_end()
+                return [replica.value for replica in self.replicas]
+            self._check_meeting()
+            self._meet()
+
+    def _meet(self) -> None:
+        """All have paused at one sync point: merges, and lays each one's part of the result ready."""
+        self._watch.beat()
+        self._merging = True
+        began = time.perf_counter()
+        with self._drawn_merge():
+            results = self._merge([replica.request for replica in self.replicas])
+        self.merged = began, time.perf_counter()
+        self._merging = False
+        for replica, result in zip(self.replicas, results, strict=True):
+            replica.resume_with(result)
+
+    def is_orphaned(self) -> bool:
+        """Whether its coordinator is gone. The main thread never is, though Python says so in functions of `atexit`."""
+        return not self.coordinator.is_alive() and self.coordinator is not threading.main_thread()
+
     def hand_over(self, replica: Replica) -> None:
         """Passes the baton on. Called by a replica's thread when it pauses or ends."""
-        self._last_hand_over = time.monotonic()
+        self._watch.beat()
         if self._concurrent:
             if replica.index == 0 and self._builds is not None:
                 self._first_has_paused.set()
@@ -153,7 +206,7 @@ class Run:
 
     def _round(self) -> None:
         """Takes every replica to its next pause; raises what one of them raised."""
-        self._last_hand_over = time.monotonic()
+        self._watch.beat()
         self._still_running = len(self.replicas)
         self._first_has_paused.wait(0)  # Clears it: in the round before, nobody may have waited for it.
         first, *others = self.replicas
@@ -175,29 +228,64 @@ class Run:
             self._wait(self._first_has_paused)
 
     def _wait(self, event: Event) -> None:
-        """Waits for the event, and reports if a replica takes long to its next sync point."""
-        limit = SLOW if self._timeout is None else self._timeout
-        warn_at = limit
-        while not event.wait(warn_at - self._waited()):
-            waited = self._waited()
-            if waited < limit:
-                warn_at = limit  # Another replica has taken over meanwhile: its time counts from then.
-            elif self._timeout is not None:
-                raise errors.ReplicaTimeoutError(self._timeout, self._rows(), self._stacks())
-            elif waited >= warn_at:
-                log.warning("%s", errors.slow_replicas(round(waited), self._rows(), self._stacks()))
-                warn_at += SLOW
+        """Waits for the event, or for the time to run out."""
+        event.wait()
+        if self._watch.expired:
+            raise self._timed_out()
 
-    def _waited(self) -> float:
-        """Seconds since the baton last moved."""
-        return time.monotonic() - self._last_hand_over
+    def _describe(self, waited: float) -> str:
+        """The warning; called by the watchdog."""
+        return errors.slow_replicas(waited, *self._stand())
+
+    def _expire(self, waited: float) -> None:
+        """The time has run out; called by the watchdog."""
+        try:
+            self._standstill = self._standstill or self._stand()
+        finally:
+            self._end_wait()
+
+    def _end_wait(self) -> None:
+        if self._merging and self.coordinator.ident is not None:
+            again = self._watch.expired > 1  # what is to be done as a whole has had its time, too
+            self._broken_off = break_off(self.coordinator.ident, errors.ReplicaUnwound, at_once=again)
+        else:
+            self._has_paused.set()
+            self._first_has_paused.set()
+
+    def _timed_out(self) -> errors.ReplicaTimeoutError:
+        return errors.ReplicaTimeoutError.after(self._timeout or 0.0, *(self._standstill or self._stand()))
+
+    def _as_late(self, error: BaseException) -> errors.ReplicaTimeoutError | None:
+        """What is to be raised in the place of what ended the run, if time had run out."""
+        if not self._watch.expired or isinstance(error, errors.ReplicaTimeoutError):
+            return None
+        if self._broken_off is not None and not isinstance(error, self._broken_off):
+            self._settle()
+            return None  # it ended by itself, at the last moment
+        return self._timed_out()
+
+    def _settle(self) -> None:
+        """What was to be raised in the merge came too late for it: has it arrive here, and go no further."""
+        with contextlib.suppress(KeyboardInterrupt, errors.ReplicaUnwound):
+            time.sleep(SETTLING)
+        take_back(threading.get_ident())
+
+    def _stand(self) -> tuple[list[errors.ReplicaRow], errors.CoordinatorRow]:
+        """Where everybody is now."""
+        rows = [replica.timed_row() for replica in self.replicas]
+        thread = self.coordinator
+        first = self.replicas[0].last
+        if not self._merging or first is None:
+            return rows, errors.CoordinatorRow(thread.name, "waiting for the replicas", self._watch.waited)
+        state = f"{IN_MERGE}{first}"
+        return rows, errors.CoordinatorRow(thread.name, state, self._watch.waited, stack_of(thread.ident))
 
     def _check_meeting(self) -> None:
         """All replicas have paused or finished: did they meet?"""
         if any(replica.state is State.FINISHED for replica in self.replicas):
             raise errors.MergeCallMismatchError.different_counts(self._rows())
-        first = self.replicas[0].sync_points[-1].identity
-        if any(replica.sync_points[-1].identity != first for replica in self.replicas[1:]):
+        first, *others = self.replicas
+        if any(replica.meets != first.meets for replica in others):
             raise errors.MergeCallMismatchError.different_functions(self._rows())
 
     def _give_up(self, error: BaseException) -> None:
@@ -221,22 +309,46 @@ class Run:
                 # Whoever comes down sets this event; that may be another replica, so look again.
                 self._has_paused.wait(deadline - time.monotonic())
         abandoned = [replica for replica in self.replicas if not replica.over]
-        for replica in abandoned:
-            replica.thread.interrupt()
+        stuck = [replica.timed_row() for replica in abandoned]
+        if not no_patience:  # else they have been, and each takes a moment of the second that Ctrl-C has
+            for replica in abandoned:
+                replica.thread.interrupt()
         if culprit is not None:
             others = [replica for replica in self.replicas if replica is not culprit]
             failed = [(other.row(), other.error) for other in others if other.error is not None]
             errors.note_failure(error, rows[culprit.index], failed)
-        errors.note_abandoned(error, [replica.row() for replica in abandoned])
+        errors.note_abandoned(error, stuck)
 
     def _rows(self) -> list[errors.ReplicaRow]:
         return [replica.row() for replica in self.replicas]
 
-    def _stacks(self) -> str:
-        frames = sys._current_frames()
-        stacks = []
+    def sync_point(self) -> list[SyncPoint]:
+        """Where the replicas have paused; for the time of a merge."""
+        points = [replica.last for replica in self.replicas if replica.last is not None]
+        assert len(points) == len(self.replicas), "all have paused"
+        return points
+
+    def _drawn_merge(self) -> contextlib.AbstractContextManager[Any]:
+        return self._draw_merge() if self.recorded else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _draw_merge(self) -> Iterator[None]:
+        """Adds a merge to the timeline."""
+        point = self.sync_point()[0]
+        began = time.perf_counter()
+        try:
+            with timeline.profiled(f"merge {point.name}"):
+                yield
+        finally:
+            timeline.add(self._track, point.name, "merge", began, time.perf_counter(), {"where": point.where})
+
+    def _draw_end(self) -> None:
+        now = time.perf_counter()
         for replica in self.replicas:
-            frame = frames.get(replica.thread.ident or 0)
-            if replica.state is State.RUNNING and frame is not None:
-                stacks.append(f"{replica}:\n{''.join(traceback.format_stack(frame))}")
-        return "\n".join(stacks)
+            replica.draw_end(now)
+        timeline.add(self._track, "run", "waiting", self.began, now, {"replicas": len(self.replicas)})
+
+    @property
+    def _track(self) -> Track:
+        thread = self.coordinator
+        return Track(self.name, f"coordinator ({thread.name})", thread.ident or 0, 0)

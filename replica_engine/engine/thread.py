@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable
 
 from replica_engine.engine.event import Event
 from replica_engine.errors import ReplicaUnwound
+from replica_engine.telemetry.interrupt import raise_in
 
 
 class ReplicaThread(threading.Thread):
@@ -18,12 +18,18 @@ class ReplicaThread(threading.Thread):
     function alive. It is a daemon: at interpreter exit nothing waits for it.
 
     A job must not raise; it keeps its outcome as data.
+
+    Attributes:
+        should_run: lets it run.
+        replica: the one that it runs.
+        stay: for jobs: what the last one left as it was for the next.
     """
 
     def __init__(self, name: str):
         super().__init__(name=name, daemon=True)
         self.should_run = Event()
         self.replica: object | None = None
+        self.stay: object | None = None
         self._job: Callable[[], None] | None = None
         self._closed = False
 
@@ -39,12 +45,10 @@ class ReplicaThread(threading.Thread):
     def interrupt(self) -> None:
         """Raises ReplicaUnwound in the thread at its next Python instruction.
 
-        This reaches a loop in Python; a thread inside a C++ op sees it only when the op returns. The
-        interpreter offers this to C alone, hence ctypes. Only for threads that will be closed: nobody can
-        tell at which instruction it arrives.
+        Only for threads that will be closed: nobody can tell at which instruction it arrives.
         """
         if self.ident is not None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(ReplicaUnwound))
+            raise_in(self.ident, ReplicaUnwound)
 
     def run(self) -> None:
         """The thread's loop; started by `start()`."""

@@ -1,10 +1,13 @@
 """Every exception of the package, each with its wording.
 
 - `base`: ReplicaEngineError.
-- `threads`: replicas that do not meet, do not come back, or differ.
+- `standstill`: replicas and programs that do not come back, and the table of who is where.
+- `threads`: replicas that do not meet, or differ.
 - `devices`: devices that are not there, and jax missing.
+- `inputs`: what replicated functions are called with, and from where.
 - `programs`: bodies that cannot be compiled, and programs that do not end.
 - `host_calls`: host calls of compiled bodies.
+- `values`: values that replicas cannot be given, or that cannot be brought together.
 - `models`: Keras models, their batches and optimizers.
 - `contrib`: the names of 2018.
 
@@ -22,6 +25,8 @@ adds to it which replica it came from. Nothing here imports anything but the sta
 from replica_engine.errors.base import (
     ReplicaEngineError,
     add_note,
+    is_alike,
+    positive_int,
 )
 from replica_engine.errors.contrib import (
     ContribError,
@@ -29,6 +34,7 @@ from replica_engine.errors.contrib import (
 from replica_engine.errors.devices import (
     BackendMissingError,
     DeviceError,
+    ForkedError,
 )
 from replica_engine.errors.host_calls import (
     HostAccessError,
@@ -37,6 +43,11 @@ from replica_engine.errors.host_calls import (
     note_host_failure,
     note_stuck,
     note_unknown_results,
+)
+from replica_engine.errors.inputs import (
+    InputsError,
+    NotInBodyError,
+    ReplicaMismatchError,
 )
 from replica_engine.errors.models import (
     BatchError,
@@ -48,30 +59,39 @@ from replica_engine.errors.programs import (
     CaptureError,
     CollectiveError,
     GraphModeError,
-    InputsError,
     LostVariableError,
     LoweringError,
-    NotInBodyError,
-    ReplicaMismatchError,
+    ProgramError,
     StuckProgramError,
     VariableCreationError,
     many_traces,
     note_kept_steps,
+)
+from replica_engine.errors.standstill import (
+    CoordinatorRow,
+    ReplicaRow,
+    ReplicaTimeoutError,
+    slow_compile,
+    slow_function,
     slow_program,
+    slow_replicas,
+    slow_trace,
 )
 from replica_engine.errors.threads import (
     MergeCallGraphError,
     MergeCallMismatchError,
     NotInReplicaError,
-    ReplicaRow,
-    ReplicaTimeoutError,
     ReplicaUnwound,
     StructureMismatchError,
     VariableMismatchError,
     note_abandoned,
+    note_failed_alike,
     note_failure,
     note_merge_failure,
-    slow_replicas,
+    note_sync_points,
+)
+from replica_engine.errors.values import (
+    ReplicaValueError,
 )
 
 __all__ = [
@@ -80,7 +100,9 @@ __all__ = [
     "CaptureError",
     "CollectiveError",
     "ContribError",
+    "CoordinatorRow",
     "DeviceError",
+    "ForkedError",
     "GraphModeError",
     "HostAccessError",
     "HostResultError",
@@ -93,28 +115,37 @@ __all__ = [
     "NotInBodyError",
     "NotInReplicaError",
     "OptimizerError",
+    "ProgramError",
     "ReplicaEngineError",
     "ReplicaMismatchError",
     "ReplicaRow",
     "ReplicaTimeoutError",
     "ReplicaUnwound",
+    "ReplicaValueError",
     "ReplicateError",
     "StructureMismatchError",
     "StuckProgramError",
     "VariableCreationError",
     "VariableMismatchError",
     "add_note",
+    "is_alike",
     "many_batch_sizes",
     "many_traces",
     "note_abandoned",
+    "note_failed_alike",
     "note_failure",
     "note_host_failure",
     "note_kept_steps",
     "note_merge_failure",
     "note_stuck",
+    "note_sync_points",
     "note_unknown_results",
+    "positive_int",
+    "slow_compile",
+    "slow_function",
     "slow_program",
     "slow_replicas",
+    "slow_trace",
 ]
 
 # In tracebacks and to users this package is one module.

@@ -3,41 +3,46 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+import operator
+import traceback
 
 
 class ReplicaEngineError(Exception):
     """Base of every error that this package raises on its own account.
+
+    Every class takes the message and nothing else, and its wordings are class methods: so whoever makes an error anew,
+    `type(error)(message)`, as Keras does of what a layer raises, gets one of the same type.
 
     Example:
         >>> issubclass(MergeCallMismatchError, ReplicaEngineError)
         True
     """
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Most of these build their message from other arguments, and could not be made again of it.
-        return _rebuild, (type(self), self.args, self.__dict__)
-
     ag_pass_through = True  # AutoGraph, leave it as it is: another type would hide what it says and holds
-
-
-def _rebuild(kind: type[ReplicaEngineError], args: tuple[Any, ...], state: dict[str, Any]) -> ReplicaEngineError:
-    error = kind.__new__(kind, *args)
-    error.args = args
-    error.__dict__.update(state)
-    return error
 
 
 def add_note(error: BaseException, note: str) -> None:
     """`error.add_note(note)`, for Python 3.10 too, where tracebacks do not print `__notes__`.
 
-    One that takes no attributes, a frozen dataclass say, goes without: the exception itself is what matters.
+    One that takes none, a frozen dataclass say, goes without: the exception itself is what matters.
     """
-    with contextlib.suppress(AttributeError, TypeError):
+    with contextlib.suppress(Exception):
         if hasattr(error, "add_note"):
             error.add_note(note)
         else:
             error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
+
+
+def in_words(error: BaseException) -> str:
+    """An exception as the last line of its traceback; of one that cannot be printed its class."""
+    with contextlib.suppress(Exception):
+        return "".join(traceback.format_exception_only(error)).strip()
+    return f"{type(error).__module__}.{type(error).__qualname__}"
+
+
+def is_alike(error: BaseException, other: BaseException) -> bool:
+    """Whether two exceptions say the same."""
+    return type(error) is type(other) and in_words(error) == in_words(other)
 
 
 def at(where: str) -> str:
@@ -45,7 +50,24 @@ def at(where: str) -> str:
     return f" at {where}" if where else ""
 
 
+def positive_int(value: object) -> int | None:
+    """A positive int, NumPy's and TensorFlow's too; None for anything else, which an error is to be made of."""
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except Exception:  # tensors of TensorFlow have errors of their own
+        return None
+    return number if number > 0 else None
+
+
 def brief(value: object) -> str:
-    """A value in a few words."""
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) < 80 else text[:77] + '...'}"
+    """A value in a few words, with its type."""
+    return f"{type(value).__name__} {shown(value)}"
+
+
+def shown(value: object) -> str:
+    """A value in a few words; also of one that cannot be shown, since the message it is for is about something else."""
+    try:
+        text = repr(value)
+    except Exception as error:
+        return f"(its repr raises {type(error).__name__})"
+    return text if len(text) < 80 else text[:77] + "..."

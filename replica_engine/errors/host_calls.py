@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import traceback
-
-from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief
+from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief, in_words
 
 
 class NestedHostCallError(ReplicaEngineError, NotImplementedError):
     """outside_compilation was called inside a function that outside_compilation runs."""
 
-    def __init__(self, outer: str, inner: str):
-        super().__init__(
+    @classmethod
+    def inside(cls, outer: str, inner: str) -> NestedHostCallError:
+        """Where both calls are."""
+        return cls(
             f"outside_compilation{at(inner)} was called in a function that outside_compilation{at(outer)} runs on the "
             "host already. Calls cannot be nested: call the inner function directly."
         )
@@ -38,10 +38,18 @@ class HostResultError(ReplicaEngineError, ValueError, TypeError):
 
     @classmethod
     def unknown_shape(cls, name: str, shape: str) -> HostResultError:
-        """A shape that depends on data, or on a part of the arguments' shapes that is not known."""
+        """A shape that is not known before the run."""
         return cls(
-            f"The host function's result{_in(name)} has the shape {shape}, and XLA compiles for fixed shapes. Batch "
-            "with drop_remainder=True if its batch size is what is not known; or say what the function returns: "
+            f"The host function's result{_in(name)} has the shape {shape}, and XLA compiles for fixed shapes. Pad it "
+            "to one, and say which: @xla.returns(tf.TensorSpec(shape, dtype))."
+        )
+
+    @classmethod
+    def unknown_arguments(cls, shape: str) -> HostResultError:
+        """It cannot be called with zeros, since an argument's shape is not known."""
+        return cls(
+            "To know what the host function returns it is called with zeros before the run, and an argument has the "
+            f"shape {shape}. Batch with drop_remainder=True, or say what it returns: "
             "@xla.returns(tf.TensorSpec(shape, dtype))."
         )
 
@@ -54,11 +62,12 @@ class HostResultError(ReplicaEngineError, ValueError, TypeError):
         )
 
     @classmethod
-    def other_tensor(cls, name: str, given: str, wanted: str) -> HostResultError:
+    def other_tensor(cls, name: str, given: str, wanted: str, of_zeros: bool) -> HostResultError:
         """Not the dtype or shape that the body was compiled for."""
+        why = ", which is what it returned for zeros" if of_zeros else ""
         return cls(
-            f"The host function returned {given}{_in(name)}, where the body was compiled for {wanted}. It must return "
-            "the same dtype and shape each time: cast or pad the result, or say what the function returns, "
+            f"The host function returned {given}{_in(name)}, where the body was compiled for {wanted}{why}. It must "
+            "return the same dtype and shape each time: cast or pad the result, or say what the function returns, "
             "@xla.returns(tf.TensorSpec(shape, dtype))."
         )
 
@@ -120,22 +129,24 @@ def note_unknown_results(error: BaseException, where: str) -> None:
     )
 
 
-def note_host_failure(error: BaseException, place: str, call: str, times: int, other: BaseException | None) -> None:
+def note_host_failure(
+    error: BaseException, place: str, call: str, times: int, other: BaseException | None = None
+) -> None:
     """Adds to a user's exception which replica's host call raised it; or, if `other` is given, what else failed."""
     where = f"{place}, in {call}, execution {times} of it there"
     if other is None:
         add_note(error, where)
     else:
-        what = "".join(traceback.format_exception_only(other)).strip()
-        add_note(error, f"also failed: {where}: {what}")
+        add_note(error, f"also failed: {where}: {in_words(other)}")
 
 
 def note_stuck(error: BaseException, replicas: int) -> None:
     """Adds to an exception of a host call that its program has not ended."""
     add_note(
         error,
-        f"The program has not ended: its {replicas} replicas wait for each other, since the failed call's replica went "
-        "on with zeros, another way than the others. Make a new strategy, and load the variables from a checkpoint.",
+        f"The program has not ended: it takes long, or its {replicas} replicas wait for each other, since the failed "
+        "call's replica went on with zeros, another way than the others. If the next run does not come through, make a "
+        "new strategy, and load the variables from a checkpoint.",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replica_engine.errors.base import ReplicaEngineError, brief
+from replica_engine.errors.base import ReplicaEngineError, brief, shown
 
 
 class ReplicateError(ReplicaEngineError, ValueError):
@@ -64,7 +64,7 @@ class ReplicateError(ReplicaEngineError, ValueError):
     @classmethod
     def bad_count(cls, given: object) -> ReplicateError:
         """A number of replicas that is none."""
-        return cls(f"replicas must be a positive int, or None for all devices; got {given!r}.")
+        return cls(f"replicas must be a positive int, or None for all devices; got {shown(given)}.")
 
     @classmethod
     def bad_strategy(cls, given: object) -> ReplicateError:
@@ -144,7 +144,7 @@ class OptimizerError(ReplicaEngineError, RuntimeError):
     @classmethod
     def bad_reduction(cls, given: object) -> OptimizerError:
         """No reduction of gradients."""
-        return cls(f'reduction must be "mean" or "sum"; got {given!r}.')
+        return cls(f'reduction must be "mean" or "sum"; got {shown(given)}.')
 
     @classmethod
     def no_optimizer(cls, given: object) -> OptimizerError:

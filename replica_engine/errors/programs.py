@@ -1,156 +1,11 @@
-"""Compiled bodies: what cannot be compiled, what they cannot be given, and what happens while they run."""
+"""Compiled bodies: what cannot be compiled, and what happens while they run."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
-from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief
-
-
-class NotInBodyError(ReplicaEngineError, RuntimeError):
-    """A cross-replica operation was used where no replicated body is being traced."""
-
-    def __init__(self, name: str):
-        super().__init__(
-            f"xla.{name}() works inside a function that runs on replicas, and there is none here. Call it from the "
-            "function that is passed to xla.replicate(fn, inputs) or to TPUStrategy.run(fn)."
-        )
-
-    @classmethod
-    def on_host(cls, name: str, where: str) -> NotInBodyError:
-        """In a host call."""
-        error = cls.__new__(cls)
-        RuntimeError.__init__(
-            error,
-            f"xla.{name}() was called in a function that outside_compilation runs on the host{at(where)}. Replicas "
-            "meet on the devices: call it in the body and pass its result to outside_compilation.",
-        )
-        return error
-
-
-class InputsError(ReplicaEngineError, ValueError, TypeError):
-    """The inputs of a replicated function are no list over replicas."""
-
-    @classmethod
-    def no_list(cls, inputs: object) -> InputsError:
-        """Not a list, or an empty one."""
-        return cls(
-            f"`inputs` is a list over replicas of argument lists; got {brief(inputs)}. "
-            "For two replicas of f(x, y): inputs=[[x0, y0], [x1, y1]]."
-        )
-
-    @classmethod
-    def no_argument_list(cls, each: object) -> InputsError:
-        """A list of something else than lists."""
-        return cls(
-            f"`inputs` has, for each replica, a list of arguments; for one it has {brief(each)}. "
-            "For two replicas of f(x): inputs=[[x0], [x1]]."
-        )
-
-    @classmethod
-    def wrong_length(cls, given: int, wanted: int) -> InputsError:
-        """As many lists as there are not replicas."""
-        return cls(f"`inputs` has argument lists for {given} replicas, and num_replicas is {wanted}.")
-
-    @classmethod
-    def nested(cls) -> InputsError:
-        """Inside another replicated body."""
-        return cls(
-            "A replicated body cannot be replicated again. Call the function itself, and xla.cross_replica_sum and "
-            "its like with `groups` for a part of the replicas."
-        )
-
-    @classmethod
-    def in_function(cls, name: str) -> InputsError:
-        """A compiled body called while a graph is built."""
-        return cls(f"`{name}` is compiled and runs in eager mode. In a tf.function call xla.replicate(fn, inputs).")
-
-    @classmethod
-    def not_of_signature(cls, name: str, signature: str) -> InputsError:
-        """Arguments that an input signature excludes."""
-        return cls(f"The arguments of `{name}` do not fit its input_signature, {signature}: in number, dtype or shape.")
-
-    @classmethod
-    def other_batch(cls, fn: str, number: int) -> InputsError:
-        """A batch of another structure or dtype than the first one of a device loop."""
-        return cls(f"Batch {number} for `{fn}` has another structure, or other dtypes, than the first of this run.")
-
-    @classmethod
-    def other_batch_shape(cls, fn: str, number: int, name: str, given: str, wanted: str) -> InputsError:
-        """A batch of another shape than the first one of a device loop."""
-        return cls(
-            f"{name} of batch {number} for `{fn}` has the shape {given}, and that of the first batch of this run has "
-            f"{wanted}. A device loop runs steps of one shape: batch with drop_remainder=True, or pad the last batch."
-        )
-
-    @classmethod
-    def uneven_batch(cls, name: str, shapes: Sequence[str]) -> InputsError:
-        """A batch of which replicas have different shapes."""
-        return cls(
-            f"{name} has the shapes {', '.join(shapes)} on the replicas, and a device loop runs steps of one shape: "
-            "batch with drop_remainder=True, by a multiple of the number of replicas."
-        )
-
-    @classmethod
-    def steps_in_function(cls) -> InputsError:
-        """A device loop in a graph."""
-        return cls(
-            "run_steps is a loop of its own and runs in eager mode. Call it outside the tf.function; it needs none."
-        )
-
-    @classmethod
-    def no_iterator(cls, given: object) -> InputsError:
-        """Nothing to iterate over."""
-        return cls(f"run_steps takes an iterator, of a data set for example; got {brief(given)}.")
-
-    @classmethod
-    def bad_iterations(cls, name: str, value: object) -> InputsError:
-        """No number of steps."""
-        return cls(f"`{name}` must be a positive int; got {value!r}.")
-
-    @classmethod
-    def other_program(cls, name: str) -> InputsError:
-        """Inputs that a compiled body was not compiled for."""
-        return cls(
-            f"`{name}` was compiled for inputs of another structure, or of other shapes or dtypes. Lower it again "
-            "with these: xla.lower(fn, inputs).compile()."
-        )
-
-
-class ReplicaMismatchError(ReplicaEngineError, ValueError):
-    """Replicas were given tensors of different shapes or dtypes, and one program runs on all of them."""
-
-    @classmethod
-    def shapes(cls, name: str, replica: int, first: str, other: str) -> ReplicaMismatchError:
-        """Two shapes."""
-        return cls(
-            f"{name} has shape {first} on replica 0 and {other} on replica {replica}. The replicas meet in "
-            "cross-replica operations (sums of gradients, say), so one program runs on all of them, and shapes must be "
-            "equal: batch with drop_remainder=True, give Keras fit a number of samples that is a multiple of the batch "
-            "size, or pad the last batch."
-        )
-
-    @classmethod
-    def dtypes(cls, name: str, replica: int, first: str, other: str) -> ReplicaMismatchError:
-        """Two dtypes."""
-        return cls(f"{name} is of dtype {first} on replica 0 and {other} on replica {replica}. Cast one of them.")
-
-    @classmethod
-    def variables(cls, name: str) -> ReplicaMismatchError:
-        """A variable for each replica."""
-        return cls(
-            f"{name} is another variable on each replica, and one program runs on all of them. Pass values, "
-            "`v.read_value()`; or make one variable under a strategy's scope, with ON_READ synchronization if replicas "
-            "are to have values of their own."
-        )
-
-    @classmethod
-    def not_tensors(cls, name: str, value: object) -> ReplicaMismatchError:
-        """Values that differ by replica and are no tensors."""
-        return cls(
-            f"{name} differs by replica and holds {brief(value)}. What differs by replica must be a tensor, since "
-            "one program runs on all replicas; tell them apart with the replica id."
-        )
+from replica_engine.errors.base import ReplicaEngineError, add_note, at, shown
 
 
 class CollectiveError(ReplicaEngineError, ValueError):
@@ -159,7 +14,7 @@ class CollectiveError(ReplicaEngineError, ValueError):
     @classmethod
     def unknown_reduction(cls, op: object, known: Sequence[str]) -> CollectiveError:
         """No such reduction."""
-        return cls(f"Replicas cannot be reduced with {op!r}; it is one of {', '.join(known)}.")
+        return cls(f"Replicas cannot be reduced with {shown(op)}; it is one of {', '.join(known)}.")
 
     @classmethod
     def wrong_dtype(cls, op: str, dtype: str) -> CollectiveError:
@@ -168,7 +23,7 @@ class CollectiveError(ReplicaEngineError, ValueError):
 
     @classmethod
     def apart(cls, name: str) -> CollectiveError:
-        """In a branch that not all replicas take."""
+        """In a branch that not all replicas take: replicate_model then has each of them run the whole batch."""
         return cls(f"{name} brings all replicas together, and this branch is not taken by all of them.")
 
     @classmethod
@@ -180,9 +35,12 @@ class CollectiveError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
-    def unequal_groups(cls, groups: object) -> CollectiveError:
+    def unequal_groups(cls, name: str, groups: object) -> CollectiveError:
         """Groups of different sizes, where results would differ in shape."""
-        return cls(f"`groups` must be of equal sizes here, since shapes depend on them; got {groups}.")
+        return cls(
+            f"`groups` of {name} must be of equal sizes, since the shape of its result depends on them; got {groups}. "
+            "For two halves of four: groups=[[0, 1], [2, 3]]."
+        )
 
     @classmethod
     def bad_pairs(cls, pairs: object, size: int) -> CollectiveError:
@@ -195,12 +53,15 @@ class CollectiveError(ReplicaEngineError, ValueError):
     @classmethod
     def no_axis(cls, name: str, axis: object, shape: str) -> CollectiveError:
         """A dimension that is not there."""
-        return cls(f"{name} along dimension {axis} of a tensor of shape {shape}, which has no such dimension.")
+        return cls(f"{name} along dimension {axis} was asked for of a tensor of shape {shape}, which has no such one.")
 
     @classmethod
     def not_divisible(cls, axis: int, length: int, parts: int) -> CollectiveError:
         """A dimension that cannot be split."""
-        return cls(f"Dimension {axis} has length {length} and cannot be split into {parts} equal parts.")
+        return cls(
+            f"Dimension {axis} has length {length} and cannot be split into {parts} equal parts, one for each replica. "
+            f"Pad it to a multiple of {parts}."
+        )
 
     @classmethod
     def unknown_shape(cls, name: str, shape: str) -> CollectiveError:
@@ -217,10 +78,11 @@ class CaptureError(ReplicaEngineError, ValueError):
     @classmethod
     def not_a_variable(cls, fn: str, what: str, where: str) -> CaptureError:
         """A resource of another kind: a table, an iterator, a summary writer."""
+        kind = re.search(r'type="([^"]+)"', what)  # in the middle of what a handle prints
         return cls(
-            f"`{fn}` uses a resource that is not a variable{at(where)}: {what}. Lookup tables, dataset "
-            "iterators and the like live on the host: use them there, in a function for xla.outside_compilation, "
-            "or before the run."
+            f"`{fn}` uses a resource that is not a variable{at(where)}: {kind[1] if kind else what}. Lookup tables, "
+            "dataset iterators and the like live on the host: use them there, in a function for "
+            "xla.outside_compilation, or before the run."
         )
 
     @classmethod
@@ -239,15 +101,24 @@ class CaptureError(ReplicaEngineError, ValueError):
             "numbers before the run."
         )
 
+    @classmethod
+    def host_only_variable(cls, fn: str, name: str, dtype: str, where: str) -> CaptureError:
+        """A variable of strings and the like."""
+        return cls(
+            f"`{fn}` uses the variable {name!r}{at(where)}. Its dtype is {dtype}, which no device has: use it on the "
+            "host, in a function for xla.outside_compilation, or before the run."
+        )
+
 
 class VariableCreationError(ReplicaEngineError, ValueError):
     """A replica body cannot create this variable."""
 
     @classmethod
-    def each_time(cls, fn: str, names: Sequence[str]) -> VariableCreationError:
-        """It creates new ones each time it is traced."""
+    def each_time(cls, fn: str, created: Sequence[tuple[str, str]]) -> VariableCreationError:
+        """It creates new ones each time it is traced; of each its name and the line."""
+        names = ", ".join(f"{name}{at(where)}" for name, where in created)
         return cls(
-            f"`{fn}` creates variables ({', '.join(names)}) each time it runs, and it is traced once for all runs. "
+            f"`{fn}` creates variables ({names}) each time it runs, and it is traced once for all runs. "
             "Create them once: before the run, under `with strategy.scope():`, or in the first run only, kept in "
             "an attribute (`if self.w is None: self.w = tf.Variable(...)`)."
         )
@@ -335,11 +206,45 @@ class LoweringError(ReplicaEngineError, ValueError):
 class GraphModeError(ReplicaEngineError, RuntimeError):
     """A compiled body was called in a graph of tf.compat.v1."""
 
-    def __init__(self) -> None:
-        super().__init__(
+    @classmethod
+    def in_graph(cls) -> GraphModeError:
+        """Eager mode is off."""
+        return cls(
             "Compiled bodies run in eager mode and in tf.functions, not in a graph of tf.compat.v1. Remove the "
             "`with tf.Graph().as_default():` or tf.compat.v1.disable_eager_execution(); MirroredStrategy runs there."
         )
+
+
+class ProgramError(ReplicaEngineError, RuntimeError):
+    """A compiled program failed while it ran, or cannot run on this machine."""
+
+    @classmethod
+    def failed(cls, name: str, devices: Sequence[str], message: str) -> ProgramError:
+        """The runtime says so."""
+        return cls(
+            f"The compiled program of `{name}` failed while it ran on {len(devices)} replicas ({', '.join(devices)}):\n"
+            f"{message}\n"
+            "Variables that it was to write may be lost: whoever reads one is told. Assign them, or load a checkpoint."
+        )
+
+    @classmethod
+    def too_large(cls, name: str, replicas: int, each: int, limit: int) -> ProgramError:
+        """It needs more memory than there is."""
+        return cls(
+            f"The compiled program of `{name}` needs {_size(each)} for values in between and results on each of "
+            f"{replicas} replicas, and there are {_size(limit)} of memory. It was not launched, so all variables are "
+            "as they were. Take a smaller batch."
+        )
+
+
+def _size(number: int) -> str:
+    """Bytes in words."""
+    size = float(number)
+    units = ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        del units[0]
+    return f"{size:.4g} {units[0]}"
 
 
 class StuckProgramError(ReplicaEngineError, RuntimeError):
@@ -348,22 +253,27 @@ class StuckProgramError(ReplicaEngineError, RuntimeError):
     PATIENCE = 10.0
     """Seconds that the next run waits for it."""
 
-    def __init__(self, replicas: int):
-        super().__init__(
-            f"A compiled program on {replicas} replicas was interrupted earlier and has not ended for another "
-            f"{self.PATIENCE:g} s, so nothing else can run on its devices. Its replicas may wait for each other: every "
-            "replica must reach the same cross-replica operations, so there can be none in a branch on the replica id. "
-            "Make a new strategy, and load the variables from a checkpoint."
+    @classmethod
+    def given_up(cls, name: str, replicas: int) -> StuckProgramError:
+        """It was given up, and goes on."""
+        return cls(
+            f"The compiled program of `{name}` on {replicas} replicas was given up earlier (Ctrl-C, or timeout=) and "
+            f"has not ended for another {cls.PATIENCE:g} s, so nothing else can run on its devices. A host call in it "
+            "may not return, or its replicas wait for each other: every replica must reach the same cross-replica "
+            "operations, so there can be none in a branch on the replica id. Make a new strategy, and load the "
+            "variables from a checkpoint."
         )
 
 
 class LostVariableError(ReplicaEngineError, RuntimeError):
     """A variable's value was given to a program that failed, and is gone."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            "The value of a variable was given to a compiled program that failed while it ran (out of memory, say), "
-            "and is gone. Assign it, or load a checkpoint."
+    @classmethod
+    def read(cls, name: str) -> LostVariableError:
+        """It is to be read, and no value has been assigned since."""
+        return cls(
+            f"The value of the variable {name!r} was given to a compiled program that failed while it ran (out of "
+            "memory, say), and is gone. Assign it, or load a checkpoint."
         )
 
 
@@ -378,13 +288,4 @@ def many_traces(name: str, times: int) -> str:
         f"`{name}` has been traced {times} times, and most traces are compiled. It is traced anew for other shapes and "
         "dtypes, other Python values among its arguments (pass tensors: tf.constant(rate)), and for a function made "
         "anew around other objects (pass what it closes over as arguments)."
-    )
-
-
-def slow_program(name: str, replicas: int, seconds: float) -> str:
-    """The warning about a compiled program that has been running for long."""
-    return (
-        f"The compiled program of `{name}` has been running on {replicas} replicas for {seconds:.0f} s. If it should "
-        "not, its replicas may wait for each other: every replica must reach the same cross-replica operations, so "
-        "there can be none in a branch on the replica id. Ctrl-C ends the wait."
     )

@@ -24,6 +24,8 @@ from replica_engine.keras.hooks import Hooks
 from replica_engine.keras.on_threads import OnThreads
 from replica_engine.keras.variables import SharedVariables
 from replica_engine.replica import rows
+from replica_engine.telemetry import timeline
+from replica_engine.telemetry.trace_file import Track
 
 _lock = threading.RLock()
 _inside: weakref.WeakKeyDictionary[Any, Replicas] = weakref.WeakKeyDictionary()  # by original, who is inside
@@ -50,6 +52,8 @@ class Replicas:
         self._outer: Replicas | None = None
         self._known: Any = None
         self._steps: Any = None
+        self._calling = Track(type(strategy).__name__, "Keras", order=-1)
+        self._feeding = Track(type(strategy).__name__, "feeding", order=-1)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -145,7 +149,8 @@ class Replicas:
         failed: Exception | None = None
         for _ in range(self._model.steps_per_execution):
             try:
-                batches.append(rows.as_tensors(next(iterator)))
+                with timeline.span(self._feeding, "next batch", "feeding"):
+                    batches.append(rows.as_tensors(next(iterator)))
             except (StopIteration, tf.errors.OutOfRangeError):
                 if not batches:
                     raise
@@ -154,7 +159,8 @@ class Replicas:
                 failed = error
                 break
         batches = [batch for batch in batches if rows.count(batch)]
-        logs = self._ready(batches[0]).step(name, batches) if batches else self._model.get_metrics_result()
+        with timeline.span(self._calling, name, "launch", {"batches": len(batches)}):
+            logs = self._ready(batches[0]).step(name, batches) if batches else self._model.get_metrics_result()
         if failed is not None:
             raise failed
         return logs

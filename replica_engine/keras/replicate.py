@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import operator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from replica_engine._compat import keras_model
-from replica_engine.errors import ReplicateError
+from replica_engine.errors import ReplicateError, positive_int
 from replica_engine.keras.choice import choose
 from replica_engine.keras.losses import extend_keras
 from replica_engine.keras.model import is_replicated, replicated
@@ -107,10 +106,7 @@ def _check_inputs(model: keras.Model, replicas: int) -> None:
 def _number(replicas: Any) -> int | None:
     if replicas is None:
         return None
-    try:
-        count = operator.index(replicas)
-    except TypeError:
-        raise ReplicateError.bad_count(replicas) from None
-    if isinstance(replicas, bool) or count < 1:
+    count = positive_int(replicas)
+    if count is None:
         raise ReplicateError.bad_count(replicas)
     return count

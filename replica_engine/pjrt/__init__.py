@@ -4,8 +4,10 @@
 - `devices`: which devices there are, and CPU devices in any number.
 - `group`: the devices of one program; arrays on them.
 - `executable`: a program compiled for a group, and launching it.
-- `watch`: a warning where a program does not end.
-- `collectives`: markers in a program, rewritten to collective operations.
+- `left`: programs that nobody waits for any more.
+- `interrupts`: holding off Ctrl-C while a program is launched.
+- `memory`: how much there is.
+- `markers`: markers in a program, rewritten to collectives and host calls.
 
 >>> from replica_engine.pjrt.devices import device_group
 >>> device_group("cpu", 2).size

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
-import operator
 import os
 import threading
 from typing import Any
 
-from replica_engine.errors import DeviceError
+from replica_engine.errors import DeviceError, positive_int
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import jax, make_cpu_client
 
@@ -39,9 +38,9 @@ def device_group(platform: str | None = None, count: int | None = None) -> Devic
         count = _number(count)
     if platform is None:
         platform = next(name for name in PLATFORMS if name == "cpu" or _accelerators(name))
-    platform = platform.lower() if isinstance(platform, str) else platform
-    if platform not in PLATFORMS:
+    if not isinstance(platform, str) or platform.lower() not in PLATFORMS:
         raise DeviceError.unknown_platform(platform, PLATFORMS)
+    platform = platform.lower()
     if platform == "cpu":
         count = count or _cores()
         if count > MOST_CPU_DEVICES:
@@ -103,10 +102,7 @@ def _has_plugin() -> bool:
 
 def _number(count: object) -> int:
     """A number of devices, NumPy's integers too."""
-    try:
-        number = operator.index(count)  # type: ignore[arg-type]
-    except TypeError:
-        raise DeviceError.bad_count(count) from None
-    if isinstance(count, bool) or number < 1:
+    number = positive_int(count)
+    if number is None:
         raise DeviceError.bad_count(count)
     return number

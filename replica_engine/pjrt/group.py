@@ -6,10 +6,11 @@ the values may differ by replica is between us and the program.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,18 +64,76 @@ class ProgramOrder:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        self._sign = 0.0
 
     def __enter__(self) -> None:
+        if not self.enter_now():
+            self._lock.acquire()
+            self.beat()
+
+    def enter_now(self) -> bool:
+        """As `with`, if it is nobody else's turn; whether it was not."""
         if (why := getattr(_thread, "why", None)) is not None:
             raise why()
-        self._lock.acquire()
+        if not self._lock.acquire(blocking=False):
+            return False
+        self.beat()
+        return True
+
+    def beat(self) -> None:
+        """The program whose turn it is gives a sign of life."""
+        self._sign = time.monotonic()
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
+    @contextlib.contextmanager
+    def within(self, seconds: float, late: Callable[[], Exception]) -> Iterator[None]:
+        """The lock. When it has not come, and nobody has given a sign of life, for so long, `late` is raised."""
+        if (why := getattr(_thread, "why", None)) is not None:
+            raise why()
+        began = time.monotonic()
+        while not self._lock.acquire(timeout=min(max(0.0, self._due(began, seconds)), threading.TIMEOUT_MAX)):
+            if self._due(began, seconds) <= 0:
+                raise late()
+        self.beat()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _due(self, began: float, seconds: float) -> float:
+        """Seconds until somebody who has waited since then has waited for too long."""
+        return max(began, self._sign) + seconds - time.monotonic()
+
 
 # One for each platform: see `DeviceGroup.in_flight`.
 _orders: dict[str, ProgramOrder] = {}
+
+
+class _Work:
+    """What a thread does, as something that becomes ready."""
+
+    def __init__(self, thread: threading.Thread):
+        self.thread = thread
+
+    def is_ready(self) -> bool:
+        """Whether the thread has ended."""
+        return not self.thread.is_alive()
+
+
+def _is_of_this_thread(running: Any) -> bool:
+    """Whether it is what this thread itself does, for which it need not wait."""
+    return isinstance(running, _Work) and running.thread is threading.current_thread()
+
+
+def _comes_within(seconds: float, is_ready: Callable[[], bool]) -> bool:
+    until = time.monotonic() + seconds
+    while not is_ready():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 class DeviceGroup:
@@ -87,6 +146,7 @@ class DeviceGroup:
         names: for messages: "CPU:0", ...
         in_flight: held from a program's launch to its end.
         running: what becomes ready when the program that was launched last ends; None if it has ended.
+        running_name: of which body that program is.
         interrupted: whether nobody is waiting for that program, though it may not have ended.
 
     **Why one program at a time on CPU.** Replicas of a program meet in its collectives, and a replica that
@@ -108,6 +168,7 @@ class DeviceGroup:
         self._single = [SingleDeviceSharding(device) for device in devices]
         self.in_flight = _orders.setdefault(platform, ProgramOrder())
         self.running: Any = None
+        self.running_name = ""
         self.interrupted = False
 
     def put(self, values: Sequence[np.ndarray]) -> Array:
@@ -164,19 +225,36 @@ class DeviceGroup:
         Raises:
             StuckProgramError: it has not ended.
         """
-        if self.interrupted:
+        if self.interrupted and not _is_of_this_thread(self.running):
             if not self.ends_within(StuckProgramError.PATIENCE):
-                raise StuckProgramError(self.size)
+                raise StuckProgramError.given_up(self.running_name, self.size)
             self.interrupted = False
+
+    def wait_for(self, array: Array) -> None:
+        """Waits for an array that a program which was interrupted may have to make.
+
+        Raises:
+            StuckProgramError: it has not.
+        """
+        if self.interrupted and not _comes_within(StuckProgramError.PATIENCE, array.is_ready):
+            raise StuckProgramError.given_up(self.running_name, self.size)
 
     def ends_within(self, seconds: float) -> bool:
         """Waits for the program that was launched last; whether it ended."""
-        until = time.monotonic() + seconds
-        while not self.running.is_ready():
-            if time.monotonic() > until:
-                return False
-            time.sleep(0.01)
-        return True
+        return _comes_within(seconds, self._is_ready)
+
+    def leave_to(self, thread: threading.Thread) -> None:
+        """That thread will launch a program; until it says what becomes ready, that is the end of the thread."""
+        self.running, self.interrupted = _Work(thread), True
+
+    def has_ended(self, replica: int) -> bool:
+        """Whether the program that was launched last has ended on a replica's device, as far as can be seen."""
+        shards = getattr(self.running, "_arrays", None)
+        return self._is_ready() if shards is None else shards[replica].is_ready()
+
+    def _is_ready(self) -> bool:
+        running = self.running  # once: another thread may see that it has ended
+        return running is None or running.is_ready()
 
     def __repr__(self) -> str:
         return f"DeviceGroup({self.platform!r}, size={self.size})"

@@ -40,7 +40,7 @@ try:
     from jaxlib.mlir import ir
     from jaxlib.xla_client import CompileOptions, DeviceAssignment, make_cpu_client
 except ImportError as error:
-    raise BackendMissingError.name_vanished(jax.__version__, error) from error
+    raise BackendMissingError.name_vanished(jax.__version__, error) from None
 
 # XLA aborts the process when a replica waits in a collective for longer than 40 s, which a loaded machine may well
 # take; nothing here may end the process. The limit is a flag that jaxlib reads once, when it first needs one.
@@ -66,11 +66,15 @@ def _lift_limits() -> None:
 
 _lift_limits()
 
+RUNTIME_ERRORS = (jax.errors.JaxRuntimeError,)
+"""What jaxlib raises for a program that fails while it runs."""
+
 HOST_CALL_TARGETS = {"cpu": "xla_ffi_python_cpu_callback", "gpu": "xla_ffi_python_gpu_callback"}
 """The custom call by which a program calls a Python function it was compiled with. TPUs have another way."""
 
 __all__ = [
     "HOST_CALL_TARGETS",
+    "RUNTIME_ERRORS",
     "ArrayImpl",
     "CompileOptions",
     "DeviceAssignment",

@@ -8,23 +8,34 @@ merge function for all of them.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import tensorflow as tf
 
+from replica_engine import shutdown
 from replica_engine._compat import autograph, distribute, function, thread_state
 from replica_engine.engine import GroupPool, Replica, Run
-from replica_engine.errors import note_merge_failure
+from replica_engine.errors import CoordinatorRow, note_merge_failure, slow_function
 from replica_engine.replica.context import MergeRequest, ReplicaContext
+from replica_engine.replica.failed_run import note_failed_run
+from replica_engine.replica.forked import check_not_forked
 from replica_engine.replica.inherited import InheritedState
 from replica_engine.replica.lift import lift
 from replica_engine.replica.location import identity
-from replica_engine.replica.regroup import regroup, select
+from replica_engine.replica.regroup import parts, regroup
+from replica_engine.replica.sync_record import SyncPointRecord, check_alike, records
+from replica_engine.replica.tracebacks import as_raised
 from replica_engine.replica.variables import SharedVariables
+from replica_engine.telemetry import timeline
+from replica_engine.telemetry.stacks import stack_of
+from replica_engine.telemetry.trace_file import Track
+from replica_engine.telemetry.watchdog import Watch
 
 _pools: weakref.WeakKeyDictionary[tf.distribute.Strategy, GroupPool] = weakref.WeakKeyDictionary()
 _pools_lock = threading.Lock()
@@ -67,9 +78,11 @@ def call_for_each_replica(
         >>> call_for_each_replica(strategy, lambda x: x + 1, args=(1,))
         2
     """
-    with strategy.scope():
+    check_not_forked()
+    with distribute.in_scope(strategy):
         if function.is_tf_function(fn) and not _collectives_inside_xla(strategy, fn):
-            return lift(strategy, fn, call_for_each_replica)(*args, **(kwargs or {}))
+            with _function_watched(strategy, getattr(fn, "__name__", "a function")):
+                return lift(strategy, fn, call_for_each_replica)(*args, **(kwargs or {}))
         if not tf.executing_eagerly():
             fn = autograph.convert(fn)
         return _run(strategy, fn, tuple(args), kwargs or {})
@@ -81,20 +94,24 @@ class ReplicaOptions:
 
     Attributes:
         concurrent: release all replicas at once, in eager mode. A graph is always built in order.
-        timeout: seconds a replica may take to its next sync point, then a ReplicaTimeoutError; None only
-            warns, every 30 seconds.
+        timeout: seconds a replica may take to its next sync point, or a merge function to return, then a
+            ReplicaTimeoutError; None only warns.
+        warn_after: seconds after which that is warned of, and again after as many; None takes 30, or what the
+            environment variable REPLICA_ENGINE_WARN_AFTER says.
         context_class: makes each replica's context.
     """
 
     concurrent: bool = False
     timeout: float | None = None
+    warn_after: float | None = None
     context_class: type[ReplicaContext] = ReplicaContext
 
 
 def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """One run of the engine: `fn` on every replica, its results regrouped."""
-    options = getattr(strategy.extended, "replica_options", None) or ReplicaOptions()
+    options = _options(strategy)
     devices = strategy.extended.worker_devices
+    of_replicas = [*zip(parts(args, len(devices), "args"), parts(kwargs, len(devices), "kwargs"), strict=True)]
     state = InheritedState.capture()
     if not state.eager:
         thread_state.make_stacks_thread_local(state.graph)
@@ -102,22 +119,20 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
     variables = SharedVariables(concurrent)
     known = _creates_nothing.setdefault(strategy, set()) if concurrent else set()
     source = identity(fn)
-    coordinator = threading.get_ident()
 
     def body(replica: Replica) -> Any:
         """`fn`, in the inherited state and in replica context."""
         index = replica.index
         context = options.context_class(strategy, distribute.replica_id_in_sync_group(strategy, index))
-        context.attach(replica, state.graph, devices[index])
+        context.attach(replica, state, devices[index])
         try:
-            with (
-                state.entered(index, context, devices[index]),
-                tf.variable_creator_scope(variables.creator(replica, run.replicas[0])),
-            ):
+            creator = variables.creator(replica, run.replicas[0])
+            with state.entered(index, context, devices[index], replica.thread, creator):
+                own_args, own_kwargs = of_replicas[index]
                 try:
-                    return fn(*select(index, args), **select(index, kwargs))
+                    return fn(*own_args, **own_kwargs)
                 except Exception as error:
-                    failure = autograph.as_user_raised(error, (threading.get_ident(), coordinator))
+                    failure = as_raised(error)
                 raise failure
         finally:
             context.detach()
@@ -125,45 +140,91 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
     def in_own_copy_of_context(replica: Replica) -> Any:
         return state.context.copy().run(body, replica)
 
-    with _pool(strategy, devices).lease() as group:
+    with shutdown.running(), _pool(strategy, devices).lease() as group:
         run = Run(
             group,
             [in_own_copy_of_context] * len(devices),
-            lambda requests: _merge(strategy, requests, run.replicas),
+            lambda requests: _merge(strategy, requests, run),
             concurrent=concurrent,
             builds=None if source in known else lambda: variables.any,
             timeout=options.timeout,
+            warn_after=options.warn_after,
         )
-        results = run()
+        try:
+            results = regroup(run(), what=f"The results of {_described(source)}")
+        except BaseException as error:
+            note_failed_run(error, lambda: records(group.record.rings, group.devices), run.number)
+            raise
         if not variables.any:
             known.add(source)
-        return regroup(results, what="The results of the replicas")
+        return results
 
 
-def _merge(strategy: tf.distribute.Strategy, requests: list[MergeRequest], replicas: list[Replica]) -> list[Any]:
+@contextlib.contextmanager
+def _function_watched(strategy: tf.distribute.Strategy, name: str) -> Iterator[None]:
+    """Around a call of a `tf.function`, which the engine sees only while it is traced."""
+    thread = threading.current_thread()
+
+    def describe(seconds: float) -> str:
+        row = CoordinatorRow(thread.name, "in the tf.function", seconds, stack_of(thread.ident))
+        return slow_function(name, seconds, row)
+
+    track = Track(type(strategy).__name__, f"coordinator ({thread.name})", thread.ident or 0)
+    with Watch(describe, _options(strategy).warn_after), timeline.span(track, name, "launch"):
+        yield
+
+
+def _options(strategy: tf.distribute.Strategy) -> ReplicaOptions:
+    return getattr(strategy.extended, "replica_options", None) or ReplicaOptions()
+
+
+def _described(source: Any) -> str:
+    """The function that replicas run, by what `identity` says of it."""
+    if not isinstance(source, CodeType):
+        return "the replicas"
+    return f"`{source.co_name}` ({source.co_filename}:{source.co_firstlineno})"
+
+
+def _merge(strategy: tf.distribute.Strategy, requests: list[MergeRequest], run: Run) -> list[Any]:
     """Runs the merge function once, on the thread that called `run`, for the requests of all replicas.
 
     It continues where replica 0 stands: in its name scope and variable scope, and in eager mode if the call
     was made under `tf.init_scope`. Ops in it depend on the control inputs of all replicas.
     """
-    first, point = requests[0], replicas[0].sync_points[-1]
+    first, points = requests[0], run.sync_point()
+    point = points[0]
+    check_alike(points, run.replicas)
     what = f"The arguments of merge_call ({point})"
     args = regroup([request.args for request in requests], what, "args")
     kwargs = regroup([request.kwargs for request in requests], what, "kwargs")
-    inputs = {op for request in requests for op in request.control_inputs}
-    with (
-        tf.name_scope(first.name_scope + "/" if first.name_scope else ""),
-        tf.control_dependencies(inputs),
-        thread_state.enter_variable_scope(first.variable_scope),
-        thread_state.eager_mode(first.eager),
-    ):
+    with first.continued(requests):
         try:
             merged = first.merge_fn(strategy, *args, **kwargs)
-            return [select(index, merged) for index in range(len(requests))]
-        except Exception as error:
-            failure = autograph.as_user_raised(error, (threading.get_ident(),))
+            return parts(merged, len(requests), f"the result of {point.name}")
+        except BaseException as error:
+            failure = as_raised(error)
     note_merge_failure(failure, point.name, point.where)
     raise failure
+
+
+def sync_points(strategy: tf.distribute.Strategy) -> list[SyncPointRecord]:
+    """The last sync points of each replica of a strategy, in the order in which they were reached.
+
+    Up to 100 are kept for each replica. Those of a step inside a `tf.function` are from when it was traced.
+
+    Args:
+        strategy: any that runs on this library's replica threads.
+
+    Example:
+        >>> import replica_engine, tensorflow as tf
+        >>> strategy = replica_engine.MirroredStrategy(["CPU:0"])
+        >>> result = strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([3])))
+        >>> [(point.replica, point.name, point.dtypes, point.shapes) for point in strategy.sync_points()]
+        [(0, 'all_reduce', ('float32',), ((3,),))]
+    """
+    with _pools_lock:
+        pool = _pools.get(strategy)
+    return [] if pool is None else records(pool.record.rings, pool.devices)
 
 
 def _collectives_inside_xla(strategy: tf.distribute.Strategy, fn: Any) -> bool:
@@ -176,7 +237,7 @@ def _pool(strategy: tf.distribute.Strategy, devices: Sequence[str]) -> GroupPool
     with _pools_lock:
         pool = _pools.get(strategy)
         if pool is None:
-            pool = _pools[strategy] = GroupPool([_short(device) for device in devices])
+            pool = _pools[strategy] = GroupPool([_short(device) for device in devices], type(strategy).__name__)
         return pool
 
 

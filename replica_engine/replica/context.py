@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._compat import autograph, distribute, thread_state
+from replica_engine._compat import autograph, distribute, eager, thread_state
 from replica_engine.engine import Replica, current_replica
 from replica_engine.errors import MergeCallGraphError, NotInReplicaError
+from replica_engine.replica.inherited import InheritedState
 from replica_engine.replica.location import identity, sync_point, user_location
+from replica_engine.replica.sync_record import brought
+from replica_engine.replica.tensors import as_tensor
+
+_DEFAULT_OPTIONS = tf.distribute.experimental.CommunicationOptions()
 
 
-@dataclass(frozen=True)
-class MergeRequest:
+class MergeRequest(NamedTuple):
     """What one replica brings to a merge call, and the state the merge function continues in."""
 
     merge_fn: Callable[..., Any]
@@ -25,8 +28,26 @@ class MergeRequest:
     kwargs: Any
     name_scope: str
     variable_scope: Any
-    control_inputs: frozenset
+    scope_store: Any
+    control_inputs: Iterable
     eager: bool
+
+    def continued(self, requests: Sequence[MergeRequest]) -> contextlib.AbstractContextManager[Any]:
+        """Continues where the replica of this one stands, after the control inputs of all."""
+        nameless = not self.name_scope and not self.variable_scope.name and not tf.get_current_name_scope()
+        if nameless and self.eager and tf.executing_eagerly():
+            return thread_state.nameless_scope(self.scope_store, self.variable_scope)
+        return self._continued({op for request in requests for op in request.control_inputs})
+
+    @contextlib.contextmanager
+    def _continued(self, inputs: set) -> Iterator[None]:
+        with (
+            tf.name_scope(self.name_scope + "/" if self.name_scope else ""),
+            tf.control_dependencies(inputs),
+            thread_state.enter_variable_scope(self.variable_scope),
+            thread_state.eager_mode(self.eager),
+        ):
+            yield
 
 
 class ReplicaContext(tf.distribute.ReplicaContext):
@@ -51,18 +72,22 @@ class ReplicaContext(tf.distribute.ReplicaContext):
 
     _replica: Replica | None = None
     _graph: tf.Graph | None = None
+    _scope_store: Any = None
     _device: str | None = None
     _detail: tuple = ()
 
-    def attach(self, replica: Replica, graph: tf.Graph, device: str) -> None:
-        """Says which replica of the engine this is, in which graph `run` was called, and the full device name."""
+    def __init__(self, strategy: tf.distribute.Strategy, replica_id_in_sync_group: Any):
+        distribute.init_context(self, strategy, replica_id_in_sync_group)
+
+    def attach(self, replica: Replica, state: InheritedState, device: str) -> None:
+        """Says which replica of the engine this is, in which state `run` was called, and the full device name."""
         self._replica = replica
-        self._graph = graph
+        self._graph, self._scope_store = state.graph, state.scope_store
         self._device = device
 
     def detach(self) -> None:
         """Lets go of the run and, but for a weak reference, of the strategy: the replica's body is over."""
-        self._replica = self._graph = None
+        self._replica = self._graph = self._scope_store = None
         distribute.hold_weakly(self)
 
     @autograph.artifact
@@ -80,8 +105,11 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         Raises:
             MergeCallMismatchError: out of `run`, if the replicas do not meet here.
         """
-        with self._detailed(*self._detail, identity(merge_fn)):
-            return super().merge_call(merge_fn, args, kwargs)
+        with _detailed(self, *self._detail, identity(merge_fn)):
+            if not autograph.is_out_of_play():
+                return super().merge_call(merge_fn, args, kwargs)
+            distribute.check_in_replica(self)
+            return self._merge_call(merge_fn, args, {} if kwargs is None else kwargs)
 
     def _merge_call(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Pauses this replica until all have come here and `merge_fn` has run; returns this one's part.
@@ -92,20 +120,22 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         """
         replica = self._replica
         if replica is None or current_replica() is not replica:
-            raise NotInReplicaError(threading.current_thread().name)
+            raise NotInReplicaError.other_thread(threading.current_thread().name)
         if thread_state.default_graph() is not self._graph:
             filename, lineno, function = user_location(replica)
-            raise MergeCallGraphError(str(replica), f"{filename}:{lineno} in {function}")
+            raise MergeCallGraphError.inside(str(replica), f"{filename}:{lineno} in {function}")
+        eager = tf.executing_eagerly()
         return replica.pause(
-            sync_point(merge_fn, replica, self._detail),
+            sync_point(merge_fn, replica, self._detail, brought((args, kwargs)), eager),
             MergeRequest(
                 merge_fn=merge_fn,
                 args=args,
                 kwargs=kwargs,
                 name_scope=tf.get_current_name_scope(),
-                variable_scope=thread_state.current_variable_scope(),
-                control_inputs=frozenset(thread_state.control_inputs(self._graph)),
-                eager=tf.executing_eagerly(),
+                variable_scope=self._scope_store.current_scope,
+                scope_store=self._scope_store,
+                control_inputs=() if eager else thread_state.control_inputs(self._graph),
+                eager=eager,
             ),
         )
 
@@ -124,8 +154,51 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         Returns:
             The reduced value, in the structure of `value`.
         """
-        with self._detailed("all_reduce", str(getattr(reduce_op, "value", reduce_op)).upper()):
-            return super().all_reduce(reduce_op, tf.nest.map_structure(self._own, value), options)
+        with _detailed(self, "all_reduce", str(getattr(reduce_op, "value", reduce_op)).upper()):
+            own = self._own(value) if isinstance(value, tf.Tensor) else tf.nest.map_structure(self._own, value)
+            tensors = [own] if isinstance(own, tf.Tensor) else tf.nest.flatten(own)
+            if not tensors or not distribute.uses_merge_call(self._strategy):
+                return super().all_reduce(reduce_op, own, options)
+            operation = tf.distribute.ReduceOp(reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
+            if self._needs_gradient(tensors):
+                reduced = self._merged_with_gradient(operation, tensors, options)
+            else:
+                reduced = self._merged(operation, tensors, options)
+            return reduced[0] if own is tensors[0] else tf.nest.pack_sequence_as(own, reduced)
+
+    @staticmethod
+    def _needs_gradient(tensors: list[Any]) -> bool:
+        """Whether somebody may ask for the gradient of an all-reduce; of sparse values nobody may."""
+        if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
+            return False
+        return not all(map(eager.is_eager, tensors)) or eager.is_watched(tensors)
+
+    def _merged_with_gradient(self, operation: Any, tensors: list[Any], options: Any) -> list[Any]:
+        """As `_merged`; the gradient of a sum over replicas is a sum over replicas, and so with a mean."""
+
+        @tf.custom_gradient
+        def reduced(*values: Any) -> tuple:
+            def gradient(*upstream: Any) -> Any:
+                return self.all_reduce(operation, list(upstream))
+
+            return self._merged(operation, list(values), options), gradient
+
+        return tf.nest.flatten(reduced(*tensors))
+
+    def _merged(self, operation: Any, tensors: list[Any], options: Any) -> list[Any]:
+        """Reduces in a merge call: in the same one whether this replica needs a gradient or not."""
+        chosen = options or _DEFAULT_OPTIONS
+
+        def batch_all_reduce(strategy: tf.distribute.Strategy, *values: Any) -> Any:
+            return strategy.extended._batch_reduce_to(operation, [(value, value) for value in values], chosen)
+
+        distribute.check_in_replica(self)
+        reduced = self._merge_call(batch_all_reduce, tensors, {})
+        # With one replica it may be what it was made of, which a tape tells from its sum.
+        return [
+            tf.identity(new) if new is old and isinstance(new, tf.Tensor) else new
+            for new, old in zip(reduced, tensors, strict=True)
+        ]
 
     @autograph.artifact
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
@@ -138,17 +211,8 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             axis: the dimension to concatenate along.
             options: `tf.distribute.experimental.CommunicationOptions`.
         """
-        with self._detailed("all_gather", axis):
+        with _detailed(self, "all_gather", axis):
             return super().all_gather(tf.nest.map_structure(self._own, value), axis, options)
-
-    @contextlib.contextmanager
-    def _detailed(self, *detail: Any) -> Iterator[None]:
-        """Merge calls made inside meet only those of the same detail: a SUM does not meet a MEAN."""
-        before, self._detail = self._detail, detail
-        try:
-            yield
-        finally:
-            self._detail = before
 
     def _own(self, value: Any) -> Any:
         """`value` as a tensor of this replica's own.
@@ -158,7 +222,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         """
         if isinstance(value, tf.IndexedSlices):
             return tf.IndexedSlices(self._own(value.values), value.indices, value.dense_shape)
-        tensor = tf.convert_to_tensor(value)
+        tensor = as_tensor(value, "A value of all_reduce")
         if tf.executing_eagerly() and tensor.device == self._device:
             return tensor  # No other replica runs on this device, so none can own it as well.
         return tf.identity(tensor)
@@ -167,3 +231,18 @@ class ReplicaContext(tf.distribute.ReplicaContext):
     def devices(self) -> list:
         """The device this replica runs on, in a list of one list, as `tf.distribute` has it."""
         return super().devices if self._device is None else [[self._device]]
+
+
+class _detailed:
+    """Merge calls that a context makes inside meet only those of the same detail: a SUM does not meet a MEAN."""
+
+    __slots__ = ("_before", "_context", "_detail")
+
+    def __init__(self, context: ReplicaContext, *detail: Any):
+        self._context, self._detail = context, detail
+
+    def __enter__(self) -> None:
+        self._before, self._context._detail = self._context._detail, self._detail
+
+    def __exit__(self, *_: object) -> None:
+        self._context._detail = self._before

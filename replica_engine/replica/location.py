@@ -9,13 +9,14 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import tensorflow as tf
 
 from replica_engine._compat import autograph
 from replica_engine.engine import Replica, SyncPoint
+from replica_engine.telemetry import stacks
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _KERAS = importlib.util.find_spec("keras")  # found, not imported: TensorFlow imports it when first used
@@ -36,12 +37,12 @@ _CONVERTED = "outer_factory.inner_factory.tf__"  # how AutoGraph names what it c
 _SITE_PACKAGES = os.sep + "site-packages" + os.sep
 
 
-def sync_point(merge_fn: Callable[..., Any], replica: Replica, detail: tuple) -> SyncPoint:
+def sync_point(merge_fn: Callable[..., Any], replica: Replica, detail: tuple, values: tuple, eager: bool) -> SyncPoint:
     """The record of a merge call that `replica` is making.
 
     It goes by the name of the merge function, if that is the user's, or else of what the user called that
     made the merge call: "all_reduce", "assign_add", "fit". `detail` is what else has to be equal on all
-    replicas.
+    replicas; `values` is what the replica brings, and `eager` whether that are values now.
     """
     plain = _plain(merge_fn)
     name = getattr(plain, "__qualname__", None) or type(plain).__qualname__
@@ -49,7 +50,9 @@ def sync_point(merge_fn: Callable[..., Any], replica: Replica, detail: tuple) ->
     if called and is_internal(getattr(getattr(plain, "__code__", None), "co_filename", "")):
         name = called
     name = name.replace("<locals>.", "").removeprefix(_CONVERTED)
-    return SyncPoint(name, *_place(replica, frame, thread), (identity(merge_fn), detail))
+    kind = detail[0] if detail and isinstance(detail[0], str) else "merge_call"
+    place = _place(replica, frame, thread)
+    return SyncPoint(name, *place, (identity(merge_fn), detail), kind, traced=not eager, values=values)
 
 
 def user_location(replica: Replica) -> tuple[str, int, str]:
@@ -93,8 +96,13 @@ def is_internal(filename: str) -> bool:
     return filename.startswith(_INTERNAL)
 
 
+stacks.hide(is_internal)
+
+
 def _plain(fn: Callable) -> Callable:
     """The user's function inside partial objects, bound methods and AutoGraph's wrappers."""
+    if type(fn) is FunctionType and not fn.__dict__:  # nothing is wrapped in it
+        return fn
     while True:
         inner = inspect.unwrap(fn)
         if isinstance(inner, functools.partial):

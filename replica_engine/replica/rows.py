@@ -13,12 +13,24 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from replica_engine.errors import BatchError
+from replica_engine.errors import BatchError, ReplicaValueError
+from replica_engine.replica.tensors import as_tensor
 
 
 def as_tensors(batch: Any) -> Any:
-    """The batch with tensors for its arrays, and None for what Keras has an empty optional for."""
-    return tf.nest.map_structure(_as_tensor, batch)
+    """The batch with tensors for its arrays, and None for what Keras has an empty optional for.
+
+    Raises:
+        ReplicaValueError: something in it is no tensor and cannot become one.
+    """
+    try:
+        tensors = tf.nest.map_structure(_as_tensor, batch)
+    except RecursionError:
+        raise ReplicaValueError.endless("the arrays of a batch") from None
+    for leaf in tf.nest.flatten(tensors):
+        if isinstance(leaf, int):  # a bytearray is a sequence to tf.nest, and takes tensors for ints
+            raise ReplicaValueError.no_tensor("An array of a batch", batch, "it has a bytearray in it")
+    return tensors
 
 
 def count(batch: Any) -> int:
@@ -66,7 +78,11 @@ def blank(batch: Any) -> Any:
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """One batch of several, in order."""
+    """One batch of several, in order.
+
+    Raises:
+        ReplicaValueError: a leaf has no rows.
+    """
     return tf.nest.map_structure(lambda *leaves: _join(leaves), *parts)
 
 
@@ -112,7 +128,9 @@ def _map(change: Callable[[Any], Any], batch: Any) -> Any:
 def _as_tensor(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, tf.experimental.Optional):
         return None
-    return leaf if isinstance(leaf, tf.__internal__.CompositeTensor) else tf.convert_to_tensor(leaf)
+    if isinstance(leaf, tf.__internal__.CompositeTensor) and hasattr(leaf, "shape"):
+        return leaf
+    return as_tensor(leaf, "An array of a batch")
 
 
 def _has_rows(leaf: Any) -> bool:
@@ -148,6 +166,9 @@ def _pad(leaf: Any, more: Any) -> Any:
 
 
 def _join(leaves: Sequence[Any]) -> Any:
+    for leaf in leaves:
+        if not isinstance(leaf, (tf.Tensor, tf.Variable, np.ndarray, tf.RaggedTensor, tf.SparseTensor)):
+            raise ReplicaValueError.no_rows(leaf)
     if isinstance(leaves[0], tf.SparseTensor):
         return tf.sparse.concat(0, list(leaves))
     if isinstance(leaves[0], np.ndarray):

@@ -13,6 +13,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from replica_engine._compat.distribute import Mirrored, PerReplica
+from replica_engine._compat.eager import EagerTensor
+
 
 class Level(NamedTuple):
     """One level of a structure.
@@ -39,6 +42,8 @@ def open_level(value: Any, like: Any = None) -> Level | None:
         value: the structure.
         like: a mapping whose order of keys to follow, so that mappings that differ only in order compare.
     """
+    if type(value) in _LEAVES:
+        return None
     if isinstance(value, list):
         return Level(f"a list of length {len(value)}", _indices(value), tuple(value), list)
     if isinstance(value, tuple):
@@ -61,6 +66,10 @@ def open_level(value: Any, like: Any = None) -> Level | None:
     if hasattr(type(value), "__attrs_attrs__"):
         return _open_fields(value, [attribute.name for attribute in type(value).__attrs_attrs__])
     return None
+
+
+# The most common ones, which take the longest to be told from structures.
+_LEAVES = frozenset((type(None), bool, int, float, str, EagerTensor, PerReplica, Mirrored))
 
 
 def _indices(values: Sequence[Any]) -> tuple[str, ...]:

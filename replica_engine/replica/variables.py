@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 from replica_engine.engine import Replica, State
 from replica_engine.errors import ReplicaUnwound, VariableMismatchError
+from replica_engine.replica.location import user_location
 
 _ADDED_NUMBER = re.compile(r"_\d+(?=/|$)")
 _LOOK_AGAIN = 0.05  # seconds between looks at whether replica 0 can still make a variable
@@ -71,9 +72,9 @@ class SharedVariables:
             calls = _calls() if self._concurrent else ()
             index = self._find(name, calls, taken, first)
             if index is None:
-                raise VariableMismatchError(
-                    kwargs.get("name"), replica.index, [created.name for created in self._created]
-                )
+                filename, lineno, function = user_location(replica)
+                where, made = f"{filename}:{lineno} in {function}", [created.name for created in self._created]
+                raise VariableMismatchError.not_created(kwargs.get("name"), str(replica), where, made)
             taken.add(index)
             return self._created[index].variable
 

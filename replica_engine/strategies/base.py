@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from replica_engine.errors.base import shown
 from replica_engine.replica import ReplicaOptions, call_for_each_replica
 
 
@@ -32,3 +33,10 @@ class ReplicaThreads:
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The hook of `tf.distribute`: runs `fn` once per replica, in replica context."""
         return call_for_each_replica(self._container_strategy(), fn, args, kwargs)  # type: ignore[attr-defined]
+
+
+def check_seconds(**values: float | None) -> None:
+    """Raises ValueError for a limit that is no positive number of seconds, or None."""
+    for name, value in values.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
+            raise ValueError(f"{name} is in seconds and must be positive, or None; got {shown(value)}.")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 
+from replica_engine import shutdown
 from replica_engine._compat import autograph
-from replica_engine.errors import InputsError, note_kept_steps
+from replica_engine.errors import InputsError, note_kept_steps, positive_int
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.tpu_context import BodyReplicaContext
 from replica_engine.xla.device_loop import run_loop
@@ -47,6 +47,8 @@ def run_steps(
         context_class: of what a step passes out.
     """
     iterations, depth = _positive("iterations", iterations), _positive("prefetch", depth)
+    if initial_values is not None and not isinstance(initial_values, Mapping):
+        raise InputsError.bad_initial_values(initial_values)
     if not tf.executing_eagerly():
         raise InputsError.steps_in_function()
     source = Source.of(fn)
@@ -71,7 +73,7 @@ def run_steps(
         raise
     if first is None:
         raise _out_of_range(context, iterations)
-    with strategy.scope():
+    with strategy.scope(), shutdown.running():
         outcome = run_loop(programs, source, (in_replica, context_class), step, first, batches, iterations, depth)
     context = context_class.filled(outcome.steps, outcome.results)
     if outcome.error is not None:
@@ -83,12 +85,9 @@ def run_steps(
 
 
 def _positive(name: str, value: Any) -> int:
-    """A number of steps or batches; integers of NumPy and TensorFlow too."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise InputsError.bad_iterations(name, value) from None
-    if isinstance(value, bool) or number < 1:
+    """A number of steps or batches."""
+    number = positive_int(value)
+    if number is None:
         raise InputsError.bad_iterations(name, value)
     return number
 
@@ -140,7 +139,8 @@ def _out_of_range(context: MultiStepContext, iterations: int) -> tf.errors.OutOf
 
 
 def _keep(error: Any, context: MultiStepContext, iterations: int) -> None:
-    """Adds to an exception how many steps ran."""
-    note_kept_steps(error, context.steps, iterations)
+    """Adds to an exception how many steps ran, if any did."""
+    if context.steps:
+        note_kept_steps(error, context.steps, iterations)
     with contextlib.suppress(Exception):  # one that takes no attributes; the exception itself is what matters
         error.context = context

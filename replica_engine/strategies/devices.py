@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -26,13 +27,12 @@ def resolve_devices(devices: Sequence[str | tf.config.LogicalDevice] | None) -> 
         DeviceError: a device that does not exist, is named twice, or is of another kind than the rest.
     """
     eager = tf.compat.v1.executing_eagerly_outside_functions()
-    if not devices:
+    given = _listed(devices)
+    if not given:
         if not eager:
             return None
-        devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
-    if isinstance(devices, str) or not isinstance(devices, Iterable):
-        raise DeviceError.unreadable(devices)
-    names = [_full_name(device) for device in devices]
+        given = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
+    names = [_full_name(device) for device in given]
     if len(set(names)) < len(names):
         raise DeviceError.duplicated(sorted({_short(name) for name in names if names.count(name) > 1}))
     kinds = sorted({tf.DeviceSpec.from_string(name).device_type for name in names})
@@ -43,8 +43,21 @@ def resolve_devices(devices: Sequence[str | tf.config.LogicalDevice] | None) -> 
     return names
 
 
-def _full_name(device: str | tf.config.LogicalDevice) -> str:
+def _listed(devices: object) -> list[Any]:
+    if devices is None:
+        return []
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
+        raise DeviceError.unreadable(devices)
+    try:
+        return list(devices)
+    except Exception:  # an array without axes, a tensor that cannot be taken apart
+        raise DeviceError.unreadable(devices) from None
+
+
+def _full_name(device: object) -> str:
     name = device.name if isinstance(device, tf.config.LogicalDevice) else device
+    if not isinstance(name, str):
+        raise DeviceError.unreadable(device)
     try:
         full = distribute.resolve(name)
         readable = tf.DeviceSpec.from_string(full).device_type is not None

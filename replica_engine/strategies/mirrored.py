@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from replica_engine import startup
-from replica_engine._compat import distribute
-from replica_engine.strategies.base import ReplicaThreads
+from replica_engine._compat import autograph, distribute
+from replica_engine.errors import DeviceError
+from replica_engine.replica import SyncPointRecord, sync_points
+from replica_engine.replica.tracebacks import shortened
+from replica_engine.strategies.base import ReplicaThreads, check_seconds
+from replica_engine.strategies.checks import check_call, check_flags, checked_reduction
 from replica_engine.strategies.devices import resolve_devices
+from replica_engine.strategies.reductions import Reductions
+from replica_engine.strategies.sum_on_host import SumOnHost
+from replica_engine.telemetry.interrupt import held_off_once
 
 # Collectives of two groups with one key fail ("joining a group with size 2, but that group has size 4").
 # TensorFlow's own strategies all start at key 1; each of ours starts at one of its own, far above.
 _COLLECTIVE_KEYS = itertools.count(1_000_000, 16)
 
 
-class MirroredExtended(ReplicaThreads, distribute.MirroredExtended):
+class MirroredExtended(ReplicaThreads, Reductions, distribute.MirroredExtended):
     """The extended half of `MirroredStrategy`: TensorFlow's own, on this library's replica threads.
 
     Subclass it to change how values are reduced, variables made or datasets distributed, and name your
@@ -27,23 +34,20 @@ class MirroredExtended(ReplicaThreads, distribute.MirroredExtended):
     """
 
     def _initialize_strategy(self, devices: Sequence[str]) -> None:
-        """The hook that sets up devices and picks the all-reduce when the user gave none.
-
-        CPU devices share one memory, so the sum is made once and every replica is given that: fewer
-        copies than a ring makes, no op that blocks a thread of TensorFlow's pool until its peers arrive, and
-        replicas that are bitwise equal by construction.
-        """
+        """The hook that sets up devices and picks the all-reduce when the user gave none."""
         self._for_integers = tf.distribute.ReductionToOneDevice()
         default = self._cross_device_ops is None  # type: ignore[has-type]
         super()._initialize_strategy(devices)
         if default and all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in self._devices):
-            self._cross_device_ops = tf.distribute.ReductionToOneDevice()
+            self._cross_device_ops = SumOnHost()
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
         """The hook that reduces many values at once, each by the operations that its dtype takes.
 
         TensorFlow refuses a batch of which some values are int32, or more than one.
         """
+        if self._sums_on_host():  # for which TensorFlow would copy the options first, one by one
+            return self._cross_device_ops.batch_reduce(reduce_op, value_destination_pairs, options)
         results: list[Any] = [None] * len(value_destination_pairs)
         by_ops: dict[int, list[int]] = {}
         for index, (value, _) in enumerate(value_destination_pairs):
@@ -54,16 +58,27 @@ class MirroredExtended(ReplicaThreads, distribute.MirroredExtended):
                 results[index] = reduced
         return results
 
+    def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+        """The hook that updates a variable, one replica's component after the other: all of them or none."""
+        with held_off_once():
+            return super()._update(var, fn, args, kwargs, group)
+
     def _get_cross_device_ops(self, value: Any) -> tf.distribute.CrossDeviceOps:
         """The operations for one value. One object for all int32, where TensorFlow makes a new one each time."""
+        if self._sums_on_host():
+            return self._cross_device_ops
         ops = super()._get_cross_device_ops(value)
         if not isinstance(ops, tf.distribute.ReductionToOneDevice):
             return ops
         return self._cross_device_ops if isinstance(self._cross_device_ops, type(ops)) else self._for_integers
 
+    def _sums_on_host(self) -> bool:
+        """Whether values of any dtype are reduced by `SumOnHost`."""
+        return type(self._cross_device_ops) is SumOnHost and self._use_merge_call()
+
     def _use_merge_call(self) -> bool:
-        """The hook that says whether replicas have to meet to update variables."""
-        return super()._use_merge_call() and not distribute.is_merged()
+        """The hook that says whether replicas have to meet to update variables; in XLA they cannot."""
+        return not distribute.is_merged() and (tf.executing_eagerly() or super()._use_merge_call())
 
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> Any:
         self._warn_if_cramped()
@@ -93,13 +108,15 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
         concurrent: release all replicas at once in eager mode, instead of one after another. For functions
             that do large eager work; Python state that replicas share is then theirs to protect. While a
             function still creates variables, replica 0 goes first.
-        timeout: seconds a replica may take to reach its next sync point before `run` raises
-            ReplicaTimeoutError. None warns every 30 seconds and waits on. It counts in eager code and while a
+        timeout: seconds that a replica may take to reach its next sync point, and a merge function to return,
+            before `run` raises ReplicaTimeoutError. None waits on. It counts in eager code and while a
             function is traced; a traced step runs inside TensorFlow, out of the engine's sight.
+        warn_after: seconds after which a table of who is where is logged, and again after as many. None takes 30,
+            or what the environment variable REPLICA_ENGINE_WARN_AFTER says.
 
     Raises:
         DeviceError: a device that does not exist, is named twice, or is of another kind than the rest.
-        ValueError: `timeout` is not positive.
+        ValueError: `timeout` or `warn_after` is not positive.
 
     Example:
         >>> import tensorflow as tf, replica_engine
@@ -121,9 +138,12 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
         *,
         concurrent: bool = False,
         timeout: float | None = None,
+        warn_after: float | None = None,
     ):
-        if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
-            raise ValueError(f"timeout is in seconds and must be positive, or None to wait; got {timeout!r}.")
+        check_seconds(timeout=timeout, warn_after=warn_after)
+        check_flags(concurrent=concurrent)
+        if cross_device_ops is not None and not isinstance(cross_device_ops, tf.distribute.CrossDeviceOps):
+            raise DeviceError.no_cross_device_ops(cross_device_ops)
         self._collective_key_base = next(_COLLECTIVE_KEYS)
         extended = self.extended_class(self, resolve_devices(devices), cross_device_ops)
         options = extended.replica_options  # a subclass may have its own; what is passed here goes before
@@ -131,6 +151,48 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
             options,
             concurrent=concurrent or options.concurrent,
             timeout=options.timeout if timeout is None else timeout,
+            warn_after=options.warn_after if warn_after is None else warn_after,
         )
         # Not the parent's __init__, which would make TensorFlow's own extended half.
         tf.distribute.Strategy.__init__(self, extended)
+
+    @autograph.artifact
+    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """Runs `fn` on each replica, with the given arguments; as `tf.distribute.Strategy.run`.
+
+        Args:
+            fn: the function, called in replica context; a `tf.function` goes around the whole run.
+            args: positional arguments; of a `tf.distribute.DistributedValues` each replica gets its own.
+            kwargs: keyword arguments, likewise.
+            options: `tf.distribute.RunOptions`.
+
+        Raises:
+            MergeCallMismatchError: replicas did not meet at the same merge calls.
+            ReplicaMismatchError: they brought tensors of different dtypes or shapes to an all-reduce.
+            ReplicaTimeoutError: one did not come back within `timeout`.
+            Exception: whatever `fn` or a merge function raised, with notes on which replica it was.
+        """
+        check_call(fn, args, kwargs)
+        try:
+            if not autograph.is_out_of_play():
+                return super().run(fn, args, kwargs, options)
+            with distribute.in_scope(self):  # once, and not again in each of the calls on the way
+                return self.extended._call_for_each_replica(fn, args, {} if kwargs is None else kwargs)
+        except Exception as error:
+            raise shortened(error)
+
+    @autograph.artifact
+    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        """As of every strategy; Python numbers count as tensors.
+
+        Raises:
+            ReplicaValueError: `value` cannot be reduced, or `reduce_op` or `axis` is none.
+        """
+        return super().reduce(*checked_reduction(reduce_op, value, axis))
+
+    def sync_points(self) -> list[SyncPointRecord]:
+        """The last sync points of each replica: which, from which line, with what, and when.
+
+        See `replica_engine.sync_points`.
+        """
+        return sync_points(self)

@@ -8,8 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._compat import autograph
-from replica_engine.errors import CollectiveError
+from replica_engine.errors import CollectiveError, InputsError, ReplicaValueError
 from replica_engine.replica import regroup
+from replica_engine.replica.tensors import as_tensor
 
 
 class MultiStepContext:
@@ -40,8 +41,12 @@ class MultiStepContext:
             output: a tensor, or a structure of tensors.
             reduce_op: "SUM" or "MEAN", or a `tf.distribute.ReduceOp`, to reduce it over replicas; None passes out
                 each replica's.
-        """
 
+        Raises:
+            InputsError: `name` is no name.
+            CollectiveError: `reduce_op` is no reduction.
+        """
+        _check_name(name)
         if reduce_op is None:
             self._pass_out(name, output, None)
             return
@@ -53,6 +58,7 @@ class MultiStepContext:
     @autograph.artifact
     def set_non_tensor_output(self, name: str, output: Any) -> None:
         """Passes out a value that is known while the step is traced: a name, a number, any object."""
+        _check_name(name)
         if tf.distribute.in_cross_replica_context():
             self.non_tensor_outputs[name] = output
         else:
@@ -61,7 +67,10 @@ class MultiStepContext:
 
     def _pass_out(self, name: str, output: Any, reduce: Callable[[Any, tf.Tensor], Any] | None) -> None:
         """Passes a value out, reduced by `reduce(strategy, tensor)` in cross-replica context."""
-        tensors = tf.nest.map_structure(tf.convert_to_tensor, output)
+        try:
+            tensors = tf.nest.map_structure(lambda leaf: as_tensor(leaf, f"The output {name!r}"), output)
+        except RecursionError:
+            raise ReplicaValueError.endless(f"the output {name!r}") from None
         self._reduced[name] = reduce is not None
         if reduce is not None:
 
@@ -92,6 +101,13 @@ class MultiStepContext:
             values = [outputs[name] for outputs, _ in results]
             context.last_step_outputs[name] = values[0] if is_reduced else cls.of_replicas(name, values)
         return context
+
+
+def _check_name(name: Any) -> None:
+    try:
+        hash(name)
+    except Exception:  # tensors of TensorFlow have errors of their own
+        raise InputsError.bad_output_name(name) from None
 
 
 class _Rest:

@@ -10,21 +10,27 @@ import tensorflow as tf
 
 from replica_engine import xla
 from replica_engine._compat import autograph, distribute, keras_trainer
+from replica_engine.errors.base import shown
 from replica_engine.pjrt.devices import device_group
 from replica_engine.pjrt.group import DeviceGroup
-from replica_engine.replica import regroup
+from replica_engine.replica import SyncPointRecord, regroup
+from replica_engine.replica.forked import check_not_forked
+from replica_engine.replica.tracebacks import shortened
 from replica_engine.strategies import keras_steps, tpu_variables
+from replica_engine.strategies.base import check_seconds
+from replica_engine.strategies.checks import check_call, check_flags, checked_reduction
 from replica_engine.strategies.device_loops import run_steps
 from replica_engine.strategies.multi_step import MultiStepContext
+from replica_engine.strategies.reductions import Reductions
 from replica_engine.strategies.tpu_context import BodyReplicaContext, gather_leaf, reduce_leaf
-from replica_engine.xla.body import in_body
+from replica_engine.xla.body import Limits, in_body
 from replica_engine.xla.graph_op import call
 from replica_engine.xla.program import Programs
 from replica_engine.xla.resolver import PjrtClusterResolver
 from replica_engine.xla.source import Source
 
 
-class TPUExtended(distribute.MirroredExtended):
+class TPUExtended(Reductions, distribute.MirroredExtended):
     """The extended half of `TPUStrategy`.
 
     Values before and after a run are on the host, and what is done with them there, in cross-replica context,
@@ -35,10 +41,11 @@ class TPUExtended(distribute.MirroredExtended):
         device_group: the devices that replicas run on.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, devices: DeviceGroup, same_random: bool):
+    def __init__(self, strategy: tf.distribute.Strategy, devices: DeviceGroup, same_random: bool, limits: Limits):
         self.device_group = devices
         self._same_random = same_random
-        self._programs = Programs(devices, self._in_replica_context, same_random)
+        name = type(strategy).__name__
+        self._programs = Programs(devices, self._in_replica_context, same_random, name=name, limits=limits)
         host = distribute.resolve("CPU:0")
         super().__init__(strategy, [host] * devices.size, tf.distribute.ReductionToOneDevice())
 
@@ -51,12 +58,14 @@ class TPUExtended(distribute.MirroredExtended):
         if in_body() is not None:  # by a merge function, or strategy.reduce(axis=...) in one
             with BodyReplicaContext(self._container_strategy()):
                 return fn(*args, **kwargs)
+        check_not_forked()
         return self.run_of(self._programs, fn, args, kwargs)
 
     def run_of(self, programs: Programs, fn: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
         """As `strategy.run`, with programs of one's own (`own_programs`)."""
         source = Source.of(fn)
-        with self._container_strategy().scope():
+        # In eager mode nothing is done here that needs the scope; a trace enters it.
+        with contextlib.nullcontext() if tf.executing_eagerly() else self._container_strategy().scope():
             arguments, shapes = source.arguments(args, kwargs or {}, self.device_group.size)
             results = call(programs, source, arguments, shapes)
         return regroup(results, what="The results of the replicas")
@@ -71,7 +80,14 @@ class TPUExtended(distribute.MirroredExtended):
         context = tf.distribute.get_replica_context()
         if isinstance(context, BodyReplicaContext) and context.is_step:
             return fn(*args, **kwargs or {})
-        return super().call_for_each_replica(fn, args, kwargs)
+        if in_body() is not None or not tf.executing_eagerly():
+            return super().call_for_each_replica(fn, args, kwargs)
+        distribute.check_cross_replica(self)
+        return self._call_for_each_replica(fn, args, kwargs or {})
+
+    def sync_points(self) -> list[SyncPointRecord]:
+        """As `TPUStrategy.sync_points`."""
+        return self._programs.sync_points()
 
     def own_programs(self) -> Programs:
         """A place for compiled programs apart from the strategy's, for `run_steps`; it goes with whoever keeps it."""
@@ -234,6 +250,10 @@ class TPUStrategy(tf.distribute.Strategy):
             each core.
         same_random_numbers: let random ops draw the same numbers on all replicas. By default each replica draws
             its own.
+        timeout: seconds that a launch may take without a sign of life (a host call that is made or returns, a batch
+            that is taken) before it raises ReplicaTimeoutError. None waits on. Compiling does not count.
+        warn_after: seconds after which a table of who is where is logged, and again after as many. None takes 30,
+            or what the environment variable REPLICA_ENGINE_WARN_AFTER says.
 
     Raises:
         BackendMissingError: jax is not installed, or of a version that does not work. It names the command.
@@ -261,18 +281,22 @@ class TPUStrategy(tf.distribute.Strategy):
         num_cores: int | None = None,
         *,
         same_random_numbers: bool = False,
+        timeout: float | None = None,
+        warn_after: float | None = None,
     ):
+        check_seconds(timeout=timeout, warn_after=warn_after)
+        check_flags(same_random_numbers=same_random_numbers)
         if isinstance(steps_per_run, bool) or not isinstance(steps_per_run, int) or steps_per_run < 1:
-            raise ValueError(f"steps_per_run must be a positive int; got {steps_per_run!r}.")
+            raise ValueError(f"steps_per_run must be a positive int; got {shown(steps_per_run)}.")
         if tpu_cluster_resolver is not None and not isinstance(tpu_cluster_resolver, PjrtClusterResolver):
             raise TypeError(
                 f"tpu_cluster_resolver must be a replica_engine.xla.PjrtClusterResolver or None, got "
-                f"{tpu_cluster_resolver!r}. For a platform write TPUStrategy(PjrtClusterResolver('gpu')), for a number "
-                "of devices TPUStrategy(num_cores=4)."
+                f"{shown(tpu_cluster_resolver)}. For a platform write TPUStrategy(PjrtClusterResolver('gpu')), for a "
+                "number of devices TPUStrategy(num_cores=4)."
             )
         platform = None if tpu_cluster_resolver is None else tpu_cluster_resolver.platform
         devices = device_group(platform, num_cores)
-        super().__init__(TPUExtended(self, devices, same_random_numbers))
+        super().__init__(TPUExtended(self, devices, same_random_numbers, Limits(timeout, warn_after)))
         self._steps_per_run = steps_per_run
         self._resolver = tpu_cluster_resolver
 
@@ -296,11 +320,11 @@ class TPUStrategy(tf.distribute.Strategy):
             ReplicaMismatchError: replicas have tensors of different shapes or dtypes.
             Exception: whatever `fn` raised while it was traced.
         """
-        if not callable(fn):
-            raise TypeError(f"run takes a function, and its arguments in args=(...); got {fn!r}.")
-        if not isinstance(args, (list, tuple)):
-            raise ValueError(f"positional args must be a list or tuple; got {type(args).__name__}. Write args=(x,).")
-        return self.extended.call_for_each_replica(fn, args, kwargs or {})
+        check_call(fn, args, kwargs)
+        try:
+            return self.extended.call_for_each_replica(fn, args, kwargs or {})
+        except Exception as error:
+            raise shortened(error)
 
     @autograph.artifact
     def run_steps(
@@ -350,11 +374,23 @@ class TPUStrategy(tf.distribute.Strategy):
             >>> float(total.numpy()), float(context.last_step_outputs["mean"]), context.steps
             (15.0, 4.5, 3)
         """
-        return self.extended.run_steps(fn, iterator, iterations, initial_loop_values, prefetch=prefetch)
+        try:
+            return self.extended.run_steps(fn, iterator, iterations, initial_loop_values, prefetch=prefetch)
+        except Exception as error:
+            raise shortened(error)
+
+    def sync_points(self) -> list[SyncPointRecord]:
+        """The last sync points of each replica: the collectives of the last launches, in order, up to 100.
+
+        A program runs out of the host's sight: a record's times are those of its launch, and each collective stands
+        once, also where it is in a loop.
+        """
+        return self.extended.sync_points()
 
     @autograph.artifact
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
-        """As of every strategy; in a step of `run_steps` too."""
+        """As of every strategy; in a step of `run_steps` too. Python numbers count as tensors."""
+        reduce_op, value, axis = checked_reduction(reduce_op, value, axis)
         context = tf.distribute.get_replica_context()
         if isinstance(context, BodyReplicaContext) and context.is_step:
             return context.merge_call(

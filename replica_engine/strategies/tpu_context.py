@@ -14,6 +14,7 @@ import tensorflow as tf
 from replica_engine import xla
 from replica_engine._compat import autograph, distribute
 from replica_engine.errors import CollectiveError
+from replica_engine.replica.tensors import as_tensor
 
 
 class BodyReplicaContext(tf.distribute.ReplicaContext):
@@ -74,7 +75,7 @@ def reduce_leaf(reduce_op: Any, value: Any) -> Any:
         if str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN":
             values /= tf.cast(xla.num_replicas(), values.dtype)
         return tf.IndexedSlices(values, xla.all_gather(value.indices, axis=0), value.dense_shape)
-    tensor = tf.convert_to_tensor(value)
+    tensor = as_tensor(value, "The value to all_reduce")
     if tensor.dtype.is_integer and str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN":
         return xla.cross_replica_sum(tensor) / xla.num_replicas()  # a fraction, as of tf.distribute
     return xla.all_reduce(tensor, reduce_op)
@@ -84,7 +85,7 @@ def gather_leaf(value: Any, axis: int) -> tf.Tensor:
     """One value of each replica, concatenated."""
     if isinstance(value, (tf.IndexedSlices, tf.SparseTensor)):
         raise NotImplementedError("all_gather does not support IndexedSlices/SparseTensor")
-    tensor = tf.convert_to_tensor(value)
+    tensor = as_tensor(value, "The value to all_gather")
     if tensor.shape.rank == 0:
         raise CollectiveError.no_axis("all_gather", axis, str(tensor.shape))  # as in tf.distribute
     return xla.all_gather(tensor, axis=axis)

@@ -8,12 +8,14 @@ samples, and its gradients, summed over replicas, are those of the mean.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import tensorflow as tf
 
-from replica_engine.errors import BatchError
-from replica_engine.replica import regroup, rows, select
+from replica_engine.errors import BatchError, ReplicaValueError
+from replica_engine.replica import regroup, rows
+from replica_engine.replica.regroup import parts
 
 
 def split_batch(strategy: tf.distribute.Strategy, batch: Any, batch_size: int | None = None) -> tuple[Any, Any]:
@@ -31,6 +33,7 @@ def split_batch(strategy: tf.distribute.Strategy, batch: Any, batch_size: int | 
 
     Raises:
         BatchError: arrays of different lengths, none at all, or more samples than `batch_size`.
+        ReplicaValueError: something in it cannot become a tensor, or `batch_size` is no number of samples.
 
     Example:
         >>> import tensorflow as tf, replica_engine
@@ -42,6 +45,8 @@ def split_batch(strategy: tf.distribute.Strategy, batch: Any, batch_size: int | 
         >>> float(strategy.reduce("SUM", means, axis=None))
         3.0
     """
+    _check_strategy(strategy)
+    batch_size = _number("batch_size", batch_size)
     batch = rows.as_tensors(batch)
     total = rows.count(batch)
     if batch_size is not None and total > batch_size:
@@ -71,6 +76,10 @@ def join_outputs(strategy: tf.distribute.Strategy, outputs: Any, count: int | No
     Returns:
         The structure with the rows of all replicas.
 
+    Raises:
+        StructureMismatchError: replicas returned different structures.
+        ReplicaValueError: they returned what has no rows, or `count` is no number of rows.
+
     Example:
         >>> import tensorflow as tf, replica_engine
         >>> strategy = replica_engine.TPUStrategy(num_cores=2)
@@ -79,6 +88,30 @@ def join_outputs(strategy: tf.distribute.Strategy, outputs: Any, count: int | No
         >>> replica_engine.join_outputs(strategy, doubled, 3).numpy().tolist()
         [2.0, 4.0, 12.0]
     """
-    parts = [select(replica, outputs) for replica in range(strategy.num_replicas_in_sync)]
-    joined = rows.join(parts)
+    _check_strategy(strategy)
+    count = _number("count", count)
+    joined = rows.join(parts(outputs, strategy.num_replicas_in_sync, "outputs"))
     return joined if count is None else rows.take(joined, 0, count)
+
+
+def _check_strategy(strategy: Any) -> None:
+    if not isinstance(strategy, tf.distribute.Strategy):
+        raise ReplicaValueError.no_strategy(strategy)
+
+
+def _number(name: str, value: Any) -> Any:
+    """A number of rows; integers of NumPy and TensorFlow too, also those of a graph."""
+    if value is None or _is_symbolic_number(value):
+        return value
+    try:
+        number = operator.index(value)
+    except Exception:  # tensors of TensorFlow have errors of their own
+        raise ReplicaValueError.bad_rows(name, value) from None
+    if isinstance(value, bool) or number < 0:
+        raise ReplicaValueError.bad_rows(name, value)
+    return number
+
+
+def _is_symbolic_number(value: Any) -> bool:
+    is_symbolic = isinstance(value, tf.Tensor) and not isinstance(value, tf.__internal__.EagerTensor)
+    return is_symbolic and value.dtype.is_integer and value.shape.rank in (0, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from replica_engine import startup
-from replica_engine.errors import DeviceError
+from replica_engine.errors import DeviceError, positive_int
 
 GPU_SHARE = 1024  # MiB of memory for each logical GPU
 
@@ -22,7 +22,7 @@ def logical_devices(n: int, kind: str = "CPU") -> list[str]:
         Their names, `["CPU:0", "CPU:1", ...]`.
 
     Raises:
-        DeviceError: TensorFlow has started with fewer, or the machine has no device of this kind.
+        DeviceError: TensorFlow has started with fewer, the machine has no device of this kind, or `n` is no number.
 
     Example:
         >>> from replica_engine.testing import logical_devices
@@ -34,8 +34,12 @@ def logical_devices(n: int, kind: str = "CPU") -> list[str]:
 
     from replica_engine._compat import thread_state
 
-    if n < 1:
-        raise ValueError(f"n counts devices and must be at least 1, got {n}.")
+    number = positive_int(n)
+    if number is None:
+        raise DeviceError.bad_count(n)
+    if not isinstance(kind, str) or kind not in ("CPU", "GPU"):
+        raise DeviceError.bad_kind(kind)
+    n = number
     if not thread_state.started():
         startup.make_room(n)
         _divide(n, kind)

@@ -13,9 +13,10 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._compat import distribute
-from replica_engine.errors import InputsError, ReplicaMismatchError
-from replica_engine.replica import regroup, select
+from replica_engine.errors import InputsError, ReplicaMismatchError, ReplicaValueError
+from replica_engine.replica import regroup
 from replica_engine.replica.structure import open_level
+from replica_engine.replica.tensors import as_tensor
 
 Shapes = tuple[tf.TensorShape, ...]
 """Shapes of slots; dimensions may be unknown."""
@@ -77,14 +78,19 @@ class Arguments:
 
     Raises:
         ReplicaMismatchError: replicas have tensors of different dtypes, or different structures.
+        ReplicaValueError: an array cannot become a tensor, a distributed value is of another number of replicas, or
+            a structure contains itself.
     """
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], size: int, numbers: bool = False):
         self.size = size
         self._numbers = numbers
         self.slots: list[Slot] = []
-        build_args, key_args = self._open(tuple(args), "args")
-        build_kwargs, key_kwargs = self._open(dict(kwargs), "kwargs")
+        try:
+            build_args, key_args = self._open(tuple(args), "args")
+            build_kwargs, key_kwargs = self._open(dict(kwargs), "kwargs")
+        except RecursionError:
+            raise ReplicaValueError.endless("the arguments") from None
         self.key = (key_args, key_kwargs, tuple(slot.dtype for slot in self.slots))
         self.rebuild: Callable[[Sequence[Any]], tuple[tuple, dict]] = lambda tensors: (
             build_args(tensors),
@@ -141,6 +147,8 @@ class Arguments:
 
     def _open(self, value: Any, name: str) -> tuple[Callable[[Sequence[Any]], Any], Any]:
         """How to build `value` again of tensors, and its part of the key."""
+        if type(value) in _EMPTY and not value:  # as most calls have one
+            return (lambda _: type(value)()), type(value)
         if isinstance(value, distribute.DistributedVariable):
             return (lambda _: value), ById(value)
         if isinstance(value, distribute.DistributedValues):
@@ -149,7 +157,7 @@ class Arguments:
             return (lambda _: value), ById(value)
         number = self._numbers and isinstance(value, (int, float, complex)) and not isinstance(value, bool)
         if number or _is_array(value):
-            return self._add(name, [tf.convert_to_tensor(value)]), "tensor"
+            return self._add(name, [as_tensor(value, name)]), "tensor"
         if isinstance(value, tf.__internal__.CompositeTensor):
             return self._open_composite(name, [value])
         level = open_level(value)
@@ -161,31 +169,42 @@ class Arguments:
         return (lambda _: value), constant_key(value)
 
     def _open_distributed(self, value: Any, name: str) -> tuple[Callable[[Sequence[Any]], Any], Any]:
-        parts = [select(replica, value) for replica in range(self.size)]
+        parts = value.values
+        if len(parts) != self.size:
+            raise ReplicaValueError.other_size(name, len(parts), self.size)
         if any(isinstance(part, tf.Variable) for part in parts):  # which are composite tensors too
             raise ReplicaMismatchError.variables(name)
+        if any(isinstance(part, distribute.DistributedValues) for part in parts):
+            raise ReplicaValueError.distributed(name)
         if any(isinstance(part, tf.__internal__.CompositeTensor) for part in parts):
             return self._open_composite(name, parts)
         if all(part is parts[0] for part in parts) and not _is_array(parts[0]):
             return self._open(parts[0], name)
         if not all(_is_array(part) or isinstance(part, (bool, int, float, complex)) for part in parts):
             raise ReplicaMismatchError.not_tensors(name, next(part for part in parts if not _is_array(part)))
-        return self._add(name, [tf.convert_to_tensor(part) for part in parts]), "tensor"
+        return self._add(name, [as_tensor(part, name) for part in parts]), "tensor"
 
     def _open_composite(self, name: str, parts: list[Any]) -> tuple[Callable[[Sequence[Any]], Any], Any]:
         first = parts[0]
-        columns = [tf.nest.flatten(part, expand_composites=True) for part in parts]
+        try:
+            columns = [tf.nest.flatten(part, expand_composites=True) for part in parts]
+        except (AttributeError, TypeError, ValueError) as error:  # made of something else than tensors
+            raise ReplicaValueError.no_tensor(name, first, str(error)) from None
         if len({len(column) for column in columns}) > 1:
             raise ReplicaMismatchError.not_tensors(name, first)
-        builders = [
-            self._add(f"{name} (component {index})", list(values))
-            for index, values in enumerate(zip(*columns, strict=True))
-        ]
+        builders = []
+        for index, values in enumerate(zip(*columns, strict=True)):
+            inner = f"{name} (component {index})"
+            builders.append(self._add(inner, [as_tensor(value, inner) for value in values]))
+        specs = list(dict.fromkeys(map(tf.type_spec_from_value, parts)))
+        common = specs[0].most_specific_common_supertype(specs[1:])  # of ragged tensors with other numbers of rows
+        if common is None:
+            raise ReplicaMismatchError.not_tensors(name, first)
 
         def build(tensors: Sequence[Any]) -> Any:
-            return tf.nest.pack_sequence_as(first, [each(tensors) for each in builders], expand_composites=True)
+            return tf.nest.pack_sequence_as(common, [each(tensors) for each in builders], expand_composites=True)
 
-        return build, tuple(dict.fromkeys(tf.type_spec_from_value(part) for part in parts))
+        return build, tuple(specs)
 
     def _add(self, name: str, values: list[Any]) -> Callable[[Sequence[Any]], Any]:
         index = len(self.slots)
@@ -193,6 +212,26 @@ class Arguments:
         return lambda tensors: tensors[index]
 
 
+def difference(given: Sequence[Slot], names: Sequence[str], specs: Sequence[Any]) -> str:
+    """In words, the first tensor that is another one, or is missing; `names` and `specs` are what is wanted."""
+    wanted = dict(zip(names, specs, strict=True))
+    there = {slot.name for slot in given}
+    for name in names:
+        if name not in there:
+            return f"another structure, {name} is missing"
+    for slot in given:
+        if slot.name not in wanted:
+            return f"another structure, {slot.name} is one too many"
+    for slot in given:
+        if slot.dtype != wanted[slot.name].dtype:
+            return f"{slot.name} is of dtype {slot.dtype.name}, and should be of {wanted[slot.name].dtype.name}"
+    for slot in given:
+        if slot.shape != wanted[slot.name].shape:
+            return f"{slot.name} has the shape {slot.shape}, and should have {wanted[slot.name].shape}"
+    return "another structure, with containers of other types, or other values that are no tensors"
+
+
+_EMPTY = (tuple, list, dict)
 _NUMPYS_OWN = frozenset(tf.as_dtype(np.dtype(kind)) for kind in "?bBhHiIqQefdFD")
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._compat import distribute
+from replica_engine._compat import distribute, xla_ops
 from replica_engine.errors import InputsError
-from replica_engine.xla.arguments import Arguments, view
+from replica_engine.xla.arguments import Arguments, difference, view
 
 
 class BatchReader:
@@ -37,9 +37,12 @@ class BatchReader:
         Raises:
             InputsError: the batch is unlike the first.
         """
-        like, columns = _read(batch)
-        if like is None or like != self._like:
-            columns = self._through_arguments(batch, number)
+        try:
+            like, columns = _read(batch)
+            if like is None or like != self._like:
+                columns = self._through_arguments(batch, number)
+        except RecursionError:
+            raise InputsError.other_batch(self._name, number, "it contains itself") from None
         size = self._arguments.size
         return [[column[replica % len(column)] for column in columns] for replica in range(size)]
 
@@ -47,7 +50,8 @@ class BatchReader:
         first = self._arguments
         given = Arguments(self._in_order(batch), {}, first.size, numbers=True)
         if given.key != first.key:
-            raise InputsError.other_batch(self._name, number)
+            unlike = difference(given.slots, [slot.name for slot in first.slots], first.slots)
+            raise InputsError.other_batch(self._name, number, unlike)
         for slot, wanted in zip(given.slots, first.slots, strict=True):
             for value in slot.values:
                 if value.shape != wanted.shape:
@@ -85,7 +89,7 @@ def _read_into(value: Any, like: list[Any], columns: list[list[np.ndarray]]) -> 
     parts = value.values if isinstance(value, distribute.PerReplica) else (value,)
     column = []
     for part in parts:
-        if isinstance(part, tf.__internal__.EagerTensor):
+        if isinstance(part, tf.__internal__.EagerTensor) and not xla_ops.is_host_only(part.dtype):
             array = view(part)
         elif type(part) is np.ndarray:
             array = np.array(part, order="C")  # a copy: whoever made it may use it for the next one

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +16,7 @@ import tensorflow as tf
 
 from replica_engine._compat import autograph, xla_ops
 from replica_engine.errors import CollectiveError, NotInBodyError
+from replica_engine.xla.user_lines import here
 
 if TYPE_CHECKING:
     from replica_engine.xla.host_call import CallOrder, HostCalls
@@ -60,6 +62,50 @@ def num_replicas() -> int:
     return current("num_replicas").size
 
 
+class Collective(NamedTuple):
+    """A cross-replica operation of a body.
+
+    Attributes:
+        kind: "all_reduce", "all_gather", ...
+        where: the user's line.
+        dtype: of its operand.
+        shape: likewise.
+    """
+
+    kind: str
+    where: str
+    dtype: tf.DType
+    shape: tf.TensorShape
+
+
+class LaunchRecord(NamedTuple):
+    """One launch that is over.
+
+    Attributes:
+        number: of the launch.
+        collectives: what its replicas met for.
+        began: in seconds of `time.perf_counter`.
+        ended: likewise.
+    """
+
+    number: int
+    collectives: list[Collective]
+    began: float
+    ended: float
+
+
+class Limits(NamedTuple):
+    """How long a launch may take.
+
+    Attributes:
+        timeout: seconds until it is an error; None for ever.
+        warn_after: seconds after which there is a warning, and again after as many; None takes the process' own.
+    """
+
+    timeout: float | None = None
+    warn_after: float | None = None
+
+
 class Body:
     """A replicated body that is being traced on this thread.
 
@@ -67,23 +113,42 @@ class Body:
         size: the number of replicas.
         random: what its random ops draw from.
         order: the order of its host calls.
+        name: of who runs it, for timelines.
+        limits: how long a launch may take.
+
+    Attributes:
+        launches: the last ones.
+        launched: how many there were.
     """
 
-    def __init__(self, size: int, random: RandomState, order: CallOrder):
+    KEPT = 100
+
+    def __init__(
+        self, size: int, random: RandomState, order: CallOrder, name: str = "xla", limits: Limits | None = None
+    ):
         self.size = size
         self.order = order
+        self.name = name
+        self.limits = limits or Limits()
+        self.launches: deque[LaunchRecord] = deque(maxlen=self.KEPT)
+        self.launched = 0
         self._random = random
 
+    def note_launch(self, collectives: list[Collective], began: float, ended: float) -> None:
+        """A launch is over."""
+        self.launches.append(LaunchRecord(self.launched, collectives, began, ended))
+        self.launched += 1
+
     @contextlib.contextmanager
-    def entered(self, host_calls: HostCalls) -> Iterator[None]:
-        """Ops made inside belong to the body; `host_calls` gathers its host calls."""
-        before = in_body(), getattr(_thread, "calls", None)
-        _thread.body, _thread.calls = self, host_calls
+    def entered(self, host_calls: HostCalls, collectives: list[Collective]) -> Iterator[None]:
+        """Ops made inside belong to the body; its host calls and its collectives are gathered."""
+        before = in_body(), getattr(_thread, "calls", None), getattr(_thread, "collectives", None)
+        _thread.body, _thread.calls, _thread.collectives = self, host_calls, collectives
         try:
             with xla_ops.xla_context(), self._random.replacing():
                 yield
         finally:
-            _thread.body, _thread.calls = before
+            _thread.body, _thread.calls, _thread.collectives = before
 
 
 class HostSide(NamedTuple):
@@ -121,6 +186,11 @@ def in_body() -> Body | None:
     return getattr(_thread, "body", None)
 
 
+def note_collective(kind: str, where: str, x: tf.Tensor) -> None:
+    """The body that this thread is tracing brings `x` of its replicas together."""
+    _thread.collectives.append(Collective(kind, where, x.dtype, x.shape))
+
+
 def host_calls() -> HostCalls:
     """The host calls of the body that this thread is tracing."""
     return _thread.calls
@@ -143,7 +213,7 @@ def current(name: str) -> Body:
         raise NotInBodyError.on_host(name, side.where)
     body = in_body()
     if body is None or tf.executing_eagerly():
-        raise NotInBodyError(name)
+        raise NotInBodyError.outside(name, here())
     if getattr(_thread, "apart", False) and name not in _OF_ONE_REPLICA:
         raise CollectiveError.apart(name)
     return body

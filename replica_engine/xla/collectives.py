@@ -26,7 +26,9 @@ import tensorflow as tf
 
 from replica_engine._compat import autograph, xla_ops
 from replica_engine.errors import CollectiveError
-from replica_engine.xla.body import current
+from replica_engine.replica.tensors import as_tensor
+from replica_engine.xla.body import current, note_collective
+from replica_engine.xla.user_lines import here
 
 Groups = Sequence[Sequence[int]]
 _PREFIX = "replica_engine."
@@ -74,8 +76,8 @@ def all_reduce(x: Any, op: Any = "SUM", groups: Groups | None = None) -> tf.Tens
         [2.0, 2.0]
     """
     size = current("all_reduce").size
-    rows = _rows(groups, size, equal=False)
-    tensor = tf.convert_to_tensor(x)
+    rows = _rows(groups, size)
+    tensor = as_tensor(x, "The value to all_reduce")
     name = str(getattr(op, "value", op)).upper()
     if name not in _REDUCTIONS:
         raise CollectiveError.unknown_reduction(name, sorted(_REDUCTIONS))
@@ -102,8 +104,8 @@ def all_gather(x: Any, axis: int = 0, groups: Groups | None = None) -> tf.Tensor
         >>> [each.numpy().tolist() for each in xla.replicate(xla.all_gather, [[1], [2]])]
         [[1, 2], [1, 2]]
     """
-    rows = _rows(groups, current("all_gather").size, equal=True)
-    tensor = tf.convert_to_tensor(x)
+    rows = _rows(groups, current("all_gather").size, "all_gather")
+    tensor = as_tensor(x, "The value to all_gather")
     if tensor.shape.rank == 0:
         tensor = tensor[tf.newaxis]
     return _gather(tensor, _axis("all_gather", tensor, axis), rows)
@@ -129,8 +131,8 @@ def all_to_all(x: Any, split_axis: int, concat_axis: int, groups: Groups | None 
         >>> [each.numpy().tolist() for each in xla.replicate(swap, [[[1, 2]], [[3, 4]]])]
         [[1, 3], [2, 4]]
     """
-    rows = _rows(groups, current("all_to_all").size, equal=True)
-    tensor = tf.convert_to_tensor(x)
+    rows = _rows(groups, current("all_to_all").size, "all_to_all")
+    tensor = as_tensor(x, "The value to all_to_all")
     split, concat = (_axis("all_to_all", tensor, axis) for axis in (split_axis, concat_axis))
     if tensor.shape[split] % len(rows[0]):
         raise CollectiveError.not_divisible(split, tensor.shape[split], len(rows[0]))
@@ -164,7 +166,7 @@ def collective_permute(x: Any, pairs: Sequence[tuple[int, int]]) -> tf.Tensor:
     for side in zip(*links, strict=True):
         if len(set(side)) < len(side) or not set(side) <= set(range(size)):
             raise CollectiveError.bad_pairs(links, size)
-    return _permute(tf.convert_to_tensor(x), links)
+    return _permute(as_tensor(x, "The value to collective_permute"), links)
 
 
 ppermute = collective_permute
@@ -172,9 +174,10 @@ ppermute = collective_permute
 
 
 def _reduced(x: tf.Tensor, rows: list[list[int]], op: str) -> tf.Tensor:
+    note_collective("all_reduce", here(), x)
     if xla_ops.takes_all_reduce(x.dtype) and len({len(row) for row in rows}) == 1:
         return xla_ops.all_reduce(x, rows, op)
-    return _marker("all_reduce", x, x.shape, groups=rows, op=op)
+    return _emit("all_reduce", x, x.shape, groups=rows, op=op)
 
 
 def _sum(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
@@ -274,6 +277,11 @@ def _of_some(name: str, x: tf.Tensor, shape: list[int], **parameters: Any) -> tf
 
 
 def _marker(name: str, x: tf.Tensor, shape: Any, **parameters: Any) -> tf.Tensor:
+    note_collective(name, here(), x)
+    return _emit(name, x, shape, **parameters)
+
+
+def _emit(name: str, x: tf.Tensor, shape: Any, **parameters: Any) -> tf.Tensor:
     if not x.shape.is_fully_defined():
         raise CollectiveError.unknown_shape(name, str(x.shape))
     return xla_ops.marker(_PREFIX + name, x, json.dumps(parameters), shape)
@@ -288,7 +296,8 @@ def _axis(name: str, x: tf.Tensor, axis: int) -> int:
     return axis % rank
 
 
-def _rows(groups: Groups | None, size: int, equal: bool) -> list[list[int]]:
+def _rows(groups: Groups | None, size: int, equal_for: str = "") -> list[list[int]]:
+    """The groups, checked; those of the operation `equal_for` must be of equal sizes."""
     if groups is None:
         return [list(range(size))]
     try:
@@ -297,6 +306,6 @@ def _rows(groups: Groups | None, size: int, equal: bool) -> list[list[int]]:
         raise CollectiveError.bad_groups(groups, size) from None
     if not all(rows) or sorted(replica for row in rows for replica in row) != list(range(size)):
         raise CollectiveError.bad_groups(rows, size)
-    if len({len(row) for row in rows}) > 1 and equal:
-        raise CollectiveError.unequal_groups(rows)
+    if len({len(row) for row in rows}) > 1 and equal_for:
+        raise CollectiveError.unequal_groups(equal_for, rows)
     return rows

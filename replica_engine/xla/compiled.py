@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,14 +13,16 @@ import tensorflow as tf
 from replica_engine.errors import InputsError
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import Array, DeviceGroup
-from replica_engine.pjrt.interrupts import held_off
-from replica_engine.xla.arguments import Arguments
+from replica_engine.xla.arguments import Arguments, difference
 from replica_engine.xla.counts import count
 from replica_engine.xla.input_queue import InputQueue
-from replica_engine.xla.resident import resident_of
+from replica_engine.xla.launch import Launch
+from replica_engine.xla.resident import Resident, resident_of
 
 if TYPE_CHECKING:
     from replica_engine.xla.lower import Lowered
+
+_counting = threading.Lock()
 
 
 class Compiled:
@@ -72,23 +76,40 @@ class Compiled:
                 tensors = self.lowered.traced.tensors
                 self._constants = [put([tensors[index].numpy()]) for index in self.lowered.captured]
             arguments += self._constants
-        with self.devices.in_flight, self.lowered.traced.host_calls.launched(self.devices, feed) as run:
+        with Launch(self.lowered.traced, self.devices, feed) as launch:
             arguments += [variable.array() for variable in self.variables]
-            with held_off():
-                results = self.executable.launch(arguments)
-                if not run.can_fail:  # before the wait, which Ctrl-C may end: the old values are gone
-                    self._adopt(results)
-            run.end(self.executable.wait)
-            if run.can_fail:
-                with held_off():  # all of them or none
-                    self._adopt(results)
+            results = launch.carry_out(
+                lambda: self.executable.launch(arguments), self._adopt, self.executable.wait, self._lose
+            )
             for variable, _ in self._writes:
                 variable.launched()
         return results[: self._results]
 
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Launches of a device loop inside: whoever brings its inputs is told at once that it writes these variables.
+
+        Else it would hang on the moment whether they see the old value or are refused.
+        """
+        written = [variable for variable, _ in self._writes if isinstance(variable, Resident)]
+        self._count_loops(written, 1)
+        try:
+            yield
+        finally:
+            self._count_loops(written, -1)
+
+    def _count_loops(self, written: Sequence[Resident], more: int) -> None:
+        with _counting:
+            for variable in written:
+                variable.loops += more
+
     def _adopt(self, results: list[Array]) -> None:
         for variable, result in self._writes:
             variable.set_array(results[result])
+
+    def _lose(self) -> None:
+        for variable, _ in self._writes:
+            variable.lose()
 
     def __call__(self, inputs: Sequence[Sequence[Any]] | None = None) -> list[Any]:
         """Runs the body: as `replicate`, with inputs of the shapes and dtypes that it was lowered for.
@@ -102,7 +123,10 @@ class Compiled:
             arguments = Arguments.of_inputs(inputs, self.devices.size, numbers=True)
         shapes = tuple(tuple(slot.shape) for slot in arguments.slots if slot.shape.is_fully_defined())
         if arguments.key != traced.key or shapes != self.lowered.shapes:
-            raise InputsError.other_program(traced.name)
+            wanted = [
+                tf.TensorSpec(shape, slot.dtype) for shape, slot in zip(self.lowered.shapes, traced.slots, strict=True)
+            ]
+            raise InputsError.other_program(traced.name, difference(arguments.slots, traced.slot_names, wanted))
         if not tf.executing_eagerly():
             raise InputsError.in_function(traced.name)
         arrays = self.launch(arguments.numpy())

@@ -18,6 +18,8 @@ import tensorflow as tf
 from replica_engine._compat import autograph, xla_ops
 from replica_engine.errors import HostAccessError, InputsError, LoweringError
 from replica_engine.pjrt.group import needed_by_a_program
+from replica_engine.telemetry import timeline
+from replica_engine.telemetry.trace_file import Track
 from replica_engine.xla.arguments import Arguments
 from replica_engine.xla.batches import BatchReader
 from replica_engine.xla.body import host_calls
@@ -86,13 +88,14 @@ def run_loop(
     queue = InputQueue(arguments.size, depth)
     reader = BatchReader(first, arguments, source.name)
     queue.put(reader.parts(first, 0))
-    feeder = _Feeder(queue, reader, rest, iterations)
+    feeder = _Feeder(queue, reader, rest, iterations, program.traced.body.name)
     try:
-        if iterations > 1:
-            feeder.start()
-        else:
-            queue.close()
-        arrays = compiled.launch([], feed=queue)
+        with compiled.writing():
+            if iterations > 1:
+                feeder.start()
+            else:
+                queue.close()
+            arrays = compiled.launch([], feed=queue)
         results = program.traced.results([programs.devices.fetch_all(array) for array in arrays])
     finally:
         queue.stop()
@@ -145,6 +148,8 @@ class _Loop:
 class _Feed(HostCall):
     """The host call that brings a replica its part of the next batch, and whether there is one."""
 
+    is_users = False
+
     def __init__(self, calls: HostCalls, name: str, specs: Sequence[tf.TensorSpec]):
         super().__init__(calls, "feed", "", [tf.TensorSpec([], tf.bool), *specs])
 
@@ -166,7 +171,7 @@ class _Feed(HostCall):
         following = np.asarray(here + run.size)
         try:
             with needed_by_a_program(HostAccessError.in_inputs):
-                parts = run.next_step(replica)
+                parts = run.next_step(self, replica)
         except BaseException as error:
             run.note(error, replica, self)
             parts = None
@@ -186,18 +191,20 @@ class _Feeder(threading.Thread):
         reader: takes them apart.
         batches: the rest.
         iterations: how many there are to be.
+        name: of who runs the steps, for timelines.
 
     Attributes:
         error: what ended the inputs early.
     """
 
-    def __init__(self, queue: InputQueue, reader: BatchReader, batches: Iterator[tuple], iterations: int):
+    def __init__(self, queue: InputQueue, reader: BatchReader, batches: Iterator[tuple], iterations: int, name: str):
         super().__init__(name="replica_engine: inputs of a device loop", daemon=True)
         self.error: BaseException | None = None
         self._queue = queue
         self._reader = reader
         self._batches = batches
         self._iterations = iterations
+        self._of = name  # `_name` is the thread's own
 
     def run(self) -> None:
         """The thread."""
@@ -213,7 +220,8 @@ class _Feeder(threading.Thread):
         for number in range(1, self._iterations):
             if not self._queue.wait_for_room():
                 return
-            batch = next(self._batches, None)
+            with timeline.span(Track(self._of, "feeding", order=-1), f"batch {number}", "feeding"):
+                batch = next(self._batches, None)
             if batch is None:
                 return
             self._queue.put(self._reader.parts(batch, number))

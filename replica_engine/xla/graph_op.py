@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from replica_engine import shutdown
 from replica_engine._compat import function, thread_state, variables
 from replica_engine.errors import GraphModeError
 from replica_engine.pjrt.group import DeviceGroup
@@ -31,10 +32,11 @@ def call(programs: Programs, source: Source, arguments: Arguments, shapes: Shape
         For each replica what the function returned.
     """
     if tf.executing_eagerly():
-        program = programs.find(source, arguments, shapes)
-        return program.traced.results(program.run(arguments.numpy()))
+        with shutdown.running():
+            program = programs.find(source, arguments, shapes)
+            return program.traced.results(program.run(arguments.numpy()))
     if not tf.inside_function():
-        raise GraphModeError()
+        raise GraphModeError.in_graph()
     program = programs.trace(source, arguments, shapes)
     traced = program.traced
     step = _Step(programs.devices, program, [len(slot.values) for slot in arguments.slots], host_graph.program())

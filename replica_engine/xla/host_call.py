@@ -15,7 +15,6 @@ What one launch has to remember is `HostRun`'s.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 from collections.abc import Iterator, Sequence
 from types import CodeType
@@ -26,6 +25,7 @@ import tensorflow as tf
 
 from replica_engine._compat import eager, variables, xla_ops
 from replica_engine.errors import HostAccessError, HostResultError
+from replica_engine.pjrt import left
 from replica_engine.pjrt.group import Array, DeviceGroup, needed_by_a_program
 from replica_engine.pjrt.markers import HOST_CALL, host_call_parameters
 from replica_engine.xla.arguments import view
@@ -140,13 +140,13 @@ class HostCalls:
             with tf.init_scope(), tf.device("CPU:0"):
                 self.replica_ids = [tf.constant(replica) for replica in range(self.size)]
         devices.wait_for_interrupted()  # it may be one of this body, and call the host
-        run = self.run = HostRun(devices, self.can_fail, feed)
+        run = self.run = HostRun(devices, feed)
         try:
             yield run
         except BaseException:  # Ctrl-C, say
             run.give_up()
             if not run.has_ended:
-                _left.append(devices)
+                left.behind(devices, calls_host=True)
             raise
         finally:
             if run.has_ended:
@@ -164,7 +164,12 @@ class HostCall:
 
     Attributes:
         index: its number among the calls of the body.
+        is_users: whether it runs a function of the user's.
+        of_zeros: whether what it returns is known from a call with zeros.
     """
+
+    is_users = True
+    of_zeros = False
 
     def __init__(self, calls: HostCalls, name: str, where: str, results: Sequence[tf.TensorSpec]):
         self.calls = calls
@@ -184,14 +189,16 @@ class HostCall:
         token = self.next_position(run, here, replica)
         following = np.asarray(token)
         run.enter(self, replica)
-        if run.is_over:
-            return (following, *self.zeros)
         try:
+            if run.is_over:
+                return (following, *self.zeros)
             values = run.run(lambda: self._on_host(run, here, token, replica, arrays))
             return (following, *values)
         except BaseException as error:
             run.note(error, replica, self)
             return (following, *self.zeros)
+        finally:
+            run.leave(self, replica)
 
     def next_position(self, run: HostRun, position: int, replica: int) -> int:
         """The position of the replica's next call: another number for each call of a run."""
@@ -219,7 +226,7 @@ class HostCall:
         for index, (value, wanted) in enumerate(zip(values, self.zeros, strict=True)):
             if getattr(value, "shape", None) != wanted.shape or value.dtype != wanted.dtype:
                 given, declared = _described(results[index]), _described(self.results[index])
-                raise HostResultError.other_tensor(self.name_of(index), given, declared)
+                raise HostResultError.other_tensor(self.name_of(index), given, declared, self.of_zeros)
         return values
 
     def name_of(self, result: int) -> str:
@@ -240,15 +247,3 @@ class HostCall:
 
 def _described(tensor: Any) -> str:
     return f"a tensor of dtype {tensor.dtype.name} and shape {tensor.shape}"
-
-
-# Where programs were left behind that may call the host.
-_left: list[DeviceGroup] = []
-
-
-@atexit.register
-def _wait_for_the_last() -> None:
-    """A program must not call Python when there is none any more. Its calls return at once, so it ends soon."""
-    for devices in _left:
-        if devices.running is not None:
-            devices.ends_within(5.0)

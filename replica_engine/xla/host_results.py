@@ -26,12 +26,14 @@ class HostResults:
         kinds: (where, what) is at each place; equal for equal structures.
         rebuild: the structure with other tensors.
         is_tensor: whether it is a tensor and nothing around it.
+        of_zeros: whether it is what the function returned when it was called with zeros.
 
     Raises:
         HostResultError: something in it can be no tensor.
     """
 
     def __init__(self, value: Any):
+        self.of_zeros = False
         self.tensors: list[Any] = []
         self.names: list[str] = []
         self.kinds: list[tuple[str, str]] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import _thread
 import contextvars
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from replica_engine._compat import thread_state
-from replica_engine.errors import add_note, note_host_failure, note_stuck
+from replica_engine.errors import add_note, is_alike, note_failed_alike, note_host_failure, note_stuck
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.replica.location import is_internal
 from replica_engine.xla.input_queue import InputQueue
@@ -30,7 +31,7 @@ _PATIENCE = 10_000  # host calls of a replica, about a second
 _STUCK_AFTER = 15.0  # seconds from a failure to the end of the program
 
 
-@dataclass
+@dataclass(eq=False)  # the user's exceptions may not be comparable
 class _Failure:
     """A host call that raised.
 
@@ -80,25 +81,30 @@ class HostRun:
 
     Args:
         devices: where it runs.
-        can_fail: whether a call may raise.
         feed: the inputs of a device loop.
 
     Attributes:
         size: the number of replicas.
-        can_fail: whether a call may raise.
         failures: calls that raised, in the order of time.
         kept: for each replica what gradients of its calls need.
         has_ended: whether the program has.
         steps: for each replica the step of a device loop that it is in, from 0; None in no loop.
+        beat: called when a replica comes to a call, and when it goes.
+        draw: adds a call to timelines, of the replica, the call, its beginning and its end; None if there are none.
+        wake: ends the wait for the program, where another thread than the waiting one launched it; else None.
     """
 
-    def __init__(self, devices: DeviceGroup, can_fail: bool, feed: InputQueue | None):
+    def __init__(self, devices: DeviceGroup, feed: InputQueue | None):
         size = self.size = devices.size
-        self.can_fail = can_fail
         self.has_ended = False
         self.failures: list[_Failure] = []
         self.kept = [Kept() for _ in range(size)]
         self.steps: list[int | None] = [None] * size
+        self.beat: Callable[[], None] = _nothing
+        self.draw: Callable[[int, HostCall, float, float], None] | None = None
+        self.wake: Callable[[], None] | None = None
+        self._inside: list[tuple[int, float] | None] = [None] * size  # the thread of each replica's call, since when
+        self._last: list[HostCall | None] = [None] * size
         self._times: dict[tuple[int, int], int] = {}
         self._made = [0] * size  # calls of each replica
         self._most: int | None = None  # how many more calls than this none may make
@@ -133,23 +139,49 @@ class HostRun:
             RuntimeError: the run is over, and the program has had its time to end by itself.
         """
         self._made[replica] += 1
+        self._come_to(call, replica)
         if self._most is None:
             self._times[call.index, replica] = self._times.get((call.index, replica), 0) + 1
         elif self._made[replica] > self._most:
             raise RuntimeError("The run has failed, and its program does not end by itself.")
+
+    def _come_to(self, call: HostCall, replica: int) -> None:
+        self._last[replica] = call
+        self._inside[replica] = threading.get_ident(), time.perf_counter()
+        self.beat()
+
+    def leave(self, call: HostCall, replica: int) -> None:
+        """A replica's call is over."""
+        inside, self._inside[replica] = self._inside[replica], None
+        self.beat()
+        if self.draw is not None and inside is not None:
+            self.draw(replica, call, inside[1], time.perf_counter())
+
+    def place_of(self, replica: int) -> tuple[int, str, tuple[int, float] | None]:
+        """How many calls a replica has made, the last of them, and the thread and time if it is in that."""
+        last = self._last[replica]
+        return self._made[replica], "" if last is None else last.describe(), self._inside[replica]
+
+    def threads_in_calls(self) -> list[int]:
+        """The threads on which calls are going on."""
+        return [inside[0] for inside in self._inside if inside is not None]
 
     def new_token(self, replica: int) -> int:
         """A negative number of the replica's that no other call has."""
         self._tokens[replica] -= self.size
         return self._tokens[replica]
 
-    def next_step(self, replica: int) -> list[np.ndarray] | None:
+    def next_step(self, call: HostCall, replica: int) -> list[np.ndarray] | None:
         """A replica goes on to the next step of a device loop: its part of the batch, or None at the end."""
         assert self._feed is not None, "launched with one"
         step = self.steps[replica]
         self.steps[replica] = 0 if step is None else step + 1
         self.kept[replica].next_step()
-        return self._feed.take(replica)
+        self._come_to(call, replica)
+        try:
+            return self._feed.take(replica)
+        finally:
+            self.leave(call, replica)
 
     def run(self, fn: Callable[[], Any]) -> Any:
         """Runs `fn` as if on the thread that launched."""
@@ -166,11 +198,16 @@ class HostRun:
         failure = _Failure(error, replica, call, self._times.get((call.index, replica), 0), self.steps[replica])
         with self._lock:
             self.failures.append(failure)
-            if self._timer is None:
-                self._timer = threading.Timer(_STUCK_AFTER, self._end_wait)
-                self._timer.daemon = True
-                self._timer.start()
+            if self._waiting is not None:
+                self._limit_wait()
         self.give_up()
+
+    def _limit_wait(self) -> None:
+        """A call has failed, and somebody waits for the program."""
+        if self._timer is None:
+            self._timer = threading.Timer(_STUCK_AFTER, self._end_wait)
+            self._timer.daemon = True
+            self._timer.start()
 
     def _end_wait(self) -> None:
         """Ends the wait for a program that does not end after a failure.
@@ -178,9 +215,14 @@ class HostRun:
         On zeros a replica may have taken another way than the others, who wait for it in a collective. Nothing ends
         that; but the exception must reach the user.
         """
-        if self._waiting == threading.main_thread().ident:
+        if self.wake is not None:
             self._is_stuck = True
-            _thread.interrupt_main()
+            self.wake()
+        else:
+            with self._lock:  # or nobody would wait any more when it comes
+                if self._waiting == threading.main_thread().ident:
+                    self._is_stuck = True
+                    _thread.interrupt_main()
 
     def end(self, wait: Callable[[], None]) -> None:
         """Waits for the end of the program.
@@ -189,18 +231,21 @@ class HostRun:
             Exception: the first that a call raised, with notes of where it and others were raised; or what `wait`
                 raised.
         """
-        self._waiting = threading.get_ident()
+        with self._lock:
+            self._waiting = threading.get_ident()
+            if self.failures:
+                self._limit_wait()
         try:
             wait()
         except (Exception, KeyboardInterrupt) as error:
             # What a call raised comes first: the program may have ended for that, or the wait for it.
             if not self.failures or (isinstance(error, KeyboardInterrupt) and not self._is_stuck):
                 raise
-            if self._is_stuck:
-                note_stuck(self.failures[0].error, self.size)
         finally:
-            if self._timer is not None:
-                self._timer.cancel()
+            with self._lock:
+                self._waiting = None
+                if self._timer is not None:
+                    self._timer.cancel()
         self.has_ended = not self._is_stuck
         for kept in self.kept:
             kept.clear()
@@ -210,32 +255,46 @@ class HostRun:
     def _raise_first(self) -> NoReturn:
         # Not kept: an exception holds the frames it went through, and the compiled program holds this.
         failures, self.failures = self.failures, []
-        first = failures[0]
-        for failure in failures[:8]:
+        # Which of those that say the same came first is chance: the replica with the lowest number is taken for it.
+        alike = [each for each in failures if each.call is failures[0].call and is_alike(each.error, failures[0].error)]
+        first = min(alike, key=lambda failure: (failure.replica, failure.times))
+        others = [failure for failure in failures if failure not in alike]
+        for failure in [first, *others[:7]]:
             place = f"replica {failure.replica} of {self.size}, {self._devices.names[failure.replica]}"
             if failure.step is not None:
                 place += f", iteration {failure.step} of the device loop"
             raised = None if failure is first else failure.error
             note_host_failure(first.error, place, failure.call.describe(), failure.times, raised)
+            if failure is first:
+                note_failed_alike(first.error, [each.replica for each in alike if each.replica != first.replica])
         if first.step is not None:
             add_note(first.error, "what the steps of this launch wrote is not kept")
-        if len(failures) > 8:
-            add_note(first.error, f"and {len(failures) - 8} more")
+        if len(others) > 7:
+            add_note(first.error, f"and {len(others) - 7} more")
+        if self._is_stuck:
+            note_stuck(first.error, self.size)
         try:
             raise first.error
         finally:
-            del first, failure, failures  # this frame is one of those
+            del first, failure, failures, alike, others  # this frame is one of those
 
 
 class NoCalls:
     """A launch of a program without host calls."""
 
-    can_fail = False
-
     @staticmethod
     def end(wait: Callable[[], None]) -> None:
         """As of `HostRun`."""
         wait()
+
+    @staticmethod
+    def place_of(replica: int) -> tuple[int, str, tuple[int, float] | None]:
+        """As of `HostRun`."""
+        return 0, "", None
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""
 
 
 def _of_user(frames: TracebackType | None) -> TracebackType | None:

@@ -102,7 +102,7 @@ def _try_with_zeros(template: Template, side: HostSide, traced: HostResults | No
     """Finds the results by calling the function, which needs concrete values."""
     if not all(tensor.shape.is_fully_defined() for tensor in template.tensors):
         unknown = next(tensor for tensor in template.tensors if not tensor.shape.is_fully_defined())
-        raise HostResultError.unknown_shape("", str(unknown.shape))
+        raise HostResultError.unknown_arguments(str(unknown.shape))
     try:
         with tf.init_scope(), tf.device("CPU:0"), tf.summary.record_if(False), on_host(side._replace(replica=_zero())):
             fn, args, kwargs = template.build([tf.zeros(each.shape, each.dtype) for each in template.tensors])
@@ -111,6 +111,7 @@ def _try_with_zeros(template: Template, side: HostSide, traced: HostResults | No
         note_unknown_results(error, side.where)
         raise
     results.tensors = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in results.tensors]
+    results.of_zeros = True
     return results
 
 

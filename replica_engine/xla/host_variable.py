@@ -47,7 +47,7 @@ def _reads(name: str) -> Callable[..., Any]:
     return reading
 
 
-def _writes(name: str) -> Callable[..., Any]:
+def _writes(name: str, whole: bool = False) -> Callable[..., Any]:
     method = getattr(variables.ResourceVariable, name)
 
     @functools.wraps(method)
@@ -55,7 +55,7 @@ def _writes(name: str) -> Callable[..., Any]:
         if not tf.executing_eagerly():
             return method(self, *args, **kwargs)
         self._check_access()  # before the wait for a step to end, which may be the one that is calling
-        with self._replica_engine[0].host_writes(), _only_reading():
+        with self._replica_engine[0].host_writes(whole), _only_reading():
             return method(self, *args, **kwargs)
 
     return writing
@@ -113,7 +113,7 @@ class HostVariable(variables.ResourceVariable):
     gather_nd = _reads("gather_nd")
     is_initialized = _reads("is_initialized")
     to_proto = _reads("to_proto")
-    assign = _writes("assign")
+    assign = _writes("assign", whole=True)
     assign_add = _writes("assign_add")
     assign_sub = _writes("assign_sub")
     scatter_add = _writes("scatter_add")
@@ -123,7 +123,7 @@ class HostVariable(variables.ResourceVariable):
     scatter_mul = _writes("scatter_mul")
     scatter_div = _writes("scatter_div")
     scatter_update = _writes("scatter_update")
-    _restore_from_tensors = _writes("_restore_from_tensors")
+    _restore_from_tensors = _writes("_restore_from_tensors", whole=True)
 
     @property
     def device(self) -> str:

@@ -16,10 +16,14 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._compat import xla_ops
-from replica_engine.errors import DeviceError, LoweringError
+from replica_engine.errors import DeviceError, LoweringError, ProgramError, slow_compile
 from replica_engine.pjrt.devices import device_group
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.pjrt.memory import memory_limit
+from replica_engine.telemetry import timeline
+from replica_engine.telemetry.trace_file import Track
+from replica_engine.telemetry.watchdog import Watch
 from replica_engine.xla.compiled import Compiled
 from replica_engine.xla.counts import count
 from replica_engine.xla.user_lines import user_line
@@ -58,8 +62,7 @@ class Lowered:
         self.captured = list(traced.captured)
         first = len(slots) + len(self.captured)
         self.writes = [(int(parameter) - first, int(result or 0)) for parameter, result in _ALIAS.findall(text)]
-        # A run whose host calls may fail must leave its variables as they were, so it may not write in their place.
-        self._text = _ALIASES.sub("", text) if traced.host_calls.can_fail else text
+        self._text = _ALIASES.sub("", text) if traced.keeps else text  # else the new values are written over the old
         self.results = self._results()
 
     def as_text(self) -> str:
@@ -75,15 +78,26 @@ class Lowered:
     def executable(self, text: str, devices: DeviceGroup) -> Executable:
         """Compiles the text, or one made of it, for devices."""
         count("compiles")
+        name, body = self.traced.name, self.traced.body
         calls = [_held_weakly(call) for call in self.traced.host_calls.calls]
-        return Executable(text, devices, self.results, self.traced.name, calls)
+        with (
+            timeline.span(Track(body.name, "compile", order=-3), f"compile {name}", "compile"),
+            Watch(lambda seconds: slow_compile(name, body.size, seconds), body.limits.warn_after),
+        ):
+            executable = Executable(text, devices, self.results, calls)
+        limit = memory_limit(devices)
+        if limit is not None and executable.bytes_needed > limit:
+            raise ProgramError.too_large(name, devices.size, executable.bytes_needed, limit)
+        return executable
 
     def compile(self, devices: DeviceGroup | None = None) -> Compiled:
         """The last stage: the program compiled for devices; None takes the first N of the best platform.
 
         Raises:
-            DeviceError: there are fewer devices than replicas, or `devices` are of another number.
+            DeviceError: there are fewer devices than replicas, or `devices` are of another number, or are none.
         """
+        if devices is not None and not isinstance(devices, DeviceGroup):
+            raise DeviceError.no_group(devices)
         size = self.traced.body.size
         if devices is not None and devices.size != size:
             raise DeviceError.other_size(devices.size, size)
@@ -161,4 +175,5 @@ def _explain(traced: Traced, error: Any) -> LoweringError:
     if "fixed tensor list size" in text or "tensor list" in text.lower():
         return LoweringError.unbounded_loop(traced.name, where)
     message = text.removeprefix("Failed getting HLO text: ").strip("'").split("\n\n")[0].split("Stack trace")[0]
+    message = message.split("tf2xla conversion failed")[0]  # from here on it is about TensorFlow's insides
     return LoweringError.other(traced.name, message.strip(), where)

@@ -9,7 +9,11 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._compat import distribute
+from replica_engine.errors import ReplicaValueError
 from replica_engine.replica.structure import open_level
+from replica_engine.replica.tensors import as_tensor
+
+_RESULT = "A result of the replicas"  # for messages
 
 
 class Outputs:
@@ -23,11 +27,18 @@ class Outputs:
     Attributes:
         tensors: in the graph of the body.
         rebuild: what the body returned, with other tensors.
+
+    Raises:
+        ReplicaValueError: an array among it cannot become a tensor, or the structure contains itself.
     """
 
     def __init__(self, value: Any):
         self.tensors: list[tf.Tensor] = []
-        self.rebuild: Callable[[list[Any]], Any] = self._open(value)
+        self.rebuild: Callable[[list[Any]], Any]
+        try:
+            self.rebuild = self._open(value)
+        except RecursionError:
+            raise ReplicaValueError.endless("the results") from None
 
     def _open(self, value: Any) -> Callable[[list[Any]], Any]:
         if isinstance(value, (distribute.DistributedVariable, tf.Operation)):
@@ -38,9 +49,9 @@ class Outputs:
             if container is not value and not isinstance(value, distribute.UnreadVariable):
                 return lambda _: container
         if isinstance(value, (tf.Tensor, tf.Variable, np.ndarray, np.generic)):
-            return self._add(tf.convert_to_tensor(value))
+            return self._add(as_tensor(value, _RESULT))
         if isinstance(value, tf.__internal__.CompositeTensor):
-            builders = [self._add(part) for part in tf.nest.flatten(value, expand_composites=True)]
+            builders = [self._add(part) for part in _components(value)]
             return lambda tensors: tf.nest.pack_sequence_as(
                 value, [build(tensors) for build in builders], expand_composites=True
             )
@@ -54,3 +65,11 @@ class Outputs:
         index = len(self.tensors)
         self.tensors.append(tf.identity(tensor))
         return lambda tensors: tensors[index]
+
+
+def _components(value: Any) -> list[tf.Tensor]:
+    try:
+        parts = tf.nest.flatten(value, expand_composites=True)
+    except (AttributeError, TypeError, ValueError) as error:  # made of something else than tensors
+        raise ReplicaValueError.no_tensor(_RESULT, value, str(error)) from None
+    return [as_tensor(part, _RESULT) for part in parts]

@@ -73,7 +73,7 @@ def outside_compilation(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
     if not callable(fn):
         raise TypeError(f"outside_compilation takes a function and its arguments; got {fn!r}. Write f, x and not f(x).")
     if (side := host_side()) is not None:
-        raise NestedHostCallError(side.where, here())
+        raise NestedHostCallError.inside(side.where, here())
     if in_body() is None or tf.executing_eagerly():
         return fn(*args, **kwargs)
     calls = host_calls()
@@ -104,6 +104,7 @@ class _Cluster(HostCall):
         super().__init__(calls, name, where, results.tensors)
         self._template = template
         self._wanted = results
+        self.of_zeros = results.of_zeros
 
     def emit(self, inputs: Sequence[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Adds the call to the graph; all that the results depend on goes to the host."""

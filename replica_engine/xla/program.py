@@ -15,13 +15,15 @@ import tensorflow as tf
 from replica_engine.errors import many_traces
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.replica.sync_record import SyncPointRecord
 from replica_engine.xla.arguments import Arguments, ById, Shapes
-from replica_engine.xla.body import Body
+from replica_engine.xla.body import Body, Limits
 from replica_engine.xla.compiled import Compiled
 from replica_engine.xla.host_call import CallOrder
 from replica_engine.xla.lower import Lowered
 from replica_engine.xla.random_numbers import RandomState
 from replica_engine.xla.source import Source
+from replica_engine.xla.sync_record import records
 from replica_engine.xla.trace import Enter, Traced, trace
 from replica_engine.xla.uneven import ready_uneven
 
@@ -50,6 +52,8 @@ class Programs:
         most: how many to keep.
         body: what the bodies share; None makes it.
         warns: whether to warn where one function is traced often.
+        name: of who runs the bodies, for timelines.
+        limits: how long a launch may take.
     """
 
     def __init__(
@@ -60,17 +64,23 @@ class Programs:
         most: int = MOST_PROGRAMS,
         body: Body | None = None,
         warns: bool = True,
+        name: str = "xla",
+        limits: Limits | None = None,
     ):
         self.devices = devices
         self._enter = enter
         self._warns = warns
-        self._body = body or Body(devices.size, RandomState(devices, same_random), CallOrder(devices))
+        self._body = body or Body(devices.size, RandomState(devices, same_random), CallOrder(devices), name, limits)
         self._traces: LastUsed = LastUsed(most)
         self._times: LastUsed = LastUsed(most)
         self._general: LastUsed = LastUsed(most)
         self._hosts: LastUsed = LastUsed(most)
         self._executables: LastUsed = LastUsed(most)
         self._lock = threading.RLock()  # a trace may run another one, on the same thread
+
+    def sync_points(self) -> list[SyncPointRecord]:
+        """The collectives of the last launches."""
+        return records(self._body, self.devices)
 
     def beside(self) -> Programs:
         """Programs for somebody who keeps their own, and the functions with them; random numbers are shared."""

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from replica_engine._compat import autograph
-from replica_engine.errors import InputsError
+from replica_engine.errors import DeviceError, InputsError, positive_int
 from replica_engine.pjrt.devices import device_group
 from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.replica.forked import check_not_forked
+from replica_engine.replica.tracebacks import shortened
 from replica_engine.xla.arguments import Arguments
 from replica_engine.xla.body import in_body
 from replica_engine.xla.graph_op import call
@@ -59,8 +61,12 @@ def replicate(fn: Callable[..., Any], inputs: Inputs | None = None, num_replicas
         >>> [float(part) for part in xla.replicate(fn, inputs=[[1.0], [3.0]])]
         [0.25, 0.75]
     """
+    check_not_forked()
     arguments, programs = _prepare(inputs, num_replicas)
-    return call(programs, Source.of(fn), arguments, arguments.shapes)
+    try:
+        return call(programs, Source.of(fn), arguments, arguments.shapes)
+    except Exception as error:
+        raise shortened(error)
 
 
 @autograph.artifact
@@ -89,6 +95,10 @@ def lower(fn: Callable[..., Any], inputs: Inputs | None = None, num_replicas: in
 def _prepare(inputs: Inputs | None, size: int | None) -> tuple[Arguments, Programs]:
     if in_body() is not None:
         raise InputsError.nested()
+    if size is not None:
+        size, given = positive_int(size), size
+        if size is None:
+            raise DeviceError.bad_count(given)
     if inputs is not None:
         arguments = Arguments.of_inputs(inputs, size)
         return arguments, _programs(device_group(count=arguments.size))

@@ -40,6 +40,7 @@ class Resident:
 
     Attributes:
         read_anywhere: whether somebody reads the host's value without our seeing it, as functions of data sets do.
+        loops: how many device loops that write it are going on or about to; their inputs never see it, however early.
         asked: what host functions call to get a handle (`host_graph`); saving a model has to know.
     """
 
@@ -51,10 +52,12 @@ class Resident:
         self.asked: weakref.WeakSet = weakref.WeakSet()
         self.spread = spread
         self.read_anywhere = False
+        self.loops = 0
         self._devices = devices
         self._array: Array | None = None  # None: the host's value is the newest
         self._host_stale = False
         self._maybe_written = False
+        self._lost = False
         self.mark()
 
     def mark(self) -> None:
@@ -69,6 +72,7 @@ class Resident:
 
     def array(self) -> Array:
         """The value on the devices, brought up to date. The caller holds `DeviceGroup.in_flight`."""
+        self._check_there()
         if self._array is not None and self._maybe_written and not self._host_stale and not self._is_as_on_host():
             self._array = None
         self._maybe_written = False
@@ -79,7 +83,11 @@ class Resident:
     def set_array(self, array: Array) -> None:
         """A body wrote. The caller holds `DeviceGroup.in_flight`."""
         self._array = array
-        self._host_stale = True
+        self._host_stale, self._lost = True, False
+
+    def lose(self) -> None:
+        """The program that was to write the value has failed, and the old one was given to it."""
+        self._array, self._host_stale, self._lost = None, False, True
 
     def launched(self) -> None:
         """The program that wrote is done. The caller holds `DeviceGroup.in_flight`."""
@@ -93,7 +101,8 @@ class Resident:
 
     def host_reads(self) -> None:
         """Brings the host's value up to date: somebody is about to look at it."""
-        if not self._host_stale:
+        self._check_there()
+        if not (self._host_stale or self.loops):
             return
         with self._devices.in_flight:
             if not self._host_stale:
@@ -117,19 +126,34 @@ class Resident:
             self._maybe_written = True
 
     @contextlib.contextmanager
-    def host_writes(self) -> Iterator[None]:
-        """The host's value is read and written inside; no step comes between."""
+    def host_writes(self, whole: bool = False) -> Iterator[None]:
+        """The host's value is read and written inside; no step comes between.
+
+        Args:
+            whole: whether another value takes the place of this one, which may be lost then.
+        """
         with self._devices.in_flight:
-            self.host_reads()
-            yield
+            if not (whole and self._lost):
+                self.host_reads()
+            lost, self._lost = self._lost, False
+            try:
+                yield
+            except BaseException:
+                self._lost = lost
+                raise
             self._array = None
 
     def _present(self) -> Array:
-        """The value on the devices; a program that fails while it runs takes it along."""
+        """The value on the devices; a program that fails while it runs takes it along, and one may never end."""
         if self._array.is_deleted():  # type: ignore[union-attr]
-            self._array, self._host_stale = None, False
-            raise LostVariableError()
+            self.lose()
+        self._check_there()
+        self._devices.wait_for(self._array)
         return self._array
+
+    def _check_there(self) -> None:
+        if self._lost:
+            raise LostVariableError.read(xla_ops.variable_name(self.handles[0]))
 
     def _is_as_on_host(self) -> bool:
         """Whether the devices still have what the host has; replica by replica, or replica 0 for all."""
@@ -143,7 +167,7 @@ class Resident:
         with self._devices.in_flight:
             if self._array is None or self.spread is not None:
                 return None
-            values = [np.array(value) for value in self._devices.fetch_all(self._array)]
+            values = [np.array(value) for value in self._devices.fetch_all(self._present())]
         first = values[0].tobytes()
         return None if all(value.tobytes() == first for value in values[1:]) else values
 
@@ -176,6 +200,10 @@ class Borrowed:
     def set_array(self, array: Array) -> None:
         """As `Resident.set_array`."""
         self._written = array
+
+    def lose(self) -> None:
+        """As `Resident.lose`; the value at home is as it was."""
+        self._written = None
 
     def launched(self) -> None:
         """As `Resident.launched`."""

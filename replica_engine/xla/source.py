@@ -13,7 +13,8 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._compat import distribute, function
-from replica_engine.errors import InputsError
+from replica_engine.errors import InputsError, ReplicaValueError
+from replica_engine.errors.base import brief
 from replica_engine.xla.arguments import Arguments, ById, Shapes, constant_key
 
 Hosts = frozenset[CodeType]
@@ -42,9 +43,15 @@ class Source:
 
     @classmethod
     def of(cls, fn: Callable[..., Any]) -> Source:
-        """Of any callable; a `tf.function` is taken off, and what it asks for is kept."""
+        """Of any callable; a `tf.function` is taken off, and what it asks for is kept.
+
+        Raises:
+            ReplicaValueError: it cannot be called.
+        """
         if function.is_tf_function(fn):
             return cls(fn.python_function, *function.options(fn), ById(fn))  # type: ignore[attr-defined]
+        if not callable(fn):
+            raise ReplicaValueError.no_function(fn)
         return cls(fn)
 
     @property
@@ -82,28 +89,40 @@ class Source:
         specs = tf.nest.flatten(self.signature)
         values = tf.nest.flatten(bound.args[: len(self.signature)])
         if len(specs) != len(values):
-            raise InputsError.not_of_signature(self.name, str(self.signature))
-        cast = [self._fit(spec, value) for spec, value in zip(specs, values, strict=True)]
+            raise InputsError.not_as_many(self.name, len(values), len(specs))
+        names = [f"args[{index}]" for index, spec in enumerate(self.signature) for _ in tf.nest.flatten(spec)]
+        cast = [self._fit(*each) for each in zip(names, specs, values, strict=True)]
         packed = tf.nest.pack_sequence_as(list(bound.args[: len(self.signature)]), cast)
         arguments = Arguments((*packed, *bound.args[len(self.signature) :]), {}, size)
         declared = [spec.shape for spec in specs if isinstance(spec, tf.TensorSpec)]
         if len(declared) != len(arguments.slots):
             return arguments, arguments.shapes
-        if not all(shape.is_compatible_with(slot.shape) for shape, slot in zip(declared, arguments.slots, strict=True)):
-            raise InputsError.not_of_signature(self.name, str(self.signature))
+        for slot, shape in zip(arguments.slots, declared, strict=True):
+            if not shape.is_compatible_with(slot.shape):
+                given, wanted = f"of shape {slot.shape}", f"the shape {shape}"
+                raise InputsError.not_of_signature(self.name, slot.name, given, wanted)
         return arguments, tuple(declared)
 
-    def _fit(self, spec: Any, value: Any) -> Any:
+    def _fit(self, name: str, spec: Any, value: Any) -> Any:
+        """A value as its spec in the signature has it; `name` says in which argument it is."""
         if not isinstance(spec, tf.TensorSpec):
             return value
+        wanted = f"dtype {spec.dtype.name} and shape {spec.shape}"
+        if isinstance(value, distribute.DistributedValues):
+            unlike = [part for part in value.values if tf.as_dtype(part.dtype) != spec.dtype]
+            if unlike:
+                raise InputsError.not_of_signature(self.name, name, _described(unlike[0]), wanted)
+            return value
         try:
-            if isinstance(value, distribute.DistributedValues):
-                if any(tf.as_dtype(part.dtype) != spec.dtype for part in value.values):
-                    raise InputsError.not_of_signature(self.name, str(self.signature))
-                return value
             return tf.convert_to_tensor(value, spec.dtype)
-        except (TypeError, ValueError) as error:
-            raise InputsError.not_of_signature(self.name, str(self.signature)) from error
+        except (TypeError, ValueError):
+            raise InputsError.not_of_signature(self.name, name, _described(value), wanted) from None
+
+
+def _described(value: Any) -> str:
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"of dtype {tf.as_dtype(value.dtype).name} and shape {tf.TensorShape(value.shape)}"
+    return brief(value)
 
 
 def function_key(fn: Any, depth: int = 3, hosts: Hosts = _NO_HOSTS) -> Any:

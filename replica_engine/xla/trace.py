@@ -18,15 +18,27 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._compat import autograph, eager, xla_ops
-from replica_engine.errors import CaptureError, HostAccessError, LoweringError, VariableCreationError
+from replica_engine.errors import (
+    CaptureError,
+    CoordinatorRow,
+    HostAccessError,
+    LoweringError,
+    VariableCreationError,
+    slow_trace,
+)
+from replica_engine.replica.tracebacks import as_raised
+from replica_engine.telemetry import timeline
+from replica_engine.telemetry.stacks import stack_of
+from replica_engine.telemetry.trace_file import Track
+from replica_engine.telemetry.watchdog import Watch
 from replica_engine.xla.arguments import Arguments, Shapes
-from replica_engine.xla.body import Body
+from replica_engine.xla.body import Body, Collective
 from replica_engine.xla.counts import count
 from replica_engine.xla.host_call import HostCalls
 from replica_engine.xla.lower import Lowered, lower
 from replica_engine.xla.outputs import Outputs
 from replica_engine.xla.source import Source
-from replica_engine.xla.user_lines import user_line
+from replica_engine.xla.user_lines import here, user_line
 
 Enter = Callable[[], contextlib.AbstractContextManager[Any]]
 """What a strategy puts around the body while it is traced: its scope and a replica context."""
@@ -50,6 +62,7 @@ class Traced:
         outputs: specs of the tensors among the results.
         rebuild: the structure that the function returned, with other tensors.
         host_calls: its calls to the host.
+        collectives: where its replicas meet.
     """
 
     def __init__(
@@ -60,6 +73,7 @@ class Traced:
         arguments: Arguments,
         outputs: Outputs,
         host_calls: HostCalls,
+        collectives: list[Collective],
         kept: list[Any],
     ):
         specs = [tf.TensorSpec(inside.shape, inside.dtype) for inside in graph.inputs[: len(arguments.slots)]]
@@ -72,6 +86,7 @@ class Traced:
         self.outputs = [tf.TensorSpec(output.shape, output.dtype) for output in graph.outputs]
         self.rebuild = outputs.rebuild
         self.host_calls = host_calls
+        self.collectives = collectives
         self._kept = kept
         captures = list(graph.captures)
         data = [(outside, inside) for outside, inside in captures if inside.dtype != tf.resource]
@@ -93,6 +108,14 @@ class Traced:
         self._registered: Any = None
         self._lock = threading.Lock()
 
+    @property
+    def keeps(self) -> bool:
+        """Whether a run leaves the variables as they were until it has ended well.
+
+        It must if a host call may fail in it, and if somebody may stop waiting for it.
+        """
+        return self.host_calls.can_fail or self.body.limits.timeout is not None
+
     def lower(self, shapes: Sequence[Any] | None = None, captured: Sequence[Any] | None = None) -> Lowered:
         """The second stage: the body as a StableHLO program.
 
@@ -103,7 +126,7 @@ class Traced:
         Raises:
             LoweringError: an op that XLA cannot compile, or a shape that is not static.
         """
-        with self._lock:
+        with self._lock, timeline.span(Track(self.body.name, "compile", order=-3), f"lower {self.name}", "compile"):
             return lower(self, _reshaped(self.slots, shapes), _reshaped(self.tensors, captured))
 
     def results(self, columns: Sequence[Sequence[np.ndarray]]) -> list[Any]:
@@ -131,6 +154,9 @@ class Traced:
             described = xla_ops.variable_dtype_and_shape(outside)
             if described is None:
                 raise CaptureError.not_a_variable(self.name, str(outside), _used_at(inside))
+            if xla_ops.is_host_only(described[0]):
+                name = xla_ops.variable_name(outside)
+                raise CaptureError.host_only_variable(self.name, name, described[0].name, _used_at(inside))
             if not described[1].is_fully_defined():
                 raise CaptureError.unknown_shape(self.name, str(described[1]), _used_at(inside))
         elif xla_ops.is_host_only(inside.dtype):
@@ -170,6 +196,20 @@ def trace(source: Source, arguments: Arguments, shapes: Shapes, body: Body, ente
         CaptureError: it uses something from outside that cannot be on a device.
         Exception: whatever `fn` raised.
     """
+    thread = threading.current_thread()
+
+    def describe(seconds: float) -> str:
+        row = CoordinatorRow(thread.name, "tracing", seconds, stack_of(thread.ident))
+        return slow_trace(source.name, seconds, row)
+
+    with (
+        timeline.span(Track(body.name, "compile", order=-3), f"trace {source.name}", "compile"),
+        Watch(describe, body.limits.warn_after),
+    ):
+        return _trace(source, arguments, shapes, body, enter)
+
+
+def _trace(source: Source, arguments: Arguments, shapes: Shapes, body: Body, enter: Enter) -> Traced:
     for slot in arguments.slots:
         if xla_ops.is_host_only(slot.dtype):
             raise LoweringError.host_only(source.name, slot.name, slot.dtype.name)
@@ -177,23 +217,26 @@ def trace(source: Source, arguments: Arguments, shapes: Shapes, body: Body, ente
     if created:
         traced, again = _trace_once(source, arguments, shapes, body, enter)
         if again:
-            raise VariableCreationError.each_time(traced.name, [variable.name for variable in again])
+            named = [(variable.name.removesuffix(":0"), where) for variable, where in again]
+            raise VariableCreationError.each_time(traced.name, named)
     return traced
 
 
 def _trace_once(
     source: Source, arguments: Arguments, shapes: Shapes, body: Body, enter: Enter
-) -> tuple[Traced, list[Any]]:
+) -> tuple[Traced, list[tuple[Any, str]]]:
+    """One trace, and the variables that were created in it, with the user's lines."""
     count("traces")
     converted = autograph.convert_always(source.fn) if source.autograph else source.fn
     specs = [tf.TensorSpec(shape, slot.dtype) for shape, slot in zip(shapes, arguments.slots, strict=True)]
-    created: list[Any] = []
+    created: list[tuple[Any, str]] = []
     outputs: list[Outputs] = []
     host_calls = HostCalls(body.size, body.order)
+    collectives: list[Collective] = []
 
     def flat(*placeholders: tf.Tensor) -> list[tf.Tensor]:
         args, kwargs = arguments.rebuild(placeholders)
-        with body.entered(host_calls), _recorded(created), enter():
+        with body.entered(host_calls, collectives), enter(), _recorded(created):
             outputs.append(Outputs(converted(*args, **kwargs)))
         return outputs[-1].tensors
 
@@ -201,20 +244,20 @@ def _trace_once(
         # In a copy of the context: what the function sets in a context variable stays in the body.
         graph = contextvars.copy_context().run(xla_ops.trace, source.name, flat, specs)
     except Exception as error:
-        failure = autograph.as_user_raised(error, (threading.get_ident(),))
+        failure = as_raised(error)
     else:
         for template in host_calls.templates:
             template.settle()
-        kept = [source.fn, *created]
-        return Traced(source.name, graph, body, arguments, outputs[-1], host_calls, kept), created
+        kept = [source.fn, *(variable for variable, _ in created)]
+        return Traced(source.name, graph, body, arguments, outputs[-1], host_calls, collectives, kept), created
     raise failure
 
 
 @contextlib.contextmanager
-def _recorded(created: list[Any]) -> Iterator[None]:
+def _recorded(created: list[tuple[Any, str]]) -> Iterator[None]:
     def creator(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         variable = next_creator(**kwargs)
-        created.append(variable)
+        created.append((variable, here()))
         return variable
 
     with tf.variable_creator_scope(creator):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,9 @@ import numpy as np
 
 from replica_engine.errors import ReplicaMismatchError
 from replica_engine.pjrt.executable import Executable
-from replica_engine.pjrt.interrupts import held_off
+from replica_engine.pjrt.group import Array
 from replica_engine.xla.counts import count
+from replica_engine.xla.launch import Launch
 from replica_engine.xla.lower import Lowered
 from replica_engine.xla.resident import resident_of
 
@@ -63,15 +65,19 @@ def _run(
     count("launches")
     writes = [(variables[variable], index) for variable, index in steps[0][0].writes]
 
-    def adopt() -> None:
+    def adopt(results: list[list[Array]]) -> None:
         for variable, index in writes:
             variable.set_array(devices.join([result[index] for result in results]))
 
-    def wait() -> None:
-        for _, executable in steps:
-            executable.wait()
+    def lose() -> None:
+        for variable, _ in writes:
+            variable.lose()
 
-    with devices.in_flight, traced.host_calls.launched(devices) as run:
+    def wait(left: threading.Event | None) -> None:
+        for _, executable in steps:
+            executable.wait(left)
+
+    with Launch(traced, devices) as launch:
         # All parts before the first launch: it may donate its own, and then the whole counts as gone.
         states = [devices.parts(variable.array()) for variable in variables]
         inputs = []
@@ -79,15 +85,13 @@ def _run(
             put = devices.alone(replica).put
             values = [put([value]) for value in (*share, *(constants[index] for index in lowered.captured))]
             inputs.append([*values, *(state[replica] for state in states)])
-        with held_off():
-            results = [executable.launch(given) for (_, executable), given in zip(steps, inputs, strict=True)]
-            if not run.can_fail:
-                adopt()
         # They do not wait for each other, so all may be in flight.
-        run.end(wait)
-        if run.can_fail:
-            with held_off():
-                adopt()
+        results = launch.carry_out(
+            lambda: [executable.launch(given) for (_, executable), given in zip(steps, inputs, strict=True)],
+            adopt,
+            wait,
+            lose,
+        )
         for variable, _ in writes:
             variable.launched()
     return [[devices.fetch(result[index], 0) for result in results] for index in range(len(traced.outputs))]

@@ -20,6 +20,7 @@ def gradient(replica, step):
     return np.cos(np.arange(3) + 7 * replica + step).astype("float32")
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_it_does_with_the_reduced_gradient_what_the_optimizer_does(strategy, per_replica, name, reduction):
@@ -63,6 +64,7 @@ def test_variables_without_a_gradient_and_rows_of_tables(strategy, per_replica):
     assert other.numpy() == 1
 
 
+@pytest.mark.graphs
 @pytest.mark.replicas(2)
 def test_keras_fit_accumulates_gradients_with_it(strategy):
     """With the optimizer itself, a MirroredStrategy cannot: its threads would have to meet in a branch."""

@@ -73,6 +73,7 @@ def test_batches_feed_a_run(strategy):
     assert sums == [sum(range(8)), sum(range(8, 13))]
 
 
+@pytest.mark.graphs
 @pytest.mark.threads("shapes that differ")
 def test_a_loop_inside_a_function_takes_every_batch(strategy):
     distributed = strategy.experimental_distribute_dataset(numbers(13, 8))
@@ -88,6 +89,7 @@ def test_a_loop_inside_a_function_takes_every_batch(strategy):
     assert [int(number) for number in epoch(distributed)] == [sum(range(13)), 2]
 
 
+@pytest.mark.graphs
 @pytest.mark.replicas(2)
 def test_an_all_reduce_inside_a_dataset_loop(strategy):
     distributed = strategy.experimental_distribute_dataset(numbers(16, 8).map(lambda x: tf.cast(x, tf.float32)))
@@ -105,6 +107,7 @@ def test_an_all_reduce_inside_a_dataset_loop(strategy):
     assert float(epoch()) == sum(range(16))
 
 
+@pytest.mark.graphs
 @pytest.mark.replicas(2)
 def test_an_iterator_of_an_infinite_dataset(strategy):
     iterator = iter(strategy.experimental_distribute_dataset(numbers(8, 8).repeat()))
@@ -116,6 +119,7 @@ def test_an_iterator_of_an_infinite_dataset(strategy):
     assert [int(step(iterator)) for _ in range(5)] == [28] * 5
 
 
+@pytest.mark.graphs
 @pytest.mark.replicas(1, 2)
 def test_an_iterator_keeps_its_place_between_steps(strategy):
     iterator = iter(strategy.experimental_distribute_dataset(numbers(24, 8)))
@@ -179,6 +183,7 @@ def test_a_batch_size_that_does_not_divide_is_refused(strategy):
     assert flat(batches(strategy, strategy.distribute_datasets_from_function(dataset_fn))) == list(range(n))
 
 
+@pytest.mark.graphs
 @pytest.mark.replicas(2)
 def test_a_distributed_batch_matches_the_element_spec(strategy):
     distributed = strategy.experimental_distribute_dataset(numbers(16, 8))

@@ -3,7 +3,7 @@
 import pytest
 import tensorflow as tf
 
-pytestmark = pytest.mark.threads("a graph of TensorFlow 1")
+pytestmark = [pytest.mark.threads("a graph of TensorFlow 1"), pytest.mark.graphs]
 
 v1 = tf.compat.v1
 

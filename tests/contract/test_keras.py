@@ -55,6 +55,7 @@ def assert_trained_alike(strategy, model, history, expected):
         assert all(np.array_equal(first, other) for other in others)
 
 
+@pytest.mark.graphs
 @pytest.mark.replicas(4)
 def test_fit_equals_fit_on_one_device(strategy, alone):
     with strategy.scope():
@@ -70,6 +71,7 @@ def test_fit_that_runs_eagerly_equals_fit_on_one_device(strategy, alone):
     assert_trained_alike(strategy, model, fit(model), alone)
 
 
+@pytest.mark.graphs
 @pytest.mark.replicas(1, 2)
 def test_sgd_with_clipnorm_clips_each_replicas_gradient(strategy):
     """Keras clips before it adds up, so N replicas do not train exactly as one does."""
@@ -88,6 +90,7 @@ def test_sgd_with_clipnorm_clips_each_replicas_gradient(strategy):
         np.testing.assert_allclose(component, kernel, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.graphs
 @pytest.mark.replicas(4)
 def test_evaluate_and_predict_take_every_example_once_and_in_order(strategy):
     """The last batch has 5 examples and divides unevenly; one of 4 replicas gets none."""
@@ -101,6 +104,7 @@ def test_evaluate_and_predict_take_every_example_once_and_in_order(strategy):
     assert results["loss"] == pytest.approx(np.mean((alone(x) - y) ** 2), rel=1e-5)
 
 
+@pytest.mark.graphs
 @pytest.mark.replicas(2)
 def test_a_model_may_be_built_by_its_first_batch(strategy):
     with strategy.scope():
@@ -115,6 +119,7 @@ def test_a_model_may_be_built_by_its_first_batch(strategy):
         assert all(np.array_equal(first, other) for other in others)
 
 
+@pytest.mark.graphs
 @pytest.mark.replicas(2)
 @pytest.mark.parametrize("synchronized", [False, True])
 def test_batch_normalization(strategy, synchronized):
@@ -176,6 +181,7 @@ def test_saved_weights_load_on_every_component(strategy, tmp_path):
         assert all(np.array_equal(component, expected) for component in components(strategy, variable))
 
 
+@pytest.mark.graphs
 @pytest.mark.replicas(2)
 def test_a_custom_train_step_runs_in_replicas(strategy):
     import tensorflow as tf

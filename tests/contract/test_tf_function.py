@@ -29,6 +29,7 @@ def compiled(request, strategy):
     return compiled
 
 
+@pytest.mark.graphs
 def test_a_function_is_traced_once_for_a_signature(strategy, compiled, local, traces):
     calls = []
 
@@ -49,6 +50,7 @@ def test_a_function_is_traced_once_for_a_signature(strategy, compiled, local, tr
     assert len(calls) == 2 * traces
 
 
+@pytest.mark.graphs
 def test_traces_count_merge_functions_once(strategy, compiled, local):
     merges = []
 
@@ -63,6 +65,7 @@ def test_traces_count_merge_functions_once(strategy, compiled, local):
     assert merges == [1]
 
 
+@pytest.mark.graphs
 def test_distributed_arguments_do_not_retrace(strategy, compiled, local, per_replica, traces):
     calls = []
 
@@ -98,6 +101,7 @@ def test_a_function_works_alone_after_a_run(strategy, local):
     assert local(strategy.run(fn, args=(tf.constant(3),))) == [9] * strategy.num_replicas_in_sync
 
 
+@pytest.mark.graphs
 def test_an_input_signature_is_kept(strategy, compiled, local, traces):
     calls = []
 
@@ -114,6 +118,7 @@ def test_an_input_signature_is_kept(strategy, compiled, local, traces):
         step(tf.constant("text"))
 
 
+@pytest.mark.graphs
 def test_reduce_retracing_is_kept(strategy, compiled, local, traces):
     calls = []
 
@@ -128,6 +133,7 @@ def test_reduce_retracing_is_kept(strategy, compiled, local, traces):
     assert len(calls) == 2 * traces  # the second trace takes any length
 
 
+@pytest.mark.graphs
 def test_without_autograph_a_tensor_is_no_condition(compiled):
     def fn(x):
         if x > 0:
@@ -138,6 +144,7 @@ def test_without_autograph_a_tensor_is_no_condition(compiled):
         compiled(fn, autograph=False)(tf.constant(1.0))
 
 
+@pytest.mark.graphs
 def test_autograph_converts_conditions_and_loops(strategy, compiled, local, per_replica):
     def fn(x):
         total = tf.constant(0)
@@ -160,12 +167,14 @@ def sign(x):
     return -1
 
 
+@pytest.mark.graphs
 def test_autograph_converts_what_the_function_calls(strategy, compiled, local, per_replica):
     n = strategy.num_replicas_in_sync
     result = compiled(lambda x: sign(x) * 10)(per_replica(lambda i: i - 1))
     assert local(result) == [-10 if i < 2 else 10 for i in range(n)]
 
 
+@pytest.mark.graphs
 def test_do_not_convert_is_respected(compiled):
     with pytest.raises(tf.errors.OperatorNotAllowedInGraphError):
         compiled(tf.autograph.experimental.do_not_convert(sign))(tf.constant(1))
@@ -184,6 +193,7 @@ def test_autograph_leaves_an_eager_run_alone(strategy):
     assert seen == ["positive"] * strategy.num_replicas_in_sync
 
 
+@pytest.mark.graphs
 def test_a_merge_function_is_not_run_in_python_after_tracing(strategy, local):
     """All replicas' ops are in one graph: the side effects of Python happen once, the values are computed each time."""
     v = tf.Variable(0.0)
@@ -267,6 +277,7 @@ def test_replicas_run_in_one_graph_on_their_devices(strategy):
     assert devices == set(strategy.extended.worker_devices)
 
 
+@pytest.mark.graphs
 def test_side_effects_in_replicas_happen_in_a_function(strategy):
     """A run whose result nobody uses still assigns."""
     with strategy.scope():
@@ -288,6 +299,7 @@ def test_side_effects_in_replicas_happen_in_a_function(strategy):
     assert float(v.numpy()) == 2.0 * n * n  # 1 a replica makes n; each assigns 2 n, summed
 
 
+@pytest.mark.graphs
 @pytest.mark.threads("ops in the graph")
 def test_a_merge_function_depends_on_the_control_inputs_of_every_replica(strategy):
     def fn():
@@ -299,6 +311,7 @@ def test_a_merge_function_depends_on_the_control_inputs_of_every_replica(strateg
     assert {f"replica_{i}/before" for i in range(1, strategy.num_replicas_in_sync)} | {"before"} <= inputs
 
 
+@pytest.mark.graphs
 def test_runs_in_a_loop_inside_a_function(strategy):
     @tf.function
     def steps(k):

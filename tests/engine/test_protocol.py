@@ -8,7 +8,7 @@ import threading
 import pytest
 from meeting import MEETING, meet
 
-from replica_engine.engine import GroupPool, Run, SyncGroup, SyncPoint, current_replica
+from replica_engine.engine import GroupPool, Run, SyncGroup, SyncPoint, SyncRecord, current_replica
 from replica_engine.errors import MergeCallMismatchError, ReplicaTimeoutError, ReplicaUnwound
 from replica_engine.testing import Sequencer, no_leaked_threads
 
@@ -391,10 +391,14 @@ def test_the_engine_does_not_import_tensorflow():
     assert result.stdout.strip() == "[]"
 
 
-def test_the_record_of_sync_points_is_bounded(run_bodies):
+def test_the_record_of_sync_points_is_bounded():
     def body(replica):
-        for _ in range(100):
+        for _ in range(300):
             meet(replica)
-        return replica.merge_calls, len(replica.sync_points), replica.sync_points[-1]
+        return replica.merge_calls, replica.last
 
-    assert run_bodies(body) == [(100, 16, MEETING)]
+    record = SyncRecord(1)
+    group = SyncGroup(["CPU:0"], record)
+    assert Run(group, [body], list)() == [(300, MEETING)]
+    group.close()
+    assert len(record.rings[0]) == SyncRecord.KEPT < 300

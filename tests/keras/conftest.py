@@ -85,6 +85,13 @@ def make_pair(both):
 
 
 @pytest.fixture
+def pair(two):
+    """On one device and on 2 replicas, as they began: the `two` of a module, which its tests share."""
+    two.restart()
+    return two
+
+
+@pytest.fixture
 def is_tpu(both):
     """Whether steps are compiled by XLA."""
     return both is not MAKERS["mirrored"]

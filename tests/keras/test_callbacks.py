@@ -26,13 +26,6 @@ def two(make_pair):
     return make_pair(classifier, 2)
 
 
-@pytest.fixture
-def pair(two):
-    """On one device and on 2 replicas, as they began."""
-    two.restart()
-    return two
-
-
 def fit(model, *given, epochs=2):
     options = {"validation_data": (X[:8], Y[:8]), "shuffle": False, "verbose": 0, "callbacks": list(given)}
     return model.fit(X, Y, 8, epochs, **options).history

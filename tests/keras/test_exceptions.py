@@ -31,13 +31,6 @@ def two(make_pair):
 
 
 @pytest.fixture
-def pair(two):
-    """On one device and on 2 replicas, as they began."""
-    two.restart()
-    return two
-
-
-@pytest.fixture
 def is_usable(alike):
     """`is_usable(pair)`: both go on alike, and outside of the methods the variables are plain."""
 

@@ -31,13 +31,6 @@ def two(make_pair):
     return make_pair(classifier, 2)
 
 
-@pytest.fixture
-def pair(two):
-    """On one device and on 2 replicas, as they began."""
-    two.restart()
-    return two
-
-
 class Batches(keras.utils.PyDataset):
     """Two batches of 9 samples."""
 

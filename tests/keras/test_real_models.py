@@ -98,9 +98,9 @@ def test_a_recurrent_model_trains_on_digits(trained):
 
 
 def test_a_mobile_net_takes_a_step():
-    """Of Keras' applications, with 52 batch normalizations. XLA takes minutes to compile it on CPU devices."""
+    """Of Keras' applications, with 27 batch normalizations. XLA takes minutes to compile it on CPU devices."""
     keras.utils.set_random_seed(1)
-    model = keras.applications.MobileNetV2((32, 32, 3), alpha=0.35, weights=None, classes=4)
+    model = keras.applications.MobileNet((32, 32, 3), alpha=0.25, weights=None, classes=4)
     model.compile(keras.optimizers.SGD(0.01), "sparse_categorical_crossentropy")
     replicated = replicate_model(model, strategy=MirroredStrategy(logical_devices(2)))
     random = np.random.default_rng(0)
@@ -109,4 +109,4 @@ def test_a_mobile_net_takes_a_step():
     assert np.isfinite(replicated.train_on_batch(x, y))
     after = model.get_weights()
     assert all(np.isfinite(weight).all() for weight in after)
-    assert sum(not np.array_equal(one, other) for one, other in zip(after, before, strict=True)) > 200
+    assert sum(not np.array_equal(one, other) for one, other in zip(after, before, strict=True)) > 100

@@ -60,13 +60,6 @@ def two(make_pair):
 
 
 @pytest.fixture
-def pair(two):
-    """On one device and on 2 replicas, as they began."""
-    two.restart()
-    return two
-
-
-@pytest.fixture
 def elsewhere(tmp_path):
     """`elsewhere()`: what another process, which does not know this library, makes of the files."""
 

@@ -35,13 +35,6 @@ def two(make_pair):
     return make_pair(classifier, 2)
 
 
-@pytest.fixture
-def pair(two):
-    """On one device and on 2 replicas, as they began."""
-    two.restart()
-    return two
-
-
 def fit(model, epochs=1):
     return model.fit(X, Y, 8, epochs, shuffle=False, verbose=0).history
 

@@ -75,13 +75,6 @@ def two(make_pair):
     return make_pair(classifier, 2)
 
 
-@pytest.fixture
-def pair(two):
-    """On one device and on 2 replicas, as they began."""
-    two.restart()
-    return two
-
-
 def test_another_thread_trains_it(pair, alike):
     results = []
     for model in pair.both:

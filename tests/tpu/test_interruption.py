@@ -12,7 +12,7 @@ import logging, os, signal, threading, time
 import tensorflow as tf
 import replica_engine
 from replica_engine import errors, xla
-from replica_engine.pjrt import watch
+from replica_engine.telemetry import watchdog
 
 strategy = replica_engine.TPUStrategy(num_cores=2)
 with strategy.scope():
@@ -20,7 +20,7 @@ with strategy.scope():
 
 
 def interrupt_when_it_runs():
-    while not watch._waiting:
+    while strategy.extended.device_group.running is None:
         time.sleep(0.01)
     time.sleep(0.3)
     os.kill(os.getpid(), signal.SIGINT)
@@ -115,7 +115,7 @@ def test_replicas_that_wait_for_each_other_are_warned_of_and_can_be_left(tmp_pat
     lines, stderr = run_program(
         tmp_path,
         """
-        watch.WARN_AFTER = watch._LOOK_EVERY = 0.1
+        watchdog.WARN_AFTER = 0.1
         errors.StuckProgramError.PATIENCE = 0.2
 
         def stuck():

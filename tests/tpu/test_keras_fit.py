@@ -26,6 +26,11 @@ def build(*more, optimizer=None, **options):
     return model
 
 
+def on_one_device(*more, **options):
+    """The same model under no strategy; eager, which saves the time to trace it."""
+    return build(*more, run_eagerly=True, **options)
+
+
 def fit(model, epochs=2, batch=8, **options):
     return model.fit(X, Y, batch, epochs, verbose=0, shuffle=False, **options).history
 
@@ -44,7 +49,7 @@ def scoped(two):
 @pytest.fixture(scope="module")
 def alone():
     """What the model comes to on one device: its history and weights."""
-    model = build()
+    model = on_one_device()
     return fit(model), model.get_weights()
 
 
@@ -92,7 +97,7 @@ def test_batch_normalization_trains(two, scoped, synchronized):
     moving = [two.components(variable.value) for variable in model.layers[1].non_trainable_variables]
     assert all((first == second) is synchronized for first, second in moving)
     if synchronized:
-        other = build(keras.layers.BatchNormalization(momentum=0.5))
+        other = on_one_device(keras.layers.BatchNormalization(momentum=0.5))
         np.testing.assert_allclose(history["loss"], fit(other)["loss"], rtol=1e-4)
         for found, expected in zip(model.get_weights(), other.get_weights(), strict=True):
             np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
@@ -145,7 +150,8 @@ def test_a_partial_last_batch_in_fit_says_what_to_do(scoped):
 
 def test_a_last_batch_that_divides_evenly_trains(scoped):
     """16 = 12 + 4: another shape, but the same one on both replicas."""
-    model, other = [make(lambda: build(optimizer=keras.optimizers.SGD(0.05))) for make in (scoped, lambda fn: fn())]
+    model = scoped(lambda: build(optimizer=keras.optimizers.SGD(0.05)))
+    other = on_one_device(optimizer=keras.optimizers.SGD(0.05))
     np.testing.assert_allclose(fit(model, 1, 12)["loss"], fit(other, 1, 12)["loss"], rtol=1e-4)
     np.testing.assert_allclose(model.get_weights()[0], other.get_weights()[0], **CLOSE)
 
@@ -186,7 +192,7 @@ class Looks(keras.callbacks.Callback):
 def test_a_callback_sees_the_weights_of_each_batch(scoped):
     looks, other = Looks(), Looks()
     fit(scoped(lambda: build(optimizer=keras.optimizers.SGD(0.05))), callbacks=[looks])
-    fit(build(optimizer=keras.optimizers.SGD(0.05)), callbacks=[other])
+    fit(on_one_device(optimizer=keras.optimizers.SGD(0.05)), callbacks=[other])
     assert len(looks.kernels) == 4
     np.testing.assert_allclose(looks.kernels, other.kernels, **CLOSE)
     assert len({kernel.tobytes() for kernel in looks.kernels}) == 4
@@ -195,7 +201,7 @@ def test_a_callback_sees_the_weights_of_each_batch(scoped):
 def test_a_schedule_writes_the_learning_rate_from_the_host(scoped):
     schedule = lambda epoch, rate: [0.1, 0.0, 0.01][epoch]  # noqa: E731
     model = scoped(lambda: build(optimizer=keras.optimizers.SGD(0.5)))
-    other = build(optimizer=keras.optimizers.SGD(0.5))
+    other = on_one_device(optimizer=keras.optimizers.SGD(0.5))
     looks = Looks()
     history = fit(model, epochs=3, callbacks=[keras.callbacks.LearningRateScheduler(schedule), looks])
     expected = fit(other, epochs=3, callbacks=[keras.callbacks.LearningRateScheduler(schedule)])
@@ -301,7 +307,7 @@ def test_mixed_bfloat16_trains(scoped):
     assert outputs.dtype == tf.bfloat16
     assert {weight.dtype.name for weight in model.get_weights()} == {"float32"}
     assert losses[1] < losses[0]
-    other = build()
+    other = on_one_device()
     np.testing.assert_allclose(losses, fit(other)["loss"], rtol=0.05)  # bfloat16 has 8 bits
 
 
@@ -324,6 +330,7 @@ def test_a_model_of_many_kinds_of_layers_trains_as_on_one_device(two, scoped):
     tokens = RANDOM.integers(0, 20, size=(16, 8))
     labels = RANDOM.integers(0, 3, size=16)
     model, other = scoped(make), make()
+    other.run_eagerly = True  # which saves the time to trace it
     found = model.fit(tokens, labels, 8, 2, verbose=0, shuffle=False).history
     expected = other.fit(tokens, labels, 8, 2, verbose=0, shuffle=False).history
     np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-4)

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import threading
 import weakref
 
 import numpy as np
@@ -122,6 +123,9 @@ def test_a_strategy_whose_loops_have_run_is_freed(replicas):
             some.strategy.run_steps(both, numbers(5), 5)
         return weakref.ref(some.strategy), weakref.ref(total)
 
-    alive = once()
-    gc.collect()
+    alive, wait = once(), threading.Event()
+    for _ in range(200):  # a timer's thread that was told to end may have to wake first
+        gc.collect()
+        if not any(each() for each in alive) or wait.wait(0.01):
+            break
     assert [each() for each in alive] == [None, None]

@@ -60,7 +60,7 @@ def test_what_an_iterator_raises_is_raised_when_the_steps_before_are_done(noting
     assert error.context.steps == after
     if after:
         assert noting.replicas.each(error.context.last_step_outputs["x"]) == [after - 1.0] * 2
-    assert any(f"{after} of 10 steps" in note for note in error.__notes__)
+    assert any(f"{after} of 10 steps" in note for note in getattr(error, "__notes__", [])) == (after > 0)
     noting.run(numbers(2, start=50), 2)
     assert noting.inputs[after:] == [50.0, 51.0]
 

@@ -287,11 +287,12 @@ def test_making_and_dropping_strategies_keeps_memory_flat():
             variable = tf.Variable(tf.zeros([1 << 18]))
         strategy.run(lambda: tf.group(variable.assign_add(variable + 1.0)))
 
-    for _ in range(3):
-        once()
-    gc.collect()
+    def times(count):
+        for _ in range(count):
+            once()
+            gc.collect()
+
+    times(3)
     before = psutil.Process().memory_info().rss
-    for _ in range(30):
-        once()
-    gc.collect()
+    times(30)
     assert psutil.Process().memory_info().rss - before < 50 * 2**20  # kept, they would be 90 MB of variables

@@ -1,0 +1,161 @@
+"""All benchmarks, one after the other, each in a process of its own; one table at the end.
+
+    python -m benchmarks                      all of it, into docs/: the figures, the pictures and the page
+    python -m benchmarks --only eager_run     one group; it replaces its part in docs/
+    python -m benchmarks --quick              only to see that all works; docs/ stays as it is
+    python -m benchmarks --docs               the pictures and the page again, from the figures in docs/
+
+A group that fails is named in the table with the reason; the others still run, and the exit status is 1. A target that
+was missed is no failure: the table says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+from benchmarks import page, picture
+from benchmarks.report import Report, machine
+
+GROUPS = (
+    "eager_run",
+    "launch",
+    "train_step",
+    "start_up",
+    "first_step",
+    "keras_fit",
+    "device_loop",
+    "host_call",
+    "concurrency",
+    "memory",
+    "growth",
+)
+"""In the order of the table. Each is a module that `command.main` runs."""
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+FIGURES, RATIOS, GROWTH, PAGE = (
+    ROOT / "docs" / name for name in ("benchmarks.json", "benchmarks.svg", "growth.svg", "benchmarks.md")
+)
+
+
+def run_group(group: str, options: list[str], patience: float, on: dict[str, str]) -> Report:
+    """Measures a group in a process of its own.
+
+    Returns:
+        Its rows, and why it failed, if it did.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        figures, log = pathlib.Path(folder, "rows.json"), pathlib.Path(folder, "log")
+        arguments = [sys.executable, "-m", f"benchmarks.{group}", "--json", str(figures), *options]
+        with log.open("w") as errors:
+            # In a session of its own, so that what it has started ends with it.
+            process = subprocess.Popen(
+                arguments, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+            )
+            try:
+                status = process.wait(patience)
+                why = "" if status == 0 else f"exit status {status}: {_last_line(log)}"
+            except subprocess.TimeoutExpired:
+                why = f"not done in {patience:.0f} s"
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        rows = Report.read(figures).rows if figures.exists() else []
+        if not rows:
+            why = why or "it has no rows"
+        if why:
+            print(log.read_text(errors="replace"), file=sys.stderr)
+    return Report(on, rows, {group: why} if why else {})
+
+
+def _last_line(log: pathlib.Path) -> str:
+    """What a traceback ends with."""
+    return (log.read_text(errors="replace").strip().splitlines() or ["nothing was said"])[-1]
+
+
+def measure(groups: list[str], options: list[str], patience: float) -> Report:
+    """All these groups, in turn; says on stderr how it goes."""
+    report = Report(machine())
+    for group in groups:
+        begin = time.perf_counter()
+        part = run_group(group, options, patience, report.machine)
+        report = report.updated(part)
+        told = part.failures.get(group, "done")
+        print(f"{group}: {len(part.rows)} rows in {time.perf_counter() - begin:.0f} s, {told}", file=sys.stderr)
+    return report
+
+
+def kept(groups: list[str]) -> Report:
+    """What docs/ has of groups besides these.
+
+    Raises:
+        ValueError: it was measured on another machine, or with other versions.
+    """
+    new = Report(machine())
+    if set(groups) == set(GROUPS) or not FIGURES.exists():
+        return new
+    return Report.read(FIGURES).updated(new)
+
+
+def publish(report: Report) -> None:
+    """Writes the figures, the pictures and the page into docs/."""
+    report = report.sorted(GROUPS)
+    report.write(FIGURES)
+    picture.draw_ratios(report, RATIOS)
+    picture.draw_growth(report, GROWTH)
+    PAGE.write_text(page.with_table(PAGE.read_text(encoding="utf-8"), report), encoding="utf-8")
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default=",".join(GROUPS), help="groups (default %(default)s)")
+    parser.add_argument("--repeats", type=int, help="interleaved repeats (default 7)")
+    parser.add_argument("--quick", action="store_true", help="small and few, only to see that it works")
+    parser.add_argument("--json", help="write the figures to this file, and nothing into docs/")
+    parser.add_argument("--picture", help="draw the ratios into this file, and write nothing into docs/")
+    parser.add_argument("--growth", help="draw the growth into this file, and write nothing into docs/")
+    parser.add_argument("--docs", action="store_true", help="measure nothing; draw and write what docs/ has figures of")
+    parser.add_argument("--patience", type=float, default=3600, help="seconds for a group (default %(default)s)")
+    flags = parser.parse_args()
+    flags.only = flags.only.split(",")
+    if unknown := set(flags.only) - set(GROUPS):
+        parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}")
+    return flags
+
+
+def main() -> int:
+    """Measures, prints the table, and writes what it was told to; 1 if a group failed."""
+    flags = parse()
+    if flags.docs:
+        publish(Report.read(FIGURES))
+        return 0
+    into_docs = not (flags.quick or flags.json or flags.picture or flags.growth)
+    before = kept(flags.only) if into_docs else None  # it fails now, and not after an hour
+    options = ["--quick"] * flags.quick + ([] if flags.repeats is None else ["--repeats", str(flags.repeats)])
+    report = measure(flags.only, options, flags.patience)
+    print(report.table())
+    if flags.json:
+        report.write(flags.json)
+    if flags.picture:
+        picture.draw_ratios(report, flags.picture)
+    if flags.growth:
+        picture.draw_growth(report, flags.growth)
+    if before:
+        publish(before.updated(report))
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

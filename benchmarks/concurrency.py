@@ -1,0 +1,73 @@
+"""What `MirroredStrategy(concurrent=True)` wins: large eager matrix products of two replicas, at once and in turn.
+
+    python -m benchmarks.concurrency [--replicas 2] [--size 1000] [--products 5] [--repeats 7] [--quick]
+        [--json out.json]
+
+TensorFlow's own threads spread one matrix product over all cores, which leaves nothing for replicas to win. So this
+process sets `tf.config.threading.set_intra_op_parallelism_threads(1)`: each product takes one core, as an operation
+does that TensorFlow cannot spread.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks import command
+from benchmarks.eager_run import check_same
+from benchmarks.measure import Row, interleaved, milliseconds
+
+PEER = "concurrent=False"
+
+TARGET = {PEER: 0.6}
+
+
+def measure(flags: argparse.Namespace) -> Iterator[Row]:
+    """One row."""
+    import replica_engine  # isort: skip  # first, since it gives TensorFlow's pool enough threads
+    import numpy as np
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    devices = replica_engine.testing.logical_devices(flags.replicas)
+    at_once = replica_engine.MirroredStrategy(devices, concurrent=True)
+    in_turn = replica_engine.MirroredStrategy(devices)
+    random = np.random.default_rng(0)
+    matrices = []
+    for device in devices:
+        with tf.device(device):
+            # Of a size that keeps products of products about 1.
+            scaled = random.standard_normal((flags.size, flags.size), dtype=np.float32) / np.sqrt(flags.size)
+            matrices.append(tf.identity(scaled))
+
+    def products(_: Any = None) -> Any:
+        matrix = value = matrices[tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)]
+        for _ in range(flags.products):
+            value = value @ matrix
+        return value
+
+    check = check_same(at_once, in_turn, products)
+    timed = {
+        "concurrent=True": lambda: milliseconds(lambda: at_once.run(products)),
+        PEER: lambda: milliseconds(lambda: in_turn.run(products)),
+    }
+    yield Row(
+        "concurrency",
+        f"{flags.products} products of {flags.size} x {flags.size}",
+        interleaved(timed, flags.repeats),
+        replicas=flags.replicas,
+        targets=TARGET,
+        check=check,
+        note="one thread for each op (intra_op_parallelism_threads = 1)",
+    )
+
+
+if __name__ == "__main__":
+    command.main(
+        __doc__,
+        measure,
+        command.Option("replicas", "2", "2", "how many"),
+        command.Option("size", "1000", "500", "rows and columns of a matrix"),
+        command.Option("products", "5", "2", "products of a run"),
+    )

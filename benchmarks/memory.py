@@ -1,0 +1,155 @@
+"""How much memory the library takes: a replica thread, a compiled program, and variables on N devices.
+
+    python -m benchmarks.memory [--threads 64] [--programs 20] [--megabytes 256] [--replicas 2] [--repeats 7] [--quick]
+        [--json out.json]
+
+The figure is what the process has in memory (its resident set) after, less before, in a process of its own each time,
+which has loaded everything and done the same on a small scale first. There are no peers: these are the numbers
+themselves. Of variables it is told in copies: what memory has grown by, over the sum of the variables' bytes. N devices
+take N copies; what is above N is a copy of the host's.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from benchmarks import command
+from benchmarks.fresh import in_fresh_process, resident
+from benchmarks.measure import Row, WrongResult
+
+KIB = 1024
+MIB = 1024 * KIB
+
+VARIABLES = 2
+"""Into how many variables the state is divided: large ones, whose memory goes back to the system when it is freed."""
+
+
+def grown(do: Callable[[], Any]) -> tuple[int, Any]:
+    """Bytes by which memory grows, and the result, which lives on."""
+    before = resident()
+    result = do()
+    return resident() - before, result
+
+
+def replica_thread(threads: int) -> float:
+    """KiB of each replica thread of a strategy that has run once."""
+    import replica_engine
+
+    devices = replica_engine.testing.logical_devices(threads)
+
+    def run(replicas: int) -> Any:
+        strategy = replica_engine.MirroredStrategy(devices[:replicas])
+        strategy.run(lambda: None)
+        return strategy
+
+    kept = run(1)
+    taken, _kept = grown(lambda: (kept, run(threads)))
+    return taken / threads / KIB
+
+
+def cached_program(programs: int) -> float:
+    """KiB of each compiled program that a strategy keeps: a small body, for inputs of so many shapes."""
+    import tensorflow as tf
+
+    import replica_engine
+
+    strategy = replica_engine.TPUStrategy(num_cores=2)
+
+    def body(x: Any) -> Any:
+        return tf.reduce_sum(tf.nn.softmax(x) * 2.0)
+
+    def run(sizes: range) -> None:
+        before = replica_engine.xla.counts()
+        for size in sizes:
+            strategy.run(body, args=(tf.ones([size]),))
+        if (compiled := (replica_engine.xla.counts() - before).compiles) != len(sizes):
+            raise WrongResult(f"{len(sizes)} shapes were compiled {compiled} times")
+
+    run(range(1, 4))
+    taken, _ = grown(lambda: run(range(4, 4 + programs)))
+    return taken / programs / KIB
+
+
+def copies(who: str, replicas: int, megabytes: int) -> list[float]:
+    """Copies of variables in memory: after updates of all of them on the replicas, and after the host read them."""
+    import replica_engine  # isort: skip  # first, since it gives TensorFlow's pool enough threads
+    import tensorflow as tf
+
+    devices = replica_engine.testing.logical_devices(replicas)
+
+    def updated(bytes_of_each: int) -> list[Any]:
+        if who == "TPUStrategy":
+            strategy = replica_engine.TPUStrategy(num_cores=replicas)
+        else:
+            strategy = replica_engine.MirroredStrategy(devices)
+        with strategy.scope():
+            variables = [tf.Variable(tf.ones([bytes_of_each // 4])) for _ in range(VARIABLES)]
+
+        def update() -> None:
+            for variable in variables:
+                variable.assign_add(tf.ones_like(variable))
+
+        for _ in range(2):
+            strategy.run(update)
+        return variables
+
+    def read(variables: list[Any]) -> None:
+        for variable in variables:
+            if (found := variable.numpy()[0]) != 3:
+                raise WrongResult(f"1, twice updated by 1, is {found}")
+
+    small = updated(4 * KIB)
+    read(small)
+    size = megabytes * MIB // VARIABLES
+    after_update, variables = grown(lambda: updated(size))
+    after_read, _ = grown(lambda: read(variables))
+    return [taken / (size * VARIABLES) for taken in (after_update, after_update + after_read)]
+
+
+def measure(flags: argparse.Namespace) -> Iterator[Row]:
+    """A row for each thing that takes memory."""
+
+    def fresh(function: Callable[..., Any], *args: Any) -> list[Any]:
+        return [in_fresh_process(function, *args) for _ in range(flags.repeats)]
+
+    yield Row(
+        "memory",
+        "a replica thread",
+        {"MirroredStrategy": fresh(replica_thread, flags.threads)},
+        unit="KiB",
+        note=f"of {flags.threads} threads",
+    )
+    yield Row(
+        "memory",
+        "a cached program",
+        {"TPUStrategy": fresh(cached_program, flags.programs)},
+        unit="KiB",
+        replicas=2,
+        check="a program for each shape",
+        note=f"of {flags.programs} programs of a small body",
+    )
+    for who in ("TPUStrategy", "MirroredStrategy"):
+        figures = zip(*fresh(copies, who, flags.replicas, flags.megabytes), strict=True)
+        for when, taken in zip(("after an update", "after the host read them"), figures, strict=True):
+            yield Row(
+                "memory",
+                f"variables {when}",
+                {who: list(taken)},
+                unit="copies",
+                replicas=flags.replicas,
+                check="values after two updates",
+                note=f"of {flags.megabytes} MiB in {VARIABLES} variables",
+            )
+
+
+if __name__ == "__main__":
+    command.main(
+        __doc__,
+        measure,
+        command.Option("threads", "64", "16", "replica threads"),
+        command.Option("programs", "20", "5", "compiled programs"),
+        command.Option("megabytes", "256", "128", "of all variables"),
+        command.Option("replicas", "2", "2", "that have the variables"),
+    )

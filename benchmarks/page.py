@@ -1,0 +1,43 @@
+"""The part of docs/benchmarks.md that is made of figures."""
+
+from __future__ import annotations
+
+import importlib
+
+from benchmarks.report import COLUMNS, Report, aligned, cells, described
+
+BEGIN, END = "<!-- made by python -m benchmarks: begin -->", "<!-- end -->"
+
+
+def with_table(page: str, report: Report) -> str:
+    """A page, with a report in the place of the one that it has between its two comments.
+
+    Raises:
+        ValueError: the page has no such place.
+    """
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"The page has no {BEGIN} followed by {END}")
+    return f"{before}{BEGIN}\n\n{tables(report)}\n\n{END}{after}"
+
+
+def tables(report: Report) -> str:
+    """The machine, and a section for each group."""
+    met, targets = report.targets
+    told = [f"Measured on: {described(report.machine)}.", f"{met} of {targets} targets met."]
+    for group in report.groups:
+        told.append(f"### {group}")
+        told.append(_about(group))
+        if group in report.failures:
+            told.append(f"**Failed:** {report.failures[group]}")
+        lines = [line[1:] for row in report.of(group) for line in cells(row)]
+        if lines:
+            told.append(aligned([list(COLUMNS[1:]), *lines]))
+    return "\n\n".join(told)
+
+
+def _about(group: str) -> str:
+    """The first line of its module."""
+    doc = importlib.import_module(f"benchmarks.{group}").__doc__ or ""
+    return doc.partition("\n")[0]

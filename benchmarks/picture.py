@@ -1,0 +1,130 @@
+"""The pictures of the documentation: ratios to the peers, and how cost grows."""
+
+from __future__ import annotations
+
+import pathlib
+import statistics
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.measure import Comparison, Row
+from benchmarks.report import Report
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MET, MISSED, PLAIN = "#2a9d5c", "#c8553d", "#6c8ebf"
+"""Colours: of a target that was met, one that was missed, and a bar without a target."""
+
+BAR, HEAD, WIDTH = 0.19, 0.65, 9.5
+"""Inches: of a bar, around the bars of a group, and across."""
+
+LINES = {"MirroredStrategy": MET, "TPUStrategy": PLAIN, "tf.distribute": MISSED}
+"""Colours of the lines of a plot, by contender."""
+
+
+def draw_ratios(report: Report, path: str | pathlib.Path) -> None:
+    """Bars, for each group, of the ratio to a peer; left of 1 is faster than the peer.
+
+    A row that has a target is drawn beside the peer of the target; of the rows of a group without targets, each is
+    drawn beside its first peer. The table has the rest. The thin line is from the smallest ratio of a repeat to the
+    largest.
+    """
+    pyplot = _pyplot()
+    groups = {group: list(_shown(report.of(group))) for group in report.groups}
+    groups = {group: bars for group, bars in groups.items() if bars}
+    heights = [HEAD + BAR * len(bars) for bars in groups.values()] or [HEAD]
+    figure, axes = pyplot.subplots(
+        len(heights), figsize=(WIDTH, sum(heights)), height_ratios=heights, layout="constrained", squeeze=False
+    )
+    for axis, (group, bars) in zip(axes[:, 0], groups.items(), strict=False):
+        _bars(axis, group, bars)
+    _save(figure, path)
+
+
+def draw_growth(report: Report, path: str | pathlib.Path) -> None:
+    """A plot for each thing that is varied, with a line for each contender."""
+    pyplot = _pyplot()
+    plots: dict[tuple[str, str], list[Row]] = {}
+    for row in report.rows:
+        if row.at is not None:
+            plots.setdefault((row.name, row.axis), []).append(row)
+    count = max(1, len(plots))
+    figure, axes = pyplot.subplots(1, count, figsize=(4 * count, 3.6), layout="constrained", squeeze=False)
+    for axis, ((name, what), rows) in zip(axes[0], plots.items(), strict=False):
+        _lines(axis, rows)
+        axis.set(title=name, xlabel=what, ylabel=rows[0].unit, yscale="log")
+        if any(row.at == 0 for row in rows):
+            axis.set_xscale("symlog")
+            axis.set_xlim(left=-0.1)
+        else:
+            axis.set_xscale("log")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    _save(figure, path)
+
+
+def _shown(rows: list[Row]) -> Iterator[tuple[Row, Comparison]]:
+    """The bars of a group."""
+    targets = any(row.targets for row in rows)
+    for row in rows:
+        if row.at is None:
+            chosen = [each for each in row.comparisons if each.target is not None]
+            yield from ((row, each) for each in (chosen if targets else row.comparisons[:1]))
+
+
+def _bars(axis: Axes, group: str, bars: list[tuple[Row, Comparison]]) -> None:
+    labels = []
+    for height, (row, each) in enumerate(bars):
+        colour = {None: PLAIN, True: MET, False: MISSED}[each.met]
+        axis.barh(height, each.ratio - 1, left=1, height=0.7, color=colour)
+        axis.hlines(height, min(each.ratios), max(each.ratios), color="black", linewidth=0.8)
+        if each.target is not None:
+            axis.vlines(each.target, height - 0.45, height + 0.45, color="black", linewidth=2)
+        axis.annotate(f"{each.ratio:.2f}", (1, height), (1.01, height), ("axes fraction", "data"), va="center")
+        size = "" if row.replicas is None else f", N = {row.replicas}"
+        labels.append(f"{row.title}{size}: {row.contender} to {each.peer}")
+    axis.set_yticks(range(len(bars)), labels, fontsize=8)
+    axis.set(title=group, xscale="log", ylim=(len(bars) - 0.4, -0.6))
+    every = [1.0, *(value for _, each in bars for value in (*each.ratios, each.target) if value is not None)]
+    axis.set_xlim(min(0.5, *every) / 1.1, max(2.0, *every) * 1.1)
+    axis.xaxis.set_major_locator(_ticker().LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_formatter(_ticker().FormatStrFormatter("%g"))
+    axis.xaxis.set_minor_locator(_ticker().NullLocator())
+    axis.axvline(1, color="black", linewidth=1)
+    axis.grid(axis="x", alpha=0.3)
+
+
+def _lines(axis: Axes, rows: list[Row]) -> None:
+    points: dict[str, list[tuple[float, list[float]]]] = {}
+    for row in rows:
+        for who, figures in row.figures.items():
+            points.setdefault(who, []).append((row.at or 0.0, figures))
+    for who, line in points.items():
+        at = [x for x, _ in line]
+        colour = LINES.get(who)
+        axis.plot(at, [statistics.median(each) for _, each in line], "o-", label=who, color=colour, markersize=4)
+        axis.fill_between(at, [min(each) for _, each in line], [max(each) for _, each in line], color=colour, alpha=0.2)
+
+
+def _pyplot() -> Any:
+    """matplotlib without a window, whose text stays text, and whose file is the same for the same figures."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "benchmarks", "font.size": 9})
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _ticker() -> Any:
+    from matplotlib import ticker
+
+    return ticker
+
+
+def _save(figure: Any, path: str | pathlib.Path) -> None:
+    dated = {"Date": None} if pathlib.Path(path).suffix == ".svg" else {}
+    figure.savefig(path, metadata=dated)
+    _pyplot().close(figure)

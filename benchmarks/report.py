@@ -1,0 +1,176 @@
+"""What came out: the machine, the rows, the groups that failed; as a table and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+import statistics
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from benchmarks.measure import Comparison, Row
+
+PACKAGES = ("replica-engine", "tensorflow", "jax", "jaxlib", "keras", "numpy")
+"""Whose versions are told."""
+
+COLUMNS = (
+    "group",
+    "what",
+    "N",
+    "contender",
+    "median",
+    "spread",
+    "unit",
+    "peer",
+    "its median",
+    "its spread",
+    "ratio",
+    "target",
+    "met",
+    "checked",
+)
+
+
+def machine() -> dict[str, str]:
+    """What it was measured on, and with which versions."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    described = {
+        "processor": _processor(),
+        "cores": str(os.cpu_count()),
+        "memory": f"{memory:.0f} GiB",
+        "system": f"{platform.system()} {platform.machine()}",
+        "Python": platform.python_version(),
+    }
+    return described | {package: _version(package) for package in PACKAGES}
+
+
+def described(machine: dict[str, str]) -> str:
+    """In a line."""
+    return ", ".join(f"{name} {value}" for name, value in machine.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What came out.
+
+    Attributes:
+        machine: what it was measured on.
+        rows: of all groups.
+        failures: why a group has no rows, or not all, by group.
+    """
+
+    machine: dict[str, str]
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    failures: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def of(self, group: str) -> list[Row]:
+        """The rows of a group."""
+        return [row for row in self.rows if row.group == group]
+
+    @property
+    def groups(self) -> list[str]:
+        """All that are in it, in order."""
+        return list(dict.fromkeys([row.group for row in self.rows] + list(self.failures)))
+
+    @property
+    def targets(self) -> tuple[int, int]:
+        """How many targets were met, and how many there are."""
+        met = [each.met for row in self.rows for each in row.comparisons if each.met is not None]
+        return sum(met), len(met)
+
+    def updated(self, newer: Report) -> Report:
+        """This one, with the groups of a newer one in the place of its own.
+
+        Raises:
+            ValueError: they are of different machines or versions.
+        """
+        if self.machine != newer.machine:
+            raise ValueError(f"Measured on {self.machine}, and now on {newer.machine}; write to another file.")
+        return Report(
+            self.machine,
+            [row for row in self.rows if row.group not in newer.groups] + newer.rows,
+            {group: why for group, why in self.failures.items() if group not in newer.groups} | newer.failures,
+        )
+
+    def sorted(self, order: Sequence[str]) -> Report:
+        """This one, with its groups in this order."""
+        return dataclasses.replace(self, rows=sorted(self.rows, key=lambda row: order.index(row.group)))
+
+    def write(self, path: str | pathlib.Path) -> None:
+        """As JSON, with a line for each row."""
+        rows = ",\n".join("  " + json.dumps(row.to_json(), ensure_ascii=False) for row in self.rows)
+        head = json.dumps({"machine": self.machine, "failures": self.failures}, indent=1, ensure_ascii=False)
+        text = head.removesuffix("\n}") + f',\n "rows": [\n{rows}\n ]\n}}\n'
+        pathlib.Path(path).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: str | pathlib.Path) -> Report:
+        """What `write` made."""
+        found: dict[str, Any] = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        return cls(found["machine"], [Row.from_json(row) for row in found["rows"]], found["failures"])
+
+    def table(self) -> str:
+        """All of it, in Markdown: the machine, a line for each row and peer, and what failed."""
+        lines = [line for row in self.rows for line in cells(row)]
+        lines += [[group, "FAILED", *[""] * (len(COLUMNS) - 3), _cell(why)] for group, why in self.failures.items()]
+        met, targets = self.targets
+        return f"{described(self.machine)}\n\n{aligned([list(COLUMNS), *lines])}\n\n{met} of {targets} targets met."
+
+
+def cells(row: Row) -> list[list[str]]:
+    """The lines of a row in the table: one for each peer, or one without."""
+    told = "; ".join(filter(None, (row.check, row.note)))
+    about = [row.group, row.title, "" if row.replicas is None else str(row.replicas), row.contender]
+    mine = [*_figures(row.ours), row.unit]
+    beside = [_beside(each, row.peers[each.peer]) for each in row.comparisons] or [[""] * 6]
+    return [[*about, *mine, *peer, _cell(told)] for peer in beside]
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, whose first line is the head, and whose columns are as wide as they must be."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    widths[-1] = len(lines[0][-1])  # nothing comes after it
+    padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+    padded.insert(1, ["-" * width for width in widths])
+    return "\n".join(f"| {' | '.join(line)} |" for line in padded)
+
+
+def digits(figure: float) -> str:
+    """Three significant digits, or all before the point."""
+    return f"{figure:,.0f}" if abs(figure) >= 100 else f"{figure:#.3g}"
+
+
+def _figures(figures: Iterable[float]) -> list[str]:
+    figures = list(figures)
+    return [digits(statistics.median(figures)), f"{digits(min(figures))} to {digits(max(figures))}"]
+
+
+def _beside(comparison: Comparison, figures: Iterable[float]) -> list[str]:
+    target = "" if comparison.target is None else f"{comparison.target:.2f}"
+    met = {None: "", True: "yes", False: "NO"}[comparison.met]
+    return [comparison.peer, *_figures(figures), f"{comparison.ratio:.2f}", target, met]
+
+
+def _cell(text: str) -> str:
+    """What can stand in a cell: a line, without what ends a cell."""
+    return " ".join(text.replace("|", "/").split())
+
+
+def _processor() -> str:
+    """Its name, as the kernel says it."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not there"

@@ -1,0 +1,235 @@
+"""The record of sync points as data: what each replica brought to the last ones, when, and from which line.
+
+The engine keeps the last sync points of each replica as they happen; here they become plain data that can be printed,
+compared and written to a file. Compiled programs have sync points too, their collectives: `replica_engine.xla` adds
+those in the same form.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._compat import eager
+from replica_engine.engine import Replica, SyncPoint
+from replica_engine.errors import ReplicaMismatchError
+
+
+class Brought(NamedTuple):
+    """A tensor that a replica brought to a sync point: what is known of it without looking at its value.
+
+    Of sparse ones (`sparse`) it says little how much that is; of `tf.IndexedSlices` the shape is that of the values.
+    """
+
+    dtype: Any
+    shape: Any
+    sparse: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class SyncPointRecord:
+    """One sync point that one replica reached.
+
+    Attributes:
+        replica: its index, from 0.
+        size: how many replicas there are.
+        device: its device, in the short form "CPU:1".
+        run: the number of the run, among those of this strategy.
+        number: the how manieth sync point of the replica in its run, from 1.
+        kind: "merge_call", "all_reduce", "all_gather", ...
+        name: of the merge function, or of what the user called.
+        where: the user's line, "file:line in function"; "" if it is not known.
+        dtypes: of the tensors that the replica brought, as names.
+        shapes: of these, a tuple of sizes each, in which None is a size that was not known; None for a shape of
+            unknown rank.
+        bytes: how much that is, as far as it is known.
+        arrived: when the replica came, in seconds since the epoch.
+        waited: seconds until all had come; None if it cannot be seen, as in a compiled program.
+        merge: seconds that bringing them together took; likewise.
+        left: when the replica went on, in seconds since the epoch; None if it did not.
+        traced: whether this was while a function was traced, and so stands for each time that it runs.
+    """
+
+    replica: int
+    size: int
+    device: str
+    run: int
+    number: int
+    kind: str
+    name: str
+    where: str
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int | None, ...] | None, ...]
+    bytes: int
+    arrived: float
+    waited: float | None
+    merge: float | None
+    left: float | None
+    traced: bool
+
+    def __str__(self) -> str:
+        return f"replica {self.replica} of {self.size} ({self.device}): {self.text}"
+
+    @property
+    def text(self) -> str:
+        """What it was, without whose: "all_reduce at train.py:12 in step: float32[3], 12 bytes"."""
+        tensors = [dtype + _shape_text(shape) for dtype, shape in zip(self.dtypes, self.shapes, strict=True)]
+        values = f": {_shortened(tensors)}, {self.bytes:,} bytes" if tensors else ""
+        where = f" at {self.where}" if self.where else ""
+        return f"{self.name}{where}{values}"
+
+
+def brought(values: Iterable[Any]) -> tuple[Brought, ...]:
+    """What is known of the tensors in arguments of a merge call."""
+    found: list[Brought] = []
+    _gather(values, found)
+    return tuple(found)
+
+
+def _gather(values: Iterable[Any], found: list[Brought]) -> None:
+    for value in values:
+        if type(value) is eager.EagerTensor:
+            found.append(Brought(value.dtype, eager.shape_of(value), False))
+        elif isinstance(value, (tf.Tensor, np.ndarray)):
+            found.append(Brought(value.dtype, value.shape, False))
+        elif isinstance(value, (list, tuple)):
+            _gather(value, found)
+        elif isinstance(value, dict):
+            _gather(value.values(), found)
+        elif isinstance(value, tf.IndexedSlices):
+            found.append(Brought(value.dtype, value.values.shape, True))
+        elif isinstance(value, (tf.SparseTensor, tf.RaggedTensor)):
+            found.append(Brought(value.dtype, value.shape, True))
+
+
+def records(rings: Sequence[Iterable[SyncPoint]], devices: Sequence[str]) -> list[SyncPointRecord]:
+    """The engine's record as data, in the order in which replicas came.
+
+    Args:
+        rings: for each replica its last sync points.
+        devices: of the replicas, in the short form "CPU:1".
+    """
+    offset = time.time() - time.perf_counter()
+    return sorted(
+        (
+            _record(point, replica, devices, offset)
+            for replica, ring in enumerate(rings)
+            for point in list(ring)  # at once: a replica may be adding to it
+        ),
+        key=lambda record: (record.arrived, record.replica),
+    )
+
+
+def _record(point: SyncPoint, replica: int, devices: Sequence[str], offset: float) -> SyncPointRecord:
+    began, ended = point.merged
+    dtypes, shapes, size = as_data(point.values)
+    return SyncPointRecord(
+        replica=replica,
+        size=len(devices),
+        device=devices[replica],
+        run=point.run,
+        number=point.number,
+        kind=point.kind,
+        name=point.name,
+        where=point.where,
+        dtypes=dtypes,
+        shapes=shapes,
+        bytes=size,
+        arrived=point.arrived + offset,
+        waited=began - point.arrived if point.left else 0.0,
+        merge=ended - began if point.left else 0.0,
+        left=point.left + offset if point.left else None,
+        traced=point.traced,
+    )
+
+
+def as_data(values: Iterable[Brought]) -> tuple[tuple[str, ...], tuple[tuple[int | None, ...] | None, ...], int]:
+    """Dtypes by name, shapes as tuples, and how many bytes that is."""
+    dtypes, shapes, total = [], [], 0
+    for value in values:
+        shape = tf.TensorShape(value.shape)
+        sizes = None if shape.rank is None else tuple(shape)
+        dtypes.append(value.dtype.name)
+        shapes.append(sizes)
+        if sizes is not None and None not in sizes and not value.sparse:
+            total += math.prod(sizes) * _bytes_of(value.dtype)
+    return tuple(dtypes), tuple(shapes), total
+
+
+def lasts(found: Sequence[SyncPointRecord], run: int | None, most: int = 3) -> list[str]:
+    """The last sync points of a run in words: a line for each, by replicas that made the same ones."""
+    by_replica: dict[int, list[str]] = {}
+    for record in found:
+        if record.run == run:
+            by_replica.setdefault(record.replica, []).append(record.text)
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for replica, points in sorted(by_replica.items()):
+        alike.setdefault(tuple(points[-most:]), []).append(replica)
+    lines = []
+    for last, replicas in alike.items():
+        lines.append(f"{'replica' if len(replicas) == 1 else 'replicas'} {', '.join(map(str, replicas))}:")
+        lines += [f"  {point}" for point in last]
+    return lines
+
+
+def as_json(found: Iterable[SyncPointRecord]) -> list[dict[str, Any]]:
+    """The same, for a file."""
+    return [dataclasses.asdict(record) for record in found]
+
+
+def check_alike(points: Sequence[SyncPoint], replicas: Sequence[Replica]) -> None:
+    """Before values are reduced or gathered: do the replicas bring the like?
+
+    Raises:
+        ReplicaMismatchError: one has another dtype or shape than replica 0; a row a replica.
+    """
+    first = points[0]
+    if first.kind not in ("all_reduce", "all_gather"):
+        return  # a merge function of the user's may take anything
+    whole = first.kind == "all_reduce"
+    for point in points[1:]:
+        if len(point.values) == len(first.values):  # else they differ in structure, which is told elsewhere
+            for one, other in zip(first.values, point.values, strict=True):
+                if not _alike(one, other, whole):
+                    texts = [", ".join(_texts(each.values)) for each in points]
+                    names = [str(replica) for replica in replicas]
+                    raise ReplicaMismatchError.at_sync_point(str(first), list(zip(names, texts, strict=True)), whole)
+
+
+def _alike(one: Brought, other: Brought, whole: bool) -> bool:
+    if one.dtype is other.dtype and type(one.shape) is tuple and one.shape == other.shape:
+        return True
+    if one.dtype != other.dtype or one.sparse != other.sparse:
+        return False
+    if one.sparse:
+        return True
+    if whole:
+        return one.shape is other.shape or tf.TensorShape(one.shape).is_compatible_with(other.shape)
+    ranks = tf.TensorShape(one.shape).rank, tf.TensorShape(other.shape).rank
+    return ranks[0] == ranks[1] or None in ranks
+
+
+def _texts(values: Iterable[Brought]) -> list[str]:
+    dtypes, shapes, _ = as_data(values)
+    return [f"{dtype}{_shape_text(shape)}" for dtype, shape in zip(dtypes, shapes, strict=True)]
+
+
+def _bytes_of(dtype: Any) -> int:
+    """Of one value; none of a string, whose size is its own."""
+    return (dtype.size or 0) if isinstance(dtype, tf.DType) else dtype.itemsize
+
+
+def _shape_text(shape: tuple[int | None, ...] | None) -> str:
+    if shape is None:
+        return "[...]"
+    return f"[{', '.join('?' if size is None else str(size) for size in shape)}]"
+
+
+def _shortened(tensors: list[str]) -> str:
+    return ", ".join(tensors) if len(tensors) <= 4 else f"{', '.join(tensors[:3])} and {len(tensors) - 3} more"

@@ -1,0 +1,114 @@
+"""A timeline's file as tracks of spans, each with the time that is its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+NOT_A_TIMELINE = "{path} is no timeline of replica_engine; `with replica_engine.timeline({path!r}):` writes one"
+
+
+@dataclasses.dataclass
+class Span:
+    """Something that took time, in seconds from the beginning of the recording.
+
+    Attributes:
+        name: of what was done.
+        kind: "run", "waiting", "merge", "launch", ...
+        begin: when it began.
+        end: when it ended.
+        own: seconds of it that are in no span inside it.
+    """
+
+    name: str
+    kind: str
+    begin: float
+    end: float
+    own: float
+
+
+@dataclasses.dataclass
+class Track:
+    """A line of spans, in the order of their beginnings, the longer first."""
+
+    group: str
+    name: str
+    order: int
+    spans: list[Span]
+
+    @property
+    def is_replica(self) -> bool:
+        """Whether it is of a replica, and not of the coordinator or of compiling, say."""
+        return self.name.startswith("replica ")
+
+
+@dataclasses.dataclass
+class Timeline:
+    """A recording.
+
+    Attributes:
+        tracks: by group, and in order in each.
+        seconds: how long it was.
+        dropped: how many spans it lacks.
+    """
+
+    tracks: list[Track]
+    seconds: float
+    dropped: int
+
+
+def read(path: str) -> Timeline:
+    """Reads a file that `replica_engine.timeline` wrote.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no timeline.
+    """
+    with open(path) as file:
+        try:
+            return _timeline(json.load(file))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise ValueError(NOT_A_TIMELINE.format(path=path)) from None
+
+
+def _timeline(data: Any) -> Timeline:
+    events = data["traceEvents"]
+    groups: dict[int, str] = {}
+    tracks: dict[tuple[int, int], Track] = {}
+    for event in events:
+        place = event["pid"], event["tid"]
+        if event["ph"] == "M" and event["name"] == "process_name":
+            groups[event["pid"]] = event["args"]["name"]
+            continue
+        track = tracks.setdefault(place, Track(groups.get(event["pid"], ""), "", 0, []))
+        if event["ph"] == "X":
+            begin, duration = event["ts"] / 1e6, event["dur"] / 1e6
+            track.spans.append(Span(event["name"], event["cat"], begin, begin + duration, duration))
+        else:
+            _describe(track, event)
+    for track in tracks.values():
+        _share_out(track.spans)
+    numbers = {group: number for number, group in groups.items()}
+    ordered = sorted(tracks.values(), key=lambda track: (numbers.get(track.group, 0), track.order))
+    about = data["otherData"]
+    return Timeline(ordered, about["seconds"], about["dropped_spans"])
+
+
+def _describe(track: Track, event: dict[str, Any]) -> None:
+    if event["name"] == "thread_name":
+        track.name = event["args"]["name"]
+    elif event["name"] == "thread_sort_index":
+        track.order = event["args"]["sort_index"]
+
+
+def _share_out(spans: list[Span]) -> None:
+    """Takes from each span's own time what spans inside it took."""
+    spans.sort(key=lambda span: (span.begin, -span.end))
+    around: list[Span] = []
+    for span in spans:
+        while around and around[-1].end <= span.begin:
+            around.pop()
+        if around:
+            around[-1].own -= min(span.end, around[-1].end) - span.begin
+        around.append(span)

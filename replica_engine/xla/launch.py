@@ -1,0 +1,258 @@
+"""One launch of a program: watched over, within a limit if there is one, and drawn on timelines.
+
+Without a limit the calling thread launches and waits, and the watchdog only warns. With one it must be able to leave a
+program that does not end, wherever that is: on one device a program runs inside the launch. So then another thread
+launches and waits, and the calling thread waits for that thread, or for the watchdog. A program that is left behind
+keeps its devices: the next launch waits for it for a while and then says so (`DeviceGroup.wait_for_interrupted`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from replica_engine.errors import (
+    CoordinatorRow,
+    ProgramError,
+    ReplicaRow,
+    ReplicaTimeoutError,
+    ReplicaUnwound,
+    slow_program,
+)
+from replica_engine.errors.standstill import FOR_ITS_TURN
+from replica_engine.pjrt import left
+from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.pjrt.interrupts import held_off
+from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
+from replica_engine.replica.failed_run import note_failed_run
+from replica_engine.telemetry import timeline
+from replica_engine.telemetry.interrupt import raise_in
+from replica_engine.telemetry.stacks import stack_of
+from replica_engine.telemetry.trace_file import Track
+from replica_engine.telemetry.watchdog import Watch
+from replica_engine.xla.host_run import HostRun, NoCalls
+from replica_engine.xla.input_queue import InputQueue
+from replica_engine.xla.sync_record import records
+
+if TYPE_CHECKING:
+    from replica_engine.xla.host_call import HostCall
+    from replica_engine.xla.trace import Traced
+
+Results = Any
+"""What a launch returns: arrays on the devices."""
+
+_RUNNING = "waiting for the program"
+
+
+class Launch:
+    """A launch that is going on: a context manager around all of it, which waits for its turn on the devices.
+
+    Args:
+        traced: the body.
+        devices: where it runs.
+        feed: the inputs of a device loop.
+    """
+
+    def __init__(self, traced: Traced, devices: DeviceGroup, feed: InputQueue | None = None):
+        self._traced = traced
+        self._body = traced.body
+        self._devices = devices
+        self._feed = feed
+        self._run: HostRun | NoCalls = NoCalls()
+        self._state = FOR_ITS_TURN
+        self._thread = threading.current_thread()
+        limited = traced.body.limits.timeout is not None
+        self._woken = threading.Event() if limited else None  # the program has ended, or time has run out
+        self._standstill: tuple[list[ReplicaRow], CoordinatorRow] | None = None  # when time ran out
+        self._nobody_waits: threading.Event | None = None
+        self._around = contextlib.ExitStack()
+        limits = self._body.limits
+        self._watch = Watch(self._describe, limits.warn_after, limits.timeout, self._expire)
+
+    def __enter__(self) -> Launch:
+        limit = self._body.limits.timeout
+        order = self._devices.in_flight
+        with contextlib.ExitStack() as around:
+            if order.enter_now():
+                around.push(order)
+            else:
+                with Watch(self._describe, self._body.limits.warn_after) as self._turn:
+                    around.enter_context(order if limit is None else order.within(limit, self._timed_out))
+            around.enter_context(self._watch)
+            self._run = around.enter_context(self._traced.host_calls.launched(self._devices, self._feed))
+            self._around = around.pop_all()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
+        try:
+            if error is not None:
+                left.behind(self._devices)
+                note_failed_run(error, lambda: records(self._body, self._devices), None)
+        finally:
+            self._around.__exit__(kind, error, frames)
+
+    def carry_out(
+        self,
+        start: Callable[[], Results],
+        adopt: Callable[[Results], None],
+        wait: Callable[[threading.Event | None], None],
+        lose: Callable[[], None],
+    ) -> Results:
+        """Launches the program and waits for its end, within the limit.
+
+        Args:
+            start: sets the program going, and returns its results, ready or not.
+            adopt: takes the new values of variables over from them.
+            wait: waits for the end, or until an event is set that it may be given.
+            lose: called if the program fails after that: there are no values any more.
+
+        Raises:
+            ReplicaTimeoutError: the program has not ended, and no host call has been made or has returned, in time.
+            ProgramError: the program failed while it ran.
+            Exception: what a host call raised; then nothing has been taken over.
+        """
+        self._watch.beat()
+        self._state = _RUNNING
+        keeps = self._traced.keeps
+        if isinstance(self._run, HostRun):
+            self._run.beat = self._beat
+            if timeline.recording():
+                self._run.draw = self._draw_host_call
+
+        def checked() -> None:
+            with self._failures():
+                try:
+                    wait(self._nobody_waits)
+                except RUNTIME_ERRORS:
+                    if not keeps:
+                        lose()
+                    raise
+
+        def work() -> Results:
+            name, began = self._traced.name, time.perf_counter()
+            try:
+                with timeline.profiled(f"launch {name}"), held_off():
+                    with self._failures():
+                        results = start()
+                    self._devices.running_name = name
+                    if not keeps:  # before the wait, which Ctrl-C may end: the old values are gone
+                        adopt(results)
+                launched = time.perf_counter()
+                with timeline.profiled(f"run {name}"):
+                    self._run.end(checked)
+                if timeline.recording():
+                    self._draw(began, launched, time.perf_counter())
+            finally:
+                self._body.note_launch(self._traced.collectives, began, time.perf_counter())
+            return results
+
+        if self._body.limits.timeout is None:
+            results = work()
+        else:
+            self._nobody_waits = threading.Event()
+            results = self._apart(work, self._nobody_waits)
+        if keeps:
+            with held_off():  # all of them or none
+                adopt(results)
+        return results
+
+    def _apart(self, work: Callable[[], Results], nobody_waits: threading.Event) -> Results:
+        """Does the work on another thread, which is told when nobody waits for it any more."""
+        run = self._run
+        woken = self._woken
+        assert woken is not None, "there is a limit"
+        results: list[Results] = []
+        failures: list[BaseException] = []
+        if isinstance(run, HostRun):
+            run.wake = woken.set
+
+        def carry_out() -> None:
+            try:
+                results.append(work())
+            except BaseException as error:
+                failures.append(error)
+            finally:
+                woken.set()
+
+        thread = threading.Thread(target=carry_out, name=f"replica_engine: launch of {self._traced.name}", daemon=True)
+        self._devices.wait_for_interrupted()
+        self._devices.leave_to(thread)
+        self._devices.running_name = self._traced.name
+        thread.start()
+        try:
+            woken.wait()
+        except BaseException:
+            nobody_waits.set()
+            raise
+        if failures:
+            raise failures.pop()
+        if results:
+            return results.pop()
+        nobody_waits.set()
+        if not self._watch.expired:
+            run.end(lambda: None)  # a host call failed, and the program did not end after that
+        if isinstance(run, HostRun):
+            run.give_up()
+            for ident in run.threads_in_calls():
+                raise_in(ident, ReplicaUnwound)
+        raise self._timed_out()
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        """What the runtime raises inside gets words of ours."""
+        try:
+            yield
+        except RUNTIME_ERRORS as error:
+            raise ProgramError.failed(self._traced.name, self._devices.names, str(error)) from error
+
+    def _draw(self, began: float, launched: float, ended: float) -> None:
+        """Adds a launch that is over to the timeline."""
+        name, size = self._traced.name, self._devices.size
+        timeline.add(Track(self._body.name, "launch", order=-2), name, "launch", began, launched, {"replicas": size})
+        for replica in range(size):
+            timeline.add(self._track(replica), name, "run", began, ended)  # a program may begin before that returns
+
+    def _draw_host_call(self, replica: int, call: HostCall, began: float, ended: float) -> None:
+        timeline.add(self._track(replica), call.describe(), "host call" if call.is_users else "waiting", began, ended)
+
+    def _beat(self) -> None:
+        self._watch.beat()
+        self._devices.in_flight.beat()
+
+    def _describe(self, waited: float) -> str:
+        return slow_program(self._traced.name, waited, *self._stand())
+
+    def _expire(self, waited: float) -> None:
+        try:
+            self._standstill = self._stand()
+        finally:
+            if self._woken is not None:
+                self._woken.set()
+
+    def _timed_out(self) -> ReplicaTimeoutError:
+        return ReplicaTimeoutError.after(self._body.limits.timeout or 0.0, *(self._standstill or self._stand()))
+
+    def _stand(self) -> tuple[list[ReplicaRow], CoordinatorRow]:
+        """Where everybody is now."""
+        waited = (self._turn if self._state == FOR_ITS_TURN else self._watch).waited
+        rows = [self._row(replica, name, waited) for replica, name in enumerate(self._devices.names)]
+        return rows, CoordinatorRow(self._thread.name, self._state, waited)
+
+    def _row(self, replica: int, device: str, waited: float) -> ReplicaRow:
+        size = self._devices.size
+        if self._state == FOR_ITS_TURN:
+            return ReplicaRow(replica, size, device, "not started", 0, "", points="host call")
+        made, last, inside = self._run.place_of(replica)
+        if inside is None:
+            state = "finished" if self._devices.has_ended(replica) else "running on the device"
+            return ReplicaRow(replica, size, device, state, made, last, waited, points="host call")
+        ident, since = inside
+        seconds = time.perf_counter() - since
+        return ReplicaRow(replica, size, device, "in a host call", made, last, seconds, stack_of(ident), "host call")
+
+    def _track(self, replica: int) -> Track:
+        name = f"replica {replica} of {self._devices.size} ({self._devices.names[replica]})"
+        return Track(self._body.name, name, id(self._devices), replica + 1)

@@ -1,0 +1,88 @@
+"""`python -m soak`: faults in one process, faults that take a process each, and load; then docs/reliability.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+from soak.outcome import Outcome
+
+SUITES = ("faults", "processes", "load")
+
+
+def main() -> int:
+    """Runs what was asked for; returns 1 if anything was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m soak", description=__doc__)
+    parser.add_argument("--only", choices=SUITES, action="append", help="one suite, instead of all")
+    parser.add_argument("--injections", type=int, default=10_000, help="random faults (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="the first is drawn from it (default %(default)s)")
+    parser.add_argument("--seconds", type=float, help="stop injecting faults after so many")
+    parser.add_argument("--moments", type=int, default=6, help="random moments a signal (default %(default)s)")
+    parser.add_argument("--runs", type=int, default=100_000, help="small runs in a row (default %(default)s)")
+    parser.add_argument("--json", default="build/soak.json", help="where the figures go (default %(default)s)")
+    parser.add_argument("--report", action="store_true", help="write docs/reliability.md from the figures")
+    flags = parser.parse_args()
+
+    began, outcomes = time.time(), []
+    for suite in flags.only or SUITES:
+        print(f"{suite}:", flush=True)
+        for outcome in _suite(suite, flags):
+            outcomes.append(outcome)
+    failed = [problem for outcome in outcomes for problem in outcome.problems]
+    from soak import report
+
+    _save(flags.json, outcomes, report.machine(), time.time() - began)
+    if flags.report:
+        report.write(flags.json)
+    count = sum(outcome.count for outcome in outcomes)
+    print(f"{count:,} in {time.time() - began:.0f} s, {len(failed)} problems")
+    for problem in failed[:20]:
+        print(f"  {problem}")
+    return 1 if failed else 0
+
+
+def _suite(name: str, flags: argparse.Namespace) -> Iterator[Outcome]:
+    if name == "processes":
+        from soak import processes
+
+        yield from processes.run(list(processes.scenarios(flags.moments, flags.seed)))
+        return
+    from replica_engine.testing import logical_devices
+
+    if name == "faults":
+        logical_devices(64)
+        from soak import faults
+
+        yield from faults.run(flags.injections, flags.seed, flags.seconds)
+    else:
+        logical_devices(64)
+        from soak import load
+
+        yield from load.run(flags.runs)
+
+
+def _save(path: str, outcomes: list[Outcome], machine: dict[str, str], seconds: float) -> None:
+    """Writes the figures; those of suites that were not run now stay."""
+    suites = {outcome.suite for outcome in outcomes}
+    data: dict[str, Any] = {"machine": machine, "seconds": {}, "outcomes": []}
+    if os.path.exists(path):
+        with open(path) as file:
+            data = json.load(file)
+    data["machine"] = machine
+    data["outcomes"] = [each for each in data["outcomes"] if each["suite"] not in suites]
+    data["outcomes"] += [outcome.as_json() for outcome in outcomes]
+    data["seconds"] |= {"+".join(sorted(suites)): seconds}
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(path, "w") as file:
+        json.dump(data, file, indent=1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""Load: many replicas, many runs, many threads.
+
+python -m soak --only load [--runs 100000]
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import tensorflow as tf
+
+import replica_engine
+from replica_engine.testing import logical_devices
+from soak.outcome import Outcome
+
+MANY = 64
+"""Replicas, on however many cores there are."""
+
+GROWTH = 100
+"""Bytes a run that memory may grow by, in a hundred thousand of them: 10 MB."""
+
+Make = Callable[[int], Any]
+
+STRATEGIES: dict[str, Make] = {
+    "MirroredStrategy": lambda size: replica_engine.MirroredStrategy(logical_devices(size)),
+    "TPUStrategy": lambda size: replica_engine.TPUStrategy(num_cores=size),
+}
+
+
+def meet(x: Any) -> tf.Tensor:
+    """A sum over replicas, and nothing else."""
+    return tf.distribute.get_replica_context().all_reduce("SUM", x)
+
+
+def many_replicas(make: Make) -> tuple[int, list[str], str]:
+    """Trains on 64 replicas for a while; all copies stay equal bit by bit, and are what one replica comes to."""
+    strategy = make(MANY)
+    with strategy.scope():
+        weight = tf.Variable(tf.ones([8]))
+
+    def step(x: Any) -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        weight.assign_sub(context.all_reduce("SUM", x * weight) / 2**20)
+        return context.all_reduce("SUM", tf.reduce_sum(x))
+
+    rows = np.arange(MANY * 8, dtype=np.float32).reshape(MANY, 8)
+    inputs = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.constant(rows[context.replica_id_in_sync_group])
+    )
+    began, steps, wrong = time.monotonic(), 20, []
+    for _ in range(steps):
+        sums = [float(value) for value in strategy.experimental_local_results(strategy.run(step, args=(inputs,)))]
+        if sums != [float(rows.sum())] * MANY:
+            wrong.append(f"a step returned {sums}")
+    in_function = tf.function(lambda: strategy.run(step, args=(inputs,)))
+    for _ in range(steps):
+        in_function()
+    seconds = time.monotonic() - began
+    copies = [np.asarray(value) for value in strategy.experimental_local_results(weight)]
+    wanted = np.ones(8) * (1 - rows.sum(axis=0) / 2**20) ** (2 * steps)
+    if any(copy.tobytes() != copies[0].tobytes() for copy in copies):
+        wrong.append("copies differ")
+    if not np.allclose(copies[0], wanted, rtol=1e-5):
+        wrong.append(f"the weights are {copies[0]}, not {wanted}")
+    return (
+        2 * steps,
+        wrong,
+        f"{seconds / steps / 2 * 1e3:.0f} ms a step, {threading.active_count()} threads in the process",
+    )
+
+
+def many_runs(make: Make, runs: int) -> tuple[int, list[str], str]:
+    """Very many small runs: neither memory nor threads grow."""
+    strategy, process = make(2), psutil.Process()
+    x = tf.ones([64])
+
+    def some(count: int) -> tuple[int, int]:
+        for _ in range(count):
+            result = strategy.run(meet, args=(x,))
+        if float(strategy.experimental_local_results(result)[0][0]) != 2.0:
+            wrong.append("a run returned another number")
+        gc.collect()
+        return threading.active_count(), process.memory_info().rss
+
+    wrong: list[str] = []
+    some(max(1000, runs // 20))  # caches fill
+    threads, memory = some(max(100, runs // 20))
+    began = time.monotonic()
+    now = [some(runs // 10) for _ in range(10)]
+    seconds = time.monotonic() - began
+    if any(each != threads for each, _ in now):
+        wrong.append(f"threads: {threads}, then {[each for each, _ in now]}")
+    grown = now[-1][1] - memory
+    if grown > max(GROWTH * runs, 4 * 2**20):
+        wrong.append(
+            f"memory grew by {grown / 2**20:.1f} MiB: {[round((each - memory) / 2**20, 1) for _, each in now]}"
+        )
+    return (
+        runs,
+        wrong,
+        f"{seconds / runs * 1e3:.2f} ms a run; memory {grown / 2**20:+.1f} MiB, threads {now[-1][0] - threads:+d}",
+    )
+
+
+def many_threads() -> tuple[int, list[str], str]:
+    """Sixteen user threads call `run` on four strategies at once, in all forms."""
+    strategies = [
+        STRATEGIES["MirroredStrategy"](2),
+        replica_engine.MirroredStrategy(logical_devices(3), concurrent=True),
+        STRATEGIES["TPUStrategy"](2),
+        STRATEGIES["TPUStrategy"](4),
+    ]
+    totals = []
+    for strategy in strategies:
+        with strategy.scope():
+            totals.append(tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM))
+    wrong: list[str] = []
+    each = 100
+
+    def work(index: int) -> None:
+        strategy, total = strategies[index % 4], totals[index % 4]
+        size, x = strategy.num_replicas_in_sync, tf.constant(float(index))
+
+        def eager() -> Any:
+            return strategy.run(meet, args=(x,))
+
+        run = tf.function(eager) if index >= 12 else eager
+        for _ in range(each):
+            values = [float(value) for value in strategy.experimental_local_results(run())]
+            if values != [float(size * index)] * size:
+                wrong.append(f"thread {index}: {values}")
+        strategy.run(lambda: total.assign_add(tf.ones([])))
+
+    began = time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        for done in [pool.submit(work, index) for index in range(16)]:
+            done.result()
+    seconds = time.monotonic() - began
+    for strategy, total in zip(strategies, totals, strict=True):
+        if float(total.numpy()) != 4.0 * strategy.num_replicas_in_sync:
+            wrong.append(f"the total is {float(total.numpy())}, not {4 * strategy.num_replicas_in_sync}")
+    return 16 * each, wrong, f"{16 * each / seconds:.0f} runs a second"
+
+
+def run(runs: int) -> Iterator[Outcome]:
+    """Runs all, and yields an outcome for each."""
+    both = "MirroredStrategy, TPUStrategy"
+    yield _outcome(both, "16 user threads call run on 4 strategies at once", many_threads)
+    for name, make in STRATEGIES.items():
+        yield _outcome(name, f"{MANY} replicas on this machine", functools.partial(many_replicas, make))
+        yield _outcome(
+            name, "small runs in a row, with flat memory and threads", functools.partial(many_runs, make, runs)
+        )
+
+
+def _outcome(where: str, what: str, work: Callable[[], tuple[int, list[str], str]]) -> Outcome:
+    began = time.monotonic()
+    count, wrong, found = work()
+    outcome = Outcome("load", where, what, found=found)
+    outcome.add(time.monotonic() - began, [f"{where}: {what}: {each}" for each in wrong], count)
+    print(f"  {where}: {what}: {'FAILED ' + str(wrong) if wrong else 'ok, ' + found}", flush=True)
+    return outcome

@@ -1,0 +1,270 @@
+"""A step with variables of every kind around sync points, and the ledger of what they must hold.
+
+All numbers are whole, so sums are exact in any order and variables can be compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine import xla
+
+WIDTH = 3
+
+BEFORE = "before the first sync point"
+BETWEEN = "between two sync points"
+MERGE_BEGINS = "in merge_fn, before its update"
+MERGE_ENDS = "in merge_fn, after its update"
+AFTER = "after the last sync point"
+END = "at the end, after all updates"
+UNWINDING = "in an except block, while it is unwound"
+CREATING = "in a variable's initial value"
+BETWEEN_CREATIONS = "between two creations of variables"
+NESTED = "in a run inside merge_fn"
+SKIPS = "a sync point that some replicas skip"
+STRUCTURE = "results of different structure"
+HOST = "in a host call, before the updates"
+HOST_LATE = "in a host call, after the updates"
+LOWERING = "lowering: an op that XLA does not know"
+
+
+class Arm:
+    """What is to go wrong in a run, and what did.
+
+    Args:
+        for_all: whether Python code of a body runs once for all replicas.
+    """
+
+    def __init__(self, for_all: bool) -> None:
+        self._for_all = for_all
+        self.disarm()
+
+    def disarm(self) -> None:
+        """Nothing goes wrong."""
+        self.point = ""
+        self.who: tuple[int, ...] = ()
+        self.make: Callable[[], BaseException] = ValueError
+        self.raised: list[BaseException] = []
+        self.made: list[tuple[str, int]] = []
+
+    def set(self, point: str, who: Sequence[int], make: Callable[[], BaseException]) -> None:
+        """At this point these replicas raise; where Python code runs once for all replicas, that does."""
+        self.disarm()
+        self.point, self.who, self.make = point, tuple(who), make
+
+    def at(self, point: str) -> None:
+        """The program has come to a point, on a replica or in a merge function."""
+        if point == self.point:
+            replica = None if self._for_all else replica_id()
+            if replica is None or replica in self.who:
+                raise self.new()
+
+    def new(self) -> BaseException:
+        """The exception, noted down."""
+        error = self.make()
+        self.raised.append(error)
+        return error
+
+    def on_host(self, point: str, replica: int) -> None:
+        """A host call has come to a point."""
+        if point == self.point and replica in self.who:
+            raise self.new()
+
+    def note(self, update: str) -> None:
+        """A replica has made an update that is its own."""
+        if not self._for_all:
+            self.made.append((update, replica_id() or 0))
+
+
+def replica_id() -> int | None:
+    """The replica whose Python code this is; None in cross-replica context, and where it is the code of all."""
+    context = tf.distribute.get_replica_context()
+    if context is None or context.strategy.num_replicas_in_sync == 1:
+        return None if context is None else 0
+    found = tf.get_static_value(context.replica_id_in_sync_group)
+    return None if found is None else int(found)
+
+
+class Model:
+    """The variables and the steps of one strategy.
+
+    Args:
+        strategy: of any of the kinds.
+        compiled: whether it compiles bodies.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, compiled: bool):
+        self.strategy = strategy
+        self.arm = Arm(compiled)
+        self.compiled = compiled
+        self.hosted = compiled  # whether steps make host calls
+        self.held: list[Any] = []  # variables that `creating` made
+        aggregation, on_read = tf.VariableAggregation, tf.VariableSynchronization.ON_READ
+        with strategy.scope():
+            self.weight = tf.Variable(tf.zeros([WIDTH]), aggregation=aggregation.SUM)
+            self.count = tf.Variable(0, dtype=tf.int64, aggregation=aggregation.ONLY_FIRST_REPLICA)
+            self.plain = tf.Variable(tf.zeros([WIDTH]))
+            self.seen = tf.Variable(tf.zeros([WIDTH]), synchronization=on_read, aggregation=aggregation.SUM)
+
+        arm = self.arm
+
+        def early(x: Any) -> Any:
+            arm.on_host(HOST, int(xla.replica_id()))
+            return x
+
+        def late(x: Any) -> Any:
+            arm.on_host(HOST_LATE, int(xla.replica_id()))
+            return x
+
+        returns = xla.returns(tf.TensorSpec([WIDTH], tf.float32)) if compiled else (lambda fn: fn)
+        self._early, self._late = returns(early), returns(late)
+
+    def step(self, x: Any) -> Any:
+        """All replicas' updates, and twice the sum of `x`."""
+        try:
+            return self._step(x)
+        except BaseException:
+            if self.arm.point == UNWINDING:
+                raise self.arm.new() from None
+            raise
+
+    def _step(self, x: Any) -> Any:
+        arm = self.arm
+        context = tf.distribute.get_replica_context()
+        x = self._host(x)
+        arm.at(BEFORE)
+        total = context.all_reduce("SUM", x)
+        arm.at(BETWEEN)
+        if arm.point == UNWINDING and replica_id() in arm.who:
+            raise arm.new()
+        if arm.point == LOWERING:
+            tf.print(total)
+        if arm.point == SKIPS and replica_id() in arm.who:
+            return total
+        self.weight.assign_add(x)
+        merged = context.merge_call(self._merge, args=(x,))
+        arm.at(AFTER)
+        self.plain.assign_add(total)
+        arm.note("plain")
+        with tf.control_dependencies([merged]):
+            self.seen.assign_add(x)
+        arm.note("seen")
+        if self.compiled:
+            merged = xla.outside_compilation(self._late, merged)
+        arm.at(END)
+        if arm.point == STRUCTURE and replica_id() in arm.who:
+            return [total]
+        return total + merged
+
+    def _host(self, x: Any) -> Any:
+        if not self.hosted:
+            return x
+        if self.compiled:
+            return xla.outside_compilation(self._early, x)
+
+        def host(x: np.ndarray, replica: np.ndarray) -> np.ndarray:
+            self.arm.on_host(HOST, int(replica))
+            return x
+
+        context = tf.distribute.get_replica_context()
+        x = tf.numpy_function(host, [x, context.replica_id_in_sync_group], tf.float32)
+        return tf.ensure_shape(x, [WIDTH])
+
+    def _merge(self, strategy: tf.distribute.Strategy, x: Any) -> Any:
+        self.arm.at(MERGE_BEGINS)
+        if self.arm.point == NESTED:
+            strategy.run(self._nested, args=(x,))
+        merged = strategy.reduce("SUM", x, axis=None)
+        with tf.control_dependencies([merged]):  # in a graph, that is all that orders host calls and updates
+            strategy.extended.update(self.count, lambda variable: variable.assign_add(1))
+        self.arm.at(MERGE_ENDS)
+        return merged
+
+    def _nested(self, x: Any) -> Any:
+        total = tf.distribute.get_replica_context().all_reduce("SUM", x)
+        self.arm.at(NESTED)
+        return total
+
+    def creating(self, x: Any) -> Any:
+        """Twice the sum of `x`, with two variables made on the way; in a graph, if they are not there."""
+        total = tf.distribute.get_replica_context().all_reduce("SUM", x)
+        if not self.held or tf.executing_eagerly():
+            first = tf.Variable(self._initial, shape=[WIDTH], dtype=tf.float32)
+            self.arm.at(BETWEEN_CREATIONS)
+            second = tf.Variable(tf.ones([WIDTH]))
+            self.held = [first, second]
+        return total + self.held[0] + tf.distribute.get_replica_context().all_reduce("SUM", self.held[1] * x)
+
+    def _initial(self) -> tf.Tensor:
+        self.arm.at(CREATING)
+        return tf.zeros([WIDTH])
+
+    def inputs(self, numbers: np.ndarray) -> Any:
+        """A row of numbers for each replica."""
+        return self.strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(numbers[context.replica_id_in_sync_group])
+        )
+
+    def values(self, result: Any) -> list[np.ndarray]:
+        """Each replica's value of a result or a variable."""
+        return [np.asarray(value) for value in self.strategy.experimental_local_results(result)]
+
+
+@dataclasses.dataclass
+class Ledger:
+    """What the variables of a model must hold, for each replica."""
+
+    weight: np.ndarray
+    count: int
+    plain: np.ndarray
+    seen: np.ndarray
+
+    @classmethod
+    def new(cls, size: int) -> Ledger:
+        """Of a new model."""
+        rows = np.zeros([size, WIDTH], np.float32)
+        return cls(np.zeros([WIDTH], np.float32), 0, rows.copy(), rows.copy())
+
+    def whole_step(self, x: np.ndarray) -> None:
+        """A step was made."""
+        self.weight = self.weight + x.sum(axis=0)
+        self.count += 1
+        self.plain = self.plain + x.sum(axis=0)
+        self.seen = self.seen + x
+
+    def part_of_step(self, x: np.ndarray, point: str, made: Sequence[tuple[str, int]]) -> None:
+        """An eager step failed on the way: what was merged before is made, on all replicas; the rest on none."""
+        if point not in (BEFORE, BETWEEN, UNWINDING, SKIPS):
+            self.weight = self.weight + x.sum(axis=0)
+        if point in (MERGE_ENDS, AFTER, END, STRUCTURE):
+            self.count += 1
+        for update, replica in made:  # its own, which nobody else makes or undoes
+            if update == "plain":
+                self.plain[replica] += x.sum(axis=0)
+            else:
+                self.seen[replica] += x[replica]
+
+    def differences(self, model: Model) -> list[str]:
+        """In what the model's variables differ from it, bit by bit."""
+        size = len(self.plain)
+        wanted = {
+            "weight": [self.weight] * size,
+            "count": [np.int64(self.count)] * size,
+            "plain": list(self.plain),
+            "seen": list(self.seen),
+        }
+        found = {name: model.values(getattr(model, name)) for name in wanted}
+        if model.compiled:  # the host has one copy of each but of `seen`, of which it has all
+            wanted = {name: rows if len(found[name]) == size else rows[:1] for name, rows in wanted.items()}
+            found = {name: rows[: len(wanted[name])] for name, rows in found.items()}
+        return [
+            f"{name} is {np.stack(found[name]).tolist()}, not {np.stack(rows).tolist()}"
+            for name, rows in wanted.items()
+            if len(rows) != len(found[name])
+            or any(one.tobytes() != np.asarray(row).tobytes() for one, row in zip(found[name], rows, strict=True))
+        ]

@@ -1,0 +1,130 @@
+"""Ctrl-C at random moments, many times in one process: each time it catches KeyboardInterrupt, looks around, goes on.
+
+    python -m soak.programs.interrupts threads [--rounds 100] [--seed 0]
+
+Where Ctrl-C comes while Python is in a callback of a weak reference or in a `__del__`, Python itself prints it and goes
+on. That is counted, and the round is over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+
+from soak.programs.common import SIZE, check, make_strategy, say
+
+from soak.model import Ledger, Model  # isort: skip
+
+
+def main() -> None:
+    """Runs steps until it is interrupted, again and again."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("strategy")
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    flags = parser.parse_args()
+
+    strategy = make_strategy(flags.strategy)
+    compiled = flags.strategy == "compiled"
+    model, ledger, draw = Model(strategy, compiled), Ledger.new(SIZE), random.Random(flags.seed)
+    x = np.arange(SIZE * 3, dtype=np.float32).reshape(SIZE, 3)
+    inputs = model.inputs(x)
+    began = time.perf_counter()
+    for _ in range(11):
+        first = time.perf_counter()
+        strategy.run(model.step, args=(inputs,))
+        ledger.whole_step(x)
+    usual = time.perf_counter() - first
+    check(not ledger.differences(model), str(ledger.differences(model)))
+    threads, slowest, parts = threading.active_count(), 0.0, 0
+    ignored: list[None] = []
+    sys.unraisablehook = lambda what: ignored.append(None) if what.exc_type is KeyboardInterrupt else None
+    say("ready")
+    for number in range(flags.rounds):
+        moment = draw.uniform(0, 4 * usual)
+        sent: list[float] = []
+        made: list[None] = []  # a step each; to append is one instruction, which Ctrl-C cannot divide
+        killer = threading.Thread(target=_interrupt_after, args=(moment, sent))
+        before = time.perf_counter()
+        try:
+            killer.start()
+            lost = len(ignored)
+            while len(ignored) == lost:
+                strategy.run(model.step, args=(inputs,))
+                made.append(None)
+                check(time.perf_counter() - before < 20, f"round {number}: Ctrl-C was lost")
+        except KeyboardInterrupt:
+            slowest = max(slowest, time.perf_counter() - (sent or [time.perf_counter()])[0])
+        killer.join()
+        for _ in made:
+            ledger.whole_step(x)
+        parts += _look(model, ledger, x, number, compiled)
+        result = strategy.run(model.step, args=(inputs,))
+        ledger.whole_step(x)
+        check(all((value == 2 * x.sum(axis=0)).all() for value in model.values(result)), "the next run's result")
+        check(not ledger.differences(model), f"round {number}: after the next run {ledger.differences(model)}")
+    deadline = time.monotonic() + 5
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    names = sorted(thread.name for thread in threading.enumerate())
+    check(threading.active_count() <= threads, f"threads stay: {names}")
+    check(slowest < 1.0, f"Ctrl-C took {slowest:.2f} s")
+    took = time.perf_counter() - began
+    found = f"{flags.rounds} interrupts in {took:.0f} s, the slowest answered in {slowest * 1e3:.0f} ms"
+    say(f"{found}; {parts} came between two updates, {len(ignored)} in a callback, where Python ignores it")
+    say("done")
+
+
+def _interrupt_after(seconds: float, sent: list[float]) -> None:
+    time.sleep(seconds)
+    sent.append(time.perf_counter())
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _look(model: Model, ledger: Ledger, x: np.ndarray, number: int, compiled: bool) -> int:
+    """Checks the variables, and takes over into the ledger what the interrupted step had made.
+
+    Each variable that is merged holds the value from before the step or from after it, on all replicas the same; one
+    that each replica writes by itself, either, on each of them. Compiled, all variables are from before, or all from
+    after it.
+
+    Returns:
+        1 if some variables are from before and some from after, else 0.
+    """
+    after = Ledger(ledger.weight, ledger.count, ledger.plain.copy(), ledger.seen.copy())
+    after.whole_step(x)
+    made = {}
+    for name in ("weight", "count", "plain", "seen"):
+        old, new = getattr(ledger, name), getattr(after, name)
+        rows = model.values(getattr(model, name))
+        if name in ("weight", "count"):
+            olds, news = [old] * len(rows), [new] * len(rows)
+        else:
+            olds, news = list(old), list(new)
+        is_new = [(row == new).all() for row, new in zip(rows, news, strict=False)]
+        is_old = [(row == old).all() for row, old in zip(rows, olds, strict=False)]
+        text = f"round {number}: {name} is {np.stack(rows).tolist()}, was {np.stack(olds).tolist()}"
+        if name in ("weight", "count"):
+            check(all(is_new) or all(is_old), f"{text}: replicas differ, or it is from no whole step")
+        check(all(one or other for one, other in zip(is_new, is_old, strict=True)), f"{text}: of no whole step")
+        made[name] = is_new
+        if name in ("weight", "count"):
+            setattr(ledger, name, new if all(is_new) else old)
+        else:
+            rows = [news[index] if is_new[min(index, len(is_new) - 1)] else olds[index] for index in range(SIZE)]
+            setattr(ledger, name, np.stack(rows))
+    flat = [one for each in made.values() for one in each]
+    if compiled:
+        check(all(flat) or not any(flat), f"round {number}: a part of a step was made: {made}")
+    return int(any(flat) and not all(flat))
+
+
+if __name__ == "__main__":
+    main()

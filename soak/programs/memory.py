@@ -1,0 +1,64 @@
+"""One replica runs out of memory: asked for more than there is, and under a limit of the operating system.
+
+python -m soak.programs.memory threads huge
+python -m soak.programs.memory threads limit
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import Any
+
+import tensorflow as tf
+
+from soak.programs.common import check, check_works, make_strategy, say
+
+HUGE = 10**12
+"""Elements: 4 TB."""
+
+ROOM = 2**30
+"""Bytes that the process may still take, under the limit."""
+
+
+def main() -> None:
+    """Runs out of memory on replica 1, and goes on."""
+    strategy = make_strategy(sys.argv[1])
+    with strategy.scope():
+        count = tf.Variable(0, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
+    check_works(strategy)
+    elements = HUGE
+    if sys.argv[2] == "limit":
+        with open("/proc/self/statm") as file:
+            size = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, resource.RLIM_INFINITY))
+        elements = ROOM  # of 4 bytes each
+
+    def body() -> Any:
+        context = tf.distribute.get_replica_context()
+        total = context.all_reduce("SUM", tf.ones([]))
+        if tf.get_static_value(context.replica_id_in_sync_group) in (1, None):
+            total += tf.reduce_sum(tf.random.uniform([elements])) * 0.0
+        count.assign_add(1)
+        return total
+
+    for _ in range(3):
+        found: BaseException | None = None
+        try:
+            strategy.run(body)
+        except Exception as error:
+            found = error
+        check(found is not None, "nothing was raised")
+        text = f"{type(found).__name__}: {found}"
+        is_memory = isinstance(found, tf.errors.ResourceExhaustedError | MemoryError) or "memory" in text.lower()
+        check(is_memory, f"{text} came out")
+        check(int(count.numpy()) == 0, "a part of the step was made")
+        check_works(strategy)
+    strategy.run(lambda: count.assign_add(1))
+    check(int(count.numpy()) == 1, "the next step was not made")
+    say(f"{type(found).__name__} each time")
+    say("done")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Replicas and merge functions that do not come back, and how `run` is left all the same.
+
+    python -m soak.programs.stuck threads op --timeout 0.5
+    python -m soak.programs.stuck threads op --interrupt
+
+What is stuck:
+
+- op: a replica, in an op in C++;
+- loop: a replica, in Python;
+- merge: a merge function, asleep;
+- merge op: a merge function, in an op in C++;
+- host: a host call of a compiled body, asleep;
+- other thread: a replica, in an op in C++, while another thread than the main one called `run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine import errors, xla
+from soak.programs.common import check, check_works, make_strategy, say
+
+TOO_LONG = 600.0
+
+
+def main() -> None:
+    """Gets stuck, and out of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("strategy")
+    parser.add_argument("what")
+    parser.add_argument("--timeout", type=float)
+    parser.add_argument("--interrupt", action="store_true")
+    flags = parser.parse_args()
+
+    options = {} if flags.timeout is None else {"timeout": flags.timeout}
+    strategy = make_strategy(flags.strategy, **options)
+    with strategy.scope():
+        count = tf.Variable(0, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
+    strategy.run(lambda: count.assign_add(1))
+    body = _bodies(strategy)[flags.what]
+    for number in range(2):
+        if flags.interrupt:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        before = time.perf_counter()
+        found: BaseException | None = None
+        try:
+            if flags.what == "other thread":
+                _in_thread(lambda: strategy.run(body))
+            else:
+                strategy.run(body)
+        except BaseException as error:
+            found = error
+        took = time.perf_counter() - before
+        wanted = KeyboardInterrupt if flags.interrupt else errors.ReplicaTimeoutError
+        check(isinstance(found, wanted), f"{found!r} came out")
+        limit = 0.5 if flags.interrupt else flags.timeout
+        check(took < limit + 1.0, f"it took {took:.2f} s")
+        _let_go()
+        check_works(strategy)
+        strategy.run(lambda: count.assign_add(1))
+        check(int(count.numpy()) == number + 2, f"{int(count.numpy())} steps were counted")
+        say(f"{type(found).__name__} after {took:.2f} s")
+    say("done")
+
+
+_queue = None
+_go = threading.Event()
+
+
+def _let_go() -> None:
+    """Lets a host call that sleeps go on: until it ends, its program has the devices."""
+    _go.set()
+    time.sleep(0.3)
+    _go.clear()
+
+
+def _bodies(strategy: Any) -> dict[str, Callable[[], Any]]:
+    global _queue
+    _queue = tf.queue.FIFOQueue(1, [tf.float32])  # empty for ever
+
+    def is_last() -> bool:
+        return tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group) == 1
+
+    def op() -> None:
+        if is_last():
+            _queue.dequeue()
+
+    def loop() -> None:
+        while is_last():
+            pass
+
+    def merge() -> None:
+        tf.distribute.get_replica_context().merge_call(lambda strategy: time.sleep(TOO_LONG))
+
+    def merge_op() -> None:
+        tf.distribute.get_replica_context().merge_call(lambda strategy: _queue.dequeue())
+
+    def host() -> None:
+        def wait(replica: Any) -> None:
+            if int(replica) == 1:
+                _go.wait(TOO_LONG)
+
+        xla.outside_compilation(wait, xla.replica_id())
+
+    return {"op": op, "loop": loop, "merge": merge, "merge op": merge_op, "host": host, "other thread": op}
+
+
+def _in_thread(work: Callable[[], Any]) -> None:
+    """Does it on another thread, and raises here what it raised there."""
+    failures: list[BaseException] = []
+
+    def caught() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=caught)
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The table of docs/reliability.md, written from the figures of a soak."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from importlib.metadata import version
+from typing import Any
+
+PAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "docs", "reliability.md")
+BEGIN, END = "<!-- begin: make soak -->", "<!-- end: make soak -->"
+
+
+def machine() -> dict[str, str]:
+    """Where and with what."""
+    names = ("tensorflow", "jax", "keras", "numpy")
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+    } | {name: version(name) for name in names}
+
+
+def write(figures: str, page: str = PAGE) -> None:
+    """Puts the table between its two marks on the page; the prose around it stays."""
+    with open(figures) as file:
+        data = json.load(file)
+    with open(page) as file:
+        text = file.read()
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    with open(page, "w") as file:
+        file.write(f"{before}{BEGIN}\n{_table(data)}\n{END}{after}")
+
+
+def _table(data: dict[str, Any]) -> str:
+    """All of it, as Markdown."""
+    about, outcomes = data["machine"], data["outcomes"]
+    of = {suite: [each for each in outcomes if each["suite"] == suite] for suite in ("faults", "processes", "load")}
+    lines = [
+        f"{about['date']}, {about['machine']}, Python {about['python']}, TensorFlow {about['tensorflow']}, "
+        f"jax {about['jax']}.",
+        "",
+        _summary(of),
+    ]
+    columns = sorted({each["where"] for each in of["faults"]})
+    lines += ["", "### Random faults in one process", "", f"| where it goes wrong | {' | '.join(columns)} | lost |"]
+    lines.append(f"| --- |{' ---: |' * (len(columns) + 1)}")
+    for what in dict.fromkeys(sorted(each["what"] for each in of["faults"])):
+        rows = {each["where"]: each for each in of["faults"] if each["what"] == what}
+        counts = [f"{rows[column]['count']:,}" if column in rows else "" for column in columns]
+        lines.append(f"| {what} | {' | '.join(counts)} | {_lost(rows.values())} |")
+    for suite, title in (("processes", "Processes"), ("load", "Load")):
+        lines += ["", f"### {title}", "", "| what | strategy | times | lost | found |"]
+        lines.append("| --- | --- | ---: | ---: | --- |")
+        for each in of[suite]:
+            cells = [each["what"], each["where"], f"{each['count']:,}", str(_lost([each])), each["found"]]
+            lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def _summary(of: dict[str, list[dict[str, Any]]]) -> str:
+    count = {suite: sum(each["count"] for each in rows) for suite, rows in of.items()}
+    lost = sum(len(each["problems"]) for rows in of.values() for each in rows)
+    seconds = sum(each["seconds"] for each in of["faults"])
+    return (
+        f"**{count['faults']:,} random faults** in {seconds / 60:.0f} minutes, {count['processes']:,} scenarios in "
+        f"processes of their own, {count['load']:,} runs under load. **{lost} lost.**"
+    )
+
+
+def _lost(rows: Any) -> int:
+    """After how many something did not hold."""
+    return sum(len({problem.split(":")[0] for problem in each["problems"]}) for each in rows)

@@ -1,0 +1,39 @@
+"""Both strategies on two replicas, each with a step by which to see that it still works."""
+
+import sys
+
+import pytest
+
+from replica_engine import MirroredStrategy
+from replica_engine.testing import logical_devices
+
+DEVICES = logical_devices(8)
+KINDS = {"mirrored": lambda: MirroredStrategy(DEVICES[:2])}
+if sys.version_info >= (3, 11):  # which jax needs
+    from replica_engine import TPUStrategy
+
+    KINDS["tpu"] = lambda: TPUStrategy(num_cores=2)
+else:
+    collect_ignore = ["test_collectives.py", "test_replicate.py", "test_run_steps.py"]
+
+pytest.register_assert_rewrite("outcomes")
+
+
+def _witness(kind):
+    from outcomes import Witness  # not above: its assertions have to be rewritten first
+
+    witness = Witness(KINDS[kind]())
+    witness.check()
+    return witness
+
+
+@pytest.fixture(params=list(KINDS))
+def both(request):
+    """A new strategy of each kind, with its known-good step taken once."""
+    return _witness(request.param)
+
+
+@pytest.fixture
+def compiled():
+    """A new TPUStrategy, likewise."""
+    return _witness("tpu")

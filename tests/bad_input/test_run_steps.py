@@ -1,0 +1,207 @@
+"""`run_steps` with iterators that yield anything, change, end, raise or are none; and with numbers that are none."""
+
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from catalog import ARRAYS, COMPOSITES, DISTRIBUTED, ENDLESS, OTHER_NUMBERS, PYTHON, TENSORS, Refusal, endless
+from hypothesis import given
+from hypothesis import strategies as st
+from outcomes import attempt
+from values import arrays, examples, garbage, of, structures
+
+from replica_engine.errors import ReplicaEngineError
+
+GOOD = np.float32([1.0, 2.0])
+BATCHES = structures() | arrays() | of(TENSORS, COMPOSITES, DISTRIBUTED)
+
+
+class Broken:
+    """An iterator that raises."""
+
+    def __init__(self, batches, error):
+        self._batches = iter(batches)
+        self._error = error
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        for batch in self._batches:
+            return batch
+        raise self._error
+
+
+class NotIterable:
+    """Raises when it is asked for an iterator."""
+
+    def __iter__(self):
+        raise Refusal("no iterator")
+
+
+class Shrinking:
+    """An iterator that goes on after its end."""
+
+    def __init__(self):
+        self._count = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self._count += 1
+        if self._count % 2:
+            return GOOD
+        raise StopIteration
+
+
+def steps_of(witness, batches, iterations=3, **options):
+    """Runs steps that count themselves; sees to it that as many count as the result, or the error, says."""
+
+    def step(context, *args):
+        witness.total.assign_add(1.0)
+
+    witness.restart()
+    context, error = attempt(
+        witness.strategy.run_steps, step, batches, iterations, documented=tf.errors.OutOfRangeError, **options
+    )
+    kept = context if error is None else getattr(error, "context", None)
+    witness.check(0.0 if kept is None else float(kept.steps))
+    return context, error
+
+
+@examples(20)
+@given(batch=BATCHES)
+def test_batches_of_anything(compiled, batch):
+    context, error = steps_of(compiled, [batch] * 3)
+    if error is None:
+        assert context.steps == 3
+
+
+@examples(15)
+@given(first=arrays(), later=BATCHES, good=st.integers(0, 2))
+def test_batches_that_change(compiled, first, later, good):
+    alike = isinstance(later, np.ndarray) and (later.dtype, later.shape) == (first.dtype, first.shape)
+    _, error = steps_of(compiled, [first] * good + [later] + [first] * 2, good + 2)
+    if good and not alike and not tf.is_tensor(later) and not isinstance(later, (np.ndarray, np.generic)):
+        assert error is not None
+        assert error.context.steps == good
+
+
+@examples(15)
+@given(left=structures(), right=structures())
+def test_other_structures_later(compiled, left, right):
+    steps_of(compiled, [left, left, right])
+
+
+@examples(10)
+@given(length=st.integers(0, 3), iterations=st.integers(1, 4), error=st.sampled_from([Refusal("enough"), None]))
+def test_iterators_that_end(compiled, length, iterations, error):
+    batches = [GOOD] * length if error is None else Broken([GOOD] * length, error)
+    _, raised = steps_of(compiled, batches, iterations)
+    if iterations <= length:
+        assert raised is None
+    else:
+        assert isinstance(raised, tf.errors.OutOfRangeError if error is None else Refusal)
+        assert raised.context.steps == length
+
+
+@examples(15)
+@given(batches=garbage() | of(OTHER_NUMBERS))
+def test_no_iterator(compiled, batches):
+    steps_of(compiled, batches)
+
+
+@examples(15)
+@given(value=garbage(), fn=(of(PYTHON) | garbage()).filter(lambda fn: not callable(fn)))
+def test_no_numbers_and_no_functions(compiled, value, fn):
+    if value is not None:
+        steps_of(compiled, [GOOD] * 3, value)
+    steps_of(compiled, [GOOD] * 3, prefetch=value)
+    steps_of(compiled, [GOOD] * 3, initial_loop_values=value)
+    attempt(compiled.strategy.run_steps, fn, [GOOD] * 3, 3)
+    compiled.check()
+
+
+@examples(10)
+@given(value=structures())
+def test_outputs(compiled, value):
+    def step(context, x):
+        compiled.total.assign_add(1.0)
+        context.set_last_step_output("value", value)
+
+    def reducing(context, x):
+        context.set_last_step_output("value", value, "MEAN")
+
+    def other(context, x):
+        context.set_non_tensor_output("value", value)
+        return value
+
+    _, error = attempt(compiled.strategy.run_steps, step, [GOOD] * 2, 2)
+    compiled.check(0.0 if error else 2.0)
+    attempt(compiled.strategy.run_steps, reducing, [GOOD] * 2, 2)
+    attempt(compiled.strategy.run_steps, other, [GOOD] * 2, 2)
+    compiled.check()
+
+
+@pytest.mark.parametrize(
+    "make", [endless, object, lambda: DISTRIBUTED["numbers"]()], ids=["endless", "object", "numbers"]
+)
+def test_outputs_that_are_no_tensors(compiled, make):
+    value = make()
+    with pytest.raises(ReplicaEngineError, match="output 'value'"):
+        compiled.strategy.run_steps(lambda context, _: context.set_last_step_output("value", value), [GOOD], 1)
+    compiled.check()
+
+
+@examples(10)
+@given(op=of(PYTHON, ARRAYS, TENSORS), name=of(PYTHON, ARRAYS))
+def test_no_names_and_no_reductions(compiled, op, name):
+    x = tf.constant(1.0)
+    attempt(compiled.strategy.run_steps, lambda context, _: context.set_last_step_output("x", x, op), [GOOD], 1)
+    attempt(compiled.strategy.run_steps, lambda context, _: context.set_last_step_output(name, x), [GOOD], 1)
+    compiled.check()
+
+
+def test_an_iterator_without_an_iterator(compiled):
+    _, error = steps_of(compiled, NotIterable())
+    assert isinstance(error, Refusal)
+
+
+def test_an_iterator_that_goes_on_after_its_end(compiled):
+    _, error = steps_of(compiled, Shrinking())
+    assert error.context.steps == 1
+
+
+@pytest.mark.parametrize("later", [tf.constant("text"), tf.constant(["text"]), np.array(["text"])], ids=repr)
+def test_strings_after_numbers(compiled, later):
+    _, error = steps_of(compiled, [GOOD, later])
+    assert isinstance(error, ReplicaEngineError)
+    assert "Batch 1" in str(error)
+    assert error.context.steps == 1
+
+
+def test_an_endless_iterator_and_more_batches_ahead_than_steps(compiled):
+    context, _ = steps_of(compiled, itertools.repeat(GOOD), 3, prefetch=1000)
+    assert context.steps == 3
+
+
+def test_more_steps_than_there_are_numbers(compiled):
+    _, error = steps_of(compiled, [GOOD] * 3, 2**70)
+    assert isinstance(error, tf.errors.OutOfRangeError)
+
+
+@pytest.mark.parametrize("make", ENDLESS.values(), ids=ENDLESS)
+@pytest.mark.parametrize("good", [0, 1])
+def test_batches_without_an_end_are_refused(compiled, make, good):
+    _, error = steps_of(compiled, [GOOD] * good + [make()])
+    assert isinstance(error, ReplicaEngineError)
+    assert "contains itself" in str(error) or "another structure" in str(error)
+
+
+@pytest.mark.parametrize("parameters", [lambda: None, lambda context: None, lambda context, x, y, z: None])
+def test_a_step_that_takes_other_arguments(compiled, parameters):
+    with pytest.raises(TypeError, match="positional argument"):
+        compiled.strategy.run_steps(parameters, [GOOD], 1)
+    compiled.check()

@@ -1,0 +1,382 @@
+"""What does not come back: the table, as a warning and as an error, and what is left after it."""
+
+import logging
+import threading
+
+import pytest
+import tensorflow as tf
+
+import replica_engine
+from replica_engine import xla
+from replica_engine.errors import ReplicaTimeoutError, StuckProgramError
+from replica_engine.testing import logical_devices
+
+DEVICES = logical_devices(8)[:2]
+LIMIT = 0.4  # seconds; what is to come back in time does so in a few milliseconds
+
+
+def mirrored(**options):
+    return replica_engine.MirroredStrategy(DEVICES, **options)
+
+
+def tpu(**options):
+    return replica_engine.TPUStrategy(num_cores=2, **options)
+
+
+@pytest.fixture(params=[mirrored, tpu])
+def make(request):
+    """Makes a strategy of two replicas with limits."""
+    if request.param is tpu:
+        pytest.importorskip("jax", reason="Python 3.10 has no jax that works")
+    return request.param
+
+
+@pytest.fixture
+def release():
+    """An event that is set at the end of the test, for those who wait for it to go on."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def said():
+    """An event that is set when the library has logged a warning, with its `text`."""
+    event = threading.Event()
+    handler = logging.Handler(logging.WARNING)
+
+    def emit(record):
+        event.text = record.getMessage()
+        event.set()
+
+    handler.emit = emit
+    logger = logging.getLogger("replica_engine")
+    logger.addHandler(handler)
+    yield event
+    logger.removeHandler(handler)
+
+
+def counting(strategy):
+    """A variable of a strategy, and a step that adds 1 to it and returns the sum over replicas."""
+    with strategy.scope():
+        count = tf.Variable(0.0, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
+
+    def step():
+        count.assign_add(1.0)
+        return tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([]))
+
+    return count, step
+
+
+def check_goes_on(strategy, count, step, steps):
+    """The variable has the value of the last whole step, and the next run works."""
+    assert count.numpy() == steps
+    assert [float(value) for value in strategy.experimental_local_results(strategy.run(step))] == [2.0, 2.0]
+    assert count.numpy() == steps + 1
+
+
+def test_a_replica_that_is_stuck_in_python(release):
+    strategy = mirrored(timeout=LIMIT)
+    count, step = counting(strategy)
+    strategy.run(step)
+
+    def stuck():
+        context = tf.distribute.get_replica_context()
+        context.all_reduce("SUM", tf.ones([3]))
+        if tf.get_static_value(context.replica_id_in_sync_group) == 1:
+            release.wait()
+        context.all_reduce("SUM", tf.ones([3]))
+
+    with pytest.raises(ReplicaTimeoutError) as caught:
+        strategy.run(stuck)
+    first, second = caught.value.rows
+    assert (first.state, first.merge_calls) == ("waiting in a merge call", 2)
+    assert (second.state, second.merge_calls) == ("running", 1)
+    assert second.seconds >= LIMIT
+    assert "test_standstill.py" in second.where
+    assert "release.wait()" in second.stack
+    assert "release.wait()" in caught.value.table
+    assert caught.value.coordinator.state == "waiting for the replicas"
+    check_goes_on(strategy, count, step, 1)
+
+
+@pytest.mark.parametrize("on_main", [True, False], ids=["main thread", "another thread"])
+def test_a_merge_function_that_is_stuck(on_main, release):
+    """On the main thread out of a lock, on another one out of a loop."""
+    strategy = mirrored(timeout=LIMIT)
+    count, step = counting(strategy)
+    strategy.run(step)
+
+    def merge_fn(_):
+        while not release.wait(1000 if on_main else 0.001):
+            pass
+
+    caught = []
+
+    def run():
+        with pytest.raises(ReplicaTimeoutError) as raised:
+            strategy.run(lambda: tf.distribute.get_replica_context().merge_call(merge_fn))
+        caught.append(raised.value)
+
+    if on_main:
+        run()
+    else:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(20)
+    (error,) = caught
+    assert [row.state for row in error.rows] == ["waiting in a merge call"] * 2
+    assert "in the merge function" in error.coordinator.state
+    assert "release.wait" in error.coordinator.stack
+    check_goes_on(strategy, count, step, 1)
+
+
+def test_a_merge_function_that_ends_at_the_last_moment():
+    """Time runs out while it ends: either the result or the error, and nothing else, then or later."""
+    strategy, never = mirrored(timeout=0.05), threading.Event()
+    outcomes = set()
+    for tenths in range(40, 60):
+        try:
+            strategy.run(
+                lambda delay=tenths / 1000: tf.distribute.get_replica_context().merge_call(
+                    lambda strategy: never.wait(delay)
+                )
+            )
+            outcomes.add("result")
+        except ReplicaTimeoutError:
+            outcomes.add("error")
+    never.wait(0.1)  # nothing arrives late
+    assert outcomes <= {"result", "error"}
+    assert "error" in outcomes
+
+
+def test_a_merge_function_may_fail_by_itself():
+    strategy = mirrored(timeout=30.0)
+
+    def merge_fn(strategy):
+        raise KeyError("own")
+
+    with pytest.raises(KeyError, match="own"):
+        strategy.run(lambda: tf.distribute.get_replica_context().merge_call(merge_fn))
+
+
+def test_the_warning_has_the_same_table(said):
+    strategy = mirrored(warn_after=LIMIT / 4)
+
+    def merge_fn(_):
+        assert said.wait(20)
+
+    strategy.run(lambda: tf.distribute.get_replica_context().merge_call(merge_fn))
+    text = said.text
+    assert "replica 1 of 2 (CPU:1): waiting in a merge call for 0." in text
+    assert "test_standstill.py" in text
+    assert "assert said.wait(20)" in text
+    assert "site-packages/tensorflow" not in text
+
+
+def test_a_tf_function_that_does_not_return_is_warned_of(said):
+    strategy = mirrored(warn_after=LIMIT / 4)
+
+    def wait():
+        assert said.wait(20)
+        return 0.0
+
+    @tf.function
+    def step():
+        return tf.py_function(wait, [], tf.float32)
+
+    strategy.run(step)
+    assert "The tf.function `step` has not returned for 0." in said.text
+    assert "in test_a_tf_function_that_does_not_return_is_warned_of" in said.text
+
+
+@pytest.mark.parametrize("size", [1, 2])
+class TestCompiled:
+    @pytest.fixture
+    def compiled(self, size):
+        pytest.importorskip("jax", reason="Python 3.10 has no jax that works")
+        return replica_engine.TPUStrategy(num_cores=size, timeout=LIMIT)
+
+    def test_a_host_call_that_is_stuck(self, compiled, size, release):
+        with compiled.scope():
+            count = tf.Variable(0.0)
+
+        def step():
+            count.assign_add(1.0)
+
+        compiled.run(step)
+
+        def endless():
+            while not release.wait(0.001):
+                pass
+
+        def stuck():
+            count.assign_add(10.0)
+            xla.outside_compilation(endless)
+
+        with pytest.raises(ReplicaTimeoutError) as caught:
+            compiled.run(stuck)
+        for row in caught.value.rows:
+            assert (row.state, row.merge_calls, row.points) == ("in a host call", 1, "host call")
+            assert "outside_compilation '0'" in row.where
+            assert "test_standstill.py" in row.where
+            assert "release.wait(0.001)" in row.stack
+        assert caught.value.coordinator.state == "waiting for the program"
+        assert count.numpy() == 1.0
+        compiled.run(step)
+        assert count.numpy() == 2.0
+
+    def test_host_calls_are_signs_of_life(self, compiled, size):
+        """The whole launch takes longer than the limit, no call does."""
+
+        def steps():
+            for _ in tf.range(4):
+                xla.outside_compilation(threading.Event().wait, LIMIT / 3)
+            return xla.cross_replica_sum(1.0)
+
+        result = compiled.run(steps)
+        assert [float(value) for value in compiled.experimental_local_results(result)] == [size] * size
+
+    def test_a_failure_of_a_host_call_comes_out_as_it_is(self, compiled, size):
+        def fails():
+            raise KeyError("own")
+
+        with pytest.raises(KeyError, match="own"):
+            compiled.run(lambda: xla.outside_compilation(fails))
+
+
+def test_replicas_of_a_program_that_wait_for_each_other(monkeypatch):
+    """Replica 1 never comes to the all-reduce. The variables are still there, the devices are not."""
+    pytest.importorskip("jax", reason="Python 3.10 has no jax that works")
+    monkeypatch.setattr(StuckProgramError, "PATIENCE", 0.1)
+    strategy = tpu(timeout=LIMIT)
+    count, step = counting(strategy)
+    strategy.run(step)
+
+    def stuck():
+        x = tf.zeros([])
+        if xla.replica_id() == 0:
+            x = xla.cross_replica_sum(x)
+        count.assign_add(10.0)
+        return x
+
+    with pytest.raises(ReplicaTimeoutError) as caught:
+        strategy.run(stuck)
+    assert [row.state for row in caught.value.rows] == ["running on the device", "finished"]
+    with pytest.raises(StuckProgramError):
+        strategy.run(step)
+    value = count.numpy()
+    assert value == 1.0
+    again = tpu()
+    with again.scope():
+        kept = tf.Variable(value)
+    assert [float(value) for value in again.run(lambda: xla.cross_replica_sum(kept)).values] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("option", ["timeout", "warn_after"])
+@pytest.mark.parametrize("value", [0, -1.0, "30", True, float("nan")])
+def test_limits_are_positive_seconds(make, option, value):
+    with pytest.raises(ValueError, match=f"{option} is in seconds and must be positive, or None; got"):
+        make(**{option: value})
+
+
+def test_a_run_that_waits_for_anothers_program_has_a_limit_too(release):
+    """Programs take turns on CPU devices; one is stuck in a host call, and the other's time runs out."""
+    pytest.importorskip("jax", reason="Python 3.10 has no jax that works")
+    patient, other = tpu(), tpu(timeout=LIMIT)
+    count, step = counting(other)
+    other.run(step)
+    began = threading.Event()
+
+    def wait():
+        began.set()
+        release.wait(60)
+
+    thread = threading.Thread(target=lambda: patient.run(lambda: xla.outside_compilation(wait)))
+    thread.start()
+    assert began.wait(60)
+    with pytest.raises(ReplicaTimeoutError) as caught:
+        other.run(step)
+    assert [row.state for row in caught.value.rows] == ["not started"] * 2
+    assert caught.value.coordinator.state == "waiting for its turn on the devices"
+    release.set()
+    thread.join(60)
+    check_goes_on(other, count, step, 1)
+
+
+@pytest.mark.parametrize("on_main", [True, False], ids=["main thread", "another thread"])
+def test_time_that_runs_out_in_an_update_leaves_all_replicas_equal(on_main):
+    """The update is made on all of them, and then the run is given up."""
+    strategy = mirrored(timeout=LIMIT)
+    with strategy.scope():
+        variable = tf.Variable(0.0)
+    never = threading.Event()
+
+    def update(component):
+        never.wait(0.75 * LIMIT)
+        component.assign(1.0)
+
+    def step():
+        merge_fn = lambda strategy: strategy.extended.update(variable, update)  # noqa: E731
+        tf.distribute.get_replica_context().merge_call(merge_fn)
+
+    caught = []
+
+    def run():
+        with pytest.raises(ReplicaTimeoutError, match="updates that were merged before stay") as raised:
+            strategy.run(step)
+        caught.append(raised.value)
+
+    if on_main:
+        run()
+    else:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(20)
+    assert len(caught) == 1
+    assert [float(component.numpy()) for component in strategy.experimental_local_results(variable)] == [1.0, 1.0]
+
+
+def test_an_update_that_never_ends_is_left_too(release):
+    strategy = mirrored(timeout=LIMIT / 2)
+    with strategy.scope():
+        variable = tf.Variable(0.0)
+
+    def update(component):
+        while not release.wait(0.001):
+            pass
+
+    def step():
+        merge_fn = lambda strategy: strategy.extended.update(variable, update)  # noqa: E731
+        tf.distribute.get_replica_context().merge_call(merge_fn)
+
+    with pytest.raises(ReplicaTimeoutError):
+        strategy.run(step)
+
+
+def test_a_program_that_gives_signs_of_life_may_be_waited_for_longer_than_the_limit():
+    pytest.importorskip("jax", reason="Python 3.10 has no jax that works")
+    busy, other = tpu(), tpu(timeout=LIMIT)
+    count, step = counting(other)
+    other.run(step)
+    began, never = threading.Event(), threading.Event()
+
+    def call():
+        began.set()
+        never.wait(LIMIT / 4)
+
+    def calls():
+        for _ in tf.range(10):
+            xla.outside_compilation(call)
+
+    thread = threading.Thread(target=lambda: busy.run(calls))
+    thread.start()
+    assert began.wait(60)
+    check_goes_on(other, count, step, 1)
+    thread.join(60)
+
+
+def test_there_may_be_no_limit_at_all(make):
+    strategy = make(timeout=float("inf"), warn_after=float("inf"))
+    count, step = counting(strategy)
+    check_goes_on(strategy, count, step, 0)

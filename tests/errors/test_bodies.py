@@ -1,0 +1,262 @@
+"""Bodies that cannot be compiled: what they use, create and return."""
+
+import importlib
+
+import pytest
+import tensorflow as tf
+from golden import shows
+
+from replica_engine import TPUStrategy, xla
+from replica_engine.errors import (
+    CaptureError,
+    LostVariableError,
+    LoweringError,
+    ProgramError,
+    VariableCreationError,
+    many_traces,
+)
+from replica_engine.xla import program
+
+lower = importlib.import_module("replica_engine.xla.lower")  # `xla.lower` is the function
+
+
+@shows(CaptureError.not_a_variable)
+def test_a_lookup_table():
+    strategy = TPUStrategy(num_cores=2)
+    words = tf.lookup.KeyValueTensorInitializer(tf.constant([10, 20]), tf.constant([1, 2]))
+    table = tf.lookup.StaticHashTable(words, default_value=0)
+
+    def step(x):
+        return table.lookup(x)
+
+    strategy.run(step, args=(tf.constant([10, 20, 30]),))
+
+
+@shows(CaptureError.unknown_shape)
+def test_a_variable_that_may_change_its_shape():
+    strategy = TPUStrategy(num_cores=2)
+    with strategy.scope():
+        history = tf.Variable(tf.zeros([1]), shape=[None])
+
+    def step(x):
+        return x + tf.reduce_sum(history)
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(CaptureError.host_only)
+def test_text_from_outside():
+    strategy = TPUStrategy(num_cores=2)
+    labels = tf.constant(["cat", "dog"])
+
+    def step(x):
+        return x + tf.cast(tf.size(tf.where(labels == "cat")), tf.float32)
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(VariableCreationError.each_time)
+def test_a_new_variable_in_each_run():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x):
+        weight = tf.Variable(1.0, name="weight")
+        return weight * x
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(VariableCreationError.of_arguments)
+def test_an_initial_value_of_the_arguments():
+    strategy = TPUStrategy(num_cores=2)
+
+    class Mean(tf.Module):
+        value = None
+
+        @tf.function
+        def __call__(self, x):
+            if self.value is None:
+                self.value = tf.Variable(tf.reduce_mean(x), name="mean")
+            return self.value
+
+    strategy.run(Mean(), args=(tf.constant([1.0, 2.0]),))
+
+
+@shows(LoweringError.unsupported_op)
+def test_text_in_a_body():
+    strategy = TPUStrategy(num_cores=2)
+
+    def label(x):
+        text = tf.strings.as_string(x)
+        return tf.strings.length(text)
+
+    def step(x):
+        return label(2.0 * x)
+
+    strategy.run(step, args=(tf.constant([1.0, 2.0]),))
+
+
+@shows(LoweringError.not_constant)
+def test_a_shape_that_depends_on_data():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x):
+        rows = tf.cast(tf.reduce_max(x), tf.int32)
+        return tf.reshape(x, [rows, -1])
+
+    strategy.run(step, args=(tf.constant([1.0, 2.0]),))
+
+
+@shows(LoweringError.unbounded_loop)
+def test_the_gradient_of_a_loop_without_a_bound():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = x
+            while tf.reduce_sum(y) < 100.0:
+                y = y * y
+        return tape.gradient(y, x)
+
+    strategy.run(step, args=(tf.constant([1.0, 2.0]),))
+
+
+@shows(LoweringError.dynamic_argument)
+def test_a_batch_of_any_size():
+    def step(x):
+        return tf.reduce_sum(x)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 3])])
+    def show(x):
+        print(xla.lower(step, inputs=[[x], [x]]).as_text())
+
+    show(tf.ones([8, 3]))
+
+
+@shows(LoweringError.dynamic_result)
+def test_a_result_that_a_mask_leaves():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x):
+        large = tf.boolean_mask(x, x > 1.0)
+        return {"all": x, "large": large}
+
+    strategy.run(step, args=(tf.constant([1.0, 2.0]),))
+
+
+@shows(LoweringError.host_only)
+def test_text_as_an_argument():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(batch):
+        return batch["x"]
+
+    strategy.run(step, args=({"x": tf.constant([1.0]), "name": tf.constant(["a"])},))
+
+
+@shows(LoweringError.host_result)
+def test_text_as_a_result():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x):
+        return x, tf.strings.as_string(x)
+
+    strategy.run(step, args=(tf.constant([1.0, 2.0]),))
+
+
+@shows(LoweringError.other)
+def test_whatever_else_xla_refuses():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x):
+        for _ in tf.range(3):
+            tf.autograph.experimental.set_loop_options(shape_invariants=[(x, tf.TensorShape([None]))])
+            x = tf.concat([x, x], axis=0)
+        return x
+
+    strategy.run(step, args=(tf.constant([1.0, 2.0]),))
+
+
+@shows(CaptureError.host_only_variable)
+def test_a_variable_of_text():
+    strategy = TPUStrategy(num_cores=2)
+    words = tf.Variable(["a", "b"], name="words")
+
+    def step(x):
+        return x + tf.cast(tf.size(words), tf.float32)
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@pytest.fixture
+def _few_traces(monkeypatch):
+    monkeypatch.setattr(program, "MANY_TRACES", 3)
+
+
+@pytest.mark.usefixtures("_few_traces")
+@shows(many_traces)
+def test_a_number_that_is_another_each_time():
+    """The warning comes at the third trace here, and not at the eighth."""
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x, rate):
+        return x * rate
+
+    for rate in (0.1, 0.2, 0.3):
+        strategy.run(step, args=(tf.constant(1.0), rate))
+
+
+@pytest.fixture
+def _small_machine(monkeypatch):
+    monkeypatch.setattr(lower, "memory_limit", lambda devices: 8 << 30)
+
+
+@pytest.mark.usefixtures("_small_machine")
+@shows(ProgramError.too_large)
+def test_a_program_that_needs_more_memory_than_there_is():
+    """On a machine that has 8 GiB of memory."""
+    strategy = TPUStrategy(num_cores=2)
+
+    def step():
+        noise = tf.random.normal([1 << 22, 1 << 20])
+        return tf.reduce_sum(noise @ tf.transpose(noise))
+
+    strategy.run(step)
+
+
+@pytest.fixture
+def _unknown_memory(monkeypatch):
+    monkeypatch.setattr(lower, "memory_limit", lambda devices: None)
+
+
+@pytest.mark.usefixtures("_unknown_memory")
+@shows(ProgramError.failed)
+def test_a_program_that_fails():
+    """On devices that have too little memory, and do not say how much they have."""
+    strategy = TPUStrategy(num_cores=2)
+
+    def step():
+        noise = tf.random.normal([1 << 22, 1 << 22])
+        return tf.reduce_sum(noise @ noise)
+
+    strategy.run(step)
+
+
+@pytest.mark.usefixtures("_unknown_memory")
+@shows(LostVariableError.read)
+def test_a_variable_of_a_program_that_fails():
+    """On devices that have too little memory, and do not say how much they have."""
+    strategy = TPUStrategy(num_cores=2)
+    with strategy.scope():
+        weight = tf.Variable(1.0, name="weight")
+
+    def step():
+        noise = tf.random.normal([1 << 22, 1 << 22])
+        weight.assign_add(tf.reduce_sum(noise @ noise))
+
+    try:
+        strategy.run(step)
+    except RuntimeError as error:
+        print(type(error).__name__)
+    print(weight.numpy())

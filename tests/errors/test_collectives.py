@@ -1,0 +1,91 @@
+"""Cross-replica operations that cannot be done as asked."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from golden import shows
+
+from replica_engine import TPUStrategy, xla
+from replica_engine.errors import CollectiveError
+from replica_engine.keras import replicate_model
+
+
+@shows(CollectiveError.unknown_reduction)
+def test_a_product_over_replicas():
+    def step(x):
+        return xla.all_reduce(x, "PRODUCT")
+
+    xla.replicate(step, inputs=[[tf.constant(1.0)], [tf.constant(2.0)]])
+
+
+@shows(CollectiveError.wrong_dtype)
+def test_a_sum_of_truth_values():
+    def step(x):
+        return xla.cross_replica_sum(x > 1.0)
+
+    xla.replicate(step, inputs=[[tf.constant(1.0)], [tf.constant(2.0)]])
+
+
+@shows(CollectiveError.apart)
+def test_an_operation_in_a_model_whose_shares_are_of_two_sizes():
+    """It is caught: each replica then takes the whole batch of 7."""
+
+    class Total(keras.layers.Layer):
+        def call(self, x):
+            if not tf.distribute.has_strategy():
+                return x
+            return x / tf.distribute.get_replica_context().all_reduce("SUM", tf.reduce_sum(x))
+
+    x = np.ones([7, 2], "float32")
+    model = keras.Sequential([keras.Input((2,)), Total(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    fast = replicate_model(model, strategy=TPUStrategy(num_cores=2))
+    print(sorted(fast.train_on_batch(x, x[:, :1], return_dict=True)))
+
+
+@shows(CollectiveError.bad_groups)
+def test_groups_that_leave_a_replica_out():
+    def step(x):
+        return xla.cross_replica_sum(x, groups=[[0, 1]])
+
+    xla.replicate(step, inputs=[[tf.constant(float(i))] for i in range(3)])
+
+
+@shows(CollectiveError.unequal_groups)
+def test_groups_of_two_sizes():
+    def step(x):
+        return xla.all_gather(x, groups=[[0, 1], [2]])
+
+    xla.replicate(step, inputs=[[tf.zeros([2])] for _ in range(3)])
+
+
+@shows(CollectiveError.bad_pairs)
+def test_a_replica_that_receives_twice():
+    def step(x):
+        return xla.collective_permute(x, pairs=[(0, 1), (1, 1)])
+
+    xla.replicate(step, inputs=[[tf.constant(1.0)], [tf.constant(2.0)]])
+
+
+@shows(CollectiveError.no_axis)
+def test_a_dimension_that_is_not_there():
+    def step(x):
+        return xla.all_gather(x, axis=1)
+
+    xla.replicate(step, inputs=[[tf.zeros([4])], [tf.zeros([4])]])
+
+
+@shows(CollectiveError.not_divisible)
+def test_a_dimension_that_cannot_be_split():
+    def step(x):
+        return xla.all_to_all(x, split_axis=0, concat_axis=1)
+
+    xla.replicate(step, inputs=[[tf.zeros([3, 2])], [tf.zeros([3, 2])]])
+
+
+@shows(CollectiveError.unknown_shape)
+def test_a_gathering_of_what_a_mask_leaves():
+    def step(x):
+        return xla.all_gather(tf.boolean_mask(x, x > 1.0))
+
+    xla.replicate(step, inputs=[[tf.zeros([4])], [tf.zeros([4])]])

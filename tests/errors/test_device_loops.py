@@ -1,0 +1,129 @@
+"""Device loops: what `run_steps` cannot take, and what it adds to what ends its inputs."""
+
+import tensorflow as tf
+from golden import shows
+
+from replica_engine import TPUStrategy
+from replica_engine.errors import HostAccessError, InputsError, note_kept_steps
+
+
+@shows(InputsError.bad_iterations)
+def test_no_steps():
+    strategy = TPUStrategy(num_cores=2)
+    batches = strategy.experimental_distribute_dataset(tf.data.Dataset.range(64).batch(8))
+
+    def step(context, x):
+        context.set_last_step_output("loss", tf.reduce_sum(x), "SUM")
+
+    strategy.run_steps(step, iter(batches), iterations=64 / 8)
+
+
+@shows(InputsError.no_iterator)
+def test_a_number_for_an_iterator():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(context, x):
+        context.set_last_step_output("loss", tf.reduce_sum(x), "SUM")
+
+    strategy.run_steps(step, 100)
+
+
+@shows(InputsError.steps_in_function)
+def test_a_loop_in_a_function():
+    strategy = TPUStrategy(num_cores=2)
+    batches = iter(tf.data.Dataset.range(64).batch(8))
+
+    def step(context, x):
+        context.set_last_step_output("loss", tf.reduce_sum(x), "SUM")
+
+    @tf.function
+    def train():
+        strategy.run_steps(step, batches, iterations=8)
+
+    train()
+
+
+@shows(InputsError.uneven_batch)
+def test_a_first_batch_that_cannot_be_shared_evenly():
+    strategy = TPUStrategy(num_cores=2)
+    batches = strategy.experimental_distribute_dataset(tf.data.Dataset.range(64).batch(9))
+
+    def step(context, x):
+        context.set_last_step_output("loss", tf.reduce_sum(x), "SUM")
+
+    strategy.run_steps(step, iter(batches), iterations=7)
+
+
+@shows(InputsError.other_batch)
+def test_a_batch_of_another_structure():
+    strategy = TPUStrategy(num_cores=2)
+    batches = [{"x": tf.zeros([4])}, {"x": tf.zeros([4])}, {"features": tf.zeros([4])}]
+
+    def step(context, batch):
+        context.set_last_step_output("loss", tf.reduce_sum(batch["x"]), "SUM")
+
+    strategy.run_steps(step, batches, iterations=3)
+
+
+@shows(InputsError.other_batch_shape)
+def test_a_last_batch_that_is_smaller():
+    strategy = TPUStrategy(num_cores=2)
+    batches = strategy.experimental_distribute_dataset(tf.data.Dataset.range(20).batch(8))
+
+    def step(context, x):
+        context.set_last_step_output("loss", tf.reduce_sum(x), "SUM")
+
+    strategy.run_steps(step, iter(batches), iterations=3)
+
+
+@shows(InputsError.bad_output_name)
+def test_an_output_named_by_a_list():
+    strategy = TPUStrategy(num_cores=2)
+    batches = iter(tf.data.Dataset.range(64).batch(8))
+
+    def step(context, x):
+        context.set_last_step_output(["loss"], tf.reduce_sum(x), "SUM")
+
+    strategy.run_steps(step, batches, iterations=8)
+
+
+@shows(InputsError.bad_initial_values)
+def test_initial_values_without_names():
+    strategy = TPUStrategy(num_cores=2)
+    batches = iter(tf.data.Dataset.range(64).batch(8))
+
+    def step(context, x):
+        context.set_last_step_output("loss", tf.reduce_sum(x), "SUM")
+
+    strategy.run_steps(step, batches, iterations=8, initial_loop_values=[0])
+
+
+@shows(HostAccessError.in_inputs)
+def test_inputs_that_look_at_a_variable():
+    strategy = TPUStrategy(num_cores=2)
+    with strategy.scope():
+        scale = tf.Variable(1.0)
+
+    def batches():
+        yield tf.ones([4])
+        yield tf.ones([4]) * scale
+
+    def step(context, x):
+        scale.assign_add(tf.reduce_sum(x))
+
+    strategy.run_steps(step, batches(), iterations=2)
+
+
+@shows(note_kept_steps)
+def test_inputs_that_fail():
+    strategy = TPUStrategy(num_cores=2)
+
+    def batches():
+        yield tf.zeros([4])
+        yield tf.zeros([4])
+        raise OSError("the disk is gone")
+
+    def step(context, x):
+        context.set_last_step_output("loss", tf.reduce_sum(x), "SUM")
+
+    strategy.run_steps(step, batches(), iterations=10)

@@ -1,0 +1,267 @@
+"""Host calls of compiled bodies: how they may not be made, and what comes out of them."""
+
+import threading
+
+import pytest
+import tensorflow as tf
+from golden import shows
+
+from replica_engine import TPUStrategy, xla
+from replica_engine.errors import (
+    HostAccessError,
+    HostResultError,
+    NestedHostCallError,
+    note_host_failure,
+    note_stuck,
+    note_unknown_results,
+)
+from replica_engine.xla import host_run
+
+
+@shows(NestedHostCallError.inside)
+def test_a_host_call_in_a_host_call():
+    def save(x):
+        tf.print("saving", x)
+
+    def report(x):
+        if xla.replica_id() == 0:
+            xla.outside_compilation(save, x)
+
+    def step(x):
+        xla.outside_compilation(report, 2.0 * x)
+
+    xla.replicate(step, inputs=[[tf.constant(1.0)], [tf.constant(2.0)]])
+
+
+@shows(HostResultError.no_tensor)
+def test_a_host_function_that_returns_an_object():
+    strategy = TPUStrategy(num_cores=2)
+
+    def describe(x):
+        return {"mean": tf.reduce_mean(x), "names": {"first"}}
+
+    def step(x):
+        return xla.outside_compilation(describe, x)["mean"]
+
+    strategy.run(step, args=(tf.constant([1.0, 2.0]),))
+
+
+@shows(HostResultError.host_only)
+def test_a_host_function_that_returns_text():
+    strategy = TPUStrategy(num_cores=2)
+
+    def describe(x):
+        return {"mean": tf.reduce_mean(x), "text": tf.strings.as_string(x)}
+
+    def step(x):
+        return xla.outside_compilation(describe, x)["mean"]
+
+    strategy.run(step, args=(tf.constant([1.0, 2.0]),))
+
+
+@shows(HostResultError.unknown_shape)
+def test_a_host_function_that_is_said_to_return_any_shape():
+    strategy = TPUStrategy(num_cores=2)
+
+    @xla.returns(tf.TensorSpec([None], tf.float32))
+    def large(x):
+        return tf.boolean_mask(x, x > 1.0)
+
+    def step(x):
+        return tf.reduce_sum(xla.outside_compilation(large, x))
+
+    strategy.run(step, args=(tf.constant([1.0, 2.0]),))
+
+
+@shows(HostResultError.unknown_arguments)
+def test_a_host_function_that_is_given_any_shape():
+    strategy = TPUStrategy(num_cores=2)
+
+    def middle(x):
+        return sorted(x.numpy())[len(x) // 2]
+
+    def step(x):
+        return xla.outside_compilation(middle, x)
+
+    @tf.function(input_signature=[tf.TensorSpec([None])])
+    def train(x):
+        return strategy.run(step, args=(x,))
+
+    train(tf.constant([1.0, 2.0, 3.0]))
+
+
+@shows(HostResultError.other_structure)
+def test_a_host_function_that_returns_something_now_and_then():
+    def above_one(x):
+        if x.numpy() > 1.0:
+            return x
+
+    def step(x):
+        xla.outside_compilation(above_one, x)
+
+    xla.replicate(step, inputs=[[tf.constant(1.0)], [tf.constant(2.0)]])
+
+
+@shows(HostResultError.other_tensor)
+def test_a_host_function_that_returns_another_dtype():
+    @xla.returns(tf.TensorSpec([], tf.float32))
+    def rounded(x):
+        return x if xla.replica_id() == 0 else round(float(x))
+
+    def step(x):
+        return xla.outside_compilation(rounded, x) * 2.0
+
+    xla.replicate(step, inputs=[[tf.constant(1.5)], [tf.constant(2.5)]])
+
+
+@shows(HostResultError.other_tensor, "of_a_mask")
+def test_a_host_function_that_returns_what_a_mask_leaves():
+    def large(x):
+        return tf.boolean_mask(x, x > 1.0)
+
+    def step(x):
+        return tf.reduce_sum(xla.outside_compilation(large, x))
+
+    xla.replicate(step, inputs=[[tf.constant([0.0, 1.0])], [tf.constant([1.0, 2.0])]])
+
+
+@shows(HostAccessError.variable)
+def test_a_host_function_that_uses_a_variable():
+    strategy = TPUStrategy(num_cores=2)
+    with strategy.scope():
+        steps = tf.Variable(0, name="steps")
+
+    def report(loss):
+        if xla.replica_id() == 0:
+            tf.print("step", steps, "loss", loss)
+
+    def step(x):
+        steps.assign_add(1)
+        xla.outside_compilation(report, x * x)
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(HostAccessError.of_function)
+def test_a_host_function_that_calls_a_function_with_a_variable():
+    strategy = TPUStrategy(num_cores=2)
+    with strategy.scope():
+        scale = tf.Variable(2.0, name="scale")
+
+    @tf.function
+    def scaled(x):
+        return scale * x
+
+    def report(loss):
+        if xla.replica_id() == 0:
+            print("loss", float(scaled(loss)))
+
+    def step(x):
+        xla.outside_compilation(report, x * x)
+
+    scaled(tf.constant(1.0))
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(HostAccessError.devices)
+def test_a_host_function_that_runs_a_step():
+    strategy = TPUStrategy(num_cores=2)
+
+    def evaluate():
+        return tf.constant(1.0)
+
+    def report(loss):
+        if xla.replica_id() == 0:
+            print("loss", float(loss), "accuracy", strategy.run(evaluate))
+
+    def step(x):
+        xla.outside_compilation(report, x * x)
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(HostAccessError.tensor)
+def test_a_host_function_that_uses_a_tensor_of_an_attribute():
+    strategy = TPUStrategy(num_cores=2)
+
+    class Losses:
+        last = None
+
+    def report():
+        return Losses.last + 1.0
+
+    def step(x):
+        Losses.last = x * x
+        return xla.outside_compilation(report)
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(note_unknown_results)
+def test_a_host_function_that_fails_on_zeros():
+    strategy = TPUStrategy(num_cores=2)
+
+    def inverse(x):
+        if x.numpy() == 0.0:
+            raise ValueError("zero has no inverse")
+        return 1.0 / x.numpy()
+
+    def step(x):
+        return xla.outside_compilation(inverse, x)
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(note_host_failure)
+def test_a_host_function_that_fails():
+    def check(loss):
+        if loss > 2.0:
+            raise ValueError(f"a loss of {float(loss)}")
+
+    def step(x):
+        for _ in tf.range(3):
+            x *= x
+            xla.outside_compilation(check, x)
+        return x
+
+    xla.replicate(step, inputs=[[tf.constant(1.0)], [tf.constant(1.3)]])
+
+
+@shows(note_host_failure, "on_all_replicas")
+def test_a_host_function_that_fails_on_all_replicas():
+    together = threading.Barrier(4)
+
+    def check():
+        together.wait(10)
+        raise ValueError("not a number")
+
+    def step():
+        xla.outside_compilation(check)
+
+    xla.replicate(step, num_replicas=4)
+
+
+@pytest.fixture
+def _little_patience(monkeypatch):
+    monkeypatch.setattr(host_run, "_STUCK_AFTER", 0.01)
+
+
+@pytest.mark.usefixtures("_little_patience")
+@shows(note_stuck)
+def test_a_program_that_does_not_end_after_a_failure():
+    """The program is long, and it is given 0.01 s to end after the failure, not 15."""
+    strategy = TPUStrategy(num_cores=2)
+
+    @xla.returns(tf.TensorSpec([500, 500]))
+    def check(x):
+        if xla.replica_id() == 1:
+            raise ValueError("no more room on the disk")
+        return x
+
+    def step(x):
+        x = xla.outside_compilation(check, x)
+        for _ in tf.range(20):
+            x = tf.tanh(x @ x)
+        return xla.cross_replica_sum(x)
+
+    strategy.run(step, args=(tf.random.normal([500, 500]),))

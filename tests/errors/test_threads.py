@@ -1,0 +1,246 @@
+"""Replicas on threads: what goes wrong between them, and what is added to a user's exception."""
+
+import multiprocessing
+import pathlib
+import threading
+
+import pytest
+import tensorflow as tf
+from golden import shows
+
+from replica_engine import MirroredStrategy
+from replica_engine.engine import run
+from replica_engine.errors import (
+    ForkedError,
+    MergeCallGraphError,
+    MergeCallMismatchError,
+    NotInReplicaError,
+    ReplicaUnwound,
+    StructureMismatchError,
+    VariableMismatchError,
+    note_abandoned,
+    note_failed_alike,
+    note_failure,
+    note_merge_failure,
+)
+
+
+@shows(MergeCallMismatchError.different_counts)
+def test_a_merge_call_in_a_branch():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def step(x):
+        context = tf.distribute.get_replica_context()
+        total = context.all_reduce("SUM", x)
+        if tf.get_static_value(context.replica_id_in_sync_group) == 0:
+            total = context.all_reduce("SUM", total)
+        return total
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(MergeCallMismatchError.different_functions)
+def test_a_merge_function_for_each_replica():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def largest(strategy, x):
+        return tf.reduce_max(strategy.experimental_local_results(x))
+
+    def smallest(strategy, x):
+        return tf.reduce_min(strategy.experimental_local_results(x))
+
+    def step(x):
+        context = tf.distribute.get_replica_context()
+        first = tf.get_static_value(context.replica_id_in_sync_group) == 0
+        return context.merge_call(largest if first else smallest, args=(x,))
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(StructureMismatchError.between)
+def test_results_of_another_structure():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def step(x):
+        context = tf.distribute.get_replica_context()
+        if tf.get_static_value(context.replica_id_in_sync_group) == 0:
+            return {"loss": x, "logits": [x, x]}
+        return {"loss": x, "logits": [x]}
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(StructureMismatchError.between, "of_arguments")
+def test_arguments_of_another_structure():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def log(strategy, values):
+        tf.print(values)
+
+    def step(x):
+        context = tf.distribute.get_replica_context()
+        first = tf.get_static_value(context.replica_id_in_sync_group) == 0
+        context.merge_call(log, args=({"loss": x} if first else {"error": x},))
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(MergeCallGraphError.inside)
+def test_a_merge_call_in_a_nested_function():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    @tf.function
+    def mean(x):
+        return tf.distribute.get_replica_context().all_reduce("MEAN", x)
+
+    @tf.function
+    def train(x):
+        return strategy.run(mean_of_squares, args=(x,))
+
+    def mean_of_squares(x):
+        if x > 0.0:
+            x = mean(x * x)
+        return x
+
+    train(tf.constant(2.0))
+
+
+@shows(NotInReplicaError.other_thread)
+def test_a_merge_call_on_a_thread_of_ones_own():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def step(x):
+        context = tf.distribute.get_replica_context()
+        failures = []
+
+        def in_background():
+            try:
+                with context:
+                    context.all_reduce("SUM", x)
+            except Exception as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=in_background, name="background")
+        thread.start()
+        thread.join()
+        raise failures.pop()
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(VariableMismatchError.not_created)
+def test_a_variable_that_replica_0_does_not_create():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def step(x):
+        weight = tf.Variable(1.0, name="weight")
+        context = tf.distribute.get_replica_context()
+        if tf.get_static_value(context.replica_id_in_sync_group) == 1:
+            weight = tf.Variable(x, name="bias")
+        return weight * x
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(ReplicaUnwound)
+def test_how_a_waiting_replica_is_taken_down():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def step(x):
+        context = tf.distribute.get_replica_context()
+        if tf.get_static_value(context.replica_id_in_sync_group) == 1:
+            raise ValueError("no more memory")
+        try:
+            return context.all_reduce("SUM", x)
+        except BaseException as error:
+            print(f"replica 0 is taken down with {type(error).__name__}: {error}")
+            raise
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(note_failure)
+def test_an_exception_of_a_replica():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def step(x):
+        context = tf.distribute.get_replica_context()
+        total = context.all_reduce("SUM", x)
+        if tf.get_static_value(context.replica_id_in_sync_group) == 1:
+            raise ValueError(f"{float(total)} is not a loss")
+        try:
+            return context.all_reduce("SUM", total)
+        finally:
+            pathlib.Path("/no/such/file").read_text()
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(note_failed_alike)
+def test_an_exception_of_all_replicas():
+    strategy = MirroredStrategy([f"CPU:{replica}" for replica in range(4)], concurrent=True)
+    first = threading.Event()
+
+    def step(x):
+        if tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group) > 0:
+            first.wait()
+        first.set()
+        raise ValueError("not a number")
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(note_merge_failure)
+def test_an_exception_of_a_merge_function():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def check(strategy, x):
+        raise ValueError("the replicas are not equal")
+
+    def step(x):
+        tf.distribute.get_replica_context().merge_call(check, args=(x,))
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+@shows(ForkedError.of_process)
+def test_a_run_in_a_fork():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    processes = multiprocessing.get_context("fork")
+    found = processes.SimpleQueue()
+
+    def train():
+        try:
+            found.put(strategy.run(tf.square, args=(tf.constant(2.0),)))
+        except Exception as error:
+            found.put(error)
+
+    process = processes.Process(target=train)
+    process.start()
+    error = found.get()
+    process.join()
+    raise error
+
+
+@pytest.fixture
+def _little_patience(monkeypatch):
+    monkeypatch.setattr(run, "UNWIND_GRACE", 0.1)
+
+
+@pytest.mark.usefixtures("_little_patience")
+@shows(note_abandoned)
+def test_a_replica_that_cannot_be_taken_down():
+    """It is given 0.1 s to come down here, and not 30."""
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def step(x):
+        context = tf.distribute.get_replica_context()
+        if tf.get_static_value(context.replica_id_in_sync_group) == 1:
+            raise ValueError("no more memory")
+        try:
+            context.all_reduce("SUM", x)
+        finally:
+            threading.Event().wait(0.5)
+
+    strategy.run(step, args=(tf.constant(1.0),))

@@ -1,0 +1,132 @@
+"""Values that replicas cannot be given, or that cannot be brought together."""
+
+import numpy as np
+import tensorflow as tf
+from golden import shows
+
+from replica_engine import MirroredStrategy, TPUStrategy, join_outputs, split_batch
+from replica_engine.errors import ReplicaValueError
+
+
+@shows(ReplicaValueError.other_size)
+def test_a_value_of_a_strategy_of_another_size():
+    two, three = TPUStrategy(num_cores=2), TPUStrategy(num_cores=3)
+
+    def replica_id(context):
+        return tf.constant(context.replica_id_in_sync_group)
+
+    ids = two.experimental_distribute_values_from_function(replica_id)
+    three.run(tf.square, args=(ids,))
+
+
+@shows(ReplicaValueError.distributed)
+def test_a_distributed_value_in_another():
+    strategy = TPUStrategy(num_cores=2)
+
+    def replica_id(context):
+        return tf.constant(context.replica_id_in_sync_group)
+
+    def all_ids(context):
+        return strategy.experimental_distribute_values_from_function(replica_id)
+
+    ids = strategy.experimental_distribute_values_from_function(all_ids)
+    strategy.run(tf.square, args=(ids,))
+
+
+@shows(ReplicaValueError.endless)
+def test_a_list_that_contains_itself():
+    strategy = TPUStrategy(num_cores=2)
+    history = [tf.constant(1.0)]
+    history.append(history)
+
+    def step(history):
+        return history[0]
+
+    strategy.run(step, args=(history,))
+
+
+@shows(ReplicaValueError.no_tensor)
+def test_a_number_that_is_too_large():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(batch):
+        return batch["x"]
+
+    strategy.run(step, args=({"x": np.array([1.0, "a"], dtype=object)},))
+
+
+@shows(ReplicaValueError.not_reducible)
+def test_a_sum_of_texts():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def step():
+        context = tf.distribute.get_replica_context()
+        return f"replica {tf.get_static_value(context.replica_id_in_sync_group)}"
+
+    strategy.reduce("SUM", strategy.run(step), axis=None)
+
+
+@shows(ReplicaValueError.sum_of_one)
+def test_a_sum_of_a_variable():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        weight = tf.Variable(1.0)
+    strategy.reduce("SUM", weight, axis=None)
+
+
+@shows(ReplicaValueError.bad_reduction)
+def test_a_largest_value():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    losses = strategy.run(tf.square, args=(tf.constant(2.0),))
+    strategy.reduce("MAX", losses, axis=None)
+
+
+@shows(ReplicaValueError.bad_rows)
+def test_a_batch_size_that_is_negative():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    split_batch(strategy, np.ones([8, 4], "float32"), batch_size=-1)
+
+
+@shows(ReplicaValueError.no_rows)
+def test_outputs_that_are_text():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def step(x):
+        return {"doubled": 2.0 * x, "name": "step"}
+
+    join_outputs(strategy, strategy.run(step, args=(tf.ones([4]),)))
+
+
+@shows(ReplicaValueError.bad_axis)
+def test_the_name_of_an_axis():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    losses = strategy.run(tf.square, args=(tf.ones([4]),))
+    strategy.reduce("SUM", losses, axis="batch")
+
+
+@shows(ReplicaValueError.no_function)
+def test_a_call_in_the_place_of_a_function():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy.run(tf.square(2.0))
+
+
+@shows(ReplicaValueError.no_positional)
+def test_an_argument_without_a_tuple():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy.run(tf.square, args=(tf.constant(2.0)))
+
+
+@shows(ReplicaValueError.no_keywords)
+def test_keywords_in_a_list():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy.run(tf.square, kwargs=[tf.constant(2.0)])
+
+
+@shows(ReplicaValueError.no_strategy)
+def test_devices_in_the_place_of_a_strategy():
+    split_batch(["CPU:0", "CPU:1"], np.ones([8, 4], "float32"))
+
+
+@shows(ReplicaValueError.bad_flag)
+def test_a_word_for_yes():
+    MirroredStrategy(["CPU:0", "CPU:1"], concurrent="yes")

@@ -1,0 +1,38 @@
+"""Random faults in one process, a few hundred of them: the short version of `make soak`.
+
+A failure names the seed, and `python -m soak --only faults --seed SEED --injections 1` injects that fault alone.
+"""
+
+import pytest
+
+from soak import injection
+from soak.faults import Injector
+from soak.injection import COMPILED, EAGER, Injection
+
+
+def inject(injections):
+    injector = Injector()
+    problems = [f"{each}: {problem}" for each in injections for problem in injector.inject(each)]
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("seed", range(0, 150, 50))
+def test_on_threads(seed):
+    """Everything in a model and its strategies is made anew here, so no fault is hidden by the tests before."""
+    inject([Injection.drawn(number, only_quick=True) for number in range(seed, seed + 50)])
+
+
+def test_in_compiled_bodies():
+    """On one strategy, whose program is compiled once."""
+    drawn = (Injection.drawn(number) for number in range(10_000))
+    compiled = [
+        each
+        for each in drawn
+        if each.strategy == COMPILED and each.size == 3 and each.form == EAGER and each.point != injection.INPUTS
+    ]
+    inject([each for each in compiled if not each.traces][:30])
+
+
+def test_one_seed_draws_one_fault():
+    assert Injection.drawn(7) == Injection.drawn(7)
+    assert len({str(Injection.drawn(number)) for number in range(1000)}) == 1000

@@ -1,0 +1,56 @@
+"""Whose frames a traceback shows."""
+
+import traceback
+
+import pytest
+import tensorflow as tf
+
+from replica_engine import MirroredStrategy
+from replica_engine.testing import logical_devices
+
+
+@pytest.fixture
+def strategy():
+    return MirroredStrategy(logical_devices(8)[:2])
+
+
+def fails_below():
+    raise KeyError("mine")
+
+
+def files_of(error):
+    return [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def test_the_users_frames_follow_the_line_that_called_run(strategy):
+    def step():
+        fails_below()
+
+    with pytest.raises(KeyError) as caught:
+        strategy.run(step)
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[-2:] == ["step", "fails_below"]
+    assert names == ["test_the_users_frames_follow_the_line_that_called_run", "run", "step", "fails_below"]
+    assert sum("tensorflow" in file for file in files_of(caught.value)) == 0
+
+
+def test_an_error_of_the_librarys_ends_at_the_call(strategy):
+    def step():
+        context = tf.distribute.get_replica_context()
+        if tf.get_static_value(context.replica_id_in_sync_group) == 0:
+            context.all_reduce("SUM", 1.0)
+
+    with pytest.raises(RuntimeError) as caught:
+        strategy.run(step)
+    assert len(files_of(caught.value)) == 2
+
+
+def test_all_frames_are_there_if_asked_for(strategy):
+    tf.debugging.disable_traceback_filtering()
+    try:
+        with pytest.raises(KeyError) as caught:
+            strategy.run(fails_below)
+    finally:
+        tf.debugging.enable_traceback_filtering()
+    assert any("engine/run.py" in file for file in files_of(caught.value))
+    assert any("replica/call.py" in file for file in files_of(caught.value))

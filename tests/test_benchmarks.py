@@ -1,0 +1,164 @@
+"""What benchmarks make of their figures; nothing is timed here."""
+
+import json
+import pathlib
+import xml.etree.ElementTree
+
+import pytest
+
+from benchmarks import command, page, picture
+from benchmarks.__main__ import GROUPS, PAGE, ROOT
+from benchmarks.measure import Row, WrongResult, fitted, interleaved, same
+from benchmarks.report import COLUMNS, Report, cells
+
+MADE_UP = {"processor": "an abacus", "cores": "2"}
+
+
+def row(group="eager_run", target=0.5, **rest):
+    figures = {"ours": [1.0, 2.0, 6.0], "theirs": [4.0, 4.0, 4.0], "limit": [1.0, 1.0, 1.0]}
+    return Row(group, "empty", figures, replicas=2, targets={"theirs": target}, check="losses 0.5", **rest)
+
+
+def points():
+    return [
+        Row("growth", "run", {"MirroredStrategy": [1.0 + at], "tf.distribute": [2.0 + at]}, axis="merge calls", at=at)
+        for at in (0.0, 1.0, 10.0)
+    ]
+
+
+def report():
+    alone = Row("memory", "a thread", {"ours": [144.0]}, unit="KiB")
+    return Report(MADE_UP, [row(), row(target=0.2), alone, *points()], {"launch": "exit status 1: a | b"})
+
+
+def test_the_ratio_is_the_median_of_the_ratios_within_repeats():
+    theirs, limit = row().comparisons
+    assert (theirs.peer, theirs.ratios, theirs.ratio, theirs.target, theirs.met) == (
+        "theirs",
+        [0.25, 0.5, 1.5],
+        0.5,
+        0.5,
+        True,
+    )
+    assert (limit.ratio, limit.target, limit.met) == (2.0, None, None)
+    assert row(target=0.49).comparisons[0].met is False
+
+
+def test_contenders_take_turns_and_each_is_first_once():
+    order = []
+    figures = interleaved({name: lambda name=name: order.append(name) or len(order) for name in "abc"}, 3)
+    assert "".join(order) == "abcbcacab"
+    assert figures == {"a": [1, 6, 8], "b": [2, 4, 9], "c": [3, 5, 7]}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"figures": {"ours": [1.0], "theirs": [1.0, 2.0]}},
+        {"figures": {"ours": []}},
+        {"figures": {}},
+        {"figures": {"ours": [1.0]}, "targets": {"theirs": 1.0}},
+    ],
+    ids=["unequal", "empty", "nobody", "target"],
+)
+def test_a_row_that_no_table_can_show_is_an_error(wrong):
+    with pytest.raises(ValueError, match="empty:"):
+        Row("eager_run", "empty", **wrong)
+
+
+def test_equal_results_are_told_and_others_raise():
+    assert same("loss", {"ours": 0.5, "theirs": 0.50001}, 1e-4) == "loss 0.500005 ±0.0001"
+    for other in (0.51, float("nan")):
+        with pytest.raises(WrongResult, match=r"loss apart by more than 0\.0001"):
+            same("loss", {"ours": 0.5, "theirs": other, "others": 0.5}, 1e-4)
+
+
+def test_a_line_through_points_of_a_line():
+    assert fitted([(x, 3.0 + 0.25 * x) for x in (1.0, 10.0, 1000.0)]) == pytest.approx((3.0, 0.25))
+
+
+def test_json_keeps_all(tmp_path):
+    report().write(tmp_path / "figures.json")
+    assert Report.read(tmp_path / "figures.json") == report()
+    assert len(json.loads((tmp_path / "figures.json").read_text())["rows"]) == 6
+    Report(MADE_UP).write(tmp_path / "none.json")
+    assert Report.read(tmp_path / "none.json") == Report(MADE_UP)
+
+
+def test_the_table_has_a_line_for_each_peer_and_failure():
+    table = report().table()
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    assert "processor an abacus, cores 2" in table
+    assert "1 of 2 targets met" in table
+    assert len(lines) == 2 + 2 * 2 + 1 + 3 + 1
+    assert {line.count("|") for line in lines} == {len(COLUMNS) + 1}
+    first = [cell.strip() for cell in lines[2].strip("|").split("|")]
+    expected = "eager_run,empty,2,ours,2.00,1.00 to 6.00,ms,theirs,4.00,4.00 to 4.00,0.50,0.50,yes,losses 0.5"
+    assert first == expected.split(",")
+    assert "NO" in lines[4]
+    assert lines[-1].startswith("| launch")
+    assert "exit status 1: a / b" in lines[-1]
+
+
+def test_points_of_a_plot_say_where_they_are():
+    assert cells(points()[2])[0][1] == "run, 10 merge calls"
+
+
+def test_newer_groups_replace_older_ones():
+    newer = Report(MADE_UP, [row("launch")], {"memory": "it has no rows"})
+    both = report().updated(newer).sorted(GROUPS)
+    assert both.groups == ["eager_run", "launch", "growth", "memory"]
+    assert both.failures == {"memory": "it has no rows"}
+    assert report().updated(report()) == report()
+    with pytest.raises(ValueError, match="write to another file"):
+        report().updated(Report({"processor": "another"}))
+
+
+@pytest.mark.parametrize("draw", [picture.draw_ratios, picture.draw_growth])
+def test_pictures_are_the_same_for_the_same_figures(draw, tmp_path):
+    for name in ("one.svg", "other.svg"):
+        draw(report(), tmp_path / name)
+    drawn = (tmp_path / "one.svg").read_text()
+    xml.etree.ElementTree.fromstring(drawn)
+    assert drawn == (tmp_path / "other.svg").read_text()
+    assert ("MirroredStrategy" if draw is picture.draw_growth else "empty, N = 2: ours to theirs") in drawn
+    draw(Report(MADE_UP), tmp_path / "empty.svg")
+
+
+def test_the_page_gets_the_tables_and_keeps_the_rest():
+    text = PAGE.read_text(encoding="utf-8")
+    once = page.with_table(text, report())
+    assert once.partition(page.BEGIN)[0] == text.partition(page.BEGIN)[0]
+    assert "### eager_run\n\nWhat one eager `strategy.run` costs" in once
+    assert "**Failed:** exit status 1" in once
+    assert page.with_table(once, report()) == once
+    with pytest.raises(ValueError, match="has no <!--"):
+        page.with_table("a page", report())
+
+
+def test_options_have_a_quick_default():
+    options = [command.Option("merge_calls", "1,2", "1", "how many", command.numbers)]
+    flags = [command.parse("", options, line.split()) for line in ("", "--quick", "--quick --merge-calls 3,4")]
+    assert [each.merge_calls for each in flags] == [[1, 2], [1], [3, 4]]
+    assert [each.repeats for each in flags] == [7, 2, 2]
+
+
+def test_rows_are_written_as_they_come(tmp_path, monkeypatch, capsys):
+    def measure(flags):
+        yield row()
+        raise WrongResult("losses differ")
+
+    monkeypatch.setattr("sys.argv", ["benchmark", "--json", str(tmp_path / "rows.json")])
+    with pytest.raises(WrongResult):
+        command.main("", measure)
+    assert Report.read(tmp_path / "rows.json").rows == [row()]
+    assert "| eager_run | empty | 2 | ours |" in capsys.readouterr().out
+
+
+def test_every_group_is_a_module_and_stands_in_the_docs():
+    modules = {
+        path.stem for path in pathlib.Path(ROOT, "benchmarks").glob("*.py") if "command.main(" in path.read_text()
+    }
+    assert modules == set(GROUPS)
+    text = PAGE.read_text(encoding="utf-8")
+    assert [group for group in GROUPS if f"| `{group}` |" not in text] == []
