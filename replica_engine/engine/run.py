@@ -54,7 +54,7 @@ from replica_engine.engine.replica import Replica
 from replica_engine.engine.sync_point import State, SyncPoint
 from replica_engine.errors.standstill import IN_MERGE
 from replica_engine.telemetry import timeline
-from replica_engine.telemetry.interrupt import break_off, take_back
+from replica_engine.telemetry.interrupt import break_off, take_back, wait_for_ever
 from replica_engine.telemetry.stacks import stack_of
 from replica_engine.telemetry.trace_file import Track
 from replica_engine.telemetry.watchdog import Watch
@@ -229,7 +229,7 @@ class Run:
 
     def _wait(self, event: Event) -> None:
         """Waits for the event, or for the time to run out."""
-        event.wait()
+        wait_for_ever(event.wait)
         if self._watch.expired:
             raise self._timed_out()
 

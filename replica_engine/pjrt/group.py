@@ -25,6 +25,7 @@ from replica_engine.pjrt.jaxlib import (
     SingleDeviceSharding,
     batched_device_put,
 )
+from replica_engine.telemetry.interrupt import MISSED, wait_for_ever
 
 Array = Any
 """An array on the devices of a group: a `jax.Array`."""
@@ -68,7 +69,7 @@ class ProgramOrder:
 
     def __enter__(self) -> None:
         if not self.enter_now():
-            self._lock.acquire()
+            wait_for_ever(lambda seconds: self._lock.acquire(timeout=seconds))
             self.beat()
 
     def enter_now(self) -> bool:
@@ -93,7 +94,7 @@ class ProgramOrder:
         if (why := getattr(_thread, "why", None)) is not None:
             raise why()
         began = time.monotonic()
-        while not self._lock.acquire(timeout=min(max(0.0, self._due(began, seconds)), threading.TIMEOUT_MAX)):
+        while not self._lock.acquire(timeout=min(max(0.0, self._due(began, seconds)), MISSED)):  # as `wait_for_ever`
             if self._due(began, seconds) <= 0:
                 raise late()
         self.beat()

@@ -16,6 +16,21 @@ from replica_engine.telemetry.stacks import in_users_code
 _PATIENCE = 0.1  # seconds for a thread to come back to the user's code
 _STEP = 0.001  # seconds between looks
 _SIGINT = int(signal.SIGINT)
+MISSED = 0.2  # seconds until a waiting thread looks again whether there was a signal
+
+
+def wait_for_ever(wait: Callable[[float], bool]) -> None:
+    """Waits until something has come, and lets Ctrl-C in at any moment.
+
+    Python's locks wait without a limit as well, and a signal wakes the main thread from that; but not one that comes
+    between Python's last look for signals and the moment when the thread sleeps. That one would wait with it, for ever
+    if need be. So the wait is cut into pieces, and Python looks between them.
+
+    Args:
+        wait: waits for as many seconds as it is given at most, and says whether it has come.
+    """
+    while not wait(MISSED):
+        pass
 
 
 def raise_in(thread: int, kind: type[BaseException]) -> None:

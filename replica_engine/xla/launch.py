@@ -29,7 +29,7 @@ from replica_engine.pjrt.interrupts import held_off
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 from replica_engine.replica.failed_run import note_failed_run
 from replica_engine.telemetry import timeline
-from replica_engine.telemetry.interrupt import raise_in
+from replica_engine.telemetry.interrupt import raise_in, wait_for_ever
 from replica_engine.telemetry.stacks import stack_of
 from replica_engine.telemetry.trace_file import Track
 from replica_engine.telemetry.watchdog import Watch
@@ -183,7 +183,7 @@ class Launch:
         self._devices.running_name = self._traced.name
         thread.start()
         try:
-            woken.wait()
+            wait_for_ever(woken.wait)
         except BaseException:
             nobody_waits.set()
             raise

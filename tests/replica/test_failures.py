@@ -1,5 +1,6 @@
 """The failure table of docs/architecture.md, row by row, from user-shaped code."""
 
+import _thread
 import concurrent.futures
 import os
 import pickle
@@ -488,6 +489,27 @@ def test_ctrl_c_raises_within_a_second_and_the_next_run_works():
         process.kill()
         process.communicate()
     assert process.returncode == 0
+
+
+def test_ctrl_c_in_the_moment_before_a_wait():
+    """The interpreter has been told of it, and the thread that waits is not woken."""
+    strategy = replica_engine.MirroredStrategy(["CPU:0", "CPU:1"])
+    go, waited = threading.Event(), []
+
+    def stuck():
+        if replica_id() == 1:
+            _thread.interrupt_main()
+            waited.append(go.wait(20))
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            strategy.run(stuck)
+        assert not waited, "it did not end the wait"
+    finally:
+        go.set()
+        signal.signal(signal.SIGINT, before)
+    assert works(strategy)
 
 
 def test_under_keras_the_location_is_the_line_that_called_fit():

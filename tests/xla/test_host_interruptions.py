@@ -1,5 +1,6 @@
 """Ctrl-C, and what else is to end the program, in host work."""
 
+import _thread
 import contextlib
 import os
 import signal
@@ -125,3 +126,39 @@ def test_the_next_run_waits_for_the_one_that_was_interrupted():
         strategy.run(lambda: tf.zeros([]))
         assert sorted(ended) == [0, 1]
         timer.join()
+
+
+@pytest.mark.parametrize("waits_for", ["its program", "its turn"])
+@pytest.mark.parametrize("timeout", [None, 100.0])
+def test_ctrl_c_in_the_moment_before_a_wait(waits_for, timeout):
+    """The interpreter has been told of it, and the thread that waits is not woken."""
+    go, inside, waited = threading.Event(), threading.Event(), []
+
+    def stuck():
+        inside.set()
+        waited.append(go.wait(20))
+
+    def interrupted():
+        _thread.interrupt_main()
+        waited.append(go.wait(20))
+
+    strategy = TPUStrategy(num_cores=2, timeout=timeout)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    threads = []
+    try:
+        if waits_for == "its turn":
+            other = TPUStrategy(num_cores=2)
+            threads.append(threading.Thread(target=other.run, args=(lambda: xla.outside_compilation(stuck),)))
+            threads[0].start()
+            inside.wait(20)
+            threads.append(threading.Timer(1.0, _thread.interrupt_main))  # by when this thread waits for its turn
+            threads[1].start()
+        with pytest.raises(KeyboardInterrupt):
+            strategy.run(lambda: xla.outside_compilation(interrupted if waits_for == "its program" else lambda: None))
+        assert not waited, "it did not end the wait"
+    finally:
+        go.set()
+        for thread in threads:
+            thread.join(20)
+        signal.signal(signal.SIGINT, before)
+    check_strategy_works(strategy)
