@@ -27,7 +27,10 @@ _INTERNAL = tuple(
     for folder in (
         os.path.dirname(tf.__file__),
         *((os.path.dirname(_KERAS.origin),) if _KERAS is not None and _KERAS.origin else ()),
-        *(os.path.join(_PACKAGE, part) for part in ("engine", "replica", "xla", "pjrt", "strategies", "_compat")),
+        *(
+            os.path.join(_PACKAGE, part)
+            for part in ("engine", "replica", "xla", "pjrt", "strategies", "telemetry", "_compat")
+        ),
     )
 )
 _STANDARD_LIBRARY = os.path.dirname(functools.__file__) + os.sep

@@ -28,7 +28,7 @@ def run_steps(
     initial_values: Any,
     in_replica: bool,
     spread: bool,
-    depth: int,
+    prefetch: int | None,
     context_class: type[MultiStepContext],
 ) -> Any:
     """Runs steps in one launch.
@@ -43,10 +43,12 @@ def run_steps(
         in_replica: whether a step is in replica context, or in cross-replica context.
         spread: whether a batch that is a tuple is several arguments, or one. A function that does not take so many
             gets the other.
-        depth: how many batches are fetched ahead at most.
+        prefetch: how many batches are fetched ahead at most; None for two, or more of small ones.
         context_class: of what a step passes out.
     """
-    iterations, depth = _positive("iterations", iterations), _positive("prefetch", depth)
+    iterations = _positive("iterations", iterations)
+    if prefetch is not None:
+        prefetch = _positive("prefetch", prefetch)
     if initial_values is not None and not isinstance(initial_values, Mapping):
         raise InputsError.bad_initial_values(initial_values)
     if not tf.executing_eagerly():
@@ -74,7 +76,7 @@ def run_steps(
     if first is None:
         raise _out_of_range(context, iterations)
     with strategy.scope(), shutdown.running():
-        outcome = run_loop(programs, source, (in_replica, context_class), step, first, batches, iterations, depth)
+        outcome = run_loop(programs, source, (in_replica, context_class), step, first, batches, iterations, prefetch)
     context = context_class.filled(outcome.steps, outcome.results)
     if outcome.error is not None:
         _keep(outcome.error, context, iterations)

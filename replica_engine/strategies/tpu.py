@@ -107,7 +107,7 @@ class TPUExtended(Reductions, distribute.MirroredExtended):
         initial_loop_values: Any,
         in_replica: bool = True,
         spread: bool = True,
-        prefetch: int = 2,
+        prefetch: int | None = None,
         context_class: type[MultiStepContext] = MultiStepContext,
         programs: Programs | None = None,
     ) -> Any:
@@ -120,7 +120,8 @@ class TPUExtended(Reductions, distribute.MirroredExtended):
             initial_loop_values: what `last_step_outputs` is if there is no batch.
             in_replica: whether a step is in replica context, or in cross-replica context.
             spread: whether a batch that is a tuple is several arguments, or one.
-            prefetch: how many batches are fetched ahead at most.
+            prefetch: how many batches are fetched ahead at most; None for two, or more of small ones: up to 256, or as
+                many as half a megabyte has for a replica.
             context_class: of what a step passes out.
             programs: where to keep what is compiled; None keeps it with the strategy.
         """
@@ -334,7 +335,7 @@ class TPUStrategy(tf.distribute.Strategy):
         iterations: int | None = None,
         *,
         initial_loop_values: Any = None,
-        prefetch: int = 2,
+        prefetch: int | None = None,
     ) -> MultiStepContext:
         """Runs `fn` on each replica, `iterations` times, in one launch: a loop on the devices.
 
@@ -348,7 +349,8 @@ class TPUStrategy(tf.distribute.Strategy):
                 or anything that can be iterated over. No more than `iterations` batches are taken from it.
             iterations: how many steps; None takes `steps_per_run`.
             initial_loop_values: by name, what `last_step_outputs` is if there is no batch at all.
-            prefetch: how many batches are fetched ahead at most.
+            prefetch: how many batches are fetched ahead at most; None for two, or more of small ones: up to 256, or as
+                many as half a megabyte has for a replica.
 
         Returns:
             The context, with what the last step passed out.

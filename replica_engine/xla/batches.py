@@ -30,6 +30,7 @@ class BatchReader:
         self._name = name
         self._like, _ = _read(batch)
         self._skeleton = tf.nest.map_structure(lambda _: 0, batch)
+        self._nothing: list[list[np.ndarray]] = [[] for _ in range(arguments.size)]
 
     def parts(self, batch: tuple, number: int) -> list[list[np.ndarray]]:
         """Of each replica the arrays of a batch, which nobody changes any more.
@@ -37,6 +38,8 @@ class BatchReader:
         Raises:
             InputsError: the batch is unlike the first.
         """
+        if batch == () and self._like == [(tuple, 0)]:  # steps without inputs
+            return self._nothing
         try:
             like, columns = _read(batch)
             if like is None or like != self._like:

@@ -1,14 +1,17 @@
 """Many steps in one launch: a loop on the devices, with the inputs of the steps fed in from the host.
 
-The program is a loop around the step. Before each step it calls the host for the next batch, which lies ready there:
-a thread fetches batches ahead of the steps (`InputQueue`). Whether there is another one is an answer of the host too,
-so one program serves any number of steps. Steps are always whole. When the inputs end early, or fail, the steps that
-ran are kept; when a host call of the step fails, none is.
+The program is two loops around the step. The outer one calls the host for the next batches, a chunk, which lie ready
+there: a thread fetches batches ahead of the steps (`InputQueue`). The inner one runs a step for each. A call of the
+host takes as long as many small steps, so small batches come many at a time; large ones, and those of a step that
+calls the host itself, one by one. How many there are, and whether there will be more, are answers of the host too, so
+one program serves any number of steps. Steps are always whole. When the inputs end early, or fail, the steps that ran
+are kept; when a host call of the step fails, none is.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,11 +27,13 @@ from replica_engine.xla.arguments import Arguments
 from replica_engine.xla.batches import BatchReader
 from replica_engine.xla.body import host_calls
 from replica_engine.xla.host_call import HostCall, HostCalls
-from replica_engine.xla.input_queue import InputQueue
+from replica_engine.xla.input_queue import InputQueue, Pace
 from replica_engine.xla.program import Programs
 from replica_engine.xla.source import Source
 from replica_engine.xla.user_lines import user_line
 
+_MOST_STEPS = 128  # of a chunk
+_MOST_BYTES = 1 << 18  # of a replica's part of a chunk, which the program gets whole however many steps it has
 _JOIN = 1.0  # seconds that a run waits for its feeding thread, which may be in the user's iterator
 
 
@@ -54,7 +59,7 @@ def run_loop(
     first: tuple,
     rest: Iterator[tuple],
     iterations: int,
-    depth: int,
+    prefetch: int | None,
 ) -> Outcome:
     """Runs up to `iterations` steps in one launch.
 
@@ -66,18 +71,20 @@ def run_loop(
         first: the inputs of the first step: its arguments.
         rest: those of the others, of the same structure and shapes.
         iterations: how many steps.
-        depth: how many batches are fetched ahead at most.
+        prefetch: how many batches are fetched ahead at most; None for two chunks.
 
     Raises:
         Exception: what the step raised while it was traced, or a host call of it.
     """
     arguments = Arguments(first, {}, programs.devices.size, numbers=True)
     shapes = [_shape(slot, source.name) for slot in arguments.slots]
-    loop = _Loop(source, step, arguments, shapes)
+    specs = [tf.TensorSpec(shape, slot.dtype) for slot, shape in zip(arguments.slots, shapes, strict=True)]
+    most = _chunk(specs, prefetch)
+    loop = _Loop(source, step, arguments, specs, most)
     none = Arguments((), {}, arguments.size)
 
     def of_loop() -> Source:
-        key = ("device loop", mode, programs.key(source), arguments.key, tuple(shapes))
+        key = ("device loop", mode, programs.key(source), arguments.key, tuple(shapes), most)
         return Source(loop, autograph=False, declared=key)
 
     program = programs.find(of_loop(), none, ())
@@ -85,7 +92,9 @@ def run_loop(
     programs.learn(source, program)
     programs.keep(of_loop(), none, program)
     compiled = program.find([])
-    queue = InputQueue(arguments.size, depth)
+    pace = _feed_of(program).pace
+    # Of what may be ahead of a step, the rest of its chunk is not in the queue.
+    queue = InputQueue(arguments.size, (prefetch or 2 * pace.most) - pace.most + 1, pace)
     reader = BatchReader(first, arguments, source.name)
     queue.put(reader.parts(first, 0))
     feeder = _Feeder(queue, reader, rest, iterations, program.traced.body.name)
@@ -96,6 +105,7 @@ def run_loop(
             else:
                 queue.close()
             arrays = compiled.launch([], feed=queue)
+            pace.end()
         results = program.traced.results([programs.devices.fetch_all(array) for array in arrays])
     finally:
         queue.stop()
@@ -104,15 +114,25 @@ def run_loop(
     return Outcome(queue.begun, results, feeder.error)
 
 
+def _chunk(specs: Sequence[tf.TensorSpec], prefetch: int | None) -> int:
+    """How many batches may come at a time. Half of those that are fetched ahead: meanwhile there must be others."""
+    size = sum(spec.dtype.size * spec.shape.num_elements() for spec in specs)
+    fitting = min(_MOST_STEPS, _MOST_BYTES // max(1, size))
+    return max(1, fitting if prefetch is None else min(fitting, (prefetch + 1) // 2))
+
+
 class _Loop:
     """The body of the program: a function without arguments, for `trace`."""
 
-    def __init__(self, source: Source, step: Callable[..., Any], like: Arguments, shapes: Sequence[tuple[int, ...]]):
+    def __init__(
+        self, source: Source, step: Callable[..., Any], like: Arguments, specs: Sequence[tf.TensorSpec], most: int
+    ):
         self.__name__ = source.name
         self._fn = source.fn
         self._step: Any = step
         self._rebuild: Any = like.rebuild
-        self._specs = [tf.TensorSpec(shape, slot.dtype) for slot, shape in zip(like.slots, shapes, strict=True)]
+        self._specs = specs
+        self._most = most
 
     def forget(self) -> None:
         """It has been traced: the first batch, which is in what was needed for that, need not live on."""
@@ -128,39 +148,60 @@ class _Loop:
             packed.append(value)
             return [tf.identity(each) for each in tf.nest.flatten(value) if tf.is_tensor(each)]
 
-        feed = _Feed(host_calls(), self.__name__, self._specs)
         # Traced by itself first, since a loop has to know beforehand what its body returns.
         step = tf.function(flat, autograph=False).get_concrete_function(*self._specs)
         for index, output in enumerate(step.outputs):
             if not output.shape.is_fully_defined():
                 raise LoweringError.dynamic_result(self.__name__, index, user_line(output))
         zeros = [tf.zeros(each.shape, each.dtype) for each in step.outputs]
+        calls = host_calls()
+        # The host calls of a step say in which it was: so they have to know when it begins.
+        feed = _Feed(calls, self._specs, 1 if calls.calls else self._most)
 
-        def body(_: Any, inputs: list[tf.Tensor], __: Any) -> tuple:
-            outputs = list(step(*inputs)) if zeros else (step(*inputs), [])[1]
-            return (*feed.emit(), outputs)
+        def chunk(_: tf.Tensor, outputs: list[tf.Tensor]) -> tuple:
+            count, more, inputs = feed.emit()
 
-        *_, outputs = tf.while_loop(lambda more, *_: more, body, (*feed.emit(), zeros))
+            def one(number: tf.Tensor, _: list[tf.Tensor]) -> tuple:
+                taken = step(*[each[number] for each in inputs])
+                return number + 1, list(taken) if zeros else []
+
+            _, outputs = tf.while_loop(lambda number, _: number < count, one, (0, outputs))
+            return more, outputs
+
+        _, outputs = tf.while_loop(lambda more, _: more, chunk, (True, zeros))
         found = iter(outputs)
         return tf.nest.map_structure(lambda each: next(found) if tf.is_tensor(each) else each, packed[-1])
 
 
 class _Feed(HostCall):
-    """The host call that brings a replica its part of the next batch, and whether there is one."""
+    """The host call that brings a replica its part of the next batches.
+
+    Its results are how many there are, whether there will be more, and of each input the values, stacked.
+
+    Args:
+        calls: those of the body.
+        specs: of the inputs of a step.
+        most: how many batches may come at a time.
+
+    Attributes:
+        pace: how many do.
+    """
 
     is_users = False
 
-    def __init__(self, calls: HostCalls, name: str, specs: Sequence[tf.TensorSpec]):
-        super().__init__(calls, "feed", "", [tf.TensorSpec([], tf.bool), *specs])
+    def __init__(self, calls: HostCalls, specs: Sequence[tf.TensorSpec], most: int):
+        stacked = [tf.TensorSpec([most, *spec.shape], spec.dtype) for spec in specs]
+        super().__init__(calls, "feed", "", [tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.bool), *stacked])
+        self.pace = Pace(most)
 
     def describe(self) -> str:
         """For messages."""
         return "the wait for the next batch"
 
-    def emit(self) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    def emit(self) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
         """Adds a call to the graph under construction."""
-        _, (more, *inputs) = self.calls.emit(self, [])
-        return more, inputs
+        _, (count, more, *inputs) = self.calls.emit(self, [])
+        return count, more, inputs
 
     def __call__(self, position: np.ndarray, *_: np.ndarray) -> tuple[np.ndarray, ...]:
         """As of every host call; quicker, and it goes on in a run that has failed until all replicas may stop."""
@@ -171,16 +212,22 @@ class _Feed(HostCall):
         following = np.asarray(here + run.size)
         try:
             with needed_by_a_program(HostAccessError.in_inputs):
-                parts = run.next_step(self, replica)
+                batches, more = run.next_steps(self, replica)
         except BaseException as error:
             run.note(error, replica, self)
-            parts = None
-        if parts is None:
-            return (following, *self.zeros)
-        return (following, _TRUE, *parts)
+            batches, more = [], False
+        return (following, np.asarray(len(batches), np.int32), np.asarray(more), *self._stacked(batches))
 
-
-_TRUE = np.asarray(True)
+    def _stacked(self, batches: Sequence[Sequence[np.ndarray]]) -> Sequence[np.ndarray]:
+        if not batches:
+            return self.zeros[2:]
+        if self.pace.most == 1:  # without a copy
+            return [np.expand_dims(value, 0) for value in batches[0]]
+        stacked = [np.empty_like(zeros) for zeros in self.zeros[2:]]
+        for into, *values in zip(stacked, *batches, strict=True):
+            for index, value in enumerate(values):
+                into[index] = value
+        return stacked
 
 
 class _Feeder(threading.Thread):
@@ -217,14 +264,23 @@ class _Feeder(threading.Thread):
             self._queue.close()
 
     def _fetch(self) -> None:
+        track = Track(self._of, "feeding", order=-1)
         for number in range(1, self._iterations):
             if not self._queue.wait_for_room():
                 return
-            with timeline.span(Track(self._of, "feeding", order=-1), f"batch {number}", "feeding"):
+            began = time.perf_counter()
+            with timeline.profiled("feeding"):
                 batch = next(self._batches, None)
+            if timeline.recording():
+                timeline.add(track, f"batch {number}", "feeding", began, time.perf_counter())
             if batch is None:
                 return
             self._queue.put(self._reader.parts(batch, number))
+
+
+def _feed_of(program: Any) -> _Feed:
+    """The host call of a program that brings its inputs."""
+    return next(call for call in program.traced.host_calls.calls if isinstance(call, _Feed))
 
 
 def _shape(slot: Any, name: str) -> tuple[int, ...]:

@@ -171,8 +171,8 @@ class HostRun:
         self._tokens[replica] -= self.size
         return self._tokens[replica]
 
-    def next_step(self, call: HostCall, replica: int) -> list[np.ndarray] | None:
-        """A replica goes on to the next step of a device loop: its part of the batch, or None at the end."""
+    def next_steps(self, call: HostCall, replica: int) -> tuple[list[list[np.ndarray]], bool]:
+        """A replica goes on to the next steps of a device loop: its part of their batches, and whether more follow."""
         assert self._feed is not None, "launched with one"
         step = self.steps[replica]
         self.steps[replica] = 0 if step is None else step + 1

@@ -1,19 +1,51 @@
 """Inputs on their way to the steps of a device loop: a bounded queue that all replicas read, each at its own pace.
 
-Batches are numbered. A replica takes its part of each in turn, and a batch leaves the queue when all have taken
-theirs. Where the inputs end is a number too, never "now": a replica that is a step ahead must not go on alone, since
-the others would not meet it in its collectives. So when a run is stopped, the end is after the last batch that any
-replica has begun.
+Batches are numbered. A replica takes its part of some at a time, a chunk, and a batch leaves the queue when all have
+taken theirs. Where the inputs end is a number too, never "now": a replica that is a step ahead must not go on alone,
+since the others would not meet it in its collectives. So when a run is stopped, the end is after the last batch that
+any replica has begun. For the same reason the first replica to come says how long a chunk is, and whether it is the
+last, and the others follow: XLA may move a collective of the steps to the end of their chunk.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
 Parts = Sequence[Any]
 """Of one batch: each replica's part."""
+
+
+_SLICE = 0.05  # seconds that a chunk should take: no replica looks at whether the run goes on before its end
+
+
+class Pace:
+    """How many steps a chunk may have, so that it takes no longer than `_SLICE`.
+
+    Args:
+        most: how many at most.
+    """
+
+    def __init__(self, most: int):
+        self.most = most
+        self._allowed = 1.0
+        self._running: tuple[int, float] | None = None  # the steps of the chunk that is going on, and since when
+
+    def begin(self, ready: int) -> int:
+        """The chunk before is over, and there are so many batches: how many of them the next one has."""
+        self.end()
+        count = max(1, min(ready, self.most, int(self._allowed)))
+        self._running = count, time.perf_counter()
+        return count
+
+    def end(self) -> None:
+        """The chunk that was going on, if one was, is over."""
+        if self._running is not None:
+            count, began = self._running
+            self._running = None
+            self._allowed = count * _SLICE / max(time.perf_counter() - began, 1e-9)
 
 
 class InputQueue:
@@ -22,13 +54,18 @@ class InputQueue:
     Args:
         replicas: how many replicas read it.
         depth: how many batches it holds at most.
+        pace: how long chunks are; it outlives the queue.
 
     Attributes:
         begun: how many batches the replica that is farthest has taken.
     """
 
-    def __init__(self, replicas: int, depth: int):
+    def __init__(self, replicas: int, depth: int, pace: Pace):
         self.begun = 0
+        self._pace = pace
+        self._chunks: dict[
+            int, tuple[int, bool]
+        ] = {}  # that not all have begun, by first batch; the end, is there more
         self._depth = depth
         self._batches: dict[int, tuple[Parts, list[int]]] = {}  # by number; with how many replicas are to take it
         self._put = 0
@@ -38,19 +75,22 @@ class InputQueue:
 
     def wait_for_room(self) -> bool:
         """Waits until there is room for a batch; False if no more are wanted."""
+        if self._end is None and len(self._batches) < self._depth:  # most often, and nobody else makes it less
+            return True
         with self._changed:
             self._changed.wait_for(lambda: self._end is not None or len(self._batches) < self._depth)
             return self._end is None
 
     def put(self, parts: Parts) -> bool:
-        """Waits for room, and adds a batch; False if no more are wanted."""
-        with self._changed:
-            if not self.wait_for_room():
-                return False
-            self._batches[self._put] = parts, [len(self._next)]
-            self._put += 1
-            self._changed.notify_all()
-            return True
+        """Waits for room, and adds a batch; False if no more are wanted. One thread at a time puts."""
+        while self.wait_for_room():
+            with self._changed:
+                if self._end is None:
+                    self._batches[self._put] = parts, [len(self._next)]
+                    self._put += 1
+                    self._changed.notify_all()
+                    return True
+        return False
 
     def close(self) -> None:
         """There are no more batches."""
@@ -67,21 +107,35 @@ class InputQueue:
                 del self._batches[number]
             self._changed.notify_all()
 
-    def take(self, replica: int) -> Any:
-        """Waits for a replica's next batch, and takes its part; None at the end."""
+    def take(self, replica: int) -> tuple[list[Any], bool]:
+        """Waits for a replica's next batches, and takes its part of each; none at the end.
+
+        Returns:
+            Also whether there will be more. If not, this needs not be called again.
+        """
         with self._changed:
-            number = self._next[replica]
-            batch = self._batches.get(number)
-            while batch is None and (self._end is None or number < self._end):
-                self._changed.wait()
-                batch = self._batches.get(number)
-            if batch is None:
-                return None
-            parts, waiting = batch
-            self._next[replica] += 1
-            self.begun = max(self.begun, number + 1)
-            waiting[0] -= 1
-            if not waiting[0]:
-                del self._batches[number]
-                self._changed.notify_all()
-            return parts[replica]
+            first = self._next[replica]
+            end, more = self._chunk(first)
+            taken = []
+            for number in range(first, end):
+                parts, waiting = self._batches[number]
+                taken.append(parts[replica])
+                waiting[0] -= 1
+                if not waiting[0]:
+                    del self._batches[number]
+                    self._chunks.pop(first, None)
+            self._next[replica] = end
+            self._changed.notify_all()
+            return taken, more
+
+    def _chunk(self, first: int) -> tuple[int, bool]:
+        """Waits for the chunk that begins with a batch: where it ends, and whether there is another one."""
+        while first not in self._chunks and self._put <= first and self._end is None:
+            self._changed.wait()
+        if first not in self._chunks:
+            end = self._put if self._end is None else min(self._put, self._end)
+            if first >= end:
+                return first, False
+            end = self.begun = first + self._pace.begin(end - first)
+            self._chunks[first] = end, end != self._end
+        return self._chunks[first]

@@ -15,9 +15,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replica_engine.xla import input_queue
-from replica_engine.xla.input_queue import InputQueue
+from replica_engine.xla.input_queue import Pace
 
 SOON = 20  # seconds until a thread that should have gone on by then is stuck
+
+
+class InputQueue(input_queue.InputQueue):
+    """One whose chunks are single batches."""
+
+    def __init__(self, replicas, depth):
+        super().__init__(replicas, depth, Pace(1))
+
+    def take(self, replica):
+        """A replica's part of its next batch; None at the end."""
+        parts, _ = super().take(replica)
+        assert len(parts) <= 1
+        return parts[0] if parts else None
 
 
 def parts(number, replicas=2):
@@ -281,3 +294,108 @@ def test_all_replicas_stop_at_the_same_batch_on_threads(replicas):
         assert queue.begun <= fed
         if not any(stop is not None and stop <= 10 for stop in stops):
             assert queue.begun == 10
+
+
+class AsTold:
+    """A pace that has chunks be as long as a script says."""
+
+    def __init__(self, lengths):
+        self._lengths = lengths
+
+    def begin(self, ready):
+        """How many of the batches that are ready the next chunk has."""
+        return self._lengths.draw(st.integers(1, ready))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    replicas=st.integers(1, 4),
+    depth=st.integers(1, 6),
+    script=st.lists(ACTIONS, max_size=40),
+    end=st.booleans(),
+    lengths=st.data(),
+)
+def test_all_replicas_take_the_same_chunks(replicas, depth, script, end, lengths):
+    """Whoever comes first, whatever is ready by then, and whenever the inputs end."""
+    queue = input_queue.InputQueue(replicas, depth, AsTold(lengths))
+    chunks, put, ended = [[] for _ in range(replicas)], 0, False
+
+    def take(replica):
+        parts, more = queue.take(replica)
+        assert [part[1] for part in parts] == [replica] * len(parts)
+        if parts:
+            chunks[replica].append([part[0] for part in parts])
+        return bool(parts) and more
+
+    def taken(replica):
+        return sum(map(len, chunks[replica]))
+
+    for action in script:
+        if action == "put":
+            if ended or put - min(map(taken, range(replicas))) < depth:
+                put += queue.put(parts(put, replicas))
+        elif action in ("close", "stop"):
+            getattr(queue, action)()
+            ended = True
+        elif action < replicas and (taken(action) < put or ended):
+            take(action)
+    queue.stop() if end else queue.close()
+    for replica in range(replicas):
+        while take(replica):
+            pass
+        assert not queue.take(replica)[0]
+        assert chunks[replica] == chunks[0]
+    assert [number for chunk in chunks[0] for number in chunk] == list(range(queue.begun))
+
+
+def test_a_replica_that_took_the_last_batch_is_told_so():
+    """It need not ask again."""
+    queue = input_queue.InputQueue(2, 4, Pace(1))
+    queue.put(parts(0))
+    queue.put(parts(1))
+    assert queue.take(0) == ([(0, 0)], True)
+    queue.close()
+    assert queue.take(0) == ([(1, 0)], False)
+
+
+class TestPace:
+    """The clock is a list of times that the test sets."""
+
+    @pytest.fixture
+    def clock(self, monkeypatch):
+        clock = [100.0]
+        monkeypatch.setattr(input_queue, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+        return clock
+
+    def test_the_first_chunk_is_one_step(self, clock):
+        assert Pace(most=50).begin(ready=50) == 1
+
+    @pytest.mark.parametrize(
+        ("seconds", "length"), [(0.0, 50), (0.0001, 50), (0.005, 10), (0.05, 1), (10.0, 1)], ids=str
+    )
+    def test_a_chunk_takes_a_twentieth_of_a_second_at_most(self, clock, seconds, length):
+        pace = Pace(most=50)
+        pace.begin(50)
+        clock[0] += seconds
+        assert pace.begin(50) == length
+
+    def test_it_follows_steps_that_get_slower(self, clock):
+        pace = Pace(most=50)
+        pace.begin(50)
+        clock[0] += 0.0005
+        assert pace.begin(50) == 50
+        clock[0] += 50 * 0.02
+        assert pace.begin(50) == 2
+
+    def test_what_is_between_two_runs_does_not_count(self, clock):
+        pace = Pace(most=50)
+        pace.begin(1)
+        clock[0] += 0.0005
+        pace.end()
+        clock[0] += 1000.0
+        assert pace.begin(50) == 50
+
+    def test_it_takes_no_more_than_there_are(self, clock):
+        pace = Pace(most=50)
+        pace.begin(1)
+        assert pace.begin(7) == 7
