@@ -9,11 +9,15 @@ brought up to date only when somebody looks:
   whether the host wrote, the next launch compares.
 
 Both sides are never stale at once. What "a look" and "a write" are is for `host_variable` to say.
+
+Large weights should not take memory on the host that nobody looks at. So until the first look, a value that is stale
+there is freed: an empty tensor stands in its place. After it the value stays, since nobody knows when a look is over.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -28,6 +32,8 @@ Spread = Callable[[np.ndarray, int], list[np.ndarray]]
 """What each of N replicas gets of a value that the host has one of."""
 
 _MARK = "_replica_engine_resident"
+_LARGE = 1 << 16  # bytes of a value whose memory is worth the op that frees it
+_freeing = threading.Lock()  # held while values on the host are freed, or come back
 
 
 class Resident:
@@ -48,7 +54,7 @@ class Resident:
         self.handles = list(handles)
         described = xla_ops.variable_dtype_and_shape(self.handles[0])
         assert described is not None, "a variable's handle"
-        self.dtype = described[0]
+        self.dtype, self._shape = described
         self.asked: weakref.WeakSet = weakref.WeakSet()
         self.spread = spread
         self.read_anywhere = False
@@ -56,6 +62,8 @@ class Resident:
         self._devices = devices
         self._array: Array | None = None  # None: the host's value is the newest
         self._host_stale = False
+        self._looked_at = False
+        self._freed = False
         self._maybe_written = False
         self._lost = False
         self.mark()
@@ -93,6 +101,22 @@ class Resident:
         """The program that wrote is done. The caller holds `DeviceGroup.in_flight`."""
         if self.read_anywhere:
             self.host_reads()
+        elif not (self._freed or self._looked_at) and self._host_stale and self._is_large():
+            with _freeing:
+                for handle in self.handles:
+                    variables.write(handle, np.empty(0, self.dtype.as_numpy_dtype))
+                self._freed = True
+
+    def _is_large(self) -> bool:
+        return self._shape.is_fully_defined() and self.dtype.size * (self._shape.num_elements() or 0) >= _LARGE
+
+    def restore_shape(self) -> None:
+        """Has the host's value be of the variable's shape, if it was freed: TensorFlow is about to look at that."""
+        with _freeing:
+            if self._freed:
+                for handle in self.handles:
+                    variables.write(handle, np.zeros(self._shape, self.dtype.as_numpy_dtype))
+                self._freed = False
 
     def set_values(self, values: Sequence[np.ndarray]) -> None:
         """Gives each replica a value of its own."""
@@ -101,6 +125,10 @@ class Resident:
 
     def host_reads(self) -> None:
         """Brings the host's value up to date: somebody is about to look at it."""
+        self._looked_at = True  # before anything is asked: a step that ends from now on must leave the value there
+        self._bring_up_to_date()
+
+    def _bring_up_to_date(self) -> None:
         self._check_there()
         if not (self._host_stale or self.loops):
             return
@@ -108,10 +136,11 @@ class Resident:
             if not self._host_stale:
                 return
             self._present()
-            for replica, handle in enumerate(self.handles):
-                # A copy: a view of the device's memory would keep the next step from writing there.
-                variables.write(handle, np.array(self._devices.fetch(self._array, replica)))
-            self._host_stale = False
+            with _freeing:
+                for replica, handle in enumerate(self.handles):
+                    # A copy: a view of the device's memory would keep the next step from writing there.
+                    variables.write(handle, np.array(self._devices.fetch(self._array, replica)))
+                self._host_stale = self._freed = False
 
     def host_is_to_write(self) -> None:
         """Somebody has got the host's value in hand, and writes to it."""
@@ -133,8 +162,10 @@ class Resident:
             whole: whether another value takes the place of this one, which may be lost then.
         """
         with self._devices.in_flight:
-            if not (whole and self._lost):
-                self.host_reads()
+            if whole and self._lost:
+                self.restore_shape()
+            else:
+                self._bring_up_to_date()
             lost, self._lost = self._lost, False
             try:
                 yield
@@ -218,3 +249,10 @@ def resident_of(handle: tf.Tensor, devices: DeviceGroup) -> Resident | Borrowed:
     if resident is not None and resident._devices is devices:
         return resident
     return Borrowed(handle, devices)
+
+
+def restore_shape(handle: tf.Tensor) -> None:
+    """Of the variable behind a handle, if it is on any devices: as `Resident.restore_shape`."""
+    resident = getattr(handle, _MARK, None)
+    if resident is not None:
+        resident.restore_shape()

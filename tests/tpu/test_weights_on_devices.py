@@ -1,0 +1,118 @@
+"""Large variables: on the devices alone until somebody on the host looks at them, and always what they should be."""
+
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import replica_engine
+from benchmarks.fresh import resident
+
+MANY = 1 << 15  # floats: enough for a variable to count as large
+MEGABYTES_64 = 1 << 24  # floats
+
+
+@pytest.fixture
+def two():
+    return replica_engine.TPUStrategy(num_cores=2)
+
+
+def made(two, size=MANY, **kwargs):
+    with two.scope():
+        return tf.Variable(tf.ones([size]), **kwargs)
+
+
+def add_one(variable):
+    variable.assign_add(tf.ones_like(variable))
+
+
+def test_nobody_pays_for_a_copy_on_the_host_but_who_looks(two):
+    two.run(add_one, args=(made(two, 2),))  # loads what it takes
+    before = resident()
+    variable = made(two, MEGABYTES_64)
+
+    def copies():
+        return (resident() - before) / (4 * MEGABYTES_64)
+
+    for _ in range(2):
+        two.run(add_one, args=(variable,))
+    assert copies() < 2.5  # one on each device
+    assert variable.numpy()[-1] == 3.0
+    assert 2.5 < copies() < 3.5
+
+
+@pytest.mark.parametrize("looks_first", [False, True])
+@pytest.mark.parametrize("by_replica", [False, True])
+def test_what_the_host_sees_is_the_newest(two, looks_first, by_replica):
+    spread = {"synchronization": tf.VariableSynchronization.ON_READ} if by_replica else {}
+    variable = made(two, aggregation=tf.VariableAggregation.MEAN, **spread)
+    if looks_first:
+        assert variable.numpy()[0] == 1.0
+    for steps in (1, 2, 3):
+        two.run(add_one, args=(variable,))
+        if steps == 2:
+            assert variable.numpy()[0] == 3.0
+    np.testing.assert_array_equal(variable.numpy(), np.full([MANY], 4.0, np.float32))
+
+
+def test_another_function_is_compiled_while_the_host_has_nothing(two):
+    variable = made(two)
+    two.run(add_one, args=(variable,))
+    total = two.run(lambda: tf.reduce_sum(variable))
+    assert [float(each) for each in two.experimental_local_results(total)] == [2.0 * MANY] * 2
+    assert variable.shape == tf.shape(variable) == [MANY]
+    assert variable.numpy()[0] == 2.0
+
+
+@pytest.mark.parametrize("value", ["assign", "checkpoint"])
+def test_another_value_takes_the_place_of_one_that_nobody_saw(two, value, tmp_path):
+    variable = made(two)
+    path = tf.train.Checkpoint(variable=variable).write(str(tmp_path / "one"))
+    two.run(add_one, args=(variable,))
+    if value == "assign":
+        variable.assign(tf.fill([MANY], 5.0))
+    else:
+        tf.train.Checkpoint(variable=variable).read(path).assert_consumed()
+    two.run(add_one, args=(variable,))
+    assert variable.numpy()[-1] == (6.0 if value == "assign" else 2.0)
+
+
+@pytest.mark.parametrize("use", ["tf.function", "handle", "data set"])
+def test_every_way_to_look_sees_it(two, use):
+    variable = made(two)
+    two.run(add_one, args=(variable,))
+    if use == "tf.function":
+        seen = tf.function(lambda: tf.reduce_max(variable))()
+    elif use == "handle":
+        component = two.experimental_local_results(variable)[0]
+        seen = tf.reduce_max(tf.raw_ops.ReadVariableOp(resource=component.handle, dtype=tf.float32))
+    else:
+        seen = next(iter(tf.data.Dataset.range(1).map(lambda _: tf.reduce_max(variable))))
+    assert float(seen) == 2.0
+    two.run(add_one, args=(variable,))
+    assert variable.numpy()[0] == 3.0
+
+
+def test_one_thread_reads_while_another_runs_steps(two):
+    """It sees whole values, of one step or the next."""
+    variable = made(two)
+    over, seen = threading.Event(), []
+
+    def look():
+        while not over.is_set():
+            seen.append(variable.numpy())
+
+    reader = threading.Thread(target=look)
+    two.run(add_one, args=(variable,))
+    reader.start()
+    try:
+        for _ in range(100):
+            two.run(add_one, args=(variable,))
+    finally:
+        over.set()
+        reader.join()
+    assert variable.numpy()[0] == 102.0
+    assert all(value.shape == (MANY,) and value.min() == value.max() for value in seen)
+    firsts = [value[0] for value in seen]
+    assert firsts == sorted(firsts)
