@@ -55,6 +55,8 @@ class Resident:
         described = xla_ops.variable_dtype_and_shape(self.handles[0])
         assert described is not None, "a variable's handle"
         self.dtype, self._shape = described
+        size = self.dtype.size * (self._shape.num_elements() or 0)  # none if it is not known
+        self._to_free = size >= _LARGE  # once it is stale on the host
         self.asked: weakref.WeakSet = weakref.WeakSet()
         self.spread = spread
         self.read_anywhere = False
@@ -101,14 +103,11 @@ class Resident:
         """The program that wrote is done. The caller holds `DeviceGroup.in_flight`."""
         if self.read_anywhere:
             self.host_reads()
-        elif not (self._freed or self._looked_at) and self._host_stale and self._is_large():
+        elif self._to_free and not (self._freed or self._looked_at) and self._host_stale:
             with _freeing:
                 for handle in self.handles:
                     variables.write(handle, np.empty(0, self.dtype.as_numpy_dtype))
                 self._freed = True
-
-    def _is_large(self) -> bool:
-        return self._shape.is_fully_defined() and self.dtype.size * (self._shape.num_elements() or 0) >= _LARGE
 
     def restore_shape(self) -> None:
         """Has the host's value be of the variable's shape, if it was freed: TensorFlow is about to look at that."""
