@@ -65,7 +65,14 @@ from tensorflow.python.ops.resource_variable_ops import _UnreadVariable as Unrea
 # VariableSynchronization: public too, as tf.VariableSynchronization.
 from tensorflow.python.ops.variables import VariableSynchronization as _Synchronization
 
-from replica_engine._compat.thread_state import nameless_scope, variable_scope_store
+from replica_engine._compat.thread_state import (
+    PRIORITY,
+    creators_with,
+    nameless_scope,
+    set_creators,
+    variable_creators,
+    variable_scope_store,
+)
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -152,16 +159,14 @@ class _EagerScope:
 
     def __enter__(self) -> None:
         self._graph = graph = _ops.get_default_graph()
-        self._before = graph._variable_creator_stack
-        creators = sorted([*self._before, (_PRIORITY, self._create)], key=lambda each: each[0])
         mode = _distribute_lib._CrossReplicaThreadMode(self._strategy)
         self._variable_scope.__enter__()
-        graph._variable_creator_stack = creators
+        self._before = set_creators(graph, creators_with(variable_creators(graph), self._create))
         graph._distribution_strategy_stack.append(mode)
 
     def __exit__(self, *_: object) -> None:
         self._graph._distribution_strategy_stack.pop()
-        self._graph._variable_creator_stack = self._before
+        set_creators(self._graph, self._before)
         self._variable_scope.__exit__()
 
     def _create(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
@@ -169,11 +174,8 @@ class _EagerScope:
         strategy = self._strategy
         graph = _ops.get_default_graph()
         with strategy.extended._scope(strategy)._var_creator_scope:
-            _, creator = next(each for each in reversed(graph._variable_creator_stack) if each[0] == _PRIORITY)
+            _, creator = next(each for each in reversed(variable_creators(graph)) if each[0] == PRIORITY)
         return creator(next_creator, **kwargs)
-
-
-_PRIORITY = 100  # of variable creators that name none
 
 
 def uses_merge_call(strategy: tf.distribute.Strategy) -> bool:

@@ -37,7 +37,7 @@ from tensorflow.python.ops import variable_scope as _variable_scope
 
 SUMMARY_FIELDS = ("step", "writer", "is_recording", "is_recording_distribution_strategy")
 CACHING_FIELDS = ("new_cache_scope_count", "cache_scope_exited_count")
-_PRIORITY = 100  # of variable creators that name none
+PRIORITY = 100  # of variable creators that name none
 _summary_fields = operator.attrgetter(*SUMMARY_FIELDS)
 _caching_fields = operator.attrgetter(*CACHING_FIELDS)
 
@@ -84,7 +84,7 @@ def graph_and_mode(graph: tf.Graph, eager: bool, creators: list | None = None) -
 
 def creators_with(creators: list, creator: Any) -> list:
     """A stack of variable creators with one more, as `tf.variable_creator_scope` has it."""
-    return sorted([*creators, (_PRIORITY, creator)], key=operator.itemgetter(0))
+    return sorted([*creators, (PRIORITY, creator)], key=operator.itemgetter(0))
 
 
 def set_creators(graph: tf.Graph, creators: list) -> list:

@@ -45,19 +45,25 @@ def test_what_does_not_come_back_is_logged_again_and_again(said, caplog):
 
 
 def test_what_comes_back_is_not(said):
+    others = []
+
+    def describe(seconds):
+        others.append(seconds)
+        return "not to be said"
+
     for _ in range(100):
-        with Watch(said.describe, NEVER):
+        with Watch(describe, NEVER):
             pass
     with Watch(said.describe, SOON):
-        said(1)
-    assert len(said.waited) == 1
+        said(1)  # and by then the watchdog has looked at whatever it still knows
+    assert not others
 
 
 def test_a_sign_of_life_begins_the_time_anew(said):
     expired = threading.Event()
-    with Watch(said.describe, NEVER, timeout=0.3, expire=lambda seconds: expired.set()) as watch:
+    with Watch(said.describe, NEVER, timeout=1.5, expire=lambda seconds: expired.set()) as watch:
         for _ in range(10):
-            assert not expired.wait(0.06)
+            assert not expired.wait(0.2)
             watch.beat()
         assert expired.wait(10)
     assert watch.expired
