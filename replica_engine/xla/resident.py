@@ -82,6 +82,9 @@ class Resident:
 
     def array(self) -> Array:
         """The value on the devices, brought up to date. The caller holds `DeviceGroup.in_flight`."""
+        array = self._array
+        if not (array is None or self._maybe_written or self._lost or self._devices.interrupted or array.is_deleted()):
+            return array  # as between one step and the next, for each of hundreds of variables
         self._check_there()
         if self._array is not None and self._maybe_written and not self._host_stale and not self._is_as_on_host():
             self._array = None
