@@ -47,6 +47,30 @@ def scoped(two):
 
 
 @pytest.fixture(scope="module")
+def trained(replicas):
+    """A model on two replicas and the weights that it had first, for tests to share: compiling it takes long."""
+    with replicas(2).strategy.scope():
+        model = build(optimizer=keras.optimizers.SGD(0.05))
+    return model, model.get_weights()
+
+
+@pytest.fixture
+def shared(trained):
+    """That model as it was first: with SGD and a rate of 0.05."""
+    model, weights = trained
+    model.set_weights(weights)
+    model.optimizer.iterations.assign(0)
+    model.optimizer.learning_rate = 0.05
+    model.stop_training = False
+    return model
+
+
+def like_shared():
+    """The same on one device."""
+    return on_one_device(optimizer=keras.optimizers.SGD(0.05))
+
+
+@pytest.fixture(scope="module")
 def alone():
     """What the model comes to on one device: its history and weights."""
     model = on_one_device()
@@ -92,12 +116,12 @@ def test_dropout_is_different_on_each_replica_and_step_and_the_same_for_the_same
 def test_batch_normalization_trains(two, scoped, synchronized):
     """Synchronized, it trains as on one device; if not, on the statistics of each replica's part."""
     normalization = lambda: keras.layers.BatchNormalization(momentum=0.5, synchronized=synchronized)  # noqa: E731
-    model = scoped(lambda: build(normalization(), jit_compile=True))
+    model = scoped(lambda: build(normalization(), optimizer=keras.optimizers.SGD(0.05), jit_compile=True))
     history = fit(model)
     moving = [two.components(variable.value) for variable in model.layers[1].non_trainable_variables]
     assert all((first == second) is synchronized for first, second in moving)
     if synchronized:
-        other = on_one_device(keras.layers.BatchNormalization(momentum=0.5))
+        other = on_one_device(keras.layers.BatchNormalization(momentum=0.5), optimizer=keras.optimizers.SGD(0.05))
         np.testing.assert_allclose(history["loss"], fit(other)["loss"], rtol=1e-4)
         for found, expected in zip(model.get_weights(), other.get_weights(), strict=True):
             np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
@@ -105,7 +129,7 @@ def test_batch_normalization_trains(two, scoped, synchronized):
 
 
 def test_moving_statistics_of_a_replica_outlive_evaluation_prediction_and_saving(two, scoped, tmp_path):
-    model = scoped(lambda: build(keras.layers.BatchNormalization(momentum=0.5)))
+    model = scoped(lambda: build(keras.layers.BatchNormalization(momentum=0.5), optimizer=keras.optimizers.SGD(0.05)))
     fit(model, epochs=1)
     before = [two.components(variable.value) for variable in model.layers[1].non_trainable_variables]
     assert before[0][0] != before[0][1]
@@ -137,30 +161,27 @@ def test_evaluate_and_predict_take_partial_batches(replicas):
             assert found["loss"] == pytest.approx(np.mean((expected - y) ** 2), rel=1e-5)
 
 
-def test_a_partial_last_batch_in_fit_says_what_to_do(scoped):
-    model = scoped(build)
+def test_a_partial_last_batch_in_fit_says_what_to_do(shared):
     with pytest.raises(Exception, match=r"drop_remainder=True") as raised:
-        model.fit(X[:11], Y[:11], 8, verbose=0)
+        shared.fit(X[:11], Y[:11], 8, verbose=0)
     assert "ReplicaMismatchError" in f"{type(raised.value).__name__} {raised.value}"
     assert "(2, 4)" in str(raised.value)
     assert "(1, 4)" in str(raised.value)
-    first, second = fit(model)["loss"]  # and it goes on with whole ones
+    first, second = fit(shared)["loss"]  # and it goes on with whole ones
     assert second < first
 
 
-def test_a_last_batch_that_divides_evenly_trains(scoped):
+def test_a_last_batch_that_divides_evenly_trains(shared):
     """16 = 12 + 4: another shape, but the same one on both replicas."""
-    model = scoped(lambda: build(optimizer=keras.optimizers.SGD(0.05)))
-    other = on_one_device(optimizer=keras.optimizers.SGD(0.05))
-    np.testing.assert_allclose(fit(model, 1, 12)["loss"], fit(other, 1, 12)["loss"], rtol=1e-4)
-    np.testing.assert_allclose(model.get_weights()[0], other.get_weights()[0], **CLOSE)
+    other = like_shared()
+    np.testing.assert_allclose(fit(shared, 1, 12)["loss"], fit(other, 1, 12)["loss"], rtol=1e-4)
+    np.testing.assert_allclose(shared.get_weights()[0], other.get_weights()[0], **CLOSE)
 
 
-def test_a_data_set_with_drop_remainder_trains(scoped):
-    model = scoped(build)
+def test_a_data_set_with_drop_remainder_trains(shared):
     dataset = tf.data.Dataset.from_tensor_slices((X[:13], Y[:13])).batch(4, drop_remainder=True)
-    losses = model.fit(dataset, epochs=2, verbose=0).history["loss"]
-    assert int(model.optimizer.iterations.numpy()) == 6
+    losses = shared.fit(dataset, epochs=2, verbose=0).history["loss"]
+    assert int(shared.optimizer.iterations.numpy()) == 6
     assert losses[1] < losses[0]
 
 
@@ -189,34 +210,31 @@ class Looks(keras.callbacks.Callback):
         self.kernels.append(self.model.layers[0].kernel.numpy())
 
 
-def test_a_callback_sees_the_weights_of_each_batch(scoped):
+def test_a_callback_sees_the_weights_of_each_batch(shared):
     looks, other = Looks(), Looks()
-    fit(scoped(lambda: build(optimizer=keras.optimizers.SGD(0.05))), callbacks=[looks])
-    fit(on_one_device(optimizer=keras.optimizers.SGD(0.05)), callbacks=[other])
+    fit(shared, callbacks=[looks])
+    fit(like_shared(), callbacks=[other])
     assert len(looks.kernels) == 4
     np.testing.assert_allclose(looks.kernels, other.kernels, **CLOSE)
     assert len({kernel.tobytes() for kernel in looks.kernels}) == 4
 
 
-def test_a_schedule_writes_the_learning_rate_from_the_host(scoped):
+def test_a_schedule_writes_the_learning_rate_from_the_host(shared):
     schedule = lambda epoch, rate: [0.1, 0.0, 0.01][epoch]  # noqa: E731
-    model = scoped(lambda: build(optimizer=keras.optimizers.SGD(0.5)))
-    other = on_one_device(optimizer=keras.optimizers.SGD(0.5))
-    looks = Looks()
-    history = fit(model, epochs=3, callbacks=[keras.callbacks.LearningRateScheduler(schedule), looks])
+    other, looks = like_shared(), Looks()
+    history = fit(shared, epochs=3, callbacks=[keras.callbacks.LearningRateScheduler(schedule), looks])
     expected = fit(other, epochs=3, callbacks=[keras.callbacks.LearningRateScheduler(schedule)])
     np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-4)
     assert np.array_equal(looks.kernels[1], looks.kernels[3])  # a rate of 0
     assert not np.array_equal(looks.kernels[3], looks.kernels[4])
 
 
-def test_early_stopping_stops_and_puts_the_best_weights_back(scoped):
+def test_early_stopping_stops_and_puts_the_best_weights_back(shared):
     """The rate is set so high after two epochs that the third is worse."""
     schedule = lambda epoch, rate: 0.05 if epoch < 2 else 20.0  # noqa: E731
-    model = scoped(lambda: build(optimizer=keras.optimizers.SGD(0.05)))
     stopping = keras.callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True)
     history = fit(
-        model,
+        shared,
         epochs=10,
         validation_data=(X, Y),
         validation_batch_size=8,
@@ -224,15 +242,14 @@ def test_early_stopping_stops_and_puts_the_best_weights_back(scoped):
     )
     assert len(history["loss"]) == 3
     assert history["val_loss"][2] > history["val_loss"][1]
-    assert model.evaluate(X, Y, 8, verbose=0)[0] == pytest.approx(history["val_loss"][1], rel=1e-5)
+    assert shared.evaluate(X, Y, 8, verbose=0)[0] == pytest.approx(history["val_loss"][1], rel=1e-5)
 
 
-def test_checkpoints_of_each_epoch_have_its_weights(scoped, tmp_path):
-    model = scoped(build)
+def test_checkpoints_of_each_epoch_have_its_weights(shared, tmp_path):
     saving = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.weights.h5", save_weights_only=True)
     looks = Looks()
-    fit(model, epochs=2, callbacks=[saving, looks])
-    other = build()
+    fit(shared, epochs=2, callbacks=[saving, looks])
+    other = like_shared()
     for epoch, kernel in ((1, looks.kernels[1]), (2, looks.kernels[3])):
         other.load_weights(tmp_path / f"{epoch}.weights.h5")
         assert np.array_equal(other.get_weights()[0], kernel)
