@@ -81,7 +81,7 @@ def test_with_flags(demo):
 
 def test_ctrl_c():
     process = subprocess.Popen(
-        [*DEMO, "--epochs", "500", "--loop", "custom"],
+        [*DEMO, "--epochs", "500", "--loop", "custom", "--replicas", "2"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -72,6 +72,37 @@ def scoped(two):
 
 
 @pytest.fixture(scope="module")
+def models(replicas):
+    """Models by steps per execution and whether they are on two replicas, and the weights that they had first."""
+    return {}, replicas(2).strategy
+
+
+@pytest.fixture
+def shared(models):
+    """`shared(steps)`: `build(steps)` under two replicas as it was first, for tests to share: compiling it takes long.
+
+    `shared(steps, alone=True)` is `on_one_device(steps)`.
+    """
+
+    def shared(steps, alone=False):
+        made, strategy = models
+        if (steps, alone) not in made:
+            if alone:
+                model = on_one_device(steps)
+            else:
+                with strategy.scope():
+                    model = build(steps)
+            made[steps, alone] = model, model.get_weights()
+        model, weights = made[steps, alone]
+        model.set_weights(weights)
+        model.optimizer.iterations.assign(0)
+        model.stop_training = False
+        return model
+
+    return shared
+
+
+@pytest.fixture(scope="module")
 def alone():
     """The history of two epochs on one device, and the model."""
     model = deep(1)
@@ -198,26 +229,26 @@ def dataset(*parts):
     return tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature)
 
 
-def test_a_data_set_may_end_inside_an_execution(scoped, launched):
-    model, other = scoped(build, 3), on_one_device(3)
+def test_a_data_set_may_end_inside_an_execution(shared, launched):
+    model, other = shared(3), shared(3, alone=True)
     data = dataset(*[8] * 5)  # whose length Keras does not know
     same((fit(model, data, epochs=2), model), (fit(other, data, epochs=2), other))
     assert steps_of(model) == 10
     assert launched() == 4
 
 
-def test_batches_of_several_shapes_are_run_shape_by_shape(scoped, launched):
+def test_batches_of_several_shapes_are_run_shape_by_shape(shared, launched):
     """The last one too, if it splits evenly."""
-    model, other = scoped(build, 4), on_one_device()
+    model, other = shared(4), shared(1, alone=True)
     data = dataset(8, 8, 4, 4, 8, 4)
     same((fit(model, data), model), (fit(other, data), other))
     assert steps_of(model) == 6
     assert launched() == 2 + 2  # (8, 8) and (4, 4), then 8 and 4
 
 
-def test_a_data_set_goes_on_from_epoch_to_epoch(scoped, launched):
+def test_a_data_set_goes_on_from_epoch_to_epoch(shared, launched):
     """With three steps an epoch, which Keras rounds up to executions of two."""
-    model, other = scoped(build, 2), on_one_device(2)
+    model, other = shared(2), shared(2, alone=True)
     data = dataset(8, 8, 4, 8, 4, 8).repeat()
     options = {"epochs": 3, "steps_per_epoch": 3}
     same((fit(model, data, **options), model), (fit(other, data, **options), other))
@@ -234,9 +265,9 @@ def test_samples_have_weights(scoped, plain, launched):
     assert found["loss"] != pytest.approx(plain[0]["loss"], rel=1e-2)
 
 
-def test_a_last_batch_that_does_not_split_evenly_says_what_to_do(scoped, launched):
+def test_a_last_batch_that_does_not_split_evenly_says_what_to_do(shared, launched):
     """43 = 5 * 8 + 3. The steps before it are kept, as they are with one step per execution."""
-    model = scoped(build, 4)
+    model = shared(4)
     with pytest.raises(Exception, match=r"drop_remainder=True") as raised:
         fit(model, X[:43], Y[:43], 8)
     assert "ReplicaMismatchError" in f"{type(raised.value).__name__} {raised.value}"
@@ -248,13 +279,13 @@ def test_a_last_batch_that_does_not_split_evenly_says_what_to_do(scoped, launche
     assert steps_of(model) == 11
 
 
-def test_an_error_of_the_data_is_raised_after_the_steps_before_it(scoped):
+def test_an_error_of_the_data_is_raised_after_the_steps_before_it(shared):
     def batches():
         yield from [(X[:8], Y[:8])] * 4
         raise KeyError("mine")
 
     signature = (tf.TensorSpec([8, 4]), tf.TensorSpec([8, 1]))
-    model = scoped(build, 3)
+    model = shared(3)
     with pytest.raises(tf.errors.UnknownError, match="KeyError: 'mine'"):
         fit(model, tf.data.Dataset.from_generator(batches, output_signature=signature))
     assert steps_of(model) == 4
@@ -277,13 +308,13 @@ def test_evaluation_takes_partial_batches(scoped, launched):
         assert launched() == launches
 
 
-def test_prediction_takes_all_samples(scoped):
-    model, other = scoped(build, 3), on_one_device()
+def test_prediction_takes_all_samples(shared):
+    model, other = shared(3), shared(1, alone=True)
     np.testing.assert_allclose(model.predict(X[:21], 8, verbose=0), other(X[:21]), **CLOSE)
 
 
-def test_a_batch_by_itself_is_one_step(scoped, launched):
-    model, other = scoped(build, 3), on_one_device(3)
+def test_a_batch_by_itself_is_one_step(shared, launched):
+    model, other = shared(3), shared(3, alone=True)
     for one, two in ((model.train_on_batch, other.train_on_batch), (model.test_on_batch, other.test_on_batch)):
         np.testing.assert_allclose(one(X[:8], Y[:8]), two(X[:8], Y[:8]), **LOSS)
     assert steps_of(model) == 1
@@ -316,9 +347,9 @@ class Notes(keras.callbacks.Callback):
         self.losses.append(logs["loss"])
 
 
-def test_callbacks_are_called_once_an_execution_and_validation_is_too(scoped):
+def test_callbacks_are_called_once_an_execution_and_validation_is_too(shared):
     """As Keras does on one device with as many steps per execution; 20 = 2 * 8 + 4 samples validate."""
-    model, other = scoped(build, 4), on_one_device(4)
+    model, other = shared(4), shared(4, alone=True)
     notes, expected = Notes(), Notes()
     options = {"epochs": 2, "validation_data": (X[:20], Y[:20]), "validation_batch_size": 8}
     found = fit(model, callbacks=[notes], **options)
@@ -329,12 +360,12 @@ def test_callbacks_are_called_once_an_execution_and_validation_is_too(scoped):
     np.testing.assert_allclose(notes.kernels, expected.kernels, **CLOSE)
 
 
-def test_a_callback_stops_training_after_an_execution_and_the_next_one_starts_anew(scoped):
+def test_a_callback_stops_training_after_an_execution_and_the_next_one_starts_anew(shared):
     class Stops(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             self.model.stop_training = True
 
-    model, other = scoped(build, 2), on_one_device(2)
+    model, other = shared(2), shared(2, alone=True)
     histories = []
     for each in (model, other):
         fit(each, callbacks=[Stops()])
