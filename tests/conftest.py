@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import tensorflow as tf
+import warm
 
 import replica_engine
 from replica_engine import MirroredStrategy
@@ -154,6 +155,13 @@ def _replica_threads_go(request, caplog):
         tf.compat.v1.reset_default_graph()
         if request.node.stash.get(_FAILED, False):
             stack.pop_all()  # the traceback holds on to everything; one failure is enough
+
+
+@pytest.fixture(scope="session")
+def programs():
+    """Programs in processes of their own that have TensorFlow imported: for those that would import it first anyway."""
+    with contextlib.closing(warm.Programs()) as programs:
+        yield programs
 
 
 @pytest.fixture

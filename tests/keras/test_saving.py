@@ -2,9 +2,6 @@
 
 import io
 import json
-import os
-import subprocess
-import sys
 import textwrap
 
 import keras
@@ -60,18 +57,12 @@ def two(make_pair):
 
 
 @pytest.fixture
-def elsewhere(tmp_path):
+def elsewhere(tmp_path, programs):
     """`elsewhere()`: what another process, which does not know this library, makes of the files."""
 
     def elsewhere(*kinds):
         np.savez(tmp_path / "data.npz", x=X, y=Y)
-        program = tmp_path / "program.py"
-        program.write_text(textwrap.dedent(ELSEWHERE))
-        environment = {**os.environ, "PYTHONPATH": ""}
-        command = [sys.executable, program, tmp_path, *kinds]
-        result = subprocess.run(
-            command, capture_output=True, text=True, timeout=100, env=environment, cwd=tmp_path, check=False
-        )
+        result = programs.run(textwrap.dedent(ELSEWHERE), tmp_path, *kinds)
         assert result.returncode == 0, result.stderr
         return json.loads(result.stdout.splitlines()[-1])
 

@@ -1,8 +1,6 @@
 """Forks: of a process in which TensorFlow had not started, and of the same one when it had."""
 
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -50,11 +48,9 @@ PROGRAM = """
 """
 
 
-def test_a_child_works_or_says_why_not_and_the_parent_goes_on(tmp_path):
+def test_a_child_works_or_says_why_not_and_the_parent_goes_on(programs):
     """It works if it was forked before TensorFlow started."""
-    path = tmp_path / "program.py"
-    path.write_text(textwrap.dedent(PROGRAM))
-    result = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=100)
+    result = programs.run(textwrap.dedent(PROGRAM))
     assert result.returncode == 0, result.stderr
     before, parent, *refused, goes_on, spawned = result.stdout.splitlines()
     assert (before, parent, goes_on, spawned) == ("forked 2.0", "<module> 2.0", "2.0", "5")

@@ -2,8 +2,6 @@
 
 import concurrent.futures
 import gc
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -262,7 +260,7 @@ class TestConcurrent:
         assert order == ["replica 0", "replica 1", "replica 2"]
 
 
-def test_nothing_waits_for_replicas_at_exit():
+def test_nothing_waits_for_replicas_at_exit(programs):
     """A stuck replica, parked ones, and a run on its way, which does not go on by itself: the interpreter ends."""
     code = """
         import atexit, threading
@@ -290,9 +288,8 @@ def test_nothing_waits_for_replicas_at_exit():
         inside.wait()
         print("main ends", flush=True)
     """
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=True
-    )
+    result = programs.run(textwrap.dedent(code), timeout=60)
+    assert result.returncode == 0, result.stderr
     assert result.stdout == "timed out\nmain ends\n"
 
 

@@ -82,14 +82,11 @@ def test_the_mean_of_integers_is_a_fraction():
     assert [float(each) for each in strategy.run(fn).values] == [0.5, 0.5]
 
 
-def test_jax_can_still_be_configured_afterwards():
+def test_jax_can_still_be_configured_afterwards(programs):
     """Its own CPU devices are none of ours. In a process of its own: jax starts once."""
-    import subprocess
-    import sys
-
     code = (
         "import jax, replica_engine; replica_engine.TPUStrategy(num_cores=2);"
         "jax.config.update('jax_num_cpu_devices', 4); assert len(jax.devices('cpu')) == 4"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = programs.run(code, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -1,8 +1,6 @@
 """Ctrl-C while a compiled program runs, and programs whose replicas wait for each other. In processes of their own."""
 
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -56,14 +54,10 @@ strategy.run(stuck)
 """
 
 
-def start(directory, text):
-    """Starts a program, with no flags. From a file: AutoGraph reads the source."""
-    path = directory / "program.py"
-    path.write_text(BEGIN + textwrap.dedent(text))
+def start(programs, text):
+    """Starts a program, with no flags."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    return subprocess.Popen(
-        [sys.executable, path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
+    return programs.start(BEGIN + textwrap.dedent(text), env=environment)
 
 
 def printed(process):
@@ -76,23 +70,22 @@ def printed(process):
     return output.split("\n"), errors
 
 
-def run_program(tmp_path, text):
-    return printed(start(tmp_path, text))
+def run_program(programs, text):
+    return printed(start(programs, text))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def waits_long(tmp_path_factory):
-    """A program that sleeps for 45 s, while the other tests run."""
-    process = start(tmp_path_factory.mktemp("long"), WAITS_LONG)
+@pytest.fixture(autouse=True, scope="session")
+def waits_long(programs):
+    """A program that sleeps for 45 s, while the other tests run, and those of the next module (see `conftest.py`)."""
+    process = start(programs, WAITS_LONG)
     yield process
     process.kill()
-    process.communicate()
 
 
-def test_ctrl_c_in_a_step_leaves_whole_steps(tmp_path):
+def test_ctrl_c_in_a_step_leaves_whole_steps(programs):
     """The step is under way on the devices and ends there; the next one begins after it."""
     lines, _ = run_program(
-        tmp_path,
+        programs,
         """
         def long():
             total = tf.zeros([])
@@ -110,10 +103,10 @@ def test_ctrl_c_in_a_step_leaves_whole_steps(tmp_path):
     assert lines[:3] == ["interrupted", "1.0", "11.0"]
 
 
-def test_replicas_that_wait_for_each_other_are_warned_of_and_can_be_left(tmp_path):
+def test_replicas_that_wait_for_each_other_are_warned_of_and_can_be_left(programs):
     """A collective that only replica 0 reaches. Its devices are lost; a new strategy has new ones."""
     lines, stderr = run_program(
-        tmp_path,
+        programs,
         """
         watchdog.WARN_AFTER = 0.1
         errors.StuckProgramError.PATIENCE = 0.2

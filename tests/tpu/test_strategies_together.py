@@ -1,8 +1,6 @@
 """Several strategies in one process, on several threads, and beside MirroredStrategy."""
 
 import gc
-import subprocess
-import sys
 import textwrap
 import weakref
 
@@ -128,7 +126,7 @@ def test_first_steps_on_threads_trace_once(counting):
     assert one.value() == 4 * one.gain
 
 
-def test_a_step_of_new_shapes_and_a_trace_that_reads_do_not_wait_for_each_other():
+def test_a_step_of_new_shapes_and_a_trace_that_reads_do_not_wait_for_each_other(programs):
     """One thread compiles in a host function, the other reads a variable of the last step while it traces.
 
     In a process of its own, which can be ended if they do.
@@ -167,7 +165,7 @@ def test_a_step_of_new_shapes_and_a_trace_that_reads_do_not_wait_for_each_other(
         print(strategy.experimental_local_results(step(tf.ones([7])))[1].numpy())
         other.join()
     """)
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False)
+    done = programs.run(source, timeout=60)
     assert done.stdout == "8.0\n", done.stderr
 
 

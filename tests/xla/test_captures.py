@@ -1,7 +1,5 @@
 """What a replicated function uses from outside: constants, variables, tensors of the function around it."""
 
-import subprocess
-import sys
 import textwrap
 
 import numpy as np
@@ -46,7 +44,7 @@ def test_a_captured_integer_can_be_a_shape_inside_a_function():
     assert values(step(tf.range(6))) == [[[0, 1], [2, 3], [4, 5]], [[1, 2], [3, 4], [5, 6]]]
 
 
-def test_a_captured_integer_can_be_a_shape_where_those_of_arguments_are_known_late(tmp_path):
+def test_a_captured_integer_can_be_a_shape_where_those_of_arguments_are_known_late(programs):
     # In a process of its own: a program launched with other arguments than it was compiled for ends the process.
     program = """
         import tensorflow as tf
@@ -60,9 +58,7 @@ def test_a_captured_integer_can_be_a_shape_where_those_of_arguments_are_known_la
 
         print([step(tf.range(n))[1].numpy().tolist() for n in (6, 3)])
     """
-    path = tmp_path / "program.py"
-    path.write_text(textwrap.dedent(program))
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=100, check=False)
+    done = programs.run(textwrap.dedent(program))
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() == "[[[1, 2], [3, 4], [5, 6]], [[1], [2], [3]]]"
 

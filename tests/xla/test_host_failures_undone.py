@@ -2,8 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import subprocess
-import sys
 import textwrap
 
 import numpy as np
@@ -157,10 +155,10 @@ def test_a_loop_that_does_not_end_on_zeros_ends(make, monkeypatch):
     check_works()
 
 
-def test_a_loop_on_the_devices_that_does_not_end_on_zeros_is_left(tmp_path):
+def test_a_loop_on_the_devices_that_does_not_end_on_zeros_is_left(programs):
     """It calls the host no more. In a process of its own, since nothing ends it."""
     lines = run_program(
-        tmp_path,
+        programs,
         """
         from replica_engine.xla import host_run
         host_run._STUCK_AFTER = 0.5
@@ -218,11 +216,9 @@ def test_a_failing_strategy_leaves_another_one_alone():
     check_strategy_works(failing)
 
 
-def run_program(tmp_path, text):
-    """What a program prints, line by line. From a file: AutoGraph reads the source."""
+def run_program(programs, text):
+    """What a program prints, line by line."""
     begin = "import os, tensorflow as tf\nfrom replica_engine import TPUStrategy, xla\n"
-    path = tmp_path / "program.py"
-    path.write_text(begin + textwrap.dedent(text) + "print(end='', flush=True)\nos._exit(0)\n")
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=60, check=False)
+    done = programs.run(begin + textwrap.dedent(text) + "print(end='', flush=True)\nos._exit(0)\n", timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -1,0 +1,74 @@
+"""Starts programs in processes of their own, with TensorFlow imported and not started: importing it takes seconds.
+
+Run with the path of a socket. Each connection asks for one program, which is the main module of a fork of this process,
+and ends as any interpreter does. What it imports besides, this library first of all, it imports by itself; jax is there
+already where Keras imports it.
+"""
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+
+import keras  # noqa: F401
+import tensorflow as tf  # noqa: F401
+
+
+def _serve(path):
+    """Returns in a new process for each program: its path."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait for programs
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(path + ".new")
+    server.listen()
+    os.rename(path + ".new", path)
+    while True:
+        if sys.stdin in select.select([server, sys.stdin], [], [])[0]:  # whoever started this is gone
+            sys.exit()
+        connection, _ = server.accept()
+        with connection, connection.makefile("rw") as stream:
+            request = json.loads(stream.readline())
+            if os.fork():
+                continue
+            server.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            if pid := os.fork():
+                _report(stream, pid)
+        _enter(request)
+        return request["program"]
+
+
+def _report(stream, pid):
+    stream.write(f"{pid}\n")
+    stream.flush()
+    stream.write(f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\n")
+    stream.flush()
+    os._exit(0)
+
+
+def _enter(request):
+    """Makes this process what it would be if it had been started with that program."""
+    for number, name in enumerate((os.devnull, request["stdout"], request["stderr"])):
+        file = os.open(name, os.O_RDWR | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    for name in BEFORE - set(request["environment"]):
+        os.environ.pop(name, None)
+    os.environ.update(request["environment"])
+    sys.argv[:] = [request["program"], *request["arguments"]]
+    sys.path[0] = os.path.dirname(request["program"])
+
+
+def _run(path):
+    with open(path) as program:
+        code = compile(program.read(), path, "exec")
+    names = globals()
+    for name in [name for name in names if not name.startswith("__")]:
+        del names[name]
+    names["__file__"], names["__doc__"] = path, None
+    exec(code, names)
+
+
+BEFORE = set(os.environ)
+_run(_serve(sys.argv[1]))
