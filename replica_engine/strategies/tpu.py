@@ -25,6 +25,7 @@ from replica_engine.strategies.reductions import Reductions
 from replica_engine.strategies.tpu_context import BodyReplicaContext, gather_leaf, reduce_leaf
 from replica_engine.xla.body import Limits, in_body
 from replica_engine.xla.graph_op import call
+from replica_engine.xla.host_variable import handles_compared
 from replica_engine.xla.program import Programs
 from replica_engine.xla.resolver import PjrtClusterResolver
 from replica_engine.xla.source import Source
@@ -206,7 +207,8 @@ class TPUExtended(Reductions, distribute.MirroredExtended):
         size = self.device_group.size
         if len(updates) == 1 and not group:
             return tf.nest.map_structure(lambda leaf: (leaf,) * size, updates[0])
-        return distribute.update_regroup(self, updates * (size // len(updates)), group)
+        with handles_compared():
+            return distribute.update_regroup(self, updates * (size // len(updates)), group)
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """The hook of all-reduces that TensorFlow makes itself, in replica context."""

@@ -79,7 +79,8 @@ def run_loop(
     arguments = Arguments(first, {}, programs.devices.size, numbers=True)
     shapes = [_shape(slot, source.name) for slot in arguments.slots]
     specs = [tf.TensorSpec(shape, slot.dtype) for slot, shape in zip(arguments.slots, shapes, strict=True)]
-    most = _chunk(specs, prefetch)
+    # Each call of the host is a sign of life, and steps may be as slow as the limit allows.
+    most = 1 if programs.limits.timeout is not None else _chunk(specs, prefetch)
     loop = _Loop(source, step, arguments, specs, most)
     none = Arguments((), {}, arguments.size)
 
@@ -105,7 +106,7 @@ def run_loop(
             else:
                 queue.close()
             arrays = compiled.launch([], feed=queue)
-            pace.end()
+            queue.over()
         results = program.traced.results([programs.devices.fetch_all(array) for array in arrays])
     finally:
         queue.stop()
@@ -116,7 +117,7 @@ def run_loop(
 
 def _chunk(specs: Sequence[tf.TensorSpec], prefetch: int | None) -> int:
     """How many batches may come at a time. Half of those that are fetched ahead: meanwhile there must be others."""
-    size = sum(spec.dtype.size * spec.shape.num_elements() for spec in specs)
+    size = sum(np.dtype(spec.dtype.as_numpy_dtype).itemsize * spec.shape.num_elements() for spec in specs)
     fitting = min(_MOST_STEPS, _MOST_BYTES // max(1, size))
     return max(1, fitting if prefetch is None else min(fitting, (prefetch + 1) // 2))
 
@@ -213,10 +214,11 @@ class _Feed(HostCall):
         try:
             with needed_by_a_program(HostAccessError.in_inputs):
                 batches, more = run.next_steps(self, replica)
+                stacked = self._stacked(batches)
         except BaseException as error:
             run.note(error, replica, self)
-            batches, more = [], False
-        return (following, np.asarray(len(batches), np.int32), np.asarray(more), *self._stacked(batches))
+            return (following, *self.zeros)
+        return (following, np.asarray(len(batches), np.int32), np.asarray(more), *stacked)
 
     def _stacked(self, batches: Sequence[Sequence[np.ndarray]]) -> Sequence[np.ndarray]:
         if not batches:

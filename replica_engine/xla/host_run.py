@@ -88,7 +88,7 @@ class HostRun:
         failures: calls that raised, in the order of time.
         kept: for each replica what gradients of its calls need.
         has_ended: whether the program has.
-        steps: for each replica the step of a device loop that it is in, from 0; None in no loop.
+        steps: for each replica the first step of the chunk of a device loop that it is in, from 0; None in no loop.
         beat: called when a replica comes to a call, and when it goes.
         draw: adds a call to timelines, of the replica, the call, its beginning and its end; None if there are none.
         wake: ends the wait for the program, where another thread than the waiting one launched it; else None.
@@ -100,6 +100,7 @@ class HostRun:
         self.failures: list[_Failure] = []
         self.kept = [Kept() for _ in range(size)]
         self.steps: list[int | None] = [None] * size
+        self._next_steps = [0] * size
         self.beat: Callable[[], None] = _nothing
         self.draw: Callable[[int, HostCall, float, float], None] | None = None
         self.wake: Callable[[], None] | None = None
@@ -174,14 +175,15 @@ class HostRun:
     def next_steps(self, call: HostCall, replica: int) -> tuple[list[list[np.ndarray]], bool]:
         """A replica goes on to the next steps of a device loop: its part of their batches, and whether more follow."""
         assert self._feed is not None, "launched with one"
-        step = self.steps[replica]
-        self.steps[replica] = 0 if step is None else step + 1
+        self.steps[replica] = self._next_steps[replica]
         self.kept[replica].next_step()
         self._come_to(call, replica)
         try:
-            return self._feed.take(replica)
+            batches, more = self._feed.take(replica)
         finally:
             self.leave(call, replica)
+        self._next_steps[replica] += len(batches)
+        return batches, more
 
     def run(self, fn: Callable[[], Any]) -> Any:
         """Runs `fn` as if on the thread that launched."""

@@ -36,6 +36,16 @@ def _only_reading() -> Iterator[None]:
         _thread.reading = before
 
 
+@contextlib.contextmanager
+def handles_compared() -> Iterator[None]:
+    """Inside, handles are asked for to know variables by them; nobody reads or writes through them."""
+    _thread.comparing = True
+    try:
+        yield
+    finally:
+        _thread.comparing = False
+
+
 def _reads(name: str) -> Callable[..., Any]:
     method = getattr(variables.ResourceVariable, name)
 
@@ -97,7 +107,7 @@ class HostVariable(variables.ResourceVariable):
         if tf.executing_eagerly():
             if getattr(_thread, "reading", False):
                 resident.host_reads()
-            else:
+            elif not getattr(_thread, "comparing", False):
                 resident.host_may_write()
         elif in_body() is None:
             return host_graph.handle(resident, replica)

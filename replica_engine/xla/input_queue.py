@@ -4,7 +4,8 @@ Batches are numbered. A replica takes its part of some at a time, a chunk, and a
 taken theirs. Where the inputs end is a number too, never "now": a replica that is a step ahead must not go on alone,
 since the others would not meet it in its collectives. So when a run is stopped, the end is after the last batch that
 any replica has begun. For the same reason the first replica to come says how long a chunk is, and whether it is the
-last, and the others follow: XLA may move a collective of the steps to the end of their chunk.
+last, and the others follow: XLA takes a collective of a value that is the same in each step out of the loop over a
+chunk, and so all replicas must make the same chunks.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from replica_engine.telemetry.interrupt import MISSED
+
 Parts = Sequence[Any]
 """Of one batch: each replica's part."""
 
@@ -22,7 +25,7 @@ _SLICE = 0.05  # seconds that a chunk should take: no replica looks at whether t
 
 
 class Pace:
-    """How many steps a chunk may have, so that it takes no longer than `_SLICE`.
+    """How many steps a chunk may have, so that it takes no longer than `_SLICE`; learned from those before.
 
     Args:
         most: how many at most.
@@ -30,22 +33,15 @@ class Pace:
 
     def __init__(self, most: int):
         self.most = most
-        self._allowed = 1.0
-        self._running: tuple[int, float] | None = None  # the steps of the chunk that is going on, and since when
+        self._seconds = _SLICE  # a step's, and a slow one is forgotten slowly: steps may differ
 
-    def begin(self, ready: int) -> int:
-        """The chunk before is over, and there are so many batches: how many of them the next one has."""
-        self.end()
-        count = max(1, min(ready, self.most, int(self._allowed)))
-        self._running = count, time.perf_counter()
-        return count
+    def chunk(self, ready: int) -> int:
+        """How many of so many batches come next."""
+        return max(1, min(ready, self.most, int(_SLICE / self._seconds)))
 
-    def end(self) -> None:
-        """The chunk that was going on, if one was, is over."""
-        if self._running is not None:
-            count, began = self._running
-            self._running = None
-            self._allowed = count * _SLICE / max(time.perf_counter() - began, 1e-9)
+    def took(self, count: int, seconds: float) -> None:
+        """So many steps took so long."""
+        self._seconds = max(seconds / count, 0.7 * self._seconds, 1e-9)
 
 
 class InputQueue:
@@ -63,6 +59,7 @@ class InputQueue:
     def __init__(self, replicas: int, depth: int, pace: Pace):
         self.begun = 0
         self._pace = pace
+        self._running: tuple[int, float] | None = None  # the steps of the chunk that was begun last, and when
         self._chunks: dict[
             int, tuple[int, bool]
         ] = {}  # that not all have begun, by first batch; the end, is there more
@@ -99,6 +96,19 @@ class InputQueue:
                 self._end = self._put
                 self._changed.notify_all()
 
+    def over(self) -> None:
+        """All steps have run."""
+        with self._changed:
+            self._note_pace()
+
+    def _note_pace(self) -> float:
+        now = time.perf_counter()
+        if self._running is not None:
+            count, began = self._running
+            self._pace.took(count, now - began)
+            self._running = None
+        return now
+
     def stop(self) -> None:
         """No replica is to begin a step that none has begun."""
         with self._changed:
@@ -131,11 +141,14 @@ class InputQueue:
     def _chunk(self, first: int) -> tuple[int, bool]:
         """Waits for the chunk that begins with a batch: where it ends, and whether there is another one."""
         while first not in self._chunks and self._put <= first and self._end is None:
-            self._changed.wait()
+            self._changed.wait(MISSED)  # as `wait_for_ever`: a replica of one may run on the main thread
         if first not in self._chunks:
             end = self._put if self._end is None else min(self._put, self._end)
             if first >= end:
                 return first, False
-            end = self.begun = first + self._pace.begin(end - first)
+            now = self._note_pace()
+            count = self._pace.chunk(end - first)
+            self._running = count, now
+            end = self.begun = first + count
             self._chunks[first] = end, end != self._end
         return self._chunks[first]

@@ -26,7 +26,7 @@ from replica_engine.telemetry.trace_file import Track
 from replica_engine.telemetry.watchdog import Watch
 from replica_engine.xla.compiled import Compiled
 from replica_engine.xla.counts import count
-from replica_engine.xla.resident import restore_shape
+from replica_engine.xla.resident import pinned
 from replica_engine.xla.user_lines import user_line
 
 if TYPE_CHECKING:
@@ -135,9 +135,7 @@ def lower(traced: Traced, slots: list[tf.TensorSpec], tensors: list[tf.TensorSpe
     count("lowerings")
     specs = [*slots, *(tensors[index] for index in traced.captured)]
     try:
-        with tf.init_scope():
-            for handle in traced.handles:  # whose shapes TensorFlow takes from the values
-                restore_shape(handle)
+        with tf.init_scope(), pinned(traced.handles):
             text = xla_ops.stablehlo(traced.registered(), specs, traced.handles)
     except (ValueError, tf.errors.OpError) as error:
         if "compile-time constant" in str(error) and traced.bake_in():

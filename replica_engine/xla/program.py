@@ -82,6 +82,11 @@ class Programs:
         """The collectives of the last launches."""
         return records(self._body, self.devices)
 
+    @property
+    def limits(self) -> Limits:
+        """How long a launch may take."""
+        return self._body.limits
+
     def beside(self) -> Programs:
         """Programs for somebody who keeps their own, and the functions with them; random numbers are shared."""
         return Programs(self.devices, self._enter, body=self._body, warns=False)

@@ -12,6 +12,8 @@ Both sides are never stale at once. What "a look" and "a write" are is for `host
 
 Large weights should not take memory on the host that nobody looks at. So until the first look, a value that is stale
 there is freed: an empty tensor stands in its place. After it the value stays, since nobody knows when a look is over.
+While TensorFlow lowers a body that captures the variable, it is pinned: there is a value of its shape, if not its own.
+`_freeing` is held while values on the host are freed or come back, and never while anybody waits for a device.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ Spread = Callable[[np.ndarray, int], list[np.ndarray]]
 
 _MARK = "_replica_engine_resident"
 _LARGE = 1 << 16  # bytes of a value whose memory is worth the op that frees it
-_freeing = threading.Lock()  # held while values on the host are freed, or come back
+_freeing = threading.RLock()  # a signal handler may look, too
 
 
 class Resident:
@@ -66,6 +68,8 @@ class Resident:
         self._host_stale = False
         self._looked_at = False
         self._freed = False
+        self._pins = 0
+        self._writer: int | None = None  # the thread that is in `host_writes`, which is no look
         self._maybe_written = False
         self._lost = False
         self.mark()
@@ -106,19 +110,42 @@ class Resident:
         """The program that wrote is done. The caller holds `DeviceGroup.in_flight`."""
         if self.read_anywhere:
             self.host_reads()
-        elif self._to_free and not (self._freed or self._looked_at) and self._host_stale:
-            with _freeing:
-                for handle in self.handles:
-                    variables.write(handle, np.empty(0, self.dtype.as_numpy_dtype))
-                self._freed = True
+        elif self._to_free and not self._freed:
+            self._free()
 
-    def restore_shape(self) -> None:
-        """Has the host's value be of the variable's shape, if it was freed: TensorFlow is about to look at that."""
+    def _free(self) -> None:
+        """Frees the host's value, if it is stale and nobody has looked at it."""
         with _freeing:
-            if self._freed:
-                for handle in self.handles:
-                    variables.write(handle, np.zeros(self._shape, self.dtype.as_numpy_dtype))
-                self._freed = False
+            if self._freed or self._looked_at or self._pins or not self._host_stale:
+                return
+            self._freed = (
+                True  # first: an exception may come at any moment, and what counts as freed is only sent again
+            )
+            for handle in self.handles:
+                variables.write(handle, np.empty(0, self.dtype.as_numpy_dtype))
+            if self._looked_at and self._array is not None:  # by a signal handler, just now
+                self._host_stale = True
+
+    @contextlib.contextmanager
+    def pinned(self) -> Iterator[None]:
+        """The host's value is of the variable's shape inside: TensorFlow is about to look at that, and at no more."""
+        with _freeing:
+            self._pins += 1
+            was_freed = self._freed
+            self._restore_shape()
+        try:
+            yield
+        finally:
+            with _freeing:
+                self._pins -= 1
+            if was_freed:
+                self._free()
+
+    def _restore_shape(self) -> None:
+        if self._freed:
+            for handle in self.handles:
+                variables.write(handle, np.zeros(self._shape, self.dtype.as_numpy_dtype))
+            self._freed = False
 
     def set_values(self, values: Sequence[np.ndarray]) -> None:
         """Gives each replica a value of its own."""
@@ -127,7 +154,8 @@ class Resident:
 
     def host_reads(self) -> None:
         """Brings the host's value up to date: somebody is about to look at it."""
-        self._looked_at = True  # before anything is asked: a step that ends from now on must leave the value there
+        if self._writer != threading.get_ident():
+            self._looked_at = True  # before anything is asked: a step that ends from now on must leave the value there
         self._bring_up_to_date()
 
     def _bring_up_to_date(self) -> None:
@@ -137,11 +165,12 @@ class Resident:
         with self._devices.in_flight:
             if not self._host_stale:
                 return
-            self._present()
+            array = self._present()
+            # Copies: a view of the device's memory would keep the next step from writing there.
+            values = [np.array(self._devices.fetch(array, replica)) for replica in range(len(self.handles))]
             with _freeing:
-                for replica, handle in enumerate(self.handles):
-                    # A copy: a view of the device's memory would keep the next step from writing there.
-                    variables.write(handle, np.array(self._devices.fetch(self._array, replica)))
+                for handle, value in zip(self.handles, values, strict=True):
+                    variables.write(handle, value)
                 self._host_stale = self._freed = False
 
     def host_is_to_write(self) -> None:
@@ -165,15 +194,19 @@ class Resident:
         """
         with self._devices.in_flight:
             if whole and self._lost:
-                self.restore_shape()
+                with _freeing:
+                    self._restore_shape()
             else:
                 self._bring_up_to_date()
             lost, self._lost = self._lost, False
+            writer, self._writer = self._writer, threading.get_ident()
             try:
                 yield
             except BaseException:
                 self._lost = lost
                 raise
+            finally:
+                self._writer = writer
             self._array = None
 
     def _present(self) -> Array:
@@ -253,8 +286,12 @@ def resident_of(handle: tf.Tensor, devices: DeviceGroup) -> Resident | Borrowed:
     return Borrowed(handle, devices)
 
 
-def restore_shape(handle: tf.Tensor) -> None:
-    """Of the variable behind a handle, if it is on any devices: as `Resident.restore_shape`."""
-    resident = getattr(handle, _MARK, None)
-    if resident is not None:
-        resident.restore_shape()
+@contextlib.contextmanager
+def pinned(handles: Sequence[tf.Tensor]) -> Iterator[None]:
+    """As `Resident.pinned`, of the variables behind handles that are on any devices."""
+    with contextlib.ExitStack() as stack:
+        for handle in handles:
+            resident = getattr(handle, _MARK, None)
+            if resident is not None:
+                stack.enter_context(resident.pinned())
+        yield

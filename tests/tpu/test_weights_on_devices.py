@@ -38,7 +38,14 @@ def test_nobody_pays_for_a_copy_on_the_host_but_who_looks(two):
     for _ in range(2):
         two.run(add_one, args=(variable,))
     assert copies() < 2.5  # one on each device
-    assert variable.numpy()[-1] == 3.0
+    variable.assign(tf.zeros([MEGABYTES_64]))  # which is no look
+    for _ in range(2):
+        two.run(add_one, args=(variable,))
+    assert copies() < 2.5
+    total = two.run(lambda: tf.reduce_sum(variable))  # what is compiled for it needs no value of the host's
+    assert float(two.experimental_local_results(total)[0]) == 2.0 * MEGABYTES_64
+    assert copies() < 2.5
+    assert variable.numpy()[-1] == 2.0
     assert 2.5 < copies() < 3.5
 
 
@@ -116,3 +123,32 @@ def test_one_thread_reads_while_another_runs_steps(two):
     assert all(value.shape == (MANY,) and value.min() == value.max() for value in seen)
     firsts = [value[0] for value in seen]
     assert firsts == sorted(firsts)
+
+
+def test_one_thread_compiles_while_another_runs_steps(two):
+    """TensorFlow takes the shapes of variables from the host, where steps free the values."""
+    variables = [made(two) for _ in range(20)]
+    over, results = threading.Event(), []
+
+    def step():
+        for variable in variables:
+            add_one(variable)
+
+    def compile_more():
+        try:
+            for number in range(8):
+                total = two.run(lambda n=number: tf.add_n([tf.reduce_max(each) for each in variables]) * 0.0 + n)
+                results.append(float(two.experimental_local_results(total)[0]))
+        finally:
+            over.set()
+
+    two.run(step)
+    compiling = threading.Thread(target=compile_more)
+    compiling.start()
+    steps = 1
+    while not over.is_set():
+        two.run(step)
+        steps += 1
+    compiling.join()
+    assert results == list(range(8))
+    assert all(variable.numpy()[-1] == 1.0 + steps for variable in variables)

@@ -5,6 +5,7 @@ Who waits is seen in the queue's condition, so nothing here sleeps.
 
 import concurrent.futures
 import gc
+import itertools
 import random
 import threading
 import types
@@ -296,13 +297,14 @@ def test_all_replicas_stop_at_the_same_batch_on_threads(replicas):
             assert queue.begun == 10
 
 
-class AsTold:
+class AsTold(Pace):
     """A pace that has chunks be as long as a script says."""
 
     def __init__(self, lengths):
+        super().__init__(100)
         self._lengths = lengths
 
-    def begin(self, ready):
+    def chunk(self, ready):
         """How many of the batches that are ready the next chunk has."""
         return self._lengths.draw(st.integers(1, ready))
 
@@ -359,43 +361,54 @@ def test_a_replica_that_took_the_last_batch_is_told_so():
 
 
 class TestPace:
-    """The clock is a list of times that the test sets."""
+    def test_the_first_chunk_is_one_step(self):
+        assert Pace(most=50).chunk(ready=50) == 1
 
-    @pytest.fixture
-    def clock(self, monkeypatch):
-        clock = [100.0]
-        monkeypatch.setattr(input_queue, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
-        return clock
-
-    def test_the_first_chunk_is_one_step(self, clock):
-        assert Pace(most=50).begin(ready=50) == 1
-
-    @pytest.mark.parametrize(
-        ("seconds", "length"), [(0.0, 50), (0.0001, 50), (0.005, 10), (0.05, 1), (10.0, 1)], ids=str
-    )
-    def test_a_chunk_takes_a_twentieth_of_a_second_at_most(self, clock, seconds, length):
+    @staticmethod
+    def after(seconds, times=40):
+        """A pace that has seen many steps that took so long."""
         pace = Pace(most=50)
-        pace.begin(50)
-        clock[0] += seconds
-        assert pace.begin(50) == length
+        for _ in range(times):
+            pace.took(10, 10 * seconds)
+        return pace
 
-    def test_it_follows_steps_that_get_slower(self, clock):
-        pace = Pace(most=50)
-        pace.begin(50)
-        clock[0] += 0.0005
-        assert pace.begin(50) == 50
-        clock[0] += 50 * 0.02
-        assert pace.begin(50) == 2
+    @pytest.mark.parametrize(("seconds", "length"), [(0.0, 50), (0.0001, 50), (0.0049, 10), (0.05, 1), (10.0, 1)])
+    def test_a_chunk_takes_a_twentieth_of_a_second_at_most(self, seconds, length):
+        assert self.after(seconds).chunk(50) == length
 
-    def test_what_is_between_two_runs_does_not_count(self, clock):
-        pace = Pace(most=50)
-        pace.begin(1)
-        clock[0] += 0.0005
-        pace.end()
+    def test_it_takes_no_more_than_there_are(self):
+        assert self.after(0.0).chunk(7) == 7
+
+    def test_it_follows_slower_steps_at_once_and_quicker_ones_little_by_little(self):
+        pace = self.after(0.0)
+        pace.took(50, 50 * 0.02)
+        assert pace.chunk(50) == 2
+        lengths = []
+        for _ in range(20):
+            pace.took(1, 0.0)
+            lengths.append(pace.chunk(50))
+        assert lengths == sorted(lengths)
+        assert lengths[0] <= 4
+        assert lengths[-1] == 50
+        assert all(after <= 2 * before for before, after in itertools.pairwise(lengths))
+
+
+def test_chunks_get_longer_as_steps_turn_out_to_be_quick_and_the_pace_is_kept(monkeypatch):
+    """The clock is a number that the test sets; between two queues it does not run."""
+    clock = [100.0]
+    monkeypatch.setattr(input_queue, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    pace, lengths = Pace(most=8), []
+    for _ in range(3):
+        queue = input_queue.InputQueue(1, 100, pace)
+        for number in range(40):
+            queue.put(parts(number, 1))
+        queue.close()
+        more = True
+        while more:
+            taken, more = queue.take(0)
+            lengths.append(len(taken))
+            clock[0] += 0.0001 * len(taken)
+        queue.over()
         clock[0] += 1000.0
-        assert pace.begin(50) == 50
-
-    def test_it_takes_no_more_than_there_are(self, clock):
-        pace = Pace(most=50)
-        pace.begin(1)
-        assert pace.begin(7) == 7
+    assert lengths[:3] == [1, 1, 2]
+    assert lengths[-5:] == [8] * 5
