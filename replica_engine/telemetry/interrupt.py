@@ -16,7 +16,7 @@ from replica_engine.telemetry.stacks import in_users_code
 _PATIENCE = 0.1  # seconds for a thread to come back to the user's code
 _STEP = 0.001  # seconds between looks
 _SIGINT = int(signal.SIGINT)
-MISSED = 0.2  # seconds until a waiting thread looks again whether there was a signal
+MISSED = 0.1  # seconds until a waiting thread looks again whether there was a signal
 
 
 def wait_for_ever(wait: Callable[[float], bool]) -> None:
