@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 
 # Read when TensorFlow, jaxlib and this library start: the server must not have them for a program that has not.
 NOT_FOR_ALL = ("XLA_FLAGS", "TF_NUM_INTEROP_THREADS")
@@ -40,8 +39,8 @@ class Programs:
 
     def close(self):
         if self._server is not None:
-            self._server.stdin.close()
-            self._server.wait()
+            with self._server:
+                self._server.stdin.close()  # which ends it
         self._directory.cleanup()
 
     def _connect(self):
@@ -50,11 +49,13 @@ class Programs:
             env = {name: value for name, value in os.environ.items() if name not in NOT_FOR_ALL}
             script = pathlib.Path(__file__).with_name("warm_server.py")
             self._server = subprocess.Popen(
-                [sys.executable, script, path], env=env, stdin=subprocess.PIPE, stdout=2, start_new_session=True
+                [sys.executable, script, path],
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
             )
-        while not os.path.exists(path):
-            assert self._server.poll() is None, "the server of programs ended"
-            time.sleep(0.02)
+            assert self._server.stdout.readline() == b"ready\n", "the server of programs ended"
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(path)
         return connection
