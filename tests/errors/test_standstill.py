@@ -107,11 +107,11 @@ def test_a_replica_that_takes_long():
 
 @shows(slow_program)
 def test_a_program_that_takes_long():
-    strategy = TPUStrategy(num_cores=2, warn_after=1.0)
+    strategy = TPUStrategy(num_cores=2, warn_after=2.0)
 
     def save(x):
         if xla.replica_id() == 1:
-            threading.Event().wait(1.5)
+            threading.Event().wait(2.5)
         return x
 
     def step(x):
