@@ -52,7 +52,7 @@ def open_level(value: Any, like: Any = None) -> Level | None:
         return _open_mapping(value, like)
     if isinstance(value, type):
         return None
-    if hasattr(value, "__tf_flatten__"):
+    if hasattr(type(value), "__tf_flatten__"):  # of the class: a distributed variable reads its value to answer
         metadata, children = value.__tf_flatten__()
         return Level(
             f"a {type(value).__name__}",

@@ -172,3 +172,20 @@ def test_composite_tensors_are_leaves():
     ragged = [tf.ragged.constant([[1], [2, 3]]), tf.ragged.constant([[4, 5], []])]
     grouped = regroup(ragged)
     assert select(1, grouped) is ragged[1]
+
+
+def test_a_variable_is_not_read_on_its_way_through_a_merge_call():
+    """To ask a distributed variable for an attribute that it has not reads its whole value."""
+    strategy = replica_engine.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        variable = tf.Variable([1.0, 2.0])
+
+    def replica_step():
+        tf.distribute.get_replica_context().merge_call(lambda strategy, variables: None, args=([variable],))
+
+    @tf.function
+    def step():
+        strategy.run(replica_step)
+
+    graph = step.get_concrete_function().graph
+    assert not [op.name for op in graph.get_operations() if op.type == "ReadVariableOp"]
