@@ -97,7 +97,9 @@ def _reduced_packed(reduce_op: tf.distribute.ReduceOp, values: Sequence[Any], de
     packed = []
     for replica, device in enumerate(devices):
         with tf.device(device):
-            packed.append(tf.concat([tf.reshape(value.values[replica], [-1]) for value in values], axis=0))
+            flat = tf.constant([-1])  # one for all, since each op of a large graph takes time to make and to optimize
+            parts = [value.values[replica] for value in values]
+            packed.append(tf.concat([part if part.shape.rank == 1 else tf.reshape(part, flat) for part in parts], 0))
     with tf.device(devices[0]):
         total = tf.add_n(packed)
         if reduce_op == tf.distribute.ReduceOp.MEAN:
@@ -106,7 +108,12 @@ def _reduced_packed(reduce_op: tf.distribute.ReduceOp, values: Sequence[Any], de
     for device in devices:
         with tf.device(device):
             parts = tf.split(tf.identity(total), [shape.num_elements() for shape in shapes])
-            columns.append([tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)])
+            columns.append(
+                [
+                    part if shape.rank == 1 else tf.reshape(part, shape)
+                    for part, shape in zip(parts, shapes, strict=True)
+                ]
+            )
     return [distribute.Mirrored(components) for components in zip(*columns, strict=True)]
 
 

@@ -107,6 +107,21 @@ def test_the_gradient_of_a_mean_is_a_mean(strategy, run, local, per_replica):
     assert local(run(fn, args=(per_replica(float),))) == [(n + 1) / 2.0] * n
 
 
+@pytest.mark.parametrize(("op", "each"), [("sum", 1.0), ("mean", None)])
+def test_tf_gradients_of_all_reduce(strategy, local, per_replica, op, each):
+    """The gradient of a graph, which no tape has recorded; of two tensors, which one all-reduce takes."""
+
+    @tf.function
+    def fn(x):
+        total, doubled = context().all_reduce(op, [x, 2.0 * x])
+        weighted = (tf.cast(context().replica_id_in_sync_group, tf.float32) + 1.0) * total
+        return tf.gradients(weighted + doubled, x)[0]
+
+    n = strategy.num_replicas_in_sync
+    weights = n * (n + 1) / 2.0 + 2.0 * n
+    assert local(strategy.run(fn, args=(per_replica(float),))) == [weights * each if each else weights / n] * n
+
+
 def test_all_reduce_refuses_what_is_no_reduction(strategy):
     with pytest.raises(ValueError, match="PRODUCT"):
         strategy.run(lambda: context().all_reduce("product", tf.constant(1.0)))
@@ -249,7 +264,7 @@ def test_gather_in_a_replica_is_refused(strategy):
 
 
 def test_a_strategy_goes_though_an_all_reduce_of_its_own_was_traced(make_strategy):
-    """TensorFlow keeps the gradient function of a traced all_reduce for ever; the strategy must not stay with it.
+    """TensorFlow keeps gradient functions that are registered in a graph for ever; the strategy must not stay with one.
 
     The leak check on every test is the assertion: replica threads go with their strategy.
     """

@@ -266,3 +266,20 @@ def test_parked_threads_keep_no_graph():
     tf.compat.v1.reset_default_graph()
     gc.collect()
     assert graph() is None
+
+
+def test_what_is_reduced_in_a_graph_takes_few_ops():
+    """Tracing and optimizing a step takes time for each op; once it was 20 s of ResNet-50's 38 on four replicas."""
+    vectors = 100
+
+    def traced(reduces):
+        strategy = MirroredStrategy(DEVICES[:2])
+
+        def fn():
+            own = [tf.ones([index + 1]) for index in range(vectors)]
+            return tf.distribute.get_replica_context().all_reduce("SUM", own) if reduces else own
+
+        step = tf.function(lambda: strategy.run(fn))
+        return len(step.get_concrete_function().graph.get_operations())
+
+    assert traced(reduces=True) - traced(reduces=False) < vectors
