@@ -29,7 +29,7 @@ class BatchReader:
         self._arguments = arguments
         self._name = name
         self._like, _ = _read(batch)
-        self._skeleton = tf.nest.map_structure(lambda _: 0, batch)
+        self._skeleton = tf.nest.map_structure(lambda _: 0, batch) if batch else ()
         self._nothing: list[list[np.ndarray]] = [[] for _ in range(arguments.size)]
 
     def parts(self, batch: tuple, number: int) -> list[list[np.ndarray]]:

@@ -10,8 +10,6 @@ are kept; when a host call of the step fails, none is.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,11 +19,10 @@ import tensorflow as tf
 from replica_engine._compat import autograph, xla_ops
 from replica_engine.errors import HostAccessError, InputsError, LoweringError
 from replica_engine.pjrt.group import needed_by_a_program
-from replica_engine.telemetry import timeline
-from replica_engine.telemetry.trace_file import Track
 from replica_engine.xla.arguments import Arguments
 from replica_engine.xla.batches import BatchReader
 from replica_engine.xla.body import host_calls
+from replica_engine.xla.feeder import Feeder
 from replica_engine.xla.host_call import HostCall, HostCalls
 from replica_engine.xla.input_queue import InputQueue, Pace
 from replica_engine.xla.program import Programs
@@ -34,7 +31,6 @@ from replica_engine.xla.user_lines import user_line
 
 _MOST_STEPS = 128  # of a chunk
 _MOST_BYTES = 1 << 18  # of a replica's part of a chunk, which the program gets whole however many steps it has
-_JOIN = 1.0  # seconds that a run waits for its feeding thread, which may be in the user's iterator
 
 
 class Outcome(NamedTuple):
@@ -89,16 +85,17 @@ def run_loop(
         return Source(loop, autograph=False, declared=key)
 
     program = programs.find(of_loop(), none, ())
+    if loop.was_traced:  # now it is known which functions in the step run on the host, and so its key is another one
+        programs.learn(source, program)
+        programs.keep(of_loop(), none, program)
     loop.forget()
-    programs.learn(source, program)
-    programs.keep(of_loop(), none, program)
     compiled = program.find([])
     pace = _feed_of(program).pace
     # Of what may be ahead of a step, the rest of its chunk is not in the queue.
     queue = InputQueue(arguments.size, (prefetch or 2 * pace.most) - pace.most + 1, pace)
     reader = BatchReader(first, arguments, source.name)
     queue.put(reader.parts(first, 0))
-    feeder = _Feeder(queue, reader, rest, iterations, program.traced.body.name)
+    feeder = Feeder(queue, reader, rest, iterations, program.traced.body.name)
     try:
         with compiled.writing():
             if iterations > 1:
@@ -110,8 +107,7 @@ def run_loop(
         results = program.traced.results([programs.devices.fetch_all(array) for array in arrays])
     finally:
         queue.stop()
-        if feeder.ident is not None:
-            feeder.join(_JOIN)
+        feeder.end()
     return Outcome(queue.begun, results, feeder.error)
 
 
@@ -123,7 +119,11 @@ def _chunk(specs: Sequence[tf.TensorSpec], prefetch: int | None) -> int:
 
 
 class _Loop:
-    """The body of the program: a function without arguments, for `trace`."""
+    """The body of the program: a function without arguments, for `trace`.
+
+    Attributes:
+        was_traced: whether it was, or else a program was found that is the same.
+    """
 
     def __init__(
         self, source: Source, step: Callable[..., Any], like: Arguments, specs: Sequence[tf.TensorSpec], most: int
@@ -134,12 +134,14 @@ class _Loop:
         self._rebuild: Any = like.rebuild
         self._specs = specs
         self._most = most
+        self.was_traced = False
 
     def forget(self) -> None:
-        """It has been traced: the first batch, which is in what was needed for that, need not live on."""
+        """Tracing is over: the first batch, which is in what was needed for it, need not live on."""
         self._rebuild = self._step = None
 
     def __call__(self) -> Any:
+        self.was_traced = True
         packed: list[Any] = []
 
         def flat(*tensors: tf.Tensor) -> list[tf.Tensor]:
@@ -230,54 +232,6 @@ class _Feed(HostCall):
             for index, value in enumerate(values):
                 into[index] = value
         return stacked
-
-
-class _Feeder(threading.Thread):
-    """Fetches batches ahead of the steps.
-
-    Args:
-        queue: where to put them; the first one is there.
-        reader: takes them apart.
-        batches: the rest.
-        iterations: how many there are to be.
-        name: of who runs the steps, for timelines.
-
-    Attributes:
-        error: what ended the inputs early.
-    """
-
-    def __init__(self, queue: InputQueue, reader: BatchReader, batches: Iterator[tuple], iterations: int, name: str):
-        super().__init__(name="replica_engine: inputs of a device loop", daemon=True)
-        self.error: BaseException | None = None
-        self._queue = queue
-        self._reader = reader
-        self._batches = batches
-        self._iterations = iterations
-        self._of = name  # `_name` is the thread's own
-
-    def run(self) -> None:
-        """The thread."""
-        try:
-            with needed_by_a_program(HostAccessError.in_inputs):
-                self._fetch()
-        except BaseException as error:
-            self.error = error
-        finally:
-            self._queue.close()
-
-    def _fetch(self) -> None:
-        track = Track(self._of, "feeding", order=-1)
-        for number in range(1, self._iterations):
-            if not self._queue.wait_for_room():
-                return
-            began = time.perf_counter()
-            with timeline.profiled("feeding"):
-                batch = next(self._batches, None)
-            if timeline.recording():
-                timeline.add(track, f"batch {number}", "feeding", began, time.perf_counter())
-            if batch is None:
-                return
-            self._queue.put(self._reader.parts(batch, number))
 
 
 def _feed_of(program: Any) -> _Feed:

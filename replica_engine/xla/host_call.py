@@ -38,7 +38,7 @@ _LATEST = "_replica_engine_position"
 
 
 class CallOrder(Resident):
-    """The position of each replica's next host call: a variable of the body that starts anew with each launch.
+    """The position of each replica's next host call: a variable of the body that each launch goes on with.
 
     Args:
         devices: where the replicas run.
@@ -50,11 +50,19 @@ class CallOrder(Resident):
         super().__init__([variables.raw_handle(self._variable)], devices)
 
     def array(self) -> Array:
-        """As of any resident value; always the positions of the first calls."""
-        return self._devices.put([np.array(replica) for replica in range(self._devices.size)])
+        """As of any resident value; the host has none, so what is not there begins anew."""
+        array, devices = self._array, self._devices
+        if array is None or devices.interrupted or array.is_deleted():
+            array = self._array = devices.put([np.array(replica) for replica in range(devices.size)])
+        return array
 
     def set_array(self, array: Array) -> None:
-        """What the program leaves behind is of no use."""
+        """As of any resident value."""
+        self._array = array
+
+    def lose(self) -> None:
+        """As of any resident value."""
+        self._array = None
 
 
 class HostCalls:

@@ -1,5 +1,6 @@
 """How far the inputs of device loops are fetched ahead, and the thread that does it."""
 
+import contextvars
 import gc
 import itertools
 import signal
@@ -14,6 +15,7 @@ from loop_steps import SUM, THREAD, Noting, numbers, then_fail
 
 from replica_engine import xla
 from replica_engine.errors import ReplicaEngineError
+from replica_engine.xla import feeder
 
 SOON = 20  # seconds until a thread that should have gone on by then is stuck
 
@@ -89,43 +91,89 @@ def test_memory_is_bounded_by_what_is_fetched_ahead(two):
 
 
 def feeding():
-    """Whether there is a thread that feeds."""
-    return any(thread.name.startswith(THREAD) for thread in threading.enumerate())
+    """The threads that feed, or have just done so."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith(THREAD)]
 
 
 def fail(error):
     raise error
 
 
-def test_the_thread_is_gone_when_the_run_is(two, noting):
-    """However it ended; and there is one meanwhile."""
-    seen = []
+def test_one_thread_feeds_loop_after_loop(noting, monkeypatch):
+    """However they end, if they follow each other quickly; soon after the last one it goes, as in every test here."""
+    monkeypatch.setattr(feeder, "_IDLE", 1.5)  # seconds: quickly even for a slow machine
+    on = []
 
     def batches(count):
         for number in range(count):
-            seen.append(feeding())
+            on.append(threading.current_thread())
             yield np.float32(number)
 
+    noting.run(batches(5), 3)  # traced
+    on.clear()
     noting.run(batches(5), 3)
-    assert not feeding()
-    assert seen == [False, True, True]  # the first batch is what the program is made for
+    noting.run(batches(5), 3)
+    assert [thread is threading.main_thread() for thread in on] == 2 * [
+        True,
+        False,
+        False,
+    ]  # the first batch: its shape
+    assert len({*on}) == 2
 
     with pytest.raises(tf.errors.OutOfRangeError):
         noting.run(batches(2), 3)
-    assert not feeding()
-
     with pytest.raises(OSError, match="no more"):
         noting.run(then_fail(batches(2), OSError("no more")), 5)
-    assert not feeding()
+    noting.run(batches(5), 3)
+    assert len({*on}) == 2
 
+
+def test_the_thread_is_gone_soon_after_a_loop(two):
     host = lambda: fail(OSError("on the host"))  # noqa: E731
     with pytest.raises(OSError, match="on the host"):
-        two.strategy.run_steps(lambda context, x: xla.outside_compilation(xla.returns(None)(host)), batches(9), 9)
+        two.strategy.run_steps(lambda context, x: xla.outside_compilation(xla.returns(None)(host)), numbers(9), 9)
+    for thread in feeding():
+        thread.join(SOON)
     assert not feeding()
 
     with pytest.raises(OSError, match="traced"):
-        two.strategy.run_steps(lambda context, x: fail(OSError("traced")), batches(9), 9)
+        two.strategy.run_steps(lambda context, x: fail(OSError("traced")), numbers(9), 9)
     assert not feeding()
+
+
+def test_what_an_iterator_sets_on_the_thread_is_not_there_in_the_next_loop(noting):
+    """Context variables: each loop's inputs begin with none."""
+    variable = contextvars.ContextVar("variable", default=0)
+    seen = []
+
+    def batches():
+        for number in range(3):
+            seen.append(variable.get())
+            variable.set(number + 1)
+            yield np.float32(number)
+
+    for _ in range(2):
+        contextvars.copy_context().run(noting.run, batches(), 3)
+    assert seen == [0, 0, 2] * 2
+
+
+def test_a_thread_that_does_not_come_back_feeds_no_other_loop(two, noting):
+    """It is in the user's iterator when its loop is over, and stays there."""
+    leave = threading.Event()
+
+    def batches():
+        yield np.float32(0.0)
+        assert leave.wait(SOON)
+
+    host = lambda: fail(OSError("on the host"))  # noqa: E731
+    with pytest.raises(OSError, match="on the host"):
+        two.strategy.run_steps(lambda context, x: xla.outside_compilation(xla.returns(None)(host)), batches(), 9)
+    (stuck,) = feeding()
+    assert noting.run(numbers(3), 3).steps == 3
+    assert stuck.is_alive()
+    leave.set()
+    stuck.join(SOON)
+    assert not stuck.is_alive()
 
 
 @pytest.fixture
