@@ -196,7 +196,7 @@ def check_in_replica(context: tf.distribute.ReplicaContext) -> None:
 def hold_weakly(context: tf.distribute.ReplicaContext) -> None:
     """Makes a replica context whose run is over refer to its strategy weakly.
 
-    The gradient of all_gather refers to the context, and TensorFlow registers the gradients of every graph
+    TensorFlow's gradient of all_gather refers to the context, and it registers the gradients of every graph
     for ever: without this no strategy that ever gathered in a graph would be freed, nor its threads.
     """
     strategy = weakref.proxy(context.strategy)

@@ -210,6 +210,19 @@ def locals_of_thread() -> tuple:
     )
 
 
+def of_thread() -> tuple:
+    """What `is_as` compares: this thread's default graph, mode, device and name scope, and its locals."""
+    eager = tf.executing_eagerly()
+    return default_graph(), eager, device_and_name_scope() if eager else None, locals_of_thread()
+
+
+def is_as(before: tuple) -> bool:
+    """Whether this thread is in the state that `of_thread` returned."""
+    *some, thread_locals = before
+    *others, now = of_thread()
+    return some == others and _are_same(thread_locals, now)
+
+
 def enter_locals(values: tuple) -> contextlib.AbstractContextManager[None]:
     """Puts what `locals_of_thread` returned into this thread, for a while."""
     before = locals_of_thread()

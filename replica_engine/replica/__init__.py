@@ -5,6 +5,7 @@
 - `inherited`: what a replica thread takes over from the caller's.
 - `lift`: a tf.function goes around the run, not into it.
 - `variables`: variables created inside a run.
+- `gradients`: of an all-reduce in a graph.
 - `regroup`, `structure`: N values to one distributed value and back.
 - `rows`: the samples of a batch.
 - `sync_record`: the record of sync points as data; do the replicas bring the like?

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._compat import autograph, distribute, eager, gradients, thread_state
+from replica_engine._compat import autograph, distribute, eager, thread_state
 from replica_engine.engine import Replica, current_replica
 from replica_engine.errors import MergeCallGraphError, NotInReplicaError
+from replica_engine.replica.gradients import differentiable
 from replica_engine.replica.inherited import InheritedState
 from replica_engine.replica.location import identity, sync_point, user_location
 from replica_engine.replica.sync_record import brought
@@ -176,10 +177,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
     def _merged_with_gradient(self, operation: Any, tensors: list[Any], options: Any) -> list[Any]:
         """As `_merged`; the gradient of a sum over replicas is a sum over replicas, and so with a mean."""
         if not tf.executing_eagerly():
-            reduced = self._merged(operation, tensors, options)
-            return gradients.with_gradient(
-                reduced, tensors, _GRADIENTS[operation], lambda *upstream: self.all_reduce(operation, list(upstream))
-            )
+            return differentiable(self, operation, tensors, self._merged(operation, tensors, options))
 
         @tf.custom_gradient
         def reduced_eagerly(*values: Any) -> tuple:
@@ -228,7 +226,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         if isinstance(value, tf.IndexedSlices):
             return tf.IndexedSlices(self._own(value.values), value.indices, value.dense_shape)
         tensor = as_tensor(value, "A value of all_reduce")
-        if tensor.device == self._device:
+        if tensor.device == self._device and (tf.executing_eagerly() or not eager.is_eager(tensor)):
             return tensor  # No other replica runs on this device, so none can own it as well.
         return tf.identity(tensor)
 
@@ -251,20 +249,3 @@ class _detailed:
 
     def __exit__(self, *_: object) -> None:
         self._context._detail = self._before
-
-
-def _registered(operation: tf.distribute.ReduceOp) -> str:
-    """The name of the gradient of an all-reduce in a graph, for `tf.gradients`."""
-    name = f"ReplicaEngineAllReduce{operation.value}"
-
-    @tf.RegisterGradient(name)
-    def gradient(op: tf.Operation, *upstream: Any) -> list[Any]:
-        """Of an op whose results are the reduced values, and then what they were made of."""
-        reduced = len(upstream) // 2
-        context = tf.distribute.get_replica_context()
-        return [None] * reduced + context.all_reduce(operation, list(upstream[:reduced]))
-
-    return name
-
-
-_GRADIENTS = {operation: _registered(operation) for operation in tf.distribute.ReduceOp}

@@ -15,8 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import ClassVar
 
+from replica_engine._compat import keras_state, thread_state
 from replica_engine.errors import HostAccessError
 from replica_engine.pjrt.group import needed_by_a_program
+from replica_engine.pjrt.interrupts import held_off
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.trace_file import Track
 from replica_engine.xla.batches import BatchReader
@@ -25,7 +27,7 @@ from replica_engine.xla.input_queue import InputQueue
 NAME = "replica_engine: inputs of a device loop"
 """Of the threads."""
 
-_IDLE = 0.05  # seconds until a thread ends; a loop that takes longer than that does not gain from it
+_IDLE = 0.05  # seconds that a thread stays; loops that are farther apart gain nothing by that
 _JOIN = 1.0  # seconds that a loop waits for its thread, which may be in the user's iterator
 
 
@@ -50,16 +52,20 @@ class Feeder:
         self._batches = batches
         self._iterations = iterations
         self._name = name
-        self._has_ended: threading.Lock | None = None
+        self._started = False
+        self._has_ended = threading.Lock()  # taken until then
+        self._has_ended.acquire()
 
     def start(self) -> None:
         """Begins to fetch."""
-        # In a context of its own, as on a new thread: what the iterator sets there is not for the next loop.
-        self._has_ended = _Thread.do(functools.partial(contextvars.Context().run, self._run))
+        with held_off():  # a thread that has been taken out gets its job, and is waited for
+            self._started = True
+            # In a context of its own, as on a new thread: what the iterator sets there is not for the next loop.
+            _Thread.do(functools.partial(contextvars.Context().run, self._run), self._has_ended)
 
     def end(self) -> None:
         """Waits for the thread, if it was started, but not for ever. The queue has been stopped."""
-        if self._has_ended is not None:
+        if self._started:
             self._has_ended.acquire(timeout=_JOIN)
 
     def _run(self) -> None:
@@ -90,60 +96,52 @@ class Feeder:
 class _Thread(threading.Thread):
     """Does jobs, one after the other, and ends when there has been none for a while.
 
-    It refers to no job that is over. A daemon: at exit nobody waits for the user's iterator.
+    It refers to no job that is over. A daemon: at exit nobody waits for the user's iterator. One that an iterator has
+    left in another state than it found (a device, a graph) does no other job; of a `threading.local` of the user's it
+    cannot know.
     """
 
-    _idle: ClassVar[list[_Thread]] = []
-    _lock = threading.RLock()  # whoever finds a thread among the idle ones takes it out; a signal handler may, too
+    _idle: ClassVar[list[_Thread]] = []  # without a lock, which a signal handler could not take again: `pop`, `remove`
 
     def __init__(self) -> None:
         super().__init__(name=NAME, daemon=True)
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], threading.Lock]] = queue.SimpleQueue()
 
     @classmethod
-    def do(cls, job: Callable[[], None]) -> threading.Lock:
-        """Has a thread do a job, which must not raise. The lock that is returned can be had when that is over."""
-        has_ended = threading.Lock()
-        has_ended.acquire()
-        with cls._lock:
-            if cls._idle:
-                # First: one that was taken out waits for its job, and Ctrl-C may come in between.
-                cls._idle[-1]._jobs.put((job, has_ended))
-                cls._idle.pop()
-                return has_ended
-        thread = cls()
-        thread._jobs.put((job, has_ended))
-        thread.start()
-        return has_ended
+    def do(cls, job: Callable[[], None], has_ended: threading.Lock) -> None:
+        """Has a thread do a job, which must not raise, and then release a lock."""
+        try:
+            cls._idle.pop()._jobs.put((job, has_ended))
+        except IndexError:
+            thread = cls()
+            thread._jobs.put((job, has_ended))
+            thread.start()
 
     def run(self) -> None:
         """The thread."""
-        while self._do_one():
+        state = thread_state.of_thread()
+        while self._do_one(state):
             pass
 
-    def _do_one(self) -> bool:
+    def _do_one(self, state: tuple) -> bool:
         """Waits for a job and does it; whether it may wait for another. In a frame that goes away with the job."""
         try:
             job, has_ended = self._jobs.get(timeout=_IDLE)
         except queue.Empty:
-            with self._lock:
-                if self not in self._idle:  # somebody has just taken it
-                    return True
+            try:
                 self._idle.remove(self)
-                return False
-        job()
-        with self._lock:
-            if self not in self._idle:
-                self._idle.append(self)  # before anybody is told: the next loop is to find it
+            except ValueError:  # somebody has just taken it out
+                return True
+            return False
+        with keras_state.entered({}):
+            job()
+        del job  # before anybody is told: it has the first batch, and the iterator
+        stays = thread_state.is_as(state)
+        if stays:
+            self._idle.append(self)  # likewise: the next loop is to find it
         has_ended.release()
-        return True
-
-
-def _after_fork() -> None:
-    """A child process has none of the threads."""
-    _Thread._idle.clear()
-    _Thread._lock = threading.RLock()
+        return stays
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=_Thread._idle.clear)  # a child process has none of the threads

@@ -51,9 +51,9 @@ class CallOrder(Resident):
 
     def array(self) -> Array:
         """As of any resident value; the host has none, so what is not there begins anew."""
-        array, devices = self._array, self._devices
-        if array is None or devices.interrupted or array.is_deleted():
-            array = self._array = devices.put([np.array(replica) for replica in range(devices.size)])
+        array = self._array
+        if array is None or array.is_deleted():
+            array = self._array = self._devices.put([np.array(replica) for replica in range(self._devices.size)])
         return array
 
     def set_array(self, array: Array) -> None:
@@ -152,6 +152,7 @@ class HostCalls:
         try:
             yield run
         except BaseException:  # Ctrl-C, say
+            self._order.lose()
             run.give_up()
             if not run.has_ended:
                 left.behind(devices, calls_host=True)

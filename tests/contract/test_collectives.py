@@ -263,11 +263,16 @@ def test_gather_in_a_replica_is_refused(strategy):
         strategy.run(lambda: strategy.gather(tf.constant([1.0]), axis=0))
 
 
-def test_a_strategy_goes_though_an_all_reduce_of_its_own_was_traced(make_strategy):
+def test_a_strategy_goes_though_collectives_of_its_own_were_traced(make_strategy):
     """TensorFlow keeps gradient functions that are registered in a graph for ever; the strategy must not stay with one.
 
     The leak check on every test is the assertion: replica threads go with their strategy.
     """
     strategy = make_strategy(2)
-    result = strategy.run(tf.function(lambda: context().all_reduce("sum", tf.constant(1.0))))
-    assert [float(x) for x in strategy.experimental_local_results(result)] == [2.0, 2.0]
+
+    @tf.function
+    def both():
+        return context().all_reduce("sum", tf.constant(1.0)), context().all_gather(tf.constant([1.0]), 0)
+
+    results = strategy.experimental_local_results(strategy.run(both))
+    assert [(float(total), gathered.numpy().tolist()) for total, gathered in results] == [(2.0, [1.0, 1.0])] * 2

@@ -157,6 +157,22 @@ def test_what_an_iterator_sets_on_the_thread_is_not_there_in_the_next_loop(notin
     assert seen == [0, 0, 2] * 2
 
 
+def test_a_device_that_an_iterator_leaves_entered_is_not_there_in_the_next_loop(noting, monkeypatch):
+    monkeypatch.setattr(feeder, "_IDLE", 1.5)
+    seen = []
+
+    def batches():
+        for number in range(3):
+            seen.append(tf.constant(0).device[-1])
+            tf.device("CPU:1").__enter__()
+            yield np.float32(number)
+            tf.device(None).__enter__()
+
+    for _ in range(3):
+        noting.run(itertools.chain([np.float32(0.0)], batches()), 3)
+    assert seen == ["0", "0"] * 3
+
+
 def test_a_thread_that_does_not_come_back_feeds_no_other_loop(two, noting):
     """It is in the user's iterator when its loop is over, and stays there."""
     leave = threading.Event()

@@ -198,3 +198,31 @@ def test_what_fails_while_the_body_is_traced_says_so():
     assert "xla.returns" in raised.value.__notes__[0]
     declared = xla.returns(SCALAR)(fn)
     assert values(xla.replicate(lambda x: xla.outside_compilation(declared, x), X)) == [1.0, 0.5]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_host_knows_who_calls_in_launch_after_launch(size):
+    """Also after one that failed; the order of a replica's calls goes on from each to the next."""
+    strategy = TPUStrategy(num_cores=size)
+    seen = []
+
+    @xla.returns(None)
+    def note(replica, number):
+        seen.append((int(xla.replica_id()), int(replica), int(number)))
+        if number == 7 and replica == size - 1:
+            raise Failing(1)
+
+    def step(last):
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        for number in tf.range(last + 1):
+            xla.outside_compilation(note, replica, number)
+
+    for last in (2, 7, 0, 7, 4):  # several calls a launch, and not as many in each
+        seen.clear()
+        if last == 7:
+            with pytest.raises(Failing):
+                strategy.run(step, args=(tf.constant(last),))
+        else:
+            strategy.run(step, args=(tf.constant(last),))
+            assert sorted(seen) == [(replica, replica, number) for replica in range(size) for number in range(last + 1)]
+        assert all(known == own for known, own, _ in seen)
