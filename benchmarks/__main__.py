@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 
-from benchmarks import page, picture
+from benchmarks import command, page, picture
 from benchmarks.report import Report, machine
 
 GROUPS = (
@@ -121,11 +121,15 @@ def parse() -> argparse.Namespace:
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default=",".join(GROUPS), help="groups (default %(default)s)")
-    parser.add_argument("--repeats", type=int, help="interleaved repeats (default 7)")
+    parser.add_argument("--repeats", type=command.positive, help="interleaved repeats (default 7)")
     parser.add_argument("--quick", action="store_true", help="small and few, only to see that it works")
-    parser.add_argument("--json", help="write the figures to this file, and nothing into docs/")
-    parser.add_argument("--picture", help="draw the ratios into this file, and write nothing into docs/")
-    parser.add_argument("--growth", help="draw the growth into this file, and write nothing into docs/")
+    parser.add_argument("--json", type=command.writable, help="write the figures to this file, and nothing into docs/")
+    parser.add_argument(
+        "--picture", type=command.writable, help="draw the ratios into this file, and nothing into docs/"
+    )
+    parser.add_argument(
+        "--growth", type=command.writable, help="draw the growth into this file, and nothing into docs/"
+    )
     parser.add_argument("--docs", action="store_true", help="measure nothing; draw and write what docs/ has figures of")
     parser.add_argument("--patience", type=float, default=3600, help="seconds for a group (default %(default)s)")
     flags = parser.parse_args()
@@ -153,7 +157,10 @@ def main() -> int:
     if flags.growth:
         picture.draw_growth(report, flags.growth)
     if before:
-        publish(before.updated(report))
+        publish(before.updated(report.succeeded()))
+        print(f"Written: {FIGURES}, {PAGE}, {RATIOS}, {GROWTH}.", file=sys.stderr)
+        for group in report.failures:
+            print(f"{group} failed: they have what they had of it.", file=sys.stderr)
     return 1 if report.failures else 0
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import pathlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,14 +15,41 @@ from benchmarks.measure import Row
 from benchmarks.report import COLUMNS, Report, cells, described, machine
 
 
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
 def numbers(text: str) -> list[int]:
-    """Whole numbers with commas between them."""
-    return [int(part) for part in text.split(",")]
+    """Such numbers with commas between them."""
+    return [positive(part) for part in text.split(",")]
 
 
-def names(text: str) -> list[str]:
-    """Words with commas between them."""
-    return text.split(",")
+def writable(text: str) -> str:
+    """A file in a folder that is there: it is written after an hour, maybe."""
+    if not pathlib.Path(text).absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(pathlib.Path(text).parent)!r}")
+    return text
+
+
+def counts(text: str) -> list[int]:
+    """As `numbers`, or 0."""
+    return [0 if part == "0" else positive(part) for part in text.split(",")]
+
+
+def some_of(*known: str) -> Callable[[str], list[str]]:
+    """Some of these words, with commas between them."""
+
+    def parse(text: str) -> list[str]:
+        words = text.split(",")
+        for word in words:
+            if word not in known:
+                raise argparse.ArgumentTypeError(f"there is no {word!r}; there are {', '.join(known)}")
+        return words
+
+    return parse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +68,7 @@ class Option:
     full: str
     quick: str
     about: str
-    of: Callable[[str], Any] = int
+    of: Callable[[str], Any] = positive
 
 
 REPEATS = Option("repeats", "7", "2", "interleaved repeats")
@@ -77,7 +105,7 @@ def parse(doc: str | None, options: Sequence[Option], arguments: Sequence[str] |
         about = f"{option.about} (default {option.full}, quick {option.quick})"
         parser.add_argument("--" + name.replace("_", "-"), type=option.of, help=about)
     parser.add_argument("--quick", action="store_true", help="only to see that it works")
-    parser.add_argument("--json", help="write the rows to this file as well")
+    parser.add_argument("--json", type=writable, help="write the rows to this file as well")
     flags = parser.parse_args(arguments)
     for name, option in every.items():
         if getattr(flags, name) is None:

@@ -168,6 +168,6 @@ if __name__ == "__main__":
         measure,
         command.Option("replicas", "1,2,4,8,16,32,64", "1,2,4", "how many", command.numbers),
         command.Option("sizes", "1,10,100,1000,10000,100000", "1,100", "KB of a model", command.numbers),
-        command.Option("merge_calls", "0,1,2,5,10,20,50,100", "0,1,10", "merge calls of a run", command.numbers),
+        command.Option("merge_calls", "0,1,2,5,10,20,50,100", "0,1,10", "merge calls of a run", command.counts),
         command.Option("runs", "100", "5", "runs a repeat, fewer where they take long"),
     )

@@ -237,7 +237,7 @@ if __name__ == "__main__":
         __doc__,
         measure,
         command.Option("replicas", "1,2,4", "2", "how many", command.numbers),
-        command.Option("payloads", ",".join(PAYLOADS), "scalar", "what is sent", command.names),
+        command.Option("payloads", ",".join(PAYLOADS), "scalar", "what is sent", command.some_of(*PAYLOADS)),
         command.Option("calls", "100", "10", "calls of a launch with many"),
         command.Option("launches", "10", "2", "launches of other programs, a repeat"),
     )

@@ -177,6 +177,6 @@ if __name__ == "__main__":
     command.main(
         __doc__,
         measure,
-        command.Option("models", ",".join(MODELS), "dense", "which", command.names),
+        command.Option("models", ",".join(MODELS), "dense", "which", command.some_of(*MODELS)),
         command.Option("replicas", "2,4", "2", "how many", command.numbers),
     )

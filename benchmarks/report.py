@@ -96,6 +96,10 @@ class Report:
             {group: why for group, why in self.failures.items() if group not in newer.groups} | newer.failures,
         )
 
+    def succeeded(self) -> Report:
+        """This one, without the groups that failed."""
+        return Report(self.machine, [row for row in self.rows if row.group not in self.failures], {})
+
     def sorted(self, order: Sequence[str]) -> Report:
         """This one, with its groups in this order."""
         return dataclasses.replace(self, rows=sorted(self.rows, key=lambda row: order.index(row.group)))

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 from benchmarks import command
 from benchmarks.measure import Row, interleaved, milliseconds, same
+from benchmarks.models import MODELS
 
 TOLERANCE = 1e-4
 """How far losses may be apart, relative to their size: frameworks add up in different orders."""
@@ -31,7 +32,6 @@ MANY_ALL_REDUCES = {"MirroredStrategy": {"tf.distribute": 0.9}}
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
     """A row for each of the library's contenders, with each model and number of replicas."""
     from benchmarks.contenders import Contender, contenders, start
-    from benchmarks.models import MODELS
 
     start(max(flags.replicas))
 
@@ -63,7 +63,7 @@ if __name__ == "__main__":
     command.main(
         __doc__,
         measure,
-        command.Option("models", "mlp,conv,transformer,small", "mlp,small", "which", command.names),
+        command.Option("models", ",".join(MODELS), "mlp,small", "which", command.some_of(*MODELS)),
         command.Option("replicas", "2,4,8", "2", "how many", command.numbers),
         command.Option("steps", "10", "2", "steps a repeat"),
     )

@@ -143,6 +143,31 @@ def test_options_have_a_quick_default():
     assert [each.repeats for each in flags] == [7, 2, 2]
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--repeats 0", "'0' is no whole number above 0"),
+        ("--replicas 2,x", "'x' is no whole number above 0"),
+        ("--models mlp,resnet", "there is no 'resnet'; there are mlp, conv"),
+        ("--json nowhere/figures.json", "there is no folder 'nowhere'"),
+    ],
+)
+def test_bad_options_are_told_before_anything_is_measured(line, words, capsys):
+    options = [
+        command.Option("replicas", "2", "2", "how many", command.numbers),
+        command.Option("models", "mlp", "mlp", "which", command.some_of("mlp", "conv")),
+    ]
+    with pytest.raises(SystemExit) as ended:
+        command.parse("", options, line.split())
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_of_a_group_that_failed_the_figures_stay():
+    newer = Report(MADE_UP, [row("launch")], {"launch": "not done in 3600 s", "memory": "it has no rows"})
+    assert report().updated(newer.succeeded()) == report()
+
+
 def test_rows_are_written_as_they_come(tmp_path, monkeypatch, capsys):
     def measure(flags):
         yield row()
