@@ -39,11 +39,12 @@ def _only_reading() -> Iterator[None]:
 @contextlib.contextmanager
 def handles_compared() -> Iterator[None]:
     """Inside, handles are asked for to know variables by them; nobody reads or writes through them."""
+    before = getattr(_thread, "comparing", False)
     _thread.comparing = True
     try:
         yield
     finally:
-        _thread.comparing = False
+        _thread.comparing = before
 
 
 def _reads(name: str) -> Callable[..., Any]:

@@ -60,9 +60,8 @@ class InputQueue:
         self.begun = 0
         self._pace = pace
         self._running: tuple[int, float] | None = None  # the steps of the chunk that was begun last, and when
-        self._chunks: dict[
-            int, tuple[int, bool]
-        ] = {}  # that not all have begun, by first batch; the end, is there more
+        # That not all have begun, by their first batch: where they end, and whether there are more.
+        self._chunks: dict[int, tuple[int, bool]] = {}
         self._depth = depth
         self._batches: dict[int, tuple[Parts, list[int]]] = {}  # by number; with how many replicas are to take it
         self._put = 0

@@ -118,9 +118,7 @@ class Resident:
         with _freeing:
             if self._freed or self._looked_at or self._pins or not self._host_stale:
                 return
-            self._freed = (
-                True  # first: an exception may come at any moment, and what counts as freed is only sent again
-            )
+            self._freed = True  # first, since an exception may come at any moment: what counts as freed is sent again
             for handle in self.handles:
                 variables.write(handle, np.empty(0, self.dtype.as_numpy_dtype))
             if self._looked_at and self._array is not None:  # by a signal handler, just now
