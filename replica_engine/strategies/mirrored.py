@@ -9,7 +9,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine import startup
 from replica_engine._compat import autograph, distribute
 from replica_engine.errors import DeviceError
 from replica_engine.replica import SyncPointRecord, sync_points
@@ -79,17 +78,6 @@ class MirroredExtended(ReplicaThreads, Reductions, distribute.MirroredExtended):
     def _use_merge_call(self) -> bool:
         """The hook that says whether replicas have to meet to update variables; in XLA they cannot."""
         return not distribute.is_merged() and (tf.executing_eagerly() or super()._use_merge_call())
-
-    def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> Any:
-        self._warn_if_cramped()
-        return super()._experimental_distribute_dataset(dataset, options)
-
-    def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
-        self._warn_if_cramped()
-        return super()._distribute_datasets_from_function(dataset_fn, options)
-
-    def _warn_if_cramped(self) -> None:
-        startup.warn_if_cramped(len(self._devices), tf.config.threading.get_inter_op_parallelism_threads())
 
 
 class MirroredStrategy(tf.distribute.MirroredStrategy):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from replica_engine import startup
 from replica_engine.errors import DeviceError, positive_int
 
 GPU_SHARE = 1024  # MiB of memory for each logical GPU
@@ -41,7 +40,6 @@ def logical_devices(n: int, kind: str = "CPU") -> list[str]:
         raise DeviceError.bad_kind(kind)
     n = number
     if not thread_state.started():
-        startup.make_room(n)
         _divide(n, kind)
     present = len(tf.config.list_logical_devices(kind))
     if present < n:
