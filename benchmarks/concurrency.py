@@ -25,9 +25,10 @@ TARGET = {PEER: 0.6}
 
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
     """One row."""
-    import replica_engine  # isort: skip  # first, since it gives TensorFlow's pool enough threads
     import numpy as np
     import tensorflow as tf
+
+    import replica_engine
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
     devices = replica_engine.testing.logical_devices(flags.replicas)

@@ -37,8 +37,9 @@ def start(most: int) -> None:
 
     jax gets more threads than replicas, for safety. The library's clients get what they have by themselves.
     """
-    import replica_engine  # isort: skip  # first, since it gives TensorFlow's pool enough threads
     import jax
+
+    import replica_engine
 
     replica_engine.testing.logical_devices(most)
     jax.config.update("jax_platforms", "cpu")

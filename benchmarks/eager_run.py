@@ -114,8 +114,9 @@ def hand_overs(replicas: int, runs: int) -> float:
 
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
     """A row for each body and number of replicas."""
-    import replica_engine  # isort: skip  # first, since it gives TensorFlow's pool enough threads
     import tensorflow as tf
+
+    import replica_engine
 
     replica_engine.testing.logical_devices(max(flags.replicas))
     tf.get_logger().setLevel("ERROR")  # tf.distribute warns about eager overhead, which is what is measured

@@ -145,8 +145,9 @@ def _timed(contenders: dict[str, Callable[[], Any]], times: int, repeats: int) -
 
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
     """The points of each plot, and then the slopes."""
-    import replica_engine  # isort: skip  # first, since it gives TensorFlow's pool enough threads
     import tensorflow as tf
+
+    import replica_engine
 
     replica_engine.testing.logical_devices(max(*flags.replicas, TRAINING))
     tf.get_logger().setLevel("ERROR")  # tf.distribute warns about eager overhead, which is what is measured

@@ -74,8 +74,9 @@ def cached_program(programs: int) -> float:
 
 def copies(who: str, replicas: int, megabytes: int) -> list[float]:
     """Copies of variables in memory: after updates of all of them on the replicas, and after the host read them."""
-    import replica_engine  # isort: skip  # first, since it gives TensorFlow's pool enough threads
     import tensorflow as tf
+
+    import replica_engine
 
     devices = replica_engine.testing.logical_devices(replicas)
 

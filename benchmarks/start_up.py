@@ -36,10 +36,11 @@ TARGET = {THEIRS: 0.5}
 
 def start_up(who: str, replicas: int) -> dict[str, float]:
     """Seconds before the first step and for it, and the losses of two steps; in a process that has done nothing."""
-    import replica_engine  # isort: skip  # first, since it gives TensorFlow's pool enough threads
     import keras
     import numpy as np
     import tensorflow as tf
+
+    import replica_engine
 
     devices = replica_engine.testing.logical_devices(replicas)
     keras.utils.set_random_seed(0)

@@ -1,16 +1,20 @@
 """What one training step costs, beside tf.distribute and JAX in the same process.
 
     python -m benchmarks.train_step [--models mlp,conv,transformer,small] [--replicas 2,4,8] [--steps 10]
-        [--repeats 7] [--quick] [--json out.json]
+        [--figure-ms 500] [--repeats 7] [--quick] [--json out.json]
 
 `models` has what is trained and `contenders` by whom. All start from the same weights and see the same batches; after
 the first steps their losses must agree, or there is nothing to compare.
+
+A figure is the mean of as many steps as take half a second: the kernel's choice of cores makes the mean of ten steps of
+8 ms differ by a quarter from one time to the next.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 from collections.abc import Iterator
 
 from benchmarks import command
@@ -35,9 +39,9 @@ def measure(flags: argparse.Namespace) -> Iterator[Row]:
 
     start(max(flags.replicas))
 
-    def timed(contender: Contender) -> float:
-        indices = iter(range(flags.steps))
-        return milliseconds(lambda: contender.step(next(indices)), flags.steps)
+    def timed(contender: Contender, steps: int) -> float:
+        indices = itertools.count()
+        return milliseconds(lambda: contender.step(next(indices)), steps)
 
     for model in flags.models:
         targets = TARGETS | (MANY_ALL_REDUCES if model == "small" else {})
@@ -45,7 +49,9 @@ def measure(flags: argparse.Namespace) -> Iterator[Row]:
             every = contenders(MODELS[model], replicas)
             losses = {each.name: each.mean([each.step(index) for index in range(flags.steps)][-1]) for each in every}
             check = same(f"loss after {flags.steps} steps", losses, TOLERANCE)
-            figures = interleaved({each.name: functools.partial(timed, each) for each in every}, flags.repeats)
+            quickest = min(timed(each, flags.steps) for each in every)
+            steps = max(flags.steps, round(flags.figure_ms / quickest))
+            figures = interleaved({each.name: functools.partial(timed, each, steps) for each in every}, flags.repeats)
             for name in figures:
                 if name not in PEERS:
                     shown = {who: figures[who] for who in (name, *PEERS)}
@@ -65,5 +71,6 @@ if __name__ == "__main__":
         measure,
         command.Option("models", ",".join(MODELS), "mlp,small", "which", command.some_of(*MODELS)),
         command.Option("replicas", "2,4,8", "2", "how many", command.numbers),
-        command.Option("steps", "10", "2", "steps a repeat"),
+        command.Option("steps", "10", "2", "steps before losses are compared, and steps a figure, at least"),
+        command.Option("figure_ms", "500", "1", "milliseconds a figure, about, of the quickest"),
     )

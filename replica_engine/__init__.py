@@ -14,6 +14,7 @@ The map of the house; imports run one way, from the top of this list to the bott
     engine/      replica threads and the sync points where they meet; standard library only
     telemetry/   who is late, and where the time goes: watchdog and timeline; standard library only
     shutdown.py  the end of the process in the middle of a run
+    startup.py   enough threads for TensorFlow, so that launches and what they call do not starve each other
     errors/      every exception, with its wording
     _compat/     every private TensorFlow name, each with its reason
 
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from replica_engine import errors
 from replica_engine._version import __version__
+from replica_engine.startup import FOR_ONE_LAUNCH, make_room
 
 if TYPE_CHECKING:
     from replica_engine import compat, keras, strategies, testing, xla
@@ -68,6 +70,8 @@ _HOME = {
     "timeline": "replica_engine.telemetry.timeline",
 }
 _PACKAGES = ("compat", "keras", "strategies", "testing", "xla")
+
+make_room(FOR_ONE_LAUNCH)
 
 
 def __getattr__(name: str) -> Any:

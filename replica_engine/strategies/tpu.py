@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine import xla
+from replica_engine import startup, xla
 from replica_engine._compat import autograph, distribute, keras_trainer
 from replica_engine.errors.base import shown
 from replica_engine.pjrt.devices import device_group
@@ -299,6 +299,7 @@ class TPUStrategy(tf.distribute.Strategy):
             )
         platform = None if tpu_cluster_resolver is None else tpu_cluster_resolver.platform
         devices = device_group(platform, num_cores)
+        startup.make_room(startup.FOR_LAUNCHES)
         super().__init__(TPUExtended(self, devices, same_random_numbers, Limits(timeout, warn_after)))
         self._steps_per_run = steps_per_run
         self._resolver = tpu_cluster_resolver

@@ -144,8 +144,8 @@ def test_a_step_of_new_shapes_and_a_trace_that_reads_do_not_wait_for_each_other(
 
         @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)])
         def step(x):
-            with tf.control_dependencies([tf.py_function(lambda: stepping.set(), [], [])]):
-                return strategy.run(lambda x: tf.reduce_sum(x) + variable, args=(x,))
+            tf.py_function(lambda: stepping.set(), [], [])
+            return strategy.run(lambda x: tf.reduce_sum(x) + variable, args=(x,))
 
         @tf.autograph.experimental.do_not_convert
         def reads_while_it_is_traced():
