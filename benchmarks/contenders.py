@@ -36,6 +36,7 @@ def start(most: int) -> None:
     """Gives TensorFlow and jax `most` CPU devices each, before either has started.
 
     jax gets more threads than replicas, for safety. The library's clients get what they have by themselves.
+    TensorFlow is started here, before a `TPUStrategy` gives its pool more threads than are best for tf.distribute.
     """
     import jax
 

@@ -6,8 +6,8 @@
 `models` has what is trained and `contenders` by whom. All start from the same weights and see the same batches; after
 the first steps their losses must agree, or there is nothing to compare.
 
-A figure is the mean of as many steps as take half a second: the kernel's choice of cores makes the mean of ten steps of
-8 ms differ by a quarter from one time to the next.
+A figure is the mean of at least ten steps, and of as many as take the quickest contender half a second: means of ten
+steps of 8 ms differed by a quarter from one time to the next.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 
 from benchmarks import command
-from benchmarks.measure import Row, interleaved, milliseconds, same
+from benchmarks.measure import Row, WrongResult, interleaved, milliseconds, same
 from benchmarks.models import MODELS
 
 TOLERANCE = 1e-4
@@ -52,6 +53,8 @@ def measure(flags: argparse.Namespace) -> Iterator[Row]:
             quickest = min(timed(each, flags.steps) for each in every)
             steps = max(flags.steps, round(flags.figure_ms / quickest))
             figures = interleaved({each.name: functools.partial(timed, each, steps) for each in every}, flags.repeats)
+            if not all(math.isfinite(each.mean(each.step(0))) for each in every):  # else it was other arithmetic
+                raise WrongResult(f"{model} on {replicas} replicas came to a loss that is no number")
             for name in figures:
                 if name not in PEERS:
                     shown = {who: figures[who] for who in (name, *PEERS)}
