@@ -62,14 +62,14 @@ def test_launches_inside_functions_leave_threads_for_what_they_call(programs, st
     assert result.stdout == f"done with {threads}\n", result.stderr[-3000:]
 
 
-def test_threads_of_replicas_need_no_more_than_there_are():
+def test_threads_of_replicas_need_no_more_than_there_are(programs):
     source = """
         import os
         import replica_engine
         replica_engine.MirroredStrategy(replica_engine.testing.logical_devices(4))
         print(os.environ.get("TF_NUM_INTEROP_THREADS"))
     """
-    result = run(source)
+    result = programs.run(textwrap.dedent(source), env=environment(), timeout=100)
     enough = startup._cores() >= startup.FOR_ONE_LAUNCH
     assert result.stdout == ("None\n" if enough else f"{startup.FOR_ONE_LAUNCH}\n"), result.stderr[-2000:]
 
