@@ -77,7 +77,7 @@ def mirrored_strategy(model: Model, replicas: int) -> Contender:
 
 
 def tf_distribute(model: Model, replicas: int) -> Contender:
-    """TensorFlow's own, with the quickest all-reduce that it has for CPUs; its default one can hang."""
+    """TensorFlow's own, with the quickest all-reduce that it has for CPUs."""
     import tensorflow as tf
 
     from replica_engine.testing import logical_devices

@@ -3,7 +3,7 @@
     python -m benchmarks.eager_run [--replicas 2,4,8] [--runs 100] [--repeats 7] [--quick] [--json out.json]
 
 Bodies that do next to nothing, on logical CPU devices, so that the cost is the engine's. tf.distribute is given its
-quickest all-reduce for CPUs; its default one, a ring of collectives, can hang in eager mode. The other peer is the
+quickest all-reduce for CPUs; its default one, a ring of collectives, takes twice as long. The other peer is the
 limit: N + 1 bare hand-overs between threads, which is what a round takes at least.
 """
 
