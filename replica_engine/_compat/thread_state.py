@@ -200,6 +200,28 @@ def enter_device_policy(policy: int) -> Iterator[None]:
         _pywrap_tfe.TFE_ContextSetThreadLocalDevicePlacementPolicy(handle, before)
 
 
+def summary_writer() -> Any:
+    """The resource of this thread's default summary writer; None if there is no writer."""
+    return getattr(_summary._summary_state.writer, "_resource", None)
+
+
+def summary_state() -> tuple[Any, Any, Any]:
+    """The resource of this thread's default summary writer (None if there is no writer), the step, the condition."""
+    state = _summary._summary_state
+    return getattr(state.writer, "_resource", None), state.step, state.is_recording
+
+
+@contextlib.contextmanager
+def summary_step(step: Any) -> Iterator[None]:
+    """Another default step for summaries, for a while."""
+    state = _summary._summary_state
+    before, state.step = state.step, step
+    try:
+        yield
+    finally:
+        state.step = before
+
+
 def locals_of_thread() -> tuple:
     """Op callbacks, summary state, traceback filtering and caching scope of this thread, to be put elsewhere."""
     return (

@@ -68,7 +68,8 @@ class Compiled:
         """
         count("launches")
         put = self.devices.put
-        arguments = [put(values) for values in slots]
+        on_host = self.lowered.host_slots
+        arguments = [put(values) for index, values in enumerate(slots) if index not in on_host]
         if captured is not None:
             arguments += [put([captured[index]]) for index in self.lowered.captured]
         else:
@@ -76,7 +77,8 @@ class Compiled:
                 tensors = self.lowered.traced.tensors
                 self._constants = [put([tensors[index].numpy()]) for index in self.lowered.captured]
             arguments += self._constants
-        with Launch(self.lowered.traced, self.devices, feed) as launch:
+        left = {index: slots[index] for index in on_host}
+        with Launch(self.lowered.traced, self.devices, feed, left) as launch:
             arguments += [variable.array() for variable in self.variables]
             results = launch.carry_out(
                 lambda: self.executable.launch(arguments), self._adopt, self.executable.wait, self._lose

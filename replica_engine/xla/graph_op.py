@@ -18,7 +18,7 @@ from replica_engine import shutdown
 from replica_engine._compat import function, thread_state, variables
 from replica_engine.errors import GraphModeError
 from replica_engine.pjrt.group import DeviceGroup
-from replica_engine.xla import host_graph
+from replica_engine.xla import host_graph, soft_placement
 from replica_engine.xla.arguments import Arguments, Shapes
 from replica_engine.xla.program import Programs, TracedProgram
 from replica_engine.xla.resident import Borrowed, Resident, resident_of
@@ -33,6 +33,7 @@ def call(programs: Programs, source: Source, arguments: Arguments, shapes: Shape
     """
     if tf.executing_eagerly():
         with shutdown.running():
+            shapes = soft_placement.add_caller(arguments, shapes)
             program = programs.find(source, arguments, shapes)
             return program.traced.results(program.run(arguments.numpy()))
     if not tf.inside_function():
@@ -72,7 +73,7 @@ class _Step:
         self.residents = [each for each in held if isinstance(each, Resident)]
         self._counts = counts
         # What host calls take over, such as the summary writer: it is traced in, as in any tf.function.
-        self._locals = thread_state.locals_of_thread() if self.traced.host_calls.calls else None
+        self._locals = thread_state.locals_of_thread() if self.traced.host_calls.can_fail else None
         self._around = around
 
     def run(self, *inputs: np.ndarray) -> list[np.ndarray]:

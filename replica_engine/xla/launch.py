@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from replica_engine.errors import (
@@ -54,13 +54,21 @@ class Launch:
         traced: the body.
         devices: where it runs.
         feed: the inputs of a device loop.
+        on_host: values of the arguments that no device can have, by number.
     """
 
-    def __init__(self, traced: Traced, devices: DeviceGroup, feed: InputQueue | None = None):
+    def __init__(
+        self,
+        traced: Traced,
+        devices: DeviceGroup,
+        feed: InputQueue | None = None,
+        on_host: dict[int, Sequence[Any]] | None = None,
+    ):
         self._traced = traced
         self._body = traced.body
         self._devices = devices
         self._feed = feed
+        self._on_host = on_host or {}
         self._run: HostRun | NoCalls = NoCalls()
         self._state = FOR_ITS_TURN
         self._thread = threading.current_thread()
@@ -119,6 +127,7 @@ class Launch:
         keeps = self._traced.keeps
         if isinstance(self._run, HostRun):
             self._run.beat = self._beat
+            self._run.arguments = self._on_host
             if timeline.recording():
                 self._run.draw = self._draw_host_call
 

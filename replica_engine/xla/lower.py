@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,9 +24,11 @@ from replica_engine.pjrt.memory import memory_limit
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.trace_file import Track
 from replica_engine.telemetry.watchdog import Watch
+from replica_engine.xla import soft_placement
 from replica_engine.xla.compiled import Compiled
 from replica_engine.xla.counts import count
 from replica_engine.xla.resident import pinned
+from replica_engine.xla.soft_placement.piece import Piece
 from replica_engine.xla.user_lines import user_line
 
 if TYPE_CHECKING:
@@ -55,13 +57,17 @@ class Lowered:
         captured: which of the captured tensors are parameters.
         results: shape and dtype of each result.
         writes: (index among the captured variables, index among the results) of each variable written.
+        host_calls: what runs on the host in the middle of the program, in the order in which it was traced.
     """
 
-    def __init__(self, traced: Traced, slots: list[tf.TensorSpec], text: str):
+    def __init__(self, traced: Traced, slots: list[tf.TensorSpec], text: str, pieces: Sequence[HostCall] = ()):
         self.traced = traced
         self.shapes = tuple(tuple(spec.shape) for spec in slots)
         self.captured = list(traced.captured)
-        first = len(slots) + len(self.captured)
+        first = len(slots) - len(traced.host_slots) + len(self.captured)
+        self.host_slots = traced.host_slots
+        written = [call for call in traced.host_calls.calls if not isinstance(call, Piece)]
+        self.host_calls = soft_placement.described([*written, *pieces])
         self.writes = [(int(parameter) - first, int(result or 0)) for parameter, result in _ALIAS.findall(text)]
         self._text = _ALIASES.sub("", text) if traced.keeps else text  # else the new values are written over the old
         self.results = self._results()
@@ -129,22 +135,34 @@ def lower(traced: Traced, slots: list[tf.TensorSpec], tensors: list[tf.TensorSpe
         LoweringError: as `Traced.lower`.
     """
     names = [*traced.slot_names, *(f"The captured {tensor!r}" for tensor in traced.tensors)]
-    for name, spec in zip(names, [*slots, *tensors], strict=True):
-        if not spec.shape.is_fully_defined():
+    for index, (name, spec) in enumerate(zip(names, [*slots, *tensors], strict=True)):
+        if index not in traced.host_slots and not spec.shape.is_fully_defined():
             raise LoweringError.dynamic_argument(traced.name, name, str(spec.shape))
     count("lowerings")
-    specs = [*slots, *(tensors[index] for index in traced.captured)]
+    specs = [spec for index, spec in enumerate(slots) if index not in traced.host_slots]
+    specs += [tensors[index] for index in traced.captured]
+    pieces: list[HostCall] = []
+    originals: dict[str, tf.Operation] = {}
     try:
+        if traced.moves:
+            registered, pieces, originals = traced.moved(slots, tensors)
+        else:
+            registered = traced.registered()
         with tf.init_scope(), pinned(traced.handles):
-            text = xla_ops.stablehlo(traced.registered(), specs, traced.handles)
+            text = xla_ops.stablehlo(registered, specs, traced.handles)
+    except LoweringError:
+        if traced.leave_no_sparse_on_host():
+            return lower(traced, slots, tensors)
+        raise
     except (ValueError, tf.errors.OpError) as error:
         if "compile-time constant" in str(error) and traced.bake_in():
             return lower(traced, slots, tensors)
-        explained = _explain(traced, error)
+        explained = _explain(traced, error, originals)
         if node := re.search(r"\{\{node ([^}]+)\}\}", str(error)):
             explained.op_name = node.group(1)
         raise explained from None
-    return Lowered(traced, slots, _LOCATION.sub("", _MODULE.sub("module @replica_body", text)))
+    text = _LOCATION.sub("", _MODULE.sub("module @replica_body", text))
+    return Lowered(traced, slots, text, pieces)
 
 
 def _held_weakly(call: HostCall) -> Callable[..., Any]:
@@ -162,13 +180,15 @@ def _held_weakly(call: HostCall) -> Callable[..., Any]:
     return run
 
 
-def _explain(traced: Traced, error: Any) -> LoweringError:
+def _explain(traced: Traced, error: Any, originals: dict[str, tf.Operation]) -> LoweringError:
     text = str(error)
     unsupported = re.search(r"on XLA_\w+: (\w+) \(", text) or re.search(r"with op (\w+)", text)
     # XLA prints a stack for the op and others for the calls around it. The op's is the first.
     stack = re.split(r"The op is created at:|Stack trace for op definition:", text)[1:2]
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', stack[0] if stack else text)
     where = user_line(frames)
+    if not where and (node := re.search(r"\{\{node ([^}]+)\}\}", text)) and node.group(1) in originals:
+        where = user_line(originals[node.group(1)])  # the frames are those of the copy
     if "Detected unsupported operations" in text and unsupported:
         return LoweringError.unsupported_op(traced.name, unsupported.group(1), where)
     if "compile-time constant" in text:

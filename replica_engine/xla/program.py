@@ -54,6 +54,7 @@ class Programs:
         warns: whether to warn where one function is traced often.
         name: of who runs the bodies, for timelines.
         limits: how long a launch may take.
+        soft_placement: as of `Body`.
     """
 
     def __init__(
@@ -66,11 +67,14 @@ class Programs:
         warns: bool = True,
         name: str = "xla",
         limits: Limits | None = None,
+        soft_placement: bool | None = None,
     ):
         self.devices = devices
         self._enter = enter
         self._warns = warns
-        self._body = body or Body(devices.size, RandomState(devices, same_random), CallOrder(devices), name, limits)
+        self._body = body or Body(
+            devices.size, RandomState(devices, same_random), CallOrder(devices), name, limits, soft_placement
+        )
         self._traces: LastUsed = LastUsed(most)
         self._times: LastUsed = LastUsed(most)
         self._general: LastUsed = LastUsed(most)
@@ -121,7 +125,7 @@ class Programs:
             self._traces[self._signature(source, arguments, ())] = traced
 
     def _signature(self, source: Source, arguments: Arguments, shapes: Shapes) -> Any:
-        return (self.key(source), arguments.key, tuple(map(_hashable, shapes)))
+        return (self.key(source), arguments.key, tuple(map(_hashable, shapes)), self._body.moves_ops)
 
     def _warn_of_many(self, source: Source) -> None:
         code = getattr(source.fn, "__code__", source.fn)
@@ -177,7 +181,13 @@ class TracedProgram:
         Compiling takes locks that a thread may hold while it waits for a program to end. So it must not be done
         while programs are kept waiting (`DeviceGroup.in_flight`).
         """
-        if any(value.shape != values[0].shape for values in slots for value in values[1:]):
+        on_host = self.traced.host_slots
+        if any(
+            value.shape != values[0].shape
+            for index, values in enumerate(slots)
+            if index not in on_host
+            for value in values[1:]
+        ):
             return ready_uneven(self, slots, captured)
         shapes = [values[0].shape for values in slots]
         compiled = self.find(shapes, None if captured is None else [value.shape for value in captured])

@@ -77,13 +77,15 @@ def _run(
         for _, executable in steps:
             executable.wait(left)
 
-    with Launch(traced, devices) as launch:
+    on_host = {index: [share[index] for share in shares] for index in traced.host_slots}
+    with Launch(traced, devices, on_host=on_host) as launch:
         # All parts before the first launch: it may donate its own, and then the whole counts as gone.
         states = [devices.parts(variable.array()) for variable in variables]
         inputs = []
         for replica, (share, (lowered, _)) in enumerate(zip(shares, steps, strict=True)):
             put = devices.alone(replica).put
-            values = [put([value]) for value in (*share, *(constants[index] for index in lowered.captured))]
+            of_share = [value for index, value in enumerate(share) if index not in on_host]
+            values = [put([value]) for value in (*of_share, *(constants[index] for index in lowered.captured))]
             inputs.append([*values, *(state[replica] for state in states)])
         # They do not wait for each other, so all may be in flight.
         results = launch.carry_out(
