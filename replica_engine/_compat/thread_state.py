@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,6 +39,7 @@ from tensorflow.python.ops import variable_scope as _variable_scope
 SUMMARY_FIELDS = ("step", "writer", "is_recording", "is_recording_distribution_strategy")
 CACHING_FIELDS = ("new_cache_scope_count", "cache_scope_exited_count")
 PRIORITY = 100  # of variable creators that name none
+_stand_ins = threading.local()
 _summary_fields = operator.attrgetter(*SUMMARY_FIELDS)
 _caching_fields = operator.attrgetter(*CACHING_FIELDS)
 
@@ -213,9 +215,23 @@ def summary_state() -> tuple[Any, Any, Any]:
 
 @contextlib.contextmanager
 def summary_step(step: Any) -> Iterator[None]:
-    """Another default step for summaries, for a while."""
+    """Another default step for summaries, for a while; what it stands for is found by `actual_summary_step`."""
     state = _summary._summary_state
     before, state.step = state.step, step
+    _stand_ins.step = before
+    try:
+        yield
+    finally:
+        state.step = before
+        del _stand_ins.step
+
+
+@contextlib.contextmanager
+def actual_summary_step() -> Iterator[None]:
+    """Inside `summary_step`: the step that was there before it, for a while."""
+    state = _summary._summary_state
+    before = state.step
+    state.step = getattr(_stand_ins, "step", before)
     try:
         yield
     finally:

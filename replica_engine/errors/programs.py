@@ -172,6 +172,14 @@ class LoweringError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
+    def shaped_by_data(cls, fn: str, call: str) -> LoweringError:
+        """A host call is given something of the devices whose shape depends on data."""
+        return cls(
+            f"In `{fn}`, {call}, needs a value of the devices whose shape depends on data, as of tf.where(mask), "
+            "tf.unique or tf.boolean_mask. Use a mask, or values padded to a fixed size."
+        )
+
+    @classmethod
     def not_constant(cls, fn: str, op: str, where: str) -> LoweringError:
         """A shape or axis that depends on data."""
         return cls(

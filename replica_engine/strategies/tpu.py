@@ -322,7 +322,7 @@ class TPUStrategy(tf.distribute.Strategy):
 
     def scope(self) -> Any:
         """As of every strategy. Keras models built in it run `steps_per_execution` steps in one launch."""
-        keras_trainer.extend(keras_steps.device_loop)
+        keras_trainer.extend(keras_steps.device_loop, TPUStrategy)
         return super().scope()
 
     @autograph.artifact

@@ -22,7 +22,7 @@ from replica_engine.pjrt.group import needed_by_a_program
 from replica_engine.xla import soft_placement
 from replica_engine.xla.arguments import Arguments
 from replica_engine.xla.batches import BatchReader
-from replica_engine.xla.body import current, host_calls
+from replica_engine.xla.body import host_calls, in_body
 from replica_engine.xla.feeder import Feeder
 from replica_engine.xla.host_call import HostCall, HostCalls
 from replica_engine.xla.input_queue import InputQueue, Pace
@@ -161,7 +161,8 @@ class _Loop:
         zeros = [tf.zeros(each.shape, each.dtype) for each in step.outputs]
         calls = host_calls()
         # The host calls of a step say in which it was: so they have to know when it begins.
-        calls_host = calls.calls or (current("run_steps").moves_ops and soft_placement.needs_host(step.graph))
+        body = in_body()
+        calls_host = calls.calls or (body is not None and body.moves_ops and soft_placement.needs_host(step.graph))
         feed = _Feed(calls, self._specs, 1 if calls_host else self._most)
 
         def chunk(_: tf.Tensor, outputs: list[tf.Tensor]) -> tuple:

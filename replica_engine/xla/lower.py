@@ -41,6 +41,8 @@ _ALIASES = re.compile(r"mhlo\.input_output_alias = \[.*?\}\], ")
 _MODULE = re.compile(r"module @\S+")
 _LOCATION = re.compile(r' loc\((?:[^()"]|"[^"]*"|\((?:[^()"]|"[^"]*")*\))*\)|^#loc.*\n', re.MULTILINE)
 _MAIN = re.compile(r"func\.func (?:public )?@main\(.*?\)(?: -> (.*?))? \{$", re.MULTILINE)
+# A host call with an operand whose shape depends on data.
+_DYNAMIC_OPERAND = re.compile(r'@replica_engine\.host_call\(.*?\\22index\\22: (\d+).*\}? : \([^)]*(?:\?|bounds)')
 _TENSOR = re.compile(r"tensor<((?:[0-9?]+x)*)")
 
 
@@ -161,6 +163,9 @@ def lower(traced: Traced, slots: list[tf.TensorSpec], tensors: list[tf.TensorSpe
         if node := re.search(r"\{\{node ([^}]+)\}\}", str(error)):
             explained.op_name = node.group(1)
         raise explained from None
+    if pieces and (found := _DYNAMIC_OPERAND.search(text)):
+        call = traced.host_calls.calls[int(found.group(1))]
+        raise LoweringError.shaped_by_data(traced.name, call.describe())
     text = _LOCATION.sub("", _MODULE.sub("module @replica_body", text))
     return Lowered(traced, slots, text, pieces)
 

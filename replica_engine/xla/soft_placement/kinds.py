@@ -13,6 +13,9 @@ from replica_engine.pjrt.markers import HOST_CALL
 CHECKS = ("Assert", "CheckNumerics", "CheckNumericsV2")
 """Ops that only raise. XLA compiles them to nothing."""
 
+SHAPED_BY_DATA = ("Where", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "DynamicPartition")
+"""Ops that XLA compiles to results whose shape is known only when they run. The host cannot get those."""
+
 # Each replica would take whichever element comes next, and a collective of TensorFlow's would wait for other threads.
 _REFUSED = re.compile(
     r"Iterator|Dataset|^Optional|^Collective|^Nccl|^CrossReplica|^TPU|^_?(Send|Recv|Host(Send|Recv))$"

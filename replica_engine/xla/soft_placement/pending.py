@@ -52,7 +52,7 @@ class Pending:
         self.graph = variables.graph()
         self.in_loop = in_loop
         self.calls = calls
-        self.constants: dict[int, tf.Tensor] = {}
+        self.constants: dict[Value, tf.Tensor] = {}
         self._waiting: list[Waiting] = []
 
     def add(self, waiting: Waiting) -> None:
@@ -68,31 +68,31 @@ class Pending:
             self._emit(group)
 
     def _emit(self, group: Sequence[Waiting]) -> None:
-        registers: dict[int, int] = {}
+        registers: dict[Value, int] = {}
         sources: dict[int, Source] = {}
         operands: list[tf.Tensor] = []
         ops: list[HostOp] = []
         results: list[tuple[int, tf.TensorSpec]] = []
         returned: list[Value] = []
         stores: list[tuple[int, int]] = []
-        made = {id(value) for each in group for value in each.outputs}
+        made = {value for each in group for value in each.outputs}
         for each in group:
             for value in each.inputs:
-                if id(value) not in registers and id(value) not in made:
-                    registers[id(value)] = len(registers)
+                if value not in registers and value not in made:
+                    registers[value] = len(registers)
                     source = value.on_host()
                     if source is None:
                         assert value.tensor is not None, "emitted before"
                         source = Source("operand", len(operands))
                         operands.append(value.tensor)
-                    sources[registers[id(value)]] = source
+                    sources[registers[value]] = source
             if each.alias is not None:
-                stores.append((each.alias, registers[id(each.inputs[0])]))
-                registers[id(each.outputs[0])] = registers[id(each.inputs[0])]
+                stores.append((each.alias, registers[each.inputs[0]]))
+                registers[each.outputs[0]] = registers[each.inputs[0]]
                 each.outputs[0].pending = False
                 continue
-            inputs = [registers[id(value)] for value in each.inputs]
-            outputs = [registers.setdefault(id(value), len(registers)) for value in each.outputs]
+            inputs = [registers[value] for value in each.inputs]
+            outputs = [registers.setdefault(value, len(registers)) for value in each.outputs]
             ops.append(host_op(each.op, inputs, outputs))
         inside = {each.op.name for each in group}
         for each in group:
@@ -100,7 +100,7 @@ class Pending:
                 continue
             for value, tensor in zip(each.outputs, each.op.outputs, strict=True):
                 value.pending = False
-                register = registers[id(value)]
+                register = registers[value]
                 on_devices, on_host = _uses(tensor, inside)
                 if value.fits_device and on_devices:
                     results.append((register, tf.TensorSpec(value.shape, value.dtype)))
@@ -133,7 +133,7 @@ def _uses(tensor: tf.Tensor, inside: set[str]) -> tuple[bool, bool]:
 def _groups(waiting: Sequence[Waiting]) -> list[list[Waiting]]:
     """Those that are connected, in the order of the program."""
     group_of: list[int] = list(range(len(waiting)))
-    maker = {id(value): index for index, each in enumerate(waiting) for value in each.outputs}
+    maker = {value: index for index, each in enumerate(waiting) for value in each.outputs}
     named = {each.op.name: index for index, each in enumerate(waiting)}
 
     def root(index: int) -> int:
@@ -142,7 +142,7 @@ def _groups(waiting: Sequence[Waiting]) -> list[list[Waiting]]:
         return index
 
     for index, each in enumerate(waiting):
-        before = [maker[id(value)] for value in each.inputs if id(value) in maker]
+        before = [maker[value] for value in each.inputs if value in maker]
         before += [named[op.name] for op in each.op.control_inputs if op.name in named]
         for other in before:
             first, last = sorted((root(index), root(other)))

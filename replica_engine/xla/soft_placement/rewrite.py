@@ -80,7 +80,7 @@ class Rewriter:
 
 
 class MoveToHost(Exception):
-    """An op on the devices has a result without a static shape, and the host needs it: begin again with it moved."""
+    """An op on the devices has a result whose shape depends on data, and the host needs it: begin again without it."""
 
     def __init__(self, op: tf.Operation):
         super().__init__(op.name)
@@ -143,9 +143,9 @@ class Frame:
             self._pending.flush()
         if value.tensor is None and value.constant is not None:
             made = self._pending.constants
-            if id(value) not in made:
-                made[id(value)] = host_ops.copy_op(value.constant, [], []).outputs[0]
-            return made[id(value)]
+            if value not in made:
+                made[value] = host_ops.copy_op(value.constant, [], []).outputs[0]
+            return made[value]
         return value.tensor if value.tensor is not None else self._pending.fetch(value)
 
     def _visit(self, op: tf.Operation) -> None:
@@ -186,8 +186,10 @@ class Frame:
         before = [self._copied[each.name] for each in op.control_inputs if each.name in self._copied]
         copied = self._copied[op.name] = host_ops.copy_op(op, tensors, before)
         self._rewriter.originals[copied.name] = op
+        by_data = op.type in kinds.SHAPED_BY_DATA or any(value.depends_on_data for value in inputs)
         for old, new in zip(op.outputs, copied.outputs, strict=True):
-            self._values[id(old)] = Value.of(new)
+            value = self._values[id(old)] = Value.of(new)
+            value.depends_on_data = by_data and not new.shape.is_fully_defined()
 
     def _defer(self, op: tf.Operation, inputs: list[Value]) -> None:
         for tensor, value in zip(op.inputs, inputs, strict=True):
@@ -206,7 +208,7 @@ class Frame:
             return
         if value.dtype == tf.resource:
             raise LoweringError.unsupported_op(self._rewriter.name, op.type, user_line(op))
-        if value.dtype == tf.variant or not value.shape.is_fully_defined():
+        if value.dtype == tf.variant or value.depends_on_data:
             if not kinds.may_move(tensor.op):
                 raise LoweringError.not_on_host(
                     self._rewriter.name, op.type, user_line(op), tensor.op.type, user_line(tensor.op)

@@ -22,10 +22,11 @@ class Value:
 
     Attributes:
         made_by: the user's line and the type of the op on the host that makes it, for messages.
+        depends_on_data: whether the devices have it, in a shape that depends on data.
         pending: whether the op that makes it waits to become part of a piece.
     """
 
-    __slots__ = ("constant", "dtype", "made_by", "pending", "shape", "source", "tensor")
+    __slots__ = ("constant", "depends_on_data", "dtype", "made_by", "pending", "shape", "source", "tensor")
 
     def __init__(
         self,
@@ -41,6 +42,7 @@ class Value:
         self.source = source
         self.constant = constant
         self.made_by: tuple[str, str] = ("", "")
+        self.depends_on_data = False
         self.pending = False
 
     @classmethod
