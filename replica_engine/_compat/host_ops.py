@@ -178,6 +178,8 @@ def _plain(value: Any) -> Any:
         return value.as_datatype_enum
     if isinstance(value, list):
         return [_plain(each) for each in value]
+    if hasattr(value, "unknown_rank"):  # a shape, as a message
+        return None if value.unknown_rank else [size.size for size in value.dim]
     return value
 
 

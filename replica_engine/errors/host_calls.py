@@ -164,8 +164,8 @@ def moved_to_host(fn: str, pieces: Sequence[tuple[str, str, bool]]) -> str:
     ]
     return "\n".join(
         [
-            f"XLA cannot compile all of `{fn}`. These ops run on the host, in {len(pieces)} calls from the program of "
-            "each replica (soft_placement=False makes them an error):",
+            f"XLA cannot compile all of `{fn}`. Each replica's program calls the host for these ops "
+            "(soft_placement=False makes them an error):",
             *lines,
         ]
     )

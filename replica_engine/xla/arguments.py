@@ -249,7 +249,9 @@ _NUMPYS_OWN = frozenset(tf.as_dtype(np.dtype(kind)) for kind in "?bBhHiIqQefdFD"
 
 def view(tensor: Any) -> np.ndarray:
     """The value of an eager tensor: a view of it, where NumPy can have one."""
-    return np.asarray(tensor) if tensor.dtype in _NUMPYS_OWN else tensor.numpy()
+    if tensor.dtype in _NUMPYS_OWN:
+        return np.asarray(tensor)
+    return np.asarray(tensor.numpy(), object) if tensor.dtype == tf.string else tensor.numpy()
 
 
 def _is_array(value: Any) -> bool:

@@ -42,17 +42,17 @@ class Compiled:
         self.devices = devices
         traced = lowered.traced
         self.executable = executable
-        self._results = len(traced.outputs)
+        self._results = len(traced.outputs) - len(lowered.host_results)
         self.variables = [resident_of(handle, devices) for handle in traced.handles]
         self._writes = [(self.variables[variable], result) for variable, result in lowered.writes]
         self._constants: list[Array] | None = None
 
-    def launch(
+    def run(
         self,
         slots: Sequence[Sequence[np.ndarray]],
         captured: Sequence[np.ndarray] | None = None,
         feed: InputQueue | None = None,
-    ) -> list[Array]:
+    ) -> list[list[Any]]:
         """Runs the program on all replicas.
 
         Args:
@@ -61,7 +61,7 @@ class Compiled:
             feed: the inputs of a device loop.
 
         Returns:
-            The tensors that the body returned, as arrays on the devices.
+            For each tensor that the body returned the values of the replicas, on the host.
 
         Raises:
             Exception: what a host call raised; then all variables are as before.
@@ -85,7 +85,10 @@ class Compiled:
             )
             for variable, _ in self._writes:
                 variable.launched()
-        return results[: self._results]
+        columns = [self.devices.fetch_all(array) for array in results[: self._results]]
+        for index, number in sorted(self.lowered.host_results.items()):
+            columns.insert(index, launch.stored(number))
+        return columns
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -131,5 +134,4 @@ class Compiled:
             raise InputsError.other_program(traced.name, difference(arguments.slots, traced.slot_names, wanted))
         if not tf.executing_eagerly():
             raise InputsError.in_function(traced.name)
-        arrays = self.launch(arguments.numpy())
-        return traced.results([self.devices.fetch_all(array) for array in arrays])
+        return traced.results(self.run(arguments.numpy()))

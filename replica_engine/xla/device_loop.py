@@ -104,9 +104,9 @@ def run_loop(
                 feeder.start()
             else:
                 queue.close()
-            arrays = compiled.launch(none.numpy(), feed=queue)
+            columns = compiled.run(none.numpy(), feed=queue)
             queue.over()
-        results = program.traced.results([programs.devices.fetch_all(array) for array in arrays])
+        results = program.traced.results(columns)
     finally:
         queue.stop()
         feeder.end()

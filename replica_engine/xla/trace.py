@@ -69,7 +69,8 @@ class Traced:
         host_calls: its calls to the host.
         collectives: where its replicas meet.
         moves: whether ops of it run on the host by soft placement.
-        host_slots: which arguments no device can have; they are no parameters of the program.
+        host_slots: which arguments stay on the host; they are no parameters of the program.
+        sparse_slots: which of them are components of sparse tensors, of which only host ops need the values.
     """
 
     def __init__(
@@ -96,13 +97,14 @@ class Traced:
         self.collectives = collectives
         self._kept = kept
         self.writer = arguments.summary_writer
-        self.host_slots = frozenset(
+        slots = list(zip(arguments.slots, graph.inputs, strict=False)) if body.moves_ops else []
+        self.sparse_slots = frozenset(
             index
-            for index, (slot, inside) in enumerate(zip(arguments.slots, graph.inputs, strict=False))
-            if xla_ops.is_host_only(slot.dtype) or (slot.is_sparse and soft_placement.is_left_on_host(inside))
+            for index, (slot, inside) in enumerate(slots)
+            if slot.is_sparse and soft_placement.is_left_on_host(inside)
         )
-        if not body.moves_ops:
-            self.host_slots = frozenset()
+        strings = [index for index, (slot, _) in enumerate(slots) if xla_ops.is_host_only(slot.dtype)]
+        self.host_slots = self.sparse_slots.union(strings)
         self.moves = body.moves_ops and (bool(self.host_slots) or soft_placement.needs_host(graph))
         if self.moves:
             host_calls.can_fail = True
@@ -128,6 +130,7 @@ class Traced:
         self._variables = [inside for _, inside in variables]
         self._registered: Any = None
         self._told = False
+        self._also_moved: set[str] = set()
         self._lock = threading.Lock()
 
     @property
@@ -151,9 +154,9 @@ class Traced:
         with self._lock, timeline.span(Track(self.body.name, "compile", order=-3), f"lower {self.name}", "compile"):
             return lower(self, _reshaped(self.slots, shapes), _reshaped(self.tensors, captured))
 
-    def results(self, columns: Sequence[Sequence[np.ndarray]]) -> list[Any]:
+    def results(self, columns: Sequence[Sequence[Any]]) -> list[Any]:
         """For each replica what it returned, of the replicas' values for each result."""
-        tensors = [[eager.tensor(value) for value in column] for column in columns]
+        tensors = [[_as_tensor(value) for value in column] for column in columns]
         return [self.rebuild([column[replica] for column in tensors]) for replica in range(self.body.size)]
 
     def registered(self) -> Any:
@@ -173,26 +176,33 @@ class Traced:
         ]
         parameters += [(self._tensors[index], tensors[index]) for index in self.captured]
         on_host = [
-            (self._slots[index], self._shape_on_host(index, slots[index]), Source("argument", index))
+            (
+                self._slots[index],
+                of_any_size(slots[index].shape) if index in self.sparse_slots else slots[index].shape,
+                Source("argument", index),
+            )
             for index in sorted(self.host_slots)
         ]
         on_host += [(inside, inside.shape, self._source(outside)) for outside, inside in self._on_host]
         inputs = soft_placement.Inputs(parameters, list(zip(self._variables, self.handles, strict=True)), on_host)
-        moved = soft_placement.move(self.name, self.graph, self.host_calls, inputs)
+        moved = soft_placement.move(self.name, self.graph, self.host_calls, inputs, self._also_moved)
         if moved.pieces and not self._told:
             self._told = True
             _logger.info(moved_to_host(self.name, [piece.say() for piece in moved.pieces]))
         return moved
 
-    def _shape_on_host(self, index: int, spec: tf.TensorSpec) -> tf.TensorShape:
-        """Of an argument that stays on the host; of a sparse one all sizes are served by one program."""
-        return spec.shape if spec.dtype == tf.string else tf.TensorShape([None, *spec.shape[1:]])
+    def also_move(self, op: tf.Operation | None) -> bool:
+        """Has an op run on the host that XLA cannot compile where it is; whether that is possible, and new."""
+        if op is None or op.name in self._also_moved or not soft_placement.may_move(op):
+            return False
+        self._also_moved.add(op.name)
+        return True
 
     def leave_no_sparse_on_host(self) -> bool:
         """The devices need what is sparse among the arguments; whether some of it was to stay on the host."""
-        strings = frozenset(index for index in self.host_slots if xla_ops.is_host_only(self.slots[index].dtype))
-        found = strings != self.host_slots
-        self.host_slots = strings
+        found = bool(self.sparse_slots)
+        self.host_slots -= self.sparse_slots
+        self.sparse_slots = frozenset()
         return found
 
     def _source(self, outside: Any) -> Source:
@@ -219,6 +229,15 @@ class Traced:
                 raise CaptureError.unknown_shape(self.name, str(described[1]), _used_at(inside))
         elif xla_ops.is_host_only(inside.dtype):
             raise CaptureError.host_only(self.name, inside.dtype.name, _used_at(inside))
+
+
+def of_any_size(shape: Any) -> tf.TensorShape:
+    """The shape of a component of a sparse tensor, whatever the number of its values."""
+    return tf.TensorShape([None, *shape[1:]])
+
+
+def _as_tensor(value: Any) -> tf.Tensor:
+    return eager.tensor(value) if isinstance(value, np.ndarray) and value.dtype != object else tf.constant(value)
 
 
 def _stays_on_host(outside: Any, inside: tf.Tensor) -> bool:

@@ -12,7 +12,7 @@ between the ops that run on the devices. Read `rewrite` first.
 - `moved`: what was moved, for the user.
 """
 
-from replica_engine.xla.soft_placement.kinds import is_host_resource, is_left_on_host, needs_host
+from replica_engine.xla.soft_placement.kinds import is_host_resource, is_left_on_host, may_move, needs_host
 from replica_engine.xla.soft_placement.moved import HostCallInfo, Inputs, MovedBody, described, move
 from replica_engine.xla.soft_placement.summaries import add_caller, bound
 
@@ -25,6 +25,7 @@ __all__ = [
     "described",
     "is_host_resource",
     "is_left_on_host",
+    "may_move",
     "move",
     "needs_host",
 ]

@@ -16,6 +16,16 @@ CHECKS = ("Assert", "CheckNumerics", "CheckNumericsV2")
 SHAPED_BY_DATA = ("Where", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "DynamicPartition")
 """Ops that XLA compiles to results whose shape is known only when they run. The host cannot get those."""
 
+_SHAPES = {  # of an op, which inputs XLA has to know when it compiles: shapes, sizes and axes
+    **dict.fromkeys(("Range",), (0, 1, 2)),
+    **dict.fromkeys(("Fill", "SplitV", "TensorListReserve"), (0, 1)),
+    **dict.fromkeys(("Split",), (0,)),
+    **dict.fromkeys(("Reshape", "BroadcastTo", "Tile", "Pad", "PadV2", "MirrorPad", "OneHot", "TopKV2"), (1,)),
+    **dict.fromkeys(("Bincount", "DenseBincount", "ResizeBilinear", "ResizeNearestNeighbor", "ExpandDims"), (1,)),
+    **dict.fromkeys(("UnsortedSegmentSum", "UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd"), (2,)),
+    **dict.fromkeys(("Slice", "ScatterNd", "LinSpace", "GatherV2"), (2,)),
+}
+
 # Each replica would take whichever element comes next, and a collective of TensorFlow's would wait for other threads.
 _REFUSED = re.compile(
     r"Iterator|Dataset|^Optional|^Collective|^Nccl|^CrossReplica|^TPU|^_?(Send|Recv|Host(Send|Recv))$"
@@ -41,6 +51,11 @@ def may_move(op: tf.Operation) -> bool:
         or host_ops.functions_of(op)
         or _REFUSED.search(op.type)
     )
+
+
+def shape_inputs(op: tf.Operation) -> tuple[int, ...]:
+    """Which inputs of an op XLA has to know when it compiles, as far as they are often made of strings."""
+    return _SHAPES.get(op.type, ())
 
 
 def is_host_resource(handle: tf.Tensor) -> bool:

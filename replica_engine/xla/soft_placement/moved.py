@@ -52,11 +52,13 @@ class MovedBody(NamedTuple):
     Attributes:
         registered: its graph as a function that TensorFlow knows by name.
         pieces: the host calls.
+        host_results: which results stay on the host: index, and the number under which they are stored.
         originals: the ops that others are copies of, by the name of the copy.
     """
 
     registered: Any
     pieces: list[Piece]
+    host_results: dict[int, int]
     originals: dict[str, tf.Operation]
 
 
@@ -74,7 +76,7 @@ class Inputs(NamedTuple):
     on_host: list[tuple[tf.Tensor, tf.TensorShape, Source]]
 
 
-def move(name: str, graph: Any, calls: HostCalls, inputs: Inputs) -> MovedBody:
+def move(name: str, graph: Any, calls: HostCalls, inputs: Inputs, also: set[str]) -> MovedBody:
     """Moves the host ops of a body.
 
     Args:
@@ -82,12 +84,15 @@ def move(name: str, graph: Any, calls: HostCalls, inputs: Inputs) -> MovedBody:
         graph: its graph.
         calls: its host calls; the pieces join them.
         inputs: of the graph.
+        also: names of ops to move although XLA has a kernel for them; gets those that were found to need it.
 
     Raises:
         LoweringError: a value that cannot leave the host is needed on the devices, or the other way round.
     """
-    rewriter = Rewriter(name, calls)
+    rewriter = Rewriter(name, calls, also)
     mark = calls.mark()
+
+    host_results: dict[int, int] = {}
 
     def build(*placeholders: tf.Tensor) -> list[tf.Tensor]:
         values: dict[int, Value] = {}
@@ -98,7 +103,9 @@ def move(name: str, graph: Any, calls: HostCalls, inputs: Inputs) -> MovedBody:
         for inside, shape, source in inputs.on_host:
             values[id(inside)] = Value(inside.dtype, shape, source=source)
         with xla_ops.xla_context():
-            return rewriter.copy(graph, values)
+            results, stored = rewriter.copy(graph, values)
+        host_results.update(stored)
+        return results
 
     while True:
         try:
@@ -114,9 +121,8 @@ def move(name: str, graph: Any, calls: HostCalls, inputs: Inputs) -> MovedBody:
     copy.inputs[:] = [*copy.inputs[: len(inputs.specs)], *handles]
     with tf.init_scope():
         registered = xla_ops.register(f"replica_body_{name}_on_host_{next(_numbers)}", copy)
-    return MovedBody(
-        registered, [call for call in calls.calls[mark[0] :] if isinstance(call, Piece)], rewriter.originals
-    )
+    pieces = [call for call in calls.calls[mark[0] :] if isinstance(call, Piece)]
+    return MovedBody(registered, pieces, host_results, rewriter.originals)
 
 
 def described(calls: Sequence[HostCall]) -> tuple[HostCallInfo, ...]:

@@ -35,17 +35,18 @@ class Rewriter:
     Args:
         name: of the body.
         calls: its host calls, which the pieces join.
+        moved: names of ops that XLA has a kernel for, and that have to run on the host all the same; gets more.
     """
 
-    def __init__(self, name: str, calls: HostCalls):
+    def __init__(self, name: str, calls: HostCalls, moved: set[str]):
         self.name = name
         self.calls = calls
-        self.moved: set[str] = set()  # ops that XLA compiles, and that have to run on the host all the same
+        self.moved = moved
         self.python_inputs: dict[str, list[tf.TensorShape]] = {}  # of Python functions, by token
         self.originals: dict[str, tf.Operation] = {}  # of copied ops, by the name of the copy
         self._scratch = tf.Graph()
 
-    def copy(self, graph: Any, values: dict[int, Value]) -> list[tf.Tensor]:
+    def copy(self, graph: Any, values: dict[int, Value]) -> tuple[list[tf.Tensor], dict[int, int]]:
         """Copies a graph into the one under construction.
 
         Args:
@@ -53,7 +54,7 @@ class Rewriter:
             values: of its inputs, by the id of the tensor.
 
         Returns:
-            What takes the place of its results.
+            The results that the devices have, and of the others the numbers under which the host has them.
 
         Raises:
             LoweringError: a value that cannot leave the host is needed on the devices.
@@ -61,9 +62,17 @@ class Rewriter:
         pending = Pending(self.calls, in_loop=False)
         frame = Frame(self, pending, graph, values)
         frame.run()
-        results = [frame.result(index) for index in range(len(graph.outputs))]
+        stored: dict[int, int] = {}
+        results = []
+        for index, output in enumerate(graph.outputs):
+            value = frame.value(output)
+            if value.stays_on_host:
+                stored[index] = self.calls.new_number()
+                pending.add(_alias(output.op, value, stored[index]))
+            else:
+                results.append(frame.on_devices(value))
         pending.flush()
-        return results
+        return results, stored
 
     def shapes(self, op: tf.Operation, inputs: Sequence[Value]) -> list[tf.TensorShape]:
         """The shapes of the outputs of a host op, for these inputs."""
@@ -122,21 +131,6 @@ class Frame:
         """What a tensor of the original graph is in the copy."""
         return self._values[id(tensor)]
 
-    def result(self, index: int) -> tf.Tensor:
-        """A result of the graph, on the devices.
-
-        Raises:
-            LoweringError: it cannot leave the host.
-        """
-        output = self._graph.outputs[index]
-        value = self.value(output)
-        if value.stays_on_host:
-            kind, where = value.made_by
-            if xla_ops.is_host_only(value.dtype):
-                raise LoweringError.host_result(self._rewriter.name, index, kind, where)
-            raise LoweringError.dynamic_result(self._rewriter.name, index, where)
-        return self.on_devices(value)
-
     def on_devices(self, value: Value) -> tf.Tensor:
         """The tensor in the copy of a value that can leave the host."""
         if value.pending:
@@ -164,6 +158,8 @@ class Frame:
             self._check(op, inputs)
         elif kinds.is_for_host(op) or op.name in self._rewriter.moved:
             self._defer(op, inputs)
+        elif stuck is None and any(inputs[index].from_host for index in kinds.shape_inputs(op)):
+            self._defer(op, inputs)
         elif stuck is None:
             self._copy(op, inputs)
         elif kinds.may_move(op) and host_ops.has_host_kernel(op):
@@ -190,6 +186,7 @@ class Frame:
         for old, new in zip(op.outputs, copied.outputs, strict=True):
             value = self._values[id(old)] = Value.of(new)
             value.depends_on_data = by_data and not new.shape.is_fully_defined()
+            value.from_host = any(each.from_host for each in inputs)
 
     def _defer(self, op: tf.Operation, inputs: list[Value]) -> None:
         for tensor, value in zip(op.inputs, inputs, strict=True):
@@ -198,6 +195,7 @@ class Frame:
         for tensor, shape in zip(op.outputs, self._rewriter.shapes(op, inputs), strict=True):
             value = Value(tensor.dtype, shape)
             value.made_by = (op.type, user_line(op))
+            value.from_host = True
             outputs.append(value)
             self._values[id(tensor)] = value
         self._pending.add(Waiting(op, inputs, outputs))
@@ -252,6 +250,8 @@ class Frame:
                 self._rewriter.calls.rewind(mark)
                 on_host.add(found.index)
             else:
+                for value in map(self.value, op.outputs):
+                    value.from_host = value.from_host or value not in inputs  # as far as is known here
                 return
 
     def _inner(self, graph: Any, inputs: Sequence[Value], pending: Pending) -> Frame:
@@ -311,7 +311,8 @@ class Frame:
 
         def goes_on(*tensors: tf.Tensor) -> tf.Tensor:
             pending = Pending(self._rewriter.calls, in_loop=True)
-            result = self._inner(condition, values(tensors), pending).result(0)
+            frame = self._inner(condition, values(tensors), pending)
+            (result,) = frame._results_but(set())
             pending.flush()
             return result
 

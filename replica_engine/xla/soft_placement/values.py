@@ -21,12 +21,13 @@ class Value:
         constant: the Const op that makes it.
 
     Attributes:
+        from_host: whether a host op has made it, or what it was computed from; so XLA cannot know it.
         made_by: the user's line and the type of the op on the host that makes it, for messages.
         depends_on_data: whether the devices have it, in a shape that depends on data.
         pending: whether the op that makes it waits to become part of a piece.
     """
 
-    __slots__ = ("constant", "depends_on_data", "dtype", "made_by", "pending", "shape", "source", "tensor")
+    __slots__ = ("constant", "depends_on_data", "dtype", "from_host", "made_by", "pending", "shape", "source", "tensor")
 
     def __init__(
         self,
@@ -43,6 +44,7 @@ class Value:
         self.constant = constant
         self.made_by: tuple[str, str] = ("", "")
         self.depends_on_data = False
+        self.from_host = False
         self.pending = False
 
     @classmethod
