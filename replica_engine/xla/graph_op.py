@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from replica_engine import shutdown
 from replica_engine._compat import function, thread_state, variables
-from replica_engine.errors import GraphModeError
+from replica_engine.errors import GraphModeError, add_note
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.xla import host_graph, soft_placement
 from replica_engine.xla.arguments import Arguments, Shapes
@@ -78,7 +78,7 @@ class _Step:
 
     def run(self, *inputs: np.ndarray) -> list[np.ndarray]:
         """Runs the program on concrete inputs."""
-        rest = list(inputs)
+        rest = [np.asarray(each, object) if isinstance(each, bytes) else each for each in inputs]  # a single string
         slots = []
         for number in self._counts:
             slots.append(rest[:number])
@@ -93,6 +93,21 @@ class _Step:
                     columns = launch()
             self._around.after_run(self.residents)
         return [value for column in columns for value in column]
+
+
+class InvalidArgumentError(ValueError):
+    """What TensorFlow raises again, out of the graph, as a `tf.errors.InvalidArgumentError`: it looks for ValueError.
+
+    Of what a failed assertion or `tf.debugging.check_numerics` raises it would make a `tf.errors.UnknownError`.
+    """
+
+    @classmethod
+    def of(cls, error: tf.errors.InvalidArgumentError) -> InvalidArgumentError:
+        """With the message and the notes of the error."""
+        again = cls(error.message)
+        for note in getattr(error, "__notes__", ()):
+            add_note(again, note)
+        return again
 
 
 def _add_op(step: _Step, inputs: list[tf.Tensor], outputs: list[tf.TensorSpec]) -> list[tf.Tensor]:
@@ -114,7 +129,10 @@ def _add_op(step: _Step, inputs: list[tf.Tensor], outputs: list[tf.TensorSpec]) 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
         alive = launch()
         assert alive is not None, "kept by the graph that the op is in"
-        return alive(*arrays) or [np.array(True)]
+        try:
+            return alive(*arrays) or [np.array(True)]
+        except tf.errors.InvalidArgumentError as error:
+            raise InvalidArgumentError.of(error) from error
 
     @tf.function(autograph=False)
     def replicated(handles: list[tf.Tensor], inputs: list[tf.Tensor]) -> tuple:
