@@ -156,19 +156,23 @@ class LoweringError(ReplicaEngineError, ValueError):
         """An op that only the devices can run needs a value that cannot leave the host."""
         value = f"a value of dtype {described}" if is_dtype else f"a value of the unknown shape {described}"
         made = f", made by {made_by}{at(made_at)}" if made_by else ""
-        advice = "Turn it into numbers" if is_dtype else "Give it a static shape, tf.ensure_shape(x, ...) or padding,"
+        advice = (
+            "Turn it into numbers first."
+            if is_dtype
+            else "Give it a static shape first: pad it, or where the shape is known, tf.ensure_shape(x, ...)."
+        )
         return cls(
             f"In `{fn}`, {op}{at(where)} runs on the devices and needs {value}, which cannot leave the host{made}. "
-            f"{advice} before {op} uses it."
+            f"{advice}"
         )
 
     @classmethod
     def not_on_host(cls, fn: str, op: str, where: str, made_by: str, made_at: str) -> LoweringError:
         """An op on the host needs a value that cannot leave the devices."""
         return cls(
-            f"In `{fn}`, {op}{at(where)} runs on the host and needs a result of {made_by}{at(made_at)} that has no "
-            "static shape, or is a list of tensors, so it cannot leave the devices. Give it a static shape: "
-            "tf.ensure_shape(x, ...), padding, or a mask."
+            f"In `{fn}`, {op}{at(where)} runs on the host and needs a result of {made_by}{at(made_at)} whose shape "
+            "depends on data, or which is a list of tensors. Such a result cannot leave the devices. Give it a static "
+            "shape: use a mask, or values padded to a fixed size."
         )
 
     @classmethod

@@ -21,15 +21,14 @@ lower = importlib.import_module("replica_engine.xla.lower")  # `xla.lower` is th
 
 
 @shows(CaptureError.not_a_variable)
-def test_a_lookup_table():
+def test_a_dataset_iterator():
     strategy = TPUStrategy(num_cores=2)
-    words = tf.lookup.KeyValueTensorInitializer(tf.constant([10, 20]), tf.constant([1, 2]))
-    table = tf.lookup.StaticHashTable(words, default_value=0)
+    batches = iter(tf.data.Dataset.range(8).batch(4))
 
-    def step(x):
-        return table.lookup(x)
+    def step(rate):
+        return rate * tf.cast(next(batches), tf.float32)
 
-    strategy.run(step, args=(tf.constant([10, 20, 30]),))
+    strategy.run(step, args=(tf.constant(0.1),))
 
 
 @shows(CaptureError.unknown_shape)
@@ -46,7 +45,7 @@ def test_a_variable_that_may_change_its_shape():
 
 @shows(CaptureError.host_only)
 def test_text_from_outside():
-    strategy = TPUStrategy(num_cores=2)
+    strategy = TPUStrategy(num_cores=2, soft_placement=False)
     labels = tf.constant(["cat", "dog"])
 
     def step(x):
@@ -84,7 +83,7 @@ def test_an_initial_value_of_the_arguments():
 
 @shows(LoweringError.unsupported_op)
 def test_text_in_a_body():
-    strategy = TPUStrategy(num_cores=2)
+    strategy = TPUStrategy(num_cores=2, soft_placement=False)
 
     def label(x):
         text = tf.strings.as_string(x)
@@ -147,7 +146,7 @@ def test_a_result_that_a_mask_leaves():
 
 @shows(LoweringError.host_only)
 def test_text_as_an_argument():
-    strategy = TPUStrategy(num_cores=2)
+    strategy = TPUStrategy(num_cores=2, soft_placement=False)
 
     def step(batch):
         return batch["x"]
@@ -157,10 +156,46 @@ def test_text_as_an_argument():
 
 @shows(LoweringError.host_result)
 def test_text_as_a_result():
-    strategy = TPUStrategy(num_cores=2)
+    strategy = TPUStrategy(num_cores=2, soft_placement=False)
 
     def step(x):
         return x, tf.strings.as_string(x)
+
+    strategy.run(step, args=(tf.constant([1.0, 2.0]),))
+
+
+@shows(LoweringError.stays_on_host)
+def test_a_variable_that_gets_what_stays_on_the_host():
+    strategy = TPUStrategy(num_cores=2)
+    with strategy.scope():
+        lengths = tf.Variable([0, 0, 0])
+
+    def step(text):
+        words = tf.strings.split(text)
+        lengths.assign(tf.strings.length(words))
+
+    strategy.run(step, args=(tf.constant("as many as there are"),))
+
+
+@shows(LoweringError.not_on_host)
+def test_a_branch_of_what_was_cut_out_that_the_host_needs():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x):
+        large = tf.boolean_mask(x, x > 1.0)
+        shown = tf.cond(x[0] > 0.0, lambda: large * 2.0, lambda: large)
+        tf.print("large ones:", shown)
+
+    strategy.run(step, args=(tf.constant([1.0, 2.0]),))
+
+
+@shows(LoweringError.shaped_by_data)
+def test_a_branch_that_cuts_out_what_the_host_needs():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x):
+        shown = tf.cond(x[0] > 0.0, lambda: tf.boolean_mask(x, x > 1.0), lambda: x)
+        tf.print("large ones:", shown)
 
     strategy.run(step, args=(tf.constant([1.0, 2.0]),))
 
@@ -180,7 +215,7 @@ def test_whatever_else_xla_refuses():
 
 @shows(CaptureError.host_only_variable)
 def test_a_variable_of_text():
-    strategy = TPUStrategy(num_cores=2)
+    strategy = TPUStrategy(num_cores=2, soft_placement=False)
     words = tf.Variable(["a", "b"], name="words")
 
     def step(x):
