@@ -97,7 +97,7 @@ class Arguments:
             build_kwargs, key_kwargs = self._open(dict(kwargs), "kwargs")
         except RecursionError:
             raise ReplicaValueError.endless("the arguments") from None
-        self.key = (key_args, key_kwargs, tuple(slot.dtype for slot in self.slots))
+        self.key: Any = (key_args, key_kwargs, tuple(slot.dtype for slot in self.slots))
         self.rebuild: Callable[[Sequence[Any]], tuple[tuple, dict]] = lambda tensors: (
             build_args(tensors),
             build_kwargs(tensors),
@@ -203,8 +203,7 @@ class Arguments:
         builders: list[Callable[[Sequence[Any]], Any]] = []
         for index, values in enumerate(zip(*columns, strict=True)):
             if is_sparse and index == 2 and len(specs) == 1 and specs[0].shape.is_fully_defined():
-                # A constant, since XLA compiles for fixed shapes.
-                builders.append(lambda _, shape=specs[0].shape: tf.constant(shape.as_list(), tf.int64))
+                builders.append(_constant_shape(specs[0].shape))
                 continue
             inner = f"{name} (component {index})"
             builders.append(self._add(inner, [as_tensor(value, inner) for value in values]))
@@ -241,6 +240,11 @@ def difference(given: Sequence[Slot], names: Sequence[str], specs: Sequence[Any]
         if slot.shape != wanted[slot.name].shape:
             return f"{slot.name} has the shape {slot.shape}, and should have {wanted[slot.name].shape}"
     return "another structure, with containers of other types, or other values that are no tensors"
+
+
+def _constant_shape(shape: tf.TensorShape) -> Callable[[Sequence[Any]], Any]:
+    """The shape of a sparse tensor as a constant, since XLA compiles for fixed shapes."""
+    return lambda _: tf.constant(shape.as_list(), tf.int64)
 
 
 _EMPTY = (tuple, list, dict)

@@ -22,7 +22,7 @@ from replica_engine.pjrt.group import needed_by_a_program
 from replica_engine.xla import soft_placement
 from replica_engine.xla.arguments import Arguments
 from replica_engine.xla.batches import BatchReader
-from replica_engine.xla.body import host_calls, in_body
+from replica_engine.xla.body import host_calls, host_side, in_body
 from replica_engine.xla.feeder import Feeder
 from replica_engine.xla.host_call import HostCall, HostCalls
 from replica_engine.xla.input_queue import InputQueue, Pace
@@ -74,7 +74,7 @@ def run_loop(
         Exception: what the step raised while it was traced, or a host call of it.
     """
     arguments = Arguments(first, {}, programs.devices.size, numbers=True)
-    shapes = [_shape(slot, source.name) for slot in arguments.slots]
+    shapes = [_shape(slot, source.name, programs.moves_ops) for slot in arguments.slots]
     specs = [tf.TensorSpec(shape, slot.dtype) for slot, shape in zip(arguments.slots, shapes, strict=True)]
     # Each call of the host is a sign of life, and steps may be as slow as the limit allows.
     most = 1 if programs.limits.timeout is not None else _chunk(specs, prefetch)
@@ -115,6 +115,8 @@ def run_loop(
 
 def _chunk(specs: Sequence[tf.TensorSpec], prefetch: int | None) -> int:
     """How many batches may come at a time. Half of those that are fetched ahead: meanwhile there must be others."""
+    if any(spec.dtype == tf.string for spec in specs):  # the host keeps those of one batch for each replica
+        return 1
     size = sum(np.dtype(spec.dtype.as_numpy_dtype).itemsize * spec.shape.num_elements() for spec in specs)
     fitting = min(_MOST_STEPS, _MOST_BYTES // max(1, size))
     return max(1, fitting if prefetch is None else min(fitting, (prefetch + 1) // 2))
@@ -169,7 +171,7 @@ class _Loop:
             count, more, inputs = feed.emit()
 
             def one(number: tf.Tensor, _: list[tf.Tensor]) -> tuple:
-                taken = step(*[each[number] for each in inputs])
+                taken = step(*[each if each.dtype == tf.string else each[number] for each in inputs])
                 return number + 1, list(taken) if zeros else []
 
             _, outputs = tf.while_loop(lambda number, _: number < count, one, (0, outputs))
@@ -185,10 +187,12 @@ class _Feed(HostCall):
 
     Its results are how many there are, whether there will be more, and of each input the values, stacked.
 
+    Strings stay on the host, for ops that run there to take (`soft_placement`).
+
     Args:
         calls: those of the body.
         specs: of the inputs of a step.
-        most: how many batches may come at a time.
+        most: how many batches may come at a time; 1 if there are strings among the inputs.
 
     Attributes:
         pace: how many do.
@@ -197,7 +201,9 @@ class _Feed(HostCall):
     is_users = False
 
     def __init__(self, calls: HostCalls, specs: Sequence[tf.TensorSpec], most: int):
-        stacked = [tf.TensorSpec([most, *spec.shape], spec.dtype) for spec in specs]
+        self._specs = specs
+        self._numbers = [index for index, spec in enumerate(specs) if spec.dtype != tf.string]
+        stacked = [tf.TensorSpec([most, *specs[index].shape], specs[index].dtype) for index in self._numbers]
         super().__init__(calls, "feed", "", [tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.bool), *stacked])
         self.pace = Pace(most)
 
@@ -207,8 +213,25 @@ class _Feed(HostCall):
 
     def emit(self) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
         """Adds a call to the graph under construction."""
-        _, (count, more, *inputs) = self.calls.emit(self, [])
+        _, (count, more, *numbers) = self.calls.emit(self, [])
+        found = iter(numbers)
+        inputs = [
+            self._text(index) if spec.dtype == tf.string else next(found) for index, spec in enumerate(self._specs)
+        ]
         return count, more, inputs
+
+    def _text(self, index: int) -> tf.Tensor:
+        """An input that is a string: what the replica has got on the host."""
+
+        def take() -> np.ndarray:
+            side, run = host_side(), self.calls.run
+            assert side is not None, "it runs on the host"
+            assert run is not None, "set before the launch"
+            return run.kept[int(side.replica)].texts[index]
+
+        text = tf.numpy_function(take, [], tf.string)
+        text.set_shape(self._specs[index].shape)
+        return text
 
     def __call__(self, position: np.ndarray, *_: np.ndarray) -> tuple[np.ndarray, ...]:
         """As of every host call; quicker, and it goes on in a run that has failed until all replicas may stop."""
@@ -220,7 +243,9 @@ class _Feed(HostCall):
         try:
             with needed_by_a_program(HostAccessError.in_inputs):
                 batches, more = run.next_steps(self, replica)
-                stacked = self._stacked(batches)
+                if batches and len(self._numbers) < len(self._specs):
+                    run.kept[replica].texts = batches[0]
+                stacked = self._stacked([[batch[index] for index in self._numbers] for batch in batches])
         except BaseException as error:
             run.note(error, replica, self)
             return (following, *self.zeros)
@@ -243,8 +268,8 @@ def _feed_of(program: Any) -> _Feed:
     return next(call for call in program.traced.host_calls.calls if isinstance(call, _Feed))
 
 
-def _shape(slot: Any, name: str) -> tuple[int, ...]:
-    if xla_ops.is_host_only(slot.dtype):
+def _shape(slot: Any, name: str, moves_ops: bool) -> tuple[int, ...]:
+    if xla_ops.is_host_only(slot.dtype) and not (moves_ops and slot.dtype == tf.string):
         raise LoweringError.host_only(name, slot.name, slot.dtype.name)
     if not slot.shape.is_fully_defined():  # replicas have different ones
         raise InputsError.uneven_batch(slot.name, [str(value.shape) for value in slot.values])

@@ -11,7 +11,7 @@ import _thread
 import contextvars
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -58,6 +58,7 @@ class Kept:
 
     Attributes:
         on_host: values that no device can have, by number (`soft_placement`).
+        texts: the batch of a device loop that the replica is in, if there are strings in it.
         tapes: of the Python functions of `tf.py_function`, by token: of each call that its gradient has not asked yet.
     """
 
@@ -66,6 +67,7 @@ class Kept:
         self._before: dict[int, Any] = {}
         self.on_host: dict[int, Any] = {}
         self.tapes: dict[str, list[Any]] = {}
+        self.texts: Sequence[np.ndarray] = ()
 
     def __setitem__(self, token: int, value: Any) -> None:
         self._now[token] = value
@@ -112,7 +114,7 @@ class HostRun:
         self.beat: Callable[[], None] = _nothing
         self.draw: Callable[[int, HostCall, float, float], None] | None = None
         self.wake: Callable[[], None] | None = None
-        self.arguments: dict[int, Sequence[Any]] = {}
+        self.arguments: Mapping[int, Sequence[Any]] = {}
         self._inside: list[tuple[int, float] | None] = [None] * size  # the thread of each replica's call, since when
         self._last: list[HostCall | None] = [None] * size
         self._times: dict[tuple[int, int], int] = {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from replica_engine.errors import (
@@ -63,7 +63,7 @@ class Launch:
         traced: Traced,
         devices: DeviceGroup,
         feed: InputQueue | None = None,
-        on_host: dict[int, Sequence[Any]] | None = None,
+        on_host: Mapping[int, Sequence[Any]] | None = None,
     ):
         self._traced = traced
         self._body = traced.body

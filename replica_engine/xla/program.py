@@ -88,6 +88,11 @@ class Programs:
         return records(self._body, self.devices)
 
     @property
+    def moves_ops(self) -> bool:
+        """Whether ops that XLA cannot compile run on the host."""
+        return self._body.moves_ops
+
+    @property
     def limits(self) -> Limits:
         """How long a launch may take."""
         return self._body.limits
@@ -136,7 +141,7 @@ class Programs:
             self._traces[self._signature(source, arguments, ())] = traced
 
     def _signature(self, source: Source, arguments: Arguments, shapes: Shapes) -> Any:
-        return (self.key(source), arguments.key, tuple(map(_hashable, shapes)), self._body.moves_ops)
+        return (self.key(source), arguments.key, tuple(map(_hashable, shapes)), self.moves_ops)
 
     def _warn_of_many(self, source: Source) -> None:
         code = getattr(source.fn, "__code__", source.fn)

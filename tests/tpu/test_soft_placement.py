@@ -236,7 +236,7 @@ class TestChecks:
     def test_a_nan_does_not_pass(self):
         body = lambda x: tf.debugging.check_numerics(tf.math.log(x), "the logarithm") * 2.0  # noqa: E731
         assert on_two(body, [1.0, 1.0]) == [0.0, 0.0]
-        with pytest.raises(tf.errors.InvalidArgumentError, match="the logarithm.*NaN") as raised:
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"the logarithm.*NaN") as raised:
             on_two(body, [2.0, -3.0])
         assert "replica 1 of 2, CPU:1, in CheckNumerics" in raised.value.__notes__[0]
 
@@ -265,7 +265,10 @@ class TestChecks:
 class TestNumbers:
     def test_an_op_without_a_kernel_runs_on_the_host(self):
         body = lambda x: tf.linalg.sqrtm(x) * 2.0  # noqa: E731
-        assert on_two(body, [4.0 * tf.eye(2), 9.0 * tf.eye(2)]) == [(4.0 * tf.eye(2)).numpy().tolist(), [[6, 0], [0, 6]]]
+        assert on_two(body, [4.0 * tf.eye(2), 9.0 * tf.eye(2)]) == [
+            (4.0 * tf.eye(2)).numpy().tolist(),
+            [[6, 0], [0, 6]],
+        ]
 
     def test_a_sparse_argument_becomes_dense(self):
         sparse = [tf.SparseTensor([[0, 1]], [5.0], [2, 2]), tf.SparseTensor([[1, 1]], [6.0], [2, 2])]
@@ -396,7 +399,7 @@ class TestWhatStillCannot:
             lengths = tf.strings.length(tf.strings.split(text))  # as many as there are words
             variable.assign(lengths)
 
-        with pytest.raises(LoweringError, match="AssignVariableOp at .* cannot leave the host, made by StringLength"):
+        with pytest.raises(LoweringError, match=r"AssignVariableOp at .* cannot leave the host, made by StringLength"):
             strategy.run(body, args=(tf.constant("a bc"),))
 
     def test_a_collective_of_what_cannot_leave_the_host(self):
@@ -418,3 +421,43 @@ def test_threads_that_trace_and_run_at_once():
     for thread in threads:
         thread.join()
     assert found == {number: [3 + number] * 2 for number in range(4)}
+
+
+class TestDeviceLoops:
+    def test_strings_among_the_inputs_of_the_steps(self):
+        strategy = TPUStrategy(num_cores=2)
+        with strategy.scope():
+            total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
+        dataset = tf.data.Dataset.from_tensor_slices((["a", "bb", "ccc", "dddd", "e", "ff"], tf.range(6.0))).batch(2)
+
+        def step(context, text, x):
+            total.assign_add(tf.reduce_sum(tf.cast(tf.strings.length(text), tf.float32) * x))
+            context.set_last_step_output("last", tf.reduce_max(tf.strings.length(text)))
+
+        before = xla.counts()
+        batches = iter(strategy.experimental_distribute_dataset(dataset))
+        context = strategy.run_steps(step, batches, iterations=3)
+        assert (xla.counts() - before).launches == 1
+        assert float(total) == 0 * 1 + 1 * 2 + 2 * 3 + 3 * 4 + 4 * 1 + 5 * 2
+        last = strategy.experimental_local_results(context.last_step_outputs["last"])
+        assert [int(each) for each in last] == [1, 2]
+
+    def test_a_summary_in_each_step_at_a_step_of_its_own(self, tmp_path):
+        strategy = TPUStrategy(num_cores=2)
+        with strategy.scope():
+            count = tf.Variable(0, dtype=tf.int64)
+        writer = tf.summary.create_file_writer(str(tmp_path))
+
+        def step(context, x):
+            tf.summary.scalar("x", x, step=count)
+            count.assign_add(1)
+
+        with writer.as_default():
+            strategy.run_steps(step, [tf.constant(10.0 * number) for number in range(4)], iterations=4)
+        writer.close()
+        records = tf.data.TFRecordDataset([str(file) for file in tmp_path.iterdir()])
+        events = [tf.compat.v1.Event.FromString(record.numpy()) for record in records]
+        found = [
+            (event.step, tf.make_ndarray(value.tensor).item()) for event in events for value in event.summary.value
+        ]
+        assert found == [(0, 0.0), (1, 10.0), (2, 20.0), (3, 30.0)]

@@ -27,9 +27,7 @@ _SHAPES = {  # of an op, which inputs XLA has to know when it compiles: shapes, 
 }
 
 # Each replica would take whichever element comes next, and a collective of TensorFlow's would wait for other threads.
-_REFUSED = re.compile(
-    r"Iterator|Dataset|^Optional|^Collective|^Nccl|^CrossReplica|^TPU|^_?(Send|Recv|Host(Send|Recv))$"
-)
+_REFUSED = re.compile(r"Iterator|Dataset|^Optional|^Collective|^Nccl|^CrossReplica|^TPU|^_?(Host)?(Send|Recv)$")
 
 
 def is_for_host(op: tf.Operation) -> bool:

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._compat import variables
 from replica_engine.xla.host_call import HostCalls
 from replica_engine.xla.soft_placement import kinds
 from replica_engine.xla.soft_placement.piece import HostOp, Piece, Source, host_op
@@ -45,11 +44,12 @@ class Pending:
     Args:
         calls: the host calls of the body.
         in_loop: whether the graph is a loop, or in one.
-        wants_device: the original tensors whose consumers run on the devices, as far as is known.
+
+    Attributes:
+        constants: what the copy has of constants so far.
     """
 
     def __init__(self, calls: HostCalls, in_loop: bool):
-        self.graph = variables.graph()
         self.in_loop = in_loop
         self.calls = calls
         self.constants: dict[Value, tf.Tensor] = {}
@@ -116,7 +116,7 @@ class Pending:
     def fetch(self, value: Value) -> tf.Tensor:
         """A value that is stored on the host, and that the devices can have, for the devices."""
         source = value.source
-        assert source is not None and value.fits_device, "checked by the caller"
+        assert source is not None, "a value that is stored"
         spec = tf.TensorSpec(value.shape, value.dtype)
         piece = Piece(self.calls, [], {0: source}, 1, [(0, spec)], [], self.in_loop)
         return self.calls.emit(piece, [])[1][0]

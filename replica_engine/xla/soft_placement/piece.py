@@ -138,8 +138,8 @@ def _runner(op: tf.Operation) -> Callable[[list[Any], Kept, int], list[Any]]:
         run = host_ops.runner(op)
         return lambda inputs, kept, replica: run(inputs)
     function = host_ops.PythonFunction(op)
-    if function.gradient_of is not None:
-        return lambda inputs, kept, replica: function.differentiate(kept.tapes[function.gradient_of].pop(), inputs)
+    if (forward := function.gradient_of) is not None:
+        return lambda inputs, kept, replica: function.differentiate(kept.tapes[forward].pop(), inputs)
 
     def call(inputs: list[Any], kept: Kept, replica: int) -> list[Any]:
         results, taped = function(inputs, replica)

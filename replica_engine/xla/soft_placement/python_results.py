@@ -7,7 +7,6 @@ function is called once with zeros while the body is lowered, as `outside_compil
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
@@ -17,24 +16,29 @@ from replica_engine.xla.soft_placement import kinds
 from replica_engine.xla.soft_placement.values import Value
 from replica_engine.xla.user_lines import user_line
 
-if TYPE_CHECKING:
-    from replica_engine.xla.soft_placement.rewrite import Rewriter
 
+def shapes(
+    op: tf.Operation, inputs: Sequence[Value], seen: dict[str, list[tf.TensorShape]], size: int
+) -> list[tf.TensorShape]:
+    """The shapes of the results of a Python function, as far as they are known or can be found out.
 
-def shapes(rewriter: Rewriter, op: tf.Operation, inputs: Sequence[Value]) -> list[tf.TensorShape]:
-    """The shapes of the results of a Python function, as far as they are known or can be found out."""
+    Args:
+        op: the call of the function.
+        inputs: what it is called with.
+        seen: gets the shapes of the inputs, by the function's token. Those are the shapes of its gradient's results.
+        size: the number of replicas.
+    """
     function = host_ops.PythonFunction(op)
     declared = [output.shape for output in op.outputs]
     if function.gradient_of is not None:
-        known = rewriter.python_inputs.get(function.gradient_of, declared)
+        known = seen.get(function.gradient_of, declared)
         return [shape if shape.is_fully_defined() else other for shape, other in zip(declared, known, strict=True)]
-    rewriter.python_inputs[function.token] = [value.shape for value in inputs]
+    seen[function.token] = [value.shape for value in inputs]
     if not any(map(_is_asked_for, op.outputs)) or not all(value.shape.is_fully_defined() for value in inputs):
         return declared
     try:
-        with tf.init_scope(), tf.device("CPU:0"), tf.summary.record_if(False):
-            with on_host(HostSide(tf.constant(0), rewriter.calls.size, user_line(op))):
-                results, _ = function([tf.zeros(value.shape, value.dtype) for value in inputs])
+        with tf.init_scope(), tf.device("CPU:0"), tf.summary.record_if(False), on_host(_first_replica(size, op)):
+            results, _ = function([tf.zeros(value.shape, value.dtype) for value in inputs])
     except Exception:  # it needs other values: its results stay on the host, and an error says so if they cannot
         return declared
     return [result.shape for result in results]
@@ -47,3 +51,7 @@ def _is_asked_for(output: tf.Tensor) -> bool:
     if any(output is returned for returned in output.graph.outputs):
         return True
     return any(not kinds.is_for_host(op) for op in output.consumers())
+
+
+def _first_replica(size: int, op: tf.Operation) -> HostSide:
+    return HostSide(tf.constant(0), size, user_line(op))

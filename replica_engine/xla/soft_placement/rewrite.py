@@ -42,7 +42,7 @@ class Rewriter:
         self.name = name
         self.calls = calls
         self.moved = moved
-        self.python_inputs: dict[str, list[tf.TensorShape]] = {}  # of Python functions, by token
+        self._python_inputs: dict[str, list[tf.TensorShape]] = {}  # of Python functions, by token
         self.originals: dict[str, tf.Operation] = {}  # of copied ops, by the name of the copy
         self._scratch = tf.Graph()
 
@@ -77,7 +77,7 @@ class Rewriter:
     def shapes(self, op: tf.Operation, inputs: Sequence[Value]) -> list[tf.TensorShape]:
         """The shapes of the outputs of a host op, for these inputs."""
         if host_ops.PythonFunction.is_of(op):
-            return python_results.shapes(self, op, inputs)
+            return python_results.shapes(op, inputs, self._python_inputs, self.calls.size)
         with self._scratch.as_default():
             stand_ins = [
                 tf.constant(tf.make_ndarray(value.constant.get_attr("value")), value.dtype)
@@ -156,24 +156,21 @@ class Frame:
                 self._copy(op, inputs)
         elif op.type in kinds.CHECKS and stuck is None:
             self._check(op, inputs)
-        elif kinds.is_for_host(op) or op.name in self._rewriter.moved:
-            self._defer(op, inputs)
-        elif stuck is None and any(inputs[index].from_host for index in kinds.shape_inputs(op)):
+        elif (
+            kinds.is_for_host(op)
+            or op.name in self._rewriter.moved
+            or (stuck is None and any(inputs[index].from_host for index in kinds.shape_inputs(op)))
+        ):
             self._defer(op, inputs)
         elif stuck is None:
             self._copy(op, inputs)
         elif kinds.may_move(op) and host_ops.has_host_kernel(op):
             self._defer(op, inputs)
         else:
-            described = stuck.dtype.name if xla_ops.is_host_only(stuck.dtype) else str(stuck.shape)
-            raise LoweringError.stays_on_host(
-                self._rewriter.name,
-                op.type,
-                user_line(op),
-                described,
-                xla_ops.is_host_only(stuck.dtype),
-                *stuck.made_by,
-            )
+            by_dtype = xla_ops.is_host_only(stuck.dtype)
+            described = stuck.dtype.name if by_dtype else str(stuck.shape)
+            name = self._rewriter.name
+            raise LoweringError.stays_on_host(name, op.type, user_line(op), described, by_dtype, *stuck.made_by)
 
     def _copy(self, op: tf.Operation, inputs: Sequence[Value]) -> None:
         if kinds.calls_host(op):

@@ -1,9 +1,9 @@
-"""Summaries of a body go to the writer of whoever calls `run`, at the step that the caller has set.
+"""Summaries of a body go to the writer of the thread that calls `run`, at the step that it has set.
 
 A body is traced once, and later calls may have another writer and another step. So in a call from eager mode the step
 becomes an argument of the body, and pieces look up the writer when they run. What decides whether a body has summaries
-at all (is there a writer, is recording off) is part of the key of the trace. In a call inside a `tf.function` writer and
-step are traced in, as in any `tf.function`.
+at all (is there a writer, is recording off) is part of the key of the trace. In a call inside a `tf.function` the
+writer and the step are traced in, as in any `tf.function`.
 """
 
 from __future__ import annotations
