@@ -123,7 +123,9 @@ class Programs:
 
     def _of_any_size(self, source: Source, arguments: Arguments, shapes: Shapes) -> Shapes:
         """The shapes, with no size where a sparse argument stays on the host: one trace serves all."""
-        sparse = self._sparse.get((self.key(source), arguments.key), ()) if self._sparse else ()
+        sparse = self._sparse.get((self.key(source), arguments.key)) if self._sparse else None
+        if not sparse:
+            return shapes
         return tuple(of_any_size(shape) if index in sparse else shape for index, shape in enumerate(shapes))
 
     def key(self, source: Source) -> Any:
