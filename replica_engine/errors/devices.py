@@ -56,11 +56,11 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
         return cls(f'`kind` of logical devices is "CPU" or "GPU"; got {shown(kind)}.')
 
     @classmethod
-    def one_a_replica(cls, method: str, what: str, given: object) -> DeviceError:
+    def one_a_replica(cls, method: str, argument: str, given: object) -> DeviceError:
         """Model parallelism on several devices of one replica."""
         return cls(
-            f"{method} was given {what} {shown(given)}, and each replica has one device, number 0. Model parallelism "
-            "over several devices of a replica does not exist here; leave the call out."
+            f"{method} was called with {argument}={shown(given)}, and each replica has one device, number 0. Model "
+            "parallelism over several devices of a replica does not exist here; leave the call out."
         )
 
     @classmethod

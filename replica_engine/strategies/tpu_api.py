@@ -19,7 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._compat import tpu_hardware
+from replica_engine._compat import autograph, tpu_hardware
 from replica_engine.errors import DeviceError
 
 
@@ -50,6 +50,7 @@ class TPUFacts:
 class OneLogicalDevice:
     """The model parallelism of `tf.distribute.TPUStrategy`, for replicas of one device. Mix it in before that class."""
 
+    @autograph.artifact
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> tf.Tensor:
         """Places a tensor on a device of its replica; there is one, 0.
 
@@ -64,9 +65,12 @@ class OneLogicalDevice:
             DeviceError: another device.
         """
         if _as_int(logical_device_id) != 0:
-            raise DeviceError.one_a_replica("experimental_assign_to_logical_device", "device", logical_device_id)
+            raise DeviceError.one_a_replica(
+                "experimental_assign_to_logical_device", "logical_device_id", logical_device_id
+            )
         return tf.identity(tensor)
 
+    @autograph.artifact
     def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> tf.Tensor:
         """Splits a tensor over the devices of its replica; there is one, so the only split is into one part.
 
@@ -83,9 +87,12 @@ class OneLogicalDevice:
         tensor = tf.convert_to_tensor(tensor)
         parts = list(map(_as_int, partition_dimensions))
         if math.prod(parts) != 1 or len(parts) != tensor.shape.rank:
-            raise DeviceError.one_a_replica("experimental_split_to_logical_devices", "parts", partition_dimensions)
+            raise DeviceError.one_a_replica(
+                "experimental_split_to_logical_devices", "partition_dimensions", partition_dimensions
+            )
         return tf.identity(tensor)
 
+    @autograph.artifact
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> tf.Tensor:
         """Copies a tensor to all devices of its replica, which is one; returns the tensor."""
         return tf.identity(tensor)
