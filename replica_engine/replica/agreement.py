@@ -1,8 +1,8 @@
 """Whether the tensors that replicas bring to an all-reduce or all-gather fit together.
 
-What is known when the replicas meet, dtypes and static shapes, is compared then, and a mismatch raises before anything is
-reduced. In a graph a size may be known only when the graph runs. An all-gather of such tensors gets an assertion, so that
-the error names the replicas and their shapes; TensorFlow's own would name an op, ConcatV2.
+What is known when the replicas meet, dtypes and static shapes, is compared then, and a mismatch raises before anything
+is reduced. In a graph a size may be known only when the graph runs. An all-gather of such tensors gets an assertion, so
+that the error names the replicas and their shapes; TensorFlow's own would name an op, ConcatV2.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def assertions(point: SyncPoint, replicas: Sequence[Replica], args: Sequence[Any
 
 def _axis(replica: Replica) -> int | None:
     """The axis of the all-gather that a replica waits in; None if it is unknown, or not an all-gather."""
-    _, detail = replica.meets
+    detail: tuple = replica.meets[1]  # type: ignore[index]  # what the engine compares, and does not look into
     if len(detail) < 2 or detail[0] != "all_gather":
         return None
     axis = tf.get_static_value(detail[1]) if tf.is_tensor(detail[1]) else detail[1]

@@ -25,6 +25,7 @@ from replica_engine.strategies.reductions import Reductions
 from replica_engine.strategies.tpu_api import OneLogicalDevice, TPUFacts
 from replica_engine.strategies.tpu_context import BodyReplicaContext, gather_leaf, reduce_leaf
 from replica_engine.xla.body import Limits, in_body
+from replica_engine.xla.graph_mode import refuses_graphs
 from replica_engine.xla.graph_op import call
 from replica_engine.xla.host_variable import handles_compared
 from replica_engine.xla.program import Programs
@@ -32,6 +33,28 @@ from replica_engine.xla.resolver import PjrtClusterResolver
 from replica_engine.xla.source import Source
 
 
+@refuses_graphs(
+    "_batch_reduce_to",
+    "_broadcast_to",
+    "_create_variable",
+    "_distribute_datasets_from_function",
+    "_experimental_distribute_dataset",
+    "_experimental_distribute_values_from_function",
+    "_experimental_make_numpy_dataset",
+    "_gather_to_implementation",
+    "_make_dataset_iterator",
+    "_make_input_fn_iterator",
+    "_reduce_to",
+    "_update",
+    "_update_non_slot",
+    "call_for_each_replica",
+    "colocate_vars_with",
+    "experimental_make_numpy_dataset",
+    "read_var",
+    "run_steps",
+    "update",
+    "update_non_slot",
+)
 class TPUExtended(TPUFacts, Reductions, distribute.MirroredExtended):
     """The extended half of `TPUStrategy`.
 
@@ -238,6 +261,7 @@ def _as_value(result: Any) -> Any:
     return tf.identity(result) if isinstance(result, tf.Variable) else result
 
 
+@refuses_graphs("reduce", "run", "run_steps", "scope")
 class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
     """Runs a function on N devices as one compiled program: on TPUs, GPUs, or CPU devices of a laptop.
 

@@ -1,13 +1,13 @@
 """What programs ask a `tf.distribute.TPUStrategy` about its TPUs, answered for devices of any PJRT platform.
 
 `replica_engine.TPUStrategy` is a subclass of TensorFlow's class, so programs that ask `isinstance(strategy,
-tf.distribute.TPUStrategy)` take the branch that they take on TPUs. Such branches then ask for more, and what TensorFlow's
-class answers, it reads from a TPU system, which is not there. The answers here hold on every platform:
+tf.distribute.TPUStrategy)` take the branch that they take on TPUs. Such branches then ask for more. TensorFlow's class
+reads the answers from a TPU system, which is not there. The answers here hold on every platform:
 
 - One machine, which has all replicas.
 - One device a replica. TensorFlow's model parallelism (several logical devices a replica) has nothing to do then.
-- No embedding accelerator, also on real TPUs, because TensorFlow's embedding ops need its own TPU runtime. Layers that ask
-  (`tensorflow_recommenders.layers.embedding.TPUEmbedding`) then do lookups with ops that XLA compiles.
+- No embedding accelerator, also on real TPUs, because TensorFlow's embedding ops need its own TPU runtime. Layers that
+  ask (`tensorflow_recommenders.layers.embedding.TPUEmbedding`) then do lookups with ops that XLA compiles.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._compat import autograph, tpu_hardware
+from replica_engine._compat import tpu_hardware
 from replica_engine.errors import DeviceError
+from replica_engine.xla.graph_mode import refuses_graphs
 
 
 class TPUFacts:
@@ -47,10 +48,14 @@ class TPUFacts:
         return tpu_hardware.without_embeddings()
 
 
+@refuses_graphs(
+    "experimental_assign_to_logical_device",
+    "experimental_replicate_to_logical_devices",
+    "experimental_split_to_logical_devices",
+)
 class OneLogicalDevice:
     """The model parallelism of `tf.distribute.TPUStrategy`, for replicas of one device. Mix it in before that class."""
 
-    @autograph.artifact
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> tf.Tensor:
         """Places a tensor on a device of its replica; there is one, 0.
 
@@ -70,7 +75,6 @@ class OneLogicalDevice:
             )
         return tf.identity(tensor)
 
-    @autograph.artifact
     def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> tf.Tensor:
         """Splits a tensor over the devices of its replica; there is one, so the only split is into one part.
 
@@ -92,7 +96,6 @@ class OneLogicalDevice:
             )
         return tf.identity(tensor)
 
-    @autograph.artifact
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> tf.Tensor:
         """Copies a tensor to all devices of its replica, which is one; returns the tensor."""
         return tf.identity(tensor)

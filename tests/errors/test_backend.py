@@ -38,6 +38,7 @@ def test_model_parallelism():
 
     strategy.run(step, args=(tf.ones([4, 4]),))
 
+
 @pytest.fixture
 def _no_accelerators(monkeypatch):
     monkeypatch.setattr(devices, "_accelerators", lambda platform: ())
