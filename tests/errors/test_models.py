@@ -165,7 +165,7 @@ def test_batches_of_many_sizes():
 @shows(note_sparse_inputs)
 def test_a_sparse_input_of_a_compiled_model():
     words = keras.Input((4,), sparse=True, name="words")
-    model = keras.Model({"words": words}, keras.layers.Dense(2)(words))
+    model = keras.Model({"words": words}, keras.layers.Dense(2, name="score")(words), name="scorer")
     fast = replicate_model(model, strategy=TPUStrategy(num_cores=2, soft_placement=False))
     batch = {"words": tf.sparse.from_dense([[1.0, 0.0, 2.0, 0.0], [0.0, 3.0, 0.0, 0.0]])}
     fast.predict(batch, verbose=0)
