@@ -3,6 +3,9 @@
 Keras runs `steps_per_execution` steps as a loop of a tf.function on the host, and has no place for another way to run
 them. `_make_function` of its trainer makes the function that `fit` and `evaluate` call, of the function that is one
 step. Checked on Keras 3.15.1. Keras is not imported here; where it has no such method, its own loop stays.
+
+`reduce_per_replica` makes one of the logs of all replicas: the mean, but under a `tf.distribute.TPUStrategy` those of
+replica 0. The strategies here are instances of that class, and take the mean.
 """
 
 from __future__ import annotations
@@ -59,6 +62,23 @@ def _build_for_one_replica(trainer: Any, kind: type) -> None:
         return method(self, iterator=iterator, data_batch=data_batch)
 
     setattr(trainer, BUILD, built)
+
+
+def average_logs(strategies: type) -> None:
+    """Makes Keras take the mean over replicas of what a step logs, under instances of a class; once for the process."""
+    module = sys.modules.get(MODULE)
+    reduce = getattr(module, REDUCE, None)
+    if reduce is None or hasattr(reduce, _MARK):
+        return
+
+    @functools.wraps(reduce)
+    def averaged(values: Any, strategy: Any, reduction: str) -> Any:
+        if reduction == "auto" and isinstance(strategy, strategies):
+            reduction = "mean"
+        return reduce(values, strategy, reduction)
+
+    setattr(averaged, _MARK, True)
+    setattr(module, REDUCE, averaged)
 
 
 def strategy_of(model: Any) -> Any:

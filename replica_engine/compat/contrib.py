@@ -20,6 +20,7 @@ from replica_engine.replica import regroup
 from replica_engine.strategies.multi_step import MultiStepContext as _MultiStepContext
 from replica_engine.strategies.tpu import TPUStrategy as _TPUStrategy
 from replica_engine.xla.body import in_body
+from replica_engine.xla.graph_mode import refuses_graphs
 from replica_engine.xla.resolver import PjrtClusterResolver, TPUSystemMetadata, get_tpu_system_metadata
 
 __all__ = [
@@ -40,6 +41,19 @@ _NOT_GIVEN = object()
 _AGGREGATIONS = ("SUM", "MEAN", "ONLY_FIRST_TOWER", "NONE")
 
 
+@refuses_graphs(
+    "batch_reduce",
+    "broadcast",
+    "call_for_each_tower",
+    "distribute_dataset",
+    "group",
+    "map",
+    "read_var",
+    "reduce",
+    "run_steps_on_dataset",
+    "update",
+    "update_non_slot",
+)
 class TPUStrategy(_TPUStrategy):
     """Today's `TPUStrategy` with the methods and properties of 2018 as well.
 

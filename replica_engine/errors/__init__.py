@@ -55,6 +55,7 @@ from replica_engine.errors.models import (
     OptimizerError,
     ReplicateError,
     many_batch_sizes,
+    note_sparse_inputs,
 )
 from replica_engine.errors.programs import (
     CaptureError,
@@ -139,6 +140,7 @@ __all__ = [
     "note_host_failure",
     "note_kept_steps",
     "note_merge_failure",
+    "note_sparse_inputs",
     "note_stuck",
     "note_sync_points",
     "note_unknown_results",

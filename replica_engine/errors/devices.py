@@ -56,6 +56,14 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
         return cls(f'`kind` of logical devices is "CPU" or "GPU"; got {shown(kind)}.')
 
     @classmethod
+    def one_a_replica(cls, method: str, argument: str, given: object) -> DeviceError:
+        """Model parallelism on several devices of one replica."""
+        return cls(
+            f"{method} was called with {argument}={shown(given)}, and each replica has one device, number 0. Model "
+            "parallelism over several devices of a replica does not exist here; leave the call out."
+        )
+
+    @classmethod
     def no_cross_device_ops(cls, given: object) -> DeviceError:
         """Nothing that reduces across devices."""
         return cls(

@@ -159,12 +159,14 @@ class ReplicaMismatchError(ReplicaEngineError, ValueError):
     def at_sync_point(cls, point: str, brought: Sequence[tuple[str, str]], whole: bool) -> ReplicaMismatchError:
         """What the replicas brought to an all-reduce or all-gather, of each its name and its tensors."""
         rows = "\n".join(f"  {replica}: {tensors}" for replica, tensors in brought)
-        allowed = "equal dtypes and shapes" if whole else "equal dtypes, and shapes that differ along the axis only"
-        return cls(
-            f"The replicas brought different tensors to {point}:\n{rows}\n"
-            f"Every replica must bring tensors of {allowed}. Where one has a smaller share of the batch, reduce over "
-            "the samples first (tf.reduce_sum) and all-reduce that, or pad the share."
+        rule = (
+            "Every replica must bring tensors of equal dtypes and shapes. Where one has a smaller share of the batch, "
+            "reduce over the samples first (tf.reduce_sum) and all-reduce that, or pad the share."
+            if whole
+            else "Every replica must bring tensors of equal dtypes, and shapes that differ along the axis only. Gather "
+            "along the axis in which they differ, or pad them to one size first."
         )
+        return cls(f"The replicas brought different tensors to {point}:\n{rows}\n{rule}")
 
     @classmethod
     def variables(cls, name: str) -> ReplicaMismatchError:

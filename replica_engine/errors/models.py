@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replica_engine.errors.base import ReplicaEngineError, brief, shown
+from replica_engine.errors.base import ReplicaEngineError, add_note, brief, shown
 
 
 class ReplicateError(ReplicaEngineError, ValueError):
@@ -127,6 +127,23 @@ def many_batch_sizes(step: str, model: str, sizes: int) -> str:
     return (
         f"{step} of {model!r} has been compiled for {sizes} batch sizes, each by itself. Batches of one size "
         "compile once. replicate_model(model, strategy=replica_engine.MirroredStrategy(...)) has one graph for all."
+    )
+
+
+def note_sparse_inputs(error: BaseException, inputs: Sequence[tuple[str, str, str]]) -> None:
+    """Adds to an error of XLA which inputs of the model are sparse or ragged.
+
+    Args:
+        error: the error.
+        inputs: of each its name in the batch, what it is, and the call that makes it dense.
+    """
+    named = ", ".join(f"{name} is a {kind}" for name, kind, _ in inputs)
+    calls = ", ".join(dict.fromkeys(call for _, _, call in inputs))
+    add_note(
+        error,
+        f"{named}. XLA compiles for dense tensors of fixed shapes: make the batches dense in dataset.map, with "
+        f"{calls}. Replicas on threads take them as they are: "
+        "replicate_model(model, strategy=replica_engine.MirroredStrategy()).",
     )
 
 

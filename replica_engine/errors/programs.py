@@ -238,14 +238,15 @@ class LoweringError(ReplicaEngineError, ValueError):
 
 
 class GraphModeError(ReplicaEngineError, RuntimeError):
-    """A compiled body was called in a graph of tf.compat.v1."""
+    """A TPUStrategy or a compiled body was used in a graph of tf.compat.v1."""
 
     @classmethod
     def in_graph(cls) -> GraphModeError:
         """Eager mode is off."""
         return cls(
-            "Compiled bodies run in eager mode and in tf.functions, not in a graph of tf.compat.v1. Remove the "
-            "`with tf.Graph().as_default():` or tf.compat.v1.disable_eager_execution(); MirroredStrategy runs there."
+            "TPUStrategy and compiled bodies run in eager mode and in tf.functions, not in a graph of tf.compat.v1. "
+            "Remove the `with tf.Graph().as_default():` or tf.compat.v1.disable_eager_execution(); MirroredStrategy "
+            "runs there."
         )
 
 

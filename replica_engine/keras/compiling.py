@@ -7,11 +7,14 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import keras
+import tensorflow as tf
 
 from replica_engine._compat import keras_model
-from replica_engine.errors import LoweringError, add_note
+from replica_engine.errors import LoweringError, ReplicaEngineError, add_note, note_sparse_inputs
+from replica_engine.replica import rows
 
 PROGRESS_EVERY = 10.0
 """Seconds after which a line says that a compilation goes on, and again after as many."""
@@ -57,6 +60,27 @@ def layers_named(model: keras.Model) -> Iterator[None]:
                 "replicate_model(model, strategy=replica_engine.MirroredStrategy()).",
             )
         raise
+
+
+@contextlib.contextmanager
+def sparse_inputs_named(batch: Any) -> Iterator[None]:
+    """An error of the library inside gets a note that names the sparse and ragged tensors of a batch."""
+    try:
+        yield
+    except ReplicaEngineError as error:
+        inputs = [(name, kind, call) for name, leaf in rows.named(batch) for kind, call in _not_dense(leaf)]
+        if inputs:
+            note_sparse_inputs(error, inputs)
+        raise
+
+
+def _not_dense(leaf: Any) -> list[tuple[str, str]]:
+    """What a leaf of a batch is, and what makes it dense, if it is not."""
+    if isinstance(leaf, tf.SparseTensor):
+        return [(f"SparseTensor of {leaf.dtype.name}{[None, *leaf.shape[1:]]}", "tf.sparse.to_dense(x)")]
+    if isinstance(leaf, tf.RaggedTensor):
+        return [(f"RaggedTensor of {leaf.dtype.name}{[None, *leaf.shape[1:]]}", "x.to_tensor(shape=...)")]
+    return []
 
 
 def _guilty(model: keras.Model, error: LoweringError) -> keras.layers.Layer | None:

@@ -76,7 +76,7 @@ def _running(kind: type, name: str) -> Callable[..., Any]:
     method = getattr(kind, name)
 
     @functools.wraps(method)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         replicas = getattr(self, _SLOT)
         try:
             with replicas.entered():
@@ -84,7 +84,7 @@ def _running(kind: type, name: str) -> Callable[..., Any]:
         finally:
             replicas.let_go()
 
-    return run
+    return wrapper
 
 
 def _resetting(kind: Any) -> Callable[..., None]:

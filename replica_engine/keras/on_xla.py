@@ -22,7 +22,7 @@ import tensorflow as tf
 from replica_engine import xla
 from replica_engine._compat import keras_model
 from replica_engine.errors import CollectiveError, many_batch_sizes
-from replica_engine.keras.compiling import compiling, layers_named
+from replica_engine.keras.compiling import compiling, layers_named, sparse_inputs_named
 from replica_engine.keras.share import Share
 from replica_engine.keras.steps import Logs, across_replicas, run_step
 from replica_engine.replica import rows
@@ -61,6 +61,11 @@ class OnXla:
 
         Batches of one size that follow each other, as `steps_per_execution` asks for, are one launch: a device loop.
         """
+        with sparse_inputs_named(batches[0]):
+            return self._first(self._launches(name, batches))
+
+    def _launches(self, name: str, batches: Sequence[Any]) -> Any:
+        """Runs the launches of a step; returns the logs of the last, of all replicas."""
         logs: Any = None
         for total, same in itertools.groupby(batches, rows.count):
             data = [rows.views(batch) for batch in same]
@@ -69,7 +74,7 @@ class OnXla:
             else:
                 for each in data:
                     logs = self._single(name, each, total)
-        return self._first(logs)
+        return logs
 
     def _single(self, name: str, data: Any, total: int) -> Any:
         if keras_model.mixes_samples(self._model):
@@ -87,6 +92,10 @@ class OnXla:
 
     def predict(self, batch: Any) -> Any:
         """The outputs for a batch of at least one sample, in its order."""
+        with sparse_inputs_named(batch):
+            return self._outputs(batch)
+
+    def _outputs(self, batch: Any) -> Any:
         total = rows.count(batch)
         data = rows.views(batch)
         kind = rows.described(data)

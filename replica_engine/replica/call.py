@@ -22,6 +22,7 @@ from replica_engine import shutdown
 from replica_engine._compat import autograph, distribute, function, thread_state
 from replica_engine.engine import GroupPool, Replica, Run
 from replica_engine.errors import CoordinatorRow, note_merge_failure, slow_function
+from replica_engine.replica.agreement import assertions, check_alike
 from replica_engine.replica.context import MergeRequest, ReplicaContext
 from replica_engine.replica.failed_run import note_failed_run
 from replica_engine.replica.forked import check_not_forked
@@ -29,7 +30,7 @@ from replica_engine.replica.inherited import InheritedState
 from replica_engine.replica.lift import lift
 from replica_engine.replica.location import identity
 from replica_engine.replica.regroup import parts, regroup
-from replica_engine.replica.sync_record import SyncPointRecord, check_alike, records
+from replica_engine.replica.sync_record import SyncPointRecord, records
 from replica_engine.replica.tracebacks import as_raised
 from replica_engine.replica.variables import SharedVariables
 from replica_engine.telemetry import timeline
@@ -199,7 +200,9 @@ def _merge(strategy: tf.distribute.Strategy, requests: list[MergeRequest], run: 
     kwargs = regroup([request.kwargs for request in requests], what, "kwargs")
     with first.continued(requests):
         try:
-            merged = first.merge_fn(strategy, *args, **kwargs)
+            checks = [] if first.eager else assertions(point, run.replicas, [request.args for request in requests])
+            with tf.control_dependencies(checks):
+                merged = first.merge_fn(strategy, *args, **kwargs)
             return parts(merged, len(requests), f"the result of {point.name}")
         except BaseException as error:
             failure = as_raised(error)

@@ -12,27 +12,18 @@ from collections.abc import Callable
 from types import FrameType, FunctionType
 from typing import Any
 
-import tensorflow as tf
-
 from replica_engine._compat import autograph
 from replica_engine.engine import Replica, SyncPoint
 from replica_engine.telemetry import stacks
 
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
-_KERAS = importlib.util.find_spec("keras")  # found, not imported: TensorFlow imports it when first used
-# Frames of these are skipped on the way to the user's own. Of this package only the parts a call goes
-# through: the demo is user code.
-_INTERNAL = tuple(
-    folder + os.sep
-    for folder in (
-        os.path.dirname(tf.__file__),
-        *((os.path.dirname(_KERAS.origin),) if _KERAS is not None and _KERAS.origin else ()),
-        *(
-            os.path.join(_PACKAGE, part)
-            for part in ("engine", "replica", "xla", "pjrt", "strategies", "telemetry", "_compat")
-        ),
-    )
-)
+# Packages whose frames can stand between the user's line and an op, a sync point or an exception: TensorFlow, Keras,
+# and what these call through. tf.summary is tensorboard's, map_structure tree's or optree's, and wrapt and absl call
+# what they decorate or run. Any other installed package counts as the user's. So does numpy: its functions may take
+# long, and a thread can be interrupted in the user's code only (`telemetry.interrupt`).
+_PLUMBING = ("tensorflow", "keras", "tf_keras", "tensorboard", "absl", "jax", "jaxlib", "optree", "tree", "wrapt")
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_DEMO = os.path.join(_OURS, "demo") + os.sep  # a program to read and to copy, so a user's
 _STANDARD_LIBRARY = os.path.dirname(functools.__file__) + os.sep
 # Frames between the user's line and the function that it calls.
 _WRAPPERS = frozenset(("error_handler", "wrapper", "converted_call", "_call_unconverted", "op_dispatch_handler"))
@@ -77,7 +68,7 @@ def _user_frame(replica: Replica) -> tuple[FrameType, str, int]:
         (coordinator, lambda: sys._current_frames().get(coordinator)),
     ):
         frame, called = innermost(), ""
-        while frame is not None and is_internal(frame.f_code.co_filename):
+        while frame is not None and not is_users(frame, (thread, coordinator)):
             if frame.f_code.co_name not in _WRAPPERS:
                 called = frame.f_code.co_name
             frame = frame.f_back
@@ -91,12 +82,41 @@ def _place(replica: Replica, frame: FrameType, thread: int) -> tuple[str, int, s
     return autograph.original_location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, threads)
 
 
+def is_users(frame: FrameType, threads: tuple[int, ...]) -> bool:
+    """Whether a frame runs code of the user's, also if AutoGraph has converted it.
+
+    Args:
+        frame: a frame.
+        threads: the idents of those that may know what was converted; see `autograph.original_location`.
+    """
+    file = frame.f_code.co_filename
+    if is_internal(file):
+        return False
+    if not autograph.is_generated(file):
+        return True
+    return not is_internal(autograph.original_location(file, frame.f_lineno, frame.f_code.co_name, threads)[0])
+
+
 @functools.lru_cache(maxsize=4096)
 def is_internal(filename: str) -> bool:
-    """Whether a file is TensorFlow's, Keras', the standard library's, or a part of this one that calls go through."""
+    """Whether a file is not the user's: Python's own, of this package, TensorFlow's, Keras', or of what these call."""
+    if filename.startswith(_OURS):
+        return not filename.startswith(_DEMO)
     if filename.startswith(_STANDARD_LIBRARY) and _SITE_PACKAGES not in filename:
         return True
-    return filename.startswith(_INTERNAL)
+    return filename.startswith(_plumbing())
+
+
+@functools.cache
+def _plumbing() -> tuple[str, ...]:
+    """The folders of `_PLUMBING`, as far as they are installed. They are found, not imported."""
+    folders = []
+    for name in _PLUMBING:
+        spec = importlib.util.find_spec(name)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            if name == "tensorflow" or any(part in folder for part in _INSTALLED):  # else somebody's own `tree`
+                folders.append(folder + os.sep)
+    return tuple(folders)
 
 
 stacks.hide(is_internal)

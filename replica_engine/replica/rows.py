@@ -14,7 +14,10 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.errors import BatchError, ReplicaValueError
+from replica_engine.replica.structure import open_level
 from replica_engine.replica.tensors import as_tensor
+
+_PARTS = ("x", "y", "sample_weight")
 
 
 def as_tensors(batch: Any) -> Any:
@@ -39,10 +42,8 @@ def count(batch: Any) -> int:
     Raises:
         BatchError: its arrays have different numbers of samples, or it has none.
     """
-    names = ("x", "y", "sample_weight")
-    parts = batch if isinstance(batch, tuple) and len(batch) <= len(names) else (batch,)
     found = []
-    for name, part in zip(names, parts, strict=False):
+    for name, part in zip(_PARTS, _parts(batch), strict=False):
         leaves = [leaf for leaf in tf.nest.flatten(part) if _has_rows(leaf)]
         for index, leaf in enumerate(leaves):
             found.append((name if len(leaves) == 1 else f"{name}[{index}]", int(_rows(leaf))))
@@ -51,6 +52,23 @@ def count(batch: Any) -> int:
     if len({rows for _, rows in found}) > 1:
         raise BatchError.lengths(found)
     return found[0][1]
+
+
+def named(batch: Any) -> list[tuple[str, Any]]:
+    """The leaves of a batch, each with its name: "x['words']", "y"."""
+    return [leaf for name, part in zip(_PARTS, _parts(batch), strict=False) for leaf in _leaves(name, part)]
+
+
+def _leaves(name: str, part: Any) -> list[tuple[str, Any]]:
+    level = open_level(part)
+    if level is None:
+        return [(name, part)]
+    pairs = zip(level.names, level.children, strict=True)
+    return [leaf for more, child in pairs for leaf in _leaves(name + more, child)]
+
+
+def _parts(batch: Any) -> tuple:
+    return batch if isinstance(batch, tuple) and len(batch) <= len(_PARTS) else (batch,)
 
 
 def count_in_graph(batch: Any) -> Any:
@@ -161,8 +179,24 @@ def _pad(leaf: Any, more: Any) -> Any:
         return np.concatenate([leaf, np.repeat(leaf[-1:], more, axis=0)]) if more else leaf
     if isinstance(leaf, tf.Tensor):
         return tf.concat([leaf, tf.repeat(leaf[-1:], more, axis=0)], 0)
-    last = _take(leaf, _rows(leaf) - 1, _rows(leaf))
-    return _join([leaf, *[last] * more])
+    if isinstance(leaf, tf.SparseTensor):
+        return _pad_sparse(leaf, more)
+    return tf.gather(leaf, tf.concat([tf.range(_rows(leaf)), tf.fill([more], _rows(leaf) - 1)], 0))
+
+
+def _pad_sparse(leaf: tf.SparseTensor, more: Any) -> tf.SparseTensor:
+    """The last row again, in as many rows after it."""
+    more = tf.cast(more, tf.int64)
+    total = leaf.dense_shape[0]
+    in_last = leaf.indices[:, 0] == total - 1
+    values = tf.boolean_mask(leaf.values, in_last)
+    rows = total + tf.repeat(tf.range(more), tf.size(values))
+    rest = tf.tile(tf.boolean_mask(leaf.indices, in_last)[:, 1:], [more, 1])
+    return tf.SparseTensor(
+        tf.concat([leaf.indices, tf.concat([rows[:, tf.newaxis], rest], 1)], 0),
+        tf.concat([leaf.values, tf.tile(values, [more])], 0),
+        tf.concat([[total + more], leaf.dense_shape[1:]], 0),
+    )
 
 
 def _join(leaves: Sequence[Any]) -> Any:

@@ -17,8 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._compat import eager
-from replica_engine.engine import Replica, SyncPoint
-from replica_engine.errors import ReplicaMismatchError
+from replica_engine.engine import SyncPoint
 
 
 class Brought(NamedTuple):
@@ -183,39 +182,8 @@ def as_json(found: Iterable[SyncPointRecord]) -> list[dict[str, Any]]:
     return [dataclasses.asdict(record) for record in found]
 
 
-def check_alike(points: Sequence[SyncPoint], replicas: Sequence[Replica]) -> None:
-    """Before values are reduced or gathered: do the replicas bring the like?
-
-    Raises:
-        ReplicaMismatchError: one has another dtype or shape than replica 0; a row a replica.
-    """
-    first = points[0]
-    if first.kind not in ("all_reduce", "all_gather"):
-        return  # a merge function of the user's may take anything
-    whole = first.kind == "all_reduce"
-    for point in points[1:]:
-        if len(point.values) == len(first.values):  # else they differ in structure, which is told elsewhere
-            for one, other in zip(first.values, point.values, strict=True):
-                if not _alike(one, other, whole):
-                    texts = [", ".join(_texts(each.values)) for each in points]
-                    names = [str(replica) for replica in replicas]
-                    raise ReplicaMismatchError.at_sync_point(str(first), list(zip(names, texts, strict=True)), whole)
-
-
-def _alike(one: Brought, other: Brought, whole: bool) -> bool:
-    if one.dtype is other.dtype and type(one.shape) is tuple and one.shape == other.shape:
-        return True
-    if one.dtype != other.dtype or one.sparse != other.sparse:
-        return False
-    if one.sparse:
-        return True
-    if whole:
-        return one.shape is other.shape or tf.TensorShape(one.shape).is_compatible_with(other.shape)
-    ranks = tf.TensorShape(one.shape).rank, tf.TensorShape(other.shape).rank
-    return ranks[0] == ranks[1] or None in ranks
-
-
-def _texts(values: Iterable[Brought]) -> list[str]:
+def texts(values: Iterable[Brought]) -> list[str]:
+    """Dtype and shape of each: "float32[2, ?]"."""
     dtypes, shapes, _ = as_data(values)
     return [f"{dtype}{_shape_text(shape)}" for dtype, shape in zip(dtypes, shapes, strict=True)]
 

@@ -22,8 +22,10 @@ from replica_engine.strategies.checks import check_call, check_flags, checked_re
 from replica_engine.strategies.device_loops import run_steps
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.reductions import Reductions
+from replica_engine.strategies.tpu_api import OneLogicalDevice, TPUFacts
 from replica_engine.strategies.tpu_context import BodyReplicaContext, gather_leaf, reduce_leaf
 from replica_engine.xla.body import Limits, in_body
+from replica_engine.xla.graph_mode import refuses_graphs
 from replica_engine.xla.graph_op import call
 from replica_engine.xla.host_variable import handles_compared
 from replica_engine.xla.program import Programs
@@ -31,7 +33,29 @@ from replica_engine.xla.resolver import PjrtClusterResolver
 from replica_engine.xla.source import Source
 
 
-class TPUExtended(Reductions, distribute.MirroredExtended):
+@refuses_graphs(
+    "_batch_reduce_to",
+    "_broadcast_to",
+    "_create_variable",
+    "_distribute_datasets_from_function",
+    "_experimental_distribute_dataset",
+    "_experimental_distribute_values_from_function",
+    "_experimental_make_numpy_dataset",
+    "_gather_to_implementation",
+    "_make_dataset_iterator",
+    "_make_input_fn_iterator",
+    "_reduce_to",
+    "_update",
+    "_update_non_slot",
+    "call_for_each_replica",
+    "colocate_vars_with",
+    "experimental_make_numpy_dataset",
+    "read_var",
+    "run_steps",
+    "update",
+    "update_non_slot",
+)
+class TPUExtended(TPUFacts, Reductions, distribute.MirroredExtended):
     """The extended half of `TPUStrategy`.
 
     Values before and after a run are on the host, and what is done with them there, in cross-replica context,
@@ -227,11 +251,6 @@ class TPUExtended(Reductions, distribute.MirroredExtended):
         """The hook that says whether replicas have to meet to update variables."""
         return not distribute.is_merged()
 
-    @property
-    def num_hosts(self) -> int:
-        """How many machines; Keras asks every strategy with such a name."""
-        return 1
-
 
 def _own(value: Any) -> Any:
     """In a body: each replica's own value of a variable; read as a whole it would be reduced already."""
@@ -242,8 +261,12 @@ def _as_value(result: Any) -> Any:
     return tf.identity(result) if isinstance(result, tf.Variable) else result
 
 
-class TPUStrategy(tf.distribute.Strategy):
+@refuses_graphs("reduce", "run", "run_steps", "scope")
+class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
     """Runs a function on N devices as one compiled program: on TPUs, GPUs, or CPU devices of a laptop.
+
+    An instance of `tf.distribute.TPUStrategy`, so libraries that ask for one take the branch that they take on TPUs;
+    `docs/libraries.md` lists them.
 
     The function is traced once, whatever N is, compiled by XLA for N replicas, and run through PJRT. `scope`,
     `run`, `reduce`, datasets, Keras `fit`, checkpoints and `extended` work as TensorFlow documents them for
@@ -316,13 +339,15 @@ class TPUStrategy(tf.distribute.Strategy):
         devices = device_group(platform, num_cores)
         startup.make_room(startup.FOR_LAUNCHES)
         limits = Limits(timeout, warn_after)
-        super().__init__(TPUExtended(self, devices, same_random_numbers, limits, soft_placement))
+        # Not the parent's __init__, which would connect to a TPU system of TensorFlow.
+        tf.distribute.Strategy.__init__(self, TPUExtended(self, devices, same_random_numbers, limits, soft_placement))
         self._steps_per_run = steps_per_run
         self._resolver = tpu_cluster_resolver
 
     def scope(self) -> Any:
         """As of every strategy. Keras models built in it run `steps_per_execution` steps in one launch."""
         keras_trainer.extend(keras_steps.device_loop, TPUStrategy)
+        keras_trainer.average_logs(TPUStrategy)
         return super().scope()
 
     @autograph.artifact

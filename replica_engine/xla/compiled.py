@@ -15,6 +15,7 @@ from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.xla.arguments import Arguments, difference
 from replica_engine.xla.counts import count
+from replica_engine.xla.graph_mode import check_mode
 from replica_engine.xla.input_queue import InputQueue
 from replica_engine.xla.launch import Launch
 from replica_engine.xla.resident import Resident, resident_of
@@ -132,6 +133,7 @@ class Compiled:
                 tf.TensorSpec(shape, slot.dtype) for shape, slot in zip(self.lowered.shapes, traced.slots, strict=True)
             ]
             raise InputsError.other_program(traced.name, difference(arguments.slots, traced.slot_names, wanted))
+        check_mode()
         if not tf.executing_eagerly():
             raise InputsError.in_function(traced.name)
         return traced.results(self.run(arguments.numpy()))

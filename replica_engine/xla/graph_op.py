@@ -16,10 +16,11 @@ import tensorflow as tf
 
 from replica_engine import shutdown
 from replica_engine._compat import function, thread_state, variables
-from replica_engine.errors import GraphModeError, add_note
+from replica_engine.errors import add_note
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.xla import host_graph, soft_placement
 from replica_engine.xla.arguments import Arguments, Shapes
+from replica_engine.xla.graph_mode import check_mode
 from replica_engine.xla.program import Programs, TracedProgram
 from replica_engine.xla.resident import Borrowed, Resident, resident_of
 from replica_engine.xla.source import Source
@@ -36,8 +37,7 @@ def call(programs: Programs, source: Source, arguments: Arguments, shapes: Shape
             shapes = soft_placement.add_caller(arguments, shapes)
             program = programs.find(source, arguments, shapes)
             return program.traced.results(program.run(arguments.numpy()))
-    if not tf.inside_function():
-        raise GraphModeError.in_graph()
+    check_mode()
     program = programs.trace(source, arguments, shapes)
     traced = program.traced
     step = _Step(programs.devices, program, [len(slot.values) for slot in arguments.slots], host_graph.program())

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._compat import autograph
-from replica_engine.replica.location import is_internal
+from replica_engine.replica.location import is_internal, is_users
 
 
 def user_line(made: Any) -> str:
@@ -34,11 +34,11 @@ def user_line(made: Any) -> str:
 
 def here() -> str:
     """The user's line that this is called from, or ""."""
+    threads = (threading.get_ident(),)
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        place = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        if not is_internal(place[0]):
-            place = autograph.original_location(*place, (threading.get_ident(),))
+        if is_users(frame, threads):
+            place = autograph.original_location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, threads)
             if not autograph.is_generated(place[0]):
                 return _innermost([place])
         frame = frame.f_back

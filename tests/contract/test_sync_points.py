@@ -21,6 +21,10 @@ def two_meetings():
     return first, second
 
 
+def this_replica():
+    return tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
+
+
 def line_of(text):
     """The number of the line in this file that has some text first."""
     with open(__file__) as file:
@@ -204,8 +208,44 @@ class TestMismatch:
         gathered = strategy.run(step, args=(lambda i: tf.fill([i + 1, 2], i),))
         size = strategy.num_replicas_in_sync
         assert strategy.experimental_local_results(gathered)[0].shape == (size * (size + 1) // 2, 2)
-        with pytest.raises(ReplicaMismatchError, match="shapes that differ along the axis only"):
-            strategy.run(step, args=(lambda i: tf.zeros([2] if i else [2, 2]),))
+        for unfit in (lambda i: tf.zeros([2] if i else [2, 2]), lambda i: tf.zeros([2, 2 + i])):
+            with pytest.raises(ReplicaMismatchError, match="shapes that differ along the axis only"):
+                strategy.run(step, args=(unfit,))
+
+    @pytest.mark.parametrize("axis", [0, -2])
+    def test_all_gather_off_the_axis_where_the_shapes_are_static(self, strategy, run, axis):
+        def step():
+            context = tf.distribute.get_replica_context()
+            return context.all_gather(tf.zeros([2, 3 + this_replica()]), axis)
+
+        with pytest.raises(ReplicaMismatchError) as caught:
+            run(step)
+        lines = str(caught.value).splitlines()
+        size = strategy.num_replicas_in_sync
+        assert re.match(rf"The replicas brought different tensors to all_gather at .*{HERE}:\d+ in step:", lines[0])
+        assert lines[1:3] == [f"  replica {i} of {size} (CPU:{i}): float32[2, {3 + i}]" for i in (0, 1)]
+
+    @pytest.mark.parametrize("shape", [[None, None], None], ids=["rank", "no rank"])
+    def test_all_gather_off_the_axis_where_the_shapes_are_known_when_it_runs(self, strategy, shape):
+        """The assertion in the graph has the words of the error; along the axis the sizes may differ."""
+
+        @tf.function(input_signature=[tf.TensorSpec(shape)] * 2)
+        def gathered(first, others):
+            def step():
+                x = others if this_replica() else first
+                return tf.distribute.get_replica_context().all_gather(x, axis=0)
+
+            return strategy.run(step)
+
+        size = strategy.num_replicas_in_sync
+        result = strategy.experimental_local_results(gathered(tf.ones([5, 2]), tf.ones([3, 2])))[0]
+        assert result.shape == (5 + 3 * (size - 1), 2)
+        with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+            gathered(tf.ones([2, 2]), tf.ones([2, 3]))
+        text = str(caught.value)
+        assert f"different tensors to all_gather at {__file__}" in text
+        assert f"[  replica 1 of {size} (CPU:1): float32] [2 3]" in text
+        assert "differ along the axis only" in text
 
     def test_the_next_run_works(self, strategy):
         def wrong():

@@ -29,6 +29,16 @@ def test_a_platform_that_is_none():
     TPUStrategy(xla.PjrtClusterResolver("npu"))
 
 
+@shows(DeviceError.one_a_replica)
+def test_model_parallelism():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x):
+        return 2.0 * strategy.experimental_split_to_logical_devices(x, [1, 2])
+
+    strategy.run(step, args=(tf.ones([4, 4]),))
+
+
 @pytest.fixture
 def _no_accelerators(monkeypatch):
     monkeypatch.setattr(devices, "_accelerators", lambda platform: ())

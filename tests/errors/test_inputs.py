@@ -170,6 +170,19 @@ def test_a_gathering_of_two_dtypes():
     strategy.run(step, args=(tf.constant([1.0]),))
 
 
+@shows(ReplicaMismatchError.at_sync_point, "off_the_axis")
+def test_a_gathering_of_two_widths():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    widths = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.zeros([2, 3 + context.replica_id_in_sync_group])
+    )
+
+    def step(x):
+        return tf.distribute.get_replica_context().all_gather(x, axis=0)
+
+    strategy.run(step, args=(widths,))
+
+
 @shows(ReplicaMismatchError.dtypes)
 def test_inputs_of_two_dtypes():
     def double(batch):

@@ -9,7 +9,7 @@ import tensorflow as tf
 from golden import shows
 
 from replica_engine import MirroredStrategy, TPUStrategy, split_batch
-from replica_engine.errors import BatchError, OptimizerError, ReplicateError, many_batch_sizes
+from replica_engine.errors import BatchError, OptimizerError, ReplicateError, many_batch_sizes, note_sparse_inputs
 from replica_engine.keras import CrossReplicaOptimizer, on_xla, replicate_model
 
 
@@ -160,6 +160,15 @@ def test_batches_of_many_sizes():
     fast = replicate_model(model, strategy=TPUStrategy(num_cores=2))
     for size in (2, 8):
         fast.predict_on_batch(np.ones([size, 4], "float32"))
+
+
+@shows(note_sparse_inputs)
+def test_a_sparse_input_of_a_compiled_model():
+    words = keras.Input((4,), sparse=True, name="words")
+    model = keras.Model({"words": words}, keras.layers.Dense(2, name="score")(words), name="scorer")
+    fast = replicate_model(model, strategy=TPUStrategy(num_cores=2, soft_placement=False))
+    batch = {"words": tf.sparse.from_dense([[1.0, 0.0, 2.0, 0.0], [0.0, 3.0, 0.0, 0.0]])}
+    fast.predict(batch, verbose=0)
 
 
 @shows(OptimizerError.not_in_replica)

@@ -142,5 +142,7 @@ def test_sparse_inputs(both, is_tpu):
     model = keras.Sequential([keras.Input((4,), sparse=True), layers.Dense(3)])
     model.compile("sgd", "mse")
     before = np.mean((X @ model.get_weights()[0] - Y) ** 2)
-    loss = replicate_model(model, strategy=both(2)).train_on_batch(tf.sparse.from_dense(X), Y)
-    assert loss == pytest.approx(before, rel=1e-5)
+    replicated = replicate_model(model, strategy=both(2))
+    assert replicated.train_on_batch(tf.sparse.from_dense(X), Y) == pytest.approx(before, rel=1e-5)
+    predicted = replicated.predict_on_batch(tf.sparse.from_dense(X[:3]))  # and one row that is padding
+    np.testing.assert_allclose(predicted, model.predict_on_batch(tf.constant(X[:3])), rtol=1e-5)

@@ -1,13 +1,19 @@
 """Whatever AutoGraph and Keras do on the way: an error keeps its type and contents, and says the user's own line."""
 
 import inspect
+import pathlib
 
 import keras
 import pytest
 import tensorflow as tf
 
+import replica_engine
 from replica_engine import MirroredStrategy, TPUStrategy, errors, xla
+from replica_engine.compat import contrib
+from replica_engine.replica.location import is_internal
+from replica_engine.strategies import MirroredExtended
 from replica_engine.testing import logical_devices
+from replica_engine.xla.user_lines import user_line
 
 
 @pytest.fixture
@@ -193,3 +199,106 @@ def test_two_boundaries_tell_it_once(compiled):
     with pytest.raises(errors.CollectiveError) as caught:
         tf.function(lambda x: mirrored.run(step, args=(x,)))(tf.constant(1.0))
     assert [function for function, _ in lines_of(caught.value)][-2:] == ["inner", "add_up"]
+
+
+def line_with(text):
+    """The number of the last line of this file that ends with some text."""
+    with open(__file__) as file:
+        return max(number for number, line in enumerate(file, start=1) if line.rstrip().endswith(text))
+
+
+def places(strategy):
+    """Where the sync points of a strategy were."""
+    found = {point.where for point in strategy.sync_points()}
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("kind", ["mirrored", "compiled"])
+def test_of_the_sync_points_of_a_replicated_fit(request, kind):
+    strategy = request.getfixturevalue(kind)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    replicated = replica_engine.keras.replicate_model(model, strategy=strategy)
+    replicated.fit(tf.ones([4, 2]), tf.ones([4, 1]), verbose=0)  # here
+    assert places(strategy) == {f"{__file__}:{line_with('# here')} in {inspect.currentframe().f_code.co_name}"}
+    if kind == "mirrored":
+        assert {point.name for point in strategy.sync_points()} == {"fit"}
+
+
+def test_of_the_sync_points_of_a_device_loop(compiled):
+    def step(context, x):
+        total = tf.distribute.get_replica_context().all_reduce("SUM", x)  # meets
+        context.set_last_step_output("total", total, "MEAN")  # meets again
+
+    compiled.run_steps(step, iter([1.0, 2.0]), 2)
+    assert places(compiled) == {f"{__file__}:{line_with(text)} in step" for text in ("# meets", "# meets again")}
+
+
+def test_of_the_sync_points_of_towers():
+    strategy = contrib.TPUStrategy(num_cores=2)
+
+    def merge(distribution, x):
+        return distribution.reduce(tf.VariableAggregation.SUM, x, None)  # in the merge function
+
+    def tower(x):
+        return contrib.get_tower_context().merge_call(merge, x)
+
+    strategy.call_for_each_tower(tower, tf.constant(1.0))
+    assert places(strategy) == {f"{__file__}:{line_with('# in the merge function')} in merge"}
+
+
+def test_of_the_sync_points_of_a_strategy_of_ones_own():
+    class Extended(MirroredExtended):
+        def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
+            return super()._batch_reduce_to(reduce_op, value_destination_pairs, options)
+
+    class Own(MirroredStrategy):
+        extended_class = Extended
+
+    def step(x):
+        return tf.distribute.get_replica_context().all_reduce("SUM", x)  # in a step
+
+    strategy = Own(logical_devices(8)[:2])
+    strategy.run(step, args=(tf.constant(1.0),))
+    assert places(strategy) == {f"{__file__}:{line_with('# in a step')} in step"}
+
+
+def test_of_the_ops_of_a_summary(tmp_path):
+    """tf.summary is tensorboard's."""
+    seen = []
+
+    @tf.function
+    def summarize(x):
+        before = len(tf.compat.v1.get_default_graph().get_operations())
+        tf.summary.histogram("x", x, step=0)  # a summary
+        seen.extend(map(user_line, tf.compat.v1.get_default_graph().get_operations()[before:]))
+
+    with tf.summary.create_file_writer(str(tmp_path)).as_default():
+        summarize(tf.ones([3]))
+    assert set(seen) == {f"{__file__}:{line_with('# a summary')} in summarize"}
+
+
+def test_the_whole_package_is_not_the_users_but_for_the_demo():
+    package = pathlib.Path(replica_engine.__file__).parent
+    users = {path.relative_to(package).parts[0] for path in package.rglob("*.py") if not is_internal(str(path))}
+    assert users == {"demo"}
+
+
+def test_a_package_of_the_users_is_the_users(programs, tmp_path):
+    """Also with the name of one whose frames are skipped."""
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "__init__.py").write_text(
+        "import tensorflow as tf\n\n"
+        "def step():\n"
+        "    return tf.distribute.get_replica_context().all_reduce('SUM', tf.constant(1.0))\n"
+    )
+    done = programs.run(
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import replica_engine, tree\n"
+        "strategy = replica_engine.MirroredStrategy(['CPU:0'])\n"
+        "strategy.run(tree.step)\n"
+        "print(strategy.sync_points()[0].where)",
+        timeout=60,
+    )
+    assert done.stdout.strip() == f"{tmp_path}/tree/__init__.py:4 in step", done.stderr

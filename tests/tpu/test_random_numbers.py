@@ -322,3 +322,23 @@ def test_the_default_seed_of_keras_gives_the_same_run(replicas, drawn):
         runs.append(drawn(fn, some, times=2))
     assert runs[0] == runs[1]
     assert runs[0][0] != runs[0][1]
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda **kind: tf.random.stateless_uniform([5], [1, 2], **kind),
+        lambda **kind: tf.random.stateless_normal([5], [1, 2], **kind),
+        lambda **kind: tf.random.stateless_truncated_normal([5], [1, 2], **kind),
+        lambda **kind: tf.random.stateless_uniform([5], [1, 2], 0, 1000, tf.int32, **kind),
+        lambda **kind: tf.random.experimental.stateless_shuffle(tf.range(5), [1, 2], **kind),
+    ],
+    ids=["uniform", "normal", "truncated normal", "integers", "shuffle"],
+)
+def test_stateless_ops_of_philox_draw_the_same_everywhere(two, draw):
+    def body():
+        return draw(alg="philox")
+
+    expected = body().numpy()
+    for found in two.each(two.strategy.run(body)):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)

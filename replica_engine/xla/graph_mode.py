@@ -1,0 +1,68 @@
+"""No compiled bodies in graphs of tf.compat.v1: every entrance says so, with the same error.
+
+A launch is an op around Python code that holds the strategy, and variables live on the devices. Both need eager mode or
+a `tf.function`; a session of TensorFlow 1 has neither. Without the check, such a program would build some of its ops
+and then fail in a place that says nothing about the cause.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from replica_engine._compat import autograph
+from replica_engine.errors import GraphModeError
+
+C = TypeVar("C", bound=type)
+
+
+def check_mode() -> None:
+    """Raises GraphModeError in a graph of tf.compat.v1."""
+    if not tf.executing_eagerly() and not tf.inside_function():
+        raise GraphModeError.in_graph()
+
+
+def refuses_graphs(*methods: str) -> Callable[[C], C]:
+    """A class decorator: methods, inherited ones too, raise GraphModeError in a graph of tf.compat.v1.
+
+    Args:
+        methods: their names.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> @refuses_graphs("run")
+        ... class Runner:
+        ...     def run(self):
+        ...         return "run"
+        >>> Runner().run()
+        'run'
+    """
+
+    def decorate(cls: C) -> C:
+        for name in methods:
+            setattr(cls, name, _checked(vars(cls)[name] if name in vars(cls) else _inherited(cls, name)))
+        return cls
+
+    return decorate
+
+
+def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check_mode()
+        return method(*args, **kwargs)
+
+    return autograph.artifact(checked)
+
+
+def _inherited(cls: type, name: str) -> Callable[..., Any]:
+    """The method of whichever class comes after `cls` in a subclass's order of bases."""
+
+    @functools.wraps(getattr(cls, name))
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(cls, self), name)(*args, **kwargs)
+
+    return method
