@@ -237,7 +237,7 @@ def _trace_once(
     def flat(*placeholders: tf.Tensor) -> list[tf.Tensor]:
         args, kwargs = arguments.rebuild(placeholders)
         with body.entered(host_calls, collectives), enter(), _recorded(created):
-            outputs.append(Outputs(converted(*args, **kwargs)))
+            outputs.append(Outputs(converted(*args, **kwargs), source.returns_tensors))
         return outputs[-1].tensors
 
     try:
