@@ -60,6 +60,15 @@ def on_devices(array: np.ndarray, devices: Sequence[str]) -> tuple[tf.Tensor, ..
     return tuple([host._copy_to_device(device) for device in devices])
 
 
+def soft_placement() -> bool:
+    """What `tf.config.set_soft_device_placement` was given; True before that.
+
+    `tf.config.get_soft_device_placement` builds a whole configuration for it, and says False inside a graph.
+    """
+    wanted = _context.context()._soft_device_placement
+    return True if wanted is None else bool(wanted)
+
+
 def is_watched(tensors: Sequence[tf.Tensor]) -> bool:
     """Whether somebody watches what this thread does with tensors: a tape for gradients, a debugger of ops."""
     return bool(

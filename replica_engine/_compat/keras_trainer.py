@@ -12,9 +12,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from replica_engine._compat import distribute
+
 MODULE = "keras.src.backend.tensorflow.trainer"
 TRAINER = "TensorFlowTrainer"
 METHOD = "_make_function"
+BUILD = "_maybe_symbolic_build"
 REDUCE = "reduce_per_replica"
 
 _MARK = "_replica_engine"
@@ -23,8 +26,8 @@ Make = Callable[[Any, Callable[..., Any], Callable[..., Any]], Callable[..., Any
 """Of a model, its step, and Keras' own function: the function to be called with an iterator."""
 
 
-def extend(make: Make) -> None:
-    """Has models call what `make` returns; once for the process."""
+def extend(make: Make, kind: type) -> None:
+    """Has models call what `make` returns; once for the process. `kind` is the class of the strategies concerned."""
     trainer = getattr(sys.modules.get(MODULE), TRAINER, None)
     method = getattr(trainer, METHOD, None)
     if method is None or hasattr(method, _MARK):
@@ -36,6 +39,26 @@ def extend(make: Make) -> None:
 
     setattr(extended, _MARK, True)
     setattr(trainer, METHOD, extended)
+    _build_for_one_replica(trainer, kind)
+
+
+def _build_for_one_replica(trainer: Any, kind: type) -> None:
+    """Has a model of a strategy of ours built for one replica's part of a batch.
+
+    Keras builds it for the mean over the parts of all replicas, and strings have none.
+    """
+    method = getattr(trainer, BUILD, None)
+    if method is None:
+        return
+
+    @functools.wraps(method)
+    def built(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
+        if iterator is not None and isinstance(strategy_of(self), kind):
+            _, _, batches = next(iter(iterator))
+            iterator, data_batch = None, distribute.first_values(next(batches))
+        return method(self, iterator=iterator, data_batch=data_batch)
+
+    setattr(trainer, BUILD, built)
 
 
 def strategy_of(model: Any) -> Any:

@@ -17,7 +17,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import func_graph
-from tensorflow.python.ops import summary_ops_v2
+from tensorflow.python.ops import script_ops, summary_ops_v2
 from tensorflow.python.util import tf_stack
 
 
@@ -43,6 +43,14 @@ PRIVATE = (
     Private(_graph, "switch_to_thread_local", "a device stack for each replica thread"),
     Private(_context, "_context_handle", "whether TensorFlow has started; device policy"),
     Private(_context, "_thread_local_data", "inheriting op callbacks"),
+    Private(_context, "_soft_device_placement", "whether ops that XLA cannot compile run on the host"),
+    Private(_graph, "_add_function_recursive", "copying ops that call functions"),
+    Private(_graph, "_create_op_internal", "copying ops"),
+    Private(_graph, "_get_function", "the functions of branches and loops"),
+    Private(script_ops._py_funcs, "get", "the function of a tf.py_function"),
+    Private(script_ops.EagerFunc(lambda: None, [], False), "_is_grad_func", "gradients of tf.py_function"),
+    Private(script_ops.EagerFunc(lambda: None, [], False), "_support_graph_mode_gradient", "the same"),
+    Private(script_ops.EagerFunc(lambda: None, [], False), "_func", "the same"),
     Private(_context._thread_local_data, "op_callbacks", "inheriting op callbacks"),
     Private(summary_ops_v2._summary_state, "step", "inheriting summary state"),
     Private(summary_ops_v2._summary_state, "writer", "inheriting summary state"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,6 +39,7 @@ from tensorflow.python.ops import variable_scope as _variable_scope
 SUMMARY_FIELDS = ("step", "writer", "is_recording", "is_recording_distribution_strategy")
 CACHING_FIELDS = ("new_cache_scope_count", "cache_scope_exited_count")
 PRIORITY = 100  # of variable creators that name none
+_stand_ins = threading.local()
 _summary_fields = operator.attrgetter(*SUMMARY_FIELDS)
 _caching_fields = operator.attrgetter(*CACHING_FIELDS)
 
@@ -198,6 +200,42 @@ def enter_device_policy(policy: int) -> Iterator[None]:
         yield
     finally:
         _pywrap_tfe.TFE_ContextSetThreadLocalDevicePlacementPolicy(handle, before)
+
+
+def summary_writer() -> Any:
+    """The resource of this thread's default summary writer; None if there is no writer."""
+    return getattr(_summary._summary_state.writer, "_resource", None)
+
+
+def summary_state() -> tuple[Any, Any, Any]:
+    """The resource of this thread's default summary writer (None if there is no writer), the step, the condition."""
+    state = _summary._summary_state
+    return getattr(state.writer, "_resource", None), state.step, state.is_recording
+
+
+@contextlib.contextmanager
+def summary_step(step: Any) -> Iterator[None]:
+    """Another default step for summaries, for a while; what it stands for is found by `actual_summary_step`."""
+    state = _summary._summary_state
+    before, state.step = state.step, step
+    _stand_ins.step = before
+    try:
+        yield
+    finally:
+        state.step = before
+        del _stand_ins.step
+
+
+@contextlib.contextmanager
+def actual_summary_step() -> Iterator[None]:
+    """Inside `summary_step`: the step that was there before it, for a while."""
+    state = _summary._summary_state
+    before = state.step
+    state.step = getattr(_stand_ins, "step", before)
+    try:
+        yield
+    finally:
+        state.step = before
 
 
 def locals_of_thread() -> tuple:

@@ -168,6 +168,11 @@ def stablehlo(function: Any, specs: Sequence[tf.TensorSpec], handles: Sequence[t
     )
 
 
+def eager_context() -> Any:
+    """The context that eager ops run in."""
+    return _context.context()
+
+
 def variable_dtype_and_shape(handle: tf.Tensor) -> tuple[tf.DType, tf.TensorShape] | None:
     """What a variable's handle says of it; None for a resource of another kind."""
     data = getattr(handle, "_handle_data", None)

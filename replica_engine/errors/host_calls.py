@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief, in_words
 
 
@@ -152,3 +154,18 @@ def note_stuck(error: BaseException, replicas: int) -> None:
 
 def _in(name: str) -> str:
     return f" at result{name}" if name else ""
+
+
+def moved_to_host(fn: str, pieces: Sequence[tuple[str, str, bool]]) -> str:
+    """The line that is logged once a body whose ops run on the host in part: of each call its ops and its line."""
+    lines = [
+        f"  {ops}{at(where)}" + (": in a loop, so the program calls the host in each iteration" if in_loop else "")
+        for ops, where, in_loop in pieces
+    ]
+    return "\n".join(
+        [
+            f"XLA cannot compile all of `{fn}`. Each replica's program calls the host for these ops "
+            "(soft_placement=False makes them an error):",
+            *lines,
+        ]
+    )

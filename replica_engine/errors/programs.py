@@ -162,6 +162,36 @@ class LoweringError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
+    def stays_on_host(
+        cls, fn: str, op: str, where: str, described: str, is_dtype: bool, made_by: str, made_at: str
+    ) -> LoweringError:
+        """An op that only the devices can run needs a value that cannot leave the host."""
+        value = f"a value of dtype {described}" if is_dtype else f"a value of the unknown shape {described}"
+        made = f", made by {made_by}{at(made_at)}" if made_by else ""
+        advice = "Turn it into numbers" if is_dtype else "Give it a static shape, tf.ensure_shape(x, ...) or padding,"
+        return cls(
+            f"In `{fn}`, {op}{at(where)} runs on the devices and needs {value}, which cannot leave the host{made}. "
+            f"{advice} before {op} uses it."
+        )
+
+    @classmethod
+    def not_on_host(cls, fn: str, op: str, where: str, made_by: str, made_at: str) -> LoweringError:
+        """An op on the host needs a value that cannot leave the devices."""
+        return cls(
+            f"In `{fn}`, {op}{at(where)} runs on the host and needs a result of {made_by}{at(made_at)} that has no "
+            "static shape, or is a list of tensors, so it cannot leave the devices. Give it a static shape: "
+            "tf.ensure_shape(x, ...), padding, or a mask."
+        )
+
+    @classmethod
+    def shaped_by_data(cls, fn: str, call: str) -> LoweringError:
+        """A host call is given something of the devices whose shape depends on data."""
+        return cls(
+            f"In `{fn}`, {call}, needs a value of the devices whose shape depends on data, as of tf.where(mask), "
+            "tf.unique or tf.boolean_mask. Use a mask, or values padded to a fixed size."
+        )
+
+    @classmethod
     def not_constant(cls, fn: str, op: str, where: str) -> LoweringError:
         """A shape or axis that depends on data."""
         return cls(

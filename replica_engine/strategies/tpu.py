@@ -43,11 +43,20 @@ class TPUExtended(Reductions, distribute.MirroredExtended):
         device_group: the devices that replicas run on.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, devices: DeviceGroup, same_random: bool, limits: Limits):
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        devices: DeviceGroup,
+        same_random: bool,
+        limits: Limits,
+        soft_placement: bool | None = None,
+    ):
         self.device_group = devices
         self._same_random = same_random
         name = type(strategy).__name__
-        self._programs = Programs(devices, self._in_replica_context, same_random, name=name, limits=limits)
+        self._programs = Programs(
+            devices, self._in_replica_context, same_random, name=name, limits=limits, soft_placement=soft_placement
+        )
         host = distribute.resolve("CPU:0")
         super().__init__(strategy, [host] * devices.size, tf.distribute.ReductionToOneDevice())
 
@@ -254,6 +263,9 @@ class TPUStrategy(tf.distribute.Strategy):
             each core.
         same_random_numbers: let random ops draw the same numbers on all replicas. By default each replica draws
             its own.
+        soft_placement: let ops that XLA cannot compile (strings, tables, summaries, `tf.print`, `tf.py_function`,
+            assertions) run on the host, between the ops that run on the devices. False makes them a LoweringError.
+            None does what `tf.config.set_soft_device_placement` says, which is True unless it was changed.
         timeout: seconds that a launch may take without a sign of life (a host call that is made or returns, a batch
             that is taken) before it raises ReplicaTimeoutError. None waits on. Compiling does not count.
         warn_after: seconds after which a table of who is where is logged, and again after as many. None takes 30,
@@ -285,11 +297,14 @@ class TPUStrategy(tf.distribute.Strategy):
         num_cores: int | None = None,
         *,
         same_random_numbers: bool = False,
+        soft_placement: bool | None = None,
         timeout: float | None = None,
         warn_after: float | None = None,
     ):
         check_seconds(timeout=timeout, warn_after=warn_after)
         check_flags(same_random_numbers=same_random_numbers)
+        if soft_placement is not None:
+            check_flags(soft_placement=soft_placement)
         if isinstance(steps_per_run, bool) or not isinstance(steps_per_run, int) or steps_per_run < 1:
             raise ValueError(f"steps_per_run must be a positive int; got {shown(steps_per_run)}.")
         if tpu_cluster_resolver is not None and not isinstance(tpu_cluster_resolver, PjrtClusterResolver):
@@ -301,13 +316,14 @@ class TPUStrategy(tf.distribute.Strategy):
         platform = None if tpu_cluster_resolver is None else tpu_cluster_resolver.platform
         devices = device_group(platform, num_cores)
         startup.make_room(startup.FOR_LAUNCHES)
-        super().__init__(TPUExtended(self, devices, same_random_numbers, Limits(timeout, warn_after)))
+        limits = Limits(timeout, warn_after)
+        super().__init__(TPUExtended(self, devices, same_random_numbers, limits, soft_placement))
         self._steps_per_run = steps_per_run
         self._resolver = tpu_cluster_resolver
 
     def scope(self) -> Any:
         """As of every strategy. Keras models built in it run `steps_per_execution` steps in one launch."""
-        keras_trainer.extend(keras_steps.device_loop)
+        keras_trainer.extend(keras_steps.device_loop, TPUStrategy)
         return super().scope()
 
     @autograph.artifact

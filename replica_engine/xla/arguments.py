@@ -30,15 +30,17 @@ class Slot:
         values: a single tensor, or one for each replica; eager or of a graph.
         dtype: their dtype.
         shape: what the shapes of all have in common; static in eager mode.
+        is_sparse: whether it is a component of a sparse tensor.
     """
 
-    __slots__ = ("dtype", "name", "shape", "values")
+    __slots__ = ("dtype", "is_sparse", "name", "shape", "values")
 
     def __init__(self, name: str, values: list[Any]):
         self.name = name
         self.values = values
         self.dtype: tf.DType = values[0].dtype
         self.shape: tf.TensorShape = values[0].shape
+        self.is_sparse = False
         for replica, value in enumerate(values[1:], start=1):
             if value.dtype != self.dtype:
                 raise ReplicaMismatchError.dtypes(name, replica, self.dtype.name, value.dtype.name)
@@ -75,6 +77,8 @@ class Arguments:
         slots: the tensors, in order.
         key: hashable; equal for arguments that differ in the values and shapes of tensors only.
         rebuild: the arguments again, with other tensors in the slots.
+        summary_writer: the resource of the caller's summary writer, where a body is to use that of each caller.
+        summary_step: which slot has the caller's step for summaries; None if the body has to find it by itself.
 
     Raises:
         ReplicaMismatchError: replicas have tensors of different dtypes, or different structures.
@@ -86,6 +90,8 @@ class Arguments:
         self.size = size
         self._numbers = numbers
         self.slots: list[Slot] = []
+        self.summary_writer: Any = None
+        self.summary_step: int | None = None
         try:
             build_args, key_args = self._open(tuple(args), "args")
             build_kwargs, key_kwargs = self._open(dict(kwargs), "kwargs")
@@ -192,11 +198,17 @@ class Arguments:
             raise ReplicaValueError.no_tensor(name, first, str(error)) from None
         if len({len(column) for column in columns}) > 1:
             raise ReplicaMismatchError.not_tensors(name, first)
-        builders = []
+        specs = list(dict.fromkeys(map(tf.type_spec_from_value, parts)))
+        is_sparse = isinstance(first, tf.SparseTensor)
+        builders: list[Callable[[Sequence[Any]], Any]] = []
         for index, values in enumerate(zip(*columns, strict=True)):
+            if is_sparse and index == 2 and len(specs) == 1 and specs[0].shape.is_fully_defined():
+                # A constant, since XLA compiles for fixed shapes.
+                builders.append(lambda _, shape=specs[0].shape: tf.constant(shape.as_list(), tf.int64))
+                continue
             inner = f"{name} (component {index})"
             builders.append(self._add(inner, [as_tensor(value, inner) for value in values]))
-        specs = list(dict.fromkeys(map(tf.type_spec_from_value, parts)))
+            self.slots[-1].is_sparse = is_sparse
         common = specs[0].most_specific_common_supertype(specs[1:])  # of ragged tensors with other numbers of rows
         if common is None:
             raise ReplicaMismatchError.not_tensors(name, first)
@@ -237,7 +249,9 @@ _NUMPYS_OWN = frozenset(tf.as_dtype(np.dtype(kind)) for kind in "?bBhHiIqQefdFD"
 
 def view(tensor: Any) -> np.ndarray:
     """The value of an eager tensor: a view of it, where NumPy can have one."""
-    return np.asarray(tensor) if tensor.dtype in _NUMPYS_OWN else tensor.numpy()
+    if tensor.dtype in _NUMPYS_OWN:
+        return np.asarray(tensor)
+    return np.asarray(tensor.numpy(), object) if tensor.dtype == tf.string else tensor.numpy()
 
 
 def _is_array(value: Any) -> bool:

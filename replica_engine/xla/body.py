@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._compat import autograph, xla_ops
+from replica_engine._compat import autograph, eager, xla_ops
 from replica_engine.errors import CollectiveError, NotInBodyError
 from replica_engine.xla.user_lines import here
 
@@ -115,6 +115,8 @@ class Body:
         order: the order of its host calls.
         name: of who runs it, for timelines.
         limits: how long a launch may take.
+        soft_placement: whether ops that XLA cannot compile run on the host; None for what
+            `tf.config.set_soft_device_placement` says.
 
     Attributes:
         launches: the last ones.
@@ -125,7 +127,13 @@ class Body:
     KEPT = 100
 
     def __init__(
-        self, size: int, random: RandomState, order: CallOrder, name: str = "xla", limits: Limits | None = None
+        self,
+        size: int,
+        random: RandomState,
+        order: CallOrder,
+        name: str = "xla",
+        limits: Limits | None = None,
+        soft_placement: bool | None = None,
     ):
         self.size = size
         self.order = order
@@ -134,6 +142,12 @@ class Body:
         self.launches: deque[LaunchRecord] = deque(maxlen=self.KEPT)
         self.launched = 0
         self.random = random
+        self._soft_placement = soft_placement
+
+    @property
+    def moves_ops(self) -> bool:
+        """Whether ops that XLA cannot compile run on the host."""
+        return eager.soft_placement() if self._soft_placement is None else self._soft_placement
 
     def note_launch(self, collectives: list[Collective], began: float, ended: float) -> None:
         """A launch is over."""

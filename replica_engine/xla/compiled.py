@@ -42,17 +42,17 @@ class Compiled:
         self.devices = devices
         traced = lowered.traced
         self.executable = executable
-        self._results = len(traced.outputs)
+        self._results = len(traced.outputs) - len(lowered.host_results)
         self.variables = [resident_of(handle, devices) for handle in traced.handles]
         self._writes = [(self.variables[variable], result) for variable, result in lowered.writes]
         self._constants: list[Array] | None = None
 
-    def launch(
+    def run(
         self,
         slots: Sequence[Sequence[np.ndarray]],
         captured: Sequence[np.ndarray] | None = None,
         feed: InputQueue | None = None,
-    ) -> list[Array]:
+    ) -> list[list[Any]]:
         """Runs the program on all replicas.
 
         Args:
@@ -61,14 +61,15 @@ class Compiled:
             feed: the inputs of a device loop.
 
         Returns:
-            The tensors that the body returned, as arrays on the devices.
+            For each tensor that the body returned the values of the replicas, on the host.
 
         Raises:
             Exception: what a host call raised; then all variables are as before.
         """
         count("launches")
         put = self.devices.put
-        arguments = [put(values) for values in slots]
+        on_host = self.lowered.host_slots
+        arguments = [put(values) for index, values in enumerate(slots) if index not in on_host]
         if captured is not None:
             arguments += [put([captured[index]]) for index in self.lowered.captured]
         else:
@@ -76,14 +77,18 @@ class Compiled:
                 tensors = self.lowered.traced.tensors
                 self._constants = [put([tensors[index].numpy()]) for index in self.lowered.captured]
             arguments += self._constants
-        with Launch(self.lowered.traced, self.devices, feed) as launch:
+        left = {index: slots[index] for index in on_host}
+        with Launch(self.lowered.traced, self.devices, feed, left) as launch:
             arguments += [variable.array() for variable in self.variables]
             results = launch.carry_out(
                 lambda: self.executable.launch(arguments), self._adopt, self.executable.wait, self._lose
             )
             for variable, _ in self._writes:
                 variable.launched()
-        return results[: self._results]
+        columns = [self.devices.fetch_all(array) for array in results[: self._results]]
+        for index, number in sorted(self.lowered.host_results.items()):
+            columns.insert(index, launch.stored(number))
+        return columns
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -129,5 +134,4 @@ class Compiled:
             raise InputsError.other_program(traced.name, difference(arguments.slots, traced.slot_names, wanted))
         if not tf.executing_eagerly():
             raise InputsError.in_function(traced.name)
-        arrays = self.launch(arguments.numpy())
-        return traced.results([self.devices.fetch_all(array) for array in arrays])
+        return traced.results(self.run(arguments.numpy()))

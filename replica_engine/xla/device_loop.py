@@ -19,10 +19,10 @@ import tensorflow as tf
 from replica_engine._compat import autograph, xla_ops
 from replica_engine.errors import HostAccessError, InputsError, LoweringError
 from replica_engine.pjrt.group import needed_by_a_program
-from replica_engine.xla import argument_names
+from replica_engine.xla import argument_names, soft_placement
 from replica_engine.xla.arguments import Arguments
 from replica_engine.xla.batches import BatchReader
-from replica_engine.xla.body import host_calls
+from replica_engine.xla.body import host_calls, in_body
 from replica_engine.xla.feeder import Feeder
 from replica_engine.xla.host_call import HostCall, HostCalls
 from replica_engine.xla.input_queue import InputQueue, Pace
@@ -80,17 +80,18 @@ def run_loop(
     most = 1 if programs.limits.timeout is not None else _chunk(specs, prefetch)
     loop = _Loop(source, step, arguments, specs, most)
     none = Arguments((), {}, arguments.size)
+    no_shapes = soft_placement.add_caller(none, ())
 
     def of_loop() -> Source:
-        key = ("device loop", mode, programs.key(source), arguments.key, tuple(shapes), most)
+        key = ("device loop", mode, programs.key(source), arguments.key, tuple(shapes), most, none.key)
         return Source(loop, autograph=False, declared=key)
 
-    program = programs.find(of_loop(), none, ())
+    program = programs.find(of_loop(), none, no_shapes)
     if loop.was_traced:  # now it is known which functions in the step run on the host, and so its key is another one
         programs.learn(source, program)
         programs.keep(of_loop(), none, program)
     loop.forget()
-    compiled = program.find([])
+    compiled = program.find([tuple(shape) for shape in no_shapes])
     pace = _feed_of(program).pace
     # Of what may be ahead of a step, the rest of its chunk is not in the queue.
     queue = InputQueue(arguments.size, (prefetch or 2 * pace.most) - pace.most + 1, pace)
@@ -103,9 +104,9 @@ def run_loop(
                 feeder.start()
             else:
                 queue.close()
-            arrays = compiled.launch([], feed=queue)
+            columns = compiled.run(none.numpy(), feed=queue)
             queue.over()
-        results = program.traced.results([programs.devices.fetch_all(array) for array in arrays])
+        results = program.traced.results(columns)
     finally:
         queue.stop()
         feeder.end()
@@ -162,7 +163,9 @@ class _Loop:
         zeros = [tf.zeros(each.shape, each.dtype) for each in step.outputs]
         calls = host_calls()
         # The host calls of a step say in which it was: so they have to know when it begins.
-        feed = _Feed(calls, self._specs, 1 if calls.calls else self._most)
+        body = in_body()
+        calls_host = calls.calls or (body is not None and body.moves_ops and soft_placement.needs_host(step.graph))
+        feed = _Feed(calls, self._specs, 1 if calls_host else self._most)
 
         def chunk(_: tf.Tensor, outputs: list[tf.Tensor]) -> tuple:
             count, more, inputs = feed.emit()

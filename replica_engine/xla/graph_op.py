@@ -18,9 +18,9 @@ import tensorflow as tf
 
 from replica_engine import shutdown
 from replica_engine._compat import function, thread_state, variables
-from replica_engine.errors import GraphModeError
+from replica_engine.errors import GraphModeError, add_note
 from replica_engine.pjrt.group import DeviceGroup
-from replica_engine.xla import host_graph
+from replica_engine.xla import host_graph, soft_placement
 from replica_engine.xla.arguments import Arguments, Shapes
 from replica_engine.xla.program import Programs, TracedProgram
 from replica_engine.xla.resident import Borrowed, Resident, resident_of
@@ -72,6 +72,7 @@ def _as_tensor(value: Any) -> Any:
 def _prepared(programs: Programs, source: Source, arguments: Arguments, shapes: Shapes) -> Callable[[], list[Any]]:
     """As `call`, up to where the body runs."""
     if tf.executing_eagerly():
+        shapes = soft_placement.add_caller(arguments, shapes)
         program = programs.find(source, arguments, shapes)
         launch = program.ready(arguments.numpy())
         return lambda: program.traced.results(launch())
@@ -117,12 +118,12 @@ class _Step:
         self.residents = [each for each in held if isinstance(each, Resident)]
         self._counts = counts
         # What host calls take over, such as the summary writer: it is traced in, as in any tf.function.
-        self._locals = thread_state.locals_of_thread() if self.traced.host_calls.calls else None
+        self._locals = thread_state.locals_of_thread() if self.traced.host_calls.can_fail else None
         self._around = around
 
     def run(self, *inputs: np.ndarray) -> list[np.ndarray]:
         """Runs the program on concrete inputs."""
-        rest = list(inputs)
+        rest = [np.asarray(each, object) if isinstance(each, bytes) else each for each in inputs]  # a single string
         slots = []
         for number in self._counts:
             slots.append(rest[:number])
@@ -137,6 +138,21 @@ class _Step:
                     columns = launch()
             self._around.after_run(self.residents)
         return [value for column in columns for value in column]
+
+
+class InvalidArgumentError(ValueError):
+    """What TensorFlow raises again, out of the graph, as a `tf.errors.InvalidArgumentError`: it looks for ValueError.
+
+    Of what a failed assertion or `tf.debugging.check_numerics` raises it would make a `tf.errors.UnknownError`.
+    """
+
+    @classmethod
+    def of(cls, error: tf.errors.InvalidArgumentError) -> InvalidArgumentError:
+        """With the message and the notes of the error."""
+        again = cls(error.message)
+        for note in getattr(error, "__notes__", ()):
+            add_note(again, note)
+        return again
 
 
 def _add_op(step: _Step, inputs: list[tf.Tensor], outputs: list[tf.TensorSpec]) -> list[tf.Tensor]:
@@ -158,7 +174,10 @@ def _add_op(step: _Step, inputs: list[tf.Tensor], outputs: list[tf.TensorSpec]) 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
         alive = launch()
         assert alive is not None, "kept by the graph that the op is in"
-        return alive(*arrays) or [np.array(True)]
+        try:
+            return alive(*arrays) or [np.array(True)]
+        except tf.errors.InvalidArgumentError as error:
+            raise InvalidArgumentError.of(error) from error
 
     @tf.function(autograph=False)
     def replicated(handles: list[tf.Tensor], inputs: list[tf.Tensor]) -> tuple:

@@ -92,7 +92,27 @@ class HostCalls:
         self._order = order
         self._gradients: dict[str, int] = {}
         self._roots = 0
+        self._numbers = 0
         self.replica_ids: list[tf.Tensor] = []
+
+    @property
+    def order(self) -> tf.Tensor:
+        """The handle of the variable that keeps the calls of each replica in their order."""
+        return self._order.handles[0]
+
+    def mark(self) -> tuple[int, int]:
+        """What `rewind` takes."""
+        return len(self.calls), self._roots
+
+    def rewind(self, mark: tuple[int, int]) -> None:
+        """Forgets the calls that were made since: the graph that they are in is given up."""
+        count, self._roots = mark
+        del self.calls[count:]
+
+    def new_number(self) -> int:
+        """Of a value that stays on the host."""
+        self._numbers += 1
+        return self._numbers
 
     def new_name(self) -> str:
         """Of a cluster: "0", "1", ..."""

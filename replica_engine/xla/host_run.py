@@ -11,7 +11,7 @@ import _thread
 import contextvars
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -55,11 +55,17 @@ class Kept:
 
     In a device loop it is kept for a step and the next: a gradient has no place in the order of the calls, so the
     call for the next batch may overtake it. But when the one after that comes, the whole step is over.
+
+    Attributes:
+        on_host: values that no device can have, by number (`soft_placement`).
+        tapes: of the Python functions of `tf.py_function`, by token: of each call that its gradient has not asked yet.
     """
 
     def __init__(self) -> None:
         self._now: dict[int, Any] = {}
         self._before: dict[int, Any] = {}
+        self.on_host: dict[int, Any] = {}
+        self.tapes: dict[str, list[Any]] = {}
 
     def __setitem__(self, token: int, value: Any) -> None:
         self._now[token] = value
@@ -74,6 +80,7 @@ class Kept:
     def clear(self) -> None:
         """The run is over."""
         self._before, self._now = {}, {}
+        self.on_host, self.tapes = {}, {}
 
 
 class HostRun:
@@ -92,6 +99,7 @@ class HostRun:
         beat: called when a replica comes to a call, and when it goes.
         draw: adds a call to timelines, of the replica, the call, its beginning and its end; None if there are none.
         wake: ends the wait for the program, where another thread than the waiting one launched it; else None.
+        arguments: of those that no device can have, by number: one value, or one for each replica.
     """
 
     def __init__(self, devices: DeviceGroup, feed: InputQueue | None):
@@ -104,6 +112,7 @@ class HostRun:
         self.beat: Callable[[], None] = _nothing
         self.draw: Callable[[int, HostCall, float, float], None] | None = None
         self.wake: Callable[[], None] | None = None
+        self.arguments: dict[int, Sequence[Any]] = {}
         self._inside: list[tuple[int, float] | None] = [None] * size  # the thread of each replica's call, since when
         self._last: list[HostCall | None] = [None] * size
         self._times: dict[tuple[int, int], int] = {}
@@ -166,6 +175,11 @@ class HostRun:
     def threads_in_calls(self) -> list[int]:
         """The threads on which calls are going on."""
         return [inside[0] for inside in self._inside if inside is not None]
+
+    def argument(self, number: int, replica: int) -> Any:
+        """A replica's value of an argument that no device can have."""
+        values = self.arguments[number]
+        return values[replica % len(values)]
 
     def new_token(self, replica: int) -> int:
         """A negative number of the replica's that no other call has."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from replica_engine.errors import (
@@ -33,6 +33,7 @@ from replica_engine.telemetry.interrupt import raise_in, wait_for_ever
 from replica_engine.telemetry.stacks import stack_of
 from replica_engine.telemetry.trace_file import Track
 from replica_engine.telemetry.watchdog import Watch
+from replica_engine.xla.arguments import view
 from replica_engine.xla.host_run import HostRun, NoCalls
 from replica_engine.xla.input_queue import InputQueue
 from replica_engine.xla.sync_record import records
@@ -54,13 +55,22 @@ class Launch:
         traced: the body.
         devices: where it runs.
         feed: the inputs of a device loop.
+        on_host: values of the arguments that no device can have, by number.
     """
 
-    def __init__(self, traced: Traced, devices: DeviceGroup, feed: InputQueue | None = None):
+    def __init__(
+        self,
+        traced: Traced,
+        devices: DeviceGroup,
+        feed: InputQueue | None = None,
+        on_host: dict[int, Sequence[Any]] | None = None,
+    ):
         self._traced = traced
         self._body = traced.body
         self._devices = devices
         self._feed = feed
+        self._on_host = on_host or {}
+        self._stored: list[dict[int, Any]] = []
         self._run: HostRun | NoCalls = NoCalls()
         self._state = FOR_ITS_TURN
         self._thread = threading.current_thread()
@@ -119,6 +129,8 @@ class Launch:
         keeps = self._traced.keeps
         if isinstance(self._run, HostRun):
             self._run.beat = self._beat
+            self._run.arguments = self._on_host
+            self._stored = [kept.on_host for kept in self._run.kept]
             if timeline.recording():
                 self._run.draw = self._draw_host_call
 
@@ -158,6 +170,10 @@ class Launch:
             with held_off():  # all of them or none
                 adopt(results)
         return results
+
+    def stored(self, number: int) -> list[Any]:
+        """What the replicas have left on the host under a number."""
+        return [view(values[number]) for values in self._stored]
 
     def _apart(self, work: Callable[[], Results], nobody_waits: threading.Event) -> Results:
         """Does the work on another thread, which is told when nobody waits for it any more."""

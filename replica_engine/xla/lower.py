@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,9 +24,11 @@ from replica_engine.pjrt.memory import memory_limit
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.trace_file import Track
 from replica_engine.telemetry.watchdog import Watch
+from replica_engine.xla import soft_placement
 from replica_engine.xla.compiled import Compiled
 from replica_engine.xla.counts import count
 from replica_engine.xla.resident import pinned
+from replica_engine.xla.soft_placement.piece import Piece
 from replica_engine.xla.user_lines import user_line
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ _MODULE = re.compile(r"module @\S+")
 _LOCATION = re.compile(r' loc\((?:[^()"]|"[^"]*"|\((?:[^()"]|"[^"]*")*\))*\)|^#loc.*\n', re.MULTILINE)
 _MAIN = re.compile(r"func\.func (?:public )?@main\(.*?\)(?: -> (.*?))? \{$", re.MULTILINE)
 _ALL_REDUCED = re.compile(r'"stablehlo\.all_reduce"\(.*?\}\) : \(tensor<(.*?)>\)', re.DOTALL)
+# A host call with an operand whose shape depends on data.
+_DYNAMIC_OPERAND = re.compile(r"@replica_engine\.host_call\(.*?\\22index\\22: (\d+).*\}? : \([^)]*(?:\?|bounds)")
 _TENSOR = re.compile(r"tensor<((?:[0-9?]+x)*)")
 
 
@@ -56,13 +60,20 @@ class Lowered:
         captured: which of the captured tensors are parameters.
         results: shape and dtype of each result.
         writes: (index among the captured variables, index among the results) of each variable written.
+        host_slots: which slots are no parameters, since no device can have them.
+        host_results: which results the program does not return, since they stay on the host, and their numbers there.
+        host_calls: what runs on the host in the middle of the program, in the order in which it was traced.
     """
 
-    def __init__(self, traced: Traced, slots: list[tf.TensorSpec], text: str):
+    def __init__(self, traced: Traced, slots: list[tf.TensorSpec], text: str, moved: soft_placement.MovedBody | None):
         self.traced = traced
         self.shapes = tuple(tuple(spec.shape) for spec in slots)
         self.captured = list(traced.captured)
-        first = len(slots) + len(self.captured)
+        first = len(slots) - len(traced.host_slots) + len(self.captured)
+        self.host_slots = traced.host_slots
+        written = [call for call in traced.host_calls.calls if not isinstance(call, Piece)]
+        self.host_calls = soft_placement.described([*written, *(moved.pieces if moved else ())])
+        self.host_results = moved.host_results if moved else {}
         self.writes = [(int(parameter) - first, int(result or 0)) for parameter, result in _ALIAS.findall(text)]
         self._text = _ALIASES.sub("", text) if traced.keeps else text  # else the new values are written over the old
         self.results = self._results()
@@ -110,14 +121,17 @@ class Lowered:
         header = _MAIN.search(self._text)
         assert header is not None, "every program has a main function"
         sizes = [match.split("x")[:-1] for match in _TENSOR.findall(header.group(1) or "")]
-        dtypes = [output.dtype for output in self.traced.outputs]
+        outputs = [index for index in range(len(self.traced.outputs)) if index not in self.host_results]
+        dtypes = [self.traced.outputs[index].dtype for index in outputs]
         for variable, _ in sorted(self.writes, key=lambda write: write[1]):
             described = xla_ops.variable_dtype_and_shape(self.traced.handles[variable])
             assert described is not None, "checked when it was captured"
             dtypes.append(described[0])
         for index, size in enumerate(sizes):
             if "?" in size:
-                raise LoweringError.dynamic_result(self.traced.name, index, user_line(self.traced.graph.outputs[index]))
+                output = outputs[index]
+                where = user_line(self.traced.graph.outputs[output])
+                raise LoweringError.dynamic_result(self.traced.name, output, where)
         return [
             (tuple(map(int, size)), np.dtype(dtype.as_numpy_dtype)) for size, dtype in zip(sizes, dtypes, strict=True)
         ]
@@ -130,23 +144,40 @@ def lower(traced: Traced, slots: list[tf.TensorSpec], tensors: list[tf.TensorSpe
         LoweringError: as `Traced.lower`.
     """
     names = [*traced.slot_names, *(f"The captured {tensor!r}" for tensor in traced.tensors)]
-    for name, spec in zip(names, [*slots, *tensors], strict=True):
-        if not spec.shape.is_fully_defined():
+    for index, (name, spec) in enumerate(zip(names, [*slots, *tensors], strict=True)):
+        if index not in traced.host_slots and not spec.shape.is_fully_defined():
             raise LoweringError.dynamic_argument(traced.name, name, str(spec.shape))
     count("lowerings")
-    specs = [*slots, *(tensors[index] for index in traced.captured)]
+    specs = [spec for index, spec in enumerate(slots) if index not in traced.host_slots]
+    specs += [tensors[index] for index in traced.captured]
+    moved: soft_placement.MovedBody | None = None
     try:
+        if traced.moves:
+            moved = traced.moved(slots, tensors)
+            registered = moved.registered
+        else:
+            registered = traced.registered()
         with tf.init_scope(), pinned(traced.handles):
-            text = xla_ops.stablehlo(traced.registered(), specs, traced.handles)
+            text = xla_ops.stablehlo(registered, specs, traced.handles)
+    except LoweringError:
+        if traced.leave_no_sparse_on_host():
+            return lower(traced, slots, tensors)
+        raise
     except (ValueError, tf.errors.OpError) as error:
         if "compile-time constant" in str(error) and traced.bake_in():
             return lower(traced, slots, tensors)
-        explained = _explain(traced, error)
+        if moved and "compile-time constant" in str(error) and traced.also_move(_original(moved, str(error))):
+            return lower(traced, slots, tensors)
+        explained = _explain(traced, error, moved)
         if node := re.search(r"\{\{node ([^}]+)\}\}", str(error)):
             explained.op_name = node.group(1)
         raise explained from None
     _check_collectives(traced, text)
-    return Lowered(traced, slots, _LOCATION.sub("", _MODULE.sub("module @replica_body", text)))
+    if moved and (found := _DYNAMIC_OPERAND.search(text)):
+        call = traced.host_calls.calls[int(found.group(1))]
+        raise LoweringError.shaped_by_data(traced.name, call.describe())
+    text = _LOCATION.sub("", _MODULE.sub("module @replica_body", text))
+    return Lowered(traced, slots, text, moved)
 
 
 def _check_collectives(traced: Traced, text: str) -> None:
@@ -173,13 +204,21 @@ def _held_weakly(call: HostCall) -> Callable[..., Any]:
     return run
 
 
-def _explain(traced: Traced, error: Any) -> LoweringError:
+def _original(moved: soft_placement.MovedBody, message: str) -> tf.Operation | None:
+    """The op of the body that a message of XLA's is about."""
+    found = re.search(r"to node `([^`]+)`|\{\{node ([^}]+)\}\}", message)
+    return moved.originals.get(found.group(1) or found.group(2)) if found else None
+
+
+def _explain(traced: Traced, error: Any, moved: soft_placement.MovedBody | None) -> LoweringError:
     text = str(error)
     unsupported = re.search(r"on XLA_\w+: (\w+) \(", text) or re.search(r"with op (\w+)", text)
     # XLA prints a stack for the op and others for the calls around it. The op's is the first.
     stack = re.split(r"The op is created at:|Stack trace for op definition:", text)[1:2]
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', stack[0] if stack else text)
     where = user_line(frames)
+    if not where and moved and (op := _original(moved, text)) is not None:
+        where = user_line(op)  # the frames are those of the copy
     if "Detected unsupported operations" in text and unsupported:
         return LoweringError.unsupported_op(traced.name, unsupported.group(1), where)
     if "compile-time constant" in text:

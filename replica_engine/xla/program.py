@@ -24,7 +24,7 @@ from replica_engine.xla.lower import Lowered
 from replica_engine.xla.random_numbers import RandomState
 from replica_engine.xla.source import Source
 from replica_engine.xla.sync_record import records
-from replica_engine.xla.trace import Enter, Traced, trace
+from replica_engine.xla.trace import Enter, Traced, of_any_size, trace
 from replica_engine.xla.uneven import ready_uneven
 
 Shape = tuple[int, ...]
@@ -54,6 +54,7 @@ class Programs:
         warns: whether to warn where one function is traced often.
         name: of who runs the bodies, for timelines.
         limits: how long a launch may take.
+        soft_placement: as of `Body`.
     """
 
     def __init__(
@@ -66,16 +67,20 @@ class Programs:
         warns: bool = True,
         name: str = "xla",
         limits: Limits | None = None,
+        soft_placement: bool | None = None,
     ):
         self.devices = devices
         self._enter = enter
         self._warns = warns
-        self._body = body or Body(devices.size, RandomState(devices, same_random), CallOrder(devices), name, limits)
+        self._body = body or Body(
+            devices.size, RandomState(devices, same_random), CallOrder(devices), name, limits, soft_placement
+        )
         self._traces: LastUsed = LastUsed(most)
         self._times: LastUsed = LastUsed(most)
         self._general: LastUsed = LastUsed(most)
         self._hosts: LastUsed = LastUsed(most)
         self._with_numbers: LastUsed = LastUsed(most)
+        self._sparse: LastUsed = LastUsed(most)
         self._executables: LastUsed = LastUsed(most)
         self._lock = threading.RLock()  # a trace may run another one, on the same thread
 
@@ -98,14 +103,24 @@ class Programs:
             if source.seldom:
                 key = (self.key(source), arguments.key)
                 shapes = self._general[key] = _generalized(self._general.get(key), shapes)
+            shapes = self._of_any_size(source, arguments, shapes)
             signature = self._signature(source, arguments, shapes)
             traced: TracedProgram | None = self._traces.get(signature)
             if traced is None:
                 self._warn_of_many(source)
                 traced = self.trace(source, arguments, shapes)
                 self.learn(source, traced)
+                if sparse := traced.traced.sparse_slots:
+                    self._sparse[self.key(source), arguments.key] = sparse
+                    shapes = self._of_any_size(source, arguments, shapes)
+                    traced = self.trace(source, arguments, shapes)
                 self._traces[self._signature(source, arguments, shapes)] = traced
             return traced
+
+    def _of_any_size(self, source: Source, arguments: Arguments, shapes: Shapes) -> Shapes:
+        """The shapes, with no size where a sparse argument stays on the host: one trace serves all."""
+        sparse = self._sparse.get((self.key(source), arguments.key), ()) if self._sparse else ()
+        return tuple(of_any_size(shape) if index in sparse else shape for index, shape in enumerate(shapes))
 
     def key(self, source: Source) -> Any:
         """What a function is known by, but for what only functions on the host use: they may change that."""
@@ -130,7 +145,7 @@ class Programs:
             self._traces[self._signature(source, arguments, ())] = traced
 
     def _signature(self, source: Source, arguments: Arguments, shapes: Shapes) -> Any:
-        return (self.key(source), arguments.key, tuple(map(_hashable, shapes)))
+        return (self.key(source), arguments.key, tuple(map(_hashable, shapes)), self._body.moves_ops)
 
     def _warn_of_many(self, source: Source) -> None:
         code = getattr(source.fn, "__code__", source.fn)
@@ -171,7 +186,7 @@ class TracedProgram:
     def run(
         self, slots: Sequence[Sequence[np.ndarray]], captured: Sequence[np.ndarray] | None = None
     ) -> list[list[np.ndarray]]:
-        """Runs the body on all replicas; as `Compiled.launch`, with the results on the host.
+        """Runs the body on all replicas; as `Compiled.run`.
 
         Returns:
             For each result the values of the replicas.
@@ -186,11 +201,21 @@ class TracedProgram:
         Compiling takes locks that a thread may hold while it waits for a program to end. So it must not be done
         while programs are kept waiting (`DeviceGroup.in_flight`).
         """
-        if any(value.shape != values[0].shape for values in slots for value in values[1:]):
+        on_host = self.traced.host_slots
+        if any(
+            value.shape != values[0].shape
+            for index, values in enumerate(slots)
+            if index not in on_host
+            for value in values[1:]
+        ):
             return ready_uneven(self, slots, captured)
-        shapes = [values[0].shape for values in slots]
+        sparse = self.traced.sparse_slots
+        shapes = [
+            tuple(of_any_size(values[0].shape)) if index in sparse else values[0].shape
+            for index, values in enumerate(slots)
+        ]
         compiled = self.find(shapes, None if captured is None else [value.shape for value in captured])
-        return lambda: [self.devices.fetch_all(array) for array in compiled.launch(slots, captured)]
+        return lambda: compiled.run(slots, captured)
 
     def find(self, shapes: Sequence[Shape], captured: Sequence[Shape] | None = None) -> Compiled:
         """The program for arguments, and captured tensors of an outer graph, of these shapes."""

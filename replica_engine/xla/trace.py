@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from replica_engine.errors import (
     HostAccessError,
     LoweringError,
     VariableCreationError,
+    moved_to_host,
     slow_trace,
 )
 from replica_engine.replica.tracebacks import as_raised
@@ -31,20 +33,22 @@ from replica_engine.telemetry import timeline
 from replica_engine.telemetry.stacks import stack_of
 from replica_engine.telemetry.trace_file import Track
 from replica_engine.telemetry.watchdog import Watch
-from replica_engine.xla import argument_names, initial_values
+from replica_engine.xla import argument_names, initial_values, soft_placement
 from replica_engine.xla.arguments import Arguments, Shapes
 from replica_engine.xla.body import Body, Collective
 from replica_engine.xla.counts import count
 from replica_engine.xla.host_call import HostCalls
 from replica_engine.xla.lower import Lowered, lower
 from replica_engine.xla.outputs import Outputs
-from replica_engine.xla.source import Source
+from replica_engine.xla.soft_placement.piece import Source
+from replica_engine.xla.source import Source as FunctionSource
 from replica_engine.xla.user_lines import here, user_line
 
 Enter = Callable[[], contextlib.AbstractContextManager[Any]]
 """What a strategy puts around the body while it is traced: its scope and a replica context."""
 
 _numbers = itertools.count()
+_logger = logging.getLogger("replica_engine")
 
 
 class Traced:
@@ -64,6 +68,9 @@ class Traced:
         rebuild: the structure that the function returned, with other tensors.
         host_calls: its calls to the host.
         collectives: where its replicas meet.
+        moves: whether ops of it run on the host by soft placement.
+        host_slots: which arguments stay on the host; they are no parameters of the program.
+        sparse_slots: which of them are components of sparse tensors, of which only host ops need the values.
     """
 
     def __init__(
@@ -89,7 +96,22 @@ class Traced:
         self.host_calls = host_calls
         self.collectives = collectives
         self._kept = kept
+        self.writer = arguments.summary_writer
+        slots = list(zip(arguments.slots, graph.inputs, strict=False)) if body.moves_ops else []
+        self.sparse_slots = frozenset(
+            index
+            for index, (slot, inside) in enumerate(slots)
+            if slot.is_sparse and soft_placement.is_left_on_host(inside)
+        )
+        strings = [index for index, (slot, _) in enumerate(slots) if xla_ops.is_host_only(slot.dtype)]
+        self.host_slots = self.sparse_slots.union(strings)
+        self.moves = body.moves_ops and (bool(self.host_slots) or soft_placement.needs_host(graph))
+        if self.moves:
+            host_calls.can_fail = True
+            graph.capture(host_calls.order)
         captures = list(graph.captures)
+        self._on_host = [each for each in captures if self.moves and _stays_on_host(*each)]
+        captures = [each for each in captures if not any(each is other for other in self._on_host)]
         data = [(outside, inside) for outside, inside in captures if inside.dtype != tf.resource]
         variables = [(outside, inside) for outside, inside in captures if inside.dtype == tf.resource]
         for outside, inside in captures:
@@ -98,7 +120,7 @@ class Traced:
             if any(handle is outside for outside, _ in variables):
                 raise HostAccessError.variable(str(xla_ops.variable_name(handle)), where)
         for index, output in enumerate(self.outputs):
-            if xla_ops.is_host_only(output.dtype):
+            if xla_ops.is_host_only(output.dtype) and not self.moves:
                 raise LoweringError.host_result(name, index, *_made_by(graph.outputs[index]))
         self.tensors = [outside for outside, _ in data]
         self.handles = [outside for outside, _ in variables]
@@ -107,6 +129,8 @@ class Traced:
         self._tensors = [inside for _, inside in data]
         self._variables = [inside for _, inside in variables]
         self._registered: Any = None
+        self._told = False
+        self._also_moved: set[str] = set()
         self._lock = threading.Lock()
 
     @property
@@ -130,9 +154,9 @@ class Traced:
         with self._lock, timeline.span(Track(self.body.name, "compile", order=-3), f"lower {self.name}", "compile"):
             return lower(self, _reshaped(self.slots, shapes), _reshaped(self.tensors, captured))
 
-    def results(self, columns: Sequence[Sequence[np.ndarray]]) -> list[Any]:
+    def results(self, columns: Sequence[Sequence[Any]]) -> list[Any]:
         """For each replica what it returned, of the replicas' values for each result."""
-        tensors = [[eager.tensor(value) for value in column] for column in columns]
+        tensors = [[_as_tensor(value) for value in column] for column in columns]
         return [self.rebuild([column[replica] for column in tensors]) for replica in range(self.body.size)]
 
     def registered(self) -> Any:
@@ -142,6 +166,49 @@ class Traced:
             with tf.init_scope():
                 self._registered = xla_ops.register(f"replica_body_{self.name}_{next(_numbers)}", self.graph)
         return self._registered
+
+    def moved(self, slots: Sequence[tf.TensorSpec], tensors: Sequence[tf.TensorSpec]) -> soft_placement.MovedBody:
+        """The graph with its host ops in host calls, for slots and captured tensors of these specs."""
+        parameters = [
+            (inside, spec)
+            for index, (inside, spec) in enumerate(zip(self._slots, slots, strict=True))
+            if index not in self.host_slots
+        ]
+        parameters += [(self._tensors[index], tensors[index]) for index in self.captured]
+        on_host = [
+            (
+                self._slots[index],
+                of_any_size(slots[index].shape) if index in self.sparse_slots else slots[index].shape,
+                Source("argument", index),
+            )
+            for index in sorted(self.host_slots)
+        ]
+        on_host += [(inside, inside.shape, self._source(outside)) for outside, inside in self._on_host]
+        inputs = soft_placement.Inputs(parameters, list(zip(self._variables, self.handles, strict=True)), on_host)
+        moved = soft_placement.move(self.name, self.graph, self.host_calls, inputs, self._also_moved)
+        if moved.pieces and not self._told:
+            self._told = True
+            _logger.info(moved_to_host(self.name, [piece.say() for piece in moved.pieces]))
+        return moved
+
+    def also_move(self, op: tf.Operation | None) -> bool:
+        """Has an op run on the host that XLA cannot compile where it is; whether that is possible, and new."""
+        if op is None or op.name in self._also_moved or not soft_placement.may_move(op):
+            return False
+        self._also_moved.add(op.name)
+        return True
+
+    def leave_no_sparse_on_host(self) -> bool:
+        """The devices need what is sparse among the arguments; whether some of it was to stay on the host."""
+        found = bool(self.sparse_slots)
+        self.host_slots -= self.sparse_slots
+        self.sparse_slots = frozenset()
+        return found
+
+    def _source(self, outside: Any) -> Source:
+        if self.writer is not None and outside is self.writer:
+            return Source("writer", None)
+        return Source("fixed", outside)
 
     def bake_in(self) -> bool:
         """Compiles in small captured tensors, as shapes and axes must be; whether there were any."""
@@ -164,6 +231,28 @@ class Traced:
             raise CaptureError.host_only(self.name, inside.dtype.name, _used_at(inside))
 
 
+def of_any_size(shape: Any) -> tf.TensorShape:
+    """The shape of a component of a sparse tensor, whatever the number of its values."""
+    return tf.TensorShape([None, *shape[1:]])
+
+
+def _as_tensor(value: Any) -> tf.Tensor:
+    return eager.tensor(value) if isinstance(value, np.ndarray) and value.dtype != object else tf.constant(value)
+
+
+def _stays_on_host(outside: Any, inside: tf.Tensor) -> bool:
+    """Whether something captured is for host ops alone: strings, tables, summary writers."""
+    if tf.is_symbolic_tensor(outside) or callable(outside):
+        return False
+    if inside.dtype == tf.resource:
+        return soft_placement.is_host_resource(outside) and not _is_iterator(outside)
+    return inside.op.type != "Const" and xla_ops.is_host_only(inside.dtype)
+
+
+def _is_iterator(handle: tf.Tensor) -> bool:
+    return "Iterator" in str(handle)
+
+
 def _made_by(output: tf.Tensor) -> tuple[str, str]:
     """The kind of op that made an output, and the user's line."""
     while output.op.type == "Identity":
@@ -182,7 +271,7 @@ def _reshaped(described: Sequence[Any], shapes: Sequence[Any] | None) -> list[tf
     ]
 
 
-def trace(source: Source, arguments: Arguments, shapes: Shapes, body: Body, enter: Enter) -> Traced:
+def trace(source: FunctionSource, arguments: Arguments, shapes: Shapes, body: Body, enter: Enter) -> Traced:
     """Traces a function.
 
     Args:
@@ -210,9 +299,9 @@ def trace(source: Source, arguments: Arguments, shapes: Shapes, body: Body, ente
         return _trace(source, arguments, shapes, body, enter)
 
 
-def _trace(source: Source, arguments: Arguments, shapes: Shapes, body: Body, enter: Enter) -> Traced:
+def _trace(source: FunctionSource, arguments: Arguments, shapes: Shapes, body: Body, enter: Enter) -> Traced:
     for slot in arguments.slots:
-        if xla_ops.is_host_only(slot.dtype):
+        if xla_ops.is_host_only(slot.dtype) and not (body.moves_ops and slot.dtype == tf.string):
             raise LoweringError.host_only(source.name, slot.name, slot.dtype.name)
     traced, created = _trace_once(source, arguments, shapes, body, enter)
     if created:
@@ -224,7 +313,7 @@ def _trace(source: Source, arguments: Arguments, shapes: Shapes, body: Body, ent
 
 
 def _trace_once(
-    source: Source, arguments: Arguments, shapes: Shapes, body: Body, enter: Enter
+    source: FunctionSource, arguments: Arguments, shapes: Shapes, body: Body, enter: Enter
 ) -> tuple[Traced, list[tuple[Any, str]]]:
     """One trace, and the variables that were created in it, with the user's lines."""
     count("traces")
@@ -244,6 +333,7 @@ def _trace_once(
             initial_values.of_one_trace(),
             enter(),
             _recorded(created),
+            soft_placement.bound(arguments, placeholders),
         ):
             outputs.append(Outputs(converted(*args, **kwargs), source.returns_tensors))
         return outputs[-1].tensors

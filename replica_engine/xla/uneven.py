@@ -40,7 +40,7 @@ def ready_uneven(
     Args:
         program: the body.
         slots: of each slot one value for all replicas, or one for each.
-        captured: as of `Compiled.launch`.
+        captured: as of `Compiled.run`.
 
     Returns:
         What runs it, and returns for each result the values of the replicas.
@@ -78,13 +78,15 @@ def _run(
         for _, executable in steps:
             executable.wait(left)
 
-    with Launch(traced, devices) as launch:
+    left = {index: [share[index] for share in shares] for index in traced.host_slots}
+    with Launch(traced, devices, on_host=left) as launch:
         # All parts before the first launch: it may donate its own, and then the whole counts as gone.
         states = [devices.parts(variable.array()) for variable in variables]
         inputs = []
         for replica, (share, (lowered, _)) in enumerate(zip(shares, steps, strict=True)):
             put = devices.alone(replica).put
-            values = [put([value]) for value in (*share, *(constants[index] for index in lowered.captured))]
+            of_share = [value for index, value in enumerate(share) if index not in left]
+            values = [put([value]) for value in (*of_share, *(constants[index] for index in lowered.captured))]
             inputs.append([*values, *(state[replica] for state in states)])
         # They do not wait for each other, so all may be in flight.
         results = launch.carry_out(
@@ -95,7 +97,12 @@ def _run(
         )
         for variable, _ in writes:
             variable.launched()
-    return [[devices.fetch(result[index], 0) for result in results] for index in range(len(traced.outputs))]
+    on_host = steps[0][0].host_results
+    returned = len(traced.outputs) - len(on_host)
+    columns = [[devices.fetch(result[index], 0) for result in results] for index in range(returned)]
+    for index, number in sorted(on_host.items()):
+        columns.insert(index, launch.stored(number))
+    return columns
 
 
 def _compile(

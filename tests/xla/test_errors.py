@@ -62,6 +62,14 @@ def refused(replicate):
     return refused
 
 
+@pytest.fixture
+def no_soft_placement():
+    """Ops that XLA cannot compile stay where they are."""
+    tf.config.set_soft_device_placement(False)
+    yield
+    tf.config.set_soft_device_placement(True)
+
+
 class TestWhatXlaCannotCompile:
     @pytest.mark.parametrize(
         ("op", "name"),
@@ -72,13 +80,13 @@ class TestWhatXlaCannotCompile:
         ],
         ids=["as_string", "py_function", "read_file"],
     )
-    def test_an_op(self, refused, op, name):
+    def test_an_op(self, refused, no_soft_placement, op, name):
         def body(x):
             return op(x)
 
         refused(body, LoweringError, name, __file__, "xla.outside_compilation", "MirroredStrategy")
 
-    def test_an_op_at_its_line(self, refused):
+    def test_an_op_at_its_line(self, refused, no_soft_placement):
         def body(x):
             y = x * 2.0
             text = tf.strings.as_string(y)  # here
@@ -86,7 +94,7 @@ class TestWhatXlaCannotCompile:
 
         refused(body, LoweringError, line_of(body, "# here"))
 
-    def test_an_op_in_a_function_at_its_line(self, refused):
+    def test_an_op_in_a_function_at_its_line(self, refused, no_soft_placement):
         @tf.function
         def inner(x):
             return tf.strings.length(tf.strings.as_string(x))  # here
@@ -136,13 +144,13 @@ class TestWhatXlaCannotCompile:
     def test_a_string_as_a_result(self, refused):
         refused(lambda x: (x, tf.constant("text")), LoweringError, "string", __file__)
 
-    def test_strings_as_arguments(self, refused):
+    def test_strings_as_arguments(self, refused, no_soft_placement):
         inputs = [[tf.constant("a")], [tf.constant("b")]]
         refused(lambda text: tf.strings.length(text), LoweringError, "args[0]", "string", "numbers", inputs=inputs)
 
 
 class TestWhatCannotBeCaptured:
-    def test_a_lookup_table(self, refused):
+    def test_a_lookup_table(self, refused, no_soft_placement):
         table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([1, 2], [3, 4]), -1)
 
         def body(x):
@@ -172,7 +180,7 @@ class TestVariables:
     def test_new_ones_in_each_trace(self, refused):
         refused(lambda x: tf.Variable(1.0, name="fresh") + x, VariableCreationError, "fresh", "Create them once")
 
-    def test_of_strings(self, refused):
+    def test_of_strings(self, refused, no_soft_placement):
         text = tf.Variable("text")
         refused(lambda x: tf.strings.length(text), CaptureError, __file__)
 

@@ -1,0 +1,31 @@
+"""Soft placement: ops of a body that XLA cannot compile run on the host, without being asked to.
+
+TensorFlow does the same on TPUs: strings, tables, summaries, `tf.print`, `tf.py_function` and checks run on the host,
+between the ops that run on the devices. Read `rewrite` first.
+
+- `kinds`: which ops these are.
+- `rewrite`: the graph of the body, copied with pieces in their place.
+- `values`: where each value of the body is while the copy is made.
+- `pending`: how ops become pieces. `piece`: a piece in a launch.
+- `python_results`: what Python functions return.
+- `summaries`: the writer and the step of the caller.
+- `moved`: what was moved, for the user.
+"""
+
+from replica_engine.xla.soft_placement.kinds import is_host_resource, is_left_on_host, may_move, needs_host
+from replica_engine.xla.soft_placement.moved import HostCallInfo, Inputs, MovedBody, described, move
+from replica_engine.xla.soft_placement.summaries import add_caller, bound
+
+__all__ = [
+    "HostCallInfo",
+    "Inputs",
+    "MovedBody",
+    "add_caller",
+    "bound",
+    "described",
+    "is_host_resource",
+    "is_left_on_host",
+    "may_move",
+    "move",
+    "needs_host",
+]

@@ -1,0 +1,99 @@
+"""Which ops of a body run on the host: those that XLA has no kernel for, or a kernel that does nothing."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._compat import host_ops, xla_ops
+from replica_engine.pjrt.markers import HOST_CALL
+
+CHECKS = ("Assert", "CheckNumerics", "CheckNumericsV2")
+"""Ops that only raise. XLA compiles them to nothing."""
+
+SHAPED_BY_DATA = ("Where", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "DynamicPartition")
+"""Ops that XLA compiles to results whose shape is known only when they run. The host cannot get those."""
+
+_SHAPES = {  # of an op, which inputs XLA has to know when it compiles: shapes, sizes and axes
+    **dict.fromkeys(("Range",), (0, 1, 2)),
+    **dict.fromkeys(("Fill", "SplitV", "TensorListReserve"), (0, 1)),
+    **dict.fromkeys(("Split",), (0,)),
+    **dict.fromkeys(("Reshape", "BroadcastTo", "Tile", "Pad", "PadV2", "MirrorPad", "OneHot", "TopKV2"), (1,)),
+    **dict.fromkeys(("Bincount", "DenseBincount", "ResizeBilinear", "ResizeNearestNeighbor", "ExpandDims"), (1,)),
+    **dict.fromkeys(("UnsortedSegmentSum", "UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd"), (2,)),
+    **dict.fromkeys(("Slice", "ScatterNd", "LinSpace", "GatherV2"), (2,)),
+}
+
+# Each replica would take whichever element comes next, and a collective of TensorFlow's would wait for other threads.
+_REFUSED = re.compile(
+    r"Iterator|Dataset|^Optional|^Collective|^Nccl|^CrossReplica|^TPU|^_?(Send|Recv|Host(Send|Recv))$"
+)
+
+
+def is_for_host(op: tf.Operation) -> bool:
+    """Whether an op has to run on the host, wherever its inputs come from."""
+    if op.type in ("Placeholder", "NoOp") or _REFUSED.search(op.type):
+        return False
+    if op.type in CHECKS:
+        return True
+    if any(tensor.dtype == tf.string for tensor in (*op.inputs, *op.outputs)):
+        return not host_ops.functions_of(op)
+    return not host_ops.compiles(op) and host_ops.has_host_kernel(op)
+
+
+def may_move(op: tf.Operation) -> bool:
+    """Whether an op that XLA can compile may run on the host too, since it only computes."""
+    return not (
+        op.type.startswith("Xla")
+        or any(tensor.dtype == tf.resource for tensor in op.inputs)
+        or host_ops.functions_of(op)
+        or _REFUSED.search(op.type)
+    )
+
+
+def shape_inputs(op: tf.Operation) -> tuple[int, ...]:
+    """Which inputs of an op XLA has to know when it compiles, as far as they are often made of strings."""
+    return _SHAPES.get(op.type, ())
+
+
+def is_host_resource(handle: tf.Tensor) -> bool:
+    """Whether a resource is something other than a variable that a device can have: a table, a writer, strings."""
+    described = xla_ops.variable_dtype_and_shape(handle)
+    return described is None or xla_ops.is_host_only(described[0])
+
+
+def is_left_on_host(component: tf.Tensor) -> bool:
+    """Whether a component of a sparse argument is used by sparse ops and ops for the host alone."""
+    pending, used = [component], False
+    while pending:
+        for op in pending.pop().consumers():
+            if op.type == "Identity":
+                pending.append(op.outputs[0])
+            elif not (op.type.startswith("Sparse") and may_move(op)) and not is_for_host(op):
+                return False
+            used = True
+    return used
+
+
+def calls_host(op: tf.Operation) -> bool:
+    """Whether an op is a host call that the user wrote, or a function with one in it."""
+    if op.type == "XlaCustomCallV2":
+        return op.get_attr("call_target_name").decode() == HOST_CALL
+    return any(map(calls_host, _ops_of_functions(op)))
+
+
+def needs_host(graph: Any) -> bool:
+    """Whether an op of a function graph, or of a function in it, has to run on the host."""
+    return any(contains_host_op(op) for op in host_ops.needed_ops(graph))
+
+
+def contains_host_op(op: tf.Operation) -> bool:
+    """Whether an op has to run on the host, or one of a function that it runs."""
+    functions = host_ops.functions_of(op)
+    return any(map(needs_host, functions)) if functions else is_for_host(op)
+
+
+def _ops_of_functions(op: tf.Operation) -> list[tf.Operation]:
+    return [inner for graph in host_ops.functions_of(op) for inner in host_ops.needed_ops(graph)]

@@ -1,0 +1,130 @@
+"""A body with its host ops moved, and what there is to say about it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from replica_engine._compat import variables, xla_ops
+from replica_engine.xla.host_call import HostCall, HostCalls
+from replica_engine.xla.soft_placement.piece import Piece, Source
+from replica_engine.xla.soft_placement.rewrite import MoveToHost, Rewriter
+from replica_engine.xla.soft_placement.values import Value
+
+_numbers = itertools.count()
+
+
+class HostCallInfo(NamedTuple):
+    """A host call of a program.
+
+    Attributes:
+        name: of its cluster: "0", "1", ...; the gradient of a function that the user runs on the host has "0.0".
+        ops: the ops that run on the host, each the type and the user's line; empty for a function of the user's.
+        where: the user's line.
+        moved: whether soft placement moved ops there; False for `outside_compilation`.
+        in_loop: whether it is in a loop of the body, and happens in each iteration. Known of moved ops only.
+        results: specs of what the program gets back.
+    """
+
+    name: str
+    ops: tuple[tuple[str, str], ...]
+    where: str
+    moved: bool
+    in_loop: bool
+    results: tuple[tf.TensorSpec, ...]
+
+    @classmethod
+    def of(cls, call: HostCall) -> HostCallInfo:
+        """Of a call."""
+        results = tuple(call.results)
+        if isinstance(call, Piece):
+            ops = tuple((op.kind, op.where) for op in call.ops)
+            return cls(call.name, ops, call.where, True, call.in_loop, results)
+        return cls(call.name, (), call.where, False, False, results)
+
+
+class MovedBody(NamedTuple):
+    """A body whose host ops are in host calls.
+
+    Attributes:
+        registered: its graph as a function that TensorFlow knows by name.
+        pieces: the host calls.
+        host_results: which results stay on the host: index, and the number under which they are stored.
+        originals: the ops that others are copies of, by the name of the copy.
+    """
+
+    registered: Any
+    pieces: list[Piece]
+    host_results: dict[int, int]
+    originals: dict[str, tf.Operation]
+
+
+class Inputs(NamedTuple):
+    """The inputs of the graph of a body, and what they are for the copy.
+
+    Attributes:
+        specs: of each slot and captured tensor that is a parameter: the tensor of the graph, and its spec.
+        variables: tensors of the graph that are handles of variables, and the handles.
+        on_host: tensors of the graph that no device can have, and where the host has them.
+    """
+
+    specs: list[tuple[tf.Tensor, tf.TensorSpec]]
+    variables: list[tuple[tf.Tensor, Any]]
+    on_host: list[tuple[tf.Tensor, tf.TensorShape, Source]]
+
+
+def move(name: str, graph: Any, calls: HostCalls, inputs: Inputs, also: set[str]) -> MovedBody:
+    """Moves the host ops of a body.
+
+    Args:
+        name: of the body.
+        graph: its graph.
+        calls: its host calls; the pieces join them.
+        inputs: of the graph.
+        also: names of ops to move although XLA has a kernel for them; gets those that were found to need it.
+
+    Raises:
+        LoweringError: a value that cannot leave the host is needed on the devices, or the other way round.
+    """
+    rewriter = Rewriter(name, calls, also)
+    mark = calls.mark()
+
+    host_results: dict[int, int] = {}
+
+    def build(*placeholders: tf.Tensor) -> list[tf.Tensor]:
+        values: dict[int, Value] = {}
+        for (inside, _), placeholder in zip(inputs.specs, placeholders, strict=True):
+            values[id(inside)] = Value.of(placeholder)
+        for inside, handle in inputs.variables:
+            values[id(inside)] = Value.of(variables.graph().capture(handle))
+        for inside, shape, source in inputs.on_host:
+            values[id(inside)] = Value(inside.dtype, shape, source=source)
+        with xla_ops.xla_context():
+            results, stored = rewriter.copy(graph, values)
+        host_results.update(stored)
+        return results
+
+    while True:
+        try:
+            copy = xla_ops.trace(name, build, [spec for _, spec in inputs.specs])
+            break
+        except MoveToHost as found:
+            rewriter.moved.add(found.op.name)
+            calls.rewind(mark)
+        except BaseException:
+            calls.rewind(mark)
+            raise
+    handles = [copy.capture(handle) for _, handle in inputs.variables]
+    copy.inputs[:] = [*copy.inputs[: len(inputs.specs)], *handles]
+    with tf.init_scope():
+        registered = xla_ops.register(f"replica_body_{name}_on_host_{next(_numbers)}", copy)
+    pieces = [call for call in calls.calls[mark[0] :] if isinstance(call, Piece)]
+    return MovedBody(registered, pieces, host_results, rewriter.originals)
+
+
+def described(calls: Sequence[HostCall]) -> tuple[HostCallInfo, ...]:
+    """The host calls of a program, as data."""
+    return tuple(HostCallInfo.of(call) for call in calls if call.is_users)

@@ -1,0 +1,153 @@
+"""Host ops that wait to be emitted, and how they become pieces.
+
+The copy of a graph is built in the order of the program. An op for the host is not emitted when its turn comes; it
+waits here, since the next op may belong to the same piece. All that wait are emitted when an op on the devices needs a
+result of one of them, before a branch, a loop or a host call of the user's, and at the end of the graph. So no piece
+waits for an op that waits for that piece, and a replica makes its host calls in the order of the program.
+
+Of the ops that are emitted at once, those that pass values to each other, or are ordered by a control dependency, are
+one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from replica_engine._compat import variables
+from replica_engine.xla.host_call import HostCalls
+from replica_engine.xla.soft_placement import kinds
+from replica_engine.xla.soft_placement.piece import HostOp, Piece, Source, host_op
+from replica_engine.xla.soft_placement.values import Value
+
+
+class Waiting(NamedTuple):
+    """An op that waits.
+
+    Attributes:
+        op: of the original graph; for an alias, the op that made the value.
+        inputs: its inputs.
+        outputs: its outputs.
+        alias: where its one output is stored, for an op that only passes a value on; else None.
+    """
+
+    op: tf.Operation
+    inputs: list[Value]
+    outputs: list[Value]
+    alias: int | None = None
+
+
+class Pending:
+    """The ops that wait in one graph of the copy.
+
+    Args:
+        calls: the host calls of the body.
+        in_loop: whether the graph is a loop, or in one.
+        wants_device: the original tensors whose consumers run on the devices, as far as is known.
+    """
+
+    def __init__(self, calls: HostCalls, in_loop: bool):
+        self.graph = variables.graph()
+        self.in_loop = in_loop
+        self.calls = calls
+        self.constants: dict[Value, tf.Tensor] = {}
+        self._waiting: list[Waiting] = []
+
+    def add(self, waiting: Waiting) -> None:
+        """Has an op wait."""
+        for value in waiting.outputs:
+            value.pending = True
+        self._waiting.append(waiting)
+
+    def flush(self, together: bool = False) -> None:
+        """Emits all ops that wait: as one piece, or as many as there are groups of connected ops."""
+        waiting, self._waiting = self._waiting, []
+        for group in [waiting] if together and waiting else _groups(waiting):
+            self._emit(group)
+
+    def _emit(self, group: Sequence[Waiting]) -> None:
+        registers: dict[Value, int] = {}
+        sources: dict[int, Source] = {}
+        operands: list[tf.Tensor] = []
+        ops: list[HostOp] = []
+        results: list[tuple[int, tf.TensorSpec]] = []
+        returned: list[Value] = []
+        stores: list[tuple[int, int]] = []
+        made = {value for each in group for value in each.outputs}
+        for each in group:
+            for value in each.inputs:
+                if value not in registers and value not in made:
+                    registers[value] = len(registers)
+                    source = value.on_host()
+                    if source is None:
+                        assert value.tensor is not None, "emitted before"
+                        source = Source("operand", len(operands))
+                        operands.append(value.tensor)
+                    sources[registers[value]] = source
+            if each.alias is not None:
+                stores.append((each.alias, registers[each.inputs[0]]))
+                registers[each.outputs[0]] = registers[each.inputs[0]]
+                each.outputs[0].pending = False
+                continue
+            inputs = [registers[value] for value in each.inputs]
+            outputs = [registers.setdefault(value, len(registers)) for value in each.outputs]
+            ops.append(host_op(each.op, inputs, outputs))
+        inside = {each.op.name for each in group}
+        for each in group:
+            if each.alias is not None:
+                continue
+            for value, tensor in zip(each.outputs, each.op.outputs, strict=True):
+                value.pending = False
+                register = registers[value]
+                on_devices, on_host = _uses(tensor, inside)
+                if value.fits_device and on_devices:
+                    results.append((register, tf.TensorSpec(value.shape, value.dtype)))
+                    returned.append(value)
+                elif on_devices or on_host:
+                    value.source = Source("stored", self.calls.new_number())
+                    stores.append((value.source.what, register))
+        piece = Piece(self.calls, ops, sources, len(registers), results, stores, self.in_loop)
+        _, tensors = self.calls.emit(piece, operands)
+        for value, tensor in zip(returned, tensors, strict=True):
+            value.tensor = tensor
+
+    def fetch(self, value: Value) -> tf.Tensor:
+        """A value that is stored on the host, and that the devices can have, for the devices."""
+        source = value.source
+        assert source is not None and value.fits_device, "checked by the caller"
+        spec = tf.TensorSpec(value.shape, value.dtype)
+        piece = Piece(self.calls, [], {0: source}, 1, [(0, spec)], [], self.in_loop)
+        return self.calls.emit(piece, [])[1][0]
+
+
+def _uses(tensor: tf.Tensor, inside: set[str]) -> tuple[bool, bool]:
+    """Whether ops outside of a piece use a tensor on the devices, and whether some do on the host."""
+    outside = [op for op in tensor.consumers() if op.name not in inside]
+    returned = any(tensor is output for output in tensor.graph.outputs)
+    on_devices = returned or any(not kinds.is_for_host(op) for op in outside)
+    return on_devices, any(kinds.is_for_host(op) for op in outside)
+
+
+def _groups(waiting: Sequence[Waiting]) -> list[list[Waiting]]:
+    """Those that are connected, in the order of the program."""
+    group_of: list[int] = list(range(len(waiting)))
+    maker = {value: index for index, each in enumerate(waiting) for value in each.outputs}
+    named = {each.op.name: index for index, each in enumerate(waiting)}
+
+    def root(index: int) -> int:
+        while group_of[index] != index:
+            index = group_of[index]
+        return index
+
+    for index, each in enumerate(waiting):
+        before = [maker[value] for value in each.inputs if value in maker]
+        before += [named[op.name] for op in each.op.control_inputs if op.name in named]
+        for other in before:
+            first, last = sorted((root(index), root(other)))
+            group_of[last] = first
+    groups: dict[int, list[Waiting]] = {}
+    for index, each in enumerate(waiting):
+        groups.setdefault(root(index), []).append(each)
+    return list(groups.values())

@@ -1,0 +1,150 @@
+"""A piece: ops that run on the host in one call.
+
+A piece is a list of ops, each with numbers of the registers that it takes its inputs from and puts its outputs into.
+The registers are filled from five kinds of `Source`. What a device can have comes and goes through the program. What it
+cannot have (strings, tables, tensors whose shape depends on data) stays on the host: a piece that makes such a value
+stores it under a number, once for each replica, and later pieces of the same launch find it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from replica_engine._compat import host_ops, thread_state
+from replica_engine.errors.base import at
+from replica_engine.xla.host_call import HostCall, HostCalls
+from replica_engine.xla.host_run import Kept
+from replica_engine.xla.user_lines import user_line
+
+
+class HostOp(NamedTuple):
+    """An op of a piece.
+
+    Attributes:
+        kind: its type.
+        where: the user's line.
+        run: of its inputs its outputs; `kept` is what the replica keeps on the host.
+        inputs: the registers of its inputs.
+        outputs: those of its outputs.
+    """
+
+    kind: str
+    where: str
+    run: Callable[[list[Any], Kept, int], list[Any]]
+    inputs: list[int]
+    outputs: list[int]
+
+
+class Source(NamedTuple):
+    """Where a register has its value from before the first op runs.
+
+    Attributes:
+        kind: "operand" (the program passes it), "stored" (another piece left it), "argument" (of the body, which no
+            device can have), "fixed" (the same in every launch) or "writer" (of the caller's summaries).
+        what: the number of the operand, of the stored value or of the argument, or the fixed value itself.
+    """
+
+    kind: str
+    what: Any
+
+
+class Piece(HostCall):
+    """A host call that runs ops.
+
+    Args:
+        calls: those of the body.
+        ops: in the order of the program.
+        sources: of the registers that are filled before the first op.
+        registers: how many there are.
+        results: the registers of what the program goes on with, and their specs.
+        stores: of values that stay on the host: number and register.
+        in_loop: whether the piece is in a loop.
+    """
+
+    def __init__(
+        self,
+        calls: HostCalls,
+        ops: list[HostOp],
+        sources: dict[int, Source],
+        registers: int,
+        results: list[tuple[int, tf.TensorSpec]],
+        stores: list[tuple[int, int]],
+        in_loop: bool,
+    ):
+        where = next((op.where for op in reversed(ops) if op.where), "")
+        super().__init__(calls, calls.new_name(), where, [spec for _, spec in results])
+        self.ops = ops
+        self.in_loop = in_loop
+        self._sources = sources
+        self._registers = registers
+        self._taken = [register for register, _ in results]
+        self._stores = stores
+
+    def describe(self) -> str:
+        """For messages."""
+        return f"{in_words(self.ops)}{at(self.where)}, which soft placement runs on the host"
+
+    def say(self) -> tuple[str, str, bool]:
+        """For the line that is logged once a body: its ops, the user's line, whether it is in a loop."""
+        return in_words(self.ops), self.where, self.in_loop
+
+    def compute(self, kept: Kept, position: int, token: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Runs the ops."""
+        values: list[Any] = [None] * self._registers
+        replica = position % self.calls.size
+        for register, (kind, what) in self._sources.items():
+            values[register] = self._value(kind, what, kept, replica, tensors)
+        with tf.device("CPU:0"):
+            for op in self.ops:
+                outputs = op.run([values[register] for register in op.inputs], kept, replica)
+                for register, output in zip(op.outputs, outputs, strict=True):
+                    values[register] = output
+        for number, register in self._stores:
+            kept.on_host[number] = values[register]
+        return [values[register] for register in self._taken]
+
+    def _value(self, kind: str, what: Any, kept: Kept, replica: int, tensors: list[tf.Tensor]) -> Any:
+        if kind == "operand":
+            return tensors[what]
+        if kind == "stored":
+            return kept.on_host[what]
+        if kind == "argument":
+            run = self.calls.run
+            assert run is not None, "set before the launch"
+            return tf.constant(run.argument(what, replica))
+        return thread_state.summary_writer() if kind == "writer" else what
+
+    def name_of(self, result: int) -> str:
+        """Which op made a result."""
+        register = self._taken[result]
+        return next((f" of {op.kind}{at(op.where)}" for op in self.ops if register in op.outputs), "")
+
+
+def in_words(ops: Sequence[HostOp]) -> str:
+    """The types of the ops, each once."""
+    return ", ".join(dict.fromkeys(op.kind for op in ops if op.kind != "Identity")) or "Identity"
+
+
+def host_op(op: tf.Operation, inputs: list[int], outputs: list[int]) -> HostOp:
+    """An op of a graph, as a piece runs it."""
+    return HostOp(op.type, user_line(op), _runner(op), inputs, outputs)
+
+
+def _runner(op: tf.Operation) -> Callable[[list[Any], Kept, int], list[Any]]:
+    if not host_ops.PythonFunction.is_of(op):
+        run = host_ops.runner(op)
+        return lambda inputs, kept, replica: run(inputs)
+    function = host_ops.PythonFunction(op)
+    if function.gradient_of is not None:
+        return lambda inputs, kept, replica: function.differentiate(kept.tapes[function.gradient_of].pop(), inputs)
+
+    def call(inputs: list[Any], kept: Kept, replica: int) -> list[Any]:
+        results, taped = function(inputs, replica)
+        if taped is not None and function.is_differentiated:
+            kept.tapes.setdefault(function.token, []).append(taped)
+        return results
+
+    return call

@@ -1,0 +1,49 @@
+"""The shapes that Python functions return, which `tf.py_function` and `tf.numpy_function` do not declare.
+
+Where the devices go on with a result, XLA has to know its shape. If the body does not say it (`y.set_shape(...)`), the
+function is called once with zeros while the body is lowered, as `outside_compilation` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import tensorflow as tf
+
+from replica_engine._compat import host_ops, xla_ops
+from replica_engine.xla.body import HostSide, on_host
+from replica_engine.xla.soft_placement import kinds
+from replica_engine.xla.soft_placement.values import Value
+from replica_engine.xla.user_lines import user_line
+
+if TYPE_CHECKING:
+    from replica_engine.xla.soft_placement.rewrite import Rewriter
+
+
+def shapes(rewriter: Rewriter, op: tf.Operation, inputs: Sequence[Value]) -> list[tf.TensorShape]:
+    """The shapes of the results of a Python function, as far as they are known or can be found out."""
+    function = host_ops.PythonFunction(op)
+    declared = [output.shape for output in op.outputs]
+    if function.gradient_of is not None:
+        known = rewriter.python_inputs.get(function.gradient_of, declared)
+        return [shape if shape.is_fully_defined() else other for shape, other in zip(declared, known, strict=True)]
+    rewriter.python_inputs[function.token] = [value.shape for value in inputs]
+    if not any(map(_is_asked_for, op.outputs)) or not all(value.shape.is_fully_defined() for value in inputs):
+        return declared
+    try:
+        with tf.init_scope(), tf.device("CPU:0"), tf.summary.record_if(False):
+            with on_host(HostSide(tf.constant(0), rewriter.calls.size, user_line(op))):
+                results, _ = function([tf.zeros(value.shape, value.dtype) for value in inputs])
+    except Exception:  # it needs other values: its results stay on the host, and an error says so if they cannot
+        return declared
+    return [result.shape for result in results]
+
+
+def _is_asked_for(output: tf.Tensor) -> bool:
+    """Whether the devices go on with a result whose shape is not declared."""
+    if output.shape.is_fully_defined() or xla_ops.is_host_only(output.dtype):
+        return False
+    if any(output is returned for returned in output.graph.outputs):
+        return True
+    return any(not kinds.is_for_host(op) for op in output.consumers())

@@ -1,0 +1,392 @@
+"""The graph of a body with its host ops taken out: a copy in which pieces on the host take their place.
+
+The copy is made op by op, in the order of the program. What may happen to an op:
+
+- XLA compiles it, and its inputs are on the devices: it is copied.
+- It is for the host (`kinds.is_for_host`), or one of its inputs cannot leave the host: it waits to become part of a
+  piece (`pending`).
+- It only checks something: the check is made on the devices, and the host is called where it fails.
+- It is a branch, a loop or a call with such ops inside: it is built again around copies of its functions. Calls are
+  inlined. A value that cannot leave the host goes in and out of branches and loops by the number it is stored under.
+
+A body is rewritten for the shapes that it is lowered for, so a host op may have inputs of any batch size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._compat import host_ops, xla_ops
+from replica_engine.errors import LoweringError
+from replica_engine.xla.host_call import HostCalls
+from replica_engine.xla.soft_placement import kinds, python_results
+from replica_engine.xla.soft_placement.pending import Pending, Waiting
+from replica_engine.xla.soft_placement.piece import Source
+from replica_engine.xla.soft_placement.values import Value
+from replica_engine.xla.user_lines import user_line
+
+
+class Rewriter:
+    """Copies the graph of one body.
+
+    Args:
+        name: of the body.
+        calls: its host calls, which the pieces join.
+        moved: names of ops that XLA has a kernel for, and that have to run on the host all the same; gets more.
+    """
+
+    def __init__(self, name: str, calls: HostCalls, moved: set[str]):
+        self.name = name
+        self.calls = calls
+        self.moved = moved
+        self.python_inputs: dict[str, list[tf.TensorShape]] = {}  # of Python functions, by token
+        self.originals: dict[str, tf.Operation] = {}  # of copied ops, by the name of the copy
+        self._scratch = tf.Graph()
+
+    def copy(self, graph: Any, values: dict[int, Value]) -> tuple[list[tf.Tensor], dict[int, int]]:
+        """Copies a graph into the one under construction.
+
+        Args:
+            graph: the graph of the body.
+            values: of its inputs, by the id of the tensor.
+
+        Returns:
+            The results that the devices have, and of the others the numbers under which the host has them.
+
+        Raises:
+            LoweringError: a value that cannot leave the host is needed on the devices.
+        """
+        pending = Pending(self.calls, in_loop=False)
+        frame = Frame(self, pending, graph, values)
+        frame.run()
+        stored: dict[int, int] = {}
+        results = []
+        for index, output in enumerate(graph.outputs):
+            value = frame.value(output)
+            if value.stays_on_host:
+                stored[index] = self.calls.new_number()
+                pending.add(_alias(output.op, value, stored[index]))
+            else:
+                results.append(frame.on_devices(value))
+        pending.flush()
+        return results, stored
+
+    def shapes(self, op: tf.Operation, inputs: Sequence[Value]) -> list[tf.TensorShape]:
+        """The shapes of the outputs of a host op, for these inputs."""
+        if host_ops.PythonFunction.is_of(op):
+            return python_results.shapes(self, op, inputs)
+        with self._scratch.as_default():
+            stand_ins = [
+                tf.constant(tf.make_ndarray(value.constant.get_attr("value")), value.dtype)
+                if value.constant is not None
+                else tf.compat.v1.placeholder(value.dtype, value.shape)
+                for value in inputs
+            ]
+            return [output.shape for output in host_ops.copy_op(op, stand_ins, []).outputs]
+
+
+class MoveToHost(Exception):
+    """An op on the devices has a result whose shape depends on data, and the host needs it: begin again without it."""
+
+    def __init__(self, op: tf.Operation):
+        super().__init__(op.name)
+        self.op = op
+
+
+class StaysOnHost(Exception):
+    """A result of a branch, or of an iteration, stays on the host: build it again, knowing that."""
+
+    def __init__(self, index: int):
+        super().__init__(index)
+        self.index = index
+
+
+class Frame:
+    """One graph of the body that is being copied.
+
+    Args:
+        rewriter: who copies.
+        pending: the host ops that wait in the graph of the copy.
+        graph: the original.
+        values: what is known of its tensors, by id; gets those of its ops.
+    """
+
+    def __init__(self, rewriter: Rewriter, pending: Pending, graph: Any, values: dict[int, Value]):
+        self._rewriter = rewriter
+        self._pending = pending
+        self._graph = graph
+        self._values = values
+        self._copied: dict[str, tf.Operation] = {}
+
+    def run(self) -> None:
+        """Copies all ops that are needed."""
+        for op in host_ops.needed_ops(self._graph):
+            if not (op.outputs and all(id(output) in self._values for output in op.outputs)):
+                self._visit(op)
+
+    def value(self, tensor: tf.Tensor) -> Value:
+        """What a tensor of the original graph is in the copy."""
+        return self._values[id(tensor)]
+
+    def on_devices(self, value: Value) -> tf.Tensor:
+        """The tensor in the copy of a value that can leave the host."""
+        if value.pending:
+            self._pending.flush()
+        if value.tensor is None and value.constant is not None:
+            made = self._pending.constants
+            if value not in made:
+                made[value] = host_ops.copy_op(value.constant, [], []).outputs[0]
+            return made[value]
+        return value.tensor if value.tensor is not None else self._pending.fetch(value)
+
+    def _visit(self, op: tf.Operation) -> None:
+        if op.type == "Const":
+            self._values[id(op.outputs[0])] = Value(op.outputs[0].dtype, op.outputs[0].shape, constant=op)
+            return
+        inputs = [self.value(tensor) for tensor in op.inputs]
+        stuck = next((value for value in inputs if value.stays_on_host), None)
+        functions = host_ops.functions_of(op)
+        if functions:
+            if stuck is not None or kinds.contains_host_op(op):
+                self._enter(op, functions, inputs)
+            else:
+                self._copy(op, inputs)
+        elif op.type in kinds.CHECKS and stuck is None:
+            self._check(op, inputs)
+        elif kinds.is_for_host(op) or op.name in self._rewriter.moved:
+            self._defer(op, inputs)
+        elif stuck is None and any(inputs[index].from_host for index in kinds.shape_inputs(op)):
+            self._defer(op, inputs)
+        elif stuck is None:
+            self._copy(op, inputs)
+        elif kinds.may_move(op) and host_ops.has_host_kernel(op):
+            self._defer(op, inputs)
+        else:
+            described = stuck.dtype.name if xla_ops.is_host_only(stuck.dtype) else str(stuck.shape)
+            raise LoweringError.stays_on_host(
+                self._rewriter.name,
+                op.type,
+                user_line(op),
+                described,
+                xla_ops.is_host_only(stuck.dtype),
+                *stuck.made_by,
+            )
+
+    def _copy(self, op: tf.Operation, inputs: Sequence[Value]) -> None:
+        if kinds.calls_host(op):
+            self._pending.flush()
+        tensors = [self.on_devices(value) for value in inputs]
+        before = [self._copied[each.name] for each in op.control_inputs if each.name in self._copied]
+        copied = self._copied[op.name] = host_ops.copy_op(op, tensors, before)
+        self._rewriter.originals[copied.name] = op
+        by_data = op.type in kinds.SHAPED_BY_DATA or any(value.depends_on_data for value in inputs)
+        for old, new in zip(op.outputs, copied.outputs, strict=True):
+            value = self._values[id(old)] = Value.of(new)
+            value.depends_on_data = by_data and not new.shape.is_fully_defined()
+            value.from_host = any(each.from_host for each in inputs)
+
+    def _defer(self, op: tf.Operation, inputs: list[Value]) -> None:
+        for tensor, value in zip(op.inputs, inputs, strict=True):
+            self._check_operand(op, tensor, value)
+        outputs = []
+        for tensor, shape in zip(op.outputs, self._rewriter.shapes(op, inputs), strict=True):
+            value = Value(tensor.dtype, shape)
+            value.made_by = (op.type, user_line(op))
+            value.from_host = True
+            outputs.append(value)
+            self._values[id(tensor)] = value
+        self._pending.add(Waiting(op, inputs, outputs))
+
+    def _check_operand(self, op: tf.Operation, tensor: tf.Tensor, value: Value) -> None:
+        """Sees to it that a host op can have an input."""
+        if value.tensor is None:
+            return
+        if value.dtype == tf.resource:
+            raise LoweringError.unsupported_op(self._rewriter.name, op.type, user_line(op))
+        if value.dtype == tf.variant or value.depends_on_data:
+            if not kinds.may_move(tensor.op):
+                raise LoweringError.not_on_host(
+                    self._rewriter.name, op.type, user_line(op), tensor.op.type, user_line(tensor.op)
+                )
+            raise MoveToHost(tensor.op)
+
+    def _check(self, op: tf.Operation, inputs: list[Value]) -> None:
+        """A check is made on the devices, and the op runs on the host where it fails, to raise what it raises."""
+        self._pending.flush()
+        checked = self.on_devices(inputs[0])
+        passes = checked if op.type == "Assert" else tf.reduce_all(tf.math.is_finite(checked))
+
+        def fail() -> list[tf.Tensor]:
+            pending = Pending(self._rewriter.calls, self._pending.in_loop)
+            pending.add(Waiting(op, inputs, [Value(output.dtype, output.shape) for output in op.outputs]))
+            pending.flush()
+            return []
+
+        for tensor, value in zip(op.inputs, inputs, strict=True):
+            self._check_operand(op, tensor, value)
+        tf.cond(passes, lambda: [], fail)
+        for output in op.outputs:
+            self._values[id(output)] = inputs[0]
+
+    def _enter(self, op: tf.Operation, functions: list[Any], inputs: list[Value]) -> None:
+        """Builds a branch, a loop or a call again."""
+        if op.type.endswith("PartitionedCall"):
+            frame = self._inner(functions[0], inputs, self._pending)
+            self._values.update(
+                (id(outer), frame.value(inner)) for outer, inner in zip(op.outputs, functions[0].outputs, strict=True)
+            )
+            return
+        self._pending.flush()
+        build = self._loop if op.type.endswith("While") else self._branches
+        on_host = {index for index, output in enumerate(op.outputs) if output.dtype == tf.string}
+        while True:
+            mark = self._rewriter.calls.mark()
+            try:
+                build(op, functions, inputs, on_host)
+            except StaysOnHost as found:
+                self._rewriter.calls.rewind(mark)
+                on_host.add(found.index)
+            else:
+                for value in map(self.value, op.outputs):
+                    value.from_host = value.from_host or value not in inputs  # as far as is known here
+                return
+
+    def _inner(self, graph: Any, inputs: Sequence[Value], pending: Pending) -> Frame:
+        """Copies a function of an op."""
+        values = {id(inside): value for inside, value in zip(graph.inputs, inputs, strict=True)}
+        frame = Frame(self._rewriter, pending, graph, values)
+        frame.run()
+        return frame
+
+    def _branches(self, op: tf.Operation, functions: list[Any], inputs: list[Value], on_host: set[int]) -> None:
+        numbers = {index: self._rewriter.calls.new_number() for index in on_host}
+        shapes: dict[int, tf.TensorShape] = {}
+
+        def branch(graph: Any) -> Callable[[], list[tf.Tensor]]:
+            def build() -> list[tf.Tensor]:
+                pending = Pending(self._rewriter.calls, self._pending.in_loop)
+                frame = self._inner(graph, inputs[1:], pending)
+                for index, number in numbers.items():
+                    value = frame.value(graph.outputs[index])
+                    before = shapes.setdefault(index, value.shape)
+                    shapes[index] = before.most_specific_compatible_shape(value.shape)
+                    pending.add(_alias(graph.outputs[index].op, value, number))
+                results = frame._results_but(on_host)
+                pending.flush()
+                return results
+
+            return build
+
+        branches = [branch(graph) for graph in functions]
+        chosen = self.on_devices(inputs[0])
+        if op.type.endswith("Case"):
+            results = tf.switch_case(chosen, branches)
+        else:
+            results = tf.cond(chosen if chosen.dtype == tf.bool else tf.not_equal(chosen, 0), *branches)
+        self._take(op, results, {index: (number, shapes[index]) for index, number in numbers.items()})
+
+    def _loop(self, op: tf.Operation, functions: list[Any], inputs: list[Value], on_host: set[int]) -> None:
+        condition, body = functions
+        constant = {index for index in range(len(inputs)) if _is_passed_on(body, index)}
+        on_host |= {index for index, value in enumerate(inputs) if value.stays_on_host}
+        on_host -= constant
+        carried = [index for index in range(len(inputs)) if index not in constant | on_host]
+        numbers = {index: self._rewriter.calls.new_number() for index in sorted(on_host)}
+        for index, number in numbers.items():
+            self._pending.add(_alias(op, inputs[index], number))
+        self._pending.flush(together=True)
+
+        def values(tensors: Sequence[tf.Tensor]) -> list[Value]:
+            found = list(inputs)
+            for index, tensor in zip(carried, tensors, strict=True):
+                host_ops.keep_shape(body.inputs[index], tensor)
+                found[index] = Value.of(tensor)
+            for index, number in numbers.items():
+                found[index] = Value(inputs[index].dtype, body.inputs[index].shape, source=Source("stored", number))
+                found[index].made_by = inputs[index].made_by
+            return found
+
+        def goes_on(*tensors: tf.Tensor) -> tf.Tensor:
+            pending = Pending(self._rewriter.calls, in_loop=True)
+            frame = self._inner(condition, values(tensors), pending)
+            (result,) = frame._results_but(set())
+            pending.flush()
+            return result
+
+        def step(*tensors: tf.Tensor) -> list[tf.Tensor]:
+            pending = Pending(self._rewriter.calls, in_loop=True)
+            frame = self._inner(body, values(tensors), pending)
+            results = frame._results_but(constant | on_host)
+            pending.flush()
+            for index, number in numbers.items():
+                pending.add(_alias(body.outputs[index].op, frame.value(body.outputs[index]), number))
+            pending.flush(together=True)  # all at once, since they may have changed places
+            return results
+
+        results = tf.while_loop(
+            goes_on,
+            step,
+            [self.on_devices(inputs[index]) for index in carried],
+            shape_invariants=[_invariant(inputs[index], body, index) for index in carried],
+            parallel_iterations=op.get_attr("parallel_iterations"),
+        )
+        for index in constant:
+            self._values[id(op.outputs[index])] = inputs[index]
+        on_devices = dict(zip(carried, results, strict=True))
+        for index, output in enumerate(op.outputs):
+            if index in on_devices:
+                host_ops.keep_shape(output, on_devices[index])
+                self._values[id(output)] = Value.of(on_devices[index])
+            elif index in numbers:
+                self._values[id(output)] = Value(output.dtype, output.shape, source=Source("stored", numbers[index]))
+
+    def _results_but(self, on_host: set[int]) -> list[tf.Tensor]:
+        """The results that the devices have, of a branch or an iteration.
+
+        Raises:
+            StaysOnHost: another one cannot leave the host.
+        """
+        results = []
+        for index, output in enumerate(self._graph.outputs):
+            if index not in on_host:
+                if self.value(output).stays_on_host:
+                    raise StaysOnHost(index)
+                results.append(self.on_devices(self.value(output)))
+        return results
+
+    def _take(
+        self, op: tf.Operation, results: Sequence[tf.Tensor], stored: dict[int, tuple[int, tf.TensorShape]]
+    ) -> None:
+        """The results of a branch that was built again."""
+        on_devices = iter(results)
+        for index, output in enumerate(op.outputs):
+            if index in stored:
+                number, shape = stored[index]
+                self._values[id(output)] = Value(output.dtype, shape, source=Source("stored", number))
+                self._values[id(output)].made_by = (op.type, user_line(op))
+            else:
+                tensor = next(on_devices)
+                host_ops.keep_shape(output, tensor)
+                self._values[id(output)] = Value.of(tensor)
+
+
+def _alias(op: tf.Operation, value: Value, number: int) -> Waiting:
+    """A value is stored under another number as well."""
+    return Waiting(op, [value], [Value(value.dtype, value.shape)], alias=number)
+
+
+def _is_passed_on(body: Any, index: int) -> bool:
+    """Whether an iteration leaves a value of a loop as it is."""
+    output = body.outputs[index]
+    while output.op.type == "Identity":
+        output = output.op.inputs[0]
+    return output is body.inputs[index]
+
+
+def _invariant(value: Value, body: Any, index: int) -> Any:
+    """The shape that a value of a loop has in each iteration."""
+    before, after = body.inputs[index].shape, body.outputs[index].shape
+    return value.shape if before.is_fully_defined() or after == before else before

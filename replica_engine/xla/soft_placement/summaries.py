@@ -1,0 +1,52 @@
+"""Summaries of a body go to the writer of whoever calls `run`, at the step that the caller has set.
+
+A body is traced once, and later calls may have another writer and another step. So in a call from eager mode the step
+becomes an argument of the body, and pieces look up the writer when they run. What decides whether a body has summaries
+at all (is there a writer, is recording off) is part of the key of the trace. In a call inside a `tf.function` writer and
+step are traced in, as in any `tf.function`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._compat import thread_state
+from replica_engine.xla.arguments import Arguments, Shapes, Slot
+
+
+def add_caller(arguments: Arguments, shapes: Shapes) -> Shapes:
+    """Adds what the summaries of a body need of the caller, in eager mode, to its arguments.
+
+    Returns:
+        The shapes of all slots.
+    """
+    writer, step, recording = thread_state.summary_state()
+    if writer is None:
+        return shapes
+    arguments.summary_writer = writer
+    key: list[Any] = ["summaries", recording if isinstance(recording, bool) else id(recording)]
+    if tf.is_tensor(recording) and not tf.is_symbolic_tensor(recording) and not callable(recording):
+        key[1] = bool(recording)
+    if isinstance(step, (numbers.Integral, np.ndarray, tf.__internal__.EagerTensor)):
+        slot = Slot("the step of the summaries", [tf.cast(step, tf.int64)])
+        arguments.slots.append(slot)
+        arguments.summary_step = len(arguments.slots) - 1
+        shapes = (*shapes, slot.shape)
+        key.append("a step")
+    else:
+        key.append(None if step is None else id(step))
+    arguments.key = (arguments.key, tuple(key))
+    return shapes
+
+
+def bound(arguments: Arguments, placeholders: Sequence[tf.Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """The step of the caller is the one that the body gets, while the body is traced inside."""
+    if arguments.summary_step is None:
+        return contextlib.nullcontext()
+    return thread_state.summary_step(placeholders[arguments.summary_step])

@@ -1,0 +1,423 @@
+"""Ops that XLA cannot compile run on the host by themselves, in the program's order, once on each replica."""
+
+import collections
+import logging
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from replica_engine import TPUStrategy, xla
+from replica_engine.errors import CaptureError, LoweringError
+
+
+@pytest.fixture
+def logged(caplog):
+    """`logged()`: what was logged about ops on the host."""
+    caplog.set_level(logging.INFO, logger="replica_engine")
+    return lambda: [record.getMessage() for record in caplog.records if "cannot compile all of" in record.getMessage()]
+
+
+def on_two(fn, *inputs):
+    """What two replicas return, as plain values; replica i gets the i-th of each input."""
+    rows = [[], []]
+    for values in inputs:
+        for row, value in zip(rows, values, strict=True):
+            row.append(value if isinstance(value, tf.SparseTensor) else tf.convert_to_tensor(value))
+    return [tf.nest.map_structure(_plain, each) for each in xla.replicate(fn, rows)]
+
+
+def _plain(value):
+    value = value.numpy() if tf.is_tensor(value) else value
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+class TestStrings:
+    def test_numbers_become_strings_and_numbers_again(self):
+        body = lambda x: tf.strings.length(tf.strings.as_string(x)) * 10  # noqa: E731
+        assert on_two(body, [7, 1234]) == [10, 40]
+
+    def test_they_come_in_as_arguments(self):
+        body = lambda text: tf.strings.to_number(text) * 2.0  # noqa: E731
+        assert on_two(body, [tf.constant(["1", "2"]), tf.constant(["3.5", "0"])]) == [[2.0, 4.0], [7.0, 0.0]]
+
+    def test_they_go_out_as_results_beside_numbers(self):
+        def body(x):
+            text = tf.strings.as_string(x)
+            return {"text": text, "next": x + 1, "parts": tf.strings.split(text, "1")}
+
+        assert on_two(body, [512, 713]) == [
+            {"text": b"512", "next": 513, "parts": [b"5", b"2"]},
+            {"text": b"713", "next": 714, "parts": [b"7", b"3"]},
+        ]
+
+    @pytest.mark.parametrize("size", [7, 1])
+    def test_a_branch_returns_one(self, size):
+        def body(x):
+            text = tf.cond(x > 5, lambda: tf.strings.as_string(x * 10), lambda: tf.constant("small"))
+            return tf.strings.length(text)
+
+        assert on_two(body, [size, size]) == [2 if size > 5 else 5] * 2
+
+    def test_a_choice_among_many_returns_one(self):
+        def body(x):
+            branches = [lambda: tf.constant("a"), lambda: tf.strings.as_string(x), lambda: tf.constant("three")]
+            return tf.strings.length(tf.switch_case(x, branches))
+
+        assert on_two(body, [0, 2]) == [1, 5]
+
+    def test_a_loop_carries_one(self):
+        def body(x):
+            text = tf.constant("")
+            for number in tf.range(x):
+                text = text + tf.strings.as_string(number)
+            return tf.strings.length(text)
+
+        assert on_two(body, [7, 12]) == [7, 14]
+
+    def test_two_that_change_places_in_a_loop(self):
+        def body(x):
+            one, other = tf.constant("a"), tf.constant("bc")
+            for _ in tf.range(x):
+                one, other = other, one
+            return one, other
+
+        assert on_two(body, [2, 3]) == [(b"a", b"bc"), (b"bc", b"a")]
+
+    def test_a_loop_ends_by_one(self):
+        def body(x):
+            text = tf.strings.as_string(x)
+            while tf.strings.length(text) < 6:
+                text = text + text
+            return text
+
+        assert on_two(body, [12, 345]) == [b"12121212", b"345345"]
+
+    def test_a_list_of_them(self):
+        body = lambda x: tf.map_fn(tf.strings.as_string, x, fn_output_signature=tf.string)  # noqa: E731
+        assert on_two(body, [[1, 2], [3, 40]]) == [[b"1", b"2"], [b"3", b"40"]]
+
+    def test_ragged_ones(self):
+        def body(text):
+            words = tf.strings.split(text)
+            return words.row_lengths(), tf.strings.reduce_join(words, axis=-1)
+
+        texts = [tf.constant(["a b", "c"]), tf.constant(["d", "e f g"])]
+        assert on_two(body, texts) == [([2, 1], [b"ab", b"c"]), ([1, 3], [b"d", b"efg"])]
+
+    def test_a_variable_of_strings(self):
+        variable = tf.Variable("abc")
+        assert on_two(lambda: tf.strings.length(variable)) == [3, 3]
+
+    def test_they_are_on_the_host_while_numbers_meet_on_the_devices(self):
+        def body(x):
+            length = tf.strings.length(tf.strings.as_string(x))
+            return xla.cross_replica_sum(length), tf.strings.as_string(xla.cross_replica_sum(x))
+
+        assert on_two(body, [7, 1234]) == [(5, b"1241")] * 2
+
+
+class TestTables:
+    def test_a_vocabulary(self):
+        words = tf.lookup.KeyValueTensorInitializer(tf.constant(["a", "b"]), tf.constant([1, 2]))
+        table = tf.lookup.StaticHashTable(words, -1)
+        body = lambda text: table.lookup(text) * 10  # noqa: E731
+        assert on_two(body, [tf.constant(["a", "c"]), tf.constant(["b", "a"])]) == [[10, -10], [20, 10]]
+
+    def test_one_that_a_body_writes(self):
+        table = tf.lookup.experimental.MutableHashTable(tf.string, tf.int64, 0)
+
+        def body(x):
+            table.insert(tf.strings.as_string(x), tf.cast(x, tf.int64))
+            return table.lookup(tf.strings.as_string(x))
+
+        assert on_two(body, [3, 5]) == [3, 5]
+        assert int(table.size()) == 2
+
+
+class TestPython:
+    def test_a_function_need_not_declare_its_shape(self):
+        def body(x):
+            one = tf.py_function(lambda x: x * 2.0, [x], tf.float32)
+            other = tf.numpy_function(lambda x: x * 3.0, [x], tf.float32)
+            return one + 1.0, other
+
+        assert on_two(body, [[1.0, 2.0], [3.0, 4.0]]) == [([3.0, 5.0], [3.0, 6.0]), ([7.0, 9.0], [9.0, 12.0])]
+
+    def test_calls_keep_the_order_of_the_program_and_happen_once_a_replica(self):
+        seen = collections.defaultdict(list)
+
+        def body(x):
+            for number in range(3):
+                tf.py_function(lambda x, number=number: seen[int(x)].append(number), [x], [])
+            xla.outside_compilation(note, x)
+            for number in tf.range(4, 6):
+                tf.py_function(lambda x, number: seen[int(x)].append(int(number)), [x, number], [])
+
+        def note(x):
+            seen[int(x)].append(3)
+
+        on_two(body, [10, 20])
+        assert seen == {10: [0, 1, 2, 3, 4, 5], 20: [0, 1, 2, 3, 4, 5]}
+
+    def test_a_function_knows_which_replica_calls(self):
+        seen = set()
+        body = lambda: tf.py_function(lambda: seen.add(int(xla.replica_id())), [], [])  # noqa: E731
+        on_two(lambda: body() and None)
+        assert seen == {0, 1}
+
+    def test_gradients_go_through_it(self):
+        def body(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = tf.py_function(lambda x: x**3, [x], tf.float32) * 2.0
+            return tape.gradient(y, x)
+
+        assert on_two(body, [2.0, 3.0]) == [24.0, 54.0]
+
+    def test_gradients_go_through_it_in_a_loop(self):
+        def body(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = x
+                for _ in tf.range(3):
+                    y = tf.py_function(lambda y: y * y, [y], tf.float32)
+                    y.set_shape([])
+            return tape.gradient(y, x)
+
+        assert on_two(body, [1.5, 1.0]) == pytest.approx([8 * 1.5**7, 8.0])
+
+    def test_an_exception_keeps_its_type_and_nothing_is_written(self):
+        class CustomError(Exception):
+            pass
+
+        def fail(x):
+            raise CustomError("on purpose")
+
+        strategy = TPUStrategy(num_cores=2)
+        with strategy.scope():
+            variable = tf.Variable(1.0)
+
+        def body(x):
+            variable.assign_add(x)
+            tf.py_function(fail, [x], [])  # here
+
+        with pytest.raises(CustomError, match="on purpose") as raised:
+            strategy.run(body, args=(tf.constant(2.0),))
+        assert "replica 0 of 2, CPU:0, in EagerPyFunc at" in raised.value.__notes__[0]
+        assert __file__ in raised.value.__notes__[0]
+        assert float(variable) == 1.0
+        strategy.run(lambda x: variable.assign_add(x), args=(tf.constant(2.0),))
+        assert float(variable) == 3.0
+
+
+class TestChecks:
+    def test_an_assertion_that_holds_calls_nobody(self):
+        def body(x):
+            tf.debugging.assert_greater(x, 1.0)
+            return x * 2.0
+
+        assert on_two(body, [2.0, 3.0]) == [4.0, 6.0]
+
+    @pytest.mark.parametrize("check", ["assert_greater", "Assert"])
+    def test_an_assertion_that_fails_says_what_and_on_which_replica(self, check):
+        def body(x):
+            if check == "Assert":
+                tf.debugging.Assert(x > 2.0, ["it is", x])
+            else:
+                tf.debugging.assert_greater(x, 2.0, message="it is")
+            return x
+
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"it is.*\[1\]") as raised:
+            on_two(body, [3.0, 1.0])
+        assert "replica 1 of 2, CPU:1, in Assert at" in raised.value.__notes__[0]
+
+    def test_a_nan_does_not_pass(self):
+        body = lambda x: tf.debugging.check_numerics(tf.math.log(x), "the logarithm") * 2.0  # noqa: E731
+        assert on_two(body, [1.0, 1.0]) == [0.0, 0.0]
+        with pytest.raises(tf.errors.InvalidArgumentError, match="the logarithm.*NaN") as raised:
+            on_two(body, [2.0, -3.0])
+        assert "replica 1 of 2, CPU:1, in CheckNumerics" in raised.value.__notes__[0]
+
+    def test_a_nan_does_not_pass_in_a_gradient(self):
+        def body(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = tf.debugging.check_numerics(x, "forward") ** 2 * tf.sqrt(x)
+            return tf.debugging.check_numerics(tape.gradient(y, x), "backward")
+
+        assert on_two(body, [1.0, 4.0]) == [2.5, 20.0]
+        with pytest.raises(tf.errors.InvalidArgumentError, match="backward"):
+            on_two(body, [0.0, 4.0])
+
+    def test_the_iteration_of_a_device_loop_is_said(self):
+        strategy = TPUStrategy(num_cores=2)
+
+        def step(context, x):
+            tf.debugging.assert_less(x, 3.0)
+
+        with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+            strategy.run_steps(step, [tf.constant(float(number)) for number in range(5)], iterations=5)
+        assert "iteration 3 of the device loop" in "".join(raised.value.__notes__)
+
+
+class TestNumbers:
+    def test_an_op_without_a_kernel_runs_on_the_host(self):
+        body = lambda x: tf.linalg.sqrtm(x) * 2.0  # noqa: E731
+        assert on_two(body, [4.0 * tf.eye(2), 9.0 * tf.eye(2)]) == [
+            (4.0 * tf.eye(2)).numpy().tolist(),
+            [[6, 0], [0, 6]],
+        ]
+
+    def test_a_sparse_argument_becomes_dense(self):
+        sparse = [tf.SparseTensor([[0, 1]], [5.0], [2, 2]), tf.SparseTensor([[1, 1]], [6.0], [2, 2])]
+        assert on_two(lambda x: tf.sparse.to_dense(x) * 2.0, sparse) == [[[0, 10], [0, 0]], [[0, 0], [0, 12]]]
+
+    def test_sparse_arguments_of_other_sizes_are_no_other_program(self):
+        def dense(count):
+            indices = [[row, 0] for row in range(count)]
+            return on_two(sparse_sum, [tf.SparseTensor(indices, [1.0] * count, [4, 4])] * 2)
+
+        def sparse_sum(x):
+            return tf.reduce_sum(tf.sparse.to_dense(x))
+
+        assert dense(1) == [1.0, 1.0]
+        before = xla.counts()
+        assert dense(3) == [3.0, 3.0]
+        assert (xla.counts() - before).compiles == 0
+
+    def test_what_is_cut_out_by_data_can_be_printed(self, capfd):
+        def body(x):
+            tf.print("over two:", tf.boolean_mask(x, x > 2))
+            return x
+
+        on_two(body, [tf.constant([1, 2, 3]), tf.constant([4, 5, 6])])
+        printed = capfd.readouterr().err
+        assert "over two: [3]" in printed
+        assert "over two: [4 5 6]" in printed
+
+    def test_a_training_step_with_prints_and_checks_learns_as_without(self, capfd):
+        def train(checked):
+            strategy = TPUStrategy(num_cores=2)
+            with strategy.scope():
+                weight = tf.Variable([[0.5, -0.2], [0.1, 0.3]])
+
+            def step(x):
+                with tf.GradientTape() as tape:
+                    state = tf.zeros([2, 2])
+                    for time in tf.range(3):
+                        state = tf.tanh(x[time] + state @ weight)
+                        if checked:
+                            state = tf.debugging.check_numerics(state, "state")
+                            tf.print(time)
+                    loss = tf.reduce_sum(state**2)
+                gradient = tape.gradient(loss, weight)
+                weight.assign_sub(0.1 * tf.distribute.get_replica_context().all_reduce("MEAN", gradient))
+
+            for _ in range(3):
+                strategy.run(step, args=(tf.reshape(tf.range(12.0), [3, 2, 2]) / 12.0,))
+            return weight.numpy()
+
+        np.testing.assert_allclose(train(checked=True), train(checked=False), rtol=1e-6)
+        assert sorted(capfd.readouterr().err.split()) == sorted(["0", "1", "2"] * 6)
+
+
+class TestWhatIsSaid:
+    def test_one_line_a_body_names_the_ops_and_the_lines(self, logged):
+        def body(x):
+            for _ in tf.range(2):
+                tf.print(x)  # here
+            return tf.strings.length(tf.strings.as_string(x))
+
+        on_two(body, [1, 2])
+        on_two(body, [3, 4])
+        (line,) = logged()
+        assert "`body`" in line
+        assert "StringFormat, PrintV2 at " in line
+        assert "AsString, StringLength at " in line
+        assert __file__ in line
+        assert line.count("in a loop") == 1
+
+    def test_a_program_has_it_as_data(self):
+        def body(x):
+            xla.outside_compilation(print, x)
+            return tf.strings.length(tf.strings.as_string(x))
+
+        written, moved = xla.lower(body, [[1], [2]]).host_calls
+        assert (written.moved, written.ops) == (False, ())
+        assert [op for op, _ in moved.ops] == ["AsString", "StringLength"]
+        assert all(__file__ in where for _, where in moved.ops)
+        assert (moved.moved, moved.in_loop) == (True, False)
+        assert [(tuple(spec.shape), spec.dtype) for spec in moved.results] == [((), tf.int32)]
+
+    def test_a_body_without_such_ops_says_nothing(self, logged):
+        assert on_two(lambda x: x + 1, [1, 2]) == [2, 3]
+        assert xla.lower(lambda x: x + 1, [[1], [2]]).host_calls == ()
+        assert logged() == []
+
+
+class TestTheSwitch:
+    def body(self, x):
+        return tf.strings.length(tf.strings.as_string(x))
+
+    def test_off_is_an_error(self):
+        strategy = TPUStrategy(num_cores=2, soft_placement=False)
+        with pytest.raises(LoweringError, match="AsString"):
+            strategy.run(self.body, args=(tf.constant(1),))
+
+    def test_none_follows_the_configuration_call_by_call(self):
+        strategy = TPUStrategy(num_cores=2)
+        always = TPUStrategy(num_cores=2, soft_placement=True)
+        tf.config.set_soft_device_placement(False)
+        try:
+            with pytest.raises(LoweringError, match="AsString"):
+                strategy.run(self.body, args=(tf.constant(1),))
+            assert always.run(self.body, args=(tf.constant(1),)).values[0].numpy() == 1
+        finally:
+            tf.config.set_soft_device_placement(True)
+        assert strategy.run(self.body, args=(tf.constant(1),)).values[0].numpy() == 1
+
+    @pytest.mark.parametrize("wrong", [1, "yes", []])
+    def test_it_is_a_bool(self, wrong):
+        with pytest.raises(TypeError, match="soft_placement"):
+            TPUStrategy(num_cores=2, soft_placement=wrong)
+
+
+class TestWhatStillCannot:
+    def test_an_iterator(self):
+        iterator = iter(tf.data.Dataset.range(10))
+        with pytest.raises(CaptureError, match="Iterator"):
+            on_two(lambda: next(iterator))
+
+    def test_a_variable_that_gets_what_cannot_leave_the_host(self):
+        strategy = TPUStrategy(num_cores=2)
+        with strategy.scope():
+            variable = tf.Variable([0, 0])
+
+        def body(text):
+            lengths = tf.strings.length(tf.strings.split(text))  # as many as there are words
+            variable.assign(lengths)
+
+        with pytest.raises(LoweringError, match="AssignVariableOp at .* cannot leave the host, made by StringLength"):
+            strategy.run(body, args=(tf.constant("a bc"),))
+
+    def test_a_collective_of_what_cannot_leave_the_host(self):
+        body = lambda text: xla.cross_replica_sum(tf.ensure_shape(tf.strings.length(tf.strings.split(text)), [2]))  # noqa: E731
+        assert on_two(body, [tf.constant("a bc"), tf.constant("de f")]) == [[3, 3]] * 2
+
+
+def test_threads_that_trace_and_run_at_once():
+    strategy = TPUStrategy(num_cores=2)
+    found = {}
+
+    def work(number):
+        body = lambda x: tf.strings.length(tf.strings.as_string(x)) + number  # noqa: E731
+        found[number] = [int(each) for each in strategy.run(body, args=(tf.constant(123),)).values]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {number: [3 + number] * 2 for number in range(4)}
