@@ -14,6 +14,7 @@ from tensorflow.python.autograph.impl import api
 from tensorflow.python.distribute import distribute_lib, distribute_utils
 from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
 from tensorflow.python.eager import context
+from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import script_ops, summary_ops_v2
@@ -85,6 +86,9 @@ PRIVATE = (
     Private(_variable.handle, "_handle_data", "dtype and shape of a captured variable"),
     Private(_graph, "function_captures", "a handle that is asked for at each call"),
     Private(_op, "_clear_attr", "a run counts as writing to the variables it is given"),
+    Private(_op, "_is_stateful", "ops of an initial value that run once for all variables"),
+    Private(_context, "get_function_def", "the ops of functions that an initial value calls"),
+    Private(AtomicFunction, "call_flat", "computing an initial value"),
     Private(_context, "_set_global_seed", "makes _rng, another each time: whether the seed was set again"),
     Private(_context, "get_compiler_ir", "StableHLO of a function"),
     Private(Function(lambda: None, "names"), "_autograph", "a tf.function's options"),

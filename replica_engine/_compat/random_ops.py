@@ -18,6 +18,7 @@ Replace = Callable[[str, Sequence[Any], Callable[[str], Any]], tf.Tensor | None]
 """Of an op's type, inputs and attributes (by name): what to take for its result, or None to leave it."""
 
 _ASIDE = "_replica_engine_set_aside"
+_ORIGINALS = "_replica_engine_originals"
 
 
 def set_aside(graph: Any) -> frozenset[str]:
@@ -25,8 +26,16 @@ def set_aside(graph: Any) -> frozenset[str]:
     return frozenset(getattr(graph, _ASIDE, ()))
 
 
-def _set_aside(graph: Any, op: tf.Operation) -> None:
+def original(tensor: tf.Tensor) -> tf.Tensor | None:
+    """What the random op returned that the user wrote, of the tensor that was put in its place; None of any other."""
+    return getattr(tensor.graph, _ORIGINALS, {}).get(tensor.op.name)
+
+
+def _set_aside(graph: Any, op: tf.Operation, result: tf.Tensor) -> None:
     setattr(graph, _ASIDE, {*getattr(graph, _ASIDE, ()), op.name})
+    if not hasattr(graph, _ORIGINALS):
+        setattr(graph, _ORIGINALS, {})
+    getattr(graph, _ORIGINALS)[result.op.name] = op.outputs[0]
 
 
 def seeding() -> tuple[Any, int | None]:
@@ -46,7 +55,7 @@ def intercepted(replace: Replace) -> Iterator[None]:
         result = replace(op_type, inputs, outputs[0].op.get_attr)
         if result is None:
             return None
-        _set_aside(graph, outputs[0].op)
+        _set_aside(graph, outputs[0].op, result)
         return [result]
 
     _op_callbacks.add_op_callback(callback)

@@ -11,10 +11,6 @@ import tensorflow as tf
 # stop_recording: for what has no gradient.
 from tensorflow.python.eager import record as _record
 
-# lift_to_graph, UnliftableError: computing, outside of a body, an initial value that was computed in it.
-from tensorflow.python.eager.lift_to_graph import UnliftableError
-from tensorflow.python.eager.lift_to_graph import lift_to_graph as _lift_to_graph
-
 # get_read_write_resource_inputs: which variables an op, the call of a function or a loop, may write to; the
 # attribute that says so of calls.
 from tensorflow.python.framework import auto_control_deps_utils as _control_deps
@@ -38,7 +34,7 @@ from tensorflow.python.ops.resource_variable_ops import default_variable_creator
 # in_save_context: a SavedModel is being written.
 from tensorflow.python.saved_model import save_context as _save_context
 
-__all__ = ["ResourceVariable", "UnliftableError"]
+__all__ = ["ResourceVariable"]
 
 
 def raw_handle(variable: Any) -> tf.Tensor:
@@ -151,27 +147,13 @@ def no_tape() -> contextlib.AbstractContextManager[None]:
 def create(next_creator: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
     """A plain variable that outlives the function that may be being traced.
 
-    Raises:
-        UnliftableError: the initial value depends on the function's arguments.
+    Its initial value must not be a tensor of that function (see `xla.initial_values`).
     """
     if not tf.inside_function():
         return next_creator(**kwargs)
-    initial_value = _outside(kwargs["initial_value"])
     with tf.init_scope():
         # Not next_creator: the creator of a tf.function makes variables that have no value yet.
-        return _default_creator(None, **{**kwargs, "initial_value": initial_value})
-
-
-def _outside(value: Any) -> Any:
-    """An initial value that was computed in a function's graph, computed again in eager mode."""
-    if isinstance(value, tf.__internal__.EagerTensor) or not isinstance(value, tf.Tensor):
-        return value
-
-    def lifted() -> tf.Tensor:
-        return _lift_to_graph([value], _get_default_graph())[value]
-
-    with tf.init_scope():
-        return tf.function(lifted, autograph=False)()
+        return _default_creator(None, **kwargs)
 
 
 def plain_copy(variable: Any, memo: dict[int, Any]) -> Any:

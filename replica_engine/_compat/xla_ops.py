@@ -84,6 +84,11 @@ def marker(name: str, x: tf.Tensor, parameters: str, shape: Any) -> tf.Tensor:
     return result
 
 
+def marker_name(op: tf.Operation) -> str:
+    """What an op stands for, if it is a marker; or else ""."""
+    return op.get_attr("call_target_name").decode() if op.type == "XlaCustomCallV2" else ""
+
+
 def host_marker(
     name: str, operands: Sequence[tf.Tensor], parameters: str, dtypes: Sequence[tf.DType], shapes: Sequence[Any]
 ) -> list[tf.Tensor]:

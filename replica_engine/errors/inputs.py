@@ -141,13 +141,13 @@ class ReplicaMismatchError(ReplicaEngineError, ValueError):
     """Replicas were given, or brought to a sync point, tensors of different shapes or dtypes."""
 
     @classmethod
-    def shapes(cls, name: str, replica: int, first: str, other: str) -> ReplicaMismatchError:
-        """Two shapes."""
+    def shapes(cls, name: str, replica: int, first: str, other: str, met: str = "") -> ReplicaMismatchError:
+        """Two shapes; `met` is where the replicas meet: "all_reduce at file.py:3 in step"."""
+        met = met or "cross-replica operations (sums of gradients, say)"
         return cls(
-            f"{name} has shape {first} on replica 0 and {other} on replica {replica}. The replicas meet in "
-            "cross-replica operations (sums of gradients, say), so one program runs on all of them, and shapes must be "
-            "equal: batch with drop_remainder=True, give Keras fit a number of samples that is a multiple of the batch "
-            "size, or pad the last batch."
+            f"{name} has shape {first} on replica 0 and {other} on replica {replica}. The replicas meet in {met}, so "
+            "one program runs on all of them, and shapes must be equal: batch with drop_remainder=True, give Keras fit "
+            "a number of samples that is a multiple of the batch size, or pad the last batch."
         )
 
     @classmethod

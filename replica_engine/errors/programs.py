@@ -64,11 +64,13 @@ class CollectiveError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
-    def unknown_shape(cls, name: str, shape: str) -> CollectiveError:
-        """A shape that is not static."""
+    def unknown_shape(cls, name: str, where: str, shape: str, arguments: Sequence[str]) -> CollectiveError:
+        """A shape that is not static, on any replica; `arguments` are those that it comes from."""
+        source = f"comes from {' and '.join(arguments)}" if arguments else "depends on data"
         return cls(
-            f"{name} needs a static shape, and this one is {shape}. Give the batch a fixed size, "
-            "dataset.batch(n, drop_remainder=True), or set it: tf.ensure_shape(x, ...)."
+            f"{name}{at(where)} needs a shape that is known while the body is traced for all replicas, and this one is "
+            f"{shape}, which {source}. Give the batch a fixed size, dataset.batch(n, drop_remainder=True), or set the "
+            "shape: tf.ensure_shape(x, ...)."
         )
 
 
@@ -124,11 +126,21 @@ class VariableCreationError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
-    def of_arguments(cls, name: str) -> VariableCreationError:
-        """Its initial value is known in the body only."""
+    def of_arguments(cls, name: str, argument: str, where: str) -> VariableCreationError:
+        """Its initial value is known in the body only; `argument` says of what."""
         return cls(
-            f"The initial value of the variable {name!r} depends on the arguments of the replica body that creates it, "
-            "and variables outlive the body. Create it with tf.zeros(shape), say, and assign the value then."
+            f"The initial value of the variable {name!r}, created{at(where)}, depends on {argument}. A variable is "
+            "there before the body that creates it runs, and outlives it. Create it with tf.zeros(shape), say, and "
+            "assign the value then."
+        )
+
+    @classmethod
+    def of_run(cls, name: str, where: str, what: str, there: str) -> VariableCreationError:
+        """Its initial value comes from something that only a run can do."""
+        return cls(
+            f"The initial value of the variable {name!r}, created{at(where)}, depends on {what}{at(there)}, which only "
+            "a run of the body can do. A variable is there before the body that creates it runs, and outlives it. "
+            "Create it with tf.zeros(shape), say, and assign the value then."
         )
 
 
@@ -321,6 +333,6 @@ def many_traces(name: str, times: int) -> str:
     """The warning about a function that is traced and compiled again and again."""
     return (
         f"`{name}` has been traced {times} times, and most traces are compiled. It is traced anew for other shapes and "
-        "dtypes, other Python values among its arguments (pass tensors: tf.constant(rate)), and for a function made "
+        "dtypes, other Python values among its arguments (pass tensors: tf.constant(count)), and for a function made "
         "anew around other objects (pass what it closes over as arguments)."
     )

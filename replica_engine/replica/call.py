@@ -29,7 +29,7 @@ from replica_engine.replica.forked import check_not_forked
 from replica_engine.replica.inherited import InheritedState
 from replica_engine.replica.lift import lift
 from replica_engine.replica.location import identity
-from replica_engine.replica.regroup import parts, regroup
+from replica_engine.replica.regroup import parts, regroup, spread
 from replica_engine.replica.sync_record import SyncPointRecord, records
 from replica_engine.replica.tracebacks import as_raised
 from replica_engine.replica.variables import SharedVariables
@@ -60,8 +60,9 @@ def call_for_each_replica(
     Args:
         strategy: whose devices, variables and merge functions are used.
         fn: the function, called in replica context.
-        args: its positional arguments; of a `tf.distribute.DistributedValues` each replica gets its own.
-        kwargs: its keyword arguments, likewise.
+        args: its positional arguments; of a `tf.distribute.DistributedValues` among them each replica gets its own. It
+            may be one itself, of the replicas' lists of arguments.
+        kwargs: its keyword arguments, in the same way.
 
     Returns:
         What `fn` returned, in the same structure, with a `tf.distribute.DistributedValues` where replicas
@@ -80,13 +81,17 @@ def call_for_each_replica(
         2
     """
     check_not_forked()
+    kwargs = kwargs or {}
+    if isinstance(args, distribute.DistributedValues) or isinstance(kwargs, distribute.DistributedValues):
+        size = len(strategy.extended.worker_devices)
+        args, kwargs = spread(args, size, "args"), spread(kwargs, size, "kwargs")
     with distribute.in_scope(strategy):
         if function.is_tf_function(fn) and not _collectives_inside_xla(strategy, fn):
             with _function_watched(strategy, getattr(fn, "__name__", "a function")):
-                return lift(strategy, fn, call_for_each_replica)(*args, **(kwargs or {}))
+                return lift(strategy, fn, call_for_each_replica)(*args, **kwargs)
         if not tf.executing_eagerly():
             fn = autograph.convert(fn)
-        return _run(strategy, fn, tuple(args), kwargs or {})
+        return _run(strategy, fn, tuple(args), kwargs)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ of N like structures, `select(i, regroup(values, ...))` equals `values[i]`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from replica_engine._compat import distribute
@@ -81,6 +81,30 @@ def parts(value: Any, size: int, name: str) -> list[Any]:
         return _parts(value, size, name)
     except RecursionError:
         raise ReplicaValueError.endless(name) from None
+
+
+def spread(value: Any, size: int, name: str) -> Any:
+    """The arguments of a call, where all of them are one distributed value: a structure of distributed values.
+
+    `call_for_each_replica(fn, args=PerReplica([[a], [b]]))` is `call_for_each_replica(fn, args=[PerReplica([a, b])])`.
+
+    Args:
+        value: the positional or the keyword arguments.
+        size: how many replicas there are.
+        name: "args" or "kwargs".
+
+    Raises:
+        ReplicaValueError: it is of another number of replicas, or of something else than lists or mappings.
+        StructureMismatchError: two replicas have other numbers of arguments, or arguments of other structures.
+    """
+    if not isinstance(value, distribute.DistributedValues):
+        return value
+    grouped = regroup(_parts(value, size, name), f"The {name} of the replicas", name)
+    if name == "args" and not isinstance(grouped, (list, tuple)):
+        raise ReplicaValueError.no_positional(value)
+    if name == "kwargs" and not isinstance(grouped, Mapping):
+        raise ReplicaValueError.no_keywords(value)
+    return grouped
 
 
 def _parts(value: Any, size: int, name: str) -> list[Any]:

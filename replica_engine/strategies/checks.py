@@ -29,6 +29,8 @@ def check_call(fn: Any, args: Any, kwargs: Any) -> None:
         raise ReplicaValueError.no_function(fn)
     if not isinstance(args, (list, tuple)):
         raise ReplicaValueError.no_positional(args)
+    if isinstance(kwargs, distribute.DistributedValues):  # of the replicas' mappings: looked at when it is taken apart
+        return
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
         raise ReplicaValueError.no_keywords(kwargs)
 

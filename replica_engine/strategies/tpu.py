@@ -15,6 +15,7 @@ from replica_engine.pjrt.devices import device_group
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.replica import SyncPointRecord, regroup
 from replica_engine.replica.forked import check_not_forked
+from replica_engine.replica.regroup import spread
 from replica_engine.replica.tracebacks import shortened
 from replica_engine.strategies import keras_steps, tpu_variables
 from replica_engine.strategies.base import check_seconds
@@ -26,7 +27,7 @@ from replica_engine.strategies.tpu_api import OneLogicalDevice, TPUFacts
 from replica_engine.strategies.tpu_context import BodyReplicaContext, gather_leaf, reduce_leaf
 from replica_engine.xla.body import Limits, in_body
 from replica_engine.xla.graph_mode import refuses_graphs
-from replica_engine.xla.graph_op import call
+from replica_engine.xla.graph_op import call_with_numbers
 from replica_engine.xla.host_variable import handles_compared
 from replica_engine.xla.program import Programs
 from replica_engine.xla.resolver import PjrtClusterResolver
@@ -97,11 +98,11 @@ class TPUExtended(TPUFacts, Reductions, distribute.MirroredExtended):
 
     def run_of(self, programs: Programs, fn: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
         """As `strategy.run`, with programs of one's own (`own_programs`)."""
-        source = Source.of(fn)
+        source, size = Source.of(fn), self.device_group.size
         # In eager mode nothing is done here that needs the scope; a trace enters it.
         with contextlib.nullcontext() if tf.executing_eagerly() else self._container_strategy().scope():
-            arguments, shapes = source.arguments(args, kwargs or {}, self.device_group.size)
-            results = call(programs, source, arguments, shapes)
+            args, kwargs = spread(args, size, "args"), spread(kwargs or {}, size, "kwargs")
+            results = call_with_numbers(programs, source, args, kwargs)
         return regroup(results, what="The results of the replicas")
 
     @contextlib.contextmanager

@@ -70,6 +70,8 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
 
 def reduce_leaf(reduce_op: Any, value: Any) -> Any:
     """One value reduced over replicas; sparse ones stay sparse."""
+    if isinstance(value, tf.IndexedSlices) and value.values.shape.rank is None:
+        value = tf.convert_to_tensor(value)
     if isinstance(value, tf.IndexedSlices):
         values = xla.all_gather(value.values, axis=0)
         if str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN":

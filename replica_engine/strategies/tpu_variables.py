@@ -13,9 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._compat import distribute, variables
-from replica_engine.errors import VariableCreationError
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.replica.variables import SEED_STEP
+from replica_engine.xla import initial_values
 from replica_engine.xla.host_variable import HostVariable
 from replica_engine.xla.resident import Resident, Spread
 
@@ -73,10 +73,7 @@ def create(strategy: Any, next_creator: Callable[..., Any], kwargs: dict[str, An
 
     def components(**kwargs: Any) -> list[Any]:
         on_read = kwargs["synchronization"] == tf.VariableSynchronization.ON_READ
-        try:
-            first = variables.create(next_creator, kwargs)
-        except variables.UnliftableError:
-            raise VariableCreationError.of_arguments(name) from None
+        first = variables.create(next_creator, initial_values.outside(kwargs))
         values = [first]
         for replica in range(1, devices.size if on_read else 1):
             like = {**kwargs, "initial_value": first.read_value, "name": f"{_plain(first.name)}/replica_{replica}/"}

@@ -121,6 +121,7 @@ class Body:
     Attributes:
         launches: the last ones.
         launched: how many there were.
+        random: what its random ops draw from.
     """
 
     KEPT = 100
@@ -140,7 +141,7 @@ class Body:
         self.limits = limits or Limits()
         self.launches: deque[LaunchRecord] = deque(maxlen=self.KEPT)
         self.launched = 0
-        self._random = random
+        self.random = random
         self._soft_placement = soft_placement
 
     @property
@@ -159,7 +160,7 @@ class Body:
         before = in_body(), getattr(_thread, "calls", None), getattr(_thread, "collectives", None)
         _thread.body, _thread.calls, _thread.collectives = self, host_calls, collectives
         try:
-            with xla_ops.xla_context(), self._random.replacing():
+            with xla_ops.xla_context(), self.random.replacing():
                 yield
         finally:
             _thread.body, _thread.calls, _thread.collectives = before

@@ -27,6 +27,7 @@ import tensorflow as tf
 from replica_engine._compat import autograph, xla_ops
 from replica_engine.errors import CollectiveError
 from replica_engine.replica.tensors import as_tensor
+from replica_engine.xla import argument_names, of_unknown_size
 from replica_engine.xla.body import current, note_collective
 from replica_engine.xla.user_lines import here
 
@@ -175,8 +176,11 @@ ppermute = collective_permute
 
 def _reduced(x: tf.Tensor, rows: list[list[int]], op: str) -> tf.Tensor:
     note_collective("all_reduce", here(), x)
-    if xla_ops.takes_all_reduce(x.dtype) and len({len(row) for row in rows}) == 1:
+    is_even = len({len(row) for row in rows}) == 1
+    if is_even and xla_ops.takes_all_reduce(x.dtype):
         return xla_ops.all_reduce(x, rows, op)
+    if is_even and not x.shape.is_fully_defined():
+        return _FOLDS[op](of_unknown_size.stacked(x, rows), axis=0)
     return _emit("all_reduce", x, x.shape, groups=rows, op=op)
 
 
@@ -222,16 +226,36 @@ def _extreme(op: str) -> Callable[[tf.Tensor, list[list[int]]], tf.Tensor]:
 
 
 _EXTREMES = {"MIN": _extreme("Min"), "MAX": _extreme("Max")}
+_FOLDS = {"Add": tf.reduce_sum, "Min": tf.reduce_min, "Max": tf.reduce_max}
 _REDUCTIONS = {"SUM": _sum, "MEAN": _mean, **_EXTREMES}
 
 
 def _gather(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
+    if not x.shape.is_fully_defined():
+        return _gather_of_unknown_size(x, axis, rows)
     shape = x.shape.as_list()
     shape[axis] *= len(rows[0])
 
     @tf.custom_gradient
     def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         return _of_some("all_gather", x, shape, axis=axis, groups=rows), lambda dy: _scatter(dy, axis, rows)
+
+    return with_gradient(tf.identity(x))
+
+
+def _gather_of_unknown_size(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
+    """As `_gather`, with a sum over replicas: the one collective whose result has the shape of its operand."""
+    size = len(rows[0])
+
+    @tf.custom_gradient
+    def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+        note_collective("all_gather", here(), x)
+        gathered = tf.concat(tf.unstack(of_unknown_size.stacked(x, rows), num=size), axis)
+
+        def gradient(dy: tf.Tensor) -> tf.Tensor:
+            return tf.gather(tf.stack(tf.split(_sum(dy, rows), size, axis)), of_unknown_size.position(rows))
+
+        return gathered, gradient
 
     return with_gradient(tf.identity(x))
 
@@ -282,18 +306,27 @@ def _marker(name: str, x: tf.Tensor, shape: Any, **parameters: Any) -> tf.Tensor
 
 
 def _emit(name: str, x: tf.Tensor, shape: Any, **parameters: Any) -> tf.Tensor:
-    if not x.shape.is_fully_defined():
-        raise CollectiveError.unknown_shape(name, str(x.shape))
+    _check_static(name, x)
     return xla_ops.marker(_PREFIX + name, x, json.dumps(parameters), shape)
 
 
 def _axis(name: str, x: tf.Tensor, axis: int) -> int:
-    if not x.shape.is_fully_defined():
-        raise CollectiveError.unknown_shape(name, str(x.shape))
+    if name != "all_gather" or x.shape.rank is None or not _sources(x):
+        _check_static(name, x)
     rank = x.shape.rank
     if not isinstance(axis, int) or not -rank <= axis < rank:
         raise CollectiveError.no_axis(name, axis, str(x.shape))
     return axis % rank
+
+
+def _check_static(name: str, x: tf.Tensor) -> None:
+    if not x.shape.is_fully_defined():
+        raise CollectiveError.unknown_shape(name, here(), str(x.shape), _sources(x))
+
+
+def _sources(x: tf.Tensor) -> list[str]:
+    """Of an operand of unknown shape, the arguments of unknown shape: without one, the shape depends on data."""
+    return argument_names.behind(x, lambda argument: not argument.shape.is_fully_defined())
 
 
 def _rows(groups: Groups | None, size: int, equal_for: str = "") -> list[list[int]]:

@@ -19,7 +19,7 @@ import tensorflow as tf
 from replica_engine._compat import autograph, xla_ops
 from replica_engine.errors import HostAccessError, InputsError, LoweringError
 from replica_engine.pjrt.group import needed_by_a_program
-from replica_engine.xla import soft_placement
+from replica_engine.xla import argument_names, soft_placement
 from replica_engine.xla.arguments import Arguments
 from replica_engine.xla.batches import BatchReader
 from replica_engine.xla.body import host_calls, host_side, in_body
@@ -136,6 +136,7 @@ class _Loop:
         self._fn = source.fn
         self._step: Any = step
         self._rebuild: Any = like.rebuild
+        self._places = [slot.name for slot in like.slots]
         self._specs = specs
         self._most = most
         self.was_traced = False
@@ -150,7 +151,8 @@ class _Loop:
 
         def flat(*tensors: tf.Tensor) -> list[tf.Tensor]:
             args, kwargs = self._rebuild(tensors)
-            with autograph.as_outside():  # this function is not converted, the step is
+            named = argument_names.named(self._fn, tensors, self._places, skip=1)
+            with named, autograph.as_outside():  # this function is not converted, the step is
                 value = self._step(self._fn, args, kwargs)
             packed.append(value)
             return [tf.identity(each) for each in tf.nest.flatten(value) if tf.is_tensor(each)]

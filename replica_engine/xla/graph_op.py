@@ -8,7 +8,9 @@ and counts as writing to each.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,17 +28,60 @@ from replica_engine.xla.resident import Borrowed, Resident, resident_of
 from replica_engine.xla.source import Source
 
 
+def call_with_numbers(programs: Programs, source: Source, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """As `call`, with arguments that are Python floats as tensors, or compiled in where the body needs them so.
+
+    As tensors they have gradients, a loop on one is a loop of the program, and one program serves all values. But a
+    body may want a number: for `math.sqrt(rate)`, or to multiply tensors of any dtype. So a body that cannot be traced
+    or compiled with tensors is traced once more, with the numbers; an error is then that of the second trace. Integers
+    are often shapes, axes and bounds, and numbers inside of structures are settings: these are compiled in.
+    """
+    size = programs.devices.size
+    has_floats = any(type(value) is float for value in (*args, *kwargs.values()))
+    if not has_floats or source.signature is not None or programs.wants_numbers(source):
+        return call(programs, source, *source.arguments(args, kwargs, size))
+    with _running():
+        try:
+            tensors = [_as_tensor(value) for value in args], {name: _as_tensor(kwargs[name]) for name in kwargs}
+            run = _prepared(programs, source, *source.arguments(*tensors, size))
+        except Exception:
+            run = None
+        if run is None:
+            run = _prepared(programs, source, *source.arguments(args, kwargs, size))
+            programs.note_numbers(source)
+        return run()
+
+
 def call(programs: Programs, source: Source, arguments: Arguments, shapes: Shapes) -> list[Any]:
     """Runs a function on all replicas, here and now or when the graph under construction runs.
 
     Returns:
         For each replica what the function returned.
     """
+    with _running():
+        return _prepared(programs, source, arguments, shapes)()
+
+
+def _running() -> contextlib.AbstractContextManager[None]:
+    return shutdown.running() if tf.executing_eagerly() else contextlib.nullcontext()
+
+
+def _as_tensor(value: Any) -> Any:
+    return tf.constant(value) if type(value) is float else value
+
+
+def _prepared(programs: Programs, source: Source, arguments: Arguments, shapes: Shapes) -> Callable[[], list[Any]]:
+    """As `call`, up to where the body runs."""
     if tf.executing_eagerly():
-        with shutdown.running():
-            shapes = soft_placement.add_caller(arguments, shapes)
-            program = programs.find(source, arguments, shapes)
-            return program.traced.results(program.run(arguments.numpy()))
+        shapes = soft_placement.add_caller(arguments, shapes)
+        program = programs.find(source, arguments, shapes)
+        launch = program.ready(arguments.numpy())
+        return lambda: program.traced.results(launch())
+    results = _in_graph(programs, source, arguments, shapes)
+    return lambda: results
+
+
+def _in_graph(programs: Programs, source: Source, arguments: Arguments, shapes: Shapes) -> list[Any]:
     check_mode()
     program = programs.trace(source, arguments, shapes)
     traced = program.traced

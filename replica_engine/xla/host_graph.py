@@ -119,6 +119,11 @@ def handle(resident: Resident, replica: int, on_host: bool = True) -> tf.Tensor:
     return use.placeholder
 
 
+def raw(captured: Any) -> Any:
+    """What a function captured; the handle itself of one that it asks for at each call."""
+    return captured._raw if isinstance(captured, _AtCall) else captured
+
+
 def token() -> tf.Tensor:
     """The handle of a variable that says nothing: each run writes to it, so runs keep their order."""
     function = variables.function_graph(variables.graph())

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._compat import xla_ops
-from replica_engine.errors import DeviceError, LoweringError, ProgramError, slow_compile
+from replica_engine.errors import CollectiveError, DeviceError, LoweringError, ProgramError, slow_compile
 from replica_engine.pjrt.devices import device_group
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
@@ -41,6 +41,7 @@ _ALIASES = re.compile(r"mhlo\.input_output_alias = \[.*?\}\], ")
 _MODULE = re.compile(r"module @\S+")
 _LOCATION = re.compile(r' loc\((?:[^()"]|"[^"]*"|\((?:[^()"]|"[^"]*")*\))*\)|^#loc.*\n', re.MULTILINE)
 _MAIN = re.compile(r"func\.func (?:public )?@main\(.*?\)(?: -> (.*?))? \{$", re.MULTILINE)
+_ALL_REDUCED = re.compile(r'"stablehlo\.all_reduce"\(.*?\}\) : \(tensor<(.*?)>\)', re.DOTALL)
 # A host call with an operand whose shape depends on data.
 _DYNAMIC_OPERAND = re.compile(r"@replica_engine\.host_call\(.*?\\22index\\22: (\d+).*\}? : \([^)]*(?:\?|bounds)")
 _TENSOR = re.compile(r"tensor<((?:[0-9?]+x)*)")
@@ -171,11 +172,21 @@ def lower(traced: Traced, slots: list[tf.TensorSpec], tensors: list[tf.TensorSpe
         if node := re.search(r"\{\{node ([^}]+)\}\}", str(error)):
             explained.op_name = node.group(1)
         raise explained from None
+    _check_collectives(traced, text)
     if moved and (found := _DYNAMIC_OPERAND.search(text)):
         call = traced.host_calls.calls[int(found.group(1))]
         raise LoweringError.shaped_by_data(traced.name, call.describe())
     text = _LOCATION.sub("", _MODULE.sub("module @replica_body", text))
     return Lowered(traced, slots, text, moved)
+
+
+def _check_collectives(traced: Traced, text: str) -> None:
+    """Raises CollectiveError for a collective of values whose size depends on data, for which XLA:CPU has no words."""
+    if not any("?" in shape for shape in _ALL_REDUCED.findall(text)):
+        return
+    for each in traced.collectives:
+        if not each.shape.is_fully_defined():
+            raise CollectiveError.unknown_shape(each.kind, each.where, str(each.shape), [])
 
 
 def _held_weakly(call: HostCall) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ class Outputs:
 
     Args:
         value: what the body returned.
+        numbers: whether Python numbers and strings come out as tensors, one for all replicas.
 
     Attributes:
         tensors: in the graph of the body.
@@ -32,7 +33,8 @@ class Outputs:
         ReplicaValueError: an array among it cannot become a tensor, or the structure contains itself.
     """
 
-    def __init__(self, value: Any):
+    def __init__(self, value: Any, numbers: bool = False):
+        self._numbers = numbers
         self.tensors: list[tf.Tensor] = []
         self.rebuild: Callable[[list[Any]], Any]
         try:
@@ -59,6 +61,9 @@ class Outputs:
         if level is not None:
             builders = [self._open(child) for child in level.children]
             return lambda tensors: level.rebuild([build(tensors) for build in builders])
+        if self._numbers and isinstance(value, (bool, int, float, complex, str, bytes)):
+            with tf.init_scope():
+                value = as_tensor(value, _RESULT)
         return lambda _: value
 
     def _add(self, tensor: tf.Tensor) -> Callable[[list[Any]], Any]:

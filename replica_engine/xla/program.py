@@ -79,6 +79,7 @@ class Programs:
         self._times: LastUsed = LastUsed(most)
         self._general: LastUsed = LastUsed(most)
         self._hosts: LastUsed = LastUsed(most)
+        self._with_numbers: LastUsed = LastUsed(most)
         self._sparse: LastUsed = LastUsed(most)
         self._executables: LastUsed = LastUsed(most)
         self._lock = threading.RLock()  # a trace may run another one, on the same thread
@@ -136,6 +137,14 @@ class Programs:
         """A function has been traced, so it is known which functions in it run on the host."""
         hosts: frozenset = self._hosts.get(source.code, frozenset())
         self._hosts[source.code] = hosts | traced.traced.host_calls.codes
+
+    def wants_numbers(self, source: Source) -> bool:
+        """Whether a function could not be compiled with tensors in the place of Python numbers."""
+        return bool(self._with_numbers.get(source.code, False))
+
+    def note_numbers(self, source: Source) -> None:
+        """A function cannot be compiled with tensors in the place of Python numbers."""
+        self._with_numbers[source.code] = True
 
     def keep(self, source: Source, arguments: Arguments, traced: TracedProgram) -> None:
         """Has a trace found under another key as well."""

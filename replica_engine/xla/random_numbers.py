@@ -37,6 +37,8 @@ class RandomState(Resident):
             self._variable = variables.ResourceVariable([0, 0], dtype=tf.int64, trainable=False, name="random_state")
         super().__init__([variables.raw_handle(self._variable)], devices, None if same else _spread)
         self._seeded: Any = self  # by nobody yet
+        self._initial: tf.Variable | None = None
+        self._initial_seeded: Any = self
 
     def array(self) -> Array:
         """As of any resident value; seeds it anew after `tf.random.set_seed`."""
@@ -47,6 +49,25 @@ class RandomState(Resident):
             with self.host_writes():
                 variables.write(self.handles[0], np.array([_signed(key), 0], np.int64))
         return super().array()
+
+    def owns(self, handle: tf.Tensor) -> bool:
+        """Whether a handle is that of this state."""
+        return handle is self.handles[0]
+
+    def of_initial_values(self) -> tf.Tensor:
+        """The handle of a state like this one, on the host alone, for initial values of variables to draw from.
+
+        They must not move on the replicas' own stream, of which the host has but the beginning.
+        """
+        seeding, seed = random_ops.seeding()
+        with tf.init_scope(), tf.device("CPU:0"):
+            if self._initial is None:
+                self._initial = variables.ResourceVariable([0, 0], dtype=tf.int64, trainable=False, name="initial")
+            if seeding is not self._initial_seeded:
+                self._initial_seeded = seeding
+                key = random.SystemRandom().getrandbits(62) if seed is None else seed * _MIX
+                self._initial.assign(np.array([_signed(key), 0], np.int64))
+        return variables.raw_handle(self._initial)
 
     @contextlib.contextmanager
     def replacing(self) -> Iterator[None]:

@@ -276,6 +276,11 @@ class Borrowed:
             variables.write(self._handle, np.array(self._devices.fetch(array, 0)))
 
 
+def home_of(handle: tf.Tensor) -> Resident | None:
+    """The value of the variable behind a handle on whichever devices it lives; None if it lives on the host."""
+    return getattr(handle, _MARK, None)
+
+
 def resident_of(handle: tf.Tensor, devices: DeviceGroup) -> Resident | Borrowed:
     """The value on the devices of the variable behind a handle."""
     resident = getattr(handle, _MARK, None)

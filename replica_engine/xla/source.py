@@ -33,6 +33,7 @@ class Source:
         seldom: trace it for unknown dimensions rather than for many shapes (`reduce_retracing`).
         signature: specs of its arguments that it was declared with, if it was.
         declared: the `tf.function` that it was taken from, to know it by.
+        returns_tensors: whether numbers and strings that it returns come out as tensors: those of a `tf.function` do.
     """
 
     fn: Callable[..., Any]
@@ -40,6 +41,7 @@ class Source:
     seldom: bool = False
     signature: Any = None
     declared: Any = None
+    returns_tensors: bool = False
 
     @classmethod
     def of(cls, fn: Callable[..., Any]) -> Source:
@@ -49,7 +51,7 @@ class Source:
             ReplicaValueError: it cannot be called.
         """
         if function.is_tf_function(fn):
-            return cls(fn.python_function, *function.options(fn), ById(fn))  # type: ignore[attr-defined]
+            return cls(fn.python_function, *function.options(fn), ById(fn), True)  # type: ignore[attr-defined]
         if not callable(fn):
             raise ReplicaValueError.no_function(fn)
         return cls(fn)

@@ -33,7 +33,7 @@ from replica_engine.telemetry import timeline
 from replica_engine.telemetry.stacks import stack_of
 from replica_engine.telemetry.trace_file import Track
 from replica_engine.telemetry.watchdog import Watch
-from replica_engine.xla import soft_placement
+from replica_engine.xla import argument_names, initial_values, soft_placement
 from replica_engine.xla.arguments import Arguments, Shapes
 from replica_engine.xla.body import Body, Collective
 from replica_engine.xla.counts import count
@@ -326,9 +326,16 @@ def _trace_once(
 
     def flat(*placeholders: tf.Tensor) -> list[tf.Tensor]:
         args, kwargs = arguments.rebuild(placeholders)
-        summaries_bound = soft_placement.bound(arguments, placeholders)
-        with body.entered(host_calls, collectives), enter(), _recorded(created), summaries_bound:
-            outputs.append(Outputs(converted(*args, **kwargs)))
+        names = [slot.name for slot in arguments.slots]
+        with (
+            body.entered(host_calls, collectives),
+            argument_names.named(source.fn, placeholders, names),
+            initial_values.of_one_trace(),
+            enter(),
+            _recorded(created),
+            soft_placement.bound(arguments, placeholders),
+        ):
+            outputs.append(Outputs(converted(*args, **kwargs), source.returns_tensors))
         return outputs[-1].tensors
 
     try:
@@ -347,7 +354,7 @@ def _trace_once(
 @contextlib.contextmanager
 def _recorded(created: list[tuple[Any, str]]) -> Iterator[None]:
     def creator(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        variable = next_creator(**kwargs)
+        variable = next_creator(**initial_values.outside(kwargs))
         created.append((variable, here()))
         return variable
 

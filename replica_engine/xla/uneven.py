@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from replica_engine.errors import ReplicaMismatchError
+from replica_engine.errors.base import at
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import Array
 from replica_engine.xla.counts import count
@@ -116,6 +117,7 @@ def _compile(
             if len({value.shape for value in values}) > 1
         )
         other = next(index for index, shape in enumerate(shapes) if shape != shapes[0])
-        raise ReplicaMismatchError.shapes(name, other, str(shapes[0]), str(shapes[other]))
+        met = next((f"{each.kind}{at(each.where)}" for each in program.traced.collectives), "")
+        raise ReplicaMismatchError.shapes(name, other, str(shapes[0]), str(shapes[other]), met)
     text = _REPLICA_ID.sub(f"stablehlo.constant dense<{replica}> : tensor<ui32>", text)
     return lowered, program.executable(text, lowered, program.devices.alone(replica))

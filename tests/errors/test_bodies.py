@@ -81,6 +81,23 @@ def test_an_initial_value_of_the_arguments():
     strategy.run(Mean(), args=(tf.constant([1.0, 2.0]),))
 
 
+@shows(VariableCreationError.of_run)
+def test_an_initial_value_that_replicas_bring_together():
+    strategy = TPUStrategy(num_cores=2)
+
+    class Mean(tf.Module):
+        value = None
+
+        def __call__(self):
+            if self.value is None:
+                drawn = tf.random.normal([3])
+                mean = tf.distribute.get_replica_context().all_reduce("MEAN", drawn)
+                self.value = tf.Variable(mean, name="mean")
+            return self.value.read_value()
+
+    strategy.run(Mean())
+
+
 @shows(LoweringError.unsupported_op)
 def test_text_in_a_body():
     strategy = TPUStrategy(num_cores=2, soft_placement=False)
@@ -235,11 +252,11 @@ def test_a_number_that_is_another_each_time():
     """The warning comes at the third trace here, and not at the eighth."""
     strategy = TPUStrategy(num_cores=2)
 
-    def step(x, rate):
-        return x * rate
+    def step(x, count):
+        return x * count
 
-    for rate in (0.1, 0.2, 0.3):
-        strategy.run(step, args=(tf.constant(1.0), rate))
+    for count in (1, 2, 3):
+        strategy.run(step, args=(tf.constant(1.0), count))
 
 
 @pytest.fixture

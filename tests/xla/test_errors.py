@@ -316,7 +316,7 @@ class TestCollectives:
             (lambda x: xla.all_to_all(x, 0, 5), ["all_to_all along dimension 5"]),
             (lambda x: xla.all_to_all(x[0], 0, 0), ["all_to_all along dimension 0", "()"]),
             (lambda x: xla.all_to_all(tf.zeros([3]), 0, 0), ["length 3", "2 equal parts"]),
-            (lambda x: xla.all_gather(tf.where(x > 1.0)), ["all_gather needs a static shape", "(None, 1)"]),
+            (lambda x: xla.all_gather(tf.where(x > 1.0)), ["all_gather at ", "needs a shape", "(None, 1)"]),
             (lambda x: xla.all_reduce(x, "PRODUCT"), ["PRODUCT", "MAX, MEAN, MIN, SUM"]),
             (lambda x: xla.cross_replica_sum(x > 1.0), ["bool", "tf.cast"]),
             (lambda x: xla.all_reduce(tf.constant("a")), ["string"]),
