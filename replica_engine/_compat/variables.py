@@ -58,6 +58,12 @@ def write(handle: tf.Tensor, value: Any) -> None:
         tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
 
+def is_initialized(handle: tf.Tensor) -> bool:
+    """Whether there is a value behind a handle; asked in eager mode."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        return bool(tf.raw_ops.VarIsInitializedOp(resource=handle))
+
+
 def graph() -> Any:
     """The graph that ops go into here."""
     return _get_default_graph()

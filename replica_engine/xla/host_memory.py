@@ -1,0 +1,76 @@
+"""Values of variables in memory that goes back to the operating system when TensorFlow frees them.
+
+On x86 processors with AVX-512 VNNI or later instructions TensorFlow turns oneDNN on, and with it takes tensors of
+256 KiB and more from a pool (`MklCPUAllocator`). The pool never shrinks: what a freed tensor has taken stays with the
+process, for the next tensors. So freeing the host's value of a variable saves nothing there, unless that value lies
+elsewhere: in an array of NumPy's, which TensorFlow borrows without a copy (DLPack).
+
+What the user's program computes lies in the pool first. A value that is copied out of it makes room for the next one:
+the pool then keeps as much as the largest variable takes while it is made, not as much as all variables take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._compat import variables
+
+_ALIGNMENT = 64  # bytes, which TensorFlow asks of every tensor
+
+
+def outside_pool(value: np.ndarray) -> tf.Tensor:
+    """A copy of a value as a tensor in NumPy's memory."""
+    if not _can_borrow(value.dtype):
+        return tf.constant(value)
+    own = _aligned(value.shape, value.dtype)
+    np.copyto(own, value)
+    return _borrowed(own)
+
+
+def zeros(shape: Sequence[int], dtype: np.dtype) -> tf.Tensor:
+    """Zeros in NumPy's memory. Large ones take none until somebody reads or writes them."""
+    if not _can_borrow(dtype):
+        return tf.zeros(shape, dtype)
+    return _borrowed(_aligned(shape, dtype))
+
+
+def leave_pool(handles: Sequence[tf.Tensor], dtype: tf.DType) -> None:
+    """Moves the values behind handles to NumPy's memory. What shared its memory before does so after.
+
+    The caller sees to it that nobody writes to the variables meanwhile.
+    """
+    if not _can_borrow(np.dtype(dtype.as_numpy_dtype)):
+        return
+    moved: dict[int, tf.Tensor] = {}
+    for handle in handles:
+        if not variables.is_initialized(handle):
+            continue
+        value = np.asarray(variables.read(handle, dtype))  # a view: `numpy` would copy
+        address = value.ctypes.data
+        if address not in moved:
+            moved[address] = outside_pool(value)
+        variables.write(handle, moved[address])
+
+
+def _can_borrow(dtype: np.dtype) -> bool:
+    return dtype.isbuiltin == 1 or dtype == tf.bfloat16.as_numpy_dtype
+
+
+def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.zeros(size + _ALIGNMENT, np.uint8)  # the system's zero pages, until they are written
+    begin = -raw.ctypes.data % _ALIGNMENT
+    return raw[begin : begin + size].view(dtype).reshape(shape)
+
+
+def _borrowed(own: np.ndarray) -> tf.Tensor:
+    """The array itself as a tensor, which keeps it alive."""
+    if own.dtype.isbuiltin == 1:
+        return tf.experimental.dlpack.from_dlpack(own.__dlpack__())
+    # NumPy exports its own dtypes only.
+    bits = tf.experimental.dlpack.from_dlpack(own.view(np.uint16).__dlpack__())
+    with tf.init_scope(), tf.device("CPU:0"):
+        return tf.bitcast(bits, tf.bfloat16)
