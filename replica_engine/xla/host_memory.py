@@ -1,12 +1,14 @@
 """Values of variables in memory that goes back to the operating system when TensorFlow frees them.
 
-On x86 processors with AVX-512 VNNI or later instructions TensorFlow turns oneDNN on, and with it takes tensors of
-256 KiB and more from a pool (`MklCPUAllocator`). The pool never shrinks: what a freed tensor has taken stays with the
-process, for the next tensors. So freeing the host's value of a variable saves nothing there, unless that value lies
-elsewhere: in an array of NumPy's, which TensorFlow borrows without a copy (DLPack).
+On processors with instructions for neural networks (AVX-512 VNNI, AVX-VNNI, AMX) TensorFlow turns oneDNN on, and with
+it takes tensors of 256 KiB and more from a pool (`MklCPUAllocator`). The pool never shrinks: the memory of a freed
+tensor stays with the process, for the next tensors. So freeing the host's value of a variable saves nothing, unless
+that value lies elsewhere: in an array of NumPy's, which TensorFlow borrows without a copy (DLPack).
 
-What the user's program computes lies in the pool first. A value that is copied out of it makes room for the next one:
-the pool then keeps as much as the largest variable takes while it is made, not as much as all variables take.
+The value that the user's program computes lies in the pool first. Copying it out makes room for the next one: the pool
+then keeps as much as the largest variable takes while it is made, not as much as all variables take.
+
+All machines do the same, pool or not: a difference between machines would hide errors, and costs only the copy.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def outside_pool(value: np.ndarray) -> tf.Tensor:
 def zeros(shape: Sequence[int], dtype: np.dtype) -> tf.Tensor:
     """Zeros in NumPy's memory. Large ones take none until somebody reads or writes them."""
     if not _can_borrow(dtype):
-        return tf.zeros(shape, dtype)
+        return tf.constant(np.zeros(shape, dtype))
     return _borrowed(_aligned(shape, dtype))
 
 
@@ -56,7 +58,11 @@ def leave_pool(handles: Sequence[tf.Tensor], dtype: tf.DType) -> None:
 
 
 def _can_borrow(dtype: np.dtype) -> bool:
-    return dtype.isbuiltin == 1 or dtype == tf.bfloat16.as_numpy_dtype
+    return _can_export(dtype) or dtype == tf.bfloat16.as_numpy_dtype
+
+
+def _can_export(dtype: np.dtype) -> bool:
+    return dtype.isbuiltin == 1 and dtype.kind in "biufc"  # NumPy's own numbers
 
 
 def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
@@ -68,9 +74,8 @@ def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 def _borrowed(own: np.ndarray) -> tf.Tensor:
     """The array itself as a tensor, which keeps it alive."""
-    if own.dtype.isbuiltin == 1:
+    if _can_export(own.dtype):
         return tf.experimental.dlpack.from_dlpack(own.__dlpack__())
-    # NumPy exports its own dtypes only.
     bits = tf.experimental.dlpack.from_dlpack(own.view(np.uint16).__dlpack__())
     with tf.init_scope(), tf.device("CPU:0"):
         return tf.bitcast(bits, tf.bfloat16)

@@ -152,8 +152,9 @@ class Resident:
 
     def _restore_shape(self) -> None:
         if self._freed:
+            zeros = host_memory.zeros(tuple(self._shape), np.dtype(self.dtype.as_numpy_dtype))
             for handle in self.handles:
-                variables.write(handle, host_memory.zeros(self._shape, np.dtype(self.dtype.as_numpy_dtype)))
+                variables.write(handle, zeros)
             self._freed = False
 
     def set_values(self, values: Sequence[np.ndarray]) -> None:
