@@ -3,7 +3,7 @@
 On processors with instructions for neural networks (AVX-512 VNNI, AVX-VNNI, AMX) TensorFlow turns oneDNN on, and with
 it takes tensors of 256 KiB and more from a pool (`MklCPUAllocator`). The pool never shrinks: the memory of a freed
 tensor stays with the process, for the next tensors. So freeing the host's value of a variable saves nothing, unless
-that value lies elsewhere: in an array of NumPy's, which TensorFlow borrows without a copy (DLPack).
+that value lies elsewhere: in an array of NumPy's, which TensorFlow uses without a copy.
 
 The value that the user's program computes lies in the pool first. Copying it out makes room for the next one: the pool
 then keeps as much as the largest variable takes while it is made, not as much as all variables take.
@@ -20,23 +20,19 @@ import tensorflow as tf
 
 from replica_engine._compat import variables
 
-_ALIGNMENT = 64  # bytes, which TensorFlow asks of every tensor
+_ALIGNMENT = 64  # bytes, which TensorFlow asks of every tensor; it copies an array that lies otherwise
 
 
 def outside_pool(value: np.ndarray) -> tf.Tensor:
     """A copy of a value as a tensor in NumPy's memory."""
-    if not _can_borrow(value.dtype):
-        return tf.constant(value)
     own = _aligned(value.shape, value.dtype)
     np.copyto(own, value)
-    return _borrowed(own)
+    return variables.tensor_on(own)
 
 
 def zeros(shape: Sequence[int], dtype: np.dtype) -> tf.Tensor:
     """Zeros in NumPy's memory. Large ones take none until somebody reads or writes them."""
-    if not _can_borrow(dtype):
-        return tf.constant(np.zeros(shape, dtype))
-    return _borrowed(_aligned(shape, dtype))
+    return variables.tensor_on(_aligned(shape, dtype))
 
 
 def leave_pool(handles: Sequence[tf.Tensor], dtype: tf.DType) -> None:
@@ -44,8 +40,6 @@ def leave_pool(handles: Sequence[tf.Tensor], dtype: tf.DType) -> None:
 
     The caller sees to it that nobody writes to the variables meanwhile.
     """
-    if not _can_borrow(np.dtype(dtype.as_numpy_dtype)):
-        return
     moved: dict[int, tf.Tensor] = {}
     for handle in handles:
         if not variables.is_initialized(handle):
@@ -57,25 +51,8 @@ def leave_pool(handles: Sequence[tf.Tensor], dtype: tf.DType) -> None:
         variables.write(handle, moved[address])
 
 
-def _can_borrow(dtype: np.dtype) -> bool:
-    return _can_export(dtype) or dtype == tf.bfloat16.as_numpy_dtype
-
-
-def _can_export(dtype: np.dtype) -> bool:
-    return dtype.isbuiltin == 1 and dtype.kind in "biufc"  # NumPy's own numbers
-
-
 def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     raw = np.zeros(size + _ALIGNMENT, np.uint8)  # the system's zero pages, until they are written
     begin = -raw.ctypes.data % _ALIGNMENT
     return raw[begin : begin + size].view(dtype).reshape(shape)
-
-
-def _borrowed(own: np.ndarray) -> tf.Tensor:
-    """The array itself as a tensor, which keeps it alive."""
-    if _can_export(own.dtype):
-        return tf.experimental.dlpack.from_dlpack(own.__dlpack__())
-    bits = tf.experimental.dlpack.from_dlpack(own.view(np.uint16).__dlpack__())
-    with tf.init_scope(), tf.device("CPU:0"):
-        return tf.bitcast(bits, tf.bfloat16)

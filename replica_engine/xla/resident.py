@@ -60,7 +60,7 @@ class Resident:
         assert described is not None, "a variable's handle"
         self.dtype, self._shape = described
         size = self.dtype.size * (self._shape.num_elements() or 0)  # none if it is not known
-        self._to_free = size >= _LARGE  # once it is stale on the host
+        self._to_free = size >= _LARGE and not xla_ops.is_host_only(self.dtype)  # once it is stale on the host
         self.asked: weakref.WeakSet = weakref.WeakSet()
         self.spread = spread
         self.read_anywhere = False
