@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 # stop_recording: for what has no gradient.
@@ -52,6 +53,22 @@ def write(handle: tf.Tensor, value: Any) -> None:
     """Writes a value behind a handle, in eager mode."""
     with tf.init_scope(), tf.device("CPU:0"):
         tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+
+
+def tensor_on(array: np.ndarray) -> tf.Tensor:
+    """A tensor that has an array for its memory, which nobody may write to from now on.
+
+    `tf.constant` copies first, just because somebody might. An array that is not aligned is copied here too. TensorFlow
+    lets go of the array at the first conversion of a NumPy array after the tensor is gone, on a thread of Python's.
+    TensorFlow must have started.
+    """
+    return tf.__internal__.EagerTensor(array, None, None)
+
+
+def is_initialized(handle: tf.Tensor) -> bool:
+    """Whether there is a value behind a handle; asked in eager mode."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        return bool(tf.raw_ops.VarIsInitializedOp(resource=handle))
 
 
 def graph() -> Any:

@@ -91,6 +91,7 @@ def make_resident(values: Any, devices: DeviceGroup, spread: Spread | None) -> R
     resident = Resident([variables.raw_handle(value) for value in unique], devices, spread)
     for replica, value in enumerate(unique):
         HostVariable.adopt(value, resident, replica)
+    resident.leave_pool()
     return resident
 
 

@@ -13,6 +13,7 @@ Both sides are never stale at once. What "a look" and "a write" are is for `host
 Large weights should not take memory on the host that nobody looks at. So until the first look, a value that is stale
 there is freed: an empty tensor stands in its place. After it the value stays, since nobody knows when a look is over.
 While TensorFlow lowers a body that captures the variable, it is pinned: there is a value of its shape, if not its own.
+What was made or written on the host lies outside of TensorFlow's memory pool until then (`host_memory`).
 `_freeing` is held while values on the host are freed or come back, and never while anybody waits for a device.
 """
 
@@ -29,6 +30,7 @@ import tensorflow as tf
 from replica_engine._compat import variables, xla_ops
 from replica_engine.errors import LostVariableError
 from replica_engine.pjrt.group import Array, DeviceGroup
+from replica_engine.xla import host_memory
 
 Spread = Callable[[np.ndarray, int], list[np.ndarray]]
 """What each of N replicas gets of a value that the host has one of."""
@@ -58,7 +60,7 @@ class Resident:
         assert described is not None, "a variable's handle"
         self.dtype, self._shape = described
         size = self.dtype.size * (self._shape.num_elements() or 0)  # none if it is not known
-        self._to_free = size >= _LARGE  # once it is stale on the host
+        self._to_free = size >= _LARGE and not xla_ops.is_host_only(self.dtype)  # once it is stale on the host
         self.asked: weakref.WeakSet = weakref.WeakSet()
         self.spread = spread
         self.read_anywhere = False
@@ -124,6 +126,15 @@ class Resident:
             if self._looked_at and self._array is not None:  # by a signal handler, just now
                 self._host_stale = True
 
+    def leave_pool(self) -> None:
+        """The host's value has just been made or written: makes room for the next one in TensorFlow's memory pool.
+
+        A value that somebody looked at stays where it is. The caller holds `DeviceGroup.in_flight`, or is the only one
+        that knows the variable.
+        """
+        if self._to_free and not self._looked_at:
+            host_memory.leave_pool(self.handles, self.dtype)
+
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
         """The host's value is of the variable's shape inside: TensorFlow is about to look at that, and at no more."""
@@ -141,8 +152,9 @@ class Resident:
 
     def _restore_shape(self) -> None:
         if self._freed:
+            zeros = host_memory.zeros(tuple(self._shape), np.dtype(self.dtype.as_numpy_dtype))
             for handle in self.handles:
-                variables.write(handle, np.zeros(self._shape, self.dtype.as_numpy_dtype))
+                variables.write(handle, zeros)
             self._freed = False
 
     def set_values(self, values: Sequence[np.ndarray]) -> None:
@@ -165,7 +177,8 @@ class Resident:
                 return
             array = self._present()
             # Copies: a view of the device's memory would keep the next step from writing there.
-            values = [np.array(self._devices.fetch(array, replica)) for replica in range(len(self.handles))]
+            copy = host_memory.outside_pool if self._to_free else np.array
+            values = [copy(self._devices.fetch(array, replica)) for replica in range(len(self.handles))]
             with _freeing:
                 for handle, value in zip(self.handles, values, strict=True):
                     variables.write(handle, value)
@@ -206,6 +219,7 @@ class Resident:
             finally:
                 self._writer = writer
             self._array = None
+            self.leave_pool()
 
     def _present(self) -> Array:
         """The value on the devices; a program that fails while it runs takes it along, and one may never end."""
