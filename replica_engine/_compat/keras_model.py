@@ -112,10 +112,14 @@ def strategy_of_optimizer(optimizer: keras.optimizers.Optimizer) -> Any:
 
 
 def set_strategy_of_optimizer(optimizer: keras.optimizers.Optimizer, strategy: Any) -> None:
-    """Has an optimizer, and one inside it, update variables through a strategy."""
-    while optimizer is not None:
-        optimizer._distribution_strategy = strategy
-        optimizer = getattr(optimizer, "inner_optimizer", None)
+    """Has an optimizer update variables through a strategy."""
+    optimizer._distribution_strategy = strategy
+
+
+def with_inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """An optimizer and those that it wraps."""
+    inner = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
+    return [optimizer, *(deeper for each in inner if each is not None for deeper in with_inner_optimizers(each))]
 
 
 def apply_across(optimizer: keras.optimizers.Optimizer, apply: Callable[..., Any], grads: Any, variables: Any) -> None:
@@ -177,6 +181,12 @@ def state_of(model: keras.Model) -> Any:
     parts = [getattr(model, name, None) for name in ("optimizer", "_compile_loss", "_compile_metrics", "_loss_tracker")]
     layers = [(layer, layer.trainable) for layer in layers_of(model)]
     return [*parts, bool(model.run_eagerly), layers]
+
+
+def counts(model: keras.Model) -> list[tuple[keras.optimizers.Optimizer, int]]:
+    """How many variables each optimizer has that is an attribute of a model itself; quick, for each step."""
+    found = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]
+    return [(optimizer, len(optimizer.variables)) for optimizer in found]
 
 
 def unknown_to(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> list[keras.Variable]:

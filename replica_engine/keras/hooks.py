@@ -9,12 +9,18 @@ they then compute for a share of it; these are the places where that makes a dif
 - the loss of one of several outputs counts as much as the share is of the batch;
 - a metric notes what its `result` returned, so that in the logs the result of all replicas can stand for it.
 
-They are attributes of the objects while a replicated method runs, and are taken away after it.
+Between steps a callback may do what it likes with the model. Two things that it does are noticed at once:
+
+- an optimizer that it builds gets plain variables, which are then shared with the replicas;
+- `compile` brings another optimizer and other metrics, which get their hooks.
+
+The hooks are attributes of the objects while a replicated method runs, and are taken away after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -29,40 +35,74 @@ _NOTHING = object()
 
 
 class Hooks:
-    """The hooks of one model's optimizers and metrics.
+    """The hooks of one model, its optimizers and metrics.
 
     Args:
         model: the model.
+        built: called with an optimizer and the rest of its `build`, which makes its variables.
+        compiled: called after each `compile` of the model.
     """
 
-    def __init__(self, model: keras.Model):
+    def __init__(
+        self,
+        model: keras.Model,
+        built: Callable[[keras.optimizers.Optimizer, Callable[[], None]], None],
+        compiled: Callable[[], None],
+    ):
         self._model = model
-        self._hooks: list[tuple[Any, str, Any]] = []
-        self._before: list[Any] = []
+        self._built = built
+        self._compiled = compiled
+        self._there: dict[tuple[int, str], tuple[Any, Any]] = {}
 
     def put(self) -> None:
-        """Puts them there."""
-        for optimizer in keras_model.optimizers_of(self._model):
-            self._hooks.append((optimizer, "apply", _apply(optimizer)))
-            self._hooks.append((optimizer, "scale_loss", _scale_loss(optimizer)))
-        of_outputs = keras_model.output_losses(self._model)
-        for metric in keras_model.metrics_of(self._model):
-            self._hooks.append((metric, "result", _result(metric)))
-            if any(metric is each for each in of_outputs) and not self._model.run_eagerly:
-                self._hooks.append((metric, "update_state", _update(metric)))
-        self._before = [vars(target).get(name, _NOTHING) for target, name, _ in self._hooks]
-        for target, name, hook in self._hooks:
-            vars(target)[name] = hook
+        """Puts them where they belong now, and takes those away that were put on what the model has no more."""
+        wanted = {(id(target), name): (target, make) for target, name, make in self._wanted()}
+        for key in [key for key in self._there if key not in wanted]:
+            self._take(key)
+        for key, (target, make) in wanted.items():
+            if key not in self._there:
+                self._there[key] = target, vars(target).get(key[1], _NOTHING)
+                vars(target)[key[1]] = make(target)
 
     def take_away(self) -> None:
         """Takes them away; what was there before is there again."""
-        for (target, name, _), before in zip(self._hooks, self._before, strict=True):
-            if before is _NOTHING:
-                vars(target).pop(name, None)
-            else:
-                vars(target)[name] = before
-        self._hooks.clear()
-        self._before.clear()
+        for key in list(self._there):
+            self._take(key)
+
+    def _take(self, key: tuple[int, str]) -> None:
+        target, before = self._there.pop(key)
+        if before is _NOTHING:
+            vars(target).pop(key[1], None)
+        else:
+            vars(target)[key[1]] = before
+
+    def _wanted(self) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+        """On what they belong, under which name, and what makes each."""
+        yield self._model, "compile", self._compile
+        for optimizer in keras_model.optimizers_of(self._model):
+            yield optimizer, "apply", _apply
+            yield optimizer, "scale_loss", _scale_loss
+            for each in keras_model.with_inner_optimizers(optimizer):
+                yield each, "build", self._build
+        of_outputs = keras_model.output_losses(self._model)
+        for metric in keras_model.metrics_of(self._model):
+            yield metric, "result", _result
+            if any(metric is each for each in of_outputs) and not self._model.run_eagerly:
+                yield metric, "update_state", _update
+
+    def _build(self, optimizer: keras.optimizers.Optimizer) -> Callable[[Any], None]:
+        own = optimizer.build
+        return lambda variables: self._built(optimizer, lambda: own(variables))
+
+    def _compile(self, model: keras.Model) -> Callable[..., None]:
+        own = model.compile
+
+        @functools.wraps(own)
+        def compile_and_tell(*args: Any, **kwargs: Any) -> None:
+            own(*args, **kwargs)
+            self._compiled()
+
+        return compile_and_tell
 
 
 def _apply(optimizer: keras.optimizers.Optimizer) -> Callable[..., None]:
