@@ -9,10 +9,12 @@ they then compute for a share of it; these are the places where that makes a dif
 - the loss of one of several outputs counts as much as the share is of the batch;
 - a metric notes what its `result` returned, so that in the logs the result of all replicas can stand for it.
 
-Between steps a callback may do what it likes with the model. Two things that it does are noticed at once:
+Between steps a callback may do what it likes with the model. These things that it does are noticed at once:
 
 - an optimizer that it builds gets plain variables, which are then shared with the replicas;
-- `compile` brings another optimizer and other metrics, which get their hooks.
+- `compile` brings another optimizer and other metrics, which get their hooks;
+- before weights are saved or read, replicas agree on moving statistics, so that training goes on from what was saved,
+  and a second process that loads them goes on from the same.
 
 The hooks are attributes of the objects while a replicated method runs, and are taken away after it.
 """
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
@@ -32,6 +34,20 @@ from replica_engine.keras.optimizer import apply_across_replicas
 from replica_engine.keras.share import current_share
 
 _NOTHING = object()
+_READING = ("save", "save_weights", "export", "get_weights")
+
+
+class Listener(Protocol):
+    """Who is told what a callback does to a model."""
+
+    def build(self, optimizer: keras.optimizers.Optimizer, build: Callable[[], None]) -> None:
+        """An optimizer is to be built; `build` is the rest of its method."""
+
+    def changed(self) -> None:
+        """The model may have other variables, optimizers or metrics than before."""
+
+    def reconcile(self) -> None:
+        """Variables are about to be read."""
 
 
 class Hooks:
@@ -39,19 +55,12 @@ class Hooks:
 
     Args:
         model: the model.
-        built: called with an optimizer and the rest of its `build`, which makes its variables.
-        compiled: called after each `compile` of the model.
+        listener: is told what happens to the model.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        built: Callable[[keras.optimizers.Optimizer, Callable[[], None]], None],
-        compiled: Callable[[], None],
-    ):
+    def __init__(self, model: keras.Model, listener: Listener):
         self._model = model
-        self._built = built
-        self._compiled = compiled
+        self._listener = listener
         self._there: dict[tuple[int, str], tuple[Any, Any]] = {}
 
     def put(self) -> None:
@@ -78,7 +87,9 @@ class Hooks:
 
     def _wanted(self) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
         """On what they belong, under which name, and what makes each."""
-        yield self._model, "compile", self._compile
+        yield self._model, "compile", lambda model: _then(model.compile, self._listener.changed)
+        for name in _READING:
+            yield self._model, name, functools.partial(self._reading, name=name)
         for optimizer in keras_model.optimizers_of(self._model):
             yield optimizer, "apply", _apply
             yield optimizer, "scale_loss", _scale_loss
@@ -92,17 +103,27 @@ class Hooks:
 
     def _build(self, optimizer: keras.optimizers.Optimizer) -> Callable[[Any], None]:
         own = optimizer.build
-        return lambda variables: self._built(optimizer, lambda: own(variables))
+        return lambda variables: self._listener.build(optimizer, lambda: own(variables))
 
-    def _compile(self, model: keras.Model) -> Callable[..., None]:
-        own = model.compile
+    def _reading(self, model: keras.Model, name: str) -> Callable[..., Any]:
+        own = getattr(model, name)
 
         @functools.wraps(own)
-        def compile_and_tell(*args: Any, **kwargs: Any) -> None:
-            own(*args, **kwargs)
-            self._compiled()
+        def read(*args: Any, **kwargs: Any) -> Any:
+            self._listener.reconcile()
+            return own(*args, **kwargs)
 
-        return compile_and_tell
+        return read
+
+
+def _then(own: Callable[..., Any], after: Callable[[], None]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        result = own(*args, **kwargs)
+        after()
+        return result
+
+    return method
 
 
 def _apply(optimizer: keras.optimizers.Optimizer) -> Callable[..., None]:

@@ -27,6 +27,7 @@ import tensorflow as tf
 from replica_engine._compat import distribute, keras_model
 from replica_engine.errors import OptimizerError, ReplicateError
 from replica_engine.keras.hooks import Hooks
+from replica_engine.keras.losses import extension
 from replica_engine.keras.on_threads import OnThreads
 from replica_engine.keras.optimizer import through_strategy
 from replica_engine.keras.variables import SharedVariables
@@ -52,7 +53,7 @@ class Replicas:
         self.strategy = strategy
         self._model = model
         self._variables = SharedVariables(original, strategy)
-        self._hooks = Hooks(original, self._build, self.changed)
+        self._hooks = Hooks(original, self)
         self._functions: Any = None
         self._depth = 0
         self._thread = 0
@@ -75,7 +76,8 @@ class Replicas:
         Raises:
             ReplicateError: that other one is on another thread, which cannot be made to leave.
         """
-        with distribute.outside_scopes() if tf.distribute.has_strategy() else contextlib.nullcontext():
+        outside = distribute.outside_scopes() if tf.distribute.has_strategy() else contextlib.nullcontext()
+        with outside, extension.installed():
             with _lock:
                 self._enter()
             try:
@@ -89,8 +91,7 @@ class Replicas:
         me = threading.get_ident()
         if current is self:
             self._depth += 1
-            if self._thread == me:
-                self._variables.reconcile()
+            self.reconcile()
             return
         if current is not None:
             if current._thread != me:
@@ -153,7 +154,13 @@ class Replicas:
         self._counted = keras_model.counts(self._model)
         return has_others
 
-    def _build(self, optimizer: keras.optimizers.Optimizer, build: Callable[[], None]) -> None:
+    def reconcile(self) -> None:
+        """Has replicas agree on moving statistics; not on a thread other than that of the steps."""
+        with _lock:
+            if _inside.get(self.original) is self and self._thread == threading.get_ident():
+                self._variables.reconcile()
+
+    def build(self, optimizer: keras.optimizers.Optimizer, build: Callable[[], None]) -> None:
         """An optimizer's `build`: in a callback, or in the first step that applies it, while that is traced."""
         with _lock, tf.init_scope(), distribute.outside_scopes():
             with through_strategy(optimizer, tf.distribute.get_strategy()):

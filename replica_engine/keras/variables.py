@@ -80,7 +80,8 @@ class SharedVariables:
         self._gather = self._all(_Shared.gather, self._gather)
         for shared in self._shared.values():
             shared.put_plain()
-        return any([_make_plain(variable) for variable in keras_model.variables_of(self._model)])
+        made = [_make_plain(variable) for variable in keras_model.variables_of(self._model)]
+        return any(made)
 
     def renew(self) -> bool:
         """Between `enter` and `leave`: shares variables that the model has now, and gives back those it had.
@@ -98,6 +99,8 @@ class SharedVariables:
         for key, shared in self._shared.items():
             if before.get(key) is not shared:
                 shared.put_distributed()
+                shared.spread()
+            elif shared.is_one_seed():
                 shared.spread()
         self._lend_optimizers()
         return before is not self._shared
@@ -184,6 +187,13 @@ class _Shared:
     def is_of(self, value: Any) -> bool:
         """Whether this is what the Keras variable holds now."""
         return value is self.plain or value is self._distributed
+
+    def is_one_seed(self) -> bool:
+        """Whether it is a seed that all replicas have: a callback has set it, from a checkpoint, say."""
+        if not self._is_seed or len(self._components) == 1:
+            return False
+        values = {component.numpy().tobytes() for component in self._components}
+        return len(values) == 1
 
     def put_distributed(self) -> None:
         """Puts the distributed variable in place."""
