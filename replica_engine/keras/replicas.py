@@ -148,8 +148,8 @@ class Replicas:
                     if self._renew():
                         self._known = None  # steps that were traced have the variables of before in them
 
-    def _renew(self) -> bool:
-        has_others = self._variables.renew()
+    def _renew(self, in_step: bool = False) -> bool:
+        has_others = self._variables.renew(in_step)
         self._hooks.put()
         self._counted = keras_model.counts(self._model)
         return has_others
@@ -165,7 +165,7 @@ class Replicas:
         with _lock, tf.init_scope(), distribute.outside_scopes():
             with through_strategy(optimizer, tf.distribute.get_strategy()):
                 build()
-            self._renew()
+            self._renew(in_step=True)
 
     def metrics_left(self) -> contextlib.AbstractContextManager[None]:
         """Inside, what replicas count in are plain variables, about to be set to zero."""

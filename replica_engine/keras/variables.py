@@ -83,14 +83,18 @@ class SharedVariables:
         made = [_make_plain(variable) for variable in keras_model.variables_of(self._model)]
         return any(made)
 
-    def renew(self) -> bool:
+    def renew(self, in_step: bool = False) -> bool:
         """Between `enter` and `leave`: shares variables that the model has now, and gives back those it had.
+
+        Args:
+            in_step: whether a step is being traced. Distributed variables that it has made stay as they are: there are
+                ops in its graph that use them.
 
         Returns:
             Whether there were any.
         """
         before = self._shared
-        self._find()
+        self._find(in_step)
         for key, shared in before.items():
             if key not in self._shared:
                 shared.reconcile()
@@ -105,13 +109,16 @@ class SharedVariables:
         self._lend_optimizers()
         return before is not self._shared
 
-    def _find(self) -> None:
+    def _find(self, in_step: bool = False) -> None:
         """Looks through the model for its variables; what is known of those that it had before stays."""
         known = {}
         assigned = {id(weight) for weight in self._model.non_trainable_weights}
         for variable in keras_model.variables_of(self._model):
             shared = self._shared.get(id(variable))
-            if shared is None or not shared.is_of(keras_model.underlying(variable)):
+            value = keras_model.underlying(variable)
+            if shared is None or not shared.is_of(value):
+                if in_step and isinstance(value, distribute.DistributedVariable):
+                    continue
                 _make_plain(variable)
                 is_state = id(variable) in assigned and not keras_model.is_seed(variable)
                 shared = _Shared(variable, self._strategy, is_state)
