@@ -214,7 +214,7 @@ class Replicas:
         return rows.take(outputs, 0, 0)
 
     def _ready(self, batch: Any) -> Any:
-        """What runs steps, with all variables that they need; anew where the model has changed."""
+        """What runs steps, with all variables that they need; another one where the model has changed."""
         if batch is not None and not keras_model.is_built(self._model):
             with _lock:
                 self._suspend()

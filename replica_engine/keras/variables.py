@@ -42,7 +42,7 @@ class SharedVariables:
 
     @contextlib.contextmanager
     def metrics_left(self) -> Iterator[None]:
-        """Inside, those that replicas count in are plain ones, about to be set anew."""
+        """Inside, those that replicas count in are plain ones, about to be set to zero."""
         counted = [shared for shared in self._shared.values() if shared.on_read and self._is_inside]
         for shared in counted:
             shared.gather()
