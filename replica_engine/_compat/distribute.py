@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 # _push_per_thread_mode, _pop_per_thread_mode, _get_default_replica_mode: leaving a strategy's scope for a while.
 # _get_per_thread_mode: which is entered. require_replica_context, _require_cross_replica_or_default_context_extended:
-# whether a replica context is, or is not. StrategyBase, StrategyExtendedV2: whose scopes are known.
-# _CrossReplicaThreadMode: what they enter.
+# whether a replica context is, or is not. _get_default_strategy: the strategy outside of all scopes. StrategyBase,
+# StrategyExtendedV2: whose scopes are known. _CrossReplicaThreadMode: what they enter.
 from tensorflow.python.distribute import distribute_lib as _distribute_lib
 
 # The extended half of tf.distribute.MultiWorkerMirroredStrategy, for running it on replica threads.
@@ -212,6 +212,33 @@ def no_strategy() -> Iterator[None]:
         yield
     finally:
         _distribute_lib._pop_per_thread_mode()
+
+
+@contextlib.contextmanager
+def outside_scopes() -> Iterator[None]:
+    """As if no strategy's scope were entered: variables that are created inside are plain.
+
+    `no_strategy` leaves the scope, but not the variable creator that it put on the graph, which would refuse.
+    """
+    with no_strategy():
+        graph = _ops.get_default_graph()
+        before = set_creators(graph, [each for each in variable_creators(graph) if not _is_of_scope(each[1])])
+        try:
+            yield
+        finally:
+            set_creators(graph, before)
+
+
+def _is_of_scope(creator: Any) -> bool:
+    """Whether a variable creator is that of a strategy's scope, the default strategy's too, and not a user's."""
+    if isinstance(getattr(creator, "__self__", None), _EagerScope):
+        return True
+    return getattr(creator, "__module__", "") == _distribute_lib.__name__
+
+
+def default_strategy() -> tf.distribute.Strategy:
+    """The strategy of code that has entered no scope."""
+    return _distribute_lib._get_default_strategy()
 
 
 @contextlib.contextmanager

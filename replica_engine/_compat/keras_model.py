@@ -5,6 +5,8 @@ Checked on Keras 3.15.1. Keras is imported here, so this module is for those who
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -28,7 +30,6 @@ SAMPLEWISE = "reduce_to_samplewise_values"
 MASKED = "apply_mask"
 SCALES = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
 
-_MARK = "_replica_engine"
 _OF_BATCHES = (keras.losses.Dice, keras.losses.Tversky, keras.losses.Circle)
 _CORRELATIONS = (keras.metrics.PearsonCorrelation, keras.metrics.ConcordanceCorrelation)
 _FUNCTIONS = ("train", "test", "predict")
@@ -112,10 +113,14 @@ def strategy_of_optimizer(optimizer: keras.optimizers.Optimizer) -> Any:
 
 
 def set_strategy_of_optimizer(optimizer: keras.optimizers.Optimizer, strategy: Any) -> None:
-    """Has an optimizer, and one inside it, update variables through a strategy."""
-    while optimizer is not None:
-        optimizer._distribution_strategy = strategy
-        optimizer = getattr(optimizer, "inner_optimizer", None)
+    """Has an optimizer update variables through a strategy."""
+    optimizer._distribution_strategy = strategy
+
+
+def with_inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """An optimizer and those that it wraps."""
+    inner = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
+    return [optimizer, *(deeper for each in inner if each is not None for deeper in with_inner_optimizers(each))]
 
 
 def apply_across(optimizer: keras.optimizers.Optimizer, apply: Callable[..., Any], grads: Any, variables: Any) -> None:
@@ -179,6 +184,12 @@ def state_of(model: keras.Model) -> Any:
     return [*parts, bool(model.run_eagerly), layers]
 
 
+def counts(model: keras.Model) -> list[tuple[keras.optimizers.Optimizer, int]]:
+    """How many variables each optimizer has that is an attribute of a model itself; quick, for each step."""
+    found = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]
+    return [(optimizer, len(optimizer.variables)) for optimizer in found]
+
+
 def unknown_to(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> list[keras.Variable]:
     """Of some variables those that an optimizer that is built was not built for."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -238,32 +249,67 @@ def _axes(metric: keras.metrics.Metric) -> tuple:
     return tuple(axis) if isinstance(axis, (list, tuple)) else (axis,)
 
 
-def extend(reduce: Reduce, sample_weight: Callable[[Any, Any], Any], is_ours: Callable[[], bool]) -> None:
-    """Replaces, where `is_ours()`, what Keras' losses and metrics do with a batch; once for the process.
+class Extension:
+    """What Keras' losses and metrics do with a batch, replaced where a share is being computed.
+
+    The functions are those of Keras' modules, so they are replaced for the process; only while `installed`.
 
     Args:
         reduce: reduces losses, in the place of Keras' own, which it is given.
         sample_weight: the weight that a `Mean` is to take, of a value and the weight that it was given.
         is_ours: whether a share is being computed. There losses are not scaled for a strategy.
     """
-    original, samplewise = getattr(_loss, REDUCE), getattr(_metrics, SAMPLEWISE)
-    if hasattr(original, _MARK):
-        return
 
-    def reduced(*args: Any, **kwargs: Any) -> Any:
-        return reduce(original, *args, **kwargs) if is_ours() else original(*args, **kwargs)
+    def __init__(self, reduce: Reduce, sample_weight: Callable[[Any, Any], Any], is_ours: Callable[[], bool]):
+        self._reduce = reduce
+        self._sample_weight = sample_weight
+        self._is_ours = is_ours
+        self._lock = threading.Lock()
+        self._users = 0
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
 
-    def weighted(values: Any, weight: Any, reduce_fn: Any, dtype: Any) -> Any:
-        if is_ours() and reduce_fn is keras.ops.mean:
-            weight = sample_weight(values, weight)
-        return samplewise(values, weight, reduce_fn=reduce_fn, dtype=dtype)
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, on any thread, Keras calls the replacements; several may be inside."""
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._install()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._uninstall()
 
-    setattr(reduced, _MARK, True)
-    setattr(_loss, REDUCE, reduced)
-    setattr(_metrics, SAMPLEWISE, weighted)
-    for name in SCALES:
-        setattr(_loss, name, _unless(is_ours, getattr(_loss, name)))
+    def _install(self) -> None:
+        make = [(_loss, REDUCE, self._reduced), (_metrics, SAMPLEWISE, self._weighted)]
+        make += [(_loss, name, self._unscaled) for name in SCALES]
+        for module, name, replacement in make:
+            original = getattr(module, name)
+            self._replaced.append((module, name, original, replacement(original)))
+            setattr(*self._replaced[-1][:2], self._replaced[-1][3])
 
+    def _uninstall(self) -> None:
+        for module, name, original, replacement in self._replaced:
+            if getattr(module, name) is replacement:  # someone who has replaced it since calls it: it does nothing then
+                setattr(module, name, original)
+        self._replaced.clear()
 
-def _unless(is_ours: Callable[[], bool], scale: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: value if is_ours() else scale(value)
+    def _reduced(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def reduced(*args: Any, **kwargs: Any) -> Any:
+            return self._reduce(original, *args, **kwargs) if self._is_ours() else original(*args, **kwargs)
+
+        return reduced
+
+    def _weighted(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def weighted(values: Any, weight: Any, reduce_fn: Any, dtype: Any) -> Any:
+            if self._is_ours() and reduce_fn is keras.ops.mean:
+                weight = self._sample_weight(values, weight)
+            return original(values, weight, reduce_fn=reduce_fn, dtype=dtype)
+
+        return weighted
+
+    def _unscaled(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda value: value if self._is_ours() else original(value)

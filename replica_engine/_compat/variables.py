@@ -176,3 +176,22 @@ def create(next_creator: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
 def plain_copy(variable: Any, memo: dict[int, Any]) -> Any:
     """A copy of a plain variable."""
     return ResourceVariable.__deepcopy__(variable, memo)
+
+
+def plain_like(variable: Any) -> Any:
+    """A plain variable with the value and the options of a distributed one, whatever scope is entered."""
+    with tf.init_scope():
+        return _default_creator(
+            None,
+            initial_value=variable.read_value(),
+            trainable=variable.trainable,
+            name=variable.name.split(":")[0],
+            dtype=variable.dtype,
+            synchronization=variable.synchronization,
+            aggregation=variable.aggregation,
+        )
+
+
+def take_identity(variable: Any, of: Any) -> None:
+    """Has Keras' optimizers know a variable by the id of another, whose place it takes."""
+    variable._unique_id = of._unique_id

@@ -9,13 +9,21 @@ they then compute for a share of it; these are the places where that makes a dif
 - the loss of one of several outputs counts as much as the share is of the batch;
 - a metric notes what its `result` returned, so that in the logs the result of all replicas can stand for it.
 
-They are attributes of the objects while a replicated method runs, and are taken away after it.
+Between steps a callback may do what it likes with the model. These things that it does are noticed at once:
+
+- an optimizer that it builds gets plain variables, which are then shared with the replicas;
+- `compile` brings another optimizer and other metrics, which get their hooks;
+- before weights are saved or read, replicas agree on moving statistics, so that training goes on from what was saved,
+  and a second process that loads them goes on from the same.
+
+The hooks are attributes of the objects while a replicated method runs, and are taken away after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
@@ -26,43 +34,96 @@ from replica_engine.keras.optimizer import apply_across_replicas
 from replica_engine.keras.share import current_share
 
 _NOTHING = object()
+_READING = ("save", "save_weights", "export", "get_weights")
+
+
+class Listener(Protocol):
+    """Who is told what a callback does to a model."""
+
+    def build(self, optimizer: keras.optimizers.Optimizer, build: Callable[[], None]) -> None:
+        """An optimizer is to be built; `build` is the rest of its method."""
+
+    def changed(self) -> None:
+        """The model may have other variables, optimizers or metrics than before."""
+
+    def reconcile(self) -> None:
+        """Variables are about to be read."""
 
 
 class Hooks:
-    """The hooks of one model's optimizers and metrics.
+    """The hooks of one model, its optimizers and metrics.
 
     Args:
         model: the model.
+        listener: is told what happens to the model.
     """
 
-    def __init__(self, model: keras.Model):
+    def __init__(self, model: keras.Model, listener: Listener):
         self._model = model
-        self._hooks: list[tuple[Any, str, Any]] = []
-        self._before: list[Any] = []
+        self._listener = listener
+        self._there: dict[tuple[int, str], tuple[Any, Any]] = {}
 
     def put(self) -> None:
-        """Puts them there."""
-        for optimizer in keras_model.optimizers_of(self._model):
-            self._hooks.append((optimizer, "apply", _apply(optimizer)))
-            self._hooks.append((optimizer, "scale_loss", _scale_loss(optimizer)))
-        of_outputs = keras_model.output_losses(self._model)
-        for metric in keras_model.metrics_of(self._model):
-            self._hooks.append((metric, "result", _result(metric)))
-            if any(metric is each for each in of_outputs) and not self._model.run_eagerly:
-                self._hooks.append((metric, "update_state", _update(metric)))
-        self._before = [vars(target).get(name, _NOTHING) for target, name, _ in self._hooks]
-        for target, name, hook in self._hooks:
-            vars(target)[name] = hook
+        """Puts them where they belong now, and takes those away that were put on what the model has no more."""
+        wanted = {(id(target), name): (target, make) for target, name, make in self._wanted()}
+        for key in [key for key in self._there if key not in wanted]:
+            self._take(key)
+        for key, (target, make) in wanted.items():
+            if key not in self._there:
+                self._there[key] = target, vars(target).get(key[1], _NOTHING)
+                vars(target)[key[1]] = make(target)
 
     def take_away(self) -> None:
         """Takes them away; what was there before is there again."""
-        for (target, name, _), before in zip(self._hooks, self._before, strict=True):
-            if before is _NOTHING:
-                vars(target).pop(name, None)
-            else:
-                vars(target)[name] = before
-        self._hooks.clear()
-        self._before.clear()
+        for key in list(self._there):
+            self._take(key)
+
+    def _take(self, key: tuple[int, str]) -> None:
+        target, before = self._there.pop(key)
+        if before is _NOTHING:
+            vars(target).pop(key[1], None)
+        else:
+            vars(target)[key[1]] = before
+
+    def _wanted(self) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+        """On what they belong, under which name, and what makes each."""
+        yield self._model, "compile", lambda model: _then(model.compile, self._listener.changed)
+        for name in _READING:
+            yield self._model, name, functools.partial(self._reading, name=name)
+        for optimizer in keras_model.optimizers_of(self._model):
+            yield optimizer, "apply", _apply
+            yield optimizer, "scale_loss", _scale_loss
+            for each in keras_model.with_inner_optimizers(optimizer):
+                yield each, "build", self._build
+        of_outputs = keras_model.output_losses(self._model)
+        for metric in keras_model.metrics_of(self._model):
+            yield metric, "result", _result
+            if any(metric is each for each in of_outputs) and not self._model.run_eagerly:
+                yield metric, "update_state", _update
+
+    def _build(self, optimizer: keras.optimizers.Optimizer) -> Callable[[Any], None]:
+        own = optimizer.build
+        return lambda variables: self._listener.build(optimizer, lambda: own(variables))
+
+    def _reading(self, model: keras.Model, name: str) -> Callable[..., Any]:
+        own = getattr(model, name)
+
+        @functools.wraps(own)
+        def read(*args: Any, **kwargs: Any) -> Any:
+            self._listener.reconcile()
+            return own(*args, **kwargs)
+
+        return read
+
+
+def _then(own: Callable[..., Any], after: Callable[[], None]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        result = own(*args, **kwargs)
+        after()
+        return result
+
+    return method
 
 
 def _apply(optimizer: keras.optimizers.Optimizer) -> Callable[..., None]:

@@ -21,11 +21,6 @@ from replica_engine.keras.share import Share, current_share
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
-def extend_keras() -> None:
-    """Has Keras' losses and means take the values of a share as is said above."""
-    keras_model.extend(_reduce, _weight, lambda: current_share() is not None)
-
-
 def _reduce(
     original: Callable[..., Any],
     values: Any,
@@ -68,3 +63,7 @@ def _correction(divisor: Any, share: Share) -> Any:
     context = tf.distribute.get_replica_context()
     total = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.stop_gradient(divisor))
     return tf.math.divide_no_nan(divisor, total) / share.weight(divisor.dtype)
+
+
+extension = keras_model.Extension(_reduce, _weight, lambda: current_share() is not None)
+"""Has Keras' losses and means take the values of a share as described above, while it is installed."""

@@ -56,6 +56,7 @@ def _class_of(kind: Any) -> type:
     members.update({f"make_{name}_function": _make(name) for name in ("train", "test", "predict")})
     members.update({f"{name}_function": _function(name) for name in ("train", "test", "predict")})
     members["reset_metrics"] = _resetting(kind)
+    members["__setattr__"] = _setting(kind)
     members["__reduce__"] = lambda self: getattr(self, _SLOT).original.__reduce__()
     members["__deepcopy__"] = lambda self, memo: copy.deepcopy(getattr(self, _SLOT).original, memo)
     members["strategy"] = _Strategy()
@@ -94,6 +95,15 @@ def _resetting(kind: Any) -> Callable[..., None]:
             kind.reset_metrics(self)
 
     return reset_metrics
+
+
+def _setting(kind: Any) -> Callable[..., None]:
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        kind.__setattr__(self, name, value)
+        if isinstance(value, keras.optimizers.Optimizer):
+            getattr(self, _SLOT).changed()
+
+    return set_attribute
 
 
 def _by_original(kind: type, name: str) -> Callable[..., Any]:

@@ -78,9 +78,11 @@ class _Merge:
 @contextlib.contextmanager
 def through_strategy(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Inside, the optimizer updates variables of `strategy`, wherever it was made."""
-    before = keras_model.strategy_of_optimizer(optimizer)
-    keras_model.set_strategy_of_optimizer(optimizer, strategy)
+    before = [(each, keras_model.strategy_of_optimizer(each)) for each in keras_model.with_inner_optimizers(optimizer)]
+    for each, _ in before:
+        keras_model.set_strategy_of_optimizer(each, strategy)
     try:
         yield
     finally:
-        keras_model.set_strategy_of_optimizer(optimizer, before)
+        for each, own in before:
+            keras_model.set_strategy_of_optimizer(each, own)

@@ -5,6 +5,12 @@ model *enters*: variables become those of the replicas, optimizers and metrics g
 of the original are put aside. When the last thread is out again, all is as before. So nothing of this is seen by who
 uses the original after a method of the replicated model has returned, and a callback that uses it meanwhile works on
 the replicas' variables.
+
+A callback may change what the model has: build its optimizer, set another one, compile it, add weights. Keras creates
+variables for these outside of any scope, so they are plain. They have to be shared before the next step runs, which
+would otherwise update them once a replica. Three places look for them (`changed`): where Keras tells us at once (an
+optimizer's `build`, `compile`, an optimizer set on the replicated model), at the beginning of each step, and at the
+beginning of each epoch and evaluation, where time suffices to walk through all layers.
 """
 
 from __future__ import annotations
@@ -12,16 +18,18 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from replica_engine._compat import keras_model
+from replica_engine._compat import distribute, keras_model
 from replica_engine.errors import OptimizerError, ReplicateError
 from replica_engine.keras.hooks import Hooks
+from replica_engine.keras.losses import extension
 from replica_engine.keras.on_threads import OnThreads
+from replica_engine.keras.optimizer import through_strategy
 from replica_engine.keras.variables import SharedVariables
 from replica_engine.replica import rows
 from replica_engine.telemetry import timeline
@@ -45,19 +53,22 @@ class Replicas:
         self.strategy = strategy
         self._model = model
         self._variables = SharedVariables(original, strategy)
-        self._hooks = Hooks(original)
+        self._hooks = Hooks(original, self)
         self._functions: Any = None
         self._depth = 0
         self._thread = 0
         self._outer: Replicas | None = None
         self._known: Any = None
+        self._counted: Any = None
         self._steps: Any = None
         self._calling = Track(type(strategy).__name__, "Keras", order=-1)
         self._feeding = Track(type(strategy).__name__, "feeding", order=-1)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, the model's variables are those of the replicas.
+        """Inside, the model's variables are those of the replicas, and no strategy's scope is entered.
+
+        In a scope Keras would distribute data a second time, and what callbacks create would be variables of replicas.
 
         Several threads may be inside. Another replicated model of the same original, in a callback say, takes its turn:
         this one leaves meanwhile.
@@ -65,21 +76,22 @@ class Replicas:
         Raises:
             ReplicateError: that other one is on another thread, which cannot be made to leave.
         """
-        with _lock:
-            self._enter()
-        try:
-            yield
-        finally:
+        outside = distribute.outside_scopes() if tf.distribute.has_strategy() else contextlib.nullcontext()
+        with outside, extension.installed():
             with _lock:
-                self._exit()
+                self._enter()
+            try:
+                yield
+            finally:
+                with _lock:
+                    self._exit()
 
     def _enter(self) -> None:
         current = _inside.get(self.original)
         me = threading.get_ident()
         if current is self:
             self._depth += 1
-            if self._thread == me:
-                self._variables.reconcile()
+            self.reconcile()
             return
         if current is not None:
             if current._thread != me:
@@ -117,7 +129,8 @@ class Replicas:
     def _suspend(self) -> None:
         self._hooks.take_away()
         try:
-            self._variables.leave()
+            if self._variables.leave():
+                self._known = None
         finally:
             self._functions = keras_model.exchange_functions(self.original, self._functions)
 
@@ -127,8 +140,36 @@ class Replicas:
         if history is not None and history.model is self._model:
             history.set_model(self.original)
 
+    def changed(self) -> None:
+        """The model may have other variables, optimizers or metrics than before: the replicas get to share them."""
+        with _lock:
+            if _inside.get(self.original) is self:
+                with tf.init_scope(), distribute.outside_scopes():
+                    if self._renew():
+                        self._known = None  # steps that were traced have the variables of before in them
+
+    def _renew(self, in_step: bool = False) -> bool:
+        has_others = self._variables.renew(in_step)
+        self._hooks.put()
+        self._counted = keras_model.counts(self._model)
+        return has_others
+
+    def reconcile(self) -> None:
+        """Has replicas agree on moving statistics; not on a thread other than that of the steps."""
+        with _lock:
+            if _inside.get(self.original) is self and self._thread == threading.get_ident():
+                self._variables.reconcile()
+
+    def build(self, optimizer: keras.optimizers.Optimizer, build: Callable[[], None]) -> None:
+        """An optimizer's `build`: in a callback, or in the first step that applies it, while that is traced."""
+        with _lock, tf.init_scope(), distribute.outside_scopes():
+            with through_strategy(optimizer, tf.distribute.get_strategy()):
+                build()
+            self._renew(in_step=True)
+
     def metrics_left(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, what replicas count in are plain variables, about to be set anew."""
+        """Inside, what replicas count in are plain variables, about to be set to zero."""
+        self.changed()
         return self._variables.metrics_left()
 
     def train(self, iterator: Any) -> dict[str, Any]:
@@ -173,7 +214,7 @@ class Replicas:
         return rows.take(outputs, 0, 0)
 
     def _ready(self, batch: Any) -> Any:
-        """What runs steps, with all variables that they need; anew where the model has changed."""
+        """What runs steps, with all variables that they need; another one where the model has changed."""
         if batch is not None and not keras_model.is_built(self._model):
             with _lock:
                 self._suspend()
@@ -181,8 +222,9 @@ class Replicas:
                     keras_model.build(self._model, batch)
                 finally:
                     self._resume()
-        state = keras_model.state_of(self._model)
-        if self._known != state:
+        state, counted = keras_model.state_of(self._model), keras_model.counts(self._model)
+        if self._known != state or self._counted != counted:
+            self.changed()
             self._check_trainable()
             self._steps = self._make_steps()
             self._known = state

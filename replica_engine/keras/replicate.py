@@ -11,7 +11,6 @@ import tensorflow as tf
 from replica_engine._compat import keras_model
 from replica_engine.errors import ReplicateError, positive_int
 from replica_engine.keras.choice import choose
-from replica_engine.keras.losses import extend_keras
 from replica_engine.keras.model import is_replicated, replicated
 from replica_engine.strategies import MirroredStrategy
 
@@ -70,7 +69,6 @@ def replicate_model(
     if count is not None and count != present:
         raise ReplicateError.too_many(count, type(strategy).__name__, present)
     _check_inputs(model, present)
-    extend_keras()
     return replicated(model, strategy)
 
 

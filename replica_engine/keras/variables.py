@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine._compat import distribute, keras_model
+from replica_engine._compat import distribute, keras_model, variables
 from replica_engine.replica.variables import SEED_STEP
 
 
@@ -36,13 +36,13 @@ class SharedVariables:
         self._strategy = strategy
         self._shared: dict[int, _Shared] = {}
         self._is_inside = False
-        self._optimizers: list[Any] = []
+        self._optimizers: dict[int, tuple[Any, Any]] = {}
         self._spread: Callable[[], None] | None = None
         self._gather: Callable[[], None] | None = None
 
     @contextlib.contextmanager
     def metrics_left(self) -> Iterator[None]:
-        """Inside, those that replicas count in are plain ones, about to be set anew."""
+        """Inside, those that replicas count in are plain ones, about to be set to zero."""
         counted = [shared for shared in self._shared.values() if shared.on_read and self._is_inside]
         for shared in counted:
             shared.gather()
@@ -62,35 +62,90 @@ class SharedVariables:
     def enter(self) -> None:
         """Has the model's variables be those of all replicas."""
         self._is_inside = True
+        self._find()
+        for shared in self._shared.values():
+            shared.put_distributed()
+        self._spread = self._all(_Shared.spread, self._spread)
+        self._lend_optimizers()
+
+    def leave(self) -> bool:
+        """Has them be plain ones again.
+
+        Returns:
+            Whether there are variables that a step made, which no step of a later call would share.
+        """
+        self._is_inside = False
+        self._return_optimizers(list(self._optimizers.values()))
+        self.reconcile()
+        self._gather = self._all(_Shared.gather, self._gather)
+        for shared in self._shared.values():
+            shared.put_plain()
+        made = [_make_plain(variable) for variable in keras_model.variables_of(self._model)]
+        return any(made)
+
+    def renew(self, in_step: bool = False) -> bool:
+        """Between `enter` and `leave`: shares variables that the model has now, and gives back those it had.
+
+        Args:
+            in_step: whether a step is being traced. Distributed variables that it has made stay as they are: there are
+                ops in its graph that use them.
+
+        Returns:
+            Whether there were any.
+        """
+        before = self._shared
+        self._find(in_step)
+        for key, shared in before.items():
+            if key not in self._shared:
+                shared.reconcile()
+                shared.gather()
+                shared.put_plain()
+        for key, shared in self._shared.items():
+            if before.get(key) is not shared:
+                shared.put_distributed()
+                shared.spread()
+            elif shared.is_one_seed():
+                shared.spread()
+        self._lend_optimizers()
+        return before is not self._shared
+
+    def _find(self, in_step: bool = False) -> None:
+        """Looks through the model for its variables; what is known of those that it had before stays."""
         known = {}
         assigned = {id(weight) for weight in self._model.non_trainable_weights}
         for variable in keras_model.variables_of(self._model):
             shared = self._shared.get(id(variable))
-            if shared is None or shared.plain is not keras_model.underlying(variable):
+            value = keras_model.underlying(variable)
+            if shared is None or not shared.is_of(value):
+                if in_step and isinstance(value, distribute.DistributedVariable):
+                    continue
+                _make_plain(variable)
                 is_state = id(variable) in assigned and not keras_model.is_seed(variable)
                 shared = _Shared(variable, self._strategy, is_state)
             known[id(variable)] = shared
         if known != self._shared:
             self._shared = known
             self._spread = self._gather = None
-        for shared in known.values():
-            shared.put_distributed()
-        self._spread = self._all(_Shared.spread, self._spread)
-        optimizers = keras_model.optimizers_of(self._model)
-        self._optimizers = [(each, keras_model.strategy_of_optimizer(each)) for each in optimizers]
-        for optimizer in optimizers:
-            keras_model.set_strategy_of_optimizer(optimizer, self._strategy)
 
-    def leave(self) -> None:
-        """Has them be plain ones again."""
-        self._is_inside = False
-        for optimizer, strategy in self._optimizers:
-            keras_model.set_strategy_of_optimizer(optimizer, strategy)
-        self.reconcile()
-        self._gather = self._all(_Shared.gather, self._gather)
-        for shared in self._shared.values():
-            shared.put_plain()
-        self._adopt_new()
+    def _lend_optimizers(self) -> None:
+        """Has the model's optimizers update variables through the strategy, and others as they did before."""
+        optimizers = {id(each): each for each in keras_model.optimizers_of(self._model)}
+        self._return_optimizers([lent for key, lent in self._optimizers.items() if key not in optimizers])
+        for key, optimizer in optimizers.items():
+            parts = keras_model.with_inner_optimizers(optimizer)
+            if key not in self._optimizers:
+                strategies = [(each, keras_model.strategy_of_optimizer(each)) for each in parts]
+                self._optimizers[key] = (optimizer, strategies)
+            for each in parts:
+                keras_model.set_strategy_of_optimizer(each, self._strategy)
+
+    def _return_optimizers(self, lent: list[tuple[Any, Any]]) -> None:
+        for optimizer, strategies in lent:
+            for each, strategy in strategies:
+                # One that was made under the scope has plain variables by now.
+                own = distribute.default_strategy() if strategy is self._strategy else strategy
+                keras_model.set_strategy_of_optimizer(each, own)
+            del self._optimizers[id(optimizer)]
 
     def _all(self, do: Callable[[_Shared], None], graph: Callable[[], None] | None) -> Callable[[], None]:
         """Does it with all variables: as many ops in eager mode, or one call of a graph that does the same."""
@@ -107,20 +162,6 @@ class SharedVariables:
             return tf.function(each, autograph=False).get_concrete_function()
         graph()
         return graph
-
-    def _adopt_new(self) -> None:
-        """Makes plain variables of those that a step made, by building an optimizer, say."""
-        for variable in keras_model.variables_of(self._model):
-            made = keras_model.underlying(variable)
-            if isinstance(made, distribute.DistributedVariable) and id(variable) not in self._shared:
-                plain = tf.Variable(
-                    made.read_value(),
-                    trainable=made.trainable,
-                    name=made.name.split(":")[0],
-                    synchronization=made.synchronization,
-                    aggregation=made.aggregation,
-                )
-                keras_model.put_underneath(variable, plain)
 
 
 class _Shared:
@@ -140,6 +181,8 @@ class _Shared:
         self._distributed = _around(self.plain, strategy)
         self._components = list({id(value): value for value in self._distributed._values}.values())
         self._is_component = self._components[0] is self.plain
+        if not self._is_component:
+            variables.take_identity(self._components[0], self.plain)
         self.on_read = isinstance(self._distributed, distribute.SyncOnReadVariable)
         self._on_host: Any = None
         self.resident = None
@@ -147,6 +190,17 @@ class _Shared:
             from replica_engine.xla.host_variable import HostVariable  # not above: without jax there is no xla
 
             self._on_host, self.resident = HostVariable, HostVariable.resident(self.plain)
+
+    def is_of(self, value: Any) -> bool:
+        """Whether this is what the Keras variable holds now."""
+        return value is self.plain or value is self._distributed
+
+    def is_one_seed(self) -> bool:
+        """Whether it is a seed that all replicas have: a callback has set it, from a checkpoint, say."""
+        if not self._is_seed or len(self._components) == 1:
+            return False
+        values = {component.numpy().tobytes() for component in self._components}
+        return len(values) == 1
 
     def put_distributed(self) -> None:
         """Puts the distributed variable in place."""
@@ -197,6 +251,15 @@ class _Shared:
                 )
             else:
                 self._distributed.assign(values[0])
+
+
+def _make_plain(variable: keras.Variable) -> bool:
+    """Puts a plain variable in the place of a distributed one; returns whether there was one."""
+    made = keras_model.underlying(variable)
+    if not isinstance(made, distribute.DistributedVariable):
+        return False
+    keras_model.put_underneath(variable, variables.plain_like(made))
+    return True
 
 
 def _seed(value: tf.Tensor, replica: int) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""What libraries ask a strategy to find out whether it is of TPUs, and what they do then; docs/libraries.md lists them."""
+"""What libraries ask a strategy to find out whether it is one of TPUs, and what they then do (docs/libraries.md)."""
 
 import contextlib
 
