@@ -37,6 +37,24 @@ def of_arrays(data: Any, steps: int, batch_size: int | None, replicas: int, unev
     return [_cut(data, step * size, each, total) for step, each in enumerate(_sizes(size, steps, replicas, uneven))]
 
 
+def as_they_come(data: Any, steps: int, batch_size: int | None, replicas: int) -> list[Any]:
+    """Cuts batches from arrays as an epoch does: full ones, and last what is left, if anything is.
+
+    What is left has at least a row for each replica. Without `batch_size` a full batch is divisible by `replicas`.
+
+    Raises:
+        BatchError: arrays of different lengths.
+        ParityArgumentError: no rows.
+    """
+    made = of_arrays(data, steps, batch_size, replicas, uneven=False)
+    size, total = rows.count(made[0]), rows.count(rows.as_tensors(data))
+    left = total % size
+    if left and total > replicas:
+        left += 0 if left >= replicas else replicas
+        made[-1] = rows.take(rows.as_tensors(data), max(total - left, 0), total)
+    return made
+
+
 def of_dataset(data: Any, steps: int, replicas: int, uneven: bool) -> list[Any]:
     """The first batches of a dataset or list of batches; it begins again where it has fewer.
 

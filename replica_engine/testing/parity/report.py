@@ -10,6 +10,7 @@ from replica_engine.errors import ParityError
 
 ONE_DEVICE = "one device"
 _WIDTH = 110
+_PLURAL = {"loss": "losses"}
 _SHOWN = 4  # differences of one strategy
 
 
@@ -67,7 +68,7 @@ class Cause:
 
     Attributes:
         kind: "batch normalization", "random numbers", "stateless algorithm", "loss", "metric", "assigned weight",
-            "float16", "scaled by replicas", "unequal shares" or "order of samples".
+            "float16", "scaled by replicas", "not combined" or "unequal shares".
         name: the layer, loss, metric or variable that it is about.
         why: why one device and replicas then differ.
         remedy: what to write instead.
@@ -200,7 +201,7 @@ class ParityReport:
         for kind in kinds:
             cells = {row.strategy: row for row in self.compared if row.kind == kind}
             count = max(row.count for row in cells.values())
-            rows.append([f"{kind}s", str(count), *(_cell(cells.get(name)) for name in self.strategies)])
+            rows.append([_PLURAL.get(kind, f"{kind}s"), str(count), *(_cell(cells.get(name)) for name in self.strategies)])
         widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
         rows.insert(1, ["-" * width for width in widths])
         return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
