@@ -26,6 +26,9 @@ from keras.src.models.functional import Functional as _Functional
 # Tracker: what keeps count of the variables that are among an object's attributes.
 from keras.src.utils.tracking import Tracker as _Tracker
 
+# ListWrapper: what TensorFlow makes of a list that is an attribute; the list itself is among its own attributes.
+from tensorflow.python.trackable.data_structures import ListWrapper as _ListWrapper
+
 REDUCE = "reduce_weighted_values"
 SAMPLEWISE = "reduce_to_samplewise_values"
 MASKED = "apply_mask"
@@ -64,9 +67,9 @@ def contain(component: Any, container: Any | None) -> None:
             holder._distributed_container = weakref.ref(container)
 
 
-def is_tracker(value: Any) -> bool:
-    """Whether it is what keeps count of the variables among an object's attributes."""
-    return isinstance(value, _Tracker)
+def keeps_track(value: Any) -> bool:
+    """Whether its attributes are an account of what other objects hold: a tracker, or a list that is tracked."""
+    return isinstance(value, (_Tracker, _ListWrapper))
 
 
 def compiled_parts(model: keras.Model) -> list[Any]:

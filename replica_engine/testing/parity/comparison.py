@@ -17,6 +17,7 @@ mistake, which shows in the second or third digit. Three rules:
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -77,6 +78,12 @@ def tolerance(dtype: str, rtol: float | None, atol: float | None) -> Tolerance:
     return Tolerance(RTOL[dtype] if rtol is None else rtol, atol or 0.0, dtype, rtol is not None)
 
 
+class _Verdict(enum.Enum):
+    EQUAL = "within the tolerance"
+    AMPLIFIED = "within what rounding does on one device"
+    DIFFERENT = "different"
+
+
 class Comparison:
     """Compares strategies with one device, and keeps what it finds.
 
@@ -86,7 +93,7 @@ class Comparison:
 
     def __init__(self, tolerance: Tolerance):
         self._tolerance = tolerance
-        self._rows: dict[tuple[str, str], list[tuple[float, str, bool]]] = {}
+        self._rows: dict[tuple[str, str], list[tuple[Difference, _Verdict]]] = {}
         self._found: list[tuple[tuple[int, int], Difference]] = []
 
     def compare(
@@ -118,16 +125,16 @@ class Comparison:
             if name not in expected or name not in found:
                 has, lacks = (ONE_DEVICE, strategy) if name in expected else (strategy, ONE_DEVICE)
                 difference = _unlike(strategy, kind, name, batch, step, f"{has} has it, and {lacks} does not")
-                self._note(difference, difference)
+                self._note(difference, _Verdict.DIFFERENT)
                 continue
             before = None if start is None else start.get(name)
             measured = 0.0 if noise is None else NOISE * noise.get(name, 0.0)
             if kind == "gradient":
                 measured = min(measured, CAP * largest)
-            difference, is_different = self._one(
+            difference, verdict = self._one(
                 strategy, kind, name, batch, step, expected[name], found[name], before, measured, largest
             )
-            self._note(difference, difference if is_different else None)
+            self._note(difference, verdict)
 
     def not_finite(self, kind: str, batch: str, values: Arrays, step: int | None = None) -> bool:
         """Notes what is not finite on one device, where equal numbers mean nothing; returns whether there was any."""
@@ -142,19 +149,30 @@ class Comparison:
         """What was compared, by strategy and kind."""
         made = []
         for (strategy, kind), each in sorted(self._rows.items(), key=lambda item: KINDS.index(item[0][1])):
-            worst, name, _ = max(each, key=lambda row: row[0])
-            made.append(Compared(strategy, kind, len(each), sum(differs for *_, differs in each), worst, name))
+            verdicts = [verdict for _, verdict in each]
+            counted = [difference for difference, verdict in each if verdict is not _Verdict.AMPLIFIED]
+            worst = max(counted, key=lambda difference: difference.relative, default=None)
+            made.append(
+                Compared(
+                    strategy,
+                    kind,
+                    len(each),
+                    verdicts.count(_Verdict.DIFFERENT),
+                    verdicts.count(_Verdict.AMPLIFIED),
+                    worst.relative if worst else 0.0,
+                    worst.name if worst else "",
+                )
+            )
         return tuple(made)
 
     def differences(self) -> tuple[Difference, ...]:
         """All differences, in the order in which a step computes them."""
         return tuple(difference for _, difference in sorted(self._found, key=lambda item: item[0]))
 
-    def _note(self, compared: Difference, different: Difference | None) -> None:
-        row = self._rows.setdefault((compared.strategy, compared.kind), [])
-        row.append((compared.relative, compared.name, different is not None))
-        if different is not None:
-            self._found.append((_rank(different), different))
+    def _note(self, difference: Difference, verdict: _Verdict) -> None:
+        self._rows.setdefault((difference.strategy, difference.kind), []).append((difference, verdict))
+        if verdict is _Verdict.DIFFERENT:
+            self._found.append((_rank(difference), difference))
 
     def _one(
         self,
@@ -168,17 +186,19 @@ class Comparison:
         before: Any,
         measured: float,
         largest: float,
-    ) -> tuple[Difference, bool]:
+    ) -> tuple[Difference, _Verdict]:
         one, other = np.asarray(expected), np.asarray(found)
         if one.shape != other.shape:
             detail = f"shape {other.shape} for {one.shape}"
-            return _unlike(strategy, kind, name, batch, step, detail), True
+            return _unlike(strategy, kind, name, batch, step, detail), _Verdict.DIFFERENT
         if one.size == 0:
-            return Difference(strategy, kind, name, batch, step, 0.0, 0.0, 0.0, 0.0, 0.0), False
+            return Difference(strategy, kind, name, batch, step, 0.0, 0.0, 0.0, 0.0, 0.0), _Verdict.EQUAL
         if not _is_number(one) or not _is_number(other):
             is_equal = bool(np.array_equal(one, other))
             difference = _unlike(strategy, kind, name, batch, step, "other values, which are not numbers")
-            return (dataclasses.replace(difference, error=0.0) if is_equal else difference), not is_equal
+            if is_equal:
+                return dataclasses.replace(difference, error=0.0), _Verdict.EQUAL
+            return difference, _Verdict.DIFFERENT
         one, other = _wide(one), _wide(other)
         error = np.where((one == other) | (np.isnan(one) & np.isnan(other)), 0.0, np.abs(one - other))
         error = np.where(np.isnan(error), np.inf, error)
@@ -188,7 +208,8 @@ class Comparison:
         if before is not None:
             scale = _largest(one - _wide(np.asarray(before)))
             rounding = 8 * epsilon * _largest(one)
-        allowed = max(self._tolerance.atol + self._tolerance.rtol * scale + rounding, measured)
+        strict = self._tolerance.atol + self._tolerance.rtol * scale + rounding
+        allowed = max(strict, measured)
         difference = Difference(
             strategy,
             kind,
@@ -202,7 +223,9 @@ class Comparison:
             float(other[index]),
             tuple(int(i) for i in index),
         )
-        return difference, not difference.error <= allowed
+        if difference.error <= strict:
+            return difference, _Verdict.EQUAL
+        return difference, _Verdict.AMPLIFIED if difference.error <= allowed else _Verdict.DIFFERENT
 
 
 def noise(expected: Arrays, others: list[Arrays]) -> dict[str, float]:

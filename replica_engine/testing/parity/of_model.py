@@ -146,7 +146,7 @@ class _Check:
                 runs[0].layers = {name: outputs[name] for name in self._layers.names or outputs if name in outputs}
             with self._part():
                 runs[0].predictions = _flat("output", _of(model).predict_on_batch(last[0]))
-        if self._has_loss and self._is_callable():
+        if self._can_be_evaluated():
             with self._part():
                 runs[0].evaluation = _numbers(_of(model).test_on_batch(*last, return_dict=True))
         if self._has_loss and self._has_optimizer:
@@ -240,6 +240,13 @@ class _Check:
     def _is_callable(self) -> bool:
         return type(self._model).call is not keras.Model.call
 
+    def _can_be_evaluated(self) -> bool:
+        model = self._model
+        has_loss = model.loss is not None or bool(model.losses) if self._has_loss else False
+        is_own = type(model).compute_loss is not keras.Model.compute_loss
+        is_own = is_own or not keras_model.has_keras_step(model, "test_step")
+        return self._has_loss and self._is_callable() and (has_loss or is_own)
+
     def _attributes(self) -> Attributes:
         model = self._model
         objects = [*keras_model.layers_of(model), *keras_model.compiled_parts(model), *keras_model.optimizers_of(model)]
@@ -298,8 +305,13 @@ def _batches(x: Any, y: Any, sample_weight: Any, settings: Settings) -> list[Any
 
 
 def _build(model: keras.Model, batch: Any) -> None:
-    if keras_model.strategy_of(model) is None and keras_model.unbuilt_layers(model):
-        model(rows.take(batch, 0, 1)[0])
+    if keras_model.strategy_of(model) is not None or not keras_model.unbuilt_layers(model):
+        return
+    x = batch[0]
+    if isinstance(model, keras.Sequential) and isinstance(x, tf.Tensor):
+        model.build((None, *x.shape[1:]))  # a call would fix the batch size
+    else:
+        model(rows.take(x, 0, 1))
 
 
 def _names(model: keras.Model) -> dict[int, str]:

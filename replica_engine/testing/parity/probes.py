@@ -103,9 +103,8 @@ class Gradients:
             for name, value in vars(layer).items()
             if id(value) in self._kept
         ]
-        main = self._kept.get(id(self._model.optimizer))
-        if main is not None and not main.built and keras_model.has_keras_step(self._model, "train_step"):
-            main.build(self._model.trainable_variables)
+        for keeper in self._kept.values():
+            keeper.build(self._model.trainable_variables)  # which of them an optimizer trains is known in a step only
         with _put(places):
             yield
 
@@ -114,7 +113,7 @@ class Gradients:
         found: dict[int, Any] = {}
         for keeper in self._kept.values():
             for variable, gradient in keeper.kept():
-                found[id(variable)] = gradient
+                found[id(variable)] = found[id(variable)] + gradient if id(variable) in found else gradient
         return {name: found[key] for key, name in names.items() if key in found}
 
 
@@ -129,8 +128,6 @@ class _GradientKeeper(keras.optimizers.Optimizer):
             self._scale = float(keras.ops.convert_to_numpy(optimizer.dynamic_scale))
 
     def build(self, variables: Any) -> None:
-        if self.built:
-            return
         super().build(variables)
         slots = [self.add_variable_from_reference(variable, name="gradient") for variable in variables]
         vars(self)["slots"] = list(zip(variables, slots, strict=True))  # seen by nothing that looks for variables

@@ -11,6 +11,10 @@ from replica_engine.errors import ParityError
 ONE_DEVICE = "one device"
 _WIDTH = 110
 _PLURAL = {"loss": "losses"}
+_AMPLIFIED = (
+    '"by rounding" counts what exceeds the tolerance, and not 10 times the difference that another order of the samples '
+    "makes on one device: a gradient that is 0 but for rounding, say, divided by its own size in Adam."
+)
 _SHOWN = 4  # differences of one strategy
 
 
@@ -91,8 +95,9 @@ class Compared:
         strategy: the strategy.
         kind: what was compared; see `Difference`.
         count: how many tensors or numbers.
-        differing: how many of them differ by more than the tolerance.
-        worst: the largest error relative to its scale.
+        differing: how many of them differ by more than is allowed.
+        amplified: how many more exceed the tolerance, and not what rounding was seen to do on one device.
+        worst: the largest error relative to its scale, of those that are not amplified.
         worst_name: of what that is.
     """
 
@@ -100,6 +105,7 @@ class Compared:
     kind: str
     count: int
     differing: int
+    amplified: int
     worst: float
     worst_name: str
 
@@ -182,8 +188,11 @@ class ParityReport:
             lines += [line for cause in self.causes for line in _wrapped("  - ", str(cause))]
         elif self.differences:
             lines += ["", "None of the known causes was found. Start at the first difference above."]
-        if self.notes:
-            lines += ["", *(line for note in self.notes for line in _wrapped("Note: ", note))]
+        notes = list(self.notes)
+        if any(row.amplified for row in self.compared):
+            notes.insert(0, _AMPLIFIED)
+        if notes:
+            lines += ["", *(line for note in notes for line in _wrapped("Note: ", note))]
         return "\n".join(lines)
 
     def _leading(self, strategy: str) -> list[Difference]:
@@ -210,9 +219,12 @@ class ParityReport:
 def _cell(row: Compared | None) -> str:
     if row is None:
         return "not compared"
-    if not row.differing:
-        return f"{row.worst:.1e}"
-    return f"{row.worst:.1e}  {row.differing} DIFFER"
+    parts = [f"{row.worst:.1e}"]
+    if row.amplified:
+        parts.append(f"({row.amplified} by rounding)")
+    if row.differing:
+        parts.append(f"{row.differing} DIFFER")
+    return " ".join(parts)
 
 
 def _runs(batches: tuple[int, ...]) -> str:

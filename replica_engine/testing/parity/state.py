@@ -29,31 +29,37 @@ class Attributes:
     """
 
     def __init__(self, objects: Iterable[Any]):
-        self._objects = [(each, dict(vars(each))) for each in objects]
+        self._objects: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._containers: dict[int, tuple[Any, Any]] = {}
-        for _, attributes in self._objects:
-            for value in attributes.values():
-                self._note(value, _DEPTH)
+        for each in objects:
+            self._note_attributes(each, _DEPTH)
 
     def restore(self) -> None:
         """Puts back what was there."""
-        for each, attributes in self._objects:
+        for each, attributes in self._objects.values():
             vars(each).clear()
             vars(each).update(attributes)
         for container, content in self._containers.values():
             _fill(container, content)
 
+    def _note_attributes(self, each: Any, depth: int) -> None:
+        if id(each) not in self._objects:
+            self._objects[id(each)] = each, dict(vars(each))
+            for value in self._objects[id(each)][1].values():
+                self._note(value, depth)
+
     def _note(self, value: Any, depth: int) -> None:
-        if keras_model.is_tracker(value):
-            for inner in vars(value).values():
-                self._note(inner, depth - 1)
-        elif issubclass(type(value), (list, dict, set)) and depth and id(value) not in self._containers:
+        if not depth or id(value) in self._containers:
+            return
+        if keras_model.keeps_track(value):
+            self._note_attributes(value, depth - 1)
+        elif kind := next((kind for kind in (list, dict, set) if issubclass(type(value), kind)), None):
             # The methods of list, dict and set themselves: those of Keras' own kinds track what is added.
-            kind = next(each for each in (list, dict, set) if issubclass(type(value), each))
-            self._containers[id(value)] = value, kind.copy(value)
-            for inner in kind.copy(value).values() if kind is dict else kind.copy(value):
+            content: Any = kind.copy(value)
+            self._containers[id(value)] = value, content
+            for inner in content.values() if kind is dict else content:
                 self._note(inner, depth - 1)
-        elif issubclass(type(value), tuple) and depth:
+        elif issubclass(type(value), tuple):
             for inner in value:
                 self._note(inner, depth - 1)
 
