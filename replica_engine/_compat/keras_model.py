@@ -72,6 +72,13 @@ def keeps_track(value: Any) -> bool:
     return isinstance(value, (_Tracker, _ListWrapper))
 
 
+def plain_container(value: Any) -> Any:
+    """The list or dictionary in what TensorFlow makes of one that is an attribute; anything else as it is."""
+    if isinstance(value, _ListWrapper):
+        return value._storage
+    return getattr(value, "__wrapped__", value) if isinstance(value, dict) else value
+
+
 def compiled_parts(model: keras.Model) -> list[Any]:
     """What `compile` made for a model, besides optimizers: losses, metrics, and those inside them."""
     parts = [getattr(model, name, None) for name in ("_compile_loss", "_compile_metrics", "_loss_tracker")]

@@ -55,9 +55,10 @@ class seeded:
 
     def __enter__(self) -> None:
         # Name counters are in dictionaries, which are copied, too.
-        self._before = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in _state().items()}
-        _state()[GLOBAL_SEED] = self._seed
-        _state().pop(GENERATOR, None)  # made again of the seed
+        state = _state()
+        self._before = {name: copy.copy(each) if isinstance(each, dict) else each for name, each in state.items()}
+        state[GLOBAL_SEED] = self._seed
+        state.pop(GENERATOR, None)  # made again of the seed
 
     def __exit__(self, *_: object) -> None:
         _state().clear()

@@ -38,7 +38,8 @@ def check_parity(
     atol: float | None = None,
     seed: int = 0,
     random_layers: bool = True,
-) -> ParityReport: ...
+) -> ParityReport:
+    """Of a model."""
 
 
 @overload
@@ -57,7 +58,8 @@ def check_parity(
     seed: int = 0,
     reduction: str | None = None,
     uneven: bool | None = None,
-) -> ParityReport: ...
+) -> ParityReport:
+    """Of a step."""
 
 
 def check_parity(model_or_step: Any, *args: Any, **kwargs: Any) -> ParityReport:
@@ -90,7 +92,7 @@ def check_parity(model_or_step: Any, *args: Any, **kwargs: Any) -> ParityReport:
         rtol: what counts as rounding, relative to the largest element of a tensor; of a weight, to its largest change.
             None takes 1e-4 for float32, which is 1000 roundings, 1e-8 for float64, 2e-2 for float16 and 8e-2 for
             bfloat16. What rounding does to a quantity is also measured, on one device with the samples in another
-            order, and 10 times that is allowed.
+            order and other last digits, and 10 times that is allowed.
         atol: added to it.
         seed: where all random numbers begin.
         random_layers: of a model: False has layers that draw random numbers behave as in inference, so that everything

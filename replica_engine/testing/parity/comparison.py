@@ -6,12 +6,13 @@ mistake, which shows in the second or third digit. Three rules:
 
 - A tensor is compared as a whole: the largest difference of an element against the *largest* element. An element near
   zero is a difference of larger numbers, and has their rounding error.
-- A weight is compared by its *change* since the start: a learning rate of 1e-5 would hide any mistake in the digits that
-  do not change.
+- A weight is compared by its *change* since the start: a learning rate of 1e-5 would hide any mistake in the digits
+  that do not change.
 - Rounding may be amplified. A bias before a batch normalization has a gradient of exactly 0, which rounding makes 1e-9,
   and Adam divides that by its own size. So the check measures what rounding does on one device: it runs the same
-  batches with their samples in another order, and allows `NOISE` times the difference that this makes. A gradient may
-  profit from it only up to 1e-5 of the largest gradient in the model, so that it cannot hide a mistake in a gradient.
+  batches with their samples in another order and the weights changed in their last digits, and allows `NOISE` times the
+  difference that this makes. A gradient may profit from it only up to 1e-5 of the largest gradient in the model, so that
+  it cannot hide a mistake in a gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,12 @@ from replica_engine.testing.parity.report import ONE_DEVICE, Compared, Differenc
 
 NOISE = 10
 """How many times the measured rounding of one device is allowed."""
+
+ORDERS = 3
+"""How many times one device runs like that."""
+
+_LAST_DIGITS = 4
+"""By how many units in the last place weights are changed, at most."""
 
 CAP = 1e-5
 """What measured rounding can be in a gradient, relative to the largest gradient of all variables."""
@@ -200,7 +207,8 @@ class Comparison:
                 return dataclasses.replace(difference, error=0.0), _Verdict.EQUAL
             return difference, _Verdict.DIFFERENT
         one, other = _wide(one), _wide(other)
-        error = np.where((one == other) | (np.isnan(one) & np.isnan(other)), 0.0, np.abs(one - other))
+        with np.errstate(invalid="ignore"):  # infinity minus infinity
+            error = np.where((one == other) | (np.isnan(one) & np.isnan(other)), 0.0, np.abs(one - other))
         error = np.where(np.isnan(error), np.inf, error)
         index = np.unravel_index(int(np.argmax(error)), error.shape)
         scale, epsilon = _largest(one), EPSILON.get(np.asarray(expected).dtype.name, 0.0)
@@ -228,12 +236,21 @@ class Comparison:
         return difference, _Verdict.AMPLIFIED if difference.error <= allowed else _Verdict.DIFFERENT
 
 
-def noise(expected: Arrays, others: list[Arrays]) -> dict[str, float]:
+def noise(expected: Arrays, others: Sequence[Arrays]) -> dict[str, float]:
     """The largest difference of each tensor to others that differ from it in rounding alone."""
     return {
         name: max((_distance(value, other[name]) for other in others if name in other), default=0.0)
         for name, value in expected.items()
     }
+
+
+def changed_in_last_digits(value: np.ndarray, seed: int) -> np.ndarray:
+    """An array with other roundings; one that is not of floating-point numbers as it is."""
+    epsilon = EPSILON.get(value.dtype.name)
+    if epsilon is None:
+        return value
+    change = np.random.default_rng(seed).uniform(-_LAST_DIGITS, _LAST_DIGITS, value.shape) * epsilon
+    return (_wide(value) * (1 + change)).astype(value.dtype)
 
 
 def is_within(expected: Arrays, other: Arrays, rtol: float) -> bool:

@@ -17,7 +17,7 @@ import tensorflow as tf
 from replica_engine._compat import keras_model
 from replica_engine.testing.parity import batches as cut
 from replica_engine.testing.parity.comparison import RTOL, Tolerance
-from replica_engine.testing.parity.probes import LayerOutputs
+from replica_engine.testing.parity.probes import called, is_callable
 from replica_engine.testing.parity.random_draws import draws
 from replica_engine.testing.parity.report import Cause, Difference
 
@@ -26,7 +26,6 @@ HALVES = ("float16", "bfloat16")
 
 def found(
     model: keras.Model,
-    layers: LayerOutputs,
     batch: Any,
     replicas: int,
     differences: Sequence[Difference],
@@ -36,22 +35,27 @@ def found(
 
     Args:
         model: the model, at its initial weights.
-        layers: what its forward pass was.
         batch: one that `replicas` divide.
         replicas: how many.
         differences: all of them.
         limits: the tolerance.
     """
-    kinds = {each.kind for each in differences}
-    causes = [*_normalizations(model), *_random_numbers(model, layers)]
-    if kinds & {"loss", "gradient", "weight"}:
-        causes += _losses(model, batch, replicas)
-    if "metric" in kinds:
-        names = {each.name for each in differences if each.kind == "metric"}
-        causes += _metrics(model, batch, replicas, names)
+    causes = list(_normalizations(model))
+    if is_callable(model):
+        causes += _of_outputs(model, batch, replicas, differences)
     causes += _assigned(model, differences)
     causes += _halves(limits)
     return tuple(causes)
+
+
+def _of_outputs(model: keras.Model, batch: Any, replicas: int, differences: Sequence[Difference]) -> Iterator[Cause]:
+    kinds = {each.kind for each in differences}
+    yield from _random_numbers(model, batch)
+    if kinds & {"loss", "gradient", "weight"}:
+        yield from _losses(model, batch, replicas)
+    if "metric" in kinds:
+        names = {each.name for each in differences if each.kind == "metric"}
+        yield from _metrics(model, batch, replicas, names)
 
 
 def _normalizations(model: keras.Model) -> Iterator[Cause]:
@@ -66,11 +70,10 @@ def _normalizations(model: keras.Model) -> Iterator[Cause]:
             )
 
 
-def _random_numbers(model: keras.Model, layers: LayerOutputs) -> Iterator[Cause]:
-    if layers.graph is None:
-        return
+def _random_numbers(model: keras.Model, batch: Any) -> Iterator[Cause]:
+    function = tf.function(functools.partial(called, model), autograph=False)
     by_name = {layer.name: layer for layer in keras_model.layers_of(model)}
-    for draw in draws(layers.graph, list(by_name)):
+    for draw in draws(function.get_concrete_function(batch[0]).graph, list(by_name)):
         kind = type(by_name[draw.layer]).__name__ if draw.layer in by_name else "model"
         what = f"The layer {draw.layer!r} ({kind})" if draw.layer in by_name else f"The model {model.name!r}"
         if draw.is_stateless:
@@ -142,8 +145,8 @@ def _metrics(model: keras.Model, batch: Any, replicas: int, names: set[str]) -> 
             yield Cause(
                 "metric",
                 metric.name,
-                f"The metric {metric.name!r} of a batch is not a mean over its samples: on one device, {replicas} equal "
-                "shares of a batch come to another result. Replicas average what they find.",
+                f"The metric {metric.name!r} of a batch is not a mean over its samples: on one device, {replicas} "
+                "equal shares of a batch come to another result. Replicas average what they find.",
                 "Return one number for each sample, or count sums in a keras.metrics.Metric with update_state.",
             )
 
@@ -173,7 +176,7 @@ def _halves(limits: Tolerance) -> Iterator[Cause]:
             limits.dtype,
             f"The model computes in {limits.dtype}, which keeps {3 if limits.dtype == 'float16' else 2} digits, and "
             f"the tolerance that was given is {limits.rtol:g}.",
-            f"The default for {limits.dtype} is {RTOL[limits.dtype]:g}; to compare closely, check the model in float32.",
+            f"The default for {limits.dtype} is {RTOL[limits.dtype]:g}. To compare closely, check it in float32.",
         )
 
 
@@ -208,5 +211,3 @@ def _at(structure: Any, path: tuple) -> Any:
     for part in path:
         structure = structure[part]
     return structure
-
-

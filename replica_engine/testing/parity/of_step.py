@@ -1,7 +1,7 @@
 """The parity check of a training step of one's own: on one device, and by `strategy.run` on shares of each batch.
 
 A run makes the variables of its strategy (`rebinding`, or the user's function that makes them), gives them the same
-values, and runs the step on batch after batch. What the step returns and what its variables hold is compared after each.
+values, and runs the step on batch after batch. What the step returns and what its variables hold is compared each time.
 
 The step says itself how replicas come together, as under any `tf.distribute` strategy: it calls `all_reduce`, or an
 optimizer that does, or assigns variables that have an aggregation. On one device the same calls do nothing.
@@ -26,14 +26,19 @@ from replica_engine.strategies.uneven_batches import split_batch
 from replica_engine.testing.parity import batches as cut
 from replica_engine.testing.parity import step_causes
 from replica_engine.testing.parity.candidates import is_compiled
-from replica_engine.testing.parity.comparison import RTOL, Comparison, is_within, noise, tolerance
+from replica_engine.testing.parity.comparison import (
+    ORDERS,
+    RTOL,
+    Comparison,
+    changed_in_last_digits,
+    is_within,
+    noise,
+    tolerance,
+)
 from replica_engine.testing.parity.rebinding import Rebinding, listed, python_function
 from replica_engine.testing.parity.report import Cause, ParityReport
 from replica_engine.testing.parity.settings import Settings
 from replica_engine.testing.parity.state import seeded
-
-ORDERS = 2
-"""In how many other orders of the samples one device runs, to measure rounding."""
 
 _NO_WEIGHTS = (
     "the step takes no weights of rows, and a compiled program needs shares of equal size. Take `weights` as the last "
@@ -96,7 +101,8 @@ class _Check:
         if not expected.start and not any(expected.results):
             raise ParityArgumentError.nothing_compared(self._call.name)
         orders = [
-            self._run(one, [cut.shuffled(each, seed) for each in self._batches], expected) for seed in range(ORDERS)
+            self._run(one, [cut.shuffled(each, seed) for each in self._batches], expected, order=seed + 1)
+            for seed in range(ORDERS)
         ]
         limits = tolerance(_coarsest(expected), self._settings.rtol, self._settings.atol)
         comparison = Comparison(limits)
@@ -118,7 +124,9 @@ class _Check:
         causes: tuple[Cause, ...] = ()
         notes: list[str] = []
         if any(each.strategy in found for each in differences):
-            causes = step_causes.found(differences, expected, found, self._batches, self._settings.replicas, self._alone)
+            causes = step_causes.found(
+                differences, expected, found, self._batches, self._settings.replicas, self._alone
+            )
             try:
                 causes += step_causes.random_numbers(self._call.name, self._graph())
             except Exception as error:  # a step may well be one that cannot be traced by itself
@@ -152,11 +160,16 @@ class _Check:
             )
         return made
 
-    def _run(self, strategy: tf.distribute.Strategy, batches: list[Any], first: Run | None = None) -> Run:
+    def _run(
+        self, strategy: tf.distribute.Strategy, batches: list[Any], first: Run | None = None, order: int = 0
+    ) -> Run:
         """Runs the step on batch after batch; stops where a compiled strategy cannot share one out."""
         run = Run()
         with seeded(self._settings.seed), self._ready(strategy, first) as (function, tracked):
             run.start = _values(tracked())
+            for number, (_, variable) in enumerate(tracked() if order else ()):
+                changed = changed_in_last_digits(np.asarray(variable.numpy()), seed=1000 * order + number)
+                variable.assign(changed)
             for batch in batches:
                 made = self._shared(strategy, batch)
                 if made is None:

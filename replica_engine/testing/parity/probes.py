@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -32,14 +32,12 @@ class LayerOutputs:
     Attributes:
         names: of what was found, by the first run. Later runs return only these.
         layers: for each name the layer.
-        graph: that of the first run, with all ops of the model.
     """
 
     def __init__(self, model: keras.Model):
         self._model = model
         self.names: list[str] = []
         self.layers: dict[str, keras.layers.Layer] = {}
-        self.graph: Any = None
         self._is_first = True
 
     @contextlib.contextmanager
@@ -57,22 +55,22 @@ class LayerOutputs:
         calls: list[tuple[Any, Any]] = []
         token = _calls.set(calls)
         try:
-            self._model(x, training=True) if _takes_training(self._model) else self._model(x)
+            called(self._model, x)
         finally:
             _calls.reset(token)
         found: dict[str, Any] = {}
         counts: dict[str, int] = {}
         for layer, outputs in calls:
             counts[layer.name] = counts.get(layer.name, 0) + 1
-            called = layer.name if counts[layer.name] == 1 else f"{layer.name} (call {counts[layer.name]})"
+            call = layer.name if counts[layer.name] == 1 else f"{layer.name} (call {counts[layer.name]})"
             leaves = tf.nest.flatten(outputs)
             for index, leaf in enumerate(leaves):
-                name = called if len(leaves) == 1 else f"{called}[{index}]"
+                name = call if len(leaves) == 1 else f"{call}[{index}]"
                 if self._is_wanted(name, leaf, graph, x):
                     found[name] = tf.identity(leaf)
                     self.layers.setdefault(name, layer)
         if self._is_first:
-            self.names, self.graph = list(found), graph
+            self.names = list(found)
         return found
 
     def _is_wanted(self, name: str, leaf: Any, graph: Any, x: Any) -> bool:
@@ -117,11 +115,18 @@ class Gradients:
         return {name: found[key] for key, name in names.items() if key in found}
 
 
+class _Slots:
+    """Variables and what keeps their gradients: in an object, where Keras does not look for variables to track."""
+
+    pairs: Sequence[tuple[Any, Any]] = ()
+
+
 class _GradientKeeper(keras.optimizers.Optimizer):
     """An optimizer that changes nothing, and keeps the gradient of each variable."""
 
     def __init__(self, optimizer: keras.optimizers.Optimizer):
         super().__init__(learning_rate=0.0, name="gradient_keeper")
+        self._slots = _Slots()
         is_scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         self._scale = float(optimizer.initial_scale) if is_scaling else 1.0
         if is_scaling and optimizer.built:
@@ -130,16 +135,16 @@ class _GradientKeeper(keras.optimizers.Optimizer):
     def build(self, variables: Any) -> None:
         super().build(variables)
         slots = [self.add_variable_from_reference(variable, name="gradient") for variable in variables]
-        vars(self)["slots"] = list(zip(variables, slots, strict=True))  # seen by nothing that looks for variables
+        self._slots.pairs = list(zip(variables, slots, strict=True))
 
     def kept(self) -> list[tuple[Any, Any]]:
-        return [(variable, slot.numpy()) for variable, slot in vars(self).get("slots", ())]
+        return [(variable, slot.numpy()) for variable, slot in self._slots.pairs]
 
     def scale_loss(self, loss: Any) -> Any:
         return loss * self._scale
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        slot = vars(self)["slots"][keras_model.index_of(self, variable)][1]
+        slot = self._slots.pairs[keras_model.index_of(self, variable)][1]
         dense = tf.convert_to_tensor(gradient)  # of rows of a table, too: each row the sum of its gradients
         self.assign(slot, tf.cast(dense, slot.dtype) / self._scale)
 
@@ -188,6 +193,16 @@ def _draws(layer: keras.layers.Layer) -> bool:
     """Whether a layer has random numbers of its own, and can be told that it is not being trained."""
     has_seed = any(isinstance(value, keras.random.SeedGenerator) for value in vars(layer).values())
     return has_seed and "training" in inspect.signature(layer.call).parameters
+
+
+def is_callable(model: keras.Model) -> bool:
+    """Whether a model has a forward pass of its own, and not only a `train_step` that runs other models."""
+    return type(model).call is not keras.Model.call
+
+
+def called(model: keras.Model, x: Any) -> Any:
+    """What a model gives in training mode."""
+    return model(x, training=True) if _takes_training(model) else model(x)
 
 
 def _takes_training(model: keras.Model) -> bool:

@@ -6,7 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 _STATEFUL = ("Random", "Truncated", "Multinomial", "ParameterizedTruncated", "Stateful", "NonDeterministic")
-_STATELESS = ("StatelessRandom", "StatelessTruncated", "StatelessMultinomial", "StatelessParameterized", "StatelessShuffle")
+_STATELESS = (
+    "StatelessRandom",
+    "StatelessTruncated",
+    "StatelessMultinomial",
+    "StatelessParameterized",
+    "StatelessShuffle",
+)
 _CHOOSES = ("StatelessRandomGetKeyCounterAlg", "StatelessRandomGetKeyCounter", "StatelessRandomGetAlg")
 _PASSES_ON = ("Identity", "Cast", "Pack", "Bitcast", "StopGradient")
 

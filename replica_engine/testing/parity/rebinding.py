@@ -5,10 +5,10 @@ there. Under a strategy these have to be variables of that strategy. So for the 
 plain variable holds a copy instead, made in the strategy's scope with the same value; afterwards it holds the plain one
 again. Nothing that the step does changes the originals.
 
-Places are looked for as Python would: cells of the closure, globals that the code names, defaults, the object of a bound
-method, what `functools.partial` holds; from there lists, dictionaries, attributes of modules, Keras objects and objects
-of the user's classes, and helper functions of the user's. A `tf.function` among them stands for its Python function,
-since what it has traced is bound to the originals.
+Places are looked for as Python would: cells of the closure, globals that the code names, defaults, the object of a
+bound method, what `functools.partial` holds; from there lists, dictionaries, attributes of modules, Keras objects and
+objects of the user's classes, and helper functions of the user's. A `tf.function` among them stands for its Python
+function, since what it has traced is bound to the originals.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Rebinding:
                 keras_model.put_underneath(variable, copy_of(variable))
             for optimizer, own in zip(optimizers, before, strict=True):
                 stack.callback(keras_model.set_strategy_of_optimizer, optimizer, own)
-                keras_model.set_strategy_of_optimizer(optimizer, strategy if _is_distributed(strategy) else None)
+                keras_model.set_strategy_of_optimizer(optimizer, strategy)
             stack.callback(attributes.restore)
             yield copy_of
 
@@ -116,6 +116,7 @@ class Rebinding:
 
 def _inside(value: Any, put: Put | None) -> Iterator[tuple[Any, Put | None]]:
     """What an object holds, each with what puts something else in its place."""
+    value = keras_model.plain_container(value)
     if isinstance(value, dict):
         for key, inner in list(value.items()):
             yield inner, functools.partial(_set_item, value, key)
@@ -173,7 +174,7 @@ class _Tuple:
         if all(one is other for one, other in zip(self._now, self._original, strict=True)):
             self._put(self._original)
         else:
-            self._put(kind(*self._now) if hasattr(kind, "_fields") else kind(self._now))
+            self._put(kind(*self._now) if hasattr(kind, "_fields") else tuple(self._now))
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -227,10 +228,6 @@ def _copy(variable: Any, strategy: tf.distribute.Strategy) -> Any:
             synchronization=synchronization,
             aggregation=aggregation,
         )
-
-
-def _is_distributed(strategy: tf.distribute.Strategy) -> bool:
-    return strategy.num_replicas_in_sync > 1 or hasattr(strategy.extended, "device_group")
 
 
 def listed(variables: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:

@@ -12,8 +12,8 @@ ONE_DEVICE = "one device"
 _WIDTH = 110
 _PLURAL = {"loss": "losses"}
 _AMPLIFIED = (
-    '"by rounding" counts what exceeds the tolerance, and not 10 times the difference that another order of the samples '
-    "makes on one device: a gradient that is 0 but for rounding, say, divided by its own size in Adam."
+    '"by rounding" counts what exceeds the tolerance, and not 10 times the difference that another order of the '
+    "samples and other last digits of the weights make on one device: a gradient that is 0 but for rounding, say, divided by its own size in Adam."
 )
 _SHOWN = 4  # differences of one strategy
 
@@ -210,7 +210,9 @@ class ParityReport:
         for kind in kinds:
             cells = {row.strategy: row for row in self.compared if row.kind == kind}
             count = max(row.count for row in cells.values())
-            rows.append([_PLURAL.get(kind, f"{kind}s"), str(count), *(_cell(cells.get(name)) for name in self.strategies)])
+            rows.append(
+                [_PLURAL.get(kind, f"{kind}s"), str(count), *(_cell(cells.get(name)) for name in self.strategies)]
+            )
         widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
         rows.insert(1, ["-" * width for width in widths])
         return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,9 +1,10 @@
 """What a check changes and puts back: values of variables, attributes of Keras objects, random numbers.
 
-A model is checked as it is: a copy cannot be made of every model. Training changes it in three ways. Variables get other
-values. Optimizers, metrics and losses that are used for the first time make variables, and keep them in attributes, lists
-and dictionaries. Keras keeps the functions that it traced. `Attributes` notes the last two: the attributes of each
-object, and what is in the containers among them. Restored, an optimizer that was not built is not built again.
+A model is checked as it is: a copy cannot be made of every model. Training changes it in three ways. Variables get
+other values. Optimizers, metrics and losses that are used for the first time make variables, and keep them in
+attributes, lists and dictionaries. Keras keeps the functions that it traced. `Attributes` notes the last two: the
+attributes of each object, and what is in the containers among them. Restored, an optimizer that was not built is not
+built again.
 """
 
 from __future__ import annotations
@@ -84,15 +85,15 @@ class Values:
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Inside, all random numbers begin at a seed; afterwards they go on as if nothing had drawn any."""
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002, the state that users' code draws from
+    python, numpy = random.getstate(), np.random.get_state()
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
+    np.random.seed(seed % 2**32)
     try:
         with random_ops.seeded(seed), keras_state.seeded(seed):
             yield
     finally:
         random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
+        np.random.set_state(numpy)
 
 
 def bare_variables(objects: Iterable[Any]) -> list[tf.Variable]:
@@ -114,7 +115,9 @@ def bare_variables(objects: Iterable[Any]) -> list[tf.Variable]:
 
 def _fill(container: Any, content: Any) -> None:
     if isinstance(content, list):
-        if len(container) != len(content) or any(a is not b for a, b in zip(list.copy(container), content, strict=True)):
+        if len(container) != len(content) or any(
+            a is not b for a, b in zip(list.copy(container), content, strict=True)
+        ):
             list.__setitem__(container, slice(None), content)
     elif isinstance(content, dict):
         now = dict.copy(container)

@@ -43,8 +43,8 @@ def found(
             causes += _scaled(changes, _changes(run, weights), replicas, "changes", "a step changes")
             causes += _first_only(changes, on_one, _changes(run, weights))
     for run in runs.values():
-        results = ({name: of.results[0][name] for name in others} for of in (expected, run))
-        causes += _scaled(*results, replicas, "is", "the step returns")
+        one, other = ({name: of.results[0][name] for name in others if name in of.results[0]} for of in (expected, run))
+        causes += _scaled(one, other, replicas, "is", "the step returns")
     return tuple(dict.fromkeys(causes))
 
 
@@ -84,9 +84,9 @@ def _uneven(differences: Sequence[Difference], batches: Sequence[Any], replicas:
             f"step {uneven[0]}",
             f"Batches that {replicas} divides agree, and the one of {total} rows does not: a mean over replicas counts "
             "each replica once, whatever the number of its rows.",
-            "Sum over replicas what each row counts in the whole batch: take `weights` as the last argument of the step "
-            "(replica_engine.split_batch makes them), or tf.nn.compute_average_loss with the size of the whole batch. "
-            "uneven=False leaves such batches out.",
+            "Sum over replicas what each row counts in the whole batch: take `weights` as the last argument of the "
+            "step (replica_engine.split_batch makes them), or tf.nn.compute_average_loss with the size of the whole "
+            "batch. uneven=False leaves such batches out.",
         )
 
 
@@ -97,8 +97,8 @@ def _scaled(
         (
             replicas,
             f"{replicas} times",
-            'Where each replica computes a mean over its rows, take the mean over replicas: all_reduce("mean", ...); or '
-            "divide each row's loss by the size of the whole batch and sum.",
+            'Where each replica computes a mean over its rows, take the mean over replicas: all_reduce("mean", ...), '
+            "or divide each row's loss by the size of the whole batch and sum.",
         ),
         (
             1 / replicas,
