@@ -10,9 +10,9 @@ mistake, which shows in the second or third digit. Three rules:
   that do not change.
 - Rounding may be amplified. A bias before a batch normalization has a gradient of exactly 0, which rounding makes 1e-9,
   and Adam divides that by its own size. So the check measures what rounding does on one device: it runs the same
-  batches with their samples in another order and the weights changed in their last digits, and allows `NOISE` times the
-  difference that this makes. A gradient may profit from it only up to 1e-5 of the largest gradient in the model, so that
-  it cannot hide a mistake in a gradient.
+  batches with their samples in another order and the weights changed in their last digits, and allows `NOISE` times
+  the difference that this makes. A gradient may profit from it only up to 1e-5 of the largest gradient in the model, so
+  that it cannot hide a mistake in a gradient.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ _WIDTH = 110
 _PLURAL = {"loss": "losses"}
 _AMPLIFIED = (
     '"by rounding" counts what exceeds the tolerance, and not 10 times the difference that another order of the '
-    "samples and other last digits of the weights make on one device: a gradient that is 0 but for rounding, say, divided by its own size in Adam."
+    "samples and other last digits of the weights make on one device: a gradient that is 0 but for rounding, say, "
+    "which Adam divides by its own size."
 )
 _SHOWN = 4  # differences of one strategy
 
