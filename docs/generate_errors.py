@@ -19,7 +19,18 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "errors.md"
 GOLDEN = ROOT / "tests" / "errors" / "golden"
 
-SECTIONS = ("threads", "standstill", "inputs", "programs", "host_calls", "values", "devices", "models", "contrib")
+SECTIONS = (
+    "threads",
+    "standstill",
+    "inputs",
+    "programs",
+    "host_calls",
+    "values",
+    "devices",
+    "models",
+    "parity",
+    "contrib",
+)
 OUTSIDE = {"BackendMissingError", "LostVariableError", "ReplicaTimeoutError", "StuckProgramError"}
 WIDTH = 100
 

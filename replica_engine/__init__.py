@@ -4,9 +4,9 @@ The map of the house; imports run one way, from the top of this list to the bott
 
     demo/        the program behind `python -m replica_engine demo`, to read and to copy
     trace_report/  the program behind `python -m replica_engine timeline`
+    testing/     helpers for tests, yours too: parity check, logical devices, leak check, scripted interleavings
     keras/       replicate_model: a Keras model on N replicas, in one line
     compat/      the names of the past, for programs that were written for them
-    testing/     helpers for tests, yours too: logical devices, leak check, scripted interleavings
     strategies/  MirroredStrategy, TPUStrategy, and the base to write your own on
     xla/         a replica body on its way: traced, lowered, compiled; collectives; variables on devices
     replica/     what a replica is to TensorFlow: its context, the state it inherits, values, variables

@@ -25,6 +25,12 @@ from keras.src.metrics import reduction_metrics as _metrics
 # Functional: the class of models that are made of inputs and outputs.
 from keras.src.models.functional import Functional as _Functional
 
+# Tracker: what keeps count of the variables that are among an object's attributes.
+from keras.src.utils.tracking import Tracker as _Tracker
+
+# ListWrapper: what TensorFlow makes of a list that is an attribute; the list itself is among its own attributes.
+from tensorflow.python.trackable.data_structures import ListWrapper as _ListWrapper
+
 REDUCE = "reduce_weighted_values"
 SAMPLEWISE = "reduce_to_samplewise_values"
 MASKED = "apply_mask"
@@ -60,6 +66,41 @@ def contain(component: Any, container: Any | None) -> None:
             vars(holder).pop("_distributed_container", None)
         else:
             holder._distributed_container = weakref.ref(container)
+
+
+def keeps_track(value: Any) -> bool:
+    """Whether its attributes are an account of what other objects hold: a tracker, or a list that is tracked."""
+    return isinstance(value, (_Tracker, _ListWrapper))
+
+
+def plain_container(value: Any) -> Any:
+    """The list or dictionary in what TensorFlow makes of one that is an attribute; anything else as it is."""
+    if isinstance(value, _ListWrapper):
+        return value._storage
+    return getattr(value, "__wrapped__", value) if isinstance(value, dict) else value
+
+
+def compiled_parts(model: keras.Model) -> list[Any]:
+    """What `compile` made for a model, besides optimizers: losses, metrics, and those inside them."""
+    parts = [getattr(model, name, None) for name in ("_compile_loss", "_compile_metrics", "_loss_tracker")]
+    found = [*(part for part in parts if part is not None), *metrics_of(model), *output_losses(model)]
+    return list({id(each): each for each in found}.values())
+
+
+def flat_losses(model: keras.Model) -> list[tuple[str, Any, tuple]]:
+    """The losses that `compile` was given, once they are built: name, loss, and path in the structure of outputs."""
+    flat = getattr(getattr(model, "_compile_loss", None), "_flat_losses", None) or ()
+    return [(_loss_name(each), each.loss, tuple(each.path)) for each in flat if each.loss is not None]
+
+
+def _loss_name(flat: Any) -> str:
+    function = getattr(flat.loss, "fn", None) or flat.loss
+    return str(getattr(function, "__name__", None) or getattr(flat.loss, "name", None) or flat.name)
+
+
+def index_of(optimizer: keras.optimizers.Optimizer, variable: Any) -> int:
+    """Which of the variables that an optimizer was built for this is."""
+    return optimizer._get_variable_index(variable)
 
 
 def is_seed(variable: keras.Variable) -> bool:

@@ -22,6 +22,7 @@ PRIVATE = (
     Private(_optimizer, "_distribution_strategy", "through which strategy an optimizer updates variables"),
     Private(_optimizer, "_trainable_variables", "the variables that an optimizer was built for"),
     Private(_optimizer, "_trainable_variables_indices", "weights that an optimizer has no state for"),
+    Private(_optimizer, "_get_variable_index", "the gradient of which variable a parity check sees"),
     Private(_optimizer, "_var_key", "weights that an optimizer has no state for"),
     Private(keras.optimizers.LossScaleOptimizer, "_common_apply", "its update in cross-replica context"),
     Private(_model, "_distribute_strategy", "whether a model was built under a strategy"),

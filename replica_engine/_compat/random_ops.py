@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 # global_seed, _rng: what tf.random.set_seed set. It makes a new generator each time, also for the same seed.
+# _seed: the seed itself, to put back what was there without clearing TensorFlow's caches of kernels.
 from tensorflow.python.eager import context as _context
 
 # add_op_callback: sees each op as it is made and may give another result in its place.
@@ -41,6 +43,20 @@ def _set_aside(graph: Any, op: tf.Operation, result: tf.Tensor) -> None:
 def seeding() -> tuple[Any, int | None]:
     """An object that is another one after each tf.random.set_seed, and the seed."""
     return getattr(_context.context(), "_rng", None), _context.global_seed()  # none before the first tf.random.set_seed
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, TensorFlow's global seed is another one; afterwards seed and generator are those of before."""
+    context = _context.context()
+    before = {name: vars(context)[name] for name in ("_seed", "_rng") if name in vars(context)}
+    context._seed, context._rng = seed, random.Random(seed)
+    try:
+        yield
+    finally:
+        for name in ("_seed", "_rng"):
+            vars(context).pop(name, None)
+        vars(context).update(before)
 
 
 @contextlib.contextmanager

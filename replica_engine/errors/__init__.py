@@ -9,6 +9,7 @@
 - `host_calls`: host calls of compiled bodies.
 - `values`: values that replicas cannot be given, or that cannot be brought together.
 - `models`: Keras models, their batches and optimizers.
+- `parity`: numbers that differ between one device and replicas.
 - `contrib`: the names of 2018.
 
 Three families, so that a reader of a traceback knows whose turn it is:
@@ -56,6 +57,10 @@ from replica_engine.errors.models import (
     ReplicateError,
     many_batch_sizes,
     note_sparse_inputs,
+)
+from replica_engine.errors.parity import (
+    ParityArgumentError,
+    ParityError,
 )
 from replica_engine.errors.programs import (
     CaptureError,
@@ -117,6 +122,8 @@ __all__ = [
     "NotInBodyError",
     "NotInReplicaError",
     "OptimizerError",
+    "ParityArgumentError",
+    "ParityError",
     "ProgramError",
     "ReplicaEngineError",
     "ReplicaMismatchError",

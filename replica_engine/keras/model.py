@@ -48,6 +48,12 @@ def is_replicated(model: keras.Model) -> bool:
     return hasattr(type(model), _SLOT)
 
 
+def original_of(model: keras.Model) -> keras.Model:
+    """The model itself, or the original of one that `replicated` made."""
+    original: keras.Model = getattr(model, _SLOT).original if is_replicated(model) else model
+    return original
+
+
 @functools.cache
 def _class_of(kind: Any) -> type:
     members: dict[str, Any] = {"__slots__": (_SLOT,), "__module__": kind.__module__, "__doc__": kind.__doc__}

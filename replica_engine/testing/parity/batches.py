@@ -1,0 +1,116 @@
+"""The batches of a check: cut from the data, an uneven last one among them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine.errors import ParityArgumentError
+from replica_engine.replica import rows
+
+DEFAULT_ROWS = 32
+"""Rows of a batch, where neither the user nor the data says how many."""
+
+
+def of_arrays(data: Any, steps: int, batch_size: int | None, replicas: int, uneven: bool) -> list[Any]:
+    """Cuts batches from arrays, from the first row on; at the end it begins again.
+
+    Args:
+        data: a structure of arrays with the same number of rows.
+        steps: how many batches.
+        batch_size: rows of a batch. None takes 32, or what there is, and makes it divisible by `replicas`.
+        replicas: how many replicas share a batch.
+        uneven: whether the last batch has to be one that `replicas` does not divide.
+
+    Raises:
+        BatchError: arrays of different lengths.
+        ParityArgumentError: no rows.
+    """
+    data = rows.as_tensors(data)
+    total = rows.count(data)
+    if not total:
+        raise ParityArgumentError.no_rows()
+    size = batch_size or max(min(DEFAULT_ROWS, total) // replicas, 1) * replicas
+    return [_cut(data, step * size, each, total) for step, each in enumerate(_sizes(size, steps, replicas, uneven))]
+
+
+def as_they_come(data: Any, steps: int, batch_size: int | None, replicas: int) -> list[Any]:
+    """Cuts batches from arrays as an epoch does: full ones, and last what is left, if anything is.
+
+    What is left has at least a row for each replica. Without `batch_size` a full batch is divisible by `replicas`.
+
+    Raises:
+        BatchError: arrays of different lengths.
+        ParityArgumentError: no rows.
+    """
+    made = of_arrays(data, steps, batch_size, replicas, uneven=False)
+    size, total = rows.count(made[0]), rows.count(rows.as_tensors(data))
+    left = total % size
+    if left and total > replicas:
+        left += 0 if left >= replicas else replicas
+        made[-1] = rows.take(rows.as_tensors(data), max(total - left, 0), total)
+    return made
+
+
+def of_dataset(data: Any, steps: int, replicas: int, uneven: bool) -> list[Any]:
+    """The first batches of a dataset or list of batches; it begins again where it has fewer.
+
+    Raises:
+        ParityArgumentError: it has no batch.
+    """
+    batches = [rows.as_tensors(batch) for batch in itertools.islice(iter(data), steps)]
+    batches = [batch for batch in batches if rows.count(batch)]
+    if not batches:
+        raise ParityArgumentError.no_rows()
+    batches = [batches[step % len(batches)] for step in range(steps)]
+    total = rows.count(batches[-1])
+    if uneven and replicas > 1 and total > 1 and total % replicas == 0:
+        batches[-1] = rows.take(batches[-1], 0, total - 1)
+    return batches
+
+
+def even(batch: Any, replicas: int) -> Any:
+    """The batch with as many of its rows as `replicas` divide; a batch of fewer with the last one again."""
+    total = rows.count(batch)
+    if total < replicas:
+        return rows.pad(batch, replicas - total)
+    return rows.take(batch, 0, total - total % replicas)
+
+
+def shuffled(batch: Any, seed: int) -> Any:
+    """The same rows in another order."""
+    return _gathered(batch, np.random.default_rng(seed).permutation(rows.count(batch)))
+
+
+def shares(batch: Any, count: int) -> list[Any]:
+    """A batch in parts, as evenly as it goes; the first ones have one row more."""
+    total = rows.count(batch)
+    sizes = [total // count + (replica < total % count) for replica in range(count)]
+    stops = list(itertools.accumulate(sizes))
+    return [rows.take(batch, stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+
+
+def _sizes(size: int, steps: int, replicas: int, uneven: bool) -> list[int]:
+    last = size - 1 if uneven and size > 1 and replicas > 1 and size % replicas == 0 else size
+    return [size] * (steps - 1) + [last]
+
+
+def _cut(data: Any, start: int, size: int, total: int) -> Any:
+    start %= total
+    if start + size <= total:
+        return rows.take(data, start, start + size)
+    return _gathered(data, np.arange(start, start + size) % total)
+
+
+def _gathered(batch: Any, indices: np.ndarray) -> Any:
+    def gather(leaf: Any) -> Any:
+        if isinstance(leaf, tf.SparseTensor):
+            return rows.join([rows.take(leaf, int(index), int(index) + 1) for index in indices])
+        if leaf is None or not leaf.shape.rank:
+            return leaf
+        return tf.gather(leaf, indices)
+
+    return tf.nest.map_structure(gather, batch)

@@ -1,0 +1,299 @@
+"""When two numbers are the same, and the list of those that are not.
+
+N replicas add the same numbers in another order than one device, and a compiled program computes `exp` or a matrix
+product by other instructions. Both round differently. What is allowed has to be larger than that and smaller than any
+mistake, which shows in the second or third digit. Three rules:
+
+- A tensor is compared as a whole: the largest difference of an element against the *largest* element. An element near
+  zero is a difference of larger numbers, and has their rounding error.
+- A weight is compared by its *change* since the start: a learning rate of 1e-5 would hide any mistake in the digits
+  that do not change.
+- Rounding may be amplified. A bias before a batch normalization has a gradient of exactly 0, which rounding makes 1e-9,
+  and Adam divides that by its own size. So the check measures what rounding does on one device: it runs the same
+  batches with their samples in another order and the weights changed in their last digits, and allows `NOISE` times
+  the difference that this makes. A gradient may profit from it only up to 1e-5 of the largest gradient in the model, so
+  that it cannot hide a mistake in a gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from replica_engine.testing.parity.report import ONE_DEVICE, Compared, Difference
+
+NOISE = 10
+"""How many times the measured rounding of one device is allowed."""
+
+ORDERS = 3
+"""How many times one device runs like that."""
+
+_LAST_DIGITS = 4
+"""By how many units in the last place weights are changed, at most."""
+
+CAP = 1e-5
+"""What measured rounding can be in a gradient, relative to the largest gradient of all variables."""
+
+RTOL = {"float64": 1e-8, "float32": 1e-4, "bfloat16": 8e-2, "float16": 2e-2}
+"""By the coarsest type that is computed in: about 1000 times the rounding of one operation, 20 and 10 of the halves."""
+
+EPSILON = {"float64": 2.3e-16, "float32": 1.2e-7, "bfloat16": 7.9e-3, "float16": 9.8e-4}
+"""The rounding of one operation."""
+
+KINDS = ("layer output", "prediction", "loss", "gradient", "metric", "result", "weight")
+"""In the order in which a step computes them."""
+
+Arrays = Mapping[str, Any]
+"""Arrays or numbers by name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """What counts as rounding.
+
+    Attributes:
+        rtol: relative to the largest value of a tensor.
+        atol: added to it.
+        dtype: the coarsest type that is computed in, of which the default comes.
+        given: whether the user chose `rtol`.
+    """
+
+    rtol: float
+    atol: float
+    dtype: str
+    given: bool
+
+    def __str__(self) -> str:
+        where = "of a tensor's largest value (of a weight: its largest change)"
+        source = "as given" if self.given else f"the default for {self.dtype}, whose sums depend on their order"
+        return f"{self.rtol:g} {where}" + (f" + {self.atol:g}" if self.atol else "") + f"; {source}"
+
+
+def tolerance(dtype: str, rtol: float | None, atol: float | None) -> Tolerance:
+    """The tolerance of a check.
+
+    Args:
+        dtype: the coarsest type that is computed in.
+        rtol: what the user chose, or None.
+        atol: what the user chose, or None.
+    """
+    return Tolerance(RTOL[dtype] if rtol is None else rtol, atol or 0.0, dtype, rtol is not None)
+
+
+class _Verdict(enum.Enum):
+    EQUAL = "within the tolerance"
+    AMPLIFIED = "within what rounding does on one device"
+    DIFFERENT = "different"
+
+
+class Comparison:
+    """Compares strategies with one device, and keeps what it finds.
+
+    Args:
+        tolerance: what counts as rounding.
+    """
+
+    def __init__(self, tolerance: Tolerance):
+        self._tolerance = tolerance
+        self._rows: dict[tuple[str, str], list[tuple[Difference, _Verdict]]] = {}
+        self._found: list[tuple[tuple[int, int], Difference]] = []
+
+    def compare(
+        self,
+        strategy: str,
+        kind: str,
+        batch: str,
+        expected: Arrays,
+        found: Arrays,
+        *,
+        step: int | None = None,
+        noise: Mapping[str, float] | None = None,
+        start: Arrays | None = None,
+    ) -> None:
+        """Compares tensors of one kind, in the order of `expected`.
+
+        Args:
+            strategy: what computed them.
+            kind: see `Difference`.
+            batch: on which batch, in words.
+            expected: those of one device.
+            found: those of the strategy.
+            step: index of the training step.
+            noise: the rounding of each that was measured on one device.
+            start: of weights: their values before the first step.
+        """
+        largest = max((_largest(value) for value in expected.values()), default=0.0)
+        for name in [*expected, *(name for name in found if name not in expected)]:
+            if name not in expected or name not in found:
+                has, lacks = (ONE_DEVICE, strategy) if name in expected else (strategy, ONE_DEVICE)
+                difference = _unlike(strategy, kind, name, batch, step, f"{has} has it, and {lacks} does not")
+                self._note(difference, _Verdict.DIFFERENT)
+                continue
+            before = None if start is None else start.get(name)
+            measured = 0.0 if noise is None else NOISE * noise.get(name, 0.0)
+            if kind == "gradient":
+                measured = min(measured, CAP * largest)
+            difference, verdict = self._one(
+                strategy, kind, name, batch, step, expected[name], found[name], before, measured, largest
+            )
+            self._note(difference, verdict)
+
+    def not_finite(self, kind: str, batch: str, values: Arrays, step: int | None = None) -> bool:
+        """Notes what is not finite on one device, where equal numbers mean nothing; returns whether there was any."""
+        bad = [name for name, value in values.items() if not _is_finite(value)]
+        for name in bad:
+            detail = "not finite on one device already, so that there is nothing to compare with"
+            difference = _unlike(ONE_DEVICE, kind, name, batch, step, detail)
+            self._found.append((_rank(difference), difference))
+        return bool(bad)
+
+    def rows(self) -> tuple[Compared, ...]:
+        """What was compared, by strategy and kind."""
+        made = []
+        for (strategy, kind), each in sorted(self._rows.items(), key=lambda item: KINDS.index(item[0][1])):
+            verdicts = [verdict for _, verdict in each]
+            counted = [difference for difference, verdict in each if verdict is not _Verdict.AMPLIFIED]
+            worst = max(counted, key=lambda difference: difference.relative, default=None)
+            made.append(
+                Compared(
+                    strategy,
+                    kind,
+                    len(each),
+                    verdicts.count(_Verdict.DIFFERENT),
+                    verdicts.count(_Verdict.AMPLIFIED),
+                    worst.relative if worst else 0.0,
+                    worst.name if worst else "",
+                )
+            )
+        return tuple(made)
+
+    def differences(self) -> tuple[Difference, ...]:
+        """All differences, in the order in which a step computes them."""
+        return tuple(difference for _, difference in sorted(self._found, key=lambda item: item[0]))
+
+    def _note(self, difference: Difference, verdict: _Verdict) -> None:
+        self._rows.setdefault((difference.strategy, difference.kind), []).append((difference, verdict))
+        if verdict is _Verdict.DIFFERENT:
+            self._found.append((_rank(difference), difference))
+
+    def _one(
+        self,
+        strategy: str,
+        kind: str,
+        name: str,
+        batch: str,
+        step: int | None,
+        expected: Any,
+        found: Any,
+        before: Any,
+        measured: float,
+        largest: float,
+    ) -> tuple[Difference, _Verdict]:
+        one, other = np.asarray(expected), np.asarray(found)
+        if one.shape != other.shape:
+            detail = f"shape {other.shape} for {one.shape}"
+            return _unlike(strategy, kind, name, batch, step, detail), _Verdict.DIFFERENT
+        if one.size == 0:
+            return Difference(strategy, kind, name, batch, step, 0.0, 0.0, 0.0, 0.0, 0.0), _Verdict.EQUAL
+        if not _is_number(one) or not _is_number(other):
+            is_equal = bool(np.array_equal(one, other))
+            difference = _unlike(strategy, kind, name, batch, step, "other values, which are not numbers")
+            if is_equal:
+                return dataclasses.replace(difference, error=0.0), _Verdict.EQUAL
+            return difference, _Verdict.DIFFERENT
+        one, other = _wide(one), _wide(other)
+        with np.errstate(invalid="ignore"):  # infinity minus infinity
+            error = np.where((one == other) | (np.isnan(one) & np.isnan(other)), 0.0, np.abs(one - other))
+        error = np.where(np.isnan(error), np.inf, error)
+        index = np.unravel_index(int(np.argmax(error)), error.shape)
+        scale, epsilon = _largest(one), EPSILON.get(np.asarray(expected).dtype.name, 0.0)
+        rounding = epsilon * largest if kind == "gradient" else 0.0
+        if before is not None:
+            scale = _largest(one - _wide(np.asarray(before)))
+            rounding = 8 * epsilon * _largest(one)
+        strict = self._tolerance.atol + self._tolerance.rtol * scale + rounding
+        allowed = max(strict, measured)
+        difference = Difference(
+            strategy,
+            kind,
+            name,
+            batch,
+            step,
+            float(error[index]),
+            scale or _largest(other),
+            allowed,
+            float(one[index]),
+            float(other[index]),
+            tuple(int(i) for i in index),
+        )
+        if difference.error <= strict:
+            return difference, _Verdict.EQUAL
+        return difference, _Verdict.AMPLIFIED if difference.error <= allowed else _Verdict.DIFFERENT
+
+
+def noise(expected: Arrays, others: Sequence[Arrays]) -> dict[str, float]:
+    """The largest difference of each tensor to others that differ from it in rounding alone."""
+    return {
+        name: max((_distance(value, other[name]) for other in others if name in other), default=0.0)
+        for name, value in expected.items()
+    }
+
+
+def changed_in_last_digits(value: np.ndarray, seed: int) -> np.ndarray:
+    """An array with other roundings; one that is not of floating-point numbers as it is."""
+    epsilon = EPSILON.get(value.dtype.name)
+    if epsilon is None:
+        return value
+    change = np.random.default_rng(seed).uniform(-_LAST_DIGITS, _LAST_DIGITS, value.shape) * epsilon
+    return (_wide(value) * (1 + change)).astype(value.dtype)
+
+
+def is_within(expected: Arrays, other: Arrays, rtol: float) -> bool:
+    """Whether all tensors are equal, relative to the largest element of all."""
+    largest = max((_largest(value) for value in expected.values()), default=0.0)
+    return all(name in other and _distance(value, other[name]) <= rtol * largest for name, value in expected.items())
+
+
+def _distance(one: Any, other: Any) -> float:
+    one, other = np.asarray(one), np.asarray(other)
+    if one.shape != other.shape or one.size == 0 or not _is_number(one):
+        return 0.0
+    distance = float(np.max(np.abs(_wide(one) - _wide(other))))
+    return distance if math.isfinite(distance) else 0.0
+
+
+def _largest(value: Any) -> float:
+    array = np.asarray(value)
+    if array.size == 0 or not _is_number(array):
+        return 0.0
+    wide = np.abs(_wide(array))
+    finite = wide[np.isfinite(wide)]
+    return float(np.max(finite)) if finite.size else 0.0
+
+
+def _is_finite(value: Any) -> bool:
+    array = np.asarray(value)
+    return not _is_number(array) or bool(np.all(np.isfinite(_wide(array))))
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    return array.astype("complex128" if array.dtype.kind == "c" else "float64")
+
+
+def _is_number(array: np.ndarray) -> bool:
+    return array.dtype.kind in "biufc" or array.dtype.name in RTOL  # bfloat16 is of NumPy's kind "V"
+
+
+def _unlike(strategy: str, kind: str, name: str, batch: str, step: int | None, detail: str) -> Difference:
+    nan = float("nan")
+    return Difference(strategy, kind, name, batch, step, float("inf"), 0.0, 0.0, nan, nan, (), detail)
+
+
+def _rank(difference: Difference) -> tuple[int, int]:
+    """Outputs of layers and predictions come before training steps; of a step the loss first and the weights last."""
+    return difference.step or 0, KINDS.index(difference.kind)

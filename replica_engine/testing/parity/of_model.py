@@ -1,0 +1,397 @@
+"""The parity check of a Keras model: on one device, and on the replicas that `replicate_model` makes.
+
+All runs use the same model object, from the same weights, one after the other. Between them everything is put back, and
+at the end as well (`state`). A run is four parts, each from the initial weights:
+
+1. one forward pass in training mode, of a batch that the replicas divide evenly: what each layer gives;
+2. predictions and metrics of the uneven batch;
+3. a step whose optimizer keeps the gradients and changes nothing, for the first batch and for the uneven one;
+4. the training steps: losses, metrics and weights after each.
+
+One device runs three times more, with the samples of each batch in another order and the weights changed in their last
+digits, which tells how much of a difference is rounding (`comparison`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._compat import keras_model
+from replica_engine.errors import LoweringError
+from replica_engine.keras import replicate_model
+from replica_engine.keras.model import original_of
+from replica_engine.replica import rows
+from replica_engine.testing.parity import batches as cut
+from replica_engine.testing.parity import model_causes
+from replica_engine.testing.parity.comparison import (
+    ORDERS,
+    RTOL,
+    Comparison,
+    Tolerance,
+    changed_in_last_digits,
+    is_within,
+    noise,
+    tolerance,
+)
+from replica_engine.testing.parity.probes import Gradients, LayerOutputs, is_callable, without_random_layers
+from replica_engine.testing.parity.report import Cause, Difference, ParityReport
+from replica_engine.testing.parity.settings import Settings
+from replica_engine.testing.parity.state import Attributes, Values, bare_variables, seeded
+
+
+@dataclasses.dataclass
+class Run:
+    """What one run computed.
+
+    Attributes:
+        layers: what layers gave.
+        predictions: of the uneven batch.
+        evaluation: losses and metrics of the uneven batch.
+        gradients: of the first batch and of the uneven one: losses, and gradients by variable.
+        steps: of each training step: what the model logs, and the weights after it.
+    """
+
+    layers: dict[str, Any] = dataclasses.field(default_factory=dict)
+    predictions: dict[str, Any] = dataclasses.field(default_factory=dict)
+    evaluation: dict[str, Any] = dataclasses.field(default_factory=dict)
+    gradients: list[tuple[dict[str, Any], dict[str, Any]]] = dataclasses.field(default_factory=list)
+    steps: list[tuple[dict[str, Any], dict[str, Any]]] = dataclasses.field(default_factory=list)
+
+
+def check_model(
+    model: keras.Model, x: Any, y: Any, sample_weight: Any, settings: Settings, random_layers: bool
+) -> ParityReport:
+    """The parity check of a model; see `check_parity`."""
+    model = original_of(model)
+    data = _batches(x, y, sample_weight, settings)
+    _build(model, data[0])
+    check = _Check(model, data, settings)
+    with contextlib.ExitStack() as stack:
+        silenced = [] if random_layers else stack.enter_context(without_random_layers(model))
+        stack.enter_context(check.undone())
+        return check.report(silenced)
+
+
+class _Check:
+    def __init__(self, model: keras.Model, data: list[Any], settings: Settings):
+        self._model = model
+        self._batches = data
+        self._even = cut.even(data[0], settings.replicas)
+        self._settings = settings
+        self._layers = LayerOutputs(model)
+        self._left_out = dict(settings.left_out)
+        self._has_optimizer = getattr(model, "optimizer", None) is not None or not keras_model.has_keras_step(
+            model, "train_step"
+        )
+        self._has_loss = getattr(model, "compiled", False)
+        # Those that cannot be replicated say so before anything runs.
+        self._replicated = {name: _replicated(model, strategy) for name, strategy in settings.strategies.items()}
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """Inside, the model is used; afterwards it is as before."""
+        first = self._attributes()
+        values = Values(self._variables())
+        try:
+            with seeded(self._settings.seed):
+                keras_model.exchange_functions(self._model, None)
+                self._make_variables()
+            self._start, self._values = self._attributes(), Values(self._variables())
+            self._names = _names(self._model)
+            self._initial = self._weights()
+            yield
+        finally:
+            first.restore()
+            values.restore()
+
+    def report(self, silenced: list[str]) -> ParityReport:
+        """Runs on one device and on all strategies, and compares."""
+        other_orders = [[cut.shuffled(each, seed) for each in self._batches] for seed in range(ORDERS)]
+        expected, *orders = self._run(self._model, [self._batches, *other_orders])
+        limits = tolerance(self._coarsest(), self._settings.rtol, self._settings.atol)
+        comparison = Comparison(limits)
+        is_finite = self._check_finite(comparison, expected)
+        invariant = all(_agree(expected, other, limits) for other in orders)
+        found: dict[str, Run] = {}
+        for name, twins in self._replicated.items():
+            try:
+                found[name] = self._run(twins, [self._batches])[0]
+            except LoweringError as error:
+                if len(self._replicated) == 1:
+                    raise
+                self._left_out[name] = str(error)
+            else:
+                self._compare(comparison, name, expected, found[name], orders, invariant)
+        differences = comparison.differences()
+        causes: tuple[Cause, ...] = ()
+        notes = list(self._notes(silenced, invariant, is_finite))
+        if any(each.strategy in found for each in differences):
+            try:
+                with self._part():
+                    causes = model_causes.found(self._model, self._even, self._settings.replicas, differences, limits)
+            except Exception as error:  # a model that runs eagerly may be one that cannot be traced
+                notes.append(f"Known causes could not be looked for: {type(error).__name__}: {error}")
+        return ParityReport(
+            subject=f"model {self._model.name!r}",
+            replicas=self._settings.replicas,
+            strategies=tuple(found),
+            left_out=self._left_out,
+            batches=tuple(rows.count(each) for each in self._batches),
+            tolerance=str(limits),
+            compared=comparison.rows(),
+            differences=differences,
+            causes=causes,
+            notes=(*notes, *self._unexplained(differences, causes)),
+            seed=self._settings.seed,
+        )
+
+    def _run(self, model: Any, orders: list[list[Any]]) -> list[Run]:
+        """All parts of a run, with the batches in one or more orders; `model` is the model, or makes replicated ones.
+
+        Each part uses one model object, so that it is traced once for all orders.
+        """
+        runs = [Run() for _ in orders]
+        last = self._batches[-1]
+        if is_callable(self._model):
+            with self._part(), self._layers.seen():
+                outputs = _of(model).predict_on_batch(self._even[0])
+                runs[0].layers = {name: outputs[name] for name in self._layers.names or outputs if name in outputs}
+            with self._part():
+                runs[0].predictions = _flat("output", _of(model).predict_on_batch(last[0]))
+        if self._can_be_evaluated():
+            with self._part():
+                runs[0].evaluation = _numbers(_of(model).test_on_batch(*last, return_dict=True))
+        if self._has_loss and self._has_optimizer:
+            with self._part():
+                gradients = Gradients(self._model)
+                with gradients.seen():
+                    step = _of(model).train_on_batch
+                    for order, (run, batches) in enumerate(zip(runs, orders, strict=True)):
+                        for batch in self._of_each_size(batches):
+                            self._change_last_digits(order)
+                            logs = _numbers(step(*batch, return_dict=True))
+                            run.gradients.append((logs, gradients.values(self._names)))
+                            self._begin()
+            with self._part():
+                step = _of(model).train_on_batch
+                for order, (run, batches) in enumerate(zip(runs, orders, strict=True)):
+                    self._change_last_digits(order)
+                    for batch in batches:
+                        logs = _numbers(step(*batch, return_dict=True))
+                        run.steps.append((logs, self._weights()))
+                    self._begin()
+        return runs
+
+    def _of_each_size(self, batches: list[Any]) -> list[Any]:
+        """The first batch, and the last where it is of another size."""
+        return batches[:1] if rows.count(batches[0]) == rows.count(batches[-1]) else [batches[0], batches[-1]]
+
+    @contextlib.contextmanager
+    def _part(self) -> Iterator[None]:
+        """Inside, the model is as at the start of the check; afterwards as well."""
+        try:
+            with seeded(self._settings.seed):
+                # One device runs op by op: XLA draws other random numbers, and rounds differently.
+                self._model.jit_compile = False
+                yield
+        finally:
+            self._start.restore()
+            self._values.restore()
+
+    def _change_last_digits(self, order: int) -> None:
+        """Of the weights, in all orders but the first, which is the reference."""
+        if order:
+            for number, variable in enumerate(self._model.trainable_variables):
+                value = variable.numpy()
+                variable.assign(changed_in_last_digits(value, seed=1000 * order + number))
+
+    def _begin(self) -> None:
+        """Begins again in the middle of a part: with the same values, by the same functions."""
+        self._values.restore()
+        self._model.reset_metrics()
+
+    def _compare(
+        self, comparison: Comparison, name: str, expected: Run, found: Run, orders: list[Run], invariant: bool
+    ) -> None:
+        even, last, total = rows.count(self._even), rows.count(self._batches[-1]), len(self._batches)
+        comparison.compare(name, "layer output", f"training mode, {even} rows", expected.layers, found.layers)
+        comparison.compare(name, "prediction", f"{last} rows", expected.predictions, found.predictions)
+        for kind, of in (("loss", _losses), ("metric", _metrics)):
+            where = f"evaluation, {last} rows"
+            comparison.compare(name, kind, where, of(expected.evaluation), of(found.evaluation))
+        for index, ((_, one), (_, other)) in enumerate(zip(expected.gradients, found.gradients, strict=True)):
+            measured = noise(one, [each.gradients[index][1] for each in orders])
+            where = f"initial weights, {(rows.count(self._batches[0]), last)[index]} rows"
+            comparison.compare(name, "gradient", where, one, other, noise=measured)
+        for index, ((logs, weights), (others, changed)) in enumerate(zip(expected.steps, found.steps, strict=True)):
+            where = f"step {index + 1} of {total}, {rows.count(self._batches[index])} rows"
+            step = index + 1
+            for kind, of in (("loss", _losses), ("metric", _metrics)):
+                measured = noise(of(logs), [of(each.steps[index][0]) for each in orders]) if invariant else {}
+                comparison.compare(name, kind, where, of(logs), of(others), step=step, noise=measured)
+            measured = noise(weights, [each.steps[index][1] for each in orders]) if invariant else {}
+            comparison.compare(name, "weight", where, weights, changed, step=step, noise=measured, start=self._initial)
+
+    def _check_finite(self, comparison: Comparison, expected: Run) -> bool:
+        bad = comparison.not_finite("prediction", "initial weights", expected.predictions)
+        for index, (logs, weights) in enumerate(expected.steps):
+            where = f"step {index + 1} of {len(expected.steps)}"
+            bad = comparison.not_finite("loss", where, _losses(logs), index + 1) or bad
+            bad = comparison.not_finite("weight", where, weights, index + 1) or bad
+        return not bad
+
+    def _notes(self, silenced: list[str], invariant: bool, is_finite: bool) -> Iterator[str]:
+        if silenced:
+            yield f"Layers that draw random numbers behaved as in inference: {', '.join(silenced)}."
+        if not self._has_loss:
+            yield "The model is not compiled, so only layers and predictions were compared."
+        elif not self._has_optimizer:
+            yield "The model has no optimizer, so gradients and weights were not compared."
+        if not is_callable(self._model):
+            yield "The model has no call() of its own, so layers, predictions and evaluation were not compared."
+        if not invariant and is_finite:
+            yield (
+                "On one device, too, the model computes other numbers when the samples of a batch come in another "
+                "order (random numbers, or a loss that looks at neighbours). Losses and weights have no measured "
+                "rounding then: the tolerance alone counts."
+            )
+
+    def _unexplained(self, differences: Sequence[Difference], causes: Sequence[Cause]) -> Iterator[str]:
+        """Layers that are the first to differ, and in which no known cause was found."""
+        named = {cause.name.split("/")[0] for cause in causes}
+        first: dict[str, Difference] = {}
+        for each in differences:
+            if each.kind == "layer output":
+                first.setdefault(each.strategy, each)
+        for strategy, each in first.items():
+            layer = self._layers.layers.get(each.name)
+            inside = [layer, *keras_model.layers_of(layer, include_self=False)] if layer is not None else []
+            if causes and not any(inner.name in named for inner in inside):
+                yield (
+                    f"No known cause is in {each.name!r}, the first layer that differs under {strategy}. Look there: "
+                    "the causes above are of other layers, or come later."
+                )
+
+    def _can_be_evaluated(self) -> bool:
+        model = self._model
+        has_loss = model.loss is not None or bool(model.losses) if self._has_loss else False
+        is_own = type(model).compute_loss is not keras.Model.compute_loss
+        is_own = is_own or not keras_model.has_keras_step(model, "test_step")
+        return self._has_loss and is_callable(self._model) and (has_loss or is_own)
+
+    def _attributes(self) -> Attributes:
+        model = self._model
+        objects = [*keras_model.layers_of(model), *keras_model.compiled_parts(model), *keras_model.optimizers_of(model)]
+        inner = [each.inner_optimizer for each in objects if getattr(each, "inner_optimizer", None) is not None]
+        return Attributes([*objects, *inner])
+
+    def _variables(self) -> list[Any]:
+        known = [keras_model.underlying(each) for each in keras_model.variables_of(self._model)]
+        bare = bare_variables(keras_model.layers_of(self._model))
+        return list({id(each): each for each in [*known, *bare]}.values())
+
+    def _make_variables(self) -> None:
+        """Those of metrics, losses and the optimizer, which a first step would make."""
+        if self._has_loss and is_callable(self._model) and not keras_model.is_built(self._model):
+            keras_model.build(self._model, self._batches[0])
+
+    def _weights(self) -> dict[str, Any]:
+        return {name: self._by_id[key].numpy() for key, name in self._names.items() if key in self._by_id}
+
+    @property
+    def _by_id(self) -> dict[int, Any]:
+        return {id(each): each for each in self._model.variables if not keras_model.is_seed(each)}
+
+    def _coarsest(self) -> str:
+        policies = {layer.compute_dtype for layer in keras_model.layers_of(self._model)}
+        used = [each for each in policies if each in RTOL]
+        return max(used, key=lambda each: RTOL[each], default="float32")
+
+
+def _agree(expected: Run, other: Run, limits: Tolerance) -> bool:
+    """Whether the order of the samples makes a difference that is rounding."""
+    pairs = [*zip(expected.gradients, other.gradients, strict=True)]
+    return all(
+        is_within(_losses(one[0]), _losses(two[0]), limits.rtol) and is_within(one[1], two[1], limits.rtol)
+        for one, two in pairs
+    )
+
+
+def _replicated(model: keras.Model, strategy: tf.distribute.Strategy) -> Any:
+    """What makes replicated models: each part of a run has one of its own, and so programs of its own."""
+    replicate_model(model, strategy=strategy)
+    return lambda: replicate_model(model, strategy=strategy)
+
+
+def _of(model: Any) -> Any:
+    return model if isinstance(model, keras.Model) else model()
+
+
+def _batches(x: Any, y: Any, sample_weight: Any, settings: Settings) -> list[Any]:
+    if isinstance(x, (tf.data.Dataset, keras.utils.PyDataset)) or hasattr(x, "__next__"):
+        source = (
+            x if not isinstance(x, keras.utils.PyDataset) else (x[index % len(x)] for index in range(settings.steps))
+        )
+        made = cut.of_dataset(source, settings.steps, settings.replicas, uneven=True)
+        return [keras.utils.unpack_x_y_sample_weight(each) for each in made]
+    data = keras.tree.map_structure(_as_fit_does, (x, y, sample_weight))
+    return cut.of_arrays(data, settings.steps, settings.batch_size, settings.replicas, uneven=True)
+
+
+def _as_fit_does(array: Any) -> Any:
+    """Arrays of floating-point numbers come to a model as its default type."""
+    is_float = isinstance(array, np.ndarray) and array.dtype.kind == "f"
+    return array.astype(keras.config.floatx()) if is_float else array
+
+
+def _build(model: keras.Model, batch: Any) -> None:
+    if keras_model.strategy_of(model) is not None or not keras_model.unbuilt_layers(model):
+        return
+    x = batch[0]
+    if isinstance(model, keras.Sequential) and isinstance(x, tf.Tensor):
+        model.build((None, *x.shape[1:]))  # a call would fix the batch size
+    else:
+        model(rows.take(x, 0, 1))
+
+
+def _names(model: keras.Model) -> dict[int, str]:
+    """Names of a model's variables, by id, in its order; equal ones are numbered."""
+    names: dict[int, str] = {}
+    counts: dict[str, int] = {}
+    for variable in model.variables:
+        if keras_model.is_seed(variable) or id(variable) in names:
+            continue
+        path = variable.path
+        counts[path] = counts.get(path, 0) + 1
+        names[id(variable)] = path if counts[path] == 1 else f"{path} ({counts[path]})"
+    return names
+
+
+def _flat(name: str, outputs: Any) -> dict[str, Any]:
+    leaves = keras.tree.flatten_with_path(outputs) if keras.tree.is_nested(outputs) else [((), outputs)]
+    return {name + "".join(f"[{part!r}]" for part in path): _dense(leaf) for path, leaf in leaves}
+
+
+def _dense(leaf: Any) -> Any:
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.to_tensor().numpy()
+    return tf.sparse.to_dense(leaf).numpy() if isinstance(leaf, tf.SparseTensor) else np.asarray(leaf)
+
+
+def _numbers(logs: Any) -> dict[str, Any]:
+    return {key: np.asarray(value) for key, value in logs.items()}
+
+
+def _losses(logs: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in logs.items() if key == "loss" or key.endswith("_loss")}
+
+
+def _metrics(logs: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in logs.items() if key not in _losses(logs)}

@@ -1,0 +1,397 @@
+"""The parity check of a training step of one's own: on one device, and by `strategy.run` on shares of each batch.
+
+A run makes the variables of its strategy (`rebinding`, or the user's function that makes them), gives them the same
+values, and runs the step on batch after batch. What the step returns and what its variables hold is compared each time.
+
+The step says itself how replicas come together, as under any `tf.distribute` strategy: it calls `all_reduce`, or an
+optimizer that does, or assigns variables that have an aggregation. On one device the same calls do nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from replica_engine.errors import LoweringError, ParityArgumentError
+from replica_engine.replica import rows
+from replica_engine.replica.regroup import parts, regroup
+from replica_engine.strategies.uneven_batches import split_batch
+from replica_engine.testing.parity import batches as cut
+from replica_engine.testing.parity import step_causes
+from replica_engine.testing.parity.candidates import is_compiled
+from replica_engine.testing.parity.comparison import (
+    ORDERS,
+    RTOL,
+    Comparison,
+    changed_in_last_digits,
+    is_within,
+    noise,
+    tolerance,
+)
+from replica_engine.testing.parity.rebinding import Rebinding, listed, python_function
+from replica_engine.testing.parity.report import Cause, ParityReport
+from replica_engine.testing.parity.settings import Settings
+from replica_engine.testing.parity.state import seeded
+
+_NO_WEIGHTS = (
+    "the step takes no weights of rows, and a compiled program needs shares of equal size. Take `weights` as the last "
+    "argument (1 / n for each of the n rows, 0 for padding; see replica_engine.split_batch)"
+)
+
+
+@dataclasses.dataclass
+class Run:
+    """What one run computed.
+
+    Attributes:
+        results: of each step what it returned, by name.
+        weights: of each step the variables after it.
+        start: the variables before the first step.
+    """
+
+    results: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    weights: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    start: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def check_step(
+    step: Callable[..., Any],
+    inputs: Any,
+    variables: Any,
+    settings: Settings,
+    reduction: str | None,
+    uneven: bool | None,
+) -> ParityReport:
+    """The parity check of a step; see `check_parity`."""
+    if reduction not in (None, "mean", "sum"):
+        raise ParityArgumentError.bad_reduction(reduction)
+    return _Check(step, inputs, variables, settings, reduction, uneven).report()
+
+
+class _Check:
+    def __init__(
+        self, step: Any, inputs: Any, variables: Any, settings: Settings, reduction: str | None, uneven: bool | None
+    ):
+        self._settings = settings
+        self._left_out = dict(settings.left_out)
+        self._makes = variables if _is_factory(variables) else None
+        self._variables = () if variables is None or self._makes is not None else variables
+        count, source = _parts_of(inputs)
+        self._call = _Call(step, count, self._makes is not None)
+        self._batches = self._cut(source, uneven)
+        self._size = max(rows.count(batch) for batch in self._batches)
+        self._reduction = reduction or ("sum" if self._call.weights else "mean")
+        self._rebinding = Rebinding(step, self._variables)
+        names = dict(listed(self._variables))
+        unreached = [name for name, each in names.items() if not self._rebinding.reaches(each)]
+        if unreached:
+            raise ParityArgumentError.unreached(unreached)
+
+    def report(self) -> ParityReport:
+        """Runs on one device and on all strategies, and compares."""
+        one = tf.distribute.get_strategy()
+        expected = self._run(one, self._batches)
+        if not expected.start and not any(expected.results):
+            raise ParityArgumentError.nothing_compared(self._call.name)
+        orders = [
+            self._run(one, [cut.shuffled(each, seed) for each in self._batches], expected, order=seed + 1)
+            for seed in range(ORDERS)
+        ]
+        limits = tolerance(_coarsest(expected), self._settings.rtol, self._settings.atol)
+        comparison = Comparison(limits)
+        for index, (results, weights) in enumerate(zip(expected.results, expected.weights, strict=True)):
+            comparison.not_finite("result", f"step {index + 1}", results, index + 1)
+            comparison.not_finite("weight", f"step {index + 1}", weights, index + 1)
+        found = {}
+        for name, strategy in self._settings.strategies.items():
+            try:
+                found[name] = self._run(strategy, self._batches, expected)
+            except LoweringError as error:
+                if len(self._settings.strategies) == 1:
+                    raise
+                self._left_out[name] = str(error)
+                continue
+            self._compare(comparison, name, expected, found[name], orders, limits.rtol)
+        self._note_left_out(found)
+        differences = comparison.differences()
+        causes: tuple[Cause, ...] = ()
+        notes: list[str] = []
+        if any(each.strategy in found for each in differences):
+            causes = step_causes.found(
+                differences, expected, found, self._batches, self._settings.replicas, self._alone
+            )
+            try:
+                causes += step_causes.random_numbers(self._call.name, self._graph())
+            except Exception as error:  # a step may well be one that cannot be traced by itself
+                notes.append(f"The step was not searched for random numbers: it cannot be traced alone ({error}).")
+        return ParityReport(
+            subject=f"step {self._call.name!r}",
+            replicas=self._settings.replicas,
+            strategies=tuple(found),
+            left_out=self._left_out,
+            batches=tuple(rows.count(each) for each in self._batches),
+            tolerance=str(limits),
+            compared=comparison.rows(),
+            differences=differences,
+            causes=causes,
+            notes=tuple(notes),
+            seed=self._settings.seed,
+        )
+
+    def _cut(self, source: Any, uneven: bool | None) -> list[Any]:
+        steps, replicas = self._settings.steps, self._settings.replicas
+        forced = self._call.weights is not None if uneven is None else uneven
+        if _is_dataset(source):
+            made = cut.of_dataset(source, steps, replicas, uneven=forced)
+        elif forced or uneven is False:
+            made = cut.of_arrays(source, steps, self._settings.batch_size, replicas, uneven=forced)
+        else:
+            made = cut.as_they_come(source, steps, self._settings.batch_size, replicas)
+        if all(rows.count(batch) % replicas == 0 for batch in made) and replicas > 1:
+            self._left_out["batches of uneven shares"] = (
+                f"all batches are divisible by {replicas}. Pass uneven=True, or data that is not, to compare one"
+            )
+        return made
+
+    def _run(
+        self, strategy: tf.distribute.Strategy, batches: list[Any], first: Run | None = None, order: int = 0
+    ) -> Run:
+        """Runs the step on batch after batch; stops where a compiled strategy cannot share one out."""
+        run = Run()
+        with seeded(self._settings.seed), self._ready(strategy, first) as (function, tracked):
+            run.start = _values(tracked())
+            for number, (_, variable) in enumerate(tracked() if order else ()):
+                changed = changed_in_last_digits(np.asarray(variable.numpy()), seed=1000 * order + number)
+                variable.assign(changed)
+            for batch in batches:
+                made = self._shared(strategy, batch)
+                if made is None:
+                    break
+                args, kwargs = made
+                returned = strategy.run(function, args=args, kwargs=kwargs)
+                run.results.append(self._results(strategy, returned, batch))
+                run.weights.append(_values(tracked()))
+        return run
+
+    @contextlib.contextmanager
+    def _ready(self, strategy: tf.distribute.Strategy, first: Run | None) -> Iterator[tuple[Any, Any]]:
+        """Gives the function to run, and what lists the variables to compare."""
+        step = python_function(self._call.step)
+        with self._rebinding.entered(strategy) as copy_of:
+            if self._makes is None:
+                yield step, lambda: [(name, copy_of(each)) for name, each in listed(self._variables)]
+                return
+            with strategy.scope():
+                made = self._makes()
+            for name, variable in listed(made):
+                if first is not None and name in first.start:
+                    variable.assign(first.start[name])
+
+            def on_replica(*args: Any, **kwargs: Any) -> Any:
+                return step(made, *args, **kwargs)
+
+            yield on_replica, lambda: listed(made)
+
+    def _shared(self, strategy: tf.distribute.Strategy, batch: Any) -> tuple[Any, Any] | None:
+        """Arguments of `strategy.run`; None where a compiled program cannot have shares of these sizes."""
+        replicas = strategy.num_replicas_in_sync
+        total = rows.count(batch)
+        if replicas == 1 and not is_compiled(strategy):
+            return self._call.arguments(batch, tf.fill([total], 1.0 / total))
+        if self._call.weights is not None:
+            return self._call.arguments(*split_batch(strategy, batch, batch_size=self._size))
+        if is_compiled(strategy) and total % replicas:
+            return None
+        made = []
+        for device, share in zip(strategy.extended.worker_devices, cut.shares(batch, replicas), strict=True):
+            with tf.device(device):
+                made.append(rows.on_device(share))
+        return self._call.arguments(regroup(made), None)
+
+    def _results(self, strategy: tf.distribute.Strategy, returned: Any, batch: Any) -> dict[str, Any]:
+        """What the step returned, of all replicas together, by name."""
+        count = strategy.num_replicas_in_sync
+        each = [_named(part) for part in parts(returned, count, "results")]
+        sizes = [rows.count(share) for share in cut.shares(batch, count)]
+        if self._call.weights is not None:
+            sizes = [max(1, -(-self._size // count))] * count
+        total = rows.count(batch)
+        names = list(dict.fromkeys(name for part in each for name in part))
+        return {name: self._joined([part.get(name) for part in each], sizes, total) for name in names}
+
+    def _joined(self, values: list[Any], sizes: list[int], total: int) -> Any:
+        arrays = [np.asarray(value) for value in values]
+        if all(len(array.shape) and len(array) == size for array, size in zip(arrays, sizes, strict=True)):
+            return np.concatenate(arrays)[:total]
+        if all(array.shape == arrays[0].shape for array in arrays):
+            if all(array.tobytes() == arrays[0].tobytes() for array in arrays) or arrays[0].dtype.kind not in "fcV":
+                return arrays[0]  # replicas have brought it together themselves
+            whole = np.sum([array.astype("float64") for array in arrays], axis=0)
+            return (whole if self._reduction == "sum" else whole / len(arrays)).astype(arrays[0].dtype)
+        return np.concatenate(arrays) if len(arrays[0].shape) else arrays[0]
+
+    def _compare(
+        self, comparison: Comparison, name: str, expected: Run, found: Run, orders: list[Run], rtol: float
+    ) -> None:
+        totals = [rows.count(batch) for batch in self._batches]
+        for index, (results, weights) in enumerate(zip(found.results, found.weights, strict=True)):
+            where = f"step {index + 1} of {len(totals)}, {totals[index]} rows"
+            wanted = expected.results[index]
+            of_batch = {key for key, value in wanted.items() if np.ndim(value) and len(value) == totals[index]}
+            numbers = [{key: run.results[0].get(key) for key in wanted if key not in of_batch} for run in orders]
+            first = {key: expected.results[0][key] for key in wanted if key not in of_batch}
+            invariant = bool(first) and all(is_within(first, other, rtol) for other in numbers)
+            for kind in ("loss", "gradient", "result"):
+                one, other = ({key: each for key, each in of.items() if _kind(key) == kind} for of in (wanted, results))
+                others = [{k: v for k, v in run.results[index].items() if k not in of_batch} for run in orders]
+                measured = noise(one, others) if invariant else {}
+                comparison.compare(name, kind, where, one, other, step=index + 1, noise=measured)
+            measured = noise(expected.weights[index], [run.weights[index] for run in orders]) if invariant else {}
+            comparison.compare(
+                name,
+                "weight",
+                where,
+                expected.weights[index],
+                weights,
+                step=index + 1,
+                noise=measured,
+                start=expected.start,
+            )
+
+    def _note_left_out(self, found: dict[str, Run]) -> None:
+        for name, run in found.items():
+            missing = len(self._batches) - len(run.results)
+            if missing:
+                total = rows.count(self._batches[len(run.results)])
+                self._left_out[f"{name}, the last {missing} of {len(self._batches)} batches"] = (
+                    f"{self._settings.replicas} replicas cannot have equal shares of {total} rows; {_NO_WEIGHTS}"
+                )
+        if found and not any(run.results for run in found.values()):
+            raise ParityArgumentError.nothing_to_compare(self._left_out)
+
+    def _alone(self, replica: int) -> Run:
+        """One device on the rows of one replica, of the first batch."""
+        share = cut.shares(self._batches[0], self._settings.replicas)[replica]
+        return self._run(tf.distribute.get_strategy(), [share])
+
+    def _graph(self) -> Any:
+        one = tf.distribute.get_strategy()
+        with seeded(self._settings.seed), self._ready(one, None) as (function, _):
+            args, kwargs = self._call.arguments(self._batches[0], tf.fill([rows.count(self._batches[0])], 1.0))
+            return tf.function(function).get_concrete_function(*args, **kwargs).graph
+
+
+class _Call:
+    """How a step is called with a batch.
+
+    Args:
+        step: the step.
+        count: how many parts a batch has.
+        is_given_variables: whether the first argument is what `variables` made.
+
+    Attributes:
+        step: the step.
+        name: of it.
+        weights: the name of the argument for the weights of rows; "" for the one after the batch, None for none.
+    """
+
+    def __init__(self, step: Callable[..., Any], count: int, is_given_variables: bool):
+        self.step = step
+        self.name = getattr(step, "__name__", type(step).__name__)
+        signature = inspect.signature(python_function(step))
+        first = [None] * is_given_variables
+        named = [name for name in signature.parameters if name in ("weights", "sample_weight", "sample_weights")]
+        self.weights: str | None = None
+        for is_whole, size in ((False, count), (True, 1)):
+            self._is_whole = is_whole
+            required = first + [None] * size
+            if named and _binds(signature, required, {named[0]: None}):
+                self.weights = named[0]
+                return
+            if _binds(signature, required, {}):
+                return
+            if _binds(signature, [*required, None], {}):
+                self.weights = ""
+                return
+        raise ParityArgumentError.not_called_so(self.name, str(signature), count)
+
+    def arguments(self, batch: Any, weights: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments and keyword arguments for a batch."""
+        args: tuple[Any, ...] = (batch,) if self._is_whole or not isinstance(batch, tuple) else batch
+        if self.weights == "":
+            return (*args, weights), {}
+        return args, {} if self.weights is None else {self.weights: weights}
+
+
+def _binds(signature: inspect.Signature, args: list[Any], kwargs: dict[str, Any]) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_factory(variables: Any) -> bool:
+    holds = (tf.Variable, keras.Variable, tf.Module, keras.Layer, keras.optimizers.Optimizer, keras.metrics.Metric)
+    return callable(variables) and not isinstance(variables, holds)
+
+
+def _is_dataset(inputs: Any) -> bool:
+    is_list = isinstance(inputs, list) and bool(inputs) and all(isinstance(each, (tuple, dict)) for each in inputs)
+    return is_list or isinstance(inputs, tf.data.Dataset) or hasattr(inputs, "__next__")
+
+
+def _parts_of(inputs: Any) -> tuple[int, Any]:
+    """How many parts a batch has, and the source of batches."""
+    if _is_dataset(inputs):
+        if isinstance(inputs, tf.data.Dataset):
+            element: Any = inputs.element_spec
+        else:
+            inputs = list(inputs) if isinstance(inputs, list) else inputs
+            if not isinstance(inputs, list):
+                raise ParityArgumentError.not_checkable(inputs)
+            element = inputs[0]
+        return (len(element) if isinstance(element, tuple) else 1), inputs
+    if isinstance(inputs, (tuple, list)):
+        return len(inputs), tuple(inputs)
+    return 1, inputs
+
+
+def _named(returned: Any) -> dict[str, Any]:
+    """The numbers that a step returned, by their paths."""
+    found = {}
+    for path, leaf in keras.tree.flatten_with_path(returned) if keras.tree.is_nested(returned) else [((), returned)]:
+        if leaf is None:
+            continue
+        if isinstance(leaf, tf.IndexedSlices):
+            leaf = tf.convert_to_tensor(leaf)
+        if isinstance(leaf, tf.RaggedTensor):
+            leaf = leaf.to_tensor()
+        if isinstance(leaf, tf.SparseTensor):
+            leaf = tf.sparse.to_dense(leaf)
+        found["result" + "".join(f"[{part!r}]" for part in path)] = np.asarray(leaf)
+    return found
+
+
+def _kind(name: str) -> str:
+    return "loss" if "loss" in name else "gradient" if "grad" in name else "result"
+
+
+def _values(variables: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, variable in variables:
+        found[name if name not in found else f"{name} ({len(found)})"] = np.asarray(variable.numpy())
+    return found
+
+
+def _coarsest(run: Run) -> str:
+    arrays = [*run.start.values(), *(value for results in run.results for value in results.values())]
+    used = [array.dtype.name for array in arrays if array.dtype.name in RTOL]
+    return max(used, key=lambda each: RTOL[each], default="float32")

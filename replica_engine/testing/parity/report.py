@@ -1,0 +1,252 @@
+"""What a parity check found: data, and a table to read."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Mapping
+
+from replica_engine.errors import ParityError
+
+ONE_DEVICE = "one device"
+_WIDTH = 110
+_PLURAL = {"loss": "losses"}
+_AMPLIFIED = (
+    '"by rounding" counts what exceeds the tolerance, and not 10 times the difference that another order of the '
+    "samples and other last digits of the weights make on one device: a gradient that is 0 but for rounding, say, "
+    "which Adam divides by its own size."
+)
+_SHOWN = 4  # differences of one strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """One tensor, or number, that differs by more than the tolerance.
+
+    Attributes:
+        strategy: the strategy that computed it, "MirroredStrategy"; "one device" where the reference is not finite.
+        kind: "layer output", "prediction", "loss", "gradient", "metric", "weight" or "result".
+        name: of the layer, variable, loss or metric.
+        batch: on which batch, in words.
+        step: 1-based index of the training step; None outside of the training steps.
+        error: largest absolute difference of an element; infinity where shapes differ, or one of both is not a number.
+        scale: what the tolerance is relative to: the largest value of the tensor; of a weight, its largest change.
+        allowed: the largest error that counts as rounding.
+        expected: the element with the largest difference, on one device.
+        found: the same element on replicas.
+        index: where in the tensor that element is.
+        detail: what else there is to say, such as two shapes.
+    """
+
+    strategy: str
+    kind: str
+    name: str
+    batch: str
+    step: int | None
+    error: float
+    scale: float
+    allowed: float
+    expected: float
+    found: float
+    index: tuple[int, ...] = ()
+    detail: str = ""
+
+    @property
+    def relative(self) -> float:
+        """The error relative to `scale`."""
+        return self.error / self.scale if self.scale else (float("inf") if self.error else 0.0)
+
+    def __str__(self) -> str:
+        what = f"{self.kind} {self.name!r}, {self.batch}: "
+        if self.detail:
+            return what + self.detail
+        place = f" at {list(self.index)}" if self.index else ""
+        return (
+            f"{what}{self.found:.7g} for {self.expected:.7g}{place}; off by {self.error:.1e}, "
+            f"{self.relative:.1e} of {self.scale:.1e} (allowed {self.allowed:.1e})"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """A known cause of differences that was found in the model or step.
+
+    Attributes:
+        kind: "batch normalization", "random numbers", "stateless algorithm", "loss", "metric", "assigned weight",
+            "float16", "scaled by replicas", "not combined" or "unequal shares".
+        name: the layer, loss, metric or variable that it is about.
+        why: why one device and replicas then differ.
+        remedy: what to write instead.
+    """
+
+    kind: str
+    name: str
+    why: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.why} {self.remedy}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """All comparisons of one kind under one strategy.
+
+    Attributes:
+        strategy: the strategy.
+        kind: what was compared; see `Difference`.
+        count: how many tensors or numbers.
+        differing: how many of them differ by more than is allowed.
+        amplified: how many more exceed the tolerance, and not what rounding was seen to do on one device.
+        worst: the largest error relative to its scale, of those that are not amplified.
+        worst_name: of what that is.
+    """
+
+    strategy: str
+    kind: str
+    count: int
+    differing: int
+    amplified: int
+    worst: float
+    worst_name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ParityReport:
+    """What `check_parity` found. `print(report)` shows a table.
+
+    Attributes:
+        subject: what was checked, in words.
+        replicas: how many replicas it ran on.
+        strategies: the names of the strategies that were compared with one device.
+        left_out: strategies and comparisons that could not be made, with the reason.
+        batches: the number of rows of each training batch.
+        tolerance: the tolerance in words.
+        compared: what was compared, a row for each strategy and kind.
+        differences: all differences beyond the tolerance, in the order in which a step computes them.
+        causes: known causes that were found; empty where nothing differs.
+        notes: what else a reader should know.
+        seed: of the random numbers.
+    """
+
+    subject: str
+    replicas: int
+    strategies: tuple[str, ...]
+    left_out: Mapping[str, str]
+    batches: tuple[int, ...]
+    tolerance: str
+    compared: tuple[Compared, ...]
+    differences: tuple[Difference, ...]
+    causes: tuple[Cause, ...]
+    notes: tuple[str, ...]
+    seed: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether all that was compared agrees."""
+        return not self.differences
+
+    @property
+    def first(self) -> Mapping[str, Difference]:
+        """For each strategy that differs, its first difference."""
+        found: dict[str, Difference] = {}
+        for difference in self.differences:
+            found.setdefault(difference.strategy, difference)
+        return found
+
+    def first_of(self, kind: str, strategy: str | None = None) -> Difference | None:
+        """The first difference of a kind, of one strategy or of any; None if there is none."""
+        for difference in self.differences:
+            if difference.kind == kind and strategy in (None, difference.strategy):
+                return difference
+        return None
+
+    def raise_if_different(self) -> None:
+        """Raises if anything differs.
+
+        Raises:
+            ParityError: an AssertionError, with this report as its text.
+        """
+        if not self.ok:
+            raise ParityError.different(str(self))
+
+    def __str__(self) -> str:
+        verdict = "the same numbers" if self.ok else "DIFFERENT numbers"
+        lines = [
+            f"{self.subject}: {self.replicas} replicas compute {verdict}"
+            f"{' as' if self.ok else ', compared with'} one device",
+            f"  batches    {_runs(self.batches)} rows; same weights, seed {self.seed}",
+            *_wrapped("  tolerance  ", self.tolerance),
+            *(line for name, why in self.left_out.items() for line in _wrapped("  left out   ", f"{name}: {why}")),
+            "",
+            *self._table(),
+        ]
+        for strategy in dict.fromkeys(each.strategy for each in self.differences):
+            lines += ["", f"What differs first, {strategy}:"]
+            lines += [line for each in self._leading(strategy) for line in _wrapped("  - ", str(each))]
+        if self.causes:
+            lines += ["", "Known causes that were found:"]
+            lines += [line for cause in self.causes for line in _wrapped("  - ", str(cause))]
+        elif self.differences:
+            lines += ["", "None of the known causes was found. Start at the first difference above."]
+        notes = list(self.notes)
+        if any(row.amplified for row in self.compared):
+            notes.insert(0, _AMPLIFIED)
+        if notes:
+            lines += ["", *(line for note in notes for line in _wrapped("Note: ", note))]
+        return "\n".join(lines)
+
+    def _leading(self, strategy: str) -> list[Difference]:
+        """The first difference of each kind."""
+        kinds: dict[str, Difference] = {}
+        for each in self.differences:
+            if each.strategy == strategy:
+                kinds.setdefault(each.kind, each)
+        return list(kinds.values())[:_SHOWN]
+
+    def _table(self) -> list[str]:
+        kinds = list(dict.fromkeys(row.kind for row in self.compared))
+        header = ["largest relative difference of", "compared", *self.strategies]
+        rows = [header]
+        for kind in kinds:
+            cells = {row.strategy: row for row in self.compared if row.kind == kind}
+            count = max(row.count for row in cells.values())
+            rows.append(
+                [_PLURAL.get(kind, f"{kind}s"), str(count), *(_cell(cells.get(name)) for name in self.strategies)]
+            )
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+        rows.insert(1, ["-" * width for width in widths])
+        return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _cell(row: Compared | None) -> str:
+    if row is None:
+        return "not compared"
+    parts = [f"{row.worst:.1e}"]
+    if row.amplified:
+        parts.append(f"({row.amplified} by rounding)")
+    if row.differing:
+        parts.append(f"{row.differing} DIFFER")
+    return " ".join(parts)
+
+
+def _runs(batches: tuple[int, ...]) -> str:
+    """[32, 32, 31] as "2 of 32, 1 of 31"."""
+    runs: list[list[int]] = []
+    for rows in batches:
+        if runs and runs[-1][1] == rows:
+            runs[-1][0] += 1
+        else:
+            runs.append([1, rows])
+    return ", ".join(f"{count} of {rows}" for count, rows in runs)
+
+
+def _wrapped(prefix: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=prefix,
+        subsequent_indent=" " * len(prefix),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

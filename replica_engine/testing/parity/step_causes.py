@@ -1,0 +1,149 @@
+"""Known causes of differences of a training step of one's own, looked for in its numbers and in its ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from replica_engine.replica import rows
+from replica_engine.testing.parity.random_draws import draws
+from replica_engine.testing.parity.report import Cause, Difference
+
+_CLOSE = 1e-3
+
+
+def found(
+    differences: Sequence[Difference],
+    expected: Any,
+    runs: Mapping[str, Any],
+    batches: Sequence[Any],
+    replicas: int,
+    alone: Callable[[int], Any],
+) -> tuple[Cause, ...]:
+    """The known causes in the numbers of a step.
+
+    Args:
+        differences: all of them.
+        expected: the run on one device.
+        runs: those of the strategies.
+        batches: what they ran on.
+        replicas: how many.
+        alone: runs one device on the rows of one replica, of the first batch.
+    """
+    first = [each for each in differences if each.step == 1 and each.strategy in runs]
+    weights = list(dict.fromkeys(each.name for each in first if each.kind == "weight"))
+    others = list(dict.fromkeys(each.name for each in first if each.kind != "weight"))
+    causes = [*_uneven(differences, batches, replicas)]
+    if weights:
+        changes = _changes(expected, weights)
+        on_one = _changes(alone(0), weights)
+        for run in runs.values():
+            causes += _scaled(changes, _changes(run, weights), replicas, "changes", "a step changes")
+            causes += _first_only(changes, on_one, _changes(run, weights))
+    for run in runs.values():
+        one, other = ({name: of.results[0][name] for name in others if name in of.results[0]} for of in (expected, run))
+        causes += _scaled(one, other, replicas, "is", "the step returns")
+    return tuple(dict.fromkeys(causes))
+
+
+def random_numbers(step: str, graph: Any) -> tuple[Cause, ...]:
+    """The random numbers that a step draws."""
+    return tuple(_random_numbers(step, graph))
+
+
+def _random_numbers(step: str, graph: Any) -> Iterator[Cause]:
+    for draw in draws(graph, []):
+        if draw.is_stateless:
+            yield Cause(
+                "stateless algorithm",
+                step,
+                f"The step draws with {draw.op} from a fixed seed, and leaves the algorithm to the device: a compiled "
+                "program takes another one than eager code.",
+                'Pass alg="philox", which gives the same numbers everywhere. Numbers of the shape of the batch differ '
+                "all the same: every replica draws those of its own rows from the same seed.",
+            )
+        else:
+            yield Cause(
+                "random numbers",
+                step,
+                f"The step draws random numbers ({draw.op}), each replica its own.",
+                "They have the same distribution, so training is as good. To compare everything else, pass them in "
+                "as a part of the batch.",
+            )
+
+
+def _uneven(differences: Sequence[Difference], batches: Sequence[Any], replicas: int) -> Iterator[Cause]:
+    different = {each.step for each in differences if each.step is not None}
+    uneven = [index + 1 for index, batch in enumerate(batches) if rows.count(batch) % replicas]
+    if different and uneven and min(different) == uneven[0] > 1:
+        total = rows.count(batches[uneven[0] - 1])
+        yield Cause(
+            "unequal shares",
+            f"step {uneven[0]}",
+            f"Batches that {replicas} divides agree, and the one of {total} rows does not: a mean over replicas counts "
+            "each replica once, whatever the number of its rows.",
+            "Sum over replicas what each row counts in the whole batch: take `weights` as the last argument of the "
+            "step (replica_engine.split_batch makes them), or tf.nn.compute_average_loss with the size of the whole "
+            "batch. uneven=False leaves such batches out.",
+        )
+
+
+def _scaled(
+    expected: Mapping[str, Any], run: Mapping[str, Any], replicas: int, does: str, what: str
+) -> Iterator[Cause]:
+    for factor, words, remedy in (
+        (
+            replicas,
+            f"{replicas} times",
+            'Where each replica computes a mean over its rows, take the mean over replicas: all_reduce("mean", ...), '
+            "or divide each row's loss by the size of the whole batch and sum.",
+        ),
+        (
+            1 / replicas,
+            f"1 / {replicas} of",
+            'Where each row\'s loss is divided by the size of the whole batch, sum over replicas: all_reduce("sum", '
+            '...), and check_parity(..., reduction="sum") for what the step returns.',
+        ),
+    ):
+        names = [name for name, value in expected.items() if name in run and _is_close(value * factor, run[name])]
+        if names and replicas > 1:
+            yield Cause(
+                "scaled by replicas",
+                names[0],
+                f"{names[0]!r} {does} {words} what {what} on one device.",
+                remedy,
+            )
+
+
+def _first_only(expected: Mapping[str, Any], alone: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[Cause]:
+    for name, value in run.items():
+        if name in alone and not _is_close(expected[name], value) and _is_close(alone[name], value):
+            yield Cause(
+                "not combined",
+                name,
+                f"{name!r} changes as if there were only the rows of replica 0: the step does not bring the replicas' "
+                "gradients together.",
+                'tf.distribute.get_replica_context().all_reduce("mean", gradients) before they are applied, or '
+                "replica_engine.keras.CrossReplicaOptimizer.",
+            )
+            return
+
+
+def _changes(run: Any, names: Sequence[str]) -> dict[str, Any]:
+    if not run.weights:
+        return {}
+    return {
+        name: np.asarray(run.weights[0][name], "float64") - np.asarray(run.start[name], "float64")
+        for name in names
+        if name in run.weights[0]
+    }
+
+
+def _is_close(one: Any, other: Any) -> bool:
+    one, other = np.asarray(one, "float64"), np.asarray(other, "float64")
+    if one.shape != other.shape or not one.size:
+        return False
+    largest = float(np.max(np.abs(one)))
+    return largest > 0 and bool(np.max(np.abs(one - other)) <= _CLOSE * largest)

@@ -1,0 +1,109 @@
+"""Parity checks: numbers that differ between one device and N replicas, and checks that cannot be made."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from golden import shows
+
+from replica_engine import MirroredStrategy
+from replica_engine.errors import DeviceError, ParityArgumentError, ParityError
+from replica_engine.testing import check_parity
+from replica_engine.testing.parity import candidates
+
+
+@shows(ParityError.different)
+def test_gradients_that_are_summed():
+    """The step sums over replicas the gradients of means."""
+    w = tf.Variable([1.0, 2.0], name="w")
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((x * w - 3.0) ** 2)
+        gradient = tape.gradient(loss, w)
+        w.assign_sub(0.1 * tf.distribute.get_replica_context().all_reduce("sum", gradient))
+        return loss
+
+    x = np.ones([8, 2], "float32")
+    report = check_parity(step, x, [w], replicas=2, steps=1, strategies="MirroredStrategy")
+    report.raise_if_different()
+
+
+@shows(ParityArgumentError.not_checkable)
+def test_a_layer_to_check():
+    check_parity(keras.layers.Dense(1, name="hidden"), np.ones([8, 4]))
+
+
+@shows(ParityArgumentError.bad_number)
+def test_no_steps():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    check_parity(model, np.ones([8, 4]), steps=0)
+
+
+@shows(ParityArgumentError.bad_tolerance)
+def test_a_negative_tolerance():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    check_parity(model, np.ones([8, 4]), rtol=-1e-4)
+
+
+@shows(ParityArgumentError.bad_reduction)
+def test_an_unknown_reduction_of_results():
+    check_parity(lambda x: tf.reduce_max(x), np.ones([8, 4]), strategies="MirroredStrategy", reduction="max")
+
+
+@shows(ParityArgumentError.unknown_strategy)
+def test_an_unknown_strategy():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    check_parity(model, np.ones([8, 4]), strategies=["OneDeviceStrategy"])
+
+
+@shows(ParityArgumentError.other_size)
+def test_a_strategy_of_another_size():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1", "CPU:2"])
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    check_parity(model, np.ones([8, 4]), strategies=[strategy])
+
+
+@pytest.fixture
+def _one_device_without_jax(monkeypatch):
+    def none(replicas):
+        raise DeviceError.too_late(replicas, "CPU", 1)
+
+    monkeypatch.setattr(candidates, "_mirrored", none)
+    monkeypatch.setattr(candidates, "_compiled", none)
+
+
+@pytest.mark.usefixtures("_one_device_without_jax")
+@shows(ParityArgumentError.nothing_to_compare)
+def test_no_strategy_can_run():
+    """Where TensorFlow has started with one device, and so has jax."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    check_parity(model, np.ones([8, 4]))
+
+
+@shows(ParityArgumentError.no_rows)
+def test_data_without_rows():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    check_parity(model, np.ones([0, 4]), strategies="MirroredStrategy")
+
+
+@shows(ParityArgumentError.not_called_so)
+def test_a_step_of_other_arguments():
+    def step(x, y, z, weights):
+        return x + y + z
+
+    check_parity(step, (np.ones([8]), np.ones([8])), strategies="MirroredStrategy")
+
+
+@shows(ParityArgumentError.unreached)
+def test_a_variable_that_the_step_does_not_use():
+    w = tf.Variable(1.0, name="w")
+    check_parity(lambda x: 2 * x, np.ones([8]), [w], strategies="MirroredStrategy")
+
+
+@shows(ParityArgumentError.nothing_compared)
+def test_a_step_without_numbers():
+    def step(x):
+        return None
+
+    check_parity(step, np.ones([8]), strategies="MirroredStrategy")

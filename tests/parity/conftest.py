@@ -1,0 +1,44 @@
+"""Small models that run eagerly: nothing to trace on one device and on threads, so that a check takes a moment."""
+
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+from replica_engine.testing import check_parity
+
+KINDS = ["MirroredStrategy", "TPUStrategy"] if sys.version_info >= (3, 11) else ["MirroredStrategy"]  # as jax needs
+
+X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
+Y = np.random.default_rng(1).normal(size=(24, 1)).astype("float32")
+
+
+def pytest_generate_tests(metafunc):
+    """Runs a test that takes `kind` for each strategy."""
+    if "kind" in metafunc.fixturenames:
+        metafunc.parametrize("kind", KINDS)
+
+
+@pytest.fixture
+def make():
+    """`make(*layers, loss=..., metrics=...)`: a compiled model with those layers between two Dense ones."""
+
+    def make(*layers, loss="mse", optimizer="sgd", metrics=(), eager=True):
+        keras.utils.set_random_seed(0)
+        inside = [keras.layers.Dense(3, "tanh", name="first"), *layers, keras.layers.Dense(1, name="last")]
+        model = keras.Sequential([keras.Input((4,)), *inside], name="small")
+        model.compile(optimizer, loss, metrics=list(metrics), run_eagerly=eager)
+        return model
+
+    return make
+
+
+@pytest.fixture
+def on_threads():
+    """`on_threads(model)`: the check of a model on two threads, two steps."""
+
+    def on_threads(model, **options):
+        return check_parity(model, X, Y, steps=2, batch_size=8, **{"strategies": "MirroredStrategy", **options})
+
+    return on_threads

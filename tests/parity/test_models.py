@@ -1,0 +1,303 @@
+"""`check_parity` of Keras models: right ones are found right, wrong ones by name, and all are left as they were."""
+
+import random
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from replica_engine.errors import ParityError, ReplicateError
+from replica_engine.keras import replicate_model
+from replica_engine.keras.share import Share
+from replica_engine.testing import ParityReport, check_parity
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(24, 4)).astype("float32")
+Y = RNG.normal(size=(24, 1)).astype("float32")
+
+
+def two_inputs_and_outputs(sparse=True):
+    keras.utils.set_random_seed(0)
+    a, b = keras.Input((4,), name="a"), keras.Input((3,), dtype="int32", name="b")
+    # Known to differ: compiled replicas, with a table beside a synchronized normalization, on an uneven batch.
+    table = layers.Embedding(10, 3, name="table") if sparse else layers.CategoryEncoding(10, "one_hot")
+    words = layers.GlobalAveragePooling1D()(table(b))
+    hidden = layers.BatchNormalization(synchronized=True, name="norm")(layers.Concatenate()([a, words]))
+    outputs = {"p": layers.Dense(1, name="p")(hidden), "q": layers.Dense(2, "softmax", name="q")(hidden)}
+    model = keras.Model({"a": a, "b": b}, outputs, name="two")
+    losses = {"p": "mse", "q": "sparse_categorical_crossentropy"}
+    optimizer = keras.optimizers.Adam(0.01, clipnorm=0.5)
+    model.compile(optimizer, losses, weighted_metrics={"q": ["accuracy"]}, run_eagerly=True)
+    x = {"a": X, "b": RNG.integers(0, 10, (24, 3))}
+    y = {"p": Y, "q": RNG.integers(0, 2, 24)}
+    return model, x, y, {"p": RNG.random(24).astype("float32"), "q": RNG.random(24).astype("float32")}
+
+
+def test_a_right_model_is_ok_and_left_as_it_was(kind):
+    """Several inputs and outputs, sparse gradients, sample weights, metrics, an optimizer that is not built."""
+    model, x, y, weights = two_inputs_and_outputs(sparse=kind == "MirroredStrategy")
+    before = [variable.numpy() for variable in model.variables]
+    attributes = dict(vars(model))
+    optimizer = dict(vars(model.optimizer))
+    keras.utils.set_random_seed(3)
+    drawn = tf.random.uniform([2]).numpy(), keras.random.uniform([2]).numpy()
+    keras.utils.set_random_seed(3)
+    python, numpy = random.getstate(), np.random.get_state()[1].copy()
+
+    report = check_parity(model, x, y, weights, replicas=2, steps=3, batch_size=8, strategies=kind)
+
+    assert report.ok, str(report)
+    report.raise_if_different()
+    assert (report.replicas, report.strategies, report.batches) == (2, (kind,), (8, 8, 7))
+    compared = {row.kind: row.count for row in report.compared}
+    assert set(compared) == {"layer output", "prediction", "loss", "gradient", "metric", "weight"}
+    assert compared["gradient"] == 2 * len(model.trainable_variables)
+    assert compared["weight"] == 3 * len(model.weights)
+    assert all(np.array_equal(value, now.numpy()) for value, now in zip(before, model.variables, strict=True))
+    assert list(vars(model)) == list(attributes)
+    assert all(vars(model)[name] is value for name, value in attributes.items())
+    assert not model.optimizer.built
+    assert list(vars(model.optimizer)) == list(optimizer)
+    assert len(model.optimizer.variables) == 2  # iterations and learning rate
+    assert random.getstate() == python
+    assert (np.random.get_state()[1] == numpy).all()
+    assert (tf.random.uniform([2]).numpy() == drawn[0]).all()
+    assert (keras.random.uniform([2]).numpy() == drawn[1]).all()
+    model.fit(x, y, verbose=0)  # it is a plain model as before
+    assert model.optimizer.built
+
+
+def test_weights_that_were_trained_and_functions_that_were_traced_stay(make, on_threads):
+    model = make(eager=False, optimizer="adam")
+    model.fit(X, Y, verbose=0)
+    function, optimizer = model.train_function, [each.numpy() for each in model.optimizer.variables]
+    weights = model.get_weights()
+    assert on_threads(model).ok
+    assert model.train_function is function
+    assert all(np.array_equal(one, other) for one, other in zip(weights, model.get_weights(), strict=True))
+    now = [each.numpy() for each in model.optimizer.variables]
+    assert all(np.array_equal(one, other) for one, other in zip(optimizer, now, strict=True))
+
+
+def test_batch_normalization_is_the_first_to_differ_and_named(kind, make):
+    model = make(layers.BatchNormalization(name="norm"))
+    report = check_parity(model, X, Y, steps=2, batch_size=8, strategies=kind)
+    assert not report.ok
+    assert report.first[kind].kind == "layer output"
+    assert report.first[kind].name == "norm"
+    assert report.first_of("gradient").name == "small/first/kernel"
+    assert report.first_of("prediction") is None  # which use the moving statistics
+    assert {difference.name for difference in report.differences if difference.kind == "weight"} >= {
+        "small/norm/moving_mean",
+        "small/last/kernel",
+    }
+    assert [(cause.kind, cause.name) for cause in report.causes] == [("batch normalization", "norm")]
+    text = str(report)
+    assert "DIFFERENT numbers" in text
+    assert "layer output 'norm', training mode, 8 rows" in text
+    assert "BatchNormalization(synchronized=True)" in text
+    with pytest.raises(ParityError, match="layer output 'norm'") as caught:
+        report.raise_if_different()
+    assert isinstance(caught.value, AssertionError)
+
+
+def test_synchronized_batch_normalization_and_adam_are_ok(make, on_threads):
+    """The bias before it has a gradient that is 0 but for rounding, which Adam makes large."""
+    model = make(layers.Dense(4), layers.BatchNormalization(synchronized=True), optimizer="adam")
+    report = on_threads(model)
+    assert report.ok, str(report)
+    assert sum(row.amplified for row in report.compared if row.kind in ("gradient", "weight"))
+
+
+def test_dropout_is_named_and_everything_else_can_be_compared_without_it(make, on_threads):
+    model = make(layers.Dropout(0.5, name="drop"))
+    report = on_threads(model)
+    assert report.first["MirroredStrategy"].name == "drop"
+    assert [(cause.kind, cause.name) for cause in report.causes] == [("random numbers", "drop")]
+    without = on_threads(model, random_layers=False)
+    assert without.ok, str(without)
+    assert any("'drop'" in note or "drop" in note for note in without.notes)
+    assert model.layers[1].call(tf.ones([1000, 1]), training=True).numpy().min() == 0  # it drops again
+
+
+def test_a_layer_that_draws_with_tensorflow_is_named(make, on_threads):
+    class Noise(layers.Layer):
+        def call(self, x, training=False):
+            return x + tf.random.normal(tf.shape(x)) if training else x
+
+    report = on_threads(make(Noise(name="noise")))
+    assert report.first["MirroredStrategy"].name == "noise"
+    assert [(cause.kind, cause.name) for cause in report.causes] == [("random numbers", "noise")]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="compiled replicas need jax, which needs Python 3.11")
+@pytest.mark.parametrize("alg", ["auto_select", "philox"])
+def test_stateless_random_numbers_differ_by_algorithm(make, alg):
+    class Scale(layers.Layer):
+        def call(self, x):
+            return x * tf.random.stateless_uniform([3], seed=[1, 2], alg=alg)
+
+    report = check_parity(make(Scale(name="scale")), X, Y, steps=1, batch_size=8, strategies="TPUStrategy")
+    assert report.ok == (alg == "philox"), str(report)
+    if not report.ok:
+        assert report.first["TPUStrategy"].name == "scale"
+        assert [(cause.kind, cause.name) for cause in report.causes] == [("stateless algorithm", "scale")]
+        assert 'alg="philox"' in str(report)
+
+
+def worst(y, outputs):
+    return tf.reduce_max(tf.abs(y - outputs))
+
+
+def of_each_sample(y, outputs):
+    return tf.reduce_max(tf.abs(y - outputs), axis=-1)
+
+
+def test_a_loss_that_is_not_a_mean_is_named(make, on_threads):
+    report = on_threads(make(loss=worst))
+    assert report.first_of("layer output") is None
+    assert report.first_of("loss").name == "loss"
+    assert report.first_of("gradient").name == "small/first/kernel"
+    assert [(cause.kind, cause.name) for cause in report.causes] == [("loss", "worst")]
+
+
+@pytest.mark.parametrize("loss", [of_each_sample, keras.losses.MeanSquaredError(reduction="sum")])
+def test_losses_of_samples_and_sums_over_them_are_ok(make, on_threads, loss):
+    report = on_threads(make(loss=loss))
+    assert report.ok, str(report)
+
+
+def test_a_loss_that_a_layer_adds_is_named(make, on_threads):
+    class Peak(layers.Layer):
+        def call(self, x):
+            self.add_loss(tf.reduce_max(x))
+            return x
+
+    report = on_threads(make(Peak(name="peak")))
+    assert report.first_of("layer output") is None
+    assert [(cause.kind, cause.name) for cause in report.causes] == [("loss", "peak")]
+
+
+def test_a_metric_that_is_not_a_mean_is_named(make, on_threads):
+    report = on_threads(make(metrics=[worst, of_each_sample]))
+    assert {(each.kind, each.name) for each in report.differences} == {("metric", "worst")}
+    assert [(cause.kind, cause.name) for cause in report.causes] == [("metric", "worst")]
+
+
+def test_a_weight_that_a_layer_assigns_from_its_rows_is_named(make, on_threads):
+    class Peaks(layers.Layer):
+        def build(self, shape):
+            self.peak = self.add_weight(name="peak", initializer="zeros", trainable=False)
+
+        def call(self, x):
+            self.peak.assign(tf.reduce_max(x))
+            return x
+
+    report = on_threads(make(Peaks(name="peaks")))
+    assert {(each.kind, each.name) for each in report.differences} == {("weight", "small/peaks/peak")}
+    assert [(cause.kind, cause.name) for cause in report.causes] == [("assigned weight", "small/peaks/peak")]
+
+
+def test_half_precision_has_a_tolerance_of_its_own_and_is_named_with_another(on_threads):
+    def half():
+        keras.utils.set_random_seed(0)
+        last = layers.Dense(1, dtype="float32")
+        inside = [layers.Dense(16, "tanh", dtype="mixed_float16"), layers.Dense(8, "tanh", dtype="mixed_float16"), last]
+        model = keras.Sequential([keras.Input((4,)), *inside])
+        model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "mse", run_eagerly=True)
+        return model
+
+    report = on_threads(half())
+    assert report.ok, str(report)
+    assert "float16" in report.tolerance
+    strict = on_threads(half(), tolerance=1e-8)
+    assert not strict.ok
+    assert [cause.kind for cause in strict.causes] == ["float16"]
+
+
+def test_a_train_step_of_its_own_with_an_optimizer_that_it_builds(on_threads):
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__(name="own")
+            self.dense = layers.Dense(1, name="dense")
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+            self.optimizer.apply_gradients(
+                zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables, strict=True)
+            )
+            return {"loss": loss}
+
+    keras.utils.set_random_seed(0)
+    model = Own()  # which is not built either
+    model.compile("adam", run_eagerly=True)
+    report = on_threads(model)
+    assert report.ok, str(report)
+    assert {row.kind for row in report.compared} == {"layer output", "prediction", "loss", "gradient", "weight"}
+    assert not model.optimizer.built
+
+
+def test_a_mistake_of_the_library_is_found_and_has_no_known_cause(make, on_threads, monkeypatch):
+    """Shares that all count the same, which is wrong for a batch of 7 rows alone."""
+    monkeypatch.setattr(Share, "weight", lambda self, dtype="float32": tf.cast(1 / self.replicas, dtype))
+    report = on_threads(make())
+    assert report.first_of("gradient").batch == "initial weights, 7 rows"
+    assert {difference.step for difference in report.differences} <= {None, 2}
+    assert report.causes == ()
+    assert "None of the known causes was found" in str(report)
+
+
+def test_a_model_that_is_not_finite_is_not_ok(make, on_threads):
+    report = on_threads(make(layers.Lambda(lambda x: x * float("nan"))))
+    assert not report.ok
+    assert report.first["one device"].kind == "prediction"
+    assert "not finite on one device" in str(report)
+
+
+def test_a_model_that_is_not_compiled_and_not_built(on_threads):
+    model = keras.Sequential([layers.Dense(2), layers.Dense(1)])
+    report = check_parity(model, X, strategies="MirroredStrategy")
+    assert report.ok
+    assert isinstance(report, ParityReport)
+    assert {row.kind for row in report.compared} == {"layer output", "prediction"}
+    assert any("not compiled" in note for note in report.notes)
+    replicated = replicate_model(model, strategy=None, replicas=2)
+    assert check_parity(replicated, X, strategies="MirroredStrategy").ok
+
+
+def test_batches_of_a_dataset_and_more_replicas_than_two(make):
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
+    report = check_parity(make(), dataset, replicas=4, steps=4, strategies=["MirroredStrategy"])
+    assert report.ok, str(report)
+    assert report.batches == (8, 8, 8, 7)
+
+
+def test_a_model_of_a_strategy_is_refused(on_threads):
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+    with pytest.raises(ReplicateError, match="outside of the scope"):
+        on_threads(model)
+
+
+def test_an_exception_leaves_the_model_as_it_was(make, on_threads):
+    class Fails(layers.Layer):
+        def call(self, x, training=False):
+            if training and tf.distribute.get_strategy().num_replicas_in_sync > 1:
+                raise KeyError("on replicas")
+            return x
+
+    model = make(Fails(), optimizer="adam")
+    weights = model.get_weights()
+    with pytest.raises(KeyError, match="on replicas"):
+        on_threads(model)
+    assert not model.optimizer.built
+    assert "call" not in vars(model.layers[0])
+    assert all(np.array_equal(one, other) for one, other in zip(weights, model.get_weights(), strict=True))
