@@ -51,6 +51,20 @@ def of(placeholder: tf.Tensor) -> str:
 def behind(tensor: tf.Tensor, wanted: Callable[[tf.Tensor], bool]) -> list[str]:
     """What a tensor of a body is made of, of its arguments and of tensors from outside, if it is `wanted`; in words."""
     found: dict[str, None] = {}
+    for each in _tensors_behind(tensor):
+        if each.op.type == "Placeholder" and wanted(each):
+            outside = subgraphs.captured(each)
+            found[of(each) if outside is None else _of_outside(outside)] = None
+    return sorted(found)
+
+
+def ops_behind(tensor: tf.Tensor) -> Iterator[tf.Operation]:
+    """The ops of a body that a tensor is made by, and what it is made of."""
+    return (each.op for each in _tensors_behind(tensor) if each.op.type != "Placeholder")
+
+
+def _tensors_behind(tensor: tf.Tensor) -> Iterator[tf.Tensor]:
+    """A tensor and all that it is made of, as far as the body; captured tensors of functions in it are passed over."""
     pending, seen = [tensor], set()
     while pending:
         each = pending.pop()
@@ -59,13 +73,13 @@ def behind(tensor: tf.Tensor, wanted: Callable[[tf.Tensor], bool]) -> list[str]:
         seen.add(id(each))
         if each.op.type != "Placeholder":
             pending += each.op.inputs
+            yield each
             continue
         outside = subgraphs.captured(each)
         if outside is not None and each.graph is not getattr(_thread, "graph", None):
             pending.append(outside)
-        elif wanted(each):
-            found[of(each) if outside is None else _of_outside(outside)] = None
-    return sorted(found)
+        else:
+            yield each
 
 
 def _of_outside(tensor: tf.Tensor) -> str:

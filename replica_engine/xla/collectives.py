@@ -28,7 +28,8 @@ from replica_engine._compat import autograph, xla_ops
 from replica_engine.errors import CollectiveError
 from replica_engine.replica.tensors import as_tensor
 from replica_engine.xla import argument_names, of_unknown_size
-from replica_engine.xla.body import current, note_collective
+from replica_engine.xla.body import current, in_body, note_collective
+from replica_engine.xla.soft_placement import kinds
 from replica_engine.xla.user_lines import here
 
 Groups = Sequence[Sequence[int]]
@@ -311,7 +312,7 @@ def _emit(name: str, x: tf.Tensor, shape: Any, **parameters: Any) -> tf.Tensor:
 
 
 def _axis(name: str, x: tf.Tensor, axis: int) -> int:
-    if name != "all_gather" or x.shape.rank is None or not _sources(x):
+    if name != "all_gather" or x.shape.rank is None or not (_sources(x) or _is_made_on_host(x)):
         _check_static(name, x)
     rank = x.shape.rank
     if not isinstance(axis, int) or not -rank <= axis < rank:
@@ -322,6 +323,12 @@ def _axis(name: str, x: tf.Tensor, axis: int) -> int:
 def _check_static(name: str, x: tf.Tensor) -> None:
     if not x.shape.is_fully_defined():
         raise CollectiveError.unknown_shape(name, here(), str(x.shape), _sources(x))
+
+
+def _is_made_on_host(x: tf.Tensor) -> bool:
+    """Whether an operand comes from ops that soft placement moves: its shape is known when they have been tried."""
+    body = in_body()
+    return body is not None and body.moves_ops and any(map(kinds.is_for_host, argument_names.ops_behind(x)))
 
 
 def _sources(x: tf.Tensor) -> list[str]:

@@ -246,7 +246,7 @@ def _stays_on_host(outside: Any, inside: tf.Tensor) -> bool:
         return False
     if inside.dtype == tf.resource:
         return soft_placement.is_host_resource(outside) and not _is_iterator(outside)
-    return inside.op.type != "Const" and xla_ops.is_host_only(inside.dtype)
+    return xla_ops.is_host_only(inside.dtype)
 
 
 def _is_iterator(handle: tf.Tensor) -> bool:

@@ -200,3 +200,30 @@ def test_a_loss_scale_is_halved_when_gradients_overflow(both):
     assert float(optimizer.dynamic_scale.numpy()) == 2.0**9
     replicated.train_on_batch(X[:4], Y[:4])
     assert not np.array_equal(model.get_weights()[0], before[0])
+
+
+@pytest.mark.parametrize("preprocessing", ["TextVectorization", "StringLookup"])
+def test_text_goes_into_a_model_that_looks_it_up(strategy, preprocessing):
+    words = tf.constant(["a b", "b c", "c", "a a a", "", "d"] * 3)
+    if preprocessing == "StringLookup":
+        words = tf.strings.substr(words, 0, 1)[:, tf.newaxis]
+
+    def trained(replicated):
+        keras.utils.set_random_seed(1)
+        if preprocessing == "TextVectorization":
+            inputs = keras.Input((), dtype="string")
+            indices = keras.layers.TextVectorization(output_sequence_length=3, vocabulary=["a", "b", "c"])(inputs)
+        else:
+            inputs = keras.Input((1,), dtype="string")
+            indices = keras.layers.StringLookup(vocabulary=["a", "b", "c"])(inputs)
+        pooled = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(8, 4)(indices))
+        model = keras.Model(inputs, keras.layers.Dense(1)(pooled))
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        used = replicate_model(model, strategy=strategy) if replicated else model
+        history = used.fit(words, np.arange(18.0), batch_size=7, epochs=2, verbose=0, shuffle=False)
+        return history.history["loss"], used.predict(words[:5], verbose=0)
+
+    losses, predictions = trained(replicated=True)
+    wanted_losses, wanted_predictions = trained(replicated=False)
+    np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
+    np.testing.assert_allclose(predictions, wanted_predictions, rtol=1e-4, atol=1e-6)

@@ -16,6 +16,9 @@ CHECKS = ("Assert", "CheckNumerics", "CheckNumericsV2")
 SHAPED_BY_DATA = ("Where", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "DynamicPartition")
 """Ops that XLA compiles to results whose shape is known only when they run. The host cannot get those."""
 
+KNOWN_TO_XLA = ("Shape", "ShapeN", "Size", "Rank")
+"""Ops whose results XLA knows when it compiles, whatever the values of their inputs are."""
+
 _SHAPES = {  # of an op, which inputs XLA has to know when it compiles: shapes, sizes and axes
     **dict.fromkeys(("Range",), (0, 1, 2)),
     **dict.fromkeys(("Fill", "SplitV", "TensorListReserve"), (0, 1)),

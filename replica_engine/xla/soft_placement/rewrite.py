@@ -22,7 +22,7 @@ import tensorflow as tf
 from replica_engine._compat import host_ops, xla_ops
 from replica_engine.errors import LoweringError
 from replica_engine.xla.host_call import HostCalls
-from replica_engine.xla.soft_placement import kinds, python_results
+from replica_engine.xla.soft_placement import kinds, python_results, samples
 from replica_engine.xla.soft_placement.pending import Pending, Waiting
 from replica_engine.xla.soft_placement.piece import Source
 from replica_engine.xla.soft_placement.values import Value
@@ -44,6 +44,7 @@ class Rewriter:
         self.moved = moved
         self._python_inputs: dict[str, list[tf.TensorShape]] = {}  # of Python functions, by token
         self.originals: dict[str, tf.Operation] = {}  # of copied ops, by the name of the copy
+        self.samples = samples.Samples()
         self._scratch = tf.Graph()
 
     def copy(self, graph: Any, values: dict[int, Value]) -> tuple[list[tf.Tensor], dict[int, int]]:
@@ -180,19 +181,22 @@ class Frame:
         copied = self._copied[op.name] = host_ops.copy_op(op, tensors, before)
         self._rewriter.originals[copied.name] = op
         by_data = op.type in kinds.SHAPED_BY_DATA or any(value.depends_on_data for value in inputs)
-        for old, new in zip(op.outputs, copied.outputs, strict=True):
+        for index, (old, new) in enumerate(zip(op.outputs, copied.outputs, strict=True)):
             value = self._values[id(old)] = Value.of(new)
+            value.maker = op, list(inputs), index
             value.depends_on_data = by_data and not new.shape.is_fully_defined()
-            value.from_host = any(each.from_host for each in inputs)
+            value.from_host = op.type not in kinds.KNOWN_TO_XLA and any(each.from_host for each in inputs)
 
     def _defer(self, op: tf.Operation, inputs: list[Value]) -> None:
         for tensor, value in zip(op.inputs, inputs, strict=True):
             self._check_operand(op, tensor, value)
         outputs = []
-        for tensor, shape in zip(op.outputs, self._rewriter.shapes(op, inputs), strict=True):
+        for index, (tensor, shape) in enumerate(zip(op.outputs, self._rewriter.shapes(op, inputs), strict=True)):
             value = Value(tensor.dtype, shape)
+            value.maker, value.from_host = (op, inputs, index), True
             value.made_by = (op.type, user_line(op))
-            value.from_host = True
+            if samples.is_worth_trying(value):
+                value.shape = self._rewriter.samples.shape(value)
             outputs.append(value)
             self._values[id(tensor)] = value
         self._pending.add(Waiting(op, inputs, outputs))

@@ -22,12 +22,24 @@ class Value:
 
     Attributes:
         from_host: whether a host op has made it, or what it was computed from; so XLA cannot know it.
+        maker: the op that makes it, its inputs, and which of its outputs it is.
         made_by: the user's line and the type of the op on the host that makes it, for messages.
         depends_on_data: whether the devices have it, in a shape that depends on data.
         pending: whether the op that makes it waits to become part of a piece.
     """
 
-    __slots__ = ("constant", "depends_on_data", "dtype", "from_host", "made_by", "pending", "shape", "source", "tensor")
+    __slots__ = (
+        "constant",
+        "depends_on_data",
+        "dtype",
+        "from_host",
+        "made_by",
+        "maker",
+        "pending",
+        "shape",
+        "source",
+        "tensor",
+    )
 
     def __init__(
         self,
@@ -42,6 +54,7 @@ class Value:
         self.tensor = tensor
         self.source = source
         self.constant = constant
+        self.maker: tuple[tf.Operation, list[Value], int] | None = None
         self.made_by: tuple[str, str] = ("", "")
         self.depends_on_data = False
         self.from_host = False
