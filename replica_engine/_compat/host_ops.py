@@ -6,6 +6,7 @@ Checked on TensorFlow 2.21.0.
 from __future__ import annotations
 
 import functools
+import heapq
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -69,40 +70,30 @@ def needed(graph: Any) -> dict[str, tf.Operation]:
 
 
 def needed_ops(graph: Any) -> list[tf.Operation]:
-    """The ops that the results and effects of a function graph need, each after all that it depends on."""
-    aside = random_ops.set_aside(graph)
-    ordered: dict[str, tf.Operation] = {}
-    started: set[str] = set()
-    roots = [*graph.outputs, *graph.control_outputs]
-    roots = [each.op if isinstance(each, tf.Tensor) else each for each in roots]
+    """The ops that the results and effects of a function graph need, each after all that it depends on.
+
+    Otherwise they are in the order in which they were made, which is that of the program.
+    """
+    ops = needed(graph)
     order = {op.name: index for index, op in enumerate(graph.get_operations())}
-    pending = sorted({op.name: op for op in roots}.values(), key=lambda op: -order[op.name])
-    while pending:
-        op = pending[-1]
-        if op.name in ordered or op.name in aside:
-            pending.pop()
-        elif op.name in started:
-            ordered[op.name] = pending.pop()
-        else:
-            started.add(op.name)
-            before = {each.name: each for each in (*op.control_inputs, *(tensor.op for tensor in op.inputs))}
-            pending += sorted(
-                (each for each in before.values() if each.name not in ordered), key=lambda each: -order[each.name]
-            )
-    return _in_program_order(list(ordered.values()), order)
-
-
-def _in_program_order(ops: list[tf.Operation], order: dict[str, int]) -> list[tf.Operation]:
-    """As the ops were made, unless one was given an input later on, as gradients do to loops."""
-    made = sorted(ops, key=lambda op: order[op.name])
-    seen: set[str] = set()
-    names = {op.name for op in ops}
-    for op in made:
-        before = (*op.control_inputs, *(tensor.op for tensor in op.inputs))
-        if any(each.name in names and each.name not in seen for each in before):
-            return ops
-        seen.add(op.name)
-    return made
+    waits: dict[str, int] = {}
+    users: dict[str, list[str]] = {}
+    for name, op in ops.items():
+        before = {each.name for each in (*op.control_inputs, *(tensor.op for tensor in op.inputs))} & ops.keys()
+        waits[name] = len(before)
+        for each in before:
+            users.setdefault(each, []).append(name)
+    ready = [(order[name], name) for name, count in waits.items() if not count]
+    heapq.heapify(ready)
+    sorted_ops = []
+    while ready:
+        _, name = heapq.heappop(ready)
+        sorted_ops.append(ops[name])
+        for user in users.get(name, ()):
+            waits[user] -= 1
+            if not waits[user]:
+                heapq.heappush(ready, (order[user], user))
+    return sorted_ops
 
 
 def compiles(op: tf.Operation) -> bool:
@@ -239,7 +230,12 @@ class PythonFunction:
         return self._results(value), _script_ops.tape_cache.pop(token.encode(), None)
 
     def _results(self, value: Any) -> list[tf.Tensor]:
+        if not self._dtypes:  # what a function returns that declares nothing is of no use to anybody
+            return []
         values = list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
+        if len(values) != len(self._dtypes):
+            message = f"the function returned {len(values)} values, and Tout declares {len(self._dtypes)}"
+            raise tf.errors.InvalidArgumentError(None, None, message)
         return [_result(each, dtype) for each, dtype in zip(values, self._dtypes, strict=True)]
 
     @staticmethod

@@ -7,6 +7,7 @@ said in `replica_engine.replica.inherited`. Checked on TensorFlow 2.21.0.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import threading
 from collections.abc import Iterator
@@ -213,29 +214,52 @@ def summary_state() -> tuple[Any, Any, Any]:
     return getattr(state.writer, "_resource", None), state.step, state.is_recording
 
 
-@contextlib.contextmanager
-def summary_step(step: Any) -> Iterator[None]:
-    """Another default step for summaries, for a while; what it stands for is found by `actual_summary_step`."""
-    state = _summary._summary_state
-    before, state.step = state.step, step
-    _stand_ins.step = before
-    try:
-        yield
-    finally:
-        state.step = before
-        del _stand_ins.step
+class _CallersWriter:
+    """In the place of a summary writer: the one that a later caller has. It is that writer but for the resource."""
+
+    def __init__(self, writer: Any):
+        self._writer = writer
+        self._resource = callers_writer()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._writer, name)
+
+
+@functools.cache
+def callers_writer() -> Any:
+    """The resource by which ops of a body say that they are for the caller's writer; nobody ever writes to it."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        return tf.raw_ops.SummaryWriter(shared_name="replica_engine_caller", container="")
 
 
 @contextlib.contextmanager
-def actual_summary_step() -> Iterator[None]:
-    """Inside `summary_step`: the step that was there before it, for a while."""
+def summaries_of_caller(step: Any) -> Iterator[None]:
+    """Inside, the default summary writer stands for that of a later caller, and so does the step, if there is one.
+
+    What both stand for now is found by `actual_summaries`.
+    """
     state = _summary._summary_state
-    before = state.step
-    state.step = getattr(_stand_ins, "step", before)
+    before = _stand_ins.of = state.writer, state.step
+    state.writer = _CallersWriter(state.writer)
+    if step is not None:
+        state.step = step
     try:
         yield
     finally:
-        state.step = before
+        state.writer, state.step = before
+        del _stand_ins.of
+
+
+@contextlib.contextmanager
+def actual_summaries() -> Iterator[None]:
+    """Inside `summaries_of_caller`: the writer and the step that were there before it, for a while."""
+    state = _summary._summary_state
+    before = state.writer, state.step
+    state.writer, state.step = getattr(_stand_ins, "of", before)
+    try:
+        yield
+    finally:
+        state.writer, state.step = before
 
 
 def locals_of_thread() -> tuple:

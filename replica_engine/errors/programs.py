@@ -196,6 +196,15 @@ class LoweringError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
+    def python_gradient(cls, fn: str, where: str) -> LoweringError:
+        """The gradient of a tf.py_function that is in a function which is called more than once."""
+        return cls(
+            f"In `{fn}` a tf.function with a tf.py_function in it is called more than once{at(where)}, and the "
+            "gradients of the calls cannot be told apart. Call tf.py_function in the body itself, or run the function "
+            "with xla.outside_compilation, which has gradients of every order."
+        )
+
+    @classmethod
     def not_constant(cls, fn: str, op: str, where: str) -> LoweringError:
         """A shape or axis that depends on data."""
         return cls(

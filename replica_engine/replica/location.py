@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -112,7 +113,9 @@ def _plumbing() -> tuple[str, ...]:
     """The folders of `_PLUMBING`, as far as they are installed. They are found, not imported."""
     folders = []
     for name in _PLUMBING:
-        spec = importlib.util.find_spec(name)
+        spec = None
+        with contextlib.suppress(ImportError):  # of a finder that refuses to look
+            spec = importlib.util.find_spec(name)
         for folder in (spec and spec.submodule_search_locations) or ():
             if name == "tensorflow" or any(part in folder for part in _INSTALLED):  # else somebody's own `tree`
                 folders.append(folder + os.sep)

@@ -78,6 +78,7 @@ class Kept:
     def next_step(self) -> None:
         """Another batch is asked for."""
         self._before, self._now = self._now, {}
+        self.tapes = {}
 
     def clear(self) -> None:
         """The run is over."""

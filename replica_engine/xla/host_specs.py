@@ -136,7 +136,7 @@ def _outside_body() -> Iterator[None]:
     with (
         thread_state.enter_locals(([], *rest)),
         thread_state.graph_and_mode(graph, False, []),
-        thread_state.actual_summary_step(),
+        thread_state.actual_summaries(),
         distribute.no_strategy(),
         variables.no_tape(),
     ):

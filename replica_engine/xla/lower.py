@@ -72,7 +72,8 @@ class Lowered:
         first = len(slots) - len(traced.host_slots) + len(self.captured)
         self.host_slots = traced.host_slots
         written = [call for call in traced.host_calls.calls if not isinstance(call, Piece)]
-        self.host_calls = soft_placement.described([*written, *(moved.pieces if moved else ())])
+        pieces = [piece for piece in (moved.pieces if moved else ()) if f"index\\22: {piece.index}," in text]
+        self.host_calls = soft_placement.described([*written, *pieces])
         self.host_results = moved.host_results if moved else {}
         self.writes = [(int(parameter) - first, int(result or 0)) for parameter, result in _ALIAS.findall(text)]
         self._text = _ALIASES.sub("", text) if traced.keeps else text  # else the new values are written over the old

@@ -208,15 +208,14 @@ class TracedProgram:
         Compiling takes locks that a thread may hold while it waits for a program to end. So it must not be done
         while programs are kept waiting (`DeviceGroup.in_flight`).
         """
-        on_host = self.traced.host_slots
+        sparse = self.traced.sparse_slots
         if any(
             value.shape != values[0].shape
             for index, values in enumerate(slots)
-            if index not in on_host
+            if index not in sparse
             for value in values[1:]
         ):
             return ready_uneven(self, slots, captured)
-        sparse = self.traced.sparse_slots
         shapes = [
             tuple(of_any_size(values[0].shape)) if index in sparse else values[0].shape
             for index, values in enumerate(slots)

@@ -130,7 +130,7 @@ class Traced:
         self._variables = [inside for _, inside in variables]
         self._registered: Any = None
         self._told = False
-        self._also_moved: set[str] = set()
+        self._also_moved: set[tf.Operation] = set()
         self._lock = threading.Lock()
 
     @property
@@ -193,9 +193,9 @@ class Traced:
 
     def also_move(self, op: tf.Operation | None) -> bool:
         """Has an op run on the host that XLA cannot compile where it is; whether that is possible, and new."""
-        if op is None or op.name in self._also_moved or not soft_placement.may_move(op):
+        if op is None or op in self._also_moved or not soft_placement.may_move(op):
             return False
-        self._also_moved.add(op.name)
+        self._also_moved.add(op)
         return True
 
     def leave_no_sparse_on_host(self) -> bool:

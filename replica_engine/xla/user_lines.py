@@ -26,7 +26,9 @@ def user_line(made: Any) -> str:
             made = made.op.inputs[0]
         made = made.op
     if isinstance(made, tf.Operation):
-        frames = [(frame.filename, frame.lineno, frame.name) for frame in made.traceback]
+        frames = [
+            (frame.filename, frame.lineno, frame.name) for frame in made.traceback or ()
+        ]  # none of a loaded graph
     else:
         frames = [(_absolute(file), line, name) for file, line, name in made]
     return _innermost(frames)

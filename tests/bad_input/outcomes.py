@@ -147,6 +147,9 @@ def assert_same(name, found, given, compiled):
         for each, other in zip(left, right, strict=True):
             assert_same(name, each, other, compiled)
         return
+    if tf.is_tensor(found) and found.dtype == tf.string:  # TensorFlow has bytes, whatever they come from
+        assert _bytes(found) == _bytes(tf.convert_to_tensor(given)), f"{name}: {found} is not {given}"
+        return
     if not isinstance(given, (tf.Tensor, tf.Variable, np.ndarray, np.generic)):
         # One number for each replica is a tensor in a compiled program.
         assert compiled, f"{name} is another object"

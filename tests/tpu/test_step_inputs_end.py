@@ -177,8 +177,9 @@ def test_a_loop_of_batches_of_another_shape_is_another_program(two, launched):
     ],
     ids=["tensor", "in a dict", "NumPy"],
 )
-def test_strings_are_refused_with_their_name(two, launched, batch, name):
+def test_without_soft_placement_strings_are_refused_with_their_name(replicas, launched, batch, name):
+    strategy = replicas(2, soft_placement=False).strategy
     with pytest.raises(ReplicaEngineError, match="string") as raised:
-        two.strategy.run_steps(lambda context, x: None, [batch] * 3, 3)
+        strategy.run_steps(lambda context, x: None, [batch] * 3, 3)
     assert name in str(raised.value)
     assert launched() == 0

@@ -141,7 +141,7 @@ class TestWhatXlaCannotCompile:
 
         refused(body, LoweringError, "maximum_iterations")
 
-    def test_a_string_as_a_result(self, refused):
+    def test_a_string_as_a_result(self, refused, no_soft_placement):
         refused(lambda x: (x, tf.constant("text")), LoweringError, "string", __file__)
 
     def test_strings_as_arguments(self, refused, no_soft_placement):
@@ -167,7 +167,7 @@ class TestWhatCannotBeCaptured:
         refused(body, CaptureError, "Iterator", "xla.outside_compilation", line_of(body, "# here"))
         assert int(next(iterator)) == 0
 
-    def test_a_string(self, refused):
+    def test_a_string(self, refused, no_soft_placement):
         text = tf.constant("text")
 
         def body(x):

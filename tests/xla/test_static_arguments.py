@@ -90,7 +90,7 @@ def test_many_traces_of_one_function_are_warned_of(caplog):
     for step in range(10):
         xla.replicate(fn, [[ONE, float(step) / 7]])
     assert next(record.message for record in caplog.records if "has been traced" in record.message).startswith("`fn`")
-    assert "tf.constant(rate)" in caplog.text
+    assert "tf.constant(count)" in caplog.text
 
 
 def test_the_function_of_a_data_set_reads_what_the_last_step_wrote():

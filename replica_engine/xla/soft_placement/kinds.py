@@ -29,8 +29,11 @@ _SHAPES = {  # of an op, which inputs XLA has to know when it compiles: shapes, 
     **dict.fromkeys(("Slice", "ScatterNd", "LinSpace", "GatherV2"), (2,)),
 }
 
-# Each replica would take whichever element comes next, and a collective of TensorFlow's would wait for other threads.
-_REFUSED = re.compile(r"Iterator|Dataset|^Optional|^Collective|^Nccl|^CrossReplica|^TPU|^_?(Host)?(Send|Recv)$")
+# Random ops without a kernel of XLA's would draw by the order in which replicas come. Of an iterator each replica would
+# take whichever element comes next. A collective of TensorFlow's would wait for other threads.
+_REFUSED = re.compile(
+    r"Iterator|Dataset|^Optional|^Collective|^Nccl|^CrossReplica|^TPU|^_?(Host)?(Send|Recv)$|^(Stateful)?(Random|Multi)"
+)
 
 
 _known: dict[tuple, bool] = {}  # for each type of op with these dtypes, of which a body has thousands
@@ -39,6 +42,8 @@ _known: dict[tuple, bool] = {}  # for each type of op with these dtypes, of whic
 def is_for_host(op: tf.Operation) -> bool:
     """Whether an op has to run on the host, wherever its inputs come from."""
     key = (op.type, *[tensor.dtype for tensor in op.inputs], *[tensor.dtype for tensor in op.outputs])
+    if tf.variant in key or tf.resource in key:  # what is in a list or a variable is known from attributes
+        return _is_for_host(op)
     known = _known.get(key)
     if known is None:
         known = _known[key] = _is_for_host(op)

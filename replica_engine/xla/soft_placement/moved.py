@@ -77,7 +77,7 @@ class Inputs(NamedTuple):
     on_host: list[tuple[tf.Tensor, tf.TensorShape, Source]]
 
 
-def move(name: str, graph: Any, calls: HostCalls, inputs: Inputs, also: set[str]) -> MovedBody:
+def move(name: str, graph: Any, calls: HostCalls, inputs: Inputs, also: set[tf.Operation]) -> MovedBody:
     """Moves the host ops of a body.
 
     Args:
@@ -85,7 +85,7 @@ def move(name: str, graph: Any, calls: HostCalls, inputs: Inputs, also: set[str]
         graph: its graph.
         calls: its host calls; the pieces join them.
         inputs: of the graph.
-        also: names of ops to move although XLA has a kernel for them; gets those that were found to need it.
+        also: ops to move although XLA has a kernel for them; gets those that were found to need it.
 
     Raises:
         LoweringError: a value that cannot leave the host is needed on the devices, or the other way round.
@@ -99,7 +99,9 @@ def move(name: str, graph: Any, calls: HostCalls, inputs: Inputs, also: set[str]
             raise error from None
 
 
-def _move(name: str, graph: Any, calls: HostCalls, inputs: Inputs, also: set[str], tries_all: bool) -> MovedBody:
+def _move(
+    name: str, graph: Any, calls: HostCalls, inputs: Inputs, also: set[tf.Operation], tries_all: bool
+) -> MovedBody:
     rewriter = Rewriter(name, calls, also, tries_all)
     mark = calls.mark()
     host_results: dict[int, int] = {}
@@ -122,7 +124,7 @@ def _move(name: str, graph: Any, calls: HostCalls, inputs: Inputs, also: set[str
             copy = xla_ops.trace(name, build, [spec for _, spec in inputs.specs])
             break
         except MoveToHost as found:
-            also.add(found.op.name)
+            also.add(found.op)
             calls.rewind(mark)
         except BaseException:
             calls.rewind(mark)

@@ -6,7 +6,7 @@ result of one of them, before a branch, a loop or a host call of the user's, and
 waits for an op that waits for that piece, and a replica makes its host calls in the order of the program.
 
 Of the ops that are emitted at once, those that pass values to each other, or are ordered by a control dependency, are
-one piece.
+one piece. So are all that have effects: they would lose their order in several.
 """
 
 from __future__ import annotations
@@ -44,13 +44,16 @@ class Pending:
     Args:
         calls: the host calls of the body.
         in_loop: whether the graph is a loop, or in one.
+        in_condition: whether it is the condition of a loop.
 
     Attributes:
         constants: what the copy has of constants so far.
     """
 
-    def __init__(self, calls: HostCalls, in_loop: bool):
+    def __init__(self, calls: HostCalls, in_loop: bool, in_condition: bool = False):
         self.in_loop = in_loop
+        self.in_condition = in_condition
+        self._emitted = False
         self.calls = calls
         self.constants: dict[Value, tf.Tensor] = {}
         self._waiting: list[Waiting] = []
@@ -94,7 +97,7 @@ class Pending:
             inputs = [registers[value] for value in each.inputs]
             outputs = [registers.setdefault(value, len(registers)) for value in each.outputs]
             ops.append(host_op(each.op, inputs, outputs))
-        inside = {each.op.name for each in group}
+        inside = {each.op for each in group}
         for each in group:
             if each.alias is not None:
                 continue
@@ -108,10 +111,22 @@ class Pending:
                 elif on_devices or on_host:
                     value.source = Source("stored", self.calls.new_number())
                     stores.append((value.source.what, register))
+        self._emitted = True
         piece = Piece(self.calls, ops, sources, len(registers), results, stores, self.in_loop)
         _, tensors = self.calls.emit(piece, operands)
         for value, tensor in zip(returned, tensors, strict=True):
             value.tensor = tensor
+
+    def hold(self, result: tf.Tensor) -> tf.Tensor:
+        """The result of a loop's condition, by way of the host if there are host calls in the condition.
+
+        XLA drops whatever the result does not depend on. It depends on a call, and that on the calls before it.
+        """
+        if not self._emitted:
+            return result
+        spec = tf.TensorSpec([], result.dtype)
+        piece = Piece(self.calls, [], {0: Source("operand", 0)}, 1, [(0, spec)], [], self.in_loop)
+        return self.calls.emit(piece, [result])[1][0]
 
     def fetch(self, value: Value) -> tf.Tensor:
         """A value that is stored on the host, and that the devices can have, for the devices."""
@@ -122,9 +137,9 @@ class Pending:
         return self.calls.emit(piece, [])[1][0]
 
 
-def _uses(tensor: tf.Tensor, inside: set[str]) -> tuple[bool, bool]:
+def _uses(tensor: tf.Tensor, inside: set[tf.Operation]) -> tuple[bool, bool]:
     """Whether ops outside of a piece use a tensor on the devices, and whether some do on the host."""
-    outside = [op for op in tensor.consumers() if op.name not in inside]
+    outside = [op for op in tensor.consumers() if op not in inside]
     returned = any(tensor is output for output in tensor.graph.outputs)
     on_devices = returned or any(not kinds.is_for_host(op) for op in outside)
     return on_devices, any(kinds.is_for_host(op) for op in outside)
@@ -134,7 +149,9 @@ def _groups(waiting: Sequence[Waiting]) -> list[list[Waiting]]:
     """Those that are connected, in the order of the program."""
     group_of: list[int] = list(range(len(waiting)))
     maker = {value: index for index, each in enumerate(waiting) for value in each.outputs}
-    named = {each.op.name: index for index, each in enumerate(waiting)}
+    made_of = {each.op: index for index, each in enumerate(waiting) if each.alias is None}
+
+    effects: list[int] = []  # the last op with effects
 
     def root(index: int) -> int:
         while group_of[index] != index:
@@ -143,7 +160,10 @@ def _groups(waiting: Sequence[Waiting]) -> list[list[Waiting]]:
 
     for index, each in enumerate(waiting):
         before = [maker[value] for value in each.inputs if value in maker]
-        before += [named[op.name] for op in each.op.control_inputs if op.name in named]
+        before += [made_of[op] for op in each.op.control_inputs if op in made_of]
+        if each.alias is None and each.op.op_def.is_stateful:  # they keep their order in one piece
+            before += effects
+            effects = [index]
         for other in before:
             first, last = sorted((root(index), root(other)))
             group_of[last] = first

@@ -35,11 +35,11 @@ class Rewriter:
     Args:
         name: of the body.
         calls: its host calls, which the pieces join.
-        moved: names of ops that XLA has a kernel for, and that have to run on the host all the same; gets more.
+        moved: ops that XLA has a kernel for, and that have to run on the host all the same; gets more.
         tries_all: whether all host ops are tried whose results have no known shape (`samples`).
     """
 
-    def __init__(self, name: str, calls: HostCalls, moved: set[str], tries_all: bool):
+    def __init__(self, name: str, calls: HostCalls, moved: set[tf.Operation], tries_all: bool):
         self.name = name
         self.tries_all = tries_all
         self.calls = calls
@@ -47,6 +47,7 @@ class Rewriter:
         self._python_inputs: dict[str, list[tf.TensorShape]] = {}  # of Python functions, by token
         self.originals: dict[str, tf.Operation] = {}  # of copied ops, by the name of the copy
         self.samples = samples.Samples()
+        self._python_calls: dict[str, int] = {}
         self._scratch = tf.Graph()
 
     def copy(self, graph: Any, values: dict[int, Value]) -> tuple[list[tf.Tensor], dict[int, int]]:
@@ -76,6 +77,23 @@ class Rewriter:
                 results.append(frame.on_devices(value))
         pending.flush()
         return results, stored
+
+    def check_gradients(self, op: tf.Operation, in_loop: bool) -> None:
+        """Sees to it that the gradient of a Python function finds the call that it is the gradient of.
+
+        TensorFlow gives all calls of one op the same token. In a loop the last call comes first. A function of the
+        user's that is called twice has two calls whose gradients nobody can tell apart.
+
+        Raises:
+            LoweringError: there are two calls, and a gradient.
+        """
+        if op.type != "EagerPyFunc" or in_loop:
+            return
+        function = host_ops.PythonFunction(op)
+        if function.gradient_of is None:
+            self._python_calls[function.token] = self._python_calls.get(function.token, 0) + 1
+        elif self._python_calls.get(function.gradient_of, 0) > 1:
+            raise LoweringError.python_gradient(self.name, user_line(op))
 
     def shapes(self, op: tf.Operation, inputs: Sequence[Value]) -> list[tf.TensorShape]:
         """The shapes of the outputs of a host op, for these inputs."""
@@ -157,11 +175,11 @@ class Frame:
                 self._enter(op, functions, inputs)
             else:
                 self._copy(op, inputs)
-        elif op.type in kinds.CHECKS and stuck is None:
+        elif op.type in kinds.CHECKS and stuck is None and not self._pending.in_condition:
             self._check(op, inputs)
         elif (
             kinds.is_for_host(op)
-            or op.name in self._rewriter.moved
+            or op in self._rewriter.moved
             or (stuck is None and any(inputs[index].from_host for index in kinds.shape_inputs(op)))
         ):
             self._defer(op, inputs)
@@ -190,6 +208,7 @@ class Frame:
             value.from_host = op.type not in kinds.KNOWN_TO_XLA and any(each.from_host for each in inputs)
 
     def _defer(self, op: tf.Operation, inputs: list[Value]) -> None:
+        self._rewriter.check_gradients(op, self._pending.in_loop)
         for tensor, value in zip(op.inputs, inputs, strict=True):
             self._check_operand(op, tensor, value)
         outputs = []
@@ -197,7 +216,7 @@ class Frame:
             value = Value(tensor.dtype, shape)
             value.maker, value.from_host = (op, inputs, index), True
             value.made_by = (op.type, user_line(op))
-            tried = self._rewriter.tries_all or op.type in samples.PADDING
+            tried = self._rewriter.tries_all or samples.pads(op, inputs)
             if tried and samples.is_worth_trying(value):
                 value.shape = self._rewriter.samples.shape(value)
             outputs.append(value)
@@ -211,11 +230,12 @@ class Frame:
         if value.dtype == tf.resource:
             raise LoweringError.unsupported_op(self._rewriter.name, op.type, user_line(op))
         if value.dtype == tf.variant or value.depends_on_data:
-            if not kinds.may_move(tensor.op):
+            maker = value.maker[0] if value.maker is not None else tensor.op
+            if maker.type == "Placeholder" or maker in self._rewriter.moved or not kinds.may_move(maker):
                 raise LoweringError.not_on_host(
-                    self._rewriter.name, op.type, user_line(op), tensor.op.type, user_line(tensor.op)
+                    self._rewriter.name, op.type, user_line(op), maker.type, user_line(maker)
                 )
-            raise MoveToHost(tensor.op)
+            raise MoveToHost(maker)
 
     def _check(self, op: tf.Operation, inputs: list[Value]) -> None:
         """A check is made on the devices, and the op runs on the host where it fails, to raise what it raises."""
@@ -247,11 +267,9 @@ class Frame:
         build = self._loop if op.type.endswith("While") else self._branches
         on_host = {index for index, output in enumerate(op.outputs) if output.dtype == tf.string}
         while True:
-            mark = self._rewriter.calls.mark()
             try:
                 build(op, functions, inputs, on_host)
-            except StaysOnHost as found:
-                self._rewriter.calls.rewind(mark)
+            except StaysOnHost as found:  # a call that was emitted for the attempt stays, and is of no harm
                 on_host.add(found.index)
             else:
                 for value in map(self.value, op.outputs):
@@ -285,7 +303,7 @@ class Frame:
             return build
 
         branches = [branch(graph) for graph in functions]
-        chosen = self.on_devices(inputs[0])
+        chosen = self.on_devices(_scalar(inputs[0]))
         if op.type.endswith("Case"):
             results = tf.switch_case(chosen, branches)
         else:
@@ -314,11 +332,11 @@ class Frame:
             return found
 
         def goes_on(*tensors: tf.Tensor) -> tf.Tensor:
-            pending = Pending(self._rewriter.calls, in_loop=True)
+            pending = Pending(self._rewriter.calls, in_loop=True, in_condition=True)
             frame = self._inner(condition, values(tensors), pending)
-            (result,) = frame._results_but(set())
+            result = frame.on_devices(_scalar(frame.value(condition.outputs[0])))
             pending.flush()
-            return result
+            return pending.hold(result)
 
         def step(*tensors: tf.Tensor) -> list[tf.Tensor]:
             pending = Pending(self._rewriter.calls, in_loop=True)
@@ -380,6 +398,13 @@ class Frame:
 def _alias(op: tf.Operation, value: Value, number: int) -> Waiting:
     """A value is stored under another number as well."""
     return Waiting(op, [value], [Value(value.dtype, value.shape)], alias=number)
+
+
+def _scalar(value: Value) -> Value:
+    """A value that chooses a branch or ends a loop, which is a scalar whether that is known or not."""
+    if value.tensor is None and value.constant is None:
+        value.shape = tf.TensorShape([])
+    return value
 
 
 def _is_passed_on(body: Any, index: int) -> bool:

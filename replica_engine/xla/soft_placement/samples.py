@@ -4,8 +4,8 @@ TensorFlow often does not know what a host op returns: a vocabulary's indices of
 that of the batch and the length it is padded to. The devices can go on with such a result only if its shape is
 known. So while a body is lowered, host ops without side effects are tried with several made-up inputs. A dimension
 that is the same for all of them is taken to be fixed. Where it is not after all, the run says so: what a piece returns
-is compared with what was declared. Guesses can be wrong, so only ops that are there to give a fixed shape (`PADDING`)
-are tried at first, and all of them where the body could not be lowered otherwise.
+is compared with what was declared. Guesses can be wrong. So at first only ops are tried that pad to a shape that is
+given to them, and all others where the body could not be lowered otherwise.
 
 The inputs are as unlike as possible: a dimension that depends on data must come out differently. Strings have other
 numbers of words and of characters, numbers are all equal or all different.
@@ -21,9 +21,6 @@ import tensorflow as tf
 from replica_engine._compat import host_ops, xla_ops
 from replica_engine.xla.soft_placement.values import Value
 
-PADDING = ("RaggedTensorToTensor", "SparseToDense", "DenseBincount", "RaggedBincount", "SparseBincount")
-"""Ops that make a tensor of a fixed shape of what has none."""
-
 _TRIES = 3
 _LARGEST = 1 << 20  # elements of an input that is made up
 
@@ -33,7 +30,7 @@ class Samples:
 
     def __init__(self) -> None:
         self._known: dict[Value, list[Any] | None] = {}
-        self._results: dict[tuple[int, str], list[list[Any]] | None] = {}
+        self._results: dict[tuple[tf.Operation, tuple[Value, ...]], list[list[Any]] | None] = {}
 
     def shape(self, value: Value) -> tf.TensorShape:
         """The shape of a result of a host op, with the dimensions that were the same in all tries."""
@@ -68,7 +65,7 @@ class Samples:
         return [_made_up(value, number) for number in range(_TRIES)]
 
     def _try(self, op: tf.Operation, inputs: list[Value]) -> list[list[Any]] | None:
-        key = id(op.graph), op.name
+        key = op, tuple(inputs)
         if key not in self._results:
             self._results[key] = None
             columns = [self.of(value) for value in inputs] if host_ops.only_computes(op) else [None]
@@ -95,6 +92,13 @@ def _made_up(value: Value, number: int) -> tf.Tensor:
             return tf.constant(np.array(words, object).reshape(shape))
         array = np.zeros(count) if number == 0 else (np.arange(count) * number) % 100 + number
         return tf.cast(tf.constant(array.reshape(shape)), value.dtype)
+
+
+def pads(op: tf.Operation, inputs: list[Value]) -> bool:
+    """Whether an op pads to a shape that the body says, but for the size of the batch."""
+    if op.type != "RaggedTensorToTensor" or inputs[0].constant is None:
+        return False
+    return bool(np.all(tf.make_ndarray(inputs[0].constant.get_attr("value"))[1:] >= 0))
 
 
 def is_worth_trying(value: Value) -> bool:

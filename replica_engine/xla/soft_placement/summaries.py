@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._compat import thread_state
-from replica_engine.xla.arguments import Arguments, Shapes, Slot
+from replica_engine.xla.arguments import Arguments, ById, Shapes, Slot
 
 
 def add_caller(arguments: Arguments, shapes: Shapes) -> Shapes:
@@ -29,8 +29,8 @@ def add_caller(arguments: Arguments, shapes: Shapes) -> Shapes:
     writer, step, recording = thread_state.summary_state()
     if writer is None:
         return shapes
-    arguments.summary_writer = writer
-    key: list[Any] = ["summaries", recording if isinstance(recording, bool) else id(recording)]
+    arguments.summary_writer = thread_state.callers_writer()
+    key: list[Any] = ["summaries", recording if isinstance(recording, bool) else ById(recording)]
     if tf.is_tensor(recording) and not tf.is_symbolic_tensor(recording) and not callable(recording):
         key[1] = bool(recording)
     if isinstance(step, (numbers.Integral, np.ndarray, tf.__internal__.EagerTensor)):
@@ -40,13 +40,14 @@ def add_caller(arguments: Arguments, shapes: Shapes) -> Shapes:
         shapes = (*shapes, slot.shape)
         key.append("a step")
     else:
-        key.append(None if step is None else id(step))
+        key.append(None if step is None else ById(step))
     arguments.key = (arguments.key, tuple(key))
     return shapes
 
 
 def bound(arguments: Arguments, placeholders: Sequence[tf.Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """The step of the caller is the one that the body gets, while the body is traced inside."""
-    if arguments.summary_step is None:
+    """Inside, while the body is traced, its summaries are for the writer and the step of each later caller."""
+    if arguments.summary_writer is None:
         return contextlib.nullcontext()
-    return thread_state.summary_step(placeholders[arguments.summary_step])
+    step = None if arguments.summary_step is None else placeholders[arguments.summary_step]
+    return thread_state.summaries_of_caller(step)
