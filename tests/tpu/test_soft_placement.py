@@ -106,6 +106,10 @@ class TestStrings:
         texts = [tf.constant(["a b", "c"]), tf.constant(["d", "e f g"])]
         assert on_two(body, texts) == [([2, 1], [b"ab", b"c"]), ([1, 3], [b"d", b"efg"])]
 
+    def test_the_words_of_one_text_on_each_replica(self):
+        body = lambda text: tf.strings.length(tf.strings.split(text)).to_tensor(shape=[1, 3])  # noqa: E731
+        assert on_two(body, [tf.constant(["a bc"]), tf.constant(["d e fgh"])]) == [[[1, 2, 0]], [[1, 1, 3]]]
+
     def test_a_variable_of_strings(self):
         variable = tf.Variable("abc")
         assert on_two(lambda: tf.strings.length(variable)) == [3, 3]
