@@ -2,12 +2,13 @@
 #
 #   make demo     train a model on 4 replicas           REPLICAS=4 EPOCHS=5 STRATEGY=mirrored (or tpu)
 #   make test     all tests                             ARGS="-k collectives"
+#   make test-clients   published libraries on our strategies, in .venv-clients: a few minutes
 #   make lint     ruff, mypy, import order
 #   make bench    the benchmarks                     ARGS="--quick" or ARGS="--only eager_run,launch"
 #   make soak     faults and load, half an hour         SOAK="--injections 1000 --only faults"
 #   make docs     the documentation, into site/
 #   make wheel    build the wheel, and import it from an empty environment
-#   make clean    remove .venv and everything built
+#   make clean    remove .venv, .venv-clients and everything built
 
 PYTHON ?= python3
 REPLICAS ?= 4
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 # Where pip runs this often, its version check and cache talk are noise.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help demo test lint format bench soak docs wheel clean
+.PHONY: help demo test test-clients lint format bench soak docs wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -49,6 +50,22 @@ demo: $(VENV)/.extras-$(DEMO_EXTRAS)
 
 test: $(VENV)/.extras-test
 	$(BIN)/python -m pytest $(ARGS)
+
+# Libraries that pin what they were released with, some of them years ago: an environment of their own, installed without
+# regard to those pins. Those that need Keras 2 run in a process of their own, since TensorFlow has one Keras a process.
+CLIENTS := .venv-clients
+
+$(CLIENTS)/.installed: pyproject.toml tests/clients/requirements.txt | $(BIN)/python
+	@echo "installing the libraries of tests/clients/requirements.txt into $(CLIENTS)"
+	@$(BIN)/python -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install --editable ".[test]"
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps \
+	  --requirement tests/clients/requirements.txt
+	@touch $@
+
+test-clients: $(CLIENTS)/.installed
+	$(CLIENTS)/bin/python -m pytest --timeout 300 tests/clients/test_sonnet.py tests/clients/keras_3 $(ARGS)
+	TF_USE_LEGACY_KERAS=1 $(CLIENTS)/bin/python -m pytest --timeout 300 tests/clients/keras_2 $(ARGS)
 
 lint: $(VENV)/.extras-test $(VENV)/.extras-lint
 	$(BIN)/ruff check .
@@ -80,4 +97,4 @@ wheel: $(BIN)/python
 	  'import replica_engine as r; print(r.__version__, r.MirroredStrategy(["CPU:0"]).run(lambda x: x + 1, args=(1,)))'
 
 clean:
-	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(CLIENTS) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -50,6 +50,24 @@ def functions_of(op: tf.Operation) -> list[Any]:
     return graphs if all(graph is not None for graph in graphs) else []
 
 
+def runs_functions(op: tf.Operation) -> bool:
+    """Whether an op is a branch, a loop or a call."""
+    return op.type in _FUNCTION_ATTRIBUTES
+
+
+def needed(graph: Any) -> dict[str, tf.Operation]:
+    """The ops that the results and effects of a function graph need, by name."""
+    aside = random_ops.set_aside(graph)
+    found: dict[str, tf.Operation] = {}
+    pending = [*(output.op for output in graph.outputs), *graph.control_outputs]
+    while pending:
+        op = pending.pop()
+        if op.name not in found and op.name not in aside:
+            found[op.name] = op
+            pending += [*op.control_inputs, *(tensor.op for tensor in op.inputs)]
+    return found
+
+
 def needed_ops(graph: Any) -> list[tf.Operation]:
     """The ops that the results and effects of a function graph need, each after all that it depends on."""
     aside = random_ops.set_aside(graph)

@@ -33,14 +33,25 @@ _SHAPES = {  # of an op, which inputs XLA has to know when it compiles: shapes, 
 _REFUSED = re.compile(r"Iterator|Dataset|^Optional|^Collective|^Nccl|^CrossReplica|^TPU|^_?(Host)?(Send|Recv)$")
 
 
+_known: dict[tuple, bool] = {}  # for each type of op with these dtypes, of which a body has thousands
+
+
 def is_for_host(op: tf.Operation) -> bool:
     """Whether an op has to run on the host, wherever its inputs come from."""
-    if op.type in ("Placeholder", "NoOp") or _REFUSED.search(op.type):
+    key = (op.type, *[tensor.dtype for tensor in op.inputs], *[tensor.dtype for tensor in op.outputs])
+    known = _known.get(key)
+    if known is None:
+        known = _known[key] = _is_for_host(op)
+    return known
+
+
+def _is_for_host(op: tf.Operation) -> bool:
+    if op.type in ("Placeholder", "NoOp") or host_ops.runs_functions(op) or _REFUSED.search(op.type):
         return False
     if op.type in CHECKS:
         return True
     if any(tensor.dtype == tf.string for tensor in (*op.inputs, *op.outputs)):
-        return not host_ops.functions_of(op)
+        return True
     return not host_ops.compiles(op) and host_ops.has_host_kernel(op)
 
 
@@ -87,14 +98,13 @@ def calls_host(op: tf.Operation) -> bool:
 
 def needs_host(graph: Any) -> bool:
     """Whether an op of a function graph, or of a function in it, has to run on the host."""
-    return any(contains_host_op(op) for op in host_ops.needed_ops(graph))
+    return any(contains_host_op(op) for op in host_ops.needed(graph).values())
 
 
 def contains_host_op(op: tf.Operation) -> bool:
     """Whether an op has to run on the host, or one of a function that it runs."""
-    functions = host_ops.functions_of(op)
-    return any(map(needs_host, functions)) if functions else is_for_host(op)
+    return any(map(needs_host, host_ops.functions_of(op))) if host_ops.runs_functions(op) else is_for_host(op)
 
 
 def _ops_of_functions(op: tf.Operation) -> list[tf.Operation]:
-    return [inner for graph in host_ops.functions_of(op) for inner in host_ops.needed_ops(graph)]
+    return [inner for graph in host_ops.functions_of(op) for inner in host_ops.needed(graph).values()]

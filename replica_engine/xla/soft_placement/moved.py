@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from replica_engine._compat import variables, xla_ops
+from replica_engine.errors import LoweringError
 from replica_engine.xla.host_call import HostCall, HostCalls
 from replica_engine.xla.soft_placement.piece import Piece, Source
 from replica_engine.xla.soft_placement.rewrite import MoveToHost, Rewriter
@@ -89,9 +90,18 @@ def move(name: str, graph: Any, calls: HostCalls, inputs: Inputs, also: set[str]
     Raises:
         LoweringError: a value that cannot leave the host is needed on the devices, or the other way round.
     """
-    rewriter = Rewriter(name, calls, also)
-    mark = calls.mark()
+    try:
+        return _move(name, graph, calls, inputs, also, tries_all=False)
+    except LoweringError as error:
+        try:
+            return _move(name, graph, calls, inputs, also, tries_all=True)
+        except LoweringError:
+            raise error from None
 
+
+def _move(name: str, graph: Any, calls: HostCalls, inputs: Inputs, also: set[str], tries_all: bool) -> MovedBody:
+    rewriter = Rewriter(name, calls, also, tries_all)
+    mark = calls.mark()
     host_results: dict[int, int] = {}
 
     def build(*placeholders: tf.Tensor) -> list[tf.Tensor]:
@@ -112,7 +122,7 @@ def move(name: str, graph: Any, calls: HostCalls, inputs: Inputs, also: set[str]
             copy = xla_ops.trace(name, build, [spec for _, spec in inputs.specs])
             break
         except MoveToHost as found:
-            rewriter.moved.add(found.op.name)
+            also.add(found.op.name)
             calls.rewind(mark)
         except BaseException:
             calls.rewind(mark)

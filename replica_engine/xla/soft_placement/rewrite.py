@@ -36,10 +36,12 @@ class Rewriter:
         name: of the body.
         calls: its host calls, which the pieces join.
         moved: names of ops that XLA has a kernel for, and that have to run on the host all the same; gets more.
+        tries_all: whether all host ops are tried whose results have no known shape (`samples`).
     """
 
-    def __init__(self, name: str, calls: HostCalls, moved: set[str]):
+    def __init__(self, name: str, calls: HostCalls, moved: set[str], tries_all: bool):
         self.name = name
+        self.tries_all = tries_all
         self.calls = calls
         self.moved = moved
         self._python_inputs: dict[str, list[tf.TensorShape]] = {}  # of Python functions, by token
@@ -195,7 +197,8 @@ class Frame:
             value = Value(tensor.dtype, shape)
             value.maker, value.from_host = (op, inputs, index), True
             value.made_by = (op.type, user_line(op))
-            if samples.is_worth_trying(value):
+            tried = self._rewriter.tries_all or op.type in samples.PADDING
+            if tried and samples.is_worth_trying(value):
                 value.shape = self._rewriter.samples.shape(value)
             outputs.append(value)
             self._values[id(tensor)] = value

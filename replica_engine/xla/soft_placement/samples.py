@@ -4,7 +4,8 @@ TensorFlow often does not know what a host op returns: a vocabulary's indices of
 that of the batch and the length it is padded to. The devices can go on with such a result only if its shape is
 known. So while a body is lowered, host ops without side effects are tried with several made-up inputs. A dimension
 that is the same for all of them is taken to be fixed. Where it is not after all, the run says so: what a piece returns
-is compared with what was declared.
+is compared with what was declared. Guesses can be wrong, so only ops that are there to give a fixed shape (`PADDING`)
+are tried at first, and all of them where the body could not be lowered otherwise.
 
 The inputs are as unlike as possible: a dimension that depends on data must come out differently. Strings have other
 numbers of words and of characters, numbers are all equal or all different.
@@ -19,6 +20,9 @@ import tensorflow as tf
 
 from replica_engine._compat import host_ops, xla_ops
 from replica_engine.xla.soft_placement.values import Value
+
+PADDING = ("RaggedTensorToTensor", "SparseToDense", "DenseBincount", "RaggedBincount", "SparseBincount")
+"""Ops that make a tensor of a fixed shape of what has none."""
 
 _TRIES = 3
 _LARGEST = 1 << 20  # elements of an input that is made up
