@@ -32,6 +32,7 @@ from replica_engine._compat import keras_model
 from replica_engine.keras.cross_replica_optimizer import CrossReplicaOptimizer
 from replica_engine.keras.optimizer import apply_across_replicas
 from replica_engine.keras.share import current_share
+from replica_engine.keras.sparse_gradients import of_whole_batch
 
 _NOTHING = object()
 _READING = ("save", "save_weights", "export", "get_weights")
@@ -138,6 +139,8 @@ def _apply(optimizer: keras.optimizers.Optimizer) -> Callable[..., None]:
             return
         if id(optimizer) not in share.scaled:
             grads = [_weighted(grad, share) for grad in grads]
+        if share.whole:
+            grads = of_whole_batch(grads)
         if share.deferred is not None:
             share.deferred.append((apply_reduced, list(grads), trainable_variables or keras_model.trained_by(updated)))
         else:

@@ -4,7 +4,8 @@ A program has one shape on all replicas, and shares of 13 samples on 4 replicas 
 given 4 rows, and takes one of two branches that differ in how many of them they look at: each computes exactly the
 samples that are its own. What brings replicas together comes after the branches. A step that does so in the middle (a
 synchronized batch normalization, a mask, a `train_step` of the model's own, which may go on after its update) cannot
-be divided like this; then every replica computes the whole batch.
+be divided like this; then every replica computes the whole batch. The same is done where both branches would return
+gradients of an unknown number of rows of a table, as of text: XLA wants them of one shape.
 """
 
 from __future__ import annotations
@@ -210,6 +211,9 @@ class _Branch:
             self._logs = Logs(self._step(data), self.share)
         if len(self._updates) > 1:
             raise CollectiveError.apart("A second update of weights")
+        if any(isinstance(grad, tf.IndexedSlices) and grad.indices.shape[0] is None for grad in self._gradients()):
+            # Text that is looked up: both branches must return as many rows, and how many is not known while tracing.
+            raise CollectiveError.apart("A gradient of an unknown number of rows of a table")
         if self._larger is not None:
             self._updates = [
                 (apply, [_like(grad, wanted) for grad, wanted in zip(grads, before, strict=True)], variables)
@@ -217,6 +221,9 @@ class _Branch:
             ]
         gradients = [[_tensors(grad) for grad in grads if grad is not None] for _, grads, _ in self._updates]
         return self._logs.values, gradients
+
+    def _gradients(self) -> list[Any]:
+        return [grad for _, grads, _ in self._updates for grad in grads]
 
     def finish(self, outputs: tuple[Any, Any]) -> Logs:
         """Applies the updates, with the gradients of whichever branch ran; returns the logs."""

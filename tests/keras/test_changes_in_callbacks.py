@@ -187,7 +187,7 @@ class Own(keras.Model):
         return self.dense(x)
 
     def train_step(self, data):
-        x, y = data
+        x, y = data[:2]
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x, y, self(x))
         gradients = tape.gradient(loss, self.trainable_variables)
@@ -209,6 +209,25 @@ def test_an_optimizer_that_a_step_builds_goes_on_in_the_next_fit(two_replicas, a
         for _ in range(3):
             model.fit(X, Y, 8, shuffle=False, verbose=0)
         found.append([variable.numpy() for variable in [*original.variables, *original.own.variables]])
+    alike(found[1], found[0])
+
+
+def test_an_optimizer_that_a_step_builds_is_current_after_each_call(two_replicas, alike):
+    """Its variables, and the TensorFlow variables that they held after the first call."""
+    found = []
+    for is_replicated in (False, True):
+        keras.utils.set_random_seed(1)
+        model = original = Own()
+        original(X[:1])
+        original.compile(loss="mse", run_eagerly=not is_replicated)
+        if is_replicated:
+            model = replicate_model(original, strategy=two_replicas)
+        model.train_on_batch(X[:4], Y[:4])
+        held = [variable.value for variable in original.own.variables]
+        found.append([])
+        for begin in (4, 8, 12):
+            model.train_on_batch(X[begin : begin + 4], Y[begin : begin + 4])
+            found[-1] += [variable.numpy() for variable in [*original.own.variables, *held]]
     alike(found[1], found[0])
 
 

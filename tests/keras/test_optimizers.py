@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers, optimizers
 
 from replica_engine.keras import replicate_model
@@ -95,6 +96,46 @@ def test_an_embedding_is_updated_where_the_batch_has_its_words(trains_alike):
     alone, model, _ = trains_alike(make, 2, words, Y, batch_size=9)
     assert np.array_equal(model.get_weights()[0][9:], alone.get_weights()[0][9:])
     assert model.get_weights()[1].tolist() == [1.0, 1.0]
+
+
+def test_rows_of_a_table_before_a_synchronized_normalization(trains_alike):
+    """Three samples on four replicas: each computes them all, and has a part of the gradient of each row.
+
+    Adam squares and clipnorm measures the rows that are there, of which some are there several times.
+    """
+
+    def make():
+        words, x = keras.Input((3,), dtype="int32"), keras.Input((4,))
+        table = layers.GlobalAveragePooling1D()(layers.Embedding(4, 3)(words))
+        hidden = layers.BatchNormalization(synchronized=True)(layers.Concatenate()([x, table]))
+        model = keras.Model([words, x], layers.Dense(2)(hidden))
+        model.compile(optimizers.Adam(0.01, clipnorm=0.1), "mse")
+        return model
+
+    trains_alike(make, 4, [np.array([[0, 1, 0], [2, 2, 1], [0, 3, 2]]), X[:3]], Y[:3], epochs=2)
+
+
+class Neighbours(layers.Layer):
+    """The sum of a row of a table and the next one, which on two replicas is that of the row of each."""
+
+    def build(self, shape):
+        self.table = layers.Embedding(4, 3)
+
+    def call(self, words):
+        if not tf.distribute.has_strategy():
+            return self.table(words) + self.table(words + 1)
+        context = tf.distribute.get_replica_context()
+        rows = self.table(words + tf.cast(context.replica_id_in_sync_group, words.dtype))
+        return context.all_reduce("SUM", rows)
+
+
+def test_replicas_that_look_up_different_rows_of_the_same_batch(trains_alike):
+    def make():
+        model = keras.Sequential([keras.Input((2,), dtype="int32"), Neighbours(), layers.Flatten(), layers.Dense(2)])
+        model.compile(optimizers.SGD(0.1), "mse")
+        return model
+
+    trains_alike(make, 2, np.array([[0, 2]]), Y[:1], epochs=2)
 
 
 @pytest.mark.on("tpu")

@@ -106,6 +106,13 @@ class TestStrings:
         texts = [tf.constant(["a b", "c"]), tf.constant(["d", "e f g"])]
         assert on_two(body, texts) == [([2, 1], [b"ab", b"c"]), ([1, 3], [b"d", b"efg"])]
 
+    @pytest.mark.parametrize("count", [1, 4])
+    def test_the_words_of_some_texts_on_each_replica(self, count):
+        """Of one text, and of four, which are made up with 0 to 3 words when shapes are found out."""
+        body = lambda text: tf.strings.length(tf.strings.split(text)).to_tensor(shape=[count, 3])  # noqa: E731
+        expected = [[[1, 2, 0]] * count, [[1, 1, 3]] * count]
+        assert on_two(body, [tf.constant(["a bc"] * count), tf.constant(["d e fgh"] * count)]) == expected
+
     def test_a_variable_of_strings(self):
         variable = tf.Variable("abc")
         assert on_two(lambda: tf.strings.length(variable)) == [3, 3]

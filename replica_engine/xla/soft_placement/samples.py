@@ -88,7 +88,7 @@ def _made_up(value: Value, number: int) -> tf.Tensor:
     count = int(np.prod(shape, dtype=np.int64))
     with tf.init_scope(), tf.device("CPU:0"):
         if value.dtype == tf.string:
-            words = [" ".join(["a", f"b{each}", "c"][: (each + number) % 4]) for each in range(count)]
+            words = [" ".join(["a", f"b{each}", "c"][: ((each + 1) * number) % 4]) for each in range(count)]
             return tf.constant(np.array(words, object).reshape(shape))
         array = np.zeros(count) if number == 0 else (np.arange(count) * number) % 100 + number
         return tf.cast(tf.constant(array.reshape(shape)), value.dtype)
