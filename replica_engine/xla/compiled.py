@@ -88,7 +88,7 @@ class Compiled:
                 variable.launched()
         columns = [self.devices.fetch_all(array) for array in results[: self._results]]
         for index, number in sorted(self.lowered.host_results.items()):
-            columns.insert(index, launch.stored(number))
+            columns.insert(index, launch.stored([number] * self.devices.size))
         return columns
 
     @contextlib.contextmanager

@@ -171,9 +171,9 @@ class Launch:
                 adopt(results)
         return results
 
-    def stored(self, number: int) -> list[Any]:
-        """What the replicas have left on the host under a number."""
-        return [view(values[number]) for values in self._stored]
+    def stored(self, numbers: Sequence[int]) -> list[Any]:
+        """What each replica has left on the host, under its number."""
+        return [view(values[number]) for values, number in zip(self._stored, numbers, strict=True)]
 
     def _apart(self, work: Callable[[], Results], nobody_waits: threading.Event) -> Results:
         """Does the work on another thread, which is told when nobody waits for it any more."""

@@ -97,11 +97,11 @@ def _run(
         )
         for variable, _ in writes:
             variable.launched()
-    on_host = steps[0][0].host_results
-    returned = len(traced.outputs) - len(on_host)
+    on_host = [lowered.host_results for lowered, _ in steps]  # a program each, and other numbers
+    returned = len(traced.outputs) - len(on_host[0])
     columns = [[devices.fetch(result[index], 0) for result in results] for index in range(returned)]
-    for index, number in sorted(on_host.items()):
-        columns.insert(index, launch.stored(number))
+    for index in sorted(on_host[0]):
+        columns.insert(index, launch.stored([numbers[index] for numbers in on_host]))
     return columns
 
 

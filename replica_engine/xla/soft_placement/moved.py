@@ -111,7 +111,9 @@ def _move(
         for (inside, _), placeholder in zip(inputs.specs, placeholders, strict=True):
             values[id(inside)] = Value.of(placeholder)
         for inside, handle in inputs.variables:
-            values[id(inside)] = Value.of(variables.graph().capture(handle))
+            value = values[id(inside)] = Value.of(variables.graph().capture(handle))
+            if handle is calls.order:
+                rewriter.order = value
         for inside, shape, source in inputs.on_host:
             values[id(inside)] = Value(inside.dtype, shape, source=source)
         with xla_ops.xla_context():

@@ -47,6 +47,7 @@ class Rewriter:
         self._python_inputs: dict[str, list[tf.TensorShape]] = {}  # of Python functions, by token
         self.originals: dict[str, tf.Operation] = {}  # of copied ops, by the name of the copy
         self.samples = samples.Samples()
+        self.order: Value | None = None  # the handle of the variable that keeps host calls in their order
         self._python_calls: dict[str, int] = {}
         self._scratch = tf.Graph()
 
@@ -194,8 +195,8 @@ class Frame:
             raise LoweringError.stays_on_host(name, op.type, user_line(op), described, by_dtype, *stuck.made_by)
 
     def _copy(self, op: tf.Operation, inputs: Sequence[Value]) -> None:
-        if kinds.calls_host(op):
-            self._pending.flush()
+        if kinds.calls_host(op) or self._rewriter.order in inputs:
+            self._pending.flush()  # before the position of the next call is read
         tensors = [self.on_devices(value) for value in inputs]
         before = [self._copied[each.name] for each in op.control_inputs if each.name in self._copied]
         copied = self._copied[op.name] = host_ops.copy_op(op, tensors, before)

@@ -98,7 +98,8 @@ def pads(op: tf.Operation, inputs: list[Value]) -> bool:
     """Whether an op pads to a shape that the body says, but for the size of the batch."""
     if op.type != "RaggedTensorToTensor" or inputs[0].constant is None:
         return False
-    return bool(np.all(tf.make_ndarray(inputs[0].constant.get_attr("value"))[1:] >= 0))
+    shape = tf.make_ndarray(inputs[0].constant.get_attr("value"))
+    return shape.ndim == 1 and bool(np.all(shape[1:] >= 0))
 
 
 def is_worth_trying(value: Value) -> bool:
