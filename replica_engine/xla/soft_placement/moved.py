@@ -111,7 +111,9 @@ def _move(
         for (inside, _), placeholder in zip(inputs.specs, placeholders, strict=True):
             values[id(inside)] = Value.of(placeholder)
         for inside, handle in inputs.variables:
-            value = values[id(inside)] = Value.of(variables.graph().capture(handle))
+            variables.graph().capture(handle)
+            # The handle itself, which each graph captures: ops on a variable keep their order if all have one tensor.
+            value = values[id(inside)] = Value.of(handle)
             if handle is calls.order:
                 rewriter.order = value
         for inside, shape, source in inputs.on_host:
