@@ -159,13 +159,13 @@ def _in(name: str) -> str:
 def moved_to_host(fn: str, pieces: Sequence[tuple[str, str, bool]]) -> str:
     """The line that is logged once a body whose ops run on the host in part: of each call its ops and its line."""
     lines = [
-        f"  {ops}{at(where)}" + (": in a loop, so the program calls the host in each iteration" if in_loop else "")
+        f"  {ops}{at(where)}" + (": in a loop, so there may be a call in each iteration" if in_loop else "")
         for ops, where, in_loop in pieces
     ]
     return "\n".join(
         [
             f"XLA cannot compile all of `{fn}`. Each replica's program calls the host for these ops "
-            "(soft_placement=False makes them an error):",
+            "(checks only where they fail; soft_placement=False makes the others an error):",
             *lines,
         ]
     )

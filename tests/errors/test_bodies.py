@@ -217,6 +217,24 @@ def test_a_branch_that_cuts_out_what_the_host_needs():
     strategy.run(step, args=(tf.constant([1.0, 2.0]),))
 
 
+@shows(LoweringError.python_gradient)
+def test_gradients_of_a_python_function_that_is_called_twice():
+    strategy = TPUStrategy(num_cores=2)
+
+    @tf.function
+    def squared(x):
+        y = tf.py_function(lambda x: x**2, [x], tf.float32)
+        return tf.ensure_shape(y, [])
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = squared(x) + squared(10.0 * x)
+        return tape.gradient(loss, x)
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
 @shows(LoweringError.other)
 def test_whatever_else_xla_refuses():
     strategy = TPUStrategy(num_cores=2)
