@@ -1,0 +1,178 @@
+"""Moved ops keep the order of the program, in loops and their conditions; odd shapes, functions and writers."""
+
+import collections
+
+import pytest
+import tensorflow as tf
+from on_two import on_two, plain
+
+from replica_engine import TPUStrategy, xla
+from replica_engine.errors import LoweringError
+
+
+class TestOrder:
+    def test_effects_on_other_values_keep_theirs(self):
+        seen = collections.defaultdict(list)
+
+        def body(x):
+            text = tf.strings.as_string(x)
+            tf.py_function(lambda text: seen[0].append(text.numpy()), [text], [])
+            tf.py_function(lambda: seen[0].append(2), [], [])
+            tf.py_function(lambda text: seen[0].append(text.numpy()), [text], [])
+            return x
+
+        xla.replicate(body, [[tf.constant(7)]])
+        assert seen[0] == [b"7", 2, b"7"]
+
+    def test_a_table_is_read_after_it_was_written(self):
+        table = tf.lookup.experimental.MutableHashTable(tf.string, tf.int64, 0)
+
+        def body(x):
+            key = tf.strings.as_string(x)
+            before = table.lookup(key)
+            table.insert(key, tf.cast(x, tf.int64))
+            return before, table.lookup(key)
+
+        assert on_two(body, [3, 5]) == [(0, 3), (0, 5)]
+
+    def test_host_calls_of_the_users_have_their_place_in_a_loop(self):
+        seen = []
+
+        def body(x):
+            for number in tf.range(2):
+                tf.py_function(lambda n: seen.append(("before", int(n))), [number], [])
+                xla.outside_compilation(note, number)
+                tf.py_function(lambda n: seen.append(("after", int(n))), [number], [])
+            return x
+
+        def note(number):
+            seen.append(("between", int(number)))
+
+        xla.replicate(body, [[tf.constant(1.0)]])
+        assert seen == [(name, number) for number in range(2) for name in ("before", "between", "after")]
+
+    def test_functions_with_ops_of_the_same_name(self):
+        @tf.function
+        def parts(text):
+            upper = tf.strings.upper(text)
+            return tf.strings.lower(upper), tf.strings.length(text) * 2
+
+        assert on_two(lambda text: parts(tf.strings.lower(text)), ["Ab", "CDE"]) == [(b"ab", 4), (b"cde", 6)]
+
+
+class TestConditionsOfLoops:
+    def test_a_check_in_one_is_made(self):
+        def goes_on(number):
+            tf.debugging.assert_less(number, 2)
+            return number < 4
+
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            on_two(lambda x: tf.while_loop(goes_on, lambda number: [number + 1], [x])[0], [0, 0])
+
+    def test_what_one_prints_is_printed(self):
+        seen = []
+
+        def goes_on(number):
+            tf.py_function(lambda number: seen.append(int(number)), [number], [])
+            return number < 2
+
+        xla.replicate(lambda x: tf.while_loop(goes_on, lambda number: [number + 1], [x])[0], [[tf.constant(0)]])
+        assert seen == [0, 1, 2]
+
+    def test_a_python_function_ends_a_loop(self):
+        def goes_on(number):
+            return tf.py_function(lambda number: bool(10 / float(number) > 2), [number], tf.bool)
+
+        body = lambda x: tf.while_loop(goes_on, lambda number: [number + 1.0], [x])[0]  # noqa: E731
+        assert on_two(body, [1.0, 4.0]) == [5.0, 5.0]
+
+
+class TestShapes:
+    def test_what_is_cut_out_outside_of_a_branch_that_prints_it(self):
+        def body(x):
+            found = tf.where(x > 0)
+            tf.cond(x[0] > 0, lambda: tf.print(found), tf.no_op)
+            return x
+
+        assert on_two(body, [[1, 0], [0, 1]]) == [[1, 0], [0, 1]]
+
+    def test_shares_of_different_sizes(self):
+        strategy = TPUStrategy(num_cores=2)
+        dataset = tf.data.Dataset.from_tensor_slices(list("abcde")).batch(4)
+        found = []
+        for batch in strategy.experimental_distribute_dataset(dataset):
+            results = strategy.run(lambda text: (tf.strings.length(text), tf.strings.upper(text)), args=(batch,))
+            found += [plain(each) for pair in zip(*map(strategy.experimental_local_results, results)) for each in pair]  # noqa: B905
+        assert found == [[1, 1], [b"A", b"B"], [1, 1], [b"C", b"D"], [1], [b"E"], [], []]
+
+    def test_shares_of_different_sizes_in_python(self):
+        strategy = TPUStrategy(num_cores=2)
+        dataset = tf.data.Dataset.from_tensor_slices(tf.range(3.0)).batch(3)
+        (batch,) = strategy.experimental_distribute_dataset(dataset)
+        results = strategy.run(lambda x: tf.py_function(lambda x: x * 2.0, [x], tf.float32), args=(batch,))
+        assert [plain(each) for each in results.values] == [[0.0, 2.0], [4.0]]
+
+    def test_columns_that_a_separator_makes(self):
+        table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(["x", "y"], [1, 2]), 0)
+
+        def body(text):
+            return tf.reduce_sum(table.lookup(tf.strings.split(text, sep="|")).to_tensor(), axis=1)
+
+        assert on_two(body, [["x|y", "y"], ["y|y|x", "z"]]) == [[3, 2], [5, 0]]
+
+    def test_lists_of_strings_and_of_numbers(self):
+        def body(x):
+            texts = tf.TensorArray(tf.string, 2).write(0, tf.strings.as_string(x)).write(1, "b")
+            numbers = tf.TensorArray(tf.float32, 2).write(0, 1.0).write(1, 2.0)
+            return texts.stack(), numbers.stack()
+
+        assert on_two(body, [1, 2]) == [([b"1", b"b"], [1.0, 2.0]), ([b"2", b"b"], [1.0, 2.0])]
+        alone = lambda x: tf.TensorArray(tf.float32, 2).write(0, x).write(1, x).stack()  # noqa: E731
+        assert xla.lower(alone, [[1.0], [2.0]]).host_calls == ()
+
+
+class TestOddPythonFunctions:
+    def test_one_that_declares_no_results(self):
+        seen = []
+        on_two(lambda x: (tf.numpy_function(lambda x: seen.append(float(x)), [x], []) and None) or x, [1.0, 2.0])
+        assert sorted(seen) == [1.0, 2.0]
+
+    def test_one_that_returns_more_than_it_declares(self):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"2 values, and Tout declares 1"):
+            on_two(lambda x: tf.ensure_shape(tf.numpy_function(lambda x: [x, x], [x], [tf.float32])[0], []), [1.0, 2.0])
+
+    def test_gradients_of_two_calls_of_one_function_are_refused(self):
+        @tf.function
+        def squared(x):
+            y = tf.py_function(lambda x: x**2, [x], tf.float32)
+            y.set_shape([])
+            return y
+
+        def body(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = squared(x) + squared(10.0 * x)
+            return tape.gradient(y, x)
+
+        with pytest.raises(LoweringError, match="called more than once"):
+            on_two(body, [1.0, 2.0])
+
+
+def test_a_writer_that_a_body_names_is_not_that_of_the_caller(tmp_path):
+    strategy = TPUStrategy(num_cores=2)
+    named, others = (tf.summary.create_file_writer(str(tmp_path / name)) for name in ("named", "others"))
+
+    def body(x):
+        with named.as_default(step=0):
+            tf.summary.scalar("x", x)
+
+    for writer in (named, others):
+        with writer.as_default(step=1):
+            strategy.run(body, args=(tf.constant(1.0),))
+    named.close()
+    others.close()
+    found = {}
+    for name in ("named", "others"):
+        records = tf.data.TFRecordDataset([str(file) for file in (tmp_path / name).iterdir()])
+        found[name] = sum(len(tf.compat.v1.Event.FromString(record.numpy()).summary.value) for record in records)
+    assert found == {"named": 2, "others": 0}
