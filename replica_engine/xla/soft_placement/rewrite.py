@@ -349,13 +349,16 @@ class Frame:
             pending.flush(together=True)  # all at once, since they may have changed places
             return results
 
-        results = tf.while_loop(
-            goes_on,
-            step,
-            [self.on_devices(inputs[index]) for index in carried],
-            shape_invariants=[_invariant(inputs[index], body, index) for index in carried],
-            parallel_iterations=op.get_attr("parallel_iterations"),
-        )
+        begin = [self.on_devices(inputs[index]) for index in carried]
+        parallel = op.get_attr("parallel_iterations")
+        shapes = [_invariant(inputs[index], body, index) for index in carried]
+        try:
+            results = tf.while_loop(goes_on, step, begin, shape_invariants=shapes, parallel_iterations=parallel)
+        except ValueError as error:
+            if "shape_invariants" not in str(error):
+                raise
+            shapes = [body.inputs[index].shape for index in carried]  # a value changes its shape from step to step
+            results = tf.while_loop(goes_on, step, begin, shape_invariants=shapes, parallel_iterations=parallel)
         for index in constant:
             self._values[id(op.outputs[index])] = inputs[index]
         on_devices = dict(zip(carried, results, strict=True))
