@@ -139,7 +139,7 @@ def _runner(op: tf.Operation) -> Callable[[list[Any], Kept, int], list[Any]]:
         return lambda inputs, kept, replica: run(inputs)
     function = host_ops.PythonFunction(op)
     if (forward := function.gradient_of) is not None:
-        return lambda inputs, kept, replica: function.differentiate(kept.tapes[forward].pop(), inputs)
+        return lambda inputs, kept, replica: function.differentiate(_tape(kept, forward), inputs)
 
     def call(inputs: list[Any], kept: Kept, replica: int) -> list[Any]:
         results, taped = function(inputs, replica)
@@ -148,3 +148,11 @@ def _runner(op: tf.Operation) -> Callable[[list[Any], Kept, int], list[Any]]:
         return results
 
     return call
+
+
+def _tape(kept: Kept, token: str) -> Any:
+    """What the last call of a Python function has left for its gradient, which is asked for once, as in TensorFlow."""
+    tapes = kept.tapes.get(token)
+    if not tapes:
+        raise RuntimeError("The gradient of a tf.py_function was asked for twice. xla.outside_compilation has any number.")
+    return tapes.pop()
