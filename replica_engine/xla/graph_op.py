@@ -58,8 +58,12 @@ def call(programs: Programs, source: Source, arguments: Arguments, shapes: Shape
     Returns:
         For each replica what the function returned.
     """
-    with _running():
-        return _prepared(programs, source, arguments, shapes)()
+    if not tf.executing_eagerly():
+        return _in_graph(programs, source, arguments, shapes)
+    with shutdown.running():
+        shapes = soft_placement.add_caller(arguments, shapes)
+        program = programs.find(source, arguments, shapes)
+        return program.traced.results(program.run(arguments.numpy()))
 
 
 def _running() -> contextlib.AbstractContextManager[None]:

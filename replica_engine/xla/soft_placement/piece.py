@@ -154,5 +154,5 @@ def _tape(kept: Kept, token: str) -> Any:
     """What the last call of a Python function has left for its gradient, which is asked for once, as in TensorFlow."""
     tapes = kept.tapes.get(token)
     if not tapes:
-        raise RuntimeError("The gradient of a tf.py_function was asked for twice. xla.outside_compilation has any number.")
+        raise RuntimeError("The gradient of a tf.py_function was asked for twice; write xla.outside_compilation.")
     return tapes.pop()
