@@ -22,7 +22,7 @@ from tensorflow.python.framework import kernels as _kernels
 # tape_cache: what the gradient of a tf.py_function is computed from, by the same token.
 from tensorflow.python.ops import script_ops as _script_ops
 
-from replica_engine._compat import random_ops, variables, xla_ops
+from replica_engine._compat import variables, xla_ops
 
 _XLA_DEVICE = "XLA_CPU_JIT"  # bodies are lowered for this one, whatever platform the program then runs on
 _PYTHON_OPS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
@@ -56,25 +56,12 @@ def runs_functions(op: tf.Operation) -> bool:
     return op.type in _FUNCTION_ATTRIBUTES
 
 
-def needed(graph: Any) -> dict[str, tf.Operation]:
-    """The ops that the results and effects of a function graph need, by name."""
-    aside = random_ops.set_aside(graph)
-    found: dict[str, tf.Operation] = {}
-    pending = [*(output.op for output in graph.outputs), *graph.control_outputs]
-    while pending:
-        op = pending.pop()
-        if op.name not in found and op.name not in aside:
-            found[op.name] = op
-            pending += [*op.control_inputs, *(tensor.op for tensor in op.inputs)]
-    return found
-
-
 def needed_ops(graph: Any) -> list[tf.Operation]:
     """The ops that the results and effects of a function graph need, each after all that it depends on.
 
     Otherwise they are in the order in which they were made, which is that of the program.
     """
-    ops = needed(graph)
+    ops = xla_ops.needed(graph)
     order = {op.name: index for index, op in enumerate(graph.get_operations())}
     waits: dict[str, int] = {}
     users: dict[str, list[str]] = {}

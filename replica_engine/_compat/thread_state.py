@@ -203,11 +203,6 @@ def enter_device_policy(policy: int) -> Iterator[None]:
         _pywrap_tfe.TFE_ContextSetThreadLocalDevicePlacementPolicy(handle, before)
 
 
-def summary_writer() -> Any:
-    """The resource of this thread's default summary writer; None if there is no writer."""
-    return getattr(_summary._summary_state.writer, "_resource", None)
-
-
 def summary_state() -> tuple[Any, Any, Any]:
     """The resource of this thread's default summary writer (None if there is no writer), the step, the condition."""
     state = _summary._summary_state

@@ -118,6 +118,19 @@ def register(name: str, graph: Any) -> Any:
     return _atomic_function.from_func_graph(name, _Needed(graph), {})
 
 
+def needed(graph: Any, also: Sequence[tf.Tensor] = ()) -> dict[str, tf.Operation]:
+    """The ops that the results and effects of a function graph need, by name; those of the tensors in `also` too."""
+    aside = random_ops.set_aside(graph)
+    found: dict[str, tf.Operation] = {}
+    pending = [*graph.control_outputs, *(tensor.op for tensor in (*graph.outputs, *also))]
+    while pending:
+        op = pending.pop()
+        if op.name not in found and op.name not in aside:
+            found[op.name] = op
+            pending += [*op.control_inputs, *(tensor.op for tensor in op.inputs)]
+    return found
+
+
 class _Needed:
     """A function graph without the ops that nothing needs: XLA would compile them, or fail to."""
 
@@ -125,15 +138,7 @@ class _Needed:
         self._graph = graph
         aside = random_ops.set_aside(graph)
         self.control_outputs = [op for op in graph.control_outputs if op.name not in aside]
-        needed: set[str] = set()
-        pending = [*self.control_outputs, *(tensor.op for tensor in (*graph.outputs, *graph.inputs))]
-        while pending:
-            op = pending.pop()
-            if op.name in needed or op.name in aside:
-                continue
-            needed.add(op.name)
-            pending += [*op.control_inputs, *(tensor.op for tensor in op.inputs)]
-        self._needed = needed
+        self._needed = needed(graph, graph.inputs)
 
     def get_operations(self) -> list[tf.Operation]:
         """In the order of the graph."""

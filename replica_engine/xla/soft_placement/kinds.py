@@ -103,7 +103,7 @@ def calls_host(op: tf.Operation) -> bool:
 
 def needs_host(graph: Any) -> bool:
     """Whether an op of a function graph, or of a function in it, has to run on the host."""
-    return any(contains_host_op(op) for op in host_ops.needed(graph).values())
+    return any(contains_host_op(op) for op in xla_ops.needed(graph).values())
 
 
 def contains_host_op(op: tf.Operation) -> bool:
@@ -112,4 +112,4 @@ def contains_host_op(op: tf.Operation) -> bool:
 
 
 def _ops_of_functions(op: tf.Operation) -> list[tf.Operation]:
-    return [inner for graph in host_ops.functions_of(op) for inner in host_ops.needed(graph).values()]
+    return [inner for graph in host_ops.functions_of(op) for inner in xla_ops.needed(graph).values()]

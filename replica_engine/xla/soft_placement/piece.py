@@ -115,7 +115,7 @@ class Piece(HostCall):
             run = self.calls.run
             assert run is not None, "set before the launch"
             return tf.constant(run.argument(what, replica))
-        return thread_state.summary_writer() if kind == "writer" else what
+        return thread_state.summary_state()[0] if kind == "writer" else what
 
     def name_of(self, result: int) -> str:
         """Which op made a result."""

@@ -23,7 +23,7 @@ class Value:
     Attributes:
         from_host: whether a host op has made it, or what it was computed from; so XLA cannot know it.
         maker: the op that makes it, its inputs, and which of its outputs it is.
-        made_by: the user's line and the type of the op on the host that makes it, for messages.
+        made_by: the type of the op on the host that makes it, and the user's line, for messages.
         depends_on_data: whether the devices have it, in a shape that depends on data.
         pending: whether the op that makes it waits to become part of a piece.
     """
