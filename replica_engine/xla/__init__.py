@@ -37,11 +37,13 @@ from replica_engine.xla.lower import Lowered
 from replica_engine.xla.outside_compilation import outside_compilation
 from replica_engine.xla.replicate import lower, replicate
 from replica_engine.xla.resolver import PjrtClusterResolver, TPUSystemMetadata, get_tpu_system_metadata
+from replica_engine.xla.soft_placement import HostCallInfo
 from replica_engine.xla.trace import Traced
 
 __all__ = [
     "Compiled",
     "Counts",
+    "HostCallInfo",
     "Lowered",
     "PjrtClusterResolver",
     "TPUSystemMetadata",

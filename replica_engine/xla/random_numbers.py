@@ -124,4 +124,11 @@ _STATELESS: dict[str, _Make] = {
     ),
     "RandomShuffle": lambda seed, inputs, attribute: _shuffled(seed, inputs[0]),
     "Multinomial": lambda seed, inputs, attribute: _categorical(seed, inputs[0], inputs[1], attribute("output_dtype")),
+    # XLA has no kernels for the stateless forms of these either, so the host computes them from the replica's seed.
+    "RandomGamma": lambda seed, inputs, attribute: tf.random.stateless_gamma(
+        tf.concat([inputs[0], tf.shape(inputs[1])], 0), seed, inputs[1], dtype=inputs[1].dtype
+    ),
+    "RandomPoissonV2": lambda seed, inputs, attribute: tf.random.stateless_poisson(
+        tf.concat([inputs[0], tf.shape(inputs[1])], 0), seed, inputs[1], dtype=attribute("dtype")
+    ),
 }

@@ -6,6 +6,9 @@ program and what it shows must be those of `golden/SomeError.wording.txt`. Line 
 
 What is shown: what is printed, the library's warnings, and the exception as Python prints it, but for the frames of
 the traceback that are not the user's.
+
+Programs that are slow, so that the watchdog warns of them, must not depend on how quick the machine is. So of all
+warnings only the one that the test is about is shown, and `time.sleep` in such a program ends when that has come.
 """
 
 import ast
@@ -19,8 +22,12 @@ import pathlib
 import re
 import sys
 import textwrap
+import threading
+import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 from replica_engine import errors
 
@@ -39,6 +46,7 @@ _NORMAL = (
     (r"(?:/[\w.+-]+)+/replica_engine-\d+-\d+\.json", "/tmp/runs/replica_engine-1234-0.json"),
     (r"(?:/[\w.+-]+)+/([\w-]+\.(?:py|so))", r"\1"),
     (r"\bfor [\d.]+(?:e-\d+)? s\b", "for N s"),
+    (r"\bsync point in [\d.]+ s:", "sync point in N s:"),
     (r"\bprocess \d+", "process N"),
     (r"\bProcess \d+", "Process N"),
     (r"\bThread-\d+", "Thread-N"),
@@ -61,7 +69,10 @@ def shows(wording: Callable[..., Any], variant: str = "") -> Callable[[Callable[
         @functools.wraps(program)
         def test(**fixtures: Any) -> None:
             with _calls_of(wording) as calls:
-                text = shown_by(program, **fixtures)
+                if name_of(wording).startswith("slow_"):
+                    text = _shown_when_warned(program, name_of(wording), **fixtures)
+                else:
+                    text = shown_by(program, **fixtures)
             seen = calls or _only_of_class(wording) in text.split()
             assert seen, f"The program has not come to {name_of(wording)}, but to this:\n{text}"
             compare(name_of(wording) + (f".{variant}" if variant else ""), text)
@@ -94,7 +105,7 @@ def wordings() -> set[str]:
             found |= {f"{name}.{each}" for each, what in vars(value).items() if isinstance(what, classmethod)}
             if "__init__" in vars(value):  # it has a message of its own
                 found.add(name)
-        elif re.match(r"(note|many|slow)_", name):
+        elif re.match(r"(note|many|slow|moved)_", name):
             found.add(name)
     return found
 
@@ -109,6 +120,58 @@ def shown_by(program: Callable[..., None], **fixtures: Any) -> str:
         except BaseException as error:
             seen.write(source.traceback(error))
     return f"{source.text}\n\n{LINE}\n{source.normal(seen.getvalue())}"
+
+
+class _Warnings(logging.Handler):
+    """The library's warnings, each as it is shown.
+
+    Args:
+        source: of the program.
+        wanted: what its warning has to be; None for any.
+    """
+
+    def __init__(self, source: "_Source", wanted: str | None):
+        super().__init__(logging.WARNING)
+        self.setFormatter(logging.Formatter("%(levelname)s: %(message)s\n"))
+        self._source = source
+        self._wanted = wanted
+        self._has_come = threading.Event()
+        self.shown = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self._source.normal(self.format(record))
+        if self.shown != self._wanted or self._wanted is None:
+            self.shown = text
+            self._has_come.set()
+
+    def sleep(self, seconds: float) -> None:
+        """Until the warning has come that is wanted; or one of something else, which the program does first."""
+        deadline = time.monotonic() + 30.0
+        while time.monotonic() < deadline:
+            self._has_come.clear()
+            self._has_come.wait(deadline - time.monotonic())
+            if self._wanted is None or _about(self.shown) != _about(self._wanted) or self.shown == self._wanted:
+                return
+
+
+def _about(warning: str) -> str:
+    """What a warning is about: its first line."""
+    return warning.partition("\n")[0]
+
+
+def _shown_when_warned(program: Callable[..., None], name: str, **fixtures: Any) -> str:
+    """A program that is too slow, and the warning about that."""
+    source, path = _Source(program), FOLDER / f"{name}.txt"
+    wanted = path.read_text().partition(f"{LINE}\n")[2] if path.exists() and not UPDATE else None
+    warnings = _Warnings(source, wanted)
+    logger = logging.getLogger("replica_engine")
+    logger.addHandler(warnings)
+    try:
+        with mock.patch.dict(program.__globals__, time=types.SimpleNamespace(sleep=warnings.sleep)):
+            program(**fixtures)
+    finally:
+        logger.removeHandler(warnings)
+    return f"{source.text}\n\n{LINE}\n{warnings.shown}"
 
 
 def compare(name: str, text: str, folder: pathlib.Path = FOLDER, update: bool = UPDATE) -> None:
@@ -191,13 +254,14 @@ def _blank_lines_before(code: list[str], number: int) -> int:
 @contextlib.contextmanager
 def _warnings_to(stream: io.StringIO) -> Iterator[None]:
     logger, handler = logging.getLogger("replica_engine"), logging.StreamHandler(stream)
-    handler.setLevel(logging.WARNING)
+    level = logger.level  # a program may change it
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     logger.addHandler(handler)
     try:
         yield
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Host calls of compiled bodies: how they may not be made, and what comes out of them."""
 
+import logging
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ from replica_engine.errors import (
     HostAccessError,
     HostResultError,
     NestedHostCallError,
+    moved_to_host,
     note_host_failure,
     note_stuck,
     note_unknown_results,
@@ -265,3 +267,17 @@ def test_a_program_that_does_not_end_after_a_failure():
         return xla.cross_replica_sum(x)
 
     strategy.run(step, args=(tf.random.normal([500, 500]),))
+
+
+@shows(moved_to_host)
+def test_ops_that_run_on_the_host_by_themselves():
+    logging.getLogger("replica_engine").setLevel(logging.INFO)
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x):
+        for _ in tf.range(2):
+            tf.print("x is", x, output_stream="file:///dev/null")
+            x = x + 1.0
+        return tf.strings.as_string(x)
+
+    print(strategy.experimental_local_results(strategy.run(tf.function(step), args=(tf.constant(1.0),))))

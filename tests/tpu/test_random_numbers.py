@@ -5,8 +5,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from replica_engine.errors import LoweringError
-
 DRAWS = {
     "normal": lambda: tf.random.normal([50]),
     "uniform": lambda: tf.random.uniform([50]),
@@ -17,6 +15,8 @@ DRAWS = {
     "categorical": lambda: tf.random.categorical(tf.zeros([5, 20]), 10),
     "dropout": lambda: tf.nn.dropout(tf.ones([50]), 0.5),
     "seeded": lambda: tf.random.normal([50], seed=7),
+    "gamma": lambda: tf.random.gamma([50], 2.0),
+    "poisson": lambda: tf.random.poisson([50], 20.0),
     "double": lambda: tf.random.normal([50], dtype=tf.float64),
 }
 
@@ -75,12 +75,21 @@ def test_replicas_draw_the_same_numbers_if_asked_to(replicas, drawn):
         assert first != third, name
 
 
-@pytest.mark.parametrize(
-    "draw", [lambda: tf.random.gamma([50], 2.0), lambda: tf.random.poisson([50], 20.0)], ids=["gamma", "poisson"]
-)
-def test_what_xla_cannot_draw_is_refused(drawn, draw):
-    with pytest.raises(LoweringError, match="Random"):
-        drawn(draw)
+def test_what_the_host_draws_has_its_distribution_and_its_gradient(two):
+    @two.strategy.run
+    def run():
+        rate = tf.constant([2.0, 8.0])
+        with tf.GradientTape() as tape:
+            tape.watch(rate)
+            drawn = tf.random.gamma([4000], rate, beta=2.0)
+        return drawn, tape.gradient(drawn, rate) / 4000, tf.random.poisson([4000], rate)
+
+    for gamma, slope, poisson in zip(*map(two.strategy.experimental_local_results, run), strict=True):
+        np.testing.assert_allclose(np.mean(gamma, 0), [1.0, 4.0], rtol=0.1)
+        np.testing.assert_allclose(np.var(gamma, 0), [0.5, 2.0], rtol=0.2)
+        np.testing.assert_allclose(slope, [0.5, 0.5], rtol=0.1)  # of the mean, alpha / beta
+        np.testing.assert_allclose(np.mean(poisson, 0), [2.0, 8.0], rtol=0.1)
+        np.testing.assert_allclose(np.var(poisson, 0), [2.0, 8.0], rtol=0.2)
 
 
 def test_without_a_seed_runs_differ(replicas, drawn):

@@ -162,7 +162,7 @@ def adds_apart(x):
 
 
 def draws(x):
-    return x * tf.random.gamma([], 2.0)
+    return x * tf.cast(next(iter(tf.data.Dataset.range(3))), tf.float32)
 
 
 FAILURES = {

@@ -19,7 +19,16 @@ _numbers = itertools.count()
 
 
 class HostCallInfo(NamedTuple):
-    """A host call of a program.
+    """A host call of a program, in `Lowered.host_calls`.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> from replica_engine import xla
+        >>> (call,) = xla.lower(lambda x: tf.print(x), [[1.0], [2.0]]).host_calls
+        >>> [op for op, line in call.ops]
+        ['StringFormat', 'PrintV2']
+        >>> call.moved, call.in_loop
+        (True, False)
 
     Attributes:
         name: of its cluster: "0", "1", ...; the gradient of a function that the user runs on the host has "0.0".

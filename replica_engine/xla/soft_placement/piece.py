@@ -74,7 +74,9 @@ class Piece(HostCall):
         stores: list[tuple[int, int]],
         in_loop: bool,
     ):
-        where = next((op.where for op in reversed(ops) if op.where), "")
+        # An Identity stands for the way out of the body or of a branch, where the user's line is that of the run.
+        written = [op for op in ops if op.kind != "Identity"] or ops
+        where = next((op.where for op in reversed(written) if op.where), "")
         super().__init__(calls, calls.new_name(), where, [spec for _, spec in results])
         self.ops = ops
         self.in_loop = in_loop
