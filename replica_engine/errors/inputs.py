@@ -147,7 +147,8 @@ class ReplicaMismatchError(ReplicaEngineError, ValueError):
         return cls(
             f"{name} has shape {first} on replica 0 and {other} on replica {replica}. The replicas meet in {met}, so "
             "one program runs on all of them, and shapes must be equal: batch with drop_remainder=True, give Keras fit "
-            "a number of samples that is a multiple of the batch size, or pad the last batch."
+            "a number of samples that is a multiple of the batch size, or pad the last batch: in a loop of your own, "
+            "replica_engine.split_batch(strategy, batch) makes equal shares, with weights that are 0 for padding."
         )
 
     @classmethod

@@ -88,6 +88,14 @@ class ParityArgumentError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
+    def runs_itself(cls, step: str) -> ParityArgumentError:
+        """A step that calls `strategy.run`."""
+        return cls(
+            f"{step} calls the run of a strategy. check_parity does that, on each strategy that it compares: pass the "
+            "function that one replica runs, which is what `strategy.run` is given."
+        )
+
+    @classmethod
     def nothing_compared(cls, step: str) -> ParityArgumentError:
         """A step that returns nothing and changes nothing that was named."""
         return cls(

@@ -79,7 +79,8 @@ class SyncPointRecord:
     def text(self) -> str:
         """What it was, without whose: "all_reduce at train.py:12 in step: float32[3], 12 bytes"."""
         tensors = [dtype + _shape_text(shape) for dtype, shape in zip(self.dtypes, self.shapes, strict=True)]
-        values = f": {_shortened(tensors)}, {self.bytes:,} bytes" if tensors else ""
+        size = f", {self.bytes:,} bytes" if self.bytes else ""  # not known of sparse tensors and strings
+        values = f": {_shortened(tensors)}{size}" if tensors else ""
         where = f" at {self.where}" if self.where else ""
         return f"{self.name}{where}{values}"
 

@@ -107,3 +107,14 @@ def test_a_step_without_numbers():
         return None
 
     check_parity(step, np.ones([8]), strategies="MirroredStrategy")
+
+
+@shows(ParityArgumentError.runs_itself)
+def test_a_step_that_calls_run():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    w = tf.Variable(1.0, name="w")
+
+    def step(x):
+        return strategy.reduce("MEAN", strategy.run(lambda x: w * tf.reduce_sum(x), args=(x,)), axis=None)
+
+    check_parity(step, np.ones([8], "float32"), [w], strategies="MirroredStrategy")

@@ -39,7 +39,19 @@ def differs():
     ],
 )
 def test_tensors_are_compared_as_a_whole(differs, expected, found, is_different):
-    assert differs("loss", expected, found) == (is_different, 0)
+    assert differs("prediction", expected, found) == (is_different, 0)
+
+
+def test_a_loss_that_has_come_down_to_nothing_is_rounding():
+    comparison = Comparison(LIMITS)
+    for step, (expected, found) in enumerate([(2.0, 2.0), (0.0, 1e-7), (0.0, 1e-6)]):
+        comparison.compare("S", "loss", "a batch", *({"loss": np.float32(each)} for each in (expected, found)), step=step)
+    assert [difference.step for difference in comparison.differences()] == [2]
+
+
+def test_a_loss_that_was_never_more_than_rounding_is_rounding(differs):
+    assert differs("loss", 0.0, 7e-15) == (False, 0)
+    assert differs("loss", 0.0, 1e-12) == (True, 0)
 
 
 def test_weights_are_compared_by_their_change(differs):

@@ -8,6 +8,8 @@ mistake, which shows in the second or third digit. Three rules:
   zero is a difference of larger numbers, and has their rounding error.
 - A weight is compared by its *change* since the start: a learning rate of 1e-5 would hide any mistake in the digits
   that do not change.
+- A loss that has come down to nothing is a sum of rounded squares: 7e-15 on one device and 0 on another. So what is
+  allowed of a loss or a metric is never less than the rounding of its largest value so far, and of the square of one.
 - Rounding may be amplified. A bias before a batch normalization has a gradient of exactly 0, which rounding makes 1e-9,
   and Adam divides that by its own size. So the check measures what rounding does on one device: it runs the same
   batches with their samples in another order and the weights changed in their last digits, and allows `NOISE` times
@@ -102,6 +104,7 @@ class Comparison:
         self._tolerance = tolerance
         self._rows: dict[tuple[str, str], list[tuple[Difference, _Verdict]]] = {}
         self._found: list[tuple[tuple[int, int], Difference]] = []
+        self._largest: dict[tuple[str, str], float] = {}  # of losses and metrics of one device, by kind and name
 
     def compare(
         self,
@@ -213,6 +216,9 @@ class Comparison:
         index = np.unravel_index(int(np.argmax(error)), error.shape)
         scale, epsilon = _largest(one), EPSILON.get(np.asarray(expected).dtype.name, 0.0)
         rounding = epsilon * largest if kind == "gradient" else 0.0
+        if kind in ("loss", "metric", "result"):
+            seen = self._largest[kind, name] = max(self._largest.get((kind, name), epsilon), scale)
+            rounding = epsilon * seen
         if before is not None:
             scale = _largest(one - _wide(np.asarray(before)))
             rounding = 8 * epsilon * _largest(one)

@@ -46,6 +46,10 @@ _NO_WEIGHTS = (
 )
 
 
+# What TensorFlow says where `strategy.run` is called on a replica.
+_IN_CROSS_REPLICA = 'Need to be inside "with strategy.scope()"'
+
+
 @dataclasses.dataclass
 class Run:
     """What one run computed.
@@ -175,7 +179,12 @@ class _Check:
                 if made is None:
                     break
                 args, kwargs = made
-                returned = strategy.run(function, args=args, kwargs=kwargs)
+                try:
+                    returned = strategy.run(function, args=args, kwargs=kwargs)
+                except RuntimeError as error:
+                    if _IN_CROSS_REPLICA in str(error):
+                        raise ParityArgumentError.runs_itself(self._call.name) from error
+                    raise
                 run.results.append(self._results(strategy, returned, batch))
                 run.weights.append(_values(tracked()))
         return run
