@@ -45,7 +45,8 @@ def test_tensors_are_compared_as_a_whole(differs, expected, found, is_different)
 def test_a_loss_that_has_come_down_to_nothing_is_rounding():
     comparison = Comparison(LIMITS)
     for step, (expected, found) in enumerate([(2.0, 2.0), (0.0, 1e-7), (0.0, 1e-6)]):
-        comparison.compare("S", "loss", "a batch", *({"loss": np.float32(each)} for each in (expected, found)), step=step)
+        one, other = ({"loss": np.float32(each)} for each in (expected, found))
+        comparison.compare("S", "loss", "a batch", one, other, step=step)
     assert [difference.step for difference in comparison.differences()] == [2]
 
 
