@@ -13,10 +13,10 @@ The map of the house; imports run one way, from the top of this list to the bott
     pjrt/        the runtime of compiled programs; nothing else imports jax
     engine/      replica threads and the sync points where they meet; standard library only
     telemetry/   who is late, and where the time goes: watchdog and timeline; standard library only
-    shutdown.py  the end of the process in the middle of a run
-    startup.py   enough threads for TensorFlow, so that launches and what they call do not starve each other
+    process/shutdown.py  the end of the process in the middle of a run
+    process/pool.py   enough threads for TensorFlow, so that launches and what they call do not starve each other
     errors/      every exception, with its wording
-    _compat/     every private TensorFlow name, each with its reason
+    _tf/     every private TensorFlow name, each with its reason
 
 >>> import replica_engine
 >>> strategy = replica_engine.MirroredStrategy(["CPU:0"])
@@ -31,15 +31,15 @@ from typing import TYPE_CHECKING, Any
 
 from replica_engine import errors
 from replica_engine._version import __version__
-from replica_engine.startup import FOR_ONE_LAUNCH, make_room
+from replica_engine.process.pool import FOR_ONE_LAUNCH, make_room
 
 if TYPE_CHECKING:
     from replica_engine import compat, keras, strategies, testing, xla
     from replica_engine.replica import ReplicaContext, call_for_each_replica, sync_points
     from replica_engine.strategies import MirroredStrategy
     from replica_engine.strategies.tpu import TPUStrategy
-    from replica_engine.strategies.uneven_batches import join_outputs, split_batch
     from replica_engine.telemetry.timeline import timeline
+    from replica_engine.values.uneven_batches import join_outputs, split_batch
 
 __all__ = [
     "MirroredStrategy",
@@ -64,8 +64,8 @@ _HOME = {
     "ReplicaContext": "replica_engine.replica",
     "TPUStrategy": "replica_engine.strategies.tpu",
     "call_for_each_replica": "replica_engine.replica",
-    "join_outputs": "replica_engine.strategies.uneven_batches",
-    "split_batch": "replica_engine.strategies.uneven_batches",
+    "join_outputs": "replica_engine.values.uneven_batches",
+    "split_batch": "replica_engine.values.uneven_batches",
     "sync_points": "replica_engine.replica",
     "timeline": "replica_engine.telemetry.timeline",
 }

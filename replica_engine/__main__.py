@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from replica_engine.demo import cli as demo
-from replica_engine.trace_report import cli as trace_report
+from replica_engine.telemetry.report import cli as trace_report
 
 WRONG_FLAGS = 2
 INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended

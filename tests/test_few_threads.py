@@ -1,7 +1,7 @@
 """Distributed datasets and steps do not starve each other, with one thread in TensorFlow's inter-op pool.
 
-The pool is as large as the machine has cores, and `replica_engine.startup` says when it is made larger. A dataset that
-waited on its threads for something that needs one of them would hang with one.
+The pool is as large as the machine has cores, and `replica_engine.process.pool` says when it is made larger. A dataset
+that waited on its threads for something that needs one of them would hang with one.
 """
 
 import os

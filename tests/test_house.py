@@ -9,8 +9,8 @@ import sys
 import pytest
 
 import replica_engine
-from replica_engine._compat import keras_names, keras_state, keras_trainer
-from replica_engine._compat.names import PRIVATE
+from replica_engine._tf import keras_names, keras_state, keras_trainer
+from replica_engine._tf.names import PRIVATE
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "replica_engine"
@@ -28,7 +28,7 @@ def imports(path):
 PRIVATE_IMPORTS = sorted(
     {
         (module, name)
-        for path in (PACKAGE / "_compat").glob("*.py")
+        for path in (PACKAGE / "_tf").glob("*.py")
         for module, name in imports(path)
         if module.startswith(("tensorflow.python", "tensorflow.compiler", "keras.src"))
     }
@@ -41,7 +41,7 @@ def test_each_private_import_exists(module, name):
         found = hasattr(importlib.import_module(module), name) or importlib.import_module(f"{module}.{name}")
     except ImportError:
         found = False
-    assert found, f"There is no {module}.{name} any more; see replica_engine/_compat"
+    assert found, f"There is no {module}.{name} any more; see replica_engine/_tf"
 
 
 @pytest.mark.parametrize("private", PRIVATE + keras_names.PRIVATE, ids=lambda private: private.name)
@@ -53,21 +53,21 @@ def test_each_private_attribute_exists(private):
 
 def test_the_private_name_of_keras_exists():
     module = importlib.import_module(keras_state.MODULE)
-    assert hasattr(module, keras_state.STATE), "Keras no longer has it; see replica_engine/_compat/keras_state.py"
+    assert hasattr(module, keras_state.STATE), "Keras no longer has it; see replica_engine/_tf/keras_state.py"
 
 
 def test_keras_trainer_makes_its_functions_where_we_extend_it():
     module = importlib.import_module(keras_trainer.MODULE)
     trainer = getattr(module, keras_trainer.TRAINER)
-    assert hasattr(trainer, keras_trainer.METHOD), "Keras no longer has it; see replica_engine/_compat/keras_trainer.py"
-    assert hasattr(module, keras_trainer.REDUCE), "Keras no longer has it; see replica_engine/_compat/keras_trainer.py"
+    assert hasattr(trainer, keras_trainer.METHOD), "Keras no longer has it; see replica_engine/_tf/keras_trainer.py"
+    assert hasattr(module, keras_trainer.REDUCE), "Keras no longer has it; see replica_engine/_tf/keras_trainer.py"
 
 
 def test_private_names_are_imported_in_compat_only():
     elsewhere = {
         f"{path.relative_to(ROOT)}: {module}"
         for path in MODULES
-        if "_compat" not in path.parts
+        if "_tf" not in path.parts
         for module, _ in imports(path)
         if module.startswith(("tensorflow.python", "tensorflow.compiler", "tensorflow.core"))
     }

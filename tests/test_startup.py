@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from replica_engine import startup
+from replica_engine.process import pool
 
 LAUNCHES_WITH_HOST_CALLS = """
     import faulthandler, os, threading
@@ -46,7 +46,7 @@ LAUNCHES_WITH_HOST_CALLS = """
 
 
 def environment(**more):
-    return {**{name: value for name, value in os.environ.items() if name != startup.VARIABLE}, **more}
+    return {**{name: value for name, value in os.environ.items() if name != pool.VARIABLE}, **more}
 
 
 def run(source, **more):
@@ -70,15 +70,15 @@ def test_threads_of_replicas_need_no_more_than_there_are(programs):
         print(os.environ.get("TF_NUM_INTEROP_THREADS"))
     """
     result = programs.run(textwrap.dedent(source), env=environment(), timeout=100)
-    enough = startup._cores() >= startup.FOR_ONE_LAUNCH
-    assert result.stdout == ("None\n" if enough else f"{startup.FOR_ONE_LAUNCH}\n"), result.stderr[-2000:]
+    enough = pool._cores() >= pool.FOR_ONE_LAUNCH
+    assert result.stdout == ("None\n" if enough else f"{pool.FOR_ONE_LAUNCH}\n"), result.stderr[-2000:]
 
 
 def test_a_number_that_the_user_chose_is_kept():
     source = """
         import os
         import replica_engine
-        replica_engine.startup.make_room(replica_engine.startup.FOR_LAUNCHES)
+        replica_engine.process.pool.make_room(replica_engine.process.pool.FOR_LAUNCHES)
         print(os.environ["TF_NUM_INTEROP_THREADS"])
     """
     assert run(source, TF_NUM_INTEROP_THREADS="5").stdout == "5\n"
@@ -91,4 +91,4 @@ def test_only_cores_that_the_process_may_use_count():
         import replica_engine
         print(os.environ["TF_NUM_INTEROP_THREADS"])
     """
-    assert run(source).stdout == f"{startup.FOR_ONE_LAUNCH}\n"
+    assert run(source).stdout == f"{pool.FOR_ONE_LAUNCH}\n"

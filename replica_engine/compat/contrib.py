@@ -14,11 +14,11 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine import xla
-from replica_engine._compat import autograph, distribute
+from replica_engine._tf import autograph, distribute
 from replica_engine.errors import ContribError
-from replica_engine.replica import regroup
 from replica_engine.strategies.multi_step import MultiStepContext as _MultiStepContext
 from replica_engine.strategies.tpu import TPUStrategy as _TPUStrategy
+from replica_engine.values.regroup import regroup
 from replica_engine.xla.body import in_body
 from replica_engine.xla.graph_mode import refuses_graphs
 from replica_engine.xla.resolver import PjrtClusterResolver, TPUSystemMetadata, get_tpu_system_metadata

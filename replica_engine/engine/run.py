@@ -52,9 +52,9 @@ from replica_engine.engine.event import Event
 from replica_engine.engine.group import SyncGroup
 from replica_engine.engine.replica import Replica
 from replica_engine.engine.sync_point import State, SyncPoint
-from replica_engine.errors.standstill import IN_MERGE
+from replica_engine.errors.timeouts import IN_MERGE
+from replica_engine.process.interrupts import break_off, take_back, wait_for_ever
 from replica_engine.telemetry import timeline
-from replica_engine.telemetry.interrupt import break_off, take_back, wait_for_ever
 from replica_engine.telemetry.stacks import stack_of
 from replica_engine.telemetry.trace_file import Track
 from replica_engine.telemetry.watchdog import Watch

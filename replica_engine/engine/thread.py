@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from replica_engine.engine.event import Event
 from replica_engine.errors import ReplicaUnwound
-from replica_engine.telemetry.interrupt import raise_in
+from replica_engine.process.interrupts import raise_in
 
 
 class ReplicaThread(threading.Thread):

@@ -74,16 +74,6 @@ from replica_engine.errors.programs import (
     many_traces,
     note_kept_steps,
 )
-from replica_engine.errors.standstill import (
-    CoordinatorRow,
-    ReplicaRow,
-    ReplicaTimeoutError,
-    slow_compile,
-    slow_function,
-    slow_program,
-    slow_replicas,
-    slow_trace,
-)
 from replica_engine.errors.threads import (
     MergeCallGraphError,
     MergeCallMismatchError,
@@ -96,6 +86,16 @@ from replica_engine.errors.threads import (
     note_failure,
     note_merge_failure,
     note_sync_points,
+)
+from replica_engine.errors.timeouts import (
+    CoordinatorRow,
+    ReplicaRow,
+    ReplicaTimeoutError,
+    slow_compile,
+    slow_function,
+    slow_program,
+    slow_replicas,
+    slow_trace,
 )
 from replica_engine.errors.values import (
     ReplicaValueError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from replica_engine.errors.base import ReplicaEngineError, add_note, in_words, is_alike
-from replica_engine.errors.standstill import ReplicaRow, count_of, table
+from replica_engine.errors.timeouts import ReplicaRow, count_of, table
 
 
 class MergeCallMismatchError(ReplicaEngineError, RuntimeError):

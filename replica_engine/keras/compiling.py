@@ -12,9 +12,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine._compat import keras_model
+from replica_engine._tf import keras_model
 from replica_engine.errors import LoweringError, ReplicaEngineError, add_note, note_sparse_inputs
-from replica_engine.replica import rows
+from replica_engine.values import samples
 
 PROGRESS_EVERY = 10.0
 """Seconds after which a line says that a compilation goes on, and again after as many."""
@@ -68,7 +68,7 @@ def sparse_inputs_named(batch: Any) -> Iterator[None]:
     try:
         yield
     except ReplicaEngineError as error:
-        inputs = [(name, kind, call) for name, leaf in rows.named(batch) for kind, call in _not_dense(leaf)]
+        inputs = [(name, kind, call) for name, leaf in samples.named(batch) for kind, call in _not_dense(leaf)]
         if inputs:
             note_sparse_inputs(error, inputs)
         raise

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 from keras import ops
 
-from replica_engine._compat import keras_model
+from replica_engine._tf import keras_model
 from replica_engine.keras.share import Share, current_share
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")

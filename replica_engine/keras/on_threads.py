@@ -9,12 +9,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine._compat import keras_model
+from replica_engine._tf import keras_model
 from replica_engine.keras.compiling import compiling
 from replica_engine.keras.share import Share
 from replica_engine.keras.steps import run_step
-from replica_engine.replica import rows
-from replica_engine.replica.regroup import regroup
+from replica_engine.values import samples
+from replica_engine.values.regroup import regroup
 
 
 class OnThreads:
@@ -36,7 +36,7 @@ class OnThreads:
     def step(self, name: str, batches: Sequence[Any]) -> dict[str, Any]:
         """Runs `train_step` or `test_step` on batches of at least one sample; returns the logs of the last."""
         for batch in batches:
-            is_whole = rows.count(batch) < self._size or keras_model.mixes_samples(self._model)
+            is_whole = samples.count(batch) < self._size or keras_model.mixes_samples(self._model)
             function = self._whole if is_whole else self._shared
             logs = self._call(function, name, batch)
         return logs
@@ -59,11 +59,11 @@ class OnThreads:
                 functools.partial(function, name), reduce_retracing=True, autograph=False
             )
         compiled = self._functions[key]
-        general = rows.generalized(batch)
-        kind = (key, rows.described(batch))
+        general = samples.generalized(batch)
+        kind = (key, samples.described(batch))
         if kind in self._traced:
             return compiled(batch)
-        what = f"{name} of {self._model.name!r} for {self._size} replicas, batches of {rows.described(batch)}"
+        what = f"{name} of {self._model.name!r} for {self._size} replicas, batches of {samples.described(batch)}"
         with compiling(what):
             # For any number of samples, so that the last batch of a data set needs no graph of its own.
             compiled.get_concrete_function(general)
@@ -72,13 +72,13 @@ class OnThreads:
         return outputs
 
     def _shared(self, name: str, batch: Any) -> Any:
-        total = rows.count_in_graph(batch)
+        total = samples.count_in_graph(batch)
         parts, sizes = [], []
         start: Any = 0
         for replica, device in enumerate(self._strategy.extended.worker_devices):
             size = total // self._size + _as_int(replica < total % self._size)
             with tf.device(device):
-                parts.append(rows.on_device(rows.take(batch, start, start + size)))
+                parts.append(samples.on_device(samples.take(batch, start, start + size)))
             sizes.append(tf.convert_to_tensor(size))
             start = start + size
 
@@ -88,7 +88,7 @@ class OnThreads:
         return self._first(self._strategy.run(step, args=(regroup(parts), regroup(sizes))))
 
     def _whole(self, name: str, batch: Any) -> Any:
-        total = rows.count_in_graph(batch)
+        total = samples.count_in_graph(batch)
 
         def step(data: Any) -> Any:
             return run_step(self._model, name, data, Share(total, total, self._size, whole=True))
@@ -96,21 +96,21 @@ class OnThreads:
         return self._first(self._strategy.run(step, args=(batch,)))
 
     def _predict(self, name: str, batch: Any) -> Any:
-        total = rows.count_in_graph(batch)
+        total = samples.count_in_graph(batch)
         size = -(-total // self._size)
-        padded = rows.pad(batch, size * self._size - total)
+        padded = samples.pad(batch, size * self._size - total)
         parts = []
         for replica, device in enumerate(self._strategy.extended.worker_devices):
             with tf.device(device):
-                parts.append(rows.on_device(rows.take(padded, replica * size, (replica + 1) * size)))
+                parts.append(samples.on_device(samples.take(padded, replica * size, (replica + 1) * size)))
         outputs = self._strategy.run(getattr(self._model, name), args=(regroup(parts),))
         shares = [
             tf.nest.map_structure(lambda leaf, r=replica: self._part(leaf, r), outputs) for replica in range(self._size)
         ]
         # Of outputs that are not of rows nothing is used: they need only be possible to compute.
-        if (of_rows := rows.are_of(shares[0], size)) is False:
+        if (of_rows := samples.are_of(shares[0], size)) is False:
             return shares[0], False
-        return rows.take(rows.join(shares), 0, total), of_rows
+        return samples.take(samples.join(shares), 0, total), of_rows
 
     def _predict_whole(self, name: str, batch: Any) -> Any:
         return self._first(self._strategy.run(getattr(self._model, name), args=(batch,)))

@@ -21,13 +21,13 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine import xla
-from replica_engine._compat import keras_model
+from replica_engine._tf import keras_model
 from replica_engine.errors import CollectiveError, many_batch_sizes
 from replica_engine.keras.compiling import compiling, layers_named, sparse_inputs_named
 from replica_engine.keras.share import Share
 from replica_engine.keras.steps import Logs, across_replicas, run_step
-from replica_engine.replica import rows
-from replica_engine.replica.regroup import regroup, select
+from replica_engine.values import samples
+from replica_engine.values.regroup import regroup, select
 from replica_engine.xla.body import apart
 
 MANY_SIZES = 8
@@ -68,8 +68,8 @@ class OnXla:
     def _launches(self, name: str, batches: Sequence[Any]) -> Any:
         """Runs the launches of a step; returns the logs of the last, of all replicas."""
         logs: Any = None
-        for total, same in itertools.groupby(batches, rows.count):
-            data = [rows.views(batch) for batch in same]
+        for total, same in itertools.groupby(batches, samples.count):
+            data = [samples.views(batch) for batch in same]
             if len(data) > 1 and total % self._size == 0 and not keras_model.mixes_samples(self._model):
                 logs = self._run(self._loop, name, [self._shares(each, total) for each in data], total)
             else:
@@ -97,24 +97,24 @@ class OnXla:
             return self._outputs(batch)
 
     def _outputs(self, batch: Any) -> Any:
-        total = rows.count(batch)
-        data = rows.views(batch)
-        kind = rows.described(data)
+        total = samples.count(batch)
+        data = samples.views(batch)
+        kind = samples.described(data)
         known = [size for before, size in self._predicted if before == kind and total <= size <= _WASTE * total]
         size = min(known, default=-(-total // self._size) * self._size)
         if "predict_step" not in self._undivided:
-            shares = self._shares(rows.pad(data, size - total), size)
+            shares = self._shares(samples.pad(data, size - total), size)
             outputs = self._run(self._predict_step, "predict_step", shares, size)
             self._predicted.add((kind, size))
-            if rows.are_of(self._first(outputs), size // self._size):
-                return rows.take(rows.join([select(replica, outputs) for replica in range(self._size)]), 0, total)
+            if samples.are_of(self._first(outputs), size // self._size):
+                return samples.take(samples.join([select(replica, outputs) for replica in range(self._size)]), 0, total)
             self._undivided.add("predict_step")  # outputs that are of the batch, and not of its samples
         return self._first(self._run(self._predict_step, "predict_step", data, total))
 
     def _run(self, step: Callable[..., Any], name: str, data: Any, size: int) -> Any:
         """Runs one of the steps below on all replicas; `size` is what a program is compiled for, of the batch."""
         run = step if step == self._loop else functools.partial(self._launch, step)
-        key = (step.__name__, name, size, rows.described(select(0, data)))
+        key = (step.__name__, name, size, samples.described(select(0, data)))
         if key in self._compiled:
             return run(name, data, size)
         with compiling(self._what(name, step, size)), layers_named(self._model):
@@ -156,7 +156,7 @@ class OnXla:
         size = -(-total // self._size)
         larger = total - (size - 1) * self._size  # how many shares have `size` rows
         stops = [replica * (size - 1) + min(replica, larger) for replica in range(1, self._size + 1)]
-        return regroup([rows.take(data, stop - size, stop) for stop in stops])
+        return regroup([samples.take(data, stop - size, stop) for stop in stops])
 
     @_as_keras_does
     def _step(self, name: str, data: Any, total: int) -> Any:
@@ -204,7 +204,7 @@ class _Branch:
 
     def run(self) -> tuple[Any, Any]:
         """Traces the step; returns its logs and the gradients of each update."""
-        data = rows.take(self._data, rows.count_in_graph(self._data) - self.share.rows, None)
+        data = samples.take(self._data, samples.count_in_graph(self._data) - self.share.rows, None)
         self._updates = self.share.deferred = []
         self.share.results.clear()
         with self.share.entered(), apart():

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine._compat import autograph, distribute, keras_model
+from replica_engine._tf import autograph, distribute, keras_model
 from replica_engine.errors import OptimizerError
 
 REDUCTIONS = ("mean", "sum")

@@ -24,16 +24,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine._compat import distribute, keras_model
+from replica_engine._tf import distribute, keras_model
 from replica_engine.errors import OptimizerError, ReplicateError
 from replica_engine.keras.hooks import Hooks
 from replica_engine.keras.losses import extension
 from replica_engine.keras.on_threads import OnThreads
 from replica_engine.keras.optimizer import through_strategy
 from replica_engine.keras.variables import SharedVariables
-from replica_engine.replica import rows
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.trace_file import Track
+from replica_engine.values import samples
 
 _lock = threading.RLock()
 _inside: weakref.WeakKeyDictionary[Any, Replicas] = weakref.WeakKeyDictionary()  # by original, who is inside
@@ -182,8 +182,8 @@ class Replicas:
 
     def predict(self, batches: list[Any]) -> Any:
         """The outputs of some batches, as one; Keras' `predict_function`."""
-        outputs = [self._predict(rows.as_tensors(batch)) for batch in batches]
-        return outputs[0] if len(outputs) == 1 else rows.join(outputs)
+        outputs = [self._predict(samples.as_tensors(batch)) for batch in batches]
+        return outputs[0] if len(outputs) == 1 else samples.join(outputs)
 
     def _run(self, name: str, iterator: Any) -> dict[str, Any]:
         batches: list[Any] = []
@@ -191,7 +191,7 @@ class Replicas:
         for _ in range(self._model.steps_per_execution):
             try:
                 with timeline.span(self._feeding, "next batch", "feeding"):
-                    batches.append(rows.as_tensors(next(iterator)))
+                    batches.append(samples.as_tensors(next(iterator)))
             except (StopIteration, tf.errors.OutOfRangeError):
                 if not batches:
                     raise
@@ -199,7 +199,7 @@ class Replicas:
             except Exception as error:  # the steps before it count, as they do one by one
                 failed = error
                 break
-        batches = [batch for batch in batches if rows.count(batch)]
+        batches = [batch for batch in batches if samples.count(batch)]
         with timeline.span(self._calling, name, "launch", {"batches": len(batches)}):
             logs = self._ready(batches[0]).step(name, batches) if batches else self._model.get_metrics_result()
         if failed is not None:
@@ -207,11 +207,11 @@ class Replicas:
         return logs
 
     def _predict(self, batch: Any) -> Any:
-        total = rows.count(batch)
+        total = samples.count(batch)
         if total:
             return self._ready(None).predict(batch)
-        outputs = self._ready(None).predict(rows.blank(batch))
-        return rows.take(outputs, 0, 0)
+        outputs = self._ready(None).predict(samples.blank(batch))
+        return samples.take(outputs, 0, 0)
 
     def _ready(self, batch: Any) -> Any:
         """What runs steps, with all variables that they need; another one where the model has changed."""

@@ -19,8 +19,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine._compat import distribute, keras_model, variables
-from replica_engine.replica.variables import SEED_STEP
+from replica_engine._tf import distribute, keras_model, variables
+from replica_engine.threads.variables import SEED_STEP
 
 
 class SharedVariables:
@@ -187,7 +187,7 @@ class _Shared:
         self._on_host: Any = None
         self.resident = None
         if self._is_component and hasattr(strategy.extended, "device_group"):
-            from replica_engine.xla.host_variable import HostVariable  # not above: without jax there is no xla
+            from replica_engine.xla.state.host_variable import HostVariable  # not above: without jax there is no xla
 
             self._on_host, self.resident = HostVariable, HostVariable.resident(self.plain)
 

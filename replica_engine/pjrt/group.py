@@ -25,7 +25,7 @@ from replica_engine.pjrt.jaxlib import (
     SingleDeviceSharding,
     batched_device_put,
 )
-from replica_engine.telemetry.interrupt import MISSED, wait_for_ever
+from replica_engine.process.interrupts import MISSED, wait_for_ever
 
 Array = Any
 """An array on the devices of a group: a `jax.Array`."""

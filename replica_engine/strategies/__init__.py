@@ -9,9 +9,9 @@
 `MultiWorkerMirroredExtended` is TensorFlow's own, to put ReplicaThreads in front of.
 """
 
-from replica_engine._compat.distribute import MultiWorkerMirroredExtended
-from replica_engine.replica import ReplicaOptions
+from replica_engine._tf.distribute import MultiWorkerMirroredExtended
 from replica_engine.strategies.base import ReplicaThreads
 from replica_engine.strategies.mirrored import MirroredExtended, MirroredStrategy
+from replica_engine.threads.call import ReplicaOptions
 
 __all__ = ["MirroredExtended", "MirroredStrategy", "MultiWorkerMirroredExtended", "ReplicaOptions", "ReplicaThreads"]

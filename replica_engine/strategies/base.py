@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from replica_engine.errors.base import shown
-from replica_engine.replica import ReplicaOptions, call_for_each_replica
+from replica_engine.threads.call import ReplicaOptions, call_for_each_replica
 
 
 class ReplicaThreads:

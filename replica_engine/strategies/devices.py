@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._compat import distribute
+from replica_engine._tf import distribute
 from replica_engine.errors import DeviceError
 
 LOCAL_JOBS = (None, "localhost")

@@ -9,16 +9,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._compat import autograph, distribute
+from replica_engine._tf import autograph, distribute
+from replica_engine.diagnostics.flight_record import SyncPointRecord
+from replica_engine.diagnostics.tracebacks import shortened
 from replica_engine.errors import DeviceError
-from replica_engine.replica import SyncPointRecord, sync_points
-from replica_engine.replica.tracebacks import shortened
+from replica_engine.process.interrupts import held_off_once
 from replica_engine.strategies.base import ReplicaThreads, check_seconds
-from replica_engine.strategies.checks import check_call, check_flags, checked_reduction
 from replica_engine.strategies.devices import resolve_devices
 from replica_engine.strategies.reductions import Reductions
-from replica_engine.strategies.sum_on_host import SumOnHost
-from replica_engine.telemetry.interrupt import held_off_once
+from replica_engine.strategies.validation import check_call, check_flags, checked_reduction
+from replica_engine.threads.call import sync_points
+from replica_engine.threads.cpu_reduction import SumOnHost
 
 # Collectives of two groups with one key fail ("joining a group with size 2, but that group has size 4").
 # TensorFlow's own strategies all start at key 1; each of ours starts at one of its own, far above.

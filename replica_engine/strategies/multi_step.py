@@ -7,10 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._compat import autograph
+from replica_engine._tf import autograph
 from replica_engine.errors import CollectiveError, InputsError, ReplicaValueError
-from replica_engine.replica import regroup
-from replica_engine.replica.tensors import as_tensor
+from replica_engine.values.regroup import regroup
+from replica_engine.values.tensors import as_tensor
 
 
 class MultiStepContext:

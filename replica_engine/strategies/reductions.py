@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._compat import distribute
+from replica_engine._tf import distribute
 from replica_engine.errors import ReplicaValueError
-from replica_engine.replica.structure import open_level
-from replica_engine.replica.tensors import as_tensor
+from replica_engine.values.structure import open_level
+from replica_engine.values.tensors import as_tensor
 
 _NUMBERS = (bool, int, float, complex, np.generic)
 

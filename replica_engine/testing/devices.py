@@ -31,7 +31,7 @@ def logical_devices(n: int, kind: str = "CPU") -> list[str]:
     # Imported here, so that the other helpers can be used without TensorFlow.
     import tensorflow as tf
 
-    from replica_engine._compat import thread_state
+    from replica_engine._tf import thread_state
 
     number = positive_int(n)
     if number is None:

@@ -30,15 +30,15 @@ from replica_engine.xla.collectives import (
     cross_replica_sum,
     ppermute,
 )
-from replica_engine.xla.compiled import Compiled
-from replica_engine.xla.counts import Counts, counts
-from replica_engine.xla.host_specs import returns
-from replica_engine.xla.lower import Lowered
-from replica_engine.xla.outside_compilation import outside_compilation
+from replica_engine.xla.host_calls.outside_compilation import outside_compilation
+from replica_engine.xla.host_calls.result_specs import returns
 from replica_engine.xla.replicate import lower, replicate
 from replica_engine.xla.resolver import PjrtClusterResolver, TPUSystemMetadata, get_tpu_system_metadata
 from replica_engine.xla.soft_placement import HostCallInfo
-from replica_engine.xla.trace import Traced
+from replica_engine.xla.stages.compiled import Compiled
+from replica_engine.xla.stages.counts import Counts, counts
+from replica_engine.xla.stages.lower import Lowered
+from replica_engine.xla.stages.trace import Traced
 
 __all__ = [
     "Compiled",

@@ -10,17 +10,14 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
-from replica_engine._compat import autograph, eager, xla_ops
+from replica_engine._tf import autograph, eager, xla_ops
+from replica_engine.diagnostics.flight_record import Collective, LaunchRecord
+from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import CollectiveError, NotInBodyError
-from replica_engine.xla.user_lines import here
-
-if TYPE_CHECKING:
-    from replica_engine.xla.host_call import CallOrder, HostCalls
-    from replica_engine.xla.random_numbers import RandomState
 
 _thread = threading.local()
 _OF_ONE_REPLICA = ("replica_id", "num_replicas")
@@ -62,38 +59,6 @@ def num_replicas() -> int:
     return current("num_replicas").size
 
 
-class Collective(NamedTuple):
-    """A cross-replica operation of a body.
-
-    Attributes:
-        kind: "all_reduce", "all_gather", ...
-        where: the user's line.
-        dtype: of its operand.
-        shape: likewise.
-    """
-
-    kind: str
-    where: str
-    dtype: tf.DType
-    shape: tf.TensorShape
-
-
-class LaunchRecord(NamedTuple):
-    """One launch that is over.
-
-    Attributes:
-        number: of the launch.
-        collectives: what its replicas met for.
-        began: in seconds of `time.perf_counter`.
-        ended: likewise.
-    """
-
-    number: int
-    collectives: list[Collective]
-    began: float
-    ended: float
-
-
 class Limits(NamedTuple):
     """How long a launch may take.
 
@@ -106,13 +71,26 @@ class Limits(NamedTuple):
     warn_after: float | None = None
 
 
+class RandomSource(Protocol):
+    """What the random ops of a body draw from; see `state.random_numbers`."""
+
+    def replacing(self) -> contextlib.AbstractContextManager[None]:
+        """Random ops made inside draw from it."""
+
+    def owns(self, handle: tf.Tensor) -> bool:
+        """Whether a handle is that of its state."""
+
+    def of_initial_values(self) -> tf.Tensor:
+        """The handle of a state on the host, from which initial values of variables are drawn."""
+
+
 class Body:
     """A replicated body that is being traced on this thread.
 
     Args:
         size: the number of replicas.
         random: what its random ops draw from.
-        order: the order of its host calls.
+        order: the order of its host calls, a `host_calls.call.CallOrder`.
         name: of who runs it, for timelines.
         limits: how long a launch may take.
         soft_placement: whether ops that XLA cannot compile run on the host; None for what
@@ -129,8 +107,8 @@ class Body:
     def __init__(
         self,
         size: int,
-        random: RandomState,
-        order: CallOrder,
+        random: RandomSource,
+        order: Any,
         name: str = "xla",
         limits: Limits | None = None,
         soft_placement: bool | None = None,
@@ -155,7 +133,7 @@ class Body:
         self.launched += 1
 
     @contextlib.contextmanager
-    def entered(self, host_calls: HostCalls, collectives: list[Collective]) -> Iterator[None]:
+    def entered(self, host_calls: Any, collectives: list[Collective]) -> Iterator[None]:
         """Ops made inside belong to the body; its host calls and its collectives are gathered."""
         before = in_body(), getattr(_thread, "calls", None), getattr(_thread, "collectives", None)
         _thread.body, _thread.calls, _thread.collectives = self, host_calls, collectives
@@ -206,8 +184,8 @@ def note_collective(kind: str, where: str, x: tf.Tensor) -> None:
     _thread.collectives.append(Collective(kind, where, x.dtype, x.shape))
 
 
-def host_calls() -> HostCalls:
-    """The host calls of the body that this thread is tracing."""
+def gathered_host_calls() -> Any:
+    """What `Body.entered` was given to gather host calls in; `host_calls.call.current_calls` knows its type."""
     return _thread.calls
 
 

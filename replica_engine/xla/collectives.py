@@ -24,13 +24,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._compat import autograph, xla_ops
+from replica_engine._tf import autograph, xla_ops
+from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import CollectiveError
-from replica_engine.replica.tensors import as_tensor
-from replica_engine.xla import argument_names, of_unknown_size
+from replica_engine.values.tensors import as_tensor
+from replica_engine.xla import of_unknown_size
 from replica_engine.xla.body import current, in_body, note_collective
+from replica_engine.xla.signature import argument_names
 from replica_engine.xla.soft_placement import kinds
-from replica_engine.xla.user_lines import here
 
 Groups = Sequence[Sequence[int]]
 _PREFIX = "replica_engine."

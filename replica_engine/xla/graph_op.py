@@ -16,16 +16,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from replica_engine import shutdown
-from replica_engine._compat import function, thread_state, variables
+from replica_engine._tf import function, thread_state, variables
 from replica_engine.errors import add_note
 from replica_engine.pjrt.group import DeviceGroup
-from replica_engine.xla import host_graph, soft_placement
-from replica_engine.xla.arguments import Arguments, Shapes
+from replica_engine.process import shutdown
+from replica_engine.xla import soft_placement
 from replica_engine.xla.graph_mode import check_mode
-from replica_engine.xla.program import Programs, TracedProgram
-from replica_engine.xla.resident import Borrowed, Resident, resident_of
-from replica_engine.xla.source import Source
+from replica_engine.xla.signature.arguments import Arguments, Shapes
+from replica_engine.xla.signature.function_spec import Source
+from replica_engine.xla.stages.program_cache import Programs, TracedProgram
+from replica_engine.xla.state import host_functions
+from replica_engine.xla.state.device_value import Borrowed, Resident, resident_of
 
 
 def call_with_numbers(programs: Programs, source: Source, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -63,7 +64,7 @@ def call(programs: Programs, source: Source, arguments: Arguments, shapes: Shape
     with shutdown.running():
         shapes = soft_placement.add_caller(arguments, shapes)
         program = programs.find(source, arguments, shapes)
-        return program.traced.results(program.run(arguments.numpy()))
+        return program.traced.replicas_results(program.run(arguments.numpy()))
 
 
 def _running() -> contextlib.AbstractContextManager[None]:
@@ -80,7 +81,7 @@ def _prepared(programs: Programs, source: Source, arguments: Arguments, shapes: 
         shapes = soft_placement.add_caller(arguments, shapes)
         program = programs.find(source, arguments, shapes)
         launch = program.ready(arguments.numpy())
-        return lambda: program.traced.results(launch())
+        return lambda: program.traced.replicas_results(launch())
     results = _in_graph(programs, source, arguments, shapes)
     return lambda: results
 
@@ -89,7 +90,7 @@ def _in_graph(programs: Programs, source: Source, arguments: Arguments, shapes: 
     check_mode()
     program = programs.trace(source, arguments, shapes)
     traced = program.traced
-    step = _Step(programs.devices, program, [len(slot.values) for slot in arguments.slots], host_graph.program())
+    step = _Step(programs.devices, program, [len(slot.values) for slot in arguments.slots], host_functions.program())
     if all(slot.shape.is_fully_defined() for slot in arguments.slots) and all(
         tensor.shape.is_fully_defined() for tensor in traced.tensors
     ):
@@ -114,7 +115,7 @@ class _Step:
         around: the host function that the op is in.
     """
 
-    def __init__(self, devices: DeviceGroup, program: TracedProgram, counts: list[int], around: host_graph.Program):
+    def __init__(self, devices: DeviceGroup, program: TracedProgram, counts: list[int], around: host_functions.Program):
         self.devices = devices
         self.traced = program.traced
         self._program = program
@@ -163,16 +164,16 @@ def _add_op(step: _Step, inputs: list[tf.Tensor], outputs: list[tf.TensorSpec]) 
     """The op in the graph: a function call, so that it can be given variables, around a Python op."""
     function.leave_uncompiled()  # XLA would have to compile the op that launches what is compiled already
     handles = [
-        host_graph.token(),
+        host_functions.token(),
         *(handle for handle in step.traced.handles if isinstance(resident_of(handle, step.devices), Borrowed)),
         *(
-            host_graph.handle(resident, replica, on_host=False)
+            host_functions.handle(resident, replica, on_host=False)
             for resident in step.residents
             for replica in range(len(resident.handles))
         ),
     ]
     # TensorFlow keeps the Python function of an op for ever, and the step holds the strategy.
-    host_graph.program().kept.append(step)
+    host_functions.program().kept.append(step)
     launch = weakref.WeakMethod(step.run)
 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
@@ -193,5 +194,5 @@ def _add_op(step: _Step, inputs: list[tf.Tensor], outputs: list[tf.TensorSpec]) 
 
     with variables.no_tape():
         results = replicated(handles, inputs)
-    host_graph.ran(results[0].op)
+    host_functions.ran(results[0].op)
     return list(results[: len(outputs)])

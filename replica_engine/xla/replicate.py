@@ -6,18 +6,18 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from replica_engine._compat import autograph
+from replica_engine._tf import autograph
+from replica_engine.diagnostics.tracebacks import shortened
 from replica_engine.errors import DeviceError, InputsError, positive_int
 from replica_engine.pjrt.devices import device_group
 from replica_engine.pjrt.group import DeviceGroup
-from replica_engine.replica.forked import check_not_forked
-from replica_engine.replica.tracebacks import shortened
-from replica_engine.xla.arguments import Arguments
+from replica_engine.process.fork import check_not_forked
 from replica_engine.xla.body import in_body
 from replica_engine.xla.graph_op import call
-from replica_engine.xla.lower import Lowered
-from replica_engine.xla.program import Programs
-from replica_engine.xla.source import Source
+from replica_engine.xla.signature.arguments import Arguments
+from replica_engine.xla.signature.function_spec import Source
+from replica_engine.xla.stages.lower import Lowered
+from replica_engine.xla.stages.program_cache import Programs
 
 Inputs = Sequence[Sequence[Any]]
 """A list over replicas of lists of arguments."""

@@ -109,7 +109,7 @@ def test_host_work_on_a_tpu():
 def _anew(monkeypatch):
     """Has `TPUStrategy`, and what of it needs jax, be imported anew."""
     for name in list(sys.modules):
-        if name == "replica_engine.strategies.tpu" or name.startswith("replica_engine.pjrt."):
+        if name.startswith(("replica_engine.strategies.tpu", "replica_engine.pjrt.")):
             monkeypatch.delitem(sys.modules, name)
 
 

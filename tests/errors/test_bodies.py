@@ -15,9 +15,9 @@ from replica_engine.errors import (
     VariableCreationError,
     many_traces,
 )
-from replica_engine.xla import program
+from replica_engine.xla.stages import program_cache
 
-lower = importlib.import_module("replica_engine.xla.lower")  # `xla.lower` is the function
+lower = importlib.import_module("replica_engine.xla.stages.lower")  # `xla.lower` is the function
 
 
 @shows(CaptureError.not_a_variable)
@@ -261,7 +261,7 @@ def test_a_variable_of_text():
 
 @pytest.fixture
 def _few_traces(monkeypatch):
-    monkeypatch.setattr(program, "MANY_TRACES", 3)
+    monkeypatch.setattr(program_cache, "MANY_TRACES", 3)
 
 
 @pytest.mark.usefixtures("_few_traces")

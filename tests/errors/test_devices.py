@@ -6,7 +6,7 @@ from golden import shows
 
 import replica_engine
 from replica_engine import MirroredStrategy
-from replica_engine._compat import thread_state
+from replica_engine._tf import thread_state
 from replica_engine.errors import DeviceError
 from replica_engine.testing import logical_devices
 

@@ -17,7 +17,7 @@ from replica_engine.errors import (
     note_stuck,
     note_unknown_results,
 )
-from replica_engine.xla import host_run
+from replica_engine.xla.host_calls import session
 
 
 @shows(NestedHostCallError.inside)
@@ -245,7 +245,7 @@ def test_a_host_function_that_fails_on_all_replicas():
 
 @pytest.fixture
 def _little_patience(monkeypatch):
-    monkeypatch.setattr(host_run, "_STUCK_AFTER", 0.01)
+    monkeypatch.setattr(session, "_STUCK_AFTER", 0.01)
 
 
 @pytest.mark.usefixtures("_little_patience")

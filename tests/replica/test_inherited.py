@@ -1,4 +1,4 @@
-"""What a replica thread takes over from its caller: one test for each row of replica/inherited.py.
+"""What a replica thread takes over from its caller: one test for each row of threads/inherited_state.py.
 
 Each fails when its row is taken out. Every test uses replicas 0 and 1, since the caller's own thread could
 stand in for neither.

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import replica_engine
 from replica_engine.errors import StructureMismatchError
-from replica_engine.replica import regroup, select
+from replica_engine.replica import select
+from replica_engine.values.regroup import regroup
 
 
 class Pair(NamedTuple):

@@ -10,8 +10,8 @@ from conftest import DEVICES
 from tensorflow.python.framework import op_callbacks
 
 from replica_engine import MirroredStrategy
-from replica_engine._compat import distribute
-from replica_engine.strategies.sum_on_host import FEWEST, MOST_BYTES, SumOnHost
+from replica_engine._tf import distribute
+from replica_engine.threads.cpu_reduction import FEWEST, MOST_BYTES, SumOnHost
 
 SHAPES = (*((), (0,), (3,), (2, 5)) * (FEWEST // 4), (MOST_BYTES // 4,), (MOST_BYTES // 4 + 1,))
 DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64, tf.bfloat16)

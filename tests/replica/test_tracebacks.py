@@ -53,4 +53,4 @@ def test_all_frames_are_there_if_asked_for(strategy):
     finally:
         tf.debugging.enable_traceback_filtering()
     assert any("engine/run.py" in file for file in files_of(caught.value))
-    assert any("replica/call.py" in file for file in files_of(caught.value))
+    assert any("threads/call.py" in file for file in files_of(caught.value))

@@ -15,7 +15,7 @@ from loop_steps import SUM, THREAD, Noting, numbers, then_fail
 
 from replica_engine import xla
 from replica_engine.errors import ReplicaEngineError
-from replica_engine.xla import feeder
+from replica_engine.xla.loop import prefetch
 
 SOON = 20  # seconds until a thread that should have gone on by then is stuck
 
@@ -101,7 +101,7 @@ def fail(error):
 
 def test_one_thread_feeds_loop_after_loop(noting, monkeypatch):
     """However they end, if they follow each other quickly; soon after the last one it goes, as in every test here."""
-    monkeypatch.setattr(feeder, "_IDLE", 1.5)  # seconds: quickly even for a slow machine
+    monkeypatch.setattr(prefetch, "_IDLE", 1.5)  # seconds: quickly even for a slow machine
     on = []
 
     def batches(count):
@@ -158,7 +158,7 @@ def test_what_an_iterator_sets_on_the_thread_is_not_there_in_the_next_loop(notin
 
 
 def test_a_device_that_an_iterator_leaves_entered_is_not_there_in_the_next_loop(noting, monkeypatch):
-    monkeypatch.setattr(feeder, "_IDLE", 1.5)
+    monkeypatch.setattr(prefetch, "_IDLE", 1.5)
     seen = []
 
     def batches():

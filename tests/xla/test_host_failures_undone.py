@@ -18,7 +18,7 @@ from host_work import (
 )
 
 from replica_engine import TPUStrategy, xla
-from replica_engine.xla import host_run
+from replica_engine.xla.host_calls import session
 
 
 @pytest.mark.parametrize("form", ["eager", "in a function"])
@@ -148,7 +148,7 @@ def endless_in_its_body(fn):
 
 @pytest.mark.parametrize("make", [endless_in_its_condition, endless_with_collectives, endless_in_its_body])
 def test_a_loop_that_does_not_end_on_zeros_ends(make, monkeypatch):
-    monkeypatch.setattr(host_run, "_PATIENCE", 200)
+    monkeypatch.setattr(session, "_PATIENCE", 200)
     error = Failing(1)
     body = make(fails_on(0, error))
     assert raised_by(lambda: xla.replicate(body, X)) is error
@@ -160,8 +160,8 @@ def test_a_loop_on_the_devices_that_does_not_end_on_zeros_is_left(programs):
     lines = run_program(
         programs,
         """
-        from replica_engine.xla import host_run
-        host_run._STUCK_AFTER = 0.5
+        from replica_engine.xla.host_calls import session
+        session._STUCK_AFTER = 0.5
 
         @xla.returns(tf.TensorSpec([], tf.float32))
         def fails():

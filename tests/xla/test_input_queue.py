@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replica_engine.xla import input_queue
-from replica_engine.xla.input_queue import Pace
+from replica_engine.xla import infeed
+from replica_engine.xla.infeed import Pace
 
 SOON = 20  # seconds until a thread that should have gone on by then is stuck
 
 
-class InputQueue(input_queue.InputQueue):
+class InputQueue(infeed.InputQueue):
     """One whose chunks are single batches."""
 
     def __init__(self, replicas, depth):
@@ -96,7 +96,7 @@ def waits(monkeypatch):
         assert not call.future.done(), f"it did not wait, but came to {call.future.result()}"
         return call.future
 
-    monkeypatch.setattr(input_queue, "threading", types.SimpleNamespace(Condition=Condition))
+    monkeypatch.setattr(infeed, "threading", types.SimpleNamespace(Condition=Condition))
     return waits
 
 
@@ -319,7 +319,7 @@ class AsTold(Pace):
 )
 def test_all_replicas_take_the_same_chunks(replicas, depth, script, end, lengths):
     """Whoever comes first, whatever is ready by then, and whenever the inputs end."""
-    queue = input_queue.InputQueue(replicas, depth, AsTold(lengths))
+    queue = infeed.InputQueue(replicas, depth, AsTold(lengths))
     chunks, put, ended = [[] for _ in range(replicas)], 0, False
 
     def take(replica):
@@ -352,7 +352,7 @@ def test_all_replicas_take_the_same_chunks(replicas, depth, script, end, lengths
 
 def test_a_replica_that_took_the_last_batch_is_told_so():
     """It need not ask again."""
-    queue = input_queue.InputQueue(2, 4, Pace(1))
+    queue = infeed.InputQueue(2, 4, Pace(1))
     queue.put(parts(0))
     queue.put(parts(1))
     assert queue.take(0) == ([(0, 0)], True)
@@ -396,10 +396,10 @@ class TestPace:
 def test_chunks_get_longer_as_steps_turn_out_to_be_quick_and_the_pace_is_kept(monkeypatch):
     """The clock is a number that the test sets; between two queues it does not run."""
     clock = [100.0]
-    monkeypatch.setattr(input_queue, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(infeed, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
     pace, lengths = Pace(most=8), []
     for _ in range(3):
-        queue = input_queue.InputQueue(1, 100, pace)
+        queue = infeed.InputQueue(1, 100, pace)
         for number in range(40):
             queue.put(parts(number, 1))
         queue.close()

@@ -12,7 +12,7 @@ from replica_engine import xla
 from replica_engine.errors import InputsError, LoweringError, ReplicaEngineError
 from replica_engine.pjrt.devices import device_group
 from replica_engine.xla import Counts
-from replica_engine.xla.program import Programs
+from replica_engine.xla.stages.program_cache import Programs
 
 ONCE = Counts(traces=1, lowerings=1, compiles=1, launches=1)
 FOUND = Counts(launches=1)

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.errors import ParityArgumentError
-from replica_engine.replica import rows
+from replica_engine.values import samples
 
 DEFAULT_ROWS = 32
 """Rows of a batch, where neither the user nor the data says how many."""
@@ -29,8 +29,8 @@ def of_arrays(data: Any, steps: int, batch_size: int | None, replicas: int, unev
         BatchError: arrays of different lengths.
         ParityArgumentError: no rows.
     """
-    data = rows.as_tensors(data)
-    total = rows.count(data)
+    data = samples.as_tensors(data)
+    total = samples.count(data)
     if not total:
         raise ParityArgumentError.no_rows()
     size = batch_size or max(min(DEFAULT_ROWS, total) // replicas, 1) * replicas
@@ -47,11 +47,11 @@ def as_they_come(data: Any, steps: int, batch_size: int | None, replicas: int) -
         ParityArgumentError: no rows.
     """
     made = of_arrays(data, steps, batch_size, replicas, uneven=False)
-    size, total = rows.count(made[0]), rows.count(rows.as_tensors(data))
+    size, total = samples.count(made[0]), samples.count(samples.as_tensors(data))
     left = total % size
     if left and total > replicas:
         left += 0 if left >= replicas else replicas
-        made[-1] = rows.take(rows.as_tensors(data), max(total - left, 0), total)
+        made[-1] = samples.take(samples.as_tensors(data), max(total - left, 0), total)
     return made
 
 
@@ -61,36 +61,36 @@ def of_dataset(data: Any, steps: int, replicas: int, uneven: bool) -> list[Any]:
     Raises:
         ParityArgumentError: it has no batch.
     """
-    batches = [rows.as_tensors(batch) for batch in itertools.islice(iter(data), steps)]
-    batches = [batch for batch in batches if rows.count(batch)]
+    batches = [samples.as_tensors(batch) for batch in itertools.islice(iter(data), steps)]
+    batches = [batch for batch in batches if samples.count(batch)]
     if not batches:
         raise ParityArgumentError.no_rows()
     batches = [batches[step % len(batches)] for step in range(steps)]
-    total = rows.count(batches[-1])
+    total = samples.count(batches[-1])
     if uneven and replicas > 1 and total > 1 and total % replicas == 0:
-        batches[-1] = rows.take(batches[-1], 0, total - 1)
+        batches[-1] = samples.take(batches[-1], 0, total - 1)
     return batches
 
 
 def even(batch: Any, replicas: int) -> Any:
     """The batch with as many of its rows as `replicas` divide; a batch of fewer with the last one again."""
-    total = rows.count(batch)
+    total = samples.count(batch)
     if total < replicas:
-        return rows.pad(batch, replicas - total)
-    return rows.take(batch, 0, total - total % replicas)
+        return samples.pad(batch, replicas - total)
+    return samples.take(batch, 0, total - total % replicas)
 
 
 def shuffled(batch: Any, seed: int) -> Any:
     """The same rows in another order."""
-    return _gathered(batch, np.random.default_rng(seed).permutation(rows.count(batch)))
+    return _gathered(batch, np.random.default_rng(seed).permutation(samples.count(batch)))
 
 
 def shares(batch: Any, count: int) -> list[Any]:
     """A batch in parts, as evenly as it goes; the first ones have one row more."""
-    total = rows.count(batch)
+    total = samples.count(batch)
     sizes = [total // count + (replica < total % count) for replica in range(count)]
     stops = list(itertools.accumulate(sizes))
-    return [rows.take(batch, stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+    return [samples.take(batch, stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
 
 
 def _sizes(size: int, steps: int, replicas: int, uneven: bool) -> list[int]:
@@ -101,14 +101,14 @@ def _sizes(size: int, steps: int, replicas: int, uneven: bool) -> list[int]:
 def _cut(data: Any, start: int, size: int, total: int) -> Any:
     start %= total
     if start + size <= total:
-        return rows.take(data, start, start + size)
+        return samples.take(data, start, start + size)
     return _gathered(data, np.arange(start, start + size) % total)
 
 
 def _gathered(batch: Any, indices: np.ndarray) -> Any:
     def gather(leaf: Any) -> Any:
         if isinstance(leaf, tf.SparseTensor):
-            return rows.join([rows.take(leaf, int(index), int(index) + 1) for index in indices])
+            return samples.join([samples.take(leaf, int(index), int(index) + 1) for index in indices])
         if leaf is None or not leaf.shape.rank:
             return leaf
         return tf.gather(leaf, indices)

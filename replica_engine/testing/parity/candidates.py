@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._compat import thread_state
+from replica_engine._tf import thread_state
 from replica_engine.errors import BackendMissingError, DeviceError, ParityArgumentError
 from replica_engine.strategies import MirroredStrategy
 from replica_engine.testing.devices import logical_devices

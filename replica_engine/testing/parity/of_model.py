@@ -23,11 +23,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._compat import keras_model
+from replica_engine._tf import keras_model
 from replica_engine.errors import LoweringError
 from replica_engine.keras import replicate_model
 from replica_engine.keras.model import original_of
-from replica_engine.replica import rows
 from replica_engine.testing.parity import batches as cut
 from replica_engine.testing.parity import model_causes
 from replica_engine.testing.parity.comparison import (
@@ -44,6 +43,7 @@ from replica_engine.testing.parity.probes import Gradients, LayerOutputs, is_cal
 from replica_engine.testing.parity.report import Cause, Difference, ParityReport
 from replica_engine.testing.parity.settings import Settings
 from replica_engine.testing.parity.state import Attributes, Values, bare_variables, seeded
+from replica_engine.values import samples
 
 
 @dataclasses.dataclass
@@ -143,7 +143,7 @@ class _Check:
             replicas=self._settings.replicas,
             strategies=tuple(found),
             left_out=self._left_out,
-            batches=tuple(rows.count(each) for each in self._batches),
+            batches=tuple(samples.count(each) for each in self._batches),
             tolerance=str(limits),
             compared=comparison.rows(),
             differences=differences,
@@ -191,7 +191,7 @@ class _Check:
 
     def _of_each_size(self, batches: list[Any]) -> list[Any]:
         """The first batch, and the last where it is of another size."""
-        return batches[:1] if rows.count(batches[0]) == rows.count(batches[-1]) else [batches[0], batches[-1]]
+        return batches[:1] if samples.count(batches[0]) == samples.count(batches[-1]) else [batches[0], batches[-1]]
 
     @contextlib.contextmanager
     def _part(self) -> Iterator[None]:
@@ -220,7 +220,7 @@ class _Check:
     def _compare(
         self, comparison: Comparison, name: str, expected: Run, found: Run, orders: list[Run], invariant: bool
     ) -> None:
-        even, last, total = rows.count(self._even), rows.count(self._batches[-1]), len(self._batches)
+        even, last, total = samples.count(self._even), samples.count(self._batches[-1]), len(self._batches)
         comparison.compare(name, "layer output", f"training mode, {even} rows", expected.layers, found.layers)
         comparison.compare(name, "prediction", f"{last} rows", expected.predictions, found.predictions)
         for kind, of in (("loss", _losses), ("metric", _metrics)):
@@ -228,10 +228,10 @@ class _Check:
             comparison.compare(name, kind, where, of(expected.evaluation), of(found.evaluation))
         for index, ((_, one), (_, other)) in enumerate(zip(expected.gradients, found.gradients, strict=True)):
             measured = noise(one, [each.gradients[index][1] for each in orders])
-            where = f"initial weights, {(rows.count(self._batches[0]), last)[index]} rows"
+            where = f"initial weights, {(samples.count(self._batches[0]), last)[index]} rows"
             comparison.compare(name, "gradient", where, one, other, noise=measured)
         for index, ((logs, weights), (others, changed)) in enumerate(zip(expected.steps, found.steps, strict=True)):
-            where = f"step {index + 1} of {total}, {rows.count(self._batches[index])} rows"
+            where = f"step {index + 1} of {total}, {samples.count(self._batches[index])} rows"
             step = index + 1
             for kind, of in (("loss", _losses), ("metric", _metrics)):
                 measured = noise(of(logs), [of(each.steps[index][0]) for each in orders]) if invariant else {}
@@ -358,7 +358,7 @@ def _build(model: keras.Model, batch: Any) -> None:
     if isinstance(model, keras.Sequential) and isinstance(x, tf.Tensor):
         model.build((None, *x.shape[1:]))  # a call would fix the batch size
     else:
-        model(rows.take(x, 0, 1))
+        model(samples.take(x, 0, 1))
 
 
 def _names(model: keras.Model) -> dict[int, str]:

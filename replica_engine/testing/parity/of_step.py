@@ -20,9 +20,6 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.errors import LoweringError, ParityArgumentError
-from replica_engine.replica import rows
-from replica_engine.replica.regroup import parts, regroup
-from replica_engine.strategies.uneven_batches import split_batch
 from replica_engine.testing.parity import batches as cut
 from replica_engine.testing.parity import step_causes
 from replica_engine.testing.parity.candidates import is_compiled
@@ -39,6 +36,9 @@ from replica_engine.testing.parity.rebinding import Rebinding, listed, python_fu
 from replica_engine.testing.parity.report import Cause, ParityReport
 from replica_engine.testing.parity.settings import Settings
 from replica_engine.testing.parity.state import seeded
+from replica_engine.values import samples
+from replica_engine.values.regroup import parts, regroup
+from replica_engine.values.uneven_batches import split_batch
 
 _NO_WEIGHTS = (
     "the step takes no weights of rows, and a compiled program needs shares of equal size. Take `weights` as the last "
@@ -90,7 +90,7 @@ class _Check:
         count, source = _parts_of(inputs)
         self._call = _Call(step, count, self._makes is not None)
         self._batches = self._cut(source, uneven)
-        self._size = max(rows.count(batch) for batch in self._batches)
+        self._size = max(samples.count(batch) for batch in self._batches)
         self._reduction = reduction or ("sum" if self._call.weights else "mean")
         self._rebinding = Rebinding(step, self._variables)
         names = dict(listed(self._variables))
@@ -140,7 +140,7 @@ class _Check:
             replicas=self._settings.replicas,
             strategies=tuple(found),
             left_out=self._left_out,
-            batches=tuple(rows.count(each) for each in self._batches),
+            batches=tuple(samples.count(each) for each in self._batches),
             tolerance=str(limits),
             compared=comparison.rows(),
             differences=differences,
@@ -158,7 +158,7 @@ class _Check:
             made = cut.of_arrays(source, steps, self._settings.batch_size, replicas, uneven=forced)
         else:
             made = cut.as_they_come(source, steps, self._settings.batch_size, replicas)
-        if all(rows.count(batch) % replicas == 0 for batch in made) and replicas > 1:
+        if all(samples.count(batch) % replicas == 0 for batch in made) and replicas > 1:
             self._left_out["batches of uneven shares"] = (
                 f"all batches are divisible by {replicas}. Pass uneven=True, or data that is not, to compare one"
             )
@@ -211,7 +211,7 @@ class _Check:
     def _shared(self, strategy: tf.distribute.Strategy, batch: Any) -> tuple[Any, Any] | None:
         """Arguments of `strategy.run`; None where a compiled program cannot have shares of these sizes."""
         replicas = strategy.num_replicas_in_sync
-        total = rows.count(batch)
+        total = samples.count(batch)
         if replicas == 1 and not is_compiled(strategy):
             return self._call.arguments(batch, tf.fill([total], 1.0 / total))
         if self._call.weights is not None:
@@ -221,17 +221,17 @@ class _Check:
         made = []
         for device, share in zip(strategy.extended.worker_devices, cut.shares(batch, replicas), strict=True):
             with tf.device(device):
-                made.append(rows.on_device(share))
+                made.append(samples.on_device(share))
         return self._call.arguments(regroup(made), None)
 
     def _results(self, strategy: tf.distribute.Strategy, returned: Any, batch: Any) -> dict[str, Any]:
         """What the step returned, of all replicas together, by name."""
         count = strategy.num_replicas_in_sync
         each = [_named(part) for part in parts(returned, count, "results")]
-        sizes = [rows.count(share) for share in cut.shares(batch, count)]
+        sizes = [samples.count(share) for share in cut.shares(batch, count)]
         if self._call.weights is not None:
             sizes = [max(1, -(-self._size // count))] * count
-        total = rows.count(batch)
+        total = samples.count(batch)
         names = list(dict.fromkeys(name for part in each for name in part))
         return {name: self._joined([part.get(name) for part in each], sizes, total) for name in names}
 
@@ -249,7 +249,7 @@ class _Check:
     def _compare(
         self, comparison: Comparison, name: str, expected: Run, found: Run, orders: list[Run], rtol: float
     ) -> None:
-        totals = [rows.count(batch) for batch in self._batches]
+        totals = [samples.count(batch) for batch in self._batches]
         for index, (results, weights) in enumerate(zip(found.results, found.weights, strict=True)):
             where = f"step {index + 1} of {len(totals)}, {totals[index]} rows"
             wanted = expected.results[index]
@@ -278,7 +278,7 @@ class _Check:
         for name, run in found.items():
             missing = len(self._batches) - len(run.results)
             if missing:
-                total = rows.count(self._batches[len(run.results)])
+                total = samples.count(self._batches[len(run.results)])
                 self._left_out[f"{name}, the last {missing} of {len(self._batches)} batches"] = (
                     f"{self._settings.replicas} replicas cannot have equal shares of {total} rows; {_NO_WEIGHTS}"
                 )
@@ -293,7 +293,7 @@ class _Check:
     def _graph(self) -> Any:
         one = tf.distribute.get_strategy()
         with seeded(self._settings.seed), self._ready(one, None) as (function, _):
-            args, kwargs = self._call.arguments(self._batches[0], tf.fill([rows.count(self._batches[0])], 1.0))
+            args, kwargs = self._call.arguments(self._batches[0], tf.fill([samples.count(self._batches[0])], 1.0))
             return tf.function(function).get_concrete_function(*args, **kwargs).graph
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine._compat import distribute, keras_model
+from replica_engine._tf import distribute, keras_model
 from replica_engine.testing.parity.state import Attributes
 
 _LIBRARIES = {"tensorflow", "keras", "numpy", "jax", "jaxlib", "replica_engine", "absl", *sys.stdlib_module_names}

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._compat import keras_model, keras_state, random_ops
+from replica_engine._tf import keras_model, keras_state, random_ops
 
 _DEPTH = 4  # of containers in containers
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from replica_engine.replica import rows
 from replica_engine.testing.parity.random_draws import draws
 from replica_engine.testing.parity.report import Cause, Difference
+from replica_engine.values import samples
 
 _CLOSE = 1e-3
 
@@ -76,9 +76,9 @@ def _random_numbers(step: str, graph: Any) -> Iterator[Cause]:
 
 def _uneven(differences: Sequence[Difference], batches: Sequence[Any], replicas: int) -> Iterator[Cause]:
     different = {each.step for each in differences if each.step is not None}
-    uneven = [index + 1 for index, batch in enumerate(batches) if rows.count(batch) % replicas]
+    uneven = [index + 1 for index, batch in enumerate(batches) if samples.count(batch) % replicas]
     if different and uneven and min(different) == uneven[0] > 1:
-        total = rows.count(batches[uneven[0] - 1])
+        total = samples.count(batches[uneven[0] - 1])
         yield Cause(
             "unequal shares",
             f"step {uneven[0]}",

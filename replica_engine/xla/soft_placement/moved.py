@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._compat import variables, xla_ops
+from replica_engine._tf import variables, xla_ops
 from replica_engine.errors import LoweringError
-from replica_engine.xla.host_call import HostCall, HostCalls
+from replica_engine.xla.host_calls.call import HostCall, HostCalls
 from replica_engine.xla.soft_placement.piece import Piece, Source
 from replica_engine.xla.soft_placement.rewrite import MoveToHost, Rewriter
 from replica_engine.xla.soft_placement.values import Value

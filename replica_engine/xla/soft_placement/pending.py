@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from replica_engine.xla.host_call import HostCalls
+from replica_engine.xla.host_calls.call import HostCalls
 from replica_engine.xla.soft_placement import kinds
 from replica_engine.xla.soft_placement.piece import HostOp, Piece, Source, host_op
 from replica_engine.xla.soft_placement.values import Value

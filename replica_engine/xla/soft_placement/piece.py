@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._compat import host_ops, thread_state
+from replica_engine._tf import host_ops, thread_state
+from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors.base import at
-from replica_engine.xla.host_call import HostCall, HostCalls
-from replica_engine.xla.host_run import Kept
-from replica_engine.xla.user_lines import user_line
+from replica_engine.xla.host_calls.call import HostCall, HostCalls
+from replica_engine.xla.host_calls.session import Kept
 
 
 class HostOp(NamedTuple):

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from replica_engine._compat import host_ops, xla_ops
+from replica_engine._tf import host_ops, xla_ops
+from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.xla.body import HostSide, on_host
 from replica_engine.xla.soft_placement import kinds
 from replica_engine.xla.soft_placement.values import Value
-from replica_engine.xla.user_lines import user_line
 
 
 def shapes(

@@ -19,14 +19,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._compat import host_ops, xla_ops
+from replica_engine._tf import host_ops, xla_ops
+from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import LoweringError
-from replica_engine.xla.host_call import HostCalls
-from replica_engine.xla.soft_placement import kinds, python_results, samples
+from replica_engine.xla.host_calls.call import HostCalls
+from replica_engine.xla.soft_placement import guessed_shapes, kinds, python_results
 from replica_engine.xla.soft_placement.pending import Pending, Waiting
 from replica_engine.xla.soft_placement.piece import Source
 from replica_engine.xla.soft_placement.values import Value
-from replica_engine.xla.user_lines import user_line
 
 
 class Rewriter:
@@ -46,7 +46,7 @@ class Rewriter:
         self.moved = moved
         self._python_inputs: dict[str, list[tf.TensorShape]] = {}  # of Python functions, by token
         self.originals: dict[str, tf.Operation] = {}  # of copied ops, by the name of the copy
-        self.samples = samples.Samples()
+        self.samples = guessed_shapes.Samples()
         self.order: Value | None = None  # the handle of the variable that keeps host calls in their order
         self._python_calls: dict[str, int] = {}
         self._scratch = tf.Graph()
@@ -217,8 +217,8 @@ class Frame:
             value = Value(tensor.dtype, shape)
             value.maker, value.from_host = (op, inputs, index), True
             value.made_by = (op.type, user_line(op))
-            tried = self._rewriter.tries_all or samples.pads(op, inputs)
-            if tried and samples.is_worth_trying(value):
+            tried = self._rewriter.tries_all or guessed_shapes.pads(op, inputs)
+            if tried and guessed_shapes.is_worth_trying(value):
                 value.shape = self._rewriter.samples.shape(value)
             outputs.append(value)
             self._values[id(tensor)] = value

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._compat import thread_state
-from replica_engine.xla.arguments import Arguments, ById, Shapes, Slot
+from replica_engine._tf import thread_state
+from replica_engine.xla.signature.arguments import Arguments, ById, Shapes, Slot
 
 
 def add_caller(arguments: Arguments, shapes: Shapes) -> Shapes:

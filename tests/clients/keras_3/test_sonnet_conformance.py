@@ -42,5 +42,9 @@ class TestVariables(replicator_test.ReplicatorTest):
 class TestCheckpoints(checkpoint_test.ReplicatorCheckpointTest):
     """Each module saved and restored, with and without a replicator on either side."""
 
+    @pytest.fixture(autouse=True)
+    def _folder_of_its_own(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("TEST_TMPDIR", str(tmp_path))  # by itself absltest gives all processes the same one
+
     def replicator_or_skip(self, replicator_fn, use_function):
         return replicator_fn()  # Sonnet skips eager mode under a TpuReplicator; ours runs in it

@@ -1,0 +1,39 @@
+"""Private attributes of Keras that this library relies on, as a list to walk through; `names` has TensorFlow's.
+
+Imports of private names stand at the top of `keras_model`. What is below would fail later and elsewhere, so
+`tests/test_house.py` looks each one up and says which is gone. Checked on Keras 3.15.1.
+"""
+
+from __future__ import annotations
+
+import keras
+from keras.src.losses import loss as _loss
+from keras.src.metrics import reduction_metrics as _metrics
+
+from replica_engine._tf import keras_model
+from replica_engine._tf.names import Private
+
+_optimizer = keras.optimizers.SGD()
+_model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+_model.compile(_optimizer, "mse", metrics=["mae"])
+
+PRIVATE = (
+    Private(_optimizer.iterations, "_value", "the TensorFlow variable under a Keras variable"),
+    Private(_optimizer, "_distribution_strategy", "through which strategy an optimizer updates variables"),
+    Private(_optimizer, "_trainable_variables", "the variables that an optimizer was built for"),
+    Private(_optimizer, "_trainable_variables_indices", "weights that an optimizer has no state for"),
+    Private(_optimizer, "_get_variable_index", "the gradient of which variable a parity check sees"),
+    Private(_optimizer, "_var_key", "weights that an optimizer has no state for"),
+    Private(keras.optimizers.LossScaleOptimizer, "_common_apply", "its update in cross-replica context"),
+    Private(_model, "_distribute_strategy", "whether a model was built under a strategy"),
+    Private(_model, "_flatten_layers", "the layers of a model, those in others too"),
+    Private(_model, "_symbolic_build", "making the variables of metrics and losses by the shapes of a batch"),
+    Private(_model, "_compile_loss", "the loss of each output"),
+    Private(_model, "_compile_metrics", "whether the metrics have their variables"),
+    Private(_model, "_loss_tracker", "whether compile() was called again"),
+    Private(_loss, keras_model.REDUCE, "replaced: losses of a share"),
+    Private(_metrics, keras_model.SAMPLEWISE, "replaced: a number for a share"),
+    Private(_loss, keras_model.MASKED, "what a masked loss is divided by"),
+    *(Private(_loss, name, "replaced: shares are weighed elsewhere") for name in keras_model.SCALES),
+)
+"""Every private attribute of Keras that is used."""

@@ -1,0 +1,198 @@
+"""What TensorFlow has for programs that XLA compiles: cross-replica ops, tracing for XLA, StableHLO.
+
+Checked on TensorFlow 2.21.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+# XlaAllReduce and XlaReplicaId lower on every platform, CPU too, where CrossReplicaSum has no
+# kernel in the wheel. XlaCustomCallV2 is the marker for operations that TensorFlow does not lower.
+from tensorflow.compiler.tf2xla.ops import gen_xla_ops as _ops
+
+# get_compiler_ir, which tf.function's experimental_get_compiler_ir ends in; that takes no function graph.
+from tensorflow.python.eager import context as _context
+
+# from_func_graph: registers a function graph under a name, for get_compiler_ir.
+from tensorflow.python.eager.polymorphic_function import atomic_function as _atomic_function
+
+# func_graph_from_py_func: traces a Python function, as tf.function does, without its cache and its two traces.
+from tensorflow.python.framework import func_graph as _func_graph
+
+# XLAControlFlowContext: tells TensorFlow's loops and branches that XLA will compile them.
+from tensorflow.python.ops.control_flow_ops import XLAControlFlowContext as _XLAControlFlowContext
+
+from replica_engine._tf import random_ops
+
+_HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
+
+
+class _BodyContext(_XLAControlFlowContext):
+    def RequiresUniqueFunctionRetracing(self) -> bool:
+        # A tf.function called in a body is traced for that body: its variables are read from the devices there,
+        # and its collectives belong to that many replicas.
+        return True
+
+
+# All there ever were: a tf.function keeps its traces by the id of the context, so an id must not be used again.
+_contexts: list[_BodyContext] = []
+
+
+@contextlib.contextmanager
+def xla_context() -> Iterator[None]:
+    """Loops and branches made inside are made for XLA, and tf.functions are traced anew."""
+    context = _BodyContext()
+    _contexts.append(context)
+    context.Enter()
+    try:
+        yield
+    finally:
+        context.Exit()
+
+
+def replica_id() -> tf.Tensor:
+    """The id of the replica that runs this op."""
+    return _ops.xla_replica_id()
+
+
+def takes_all_reduce(dtype: tf.DType) -> bool:
+    """Whether `all_reduce` takes a dtype."""
+    return dtype in (tf.float16, tf.bfloat16, tf.float32, tf.int32, tf.uint32)
+
+
+def all_reduce(x: tf.Tensor, groups: Sequence[Sequence[int]], op: str) -> tf.Tensor:
+    """`op` is Add, Min or Max."""
+    return _ops.xla_all_reduce(x, group_assignment=groups, reduce_op=op, mode="CrossReplica")
+
+
+def marker(name: str, x: tf.Tensor, parameters: str, shape: Any) -> tf.Tensor:
+    """A custom call that stands for another operation of one operand and one result."""
+    (result,) = _ops.xla_custom_call_v2(
+        operands=[x],
+        call_target_name=name,
+        backend_config=parameters,
+        has_side_effect=False,
+        result_dtypes=[x.dtype],
+        result_shapes=[shape],
+    )
+    return result
+
+
+def marker_name(op: tf.Operation) -> str:
+    """What an op stands for, if it is a marker; or else ""."""
+    return op.get_attr("call_target_name").decode() if op.type == "XlaCustomCallV2" else ""
+
+
+def host_marker(
+    name: str, operands: Sequence[tf.Tensor], parameters: str, dtypes: Sequence[tf.DType], shapes: Sequence[Any]
+) -> list[tf.Tensor]:
+    """A custom call that stands for work on the host: it happens each time, whether or not its results are used."""
+    return list(
+        _ops.xla_custom_call_v2(
+            operands=list(operands),
+            call_target_name=name,
+            backend_config=parameters,
+            has_side_effect=True,
+            result_dtypes=list(dtypes),
+            result_shapes=list(shapes),
+        )
+    )
+
+
+def trace(name: str, fn: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> Any:
+    """The function graph of `fn`, called with a placeholder for each spec; `fn` returns a list of tensors."""
+    return _func_graph.func_graph_from_py_func(name, fn, tuple(specs), {})
+
+
+def register(name: str, graph: Any) -> Any:
+    """Makes what a function graph needs for its results and effects known under a name, which must be new.
+
+    It is known for as long as the result lives.
+    """
+    return _atomic_function.from_func_graph(name, _Needed(graph), {})
+
+
+def needed(graph: Any, also: Sequence[tf.Tensor] = ()) -> dict[str, tf.Operation]:
+    """The ops that the results and effects of a function graph need, by name; those of the tensors in `also` too."""
+    aside = random_ops.set_aside(graph)
+    found: dict[str, tf.Operation] = {}
+    pending = [*graph.control_outputs, *(tensor.op for tensor in (*graph.outputs, *also))]
+    while pending:
+        op = pending.pop()
+        if op.name not in found and op.name not in aside:
+            found[op.name] = op
+            pending += [*op.control_inputs, *(tensor.op for tensor in op.inputs)]
+    return found
+
+
+class _Needed:
+    """A function graph without the ops that nothing needs: XLA would compile them, or fail to."""
+
+    def __init__(self, graph: Any):
+        self._graph = graph
+        aside = random_ops.set_aside(graph)
+        self.control_outputs = [op for op in graph.control_outputs if op.name not in aside]
+        self._needed = needed(graph, graph.inputs)
+
+    def get_operations(self) -> list[tf.Operation]:
+        """In the order of the graph."""
+        return [op for op in self._graph.get_operations() if op.name in self._needed]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._graph, name)
+
+
+def stablehlo(function: Any, specs: Sequence[tf.TensorSpec], handles: Sequence[tf.Tensor]) -> str:
+    """The StableHLO program of a registered function.
+
+    Args:
+        function: what `register` returned. Its inputs are tensors first, then variables.
+        specs: static shapes of the tensors.
+        handles: the variables' handles.
+
+    Raises:
+        ValueError: XLA cannot compile it.
+    """
+    return (
+        _context.context()
+        .get_compiler_ir(
+            device_name=_HOST,
+            platform_name=None,
+            function_name=function.name.decode(),
+            flat_args=list(specs),
+            captured_inputs=list(handles),
+            stage="stablehlo",
+        )
+        .decode()
+    )
+
+
+def eager_context() -> Any:
+    """The context that eager ops run in."""
+    return _context.context()
+
+
+def variable_dtype_and_shape(handle: tf.Tensor) -> tuple[tf.DType, tf.TensorShape] | None:
+    """What a variable's handle says of it; None for a resource of another kind."""
+    data = getattr(handle, "_handle_data", None)
+    if data is None or not data.is_set or len(data.shape_and_type) != 1:
+        return None
+    first = data.shape_and_type[0]
+    return tf.dtypes.as_dtype(first.dtype), tf.TensorShape(first.shape)
+
+
+def variable_name(handle: tf.Tensor) -> str:
+    """The name of the variable behind an eager handle, as far as the handle knows it."""
+    found = re.search(r'name="([^"]*)"', str(handle))
+    return found.group(1).rpartition("/")[0] or found.group(1) if found else "?"
+
+
+def is_host_only(dtype: tf.DType) -> bool:
+    """Whether no device has values of this dtype. Quantized numbers lose their dtype on the way to NumPy and XLA."""
+    return dtype in (tf.string, tf.variant, tf.resource) or dtype.is_quantized

@@ -1,0 +1,82 @@
+"""What is left of a run that failed: its last sync points, on the exception and, if asked for, in a file.
+
+With the environment variable REPLICA_ENGINE_DUMP_DIR set to a folder, each failed run writes a JSON file there: the
+exception, where each replica was, the last sync points of each replica, and the stacks of all threads. Writing it
+must never hide the exception itself: what goes wrong here is logged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from replica_engine.diagnostics.flight_record import SyncPointRecord, as_json, lasts
+from replica_engine.errors import ReplicaRow, note_sync_points
+
+VARIABLE = "REPLICA_ENGINE_DUMP_DIR"
+
+_numbers = itertools.count()
+_log = logging.getLogger("replica_engine")
+
+
+def note_failed_run(error: BaseException, record: Callable[[], Sequence[SyncPointRecord]], run: int | None) -> None:
+    """Adds the last sync points of a run to the exception that ended it, and writes the file.
+
+    Args:
+        error: the exception; it gets a note.
+        record: returns the sync points of this run and those before it.
+        run: the number of the run; None if it is not known which of its sync points were reached.
+    """
+    folder = os.environ.get(VARIABLE)
+    if run is None and not folder:
+        return
+    lines, path = [], None
+    try:
+        found = record()
+        lines = lasts(found, run)
+        if folder:
+            path = _dump(folder, error, found)
+    except Exception:
+        _log.exception("What is known of a failed run could not be gathered, or written to %s (%s).", folder, VARIABLE)
+    if lines or path:
+        note_sync_points(error, lines, path)
+
+
+def _dump(folder: str, error: BaseException, found: Sequence[SyncPointRecord]) -> str:
+    os.makedirs(folder, exist_ok=True)
+    path = os.path.join(folder, f"replica_engine-{os.getpid()}-{next(_numbers)}.json")
+    data = {
+        "time": time.time(),
+        "pid": os.getpid(),
+        "program": sys.argv,
+        "error": {
+            "type": f"{type(error).__module__}.{type(error).__qualname__}",
+            "message": str(error),
+            "notes": list(getattr(error, "__notes__", ())),
+            "traceback": traceback.format_exception(error),
+        },
+        "replicas": [dataclasses.asdict(row) for row in getattr(error, "rows", ()) if isinstance(row, ReplicaRow)],
+        "sync_points": as_json(found),
+        "threads": _stacks(),
+    }
+    with open(path, "w") as file:
+        json.dump(data, file, indent=1, default=str)
+    return path
+
+
+def _stacks() -> list[dict[str, Any]]:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames()
+    return [
+        {"thread": names.get(ident, str(ident)), "stack": traceback.format_stack(frame)}
+        for ident, frame in frames.items()
+    ]

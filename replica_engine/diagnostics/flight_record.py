@@ -1,0 +1,284 @@
+"""The flight record: the last sync points of each replica as data, to print, compare and write to a file.
+
+A record says what a replica brought to a sync point, when, and from which line. There are two sources:
+
+- The engine keeps the last sync points of each replica thread as they happen.
+- A compiled program runs on the devices, out of the host's sight. Known are its collectives, in the order in which they
+  were traced, and when it was launched and had ended.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._tf import eager
+from replica_engine.engine import SyncPoint
+
+
+class Brought(NamedTuple):
+    """A tensor that a replica brought to a sync point: what is known of it without looking at its value.
+
+    Of sparse ones (`sparse`) it says little how much that is; of `tf.IndexedSlices` the shape is that of the values.
+    """
+
+    dtype: Any
+    shape: Any
+    sparse: bool
+
+
+class Collective(NamedTuple):
+    """A cross-replica operation of a body.
+
+    Attributes:
+        kind: "all_reduce", "all_gather", ...
+        where: the user's line.
+        dtype: of its operand.
+        shape: likewise.
+    """
+
+    kind: str
+    where: str
+    dtype: tf.DType
+    shape: tf.TensorShape
+
+
+class LaunchRecord(NamedTuple):
+    """One launch that is over.
+
+    Attributes:
+        number: of the launch.
+        collectives: what its replicas met for.
+        began: in seconds of `time.perf_counter`.
+        ended: likewise.
+    """
+
+    number: int
+    collectives: list[Collective]
+    began: float
+    ended: float
+
+
+@dataclasses.dataclass(frozen=True)
+class SyncPointRecord:
+    """One sync point that one replica reached.
+
+    Attributes:
+        replica: its index, from 0.
+        size: how many replicas there are.
+        device: its device, in the short form "CPU:1".
+        run: the number of the run, among those of this strategy.
+        number: the how manieth sync point of the replica in its run, from 1.
+        kind: "merge_call", "all_reduce", "all_gather", ...
+        name: of the merge function, or of what the user called.
+        where: the user's line, "file:line in function"; "" if it is not known.
+        dtypes: of the tensors that the replica brought, as names.
+        shapes: of these, a tuple of sizes each, in which None is a size that was not known; None for a shape of
+            unknown rank.
+        bytes: how much that is, as far as it is known.
+        arrived: when the replica came, in seconds since the epoch.
+        waited: seconds until all had come; None if it cannot be seen, as in a compiled program.
+        merge: seconds that bringing them together took; likewise.
+        left: when the replica went on, in seconds since the epoch; None if it did not.
+        traced: whether this was while a function was traced, and so stands for each time that it runs.
+    """
+
+    replica: int
+    size: int
+    device: str
+    run: int
+    number: int
+    kind: str
+    name: str
+    where: str
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int | None, ...] | None, ...]
+    bytes: int
+    arrived: float
+    waited: float | None
+    merge: float | None
+    left: float | None
+    traced: bool
+
+    def __str__(self) -> str:
+        return f"replica {self.replica} of {self.size} ({self.device}): {self.text}"
+
+    @property
+    def text(self) -> str:
+        """What it was, without whose: "all_reduce at train.py:12 in step: float32[3], 12 bytes"."""
+        tensors = [dtype + _shape_text(shape) for dtype, shape in zip(self.dtypes, self.shapes, strict=True)]
+        size = f", {self.bytes:,} bytes" if self.bytes else ""  # not known of sparse tensors and strings
+        values = f": {_shortened(tensors)}{size}" if tensors else ""
+        where = f" at {self.where}" if self.where else ""
+        return f"{self.name}{where}{values}"
+
+
+def brought(values: Iterable[Any]) -> tuple[Brought, ...]:
+    """What is known of the tensors in arguments of a merge call."""
+    found: list[Brought] = []
+    _gather(values, found)
+    return tuple(found)
+
+
+def _gather(values: Iterable[Any], found: list[Brought]) -> None:
+    for value in values:
+        if type(value) is eager.EagerTensor:
+            found.append(Brought(value.dtype, eager.shape_of(value), False))
+        elif isinstance(value, (tf.Tensor, np.ndarray)):
+            found.append(Brought(value.dtype, value.shape, False))
+        elif isinstance(value, (list, tuple)):
+            _gather(value, found)
+        elif isinstance(value, dict):
+            _gather(value.values(), found)
+        elif isinstance(value, tf.IndexedSlices):
+            found.append(Brought(value.dtype, value.values.shape, True))
+        elif isinstance(value, (tf.SparseTensor, tf.RaggedTensor)):
+            found.append(Brought(value.dtype, value.shape, True))
+
+
+def records(rings: Sequence[Iterable[SyncPoint]], devices: Sequence[str]) -> list[SyncPointRecord]:
+    """The engine's record as data, in the order in which replicas came.
+
+    Args:
+        rings: for each replica its last sync points.
+        devices: of the replicas, in the short form "CPU:1".
+    """
+    offset = time.time() - time.perf_counter()
+    return sorted(
+        (
+            _record(point, replica, devices, offset)
+            for replica, ring in enumerate(rings)
+            for point in list(ring)  # at once: a replica may be adding to it
+        ),
+        key=lambda record: (record.arrived, record.replica),
+    )
+
+
+def _record(point: SyncPoint, replica: int, devices: Sequence[str], offset: float) -> SyncPointRecord:
+    began, ended = point.merged
+    dtypes, shapes, size = as_data(point.values)
+    return SyncPointRecord(
+        replica=replica,
+        size=len(devices),
+        device=devices[replica],
+        run=point.run,
+        number=point.number,
+        kind=point.kind,
+        name=point.name,
+        where=point.where,
+        dtypes=dtypes,
+        shapes=shapes,
+        bytes=size,
+        arrived=point.arrived + offset,
+        waited=began - point.arrived if point.left else 0.0,
+        merge=ended - began if point.left else 0.0,
+        left=point.left + offset if point.left else None,
+        traced=point.traced,
+    )
+
+
+def launch_records(launches: Iterable[LaunchRecord], devices: Sequence[str], most: int) -> list[SyncPointRecord]:
+    """The collectives of the last launches as data, in the order of time.
+
+    Args:
+        launches: the launches, the last one at the end.
+        devices: of the replicas, in the short form "CPU:1".
+        most: how many sync points of each replica are returned at most; the last launch is always whole.
+    """
+    offset = time.time() - time.perf_counter()
+    chosen: list[tuple[LaunchRecord, int, Collective]] = []
+    for launch in reversed(list(launches)):
+        numbered = list(enumerate(launch.collectives, start=1))
+        chosen += [(launch, number, collective) for number, collective in reversed(numbered)]
+        if len(chosen) >= most:
+            break
+    return [
+        _launch_record(launch, number, collective, replica, devices, offset)
+        for launch, number, collective in reversed(chosen[:most])
+        for replica in range(len(devices))
+    ]
+
+
+def _launch_record(
+    launch: LaunchRecord, number: int, collective: Collective, replica: int, devices: Sequence[str], offset: float
+) -> SyncPointRecord:
+    dtypes, shapes, size = as_data([Brought(collective.dtype, collective.shape, False)])
+    return SyncPointRecord(
+        replica=replica,
+        size=len(devices),
+        device=devices[replica],
+        run=launch.number,
+        number=number,
+        kind=collective.kind,
+        name=collective.kind,
+        where=collective.where,
+        dtypes=dtypes,
+        shapes=shapes,
+        bytes=size,
+        arrived=launch.began + offset,
+        waited=None,
+        merge=None,
+        left=launch.ended + offset,
+        traced=False,
+    )
+
+
+def as_data(values: Iterable[Brought]) -> tuple[tuple[str, ...], tuple[tuple[int | None, ...] | None, ...], int]:
+    """Dtypes by name, shapes as tuples, and how many bytes that is."""
+    dtypes, shapes, total = [], [], 0
+    for value in values:
+        shape = tf.TensorShape(value.shape)
+        sizes = None if shape.rank is None else tuple(shape)
+        dtypes.append(value.dtype.name)
+        shapes.append(sizes)
+        if sizes is not None and None not in sizes and not value.sparse:
+            total += math.prod(sizes) * _bytes_of(value.dtype)
+    return tuple(dtypes), tuple(shapes), total
+
+
+def lasts(found: Sequence[SyncPointRecord], run: int | None, most: int = 3) -> list[str]:
+    """The last sync points of a run in words: a line for each, by replicas that made the same ones."""
+    by_replica: dict[int, list[str]] = {}
+    for record in found:
+        if record.run == run:
+            by_replica.setdefault(record.replica, []).append(record.text)
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for replica, points in sorted(by_replica.items()):
+        alike.setdefault(tuple(points[-most:]), []).append(replica)
+    lines = []
+    for last, replicas in alike.items():
+        lines.append(f"{'replica' if len(replicas) == 1 else 'replicas'} {', '.join(map(str, replicas))}:")
+        lines += [f"  {point}" for point in last]
+    return lines
+
+
+def as_json(found: Iterable[SyncPointRecord]) -> list[dict[str, Any]]:
+    """The same, for a file."""
+    return [dataclasses.asdict(record) for record in found]
+
+
+def texts(values: Iterable[Brought]) -> list[str]:
+    """Dtype and shape of each: "float32[2, ?]"."""
+    dtypes, shapes, _ = as_data(values)
+    return [f"{dtype}{_shape_text(shape)}" for dtype, shape in zip(dtypes, shapes, strict=True)]
+
+
+def _bytes_of(dtype: Any) -> int:
+    """Of one value; none of a string, whose size is its own."""
+    return (dtype.size or 0) if isinstance(dtype, tf.DType) else dtype.itemsize
+
+
+def _shape_text(shape: tuple[int | None, ...] | None) -> str:
+    if shape is None:
+        return "[...]"
+    return f"[{', '.join('?' if size is None else str(size) for size in shape)}]"
+
+
+def _shortened(tensors: list[str]) -> str:
+    return ", ".join(tensors) if len(tensors) <= 4 else f"{', '.join(tensors[:3])} and {len(tensors) - 3} more"

@@ -1,0 +1,21 @@
+"""The names for people who write their own strategy, or call replicas of any strategy.
+
+`replica_engine.strategies.ReplicaThreads` is the base class; these are what its hooks are given and what they return.
+See docs/custom_strategy.md.
+"""
+
+from replica_engine.diagnostics.flight_record import SyncPointRecord
+from replica_engine.threads.call import ReplicaOptions, call_for_each_replica, sync_points
+from replica_engine.threads.context import MergeRequest, ReplicaContext
+from replica_engine.values.regroup import regroup, select
+
+__all__ = [
+    "MergeRequest",
+    "ReplicaContext",
+    "ReplicaOptions",
+    "SyncPointRecord",
+    "call_for_each_replica",
+    "regroup",
+    "select",
+    "sync_points",
+]

@@ -1,0 +1,148 @@
+"""Device loops of a strategy: `iterations` steps of a function in one launch, with inputs from an iterator."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._tf import autograph
+from replica_engine.errors import InputsError, note_kept_steps, positive_int
+from replica_engine.process import shutdown
+from replica_engine.strategies.multi_step import MultiStepContext
+from replica_engine.strategies.tpu.context import BodyReplicaContext
+from replica_engine.xla.loop.device_loop import run_loop
+from replica_engine.xla.signature.function_spec import Source
+from replica_engine.xla.stages.program_cache import Programs
+
+
+def run_steps(
+    strategy: tf.distribute.Strategy,
+    programs: Programs,
+    fn: Callable[..., Any],
+    iterator: Any,
+    iterations: int,
+    initial_values: Any,
+    in_replica: bool,
+    spread: bool,
+    prefetch: int | None,
+    context_class: type[MultiStepContext],
+) -> Any:
+    """Runs steps in one launch.
+
+    Args:
+        strategy: whose steps they are.
+        programs: its programs.
+        fn: a step; it is called with a `MultiStepContext` and a batch.
+        iterator: its inputs: of a data set, distributed or not, or any iterable.
+        iterations: how many steps.
+        initial_values: what `last_step_outputs` is where no step ran.
+        in_replica: whether a step is in replica context, or in cross-replica context.
+        spread: whether a batch that is a tuple is several arguments, or one. A function that does not take so many
+            gets the other.
+        prefetch: how many batches are fetched ahead at most; None for two, or more of small ones.
+        context_class: of what a step passes out.
+    """
+    iterations = _positive("iterations", iterations)
+    if prefetch is not None:
+        prefetch = _positive("prefetch", prefetch)
+    if initial_values is not None and not isinstance(initial_values, Mapping):
+        raise InputsError.bad_initial_values(initial_values)
+    if not tf.executing_eagerly():
+        raise InputsError.steps_in_function()
+    source = Source.of(fn)
+
+    def step(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        context = context_class()
+        converted = autograph.convert_always(fn) if source.autograph else fn
+        if in_replica:
+            with BodyReplicaContext(strategy, is_step=True):
+                converted(context, *args, **kwargs)
+        else:
+            tf.distribute.get_replica_context().merge_call(lambda _: (converted(context, *args, **kwargs), None)[1])
+        return context.traced()
+
+    batches = _batches(source.fn, iterator, spread)
+    context = context_class()
+    context.last_step_outputs = dict(initial_values or {})
+    try:
+        first = next(batches, None)
+    except BaseException as error:
+        _keep(error, context, iterations)
+        raise
+    if first is None:
+        raise _out_of_range(context, iterations)
+    with strategy.scope(), shutdown.running():
+        outcome = run_loop(programs, source, (in_replica, context_class), step, first, batches, iterations, prefetch)
+    context = context_class.filled(outcome.steps, outcome.results)
+    if outcome.error is not None:
+        _keep(outcome.error, context, iterations)
+        raise outcome.error
+    if outcome.steps < iterations:
+        raise _out_of_range(context, iterations)
+    return context
+
+
+def _positive(name: str, value: Any) -> int:
+    """A number of steps or batches."""
+    number = positive_int(value)
+    if number is None:
+        raise InputsError.bad_iterations(name, value)
+    return number
+
+
+def _batches(fn: Callable[..., Any], iterator: Any, spread: bool) -> Iterator[tuple]:
+    """For each step its arguments after the context."""
+    parameters = inspect.signature(fn)
+    is_spread: bool | None = None
+    for element in _elements(iterator):
+        if is_spread is None:
+            is_spread = isinstance(element, tuple) and _spreads(parameters, element, spread)
+        yield element if is_spread and isinstance(element, tuple) else (element,)
+
+
+def _elements(iterator: Any) -> Iterator[Any]:
+    """What an iterator yields; one that only knows `get_next`, too. It goes on where this one stops."""
+    following: Any
+    if hasattr(iterator, "__iter__"):
+        following = iter(iterator).__next__
+    elif hasattr(iterator, "get_next"):
+        following = iterator.get_next
+    else:
+        raise InputsError.no_iterator(iterator)
+    while True:
+        try:
+            element = following()
+        except (StopIteration, tf.errors.OutOfRangeError):
+            return
+        yield element
+
+
+def _spreads(parameters: inspect.Signature, element: tuple, preferred: bool) -> bool:
+    """Whether a tuple is several arguments of a step, whose first is the context."""
+    for spread in (preferred, not preferred):
+        try:
+            parameters.bind(None, *(element if spread else (element,)))
+        except TypeError:
+            continue
+        return spread
+    return preferred
+
+
+def _out_of_range(context: MultiStepContext, iterations: int) -> tf.errors.OutOfRangeError:
+    error = tf.errors.OutOfRangeError(
+        None, None, f"The iterator ended after {context.steps} of {iterations} steps; these are kept."
+    )
+    _keep(error, context, iterations)
+    return error
+
+
+def _keep(error: Any, context: MultiStepContext, iterations: int) -> None:
+    """Adds to an exception how many steps ran, if any did."""
+    if context.steps:
+        note_kept_steps(error, context.steps, iterations)
+    with contextlib.suppress(Exception):  # one that takes no attributes; the exception itself is what matters
+        error.context = context

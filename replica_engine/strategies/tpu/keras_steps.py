@@ -1,0 +1,130 @@
+"""Keras' `steps_per_execution` as a device loop: that many steps of `fit` and `evaluate` in one launch.
+
+A device loop runs steps of one shape. So a batch of another shape than the one before it (the last of a data set)
+ends a launch and begins the next one, and a batch that does not split evenly is run by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._tf import keras_trainer
+
+
+def device_loop(model: Any, step_function: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that `fit` or `evaluate` calls for `steps_per_execution` steps.
+
+    Args:
+        model: whose steps they are.
+        step_function: one step, of a batch.
+        plain: Keras' own function, for where there is one step only, or no device loop.
+    """
+    strategy = keras_trainer.strategy_of(model)
+    if not hasattr(strategy, "run_steps") or model.run_eagerly:
+        return plain
+
+    def step(context: Any, data: Any) -> None:
+        context.set_last_step_output("logs", step_function(data))
+
+    source: _Batches | None = None
+    programs = strategy.extended.own_programs()  # for as long as the model lives
+
+    def function(iterator: Any) -> Any:
+        nonlocal source
+        if model.steps_per_execution == 1 or not isinstance(iterator, tf.distribute.DistributedIterator):
+            return plain(iterator)
+        if source is None or not source.is_of(iterator):  # another epoch
+            source = _Batches(iterator)
+        logs = None
+        left = model.steps_per_execution
+        with source.reading(iterator):
+            while left and (batch := source.peek()) is not None:
+                if _is_even(batch):
+                    context = _launch(strategy, programs, step, source.alike(), left)
+                    left -= context.steps
+                    logs = context.last_step_outputs["logs"]
+                else:
+                    left -= 1
+                    logs = strategy.run(step_function, args=(source.take(),))
+        if left == model.steps_per_execution:
+            raise StopIteration
+        return keras_trainer.reduced(logs, strategy)
+
+    return function
+
+
+def _launch(strategy: Any, programs: Any, step: Callable[..., Any], batches: Iterator[Any], most: int) -> Any:
+    try:
+        return strategy.extended.run_steps(step, batches, most, None, spread=False, programs=programs)
+    except tf.errors.OutOfRangeError as ended:
+        if not getattr(ended, "context", None):
+            raise
+        return ended.context
+
+
+class _Batches:
+    """The batches of an iterator, with a look at the next one.
+
+    It holds the iterator while it is read, and not between: Keras lets go of one when an epoch is over, and to free one
+    that is old may take TensorFlow long.
+
+    Args:
+        iterator: of a distributed data set.
+    """
+
+    def __init__(self, iterator: Any):
+        self._of = weakref.ref(iterator)
+        self._iterator: Any = None
+        self._next: list[Any] = []
+
+    def is_of(self, iterator: Any) -> bool:
+        """Whether they are its batches."""
+        return self._of() is iterator
+
+    @contextlib.contextmanager
+    def reading(self, iterator: Any) -> Iterator[None]:
+        """It is read inside."""
+        self._iterator = iterator
+        try:
+            yield
+        finally:
+            self._iterator = None
+
+    def peek(self) -> Any:
+        """The next batch, which stays the next one; None at the end."""
+        if not self._next:
+            try:
+                self._next.append(tf.nest.map_structure(_without_optional, next(self._iterator)))
+            except (StopIteration, tf.errors.OutOfRangeError):
+                return None
+        return self._next[0]
+
+    def take(self) -> Any:
+        """The next batch; there is one."""
+        return self._next.pop()
+
+    def alike(self) -> Iterator[Any]:
+        """The next batches, up to one of other shapes than the first."""
+        shapes = _shapes(self.peek())
+        while (batch := self.peek()) is not None and _shapes(batch) == shapes:
+            yield self.take()
+
+
+def _shapes(batch: Any) -> list[tuple]:
+    """Of each part of a batch its shapes on the replicas."""
+    leaves = tf.nest.flatten(batch)
+    return [tuple(getattr(part, "shape", None) for part in getattr(leaf, "values", (leaf,))) for leaf in leaves]
+
+
+def _is_even(batch: Any) -> bool:
+    return all(shape == shapes[0] for shapes in _shapes(batch) for shape in shapes)
+
+
+def _without_optional(value: Any) -> Any:
+    """Keras has an empty optional where there is no data, of sample weights say."""
+    return None if isinstance(value, tf.experimental.Optional) else value

@@ -1,0 +1,457 @@
+"""TPUStrategy: the replica body compiled to one program that runs on N devices of any PJRT platform."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine import xla
+from replica_engine._tf import autograph, distribute, keras_trainer
+from replica_engine.diagnostics.flight_record import SyncPointRecord
+from replica_engine.diagnostics.tracebacks import shortened
+from replica_engine.errors.base import shown
+from replica_engine.pjrt.devices import device_group
+from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.process import pool
+from replica_engine.process.fork import check_not_forked
+from replica_engine.strategies.base import check_seconds
+from replica_engine.strategies.multi_step import MultiStepContext
+from replica_engine.strategies.reductions import Reductions
+from replica_engine.strategies.tpu import keras_steps, variables
+from replica_engine.strategies.tpu.api import OneLogicalDevice, TPUFacts
+from replica_engine.strategies.tpu.context import BodyReplicaContext, gather_leaf, reduce_leaf
+from replica_engine.strategies.tpu.device_loops import run_steps
+from replica_engine.strategies.validation import check_call, check_flags, checked_reduction
+from replica_engine.values.regroup import regroup, spread
+from replica_engine.xla.body import Limits, in_body
+from replica_engine.xla.graph_mode import refuses_graphs
+from replica_engine.xla.graph_op import call_with_numbers
+from replica_engine.xla.resolver import PjrtClusterResolver
+from replica_engine.xla.signature.function_spec import Source
+from replica_engine.xla.stages.program_cache import Programs
+from replica_engine.xla.state.host_variable import handles_compared
+
+
+@refuses_graphs(
+    "_batch_reduce_to",
+    "_broadcast_to",
+    "_create_variable",
+    "_distribute_datasets_from_function",
+    "_experimental_distribute_dataset",
+    "_experimental_distribute_values_from_function",
+    "_experimental_make_numpy_dataset",
+    "_gather_to_implementation",
+    "_make_dataset_iterator",
+    "_make_input_fn_iterator",
+    "_reduce_to",
+    "_update",
+    "_update_non_slot",
+    "call_for_each_replica",
+    "colocate_vars_with",
+    "experimental_make_numpy_dataset",
+    "read_var",
+    "run_steps",
+    "update",
+    "update_non_slot",
+)
+class TPUExtended(TPUFacts, Reductions, distribute.MirroredExtended):
+    """The extended half of `TPUStrategy`.
+
+    Values before and after a run are on the host, and what is done with them there, in cross-replica context,
+    is TensorFlow's own (`MirroredExtended`, with the host as the device of every replica). What is done inside
+    a body, by merge functions, is an operation of the compiled program.
+
+    Attributes:
+        device_group: the devices that replicas run on.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        devices: DeviceGroup,
+        same_random: bool,
+        limits: Limits,
+        soft_placement: bool | None = None,
+    ):
+        self.device_group = devices
+        self._same_random = same_random
+        name = type(strategy).__name__
+        self._programs = Programs(
+            devices, self._in_replica_context, same_random, name=name, limits=limits, soft_placement=soft_placement
+        )
+        host = distribute.resolve("CPU:0")
+        super().__init__(strategy, [host] * devices.size, tf.distribute.ReductionToOneDevice())
+
+    def _initialize_strategy(self, devices: list[str]) -> None:
+        """The hook that sets up devices; TensorFlow's own would want a different one for each replica."""
+        self._initialize_single_worker(tuple(devices))
+
+    def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The hook that runs replicas."""
+        if in_body() is not None:  # by a merge function, or strategy.reduce(axis=...) in one
+            with BodyReplicaContext(self._container_strategy()):
+                return fn(*args, **kwargs)
+        check_not_forked()
+        return self.run_of(self._programs, fn, args, kwargs)
+
+    def run_of(self, programs: Programs, fn: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
+        """As `strategy.run`, with programs of one's own (`own_programs`)."""
+        source, size = Source.of(fn), self.device_group.size
+        # In eager mode nothing is done here that needs the scope; a trace enters it.
+        with contextlib.nullcontext() if tf.executing_eagerly() else self._container_strategy().scope():
+            args, kwargs = spread(args, size, "args"), spread(kwargs or {}, size, "kwargs")
+            results = call_with_numbers(programs, source, args, kwargs)
+        return regroup(results, what="The results of the replicas")
+
+    @contextlib.contextmanager
+    def _in_replica_context(self) -> Iterator[None]:
+        with self._container_strategy().scope(), BodyReplicaContext(self._container_strategy()):
+            yield
+
+    def call_for_each_replica(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+        """As of every strategy; in a step of `run_steps`, which is in replica context, it calls `fn`."""
+        context = tf.distribute.get_replica_context()
+        if isinstance(context, BodyReplicaContext) and context.is_step:
+            return fn(*args, **kwargs or {})
+        if in_body() is not None or not tf.executing_eagerly():
+            return super().call_for_each_replica(fn, args, kwargs)
+        distribute.check_cross_replica(self)
+        return self._call_for_each_replica(fn, args, kwargs or {})
+
+    def sync_points(self) -> list[SyncPointRecord]:
+        """As `TPUStrategy.sync_points`."""
+        return self._programs.sync_points()
+
+    def own_programs(self) -> Programs:
+        """A place for compiled programs apart from the strategy's, for `run_steps`; it goes with whoever keeps it."""
+        return self._programs.beside()
+
+    def experimental_run_steps_on_iterator(
+        self, fn: Callable[..., Any], iterator: Any, iterations: int | None = None, initial_loop_values: Any = None
+    ) -> MultiStepContext:
+        """As of every strategy: steps in cross-replica context; `iterations` is `steps_per_run` if not given."""
+        return self.run_steps(fn, iterator, iterations, initial_loop_values, in_replica=False, spread=False)
+
+    def run_steps(
+        self,
+        fn: Callable[..., Any],
+        iterator: Any,
+        iterations: int | None,
+        initial_loop_values: Any,
+        in_replica: bool = True,
+        spread: bool = True,
+        prefetch: int | None = None,
+        context_class: type[MultiStepContext] = MultiStepContext,
+        programs: Programs | None = None,
+    ) -> Any:
+        """As `TPUStrategy.run_steps`.
+
+        Args:
+            fn: a step.
+            iterator: its inputs.
+            iterations: how many steps; None takes `steps_per_run`.
+            initial_loop_values: what `last_step_outputs` is if there is no batch.
+            in_replica: whether a step is in replica context, or in cross-replica context.
+            spread: whether a batch that is a tuple is several arguments, or one.
+            prefetch: how many batches are fetched ahead at most; None for two, or more of small ones: up to 256, or as
+                many as half a megabyte has for a replica.
+            context_class: of what a step passes out.
+            programs: where to keep what is compiled; None keeps it with the strategy.
+        """
+        strategy = self._container_strategy()
+        if iterations is None:
+            iterations = strategy.steps_per_run
+        return run_steps(
+            strategy,
+            programs or self._programs,
+            fn,
+            iterator,
+            iterations,
+            initial_loop_values,
+            in_replica,
+            spread,
+            prefetch,
+            context_class,
+        )
+
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        """The hook that makes variables."""
+        colocate_with = kwargs.pop("colocate_with", None)
+        if colocate_with is not None and not isinstance(colocate_with, (tf.Variable, list, tuple)):
+            return next_creator(**kwargs)
+        return variables.create(self._container_strategy(), next_creator, kwargs, self._same_random)
+
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        """The hook of `reduce` and `reduce_to`."""
+        if in_body() is None or isinstance(value, (int, float)):
+            return super()._reduce_to(reduce_op, value, destinations, options)
+        return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, _own(leaf)), value)
+
+    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
+        """The hook of `batch_reduce_to`."""
+        return [self._reduce_to(reduce_op, value, to, options) for value, to in value_destination_pairs]
+
+    def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
+        """The hook of `gather`."""
+        if in_body() is None:
+            return super()._gather_to_implementation(value, destinations, axis, options)
+        return gather_leaf(value, axis)
+
+    def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """The hook of `broadcast_to`."""
+        return super()._broadcast_to(tensor, destinations) if in_body() is None else tensor
+
+    def _local_results(self, value: Any) -> tuple:
+        """The hook of `experimental_local_results`: in a body, of a tensor, those of all replicas."""
+        if isinstance(value, distribute.DistributedVariable):
+            return value.values
+        if in_body() is None or isinstance(value, (distribute.DistributedValues, tf.Variable)):
+            return super()._local_results(value)
+        if not tf.is_tensor(value):
+            return (value,) * self.device_group.size
+        return tuple(tf.unstack(xla.all_gather(value[tf.newaxis], axis=0)))
+
+    def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+        """The hook of `update`: once where all replicas have one value, once for each on-read component."""
+        components = list({id(component): component for component in var._values}.values())
+        if in_body() is not None:
+            with distribute.UpdateContext(0), tf.name_scope("update_0"):
+                result = fn(components[0], *distribute.first_values(args), **distribute.first_values(kwargs))
+            if group:
+                return tf.nest.map_structure(_as_value, result)
+            return tf.nest.map_structure(lambda leaf: (leaf,) * self.device_group.size, result)
+        updates = []
+        for index, component in enumerate(components):
+            with tf.device(component.device), distribute.UpdateContext(index), tf.name_scope(f"update_{index}"):
+                updates.append(
+                    fn(component, *distribute.select_replica(index, args), **distribute.select_replica(index, kwargs))
+                )
+        return self._updated(updates, group)
+
+    def _update_non_slot(self, colocate_with: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+        """The hook of `update_non_slot`: once, since all replicas have the one variable on the host."""
+        with distribute.UpdateContext(0), tf.name_scope("update_0"):
+            result = fn(*distribute.select_replica(0, args), **distribute.select_replica(0, kwargs))
+        return self._updated([result], group)
+
+    def _updated(self, updates: list[Any], group: bool) -> Any:
+        """What an update returns: of one result for all replicas, or of one for each."""
+        size = self.device_group.size
+        if len(updates) == 1 and not group:
+            return tf.nest.map_structure(lambda leaf: (leaf,) * size, updates[0])
+        with handles_compared():
+            return distribute.update_regroup(self, updates * (size // len(updates)), group)
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """The hook of all-reduces that TensorFlow makes itself, in replica context."""
+        return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, leaf), value)
+
+    def _use_merge_call(self) -> bool:
+        """The hook that says whether replicas have to meet to update variables."""
+        return not distribute.is_merged()
+
+
+def _own(value: Any) -> Any:
+    """In a body: each replica's own value of a variable; read as a whole it would be reduced already."""
+    return value._values[0] if isinstance(value, distribute.DistributedVariable) else value
+
+
+def _as_value(result: Any) -> Any:
+    return tf.identity(result) if isinstance(result, tf.Variable) else result
+
+
+@refuses_graphs("reduce", "run", "run_steps", "scope")
+class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
+    """Runs a function on N devices as one compiled program: on TPUs, GPUs, or CPU devices of a laptop.
+
+    An instance of `tf.distribute.TPUStrategy`, so libraries that ask for one take the branch that they take on TPUs;
+    `docs/libraries.md` lists them.
+
+    The function is traced once, whatever N is, compiled by XLA for N replicas, and run through PJRT. `scope`,
+    `run`, `reduce`, datasets, Keras `fit`, checkpoints and `extended` work as TensorFlow documents them for
+    strategies. Variables live on the devices between steps, and whoever reads one on the host sees the value of
+    the last step.
+
+    `run` compiles for you: no `tf.function` is needed, and in one it is a part of that function's graph. As in a
+    `tf.function`, Python code runs while tracing only, arguments that are no tensors are compiled in, and
+    shapes that change mean another compilation.
+
+    Args:
+        tpu_cluster_resolver: a `replica_engine.xla.PjrtClusterResolver` that says which platform to run on. None
+            takes TPUs, or else GPUs, or else CPU devices.
+        steps_per_run: how many steps one launch of a device loop takes (`run_steps`), if it is not said there.
+        num_cores: how many devices. None takes all; of CPU devices, which are made as they are asked for, one for
+            each core.
+        same_random_numbers: let random ops draw the same numbers on all replicas. By default each replica draws
+            its own.
+        soft_placement: let ops that XLA cannot compile (strings, tables, summaries, `tf.print`, `tf.py_function`,
+            assertions) run on the host, between the ops that run on the devices. False makes them a LoweringError.
+            None does what `tf.config.set_soft_device_placement` says, which is True unless it was changed.
+        timeout: seconds that a launch may take without a sign of life (a host call that is made or returns, a batch
+            that is taken) before it raises ReplicaTimeoutError. None waits on. Compiling does not count.
+        warn_after: seconds after which a table of who is where is logged, and again after as many. None takes 30,
+            or what the environment variable REPLICA_ENGINE_WARN_AFTER says.
+
+    Raises:
+        BackendMissingError: jax is not installed, or of a version that does not work. It names the command.
+        DeviceError: there are fewer devices than `num_cores`, or none of the platform.
+
+    Example:
+        >>> import tensorflow as tf, replica_engine
+        >>> strategy = replica_engine.TPUStrategy(num_cores=2)
+        >>> with strategy.scope():
+        ...     total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
+        >>> def fn(x):
+        ...     total.assign_add(x)
+        ...     return tf.distribute.get_replica_context().all_reduce("SUM", x)
+        >>> result = strategy.run(fn, args=(tf.constant(3.0),))
+        >>> [float(each) for each in strategy.experimental_local_results(result)], float(total.numpy())
+        ([6.0, 6.0], 6.0)
+    """
+
+    _collective_key_base = 0  # TensorFlow's extended class asks for one; no collective of TensorFlow's is used
+
+    def __init__(
+        self,
+        tpu_cluster_resolver: PjrtClusterResolver | None = None,
+        steps_per_run: int = 1,
+        num_cores: int | None = None,
+        *,
+        same_random_numbers: bool = False,
+        soft_placement: bool | None = None,
+        timeout: float | None = None,
+        warn_after: float | None = None,
+    ):
+        check_seconds(timeout=timeout, warn_after=warn_after)
+        check_flags(same_random_numbers=same_random_numbers)
+        if soft_placement is not None:
+            check_flags(soft_placement=soft_placement)
+        if isinstance(steps_per_run, bool) or not isinstance(steps_per_run, int) or steps_per_run < 1:
+            raise ValueError(f"steps_per_run must be a positive int; got {shown(steps_per_run)}.")
+        if tpu_cluster_resolver is not None and not isinstance(tpu_cluster_resolver, PjrtClusterResolver):
+            raise TypeError(
+                f"tpu_cluster_resolver must be a replica_engine.xla.PjrtClusterResolver or None, got "
+                f"{shown(tpu_cluster_resolver)}. For a platform write TPUStrategy(PjrtClusterResolver('gpu')), for a "
+                "number of devices TPUStrategy(num_cores=4)."
+            )
+        platform = None if tpu_cluster_resolver is None else tpu_cluster_resolver.platform
+        devices = device_group(platform, num_cores)
+        pool.make_room(pool.FOR_LAUNCHES)
+        limits = Limits(timeout, warn_after)
+        # Not the parent's __init__, which would connect to a TPU system of TensorFlow.
+        tf.distribute.Strategy.__init__(self, TPUExtended(self, devices, same_random_numbers, limits, soft_placement))
+        self._steps_per_run = steps_per_run
+        self._resolver = tpu_cluster_resolver
+
+    def scope(self) -> Any:
+        """As of every strategy. Keras models built in it run `steps_per_execution` steps in one launch."""
+        keras_trainer.extend(keras_steps.device_loop, TPUStrategy)
+        keras_trainer.average_logs(TPUStrategy)
+        return super().scope()
+
+    @autograph.artifact
+    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """Runs `fn` on each replica, with the given arguments; as `tf.distribute.Strategy.run`.
+
+        Args:
+            fn: the function; a `tf.function` is compiled as a part of the body.
+            args: positional arguments; of a `tf.distribute.DistributedValues` each replica gets its own.
+            kwargs: keyword arguments, likewise.
+            options: of no effect.
+
+        Raises:
+            LoweringError: XLA cannot compile it: the op and your line.
+            ReplicaMismatchError: replicas have tensors of different shapes or dtypes.
+            Exception: whatever `fn` raised while it was traced.
+        """
+        check_call(fn, args, kwargs)
+        try:
+            return self.extended.call_for_each_replica(fn, args, kwargs or {})
+        except Exception as error:
+            raise shortened(error)
+
+    @autograph.artifact
+    def run_steps(
+        self,
+        fn: Callable[..., Any],
+        iterator: Any,
+        iterations: int | None = None,
+        *,
+        initial_loop_values: Any = None,
+        prefetch: int | None = None,
+    ) -> MultiStepContext:
+        """Runs `fn` on each replica, `iterations` times, in one launch: a loop on the devices.
+
+        Batches are fetched from `iterator` by a thread while steps run. All must have the structure and shapes of the
+        first.
+
+        Args:
+            fn: a step, called as `fn(context, *inputs)` in replica context; `context` is a `MultiStepContext`. It is
+                traced once. `run`, `reduce` and `experimental_local_results` of the strategy work in it too.
+            iterator: of a data set (a distributed one gives each replica its share, another one gives all the same),
+                or anything that can be iterated over. No more than `iterations` batches are taken from it.
+            iterations: how many steps; None takes `steps_per_run`.
+            initial_loop_values: by name, what `last_step_outputs` is if there is no batch at all.
+            prefetch: how many batches are fetched ahead at most; None for two, or more of small ones: up to 256, or as
+                many as half a megabyte has for a replica.
+
+        Returns:
+            The context, with what the last step passed out.
+
+        Raises:
+            tf.errors.OutOfRangeError: there were fewer batches. The steps that ran are kept; the error's `context`
+                says how many (`steps`), and has the outputs of the last.
+            InputsError: a batch is unlike the first. The steps before it are kept, as above.
+            Exception: what the iterator raised (the steps before are kept, as above), what `fn` raised while it was
+                traced, or a host call in it raised (no step is kept).
+
+        Example:
+            >>> import tensorflow as tf, replica_engine
+            >>> strategy = replica_engine.TPUStrategy(num_cores=2)
+            >>> with strategy.scope():
+            ...     total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
+            >>> def step(context, x):
+            ...     total.assign_add(tf.reduce_sum(x))
+            ...     context.set_last_step_output("mean", tf.reduce_mean(x), "MEAN")
+            >>> data = tf.data.Dataset.range(8).map(lambda i: tf.cast(i, tf.float32)).batch(2, drop_remainder=True)
+            >>> batches = iter(strategy.experimental_distribute_dataset(data))
+            >>> context = strategy.run_steps(step, batches, iterations=3)
+            >>> float(total.numpy()), float(context.last_step_outputs["mean"]), context.steps
+            (15.0, 4.5, 3)
+        """
+        try:
+            return self.extended.run_steps(fn, iterator, iterations, initial_loop_values, prefetch=prefetch)
+        except Exception as error:
+            raise shortened(error)
+
+    def sync_points(self) -> list[SyncPointRecord]:
+        """The last sync points of each replica: the collectives of the last launches, in order, up to 100.
+
+        A program runs out of the host's sight: a record's times are those of its launch, and each collective stands
+        once, also where it is in a loop.
+        """
+        return self.extended.sync_points()
+
+    @autograph.artifact
+    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        """As of every strategy; in a step of `run_steps` too. Python numbers count as tensors."""
+        reduce_op, value, axis = checked_reduction(reduce_op, value, axis)
+        context = tf.distribute.get_replica_context()
+        if isinstance(context, BodyReplicaContext) and context.is_step:
+            return context.merge_call(
+                lambda _, value: super(TPUStrategy, self).reduce(reduce_op, value, axis), (value,)
+            )
+        return super().reduce(reduce_op, value, axis)
+
+    @property
+    def steps_per_run(self) -> int:
+        """How many steps one launch of a device loop takes, if it is not said there."""
+        return self._steps_per_run
+
+    @property
+    def cluster_resolver(self) -> PjrtClusterResolver | None:
+        """The resolver that was passed."""
+        return self._resolver

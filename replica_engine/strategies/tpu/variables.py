@@ -1,0 +1,109 @@
+"""Variables of TPUStrategy: TensorFlow's distributed variables, with their values on the devices.
+
+A mirrored variable has one variable on the host, an on-read variable one for each replica; `Resident` moves
+values between them and the devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._tf import distribute, variables
+from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.threads.variables import SEED_STEP
+from replica_engine.xla.state import initial_values
+from replica_engine.xla.state.device_value import Resident, Spread
+from replica_engine.xla.state.host_variable import HostVariable
+
+_KERAS_SEED = "seed_generator_state"
+
+
+class _Resident:
+    """What both kinds of variable share."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy on the same devices. As in `tf.distribute`, only under the scope of the variable's strategy."""
+        variable: Any = self
+        strategy = variable.distribute_strategy
+        with distribute.enter_or_assert_strategy(strategy):
+            unique = {id(value): value for value in variable._values}
+            values = [variables.plain_copy(value, memo) for value in unique.values()]
+        if len(values) == 1:
+            values *= len(variable._values)
+        copied = type(self)(strategy, values, variable.aggregation)  # type: ignore[call-arg]
+        original: Resident = variable._values[0]._replica_engine[0]
+        resident = make_resident(values, strategy.extended.device_group, original.spread)
+        if len(resident.handles) == 1 and (own := original.on_replicas()) is not None:
+            resident.set_values(own)
+        memo[id(self)] = copied
+        return copied
+
+
+class MirroredDeviceVariable(_Resident, distribute.MirroredVariable):
+    """A variable with one value on all replicas.
+
+    Without aggregation replicas may assign different values, and then there are some; the host has that of
+    replica 0.
+    """
+
+    @property
+    def values(self) -> tuple:
+        """For each replica the variable on the host, or a copy of the value where that differs."""
+        if self._aggregation != tf.VariableAggregation.NONE or not tf.executing_eagerly():
+            return self._values
+        values = self._values[0]._replica_engine[0].on_replicas()
+        if values is None:
+            return self._values
+        return (self._values[0], *(variables.ResourceVariable(value, trainable=False) for value in values[1:]))
+
+
+class OnReadDeviceVariable(_Resident, distribute.SyncOnReadVariable):
+    """A variable with a value for each replica, aggregated when it is read across replicas."""
+
+
+def create(strategy: Any, next_creator: Callable[..., Any], kwargs: dict[str, Any], same_random: bool) -> Any:
+    """Makes a variable of a strategy; the keyword arguments are those of a variable creator."""
+    devices: DeviceGroup = strategy.extended.device_group
+    name = kwargs.get("name") or "Variable"
+    spread = spread_seed if name.endswith(_KERAS_SEED) and not same_random else None
+
+    def components(**kwargs: Any) -> list[Any]:
+        on_read = kwargs["synchronization"] == tf.VariableSynchronization.ON_READ
+        first = variables.create(next_creator, initial_values.outside(kwargs))
+        values = [first]
+        for replica in range(1, devices.size if on_read else 1):
+            like = {**kwargs, "initial_value": first.read_value, "name": f"{_plain(first.name)}/replica_{replica}/"}
+            values.append(variables.create(next_creator, like))
+        return values if on_read else values * devices.size
+
+    variable = distribute.create_variable(strategy, components, MirroredDeviceVariable, OnReadDeviceVariable, kwargs)
+    make_resident(variable._values, devices, spread)
+    return variable
+
+
+def make_resident(values: Any, devices: DeviceGroup, spread: Spread | None) -> Resident:
+    """Puts the host's variables in charge of values on the devices."""
+    unique = list({id(value): value for value in values}.values())
+    resident = Resident([variables.raw_handle(value) for value in unique], devices, spread)
+    for replica, value in enumerate(unique):
+        HostVariable.adopt(value, resident, replica)
+    resident.leave_pool()
+    return resident
+
+
+def spread_seed(value: np.ndarray, size: int) -> list[np.ndarray]:
+    """A seed for each replica, of one for all: that of replica 0 is the one on the host."""
+    seeds = []
+    for replica in range(size):
+        seed = value.copy()
+        seed.flat[0] = (int(seed.flat[0]) + replica * SEED_STEP) % 2**32
+        seeds.append(seed)
+    return seeds
+
+
+def _plain(name: str) -> str:
+    return name.split(":")[0]

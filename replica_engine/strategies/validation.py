@@ -1,0 +1,91 @@
+"""What users pass to `run` and `reduce`, looked at before anything else is done with it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._tf import distribute
+from replica_engine.errors import ReplicaValueError
+from replica_engine.values.tensors import as_tensor
+
+_MOST_AXES = 254  # that a tensor of TensorFlow can have
+
+
+def check_call(fn: Any, args: Any, kwargs: Any) -> None:
+    """Sees to it that `run` has a function, a list of arguments, and a mapping of others or None.
+
+    Raises:
+        ReplicaValueError: it has not.
+
+    Example:
+        >>> check_call(abs, (1,), None)
+    """
+    if not callable(fn):
+        raise ReplicaValueError.no_function(fn)
+    if not isinstance(args, (list, tuple)):
+        raise ReplicaValueError.no_positional(args)
+    if isinstance(kwargs, distribute.DistributedValues):  # of the replicas' mappings: looked at when it is taken apart
+        return
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
+        raise ReplicaValueError.no_keywords(kwargs)
+
+
+def check_flags(**values: object) -> None:
+    """Sees to it that each is True or False.
+
+    Raises:
+        ReplicaValueError: one is not.
+
+    Example:
+        >>> check_flags(concurrent=True)
+    """
+    for name, value in values.items():
+        if not isinstance(value, (bool, np.bool_)):
+            raise ReplicaValueError.bad_flag(name, value)
+
+
+def checked_reduction(reduce_op: Any, value: Any, axis: Any) -> tuple[tf.distribute.ReduceOp, Any, Any]:
+    """The operation, value and axis of `reduce`, as TensorFlow takes them.
+
+    Args:
+        reduce_op: "SUM", "MEAN" or a `tf.distribute.ReduceOp`.
+        value: what to reduce.
+        axis: a dimension, several, or None.
+
+    Raises:
+        ReplicaValueError: one of them is something else.
+
+    Example:
+        >>> checked_reduction("sum", 1.0, 0)
+        (<ReduceOp.SUM: 'SUM'>, 1.0, 0)
+    """
+    if isinstance(reduce_op, str):
+        reduce_op = tf.distribute.ReduceOp.__members__.get(reduce_op.upper(), reduce_op)
+    if not isinstance(reduce_op, tf.distribute.ReduceOp):
+        raise ReplicaValueError.bad_reduction(reduce_op)
+    if axis is None:
+        return reduce_op, value, None
+    try:
+        axis = tuple(map(operator.index, axis)) if isinstance(axis, (list, tuple)) else operator.index(axis)
+    except Exception:  # tensors of TensorFlow have errors of their own
+        raise ReplicaValueError.bad_axis(axis) from None
+    if any(abs(dimension) > _MOST_AXES for dimension in (axis if isinstance(axis, tuple) else (axis,))):
+        raise ReplicaValueError.bad_axis(axis)
+    if isinstance(value, Mapping):
+        raise ReplicaValueError.no_tensor("A value to reduce along an axis", value, "it is a mapping")
+    if reduce_op == tf.distribute.ReduceOp.MEAN:  # TensorFlow asks for the shape
+        value = _with_shape(value)
+    return reduce_op, value, axis
+
+
+def _with_shape(value: Any) -> Any:
+    if isinstance(value, (tf.Tensor, tf.Variable, distribute.DistributedVariable)):
+        return value
+    if isinstance(value, distribute.DistributedValues):
+        return distribute.PerReplica(tuple(map(_with_shape, value.values)))
+    return as_tensor(value, "A value to reduce along an axis")

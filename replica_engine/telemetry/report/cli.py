@@ -1,0 +1,66 @@
+"""The flags of `python -m replica_engine timeline`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from replica_engine.telemetry.report import picture, shares, spans
+
+DESCRIPTION = """\
+Draws a timeline that `with replica_engine.timeline("run.json"):` recorded, and prints a table:
+what share of the time each replica ran, waited for the others and was merged, which replica was slowest,
+and merge calls a second.
+"""
+EPILOG = """\
+example:
+  python -m replica_engine timeline run.json --output run.svg --begin 1.5 --end 2
+
+The picture needs matplotlib: pip install "replica-engine[plot]". ui.perfetto.dev opens run.json too, to zoom.
+"""
+FAILED = 1
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Adds the `timeline` command to those of `python -m replica_engine`.
+
+    Args:
+        subparsers: what `ArgumentParser.add_subparsers` returned.
+    """
+    parser = subparsers.add_parser(
+        "timeline",
+        help="draw a recorded timeline, and say who waited for whom",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("path", metavar="run.json", help="the recording")
+    parser.add_argument("--output", metavar="PICTURE", help=".png, .svg or .pdf (default: beside the recording, .png)")
+    parser.add_argument("--begin", type=float, default=0.0, metavar="S", help="draw from this second of the recording")
+    parser.add_argument("--end", type=float, metavar="S", help="draw to this second")
+    parser.set_defaults(run=run)
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status."""
+    try:
+        timeline = spans.read(flags.path)
+    except (OSError, ValueError) as error:
+        return _failed(str(error))
+    print(shares.table(timeline))
+    output = flags.output or f"{os.path.splitext(flags.path)[0]}.png"
+    try:
+        picture.draw(timeline, output, flags.begin, flags.end)
+    except ImportError:
+        return _failed('the picture needs matplotlib: pip install "replica-engine[plot]"')
+    except (OSError, ValueError) as error:
+        return _failed(f"no picture: {error}")
+    print(f"wrote {output}")
+    return 0
+
+
+def _failed(why: str) -> int:
+    print(f"timeline: {why}", file=sys.stderr)
+    return FAILED

@@ -1,0 +1,134 @@
+"""Whether the tensors that replicas bring to an all-reduce or all-gather fit together.
+
+What is known when the replicas meet, dtypes and static shapes, is compared then, and a mismatch raises before anything
+is reduced. In a graph a size may be known only when the graph runs. An all-gather of such tensors gets an assertion, so
+that the error names the replicas and their shapes; TensorFlow's own would name an op, ConcatV2.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine.diagnostics.flight_record import Brought, texts
+from replica_engine.engine import Replica, SyncPoint
+from replica_engine.errors import ReplicaMismatchError
+
+
+def check_alike(points: Sequence[SyncPoint], replicas: Sequence[Replica]) -> None:
+    """Compares what the replicas brought to a sync point. A merge function of the user's may take anything.
+
+    Args:
+        points: the sync point, of each replica.
+        replicas: the replicas.
+
+    Raises:
+        ReplicaMismatchError: one has another dtype or shape than replica 0.
+    """
+    first = points[0]
+    if first.kind not in ("all_reduce", "all_gather"):
+        return
+    axis = _axis(replicas[0])
+    for point in points[1:]:
+        if len(point.values) == len(first.values):  # else they differ in structure, which is told elsewhere
+            for one, other in zip(first.values, point.values, strict=True):
+                if not _fit(one, other, first.kind == "all_gather", axis):
+                    raise _mismatch(first, replicas, [", ".join(texts(each.values)) for each in points])
+
+
+def assertions(point: SyncPoint, replicas: Sequence[Replica], args: Sequence[Any]) -> list[tf.Operation]:
+    """Ops of the graph under construction that check the shapes of an all-gather where they are not static.
+
+    Args:
+        point: the sync point of replica 0.
+        replicas: the replicas.
+        args: of each replica, what it passed to the merge function.
+
+    Returns:
+        The ops. They raise tf.errors.InvalidArgumentError, with the words of ReplicaMismatchError.
+    """
+    axis = _axis(replicas[0])
+    if point.kind != "all_gather" or axis is None:
+        return []
+    checks = []
+    for tensors in zip(*map(tf.nest.flatten, args), strict=True):
+        if not all(tf.is_tensor(tensor) for tensor in tensors) or _known_to_fit(tensors, axis):
+            continue
+        shapes = [tf.shape(tensor) for tensor in tensors]
+        rest = [_without(shape, axis) for shape in shapes]
+        fits = [_equal(rest[0], other) for other in rest[1:]]
+        head, *rows, tail = str(_mismatch(point, replicas, [tensor.dtype.name for tensor in tensors])).split("\n")
+        data = [head, *itertools.chain(*zip(rows, shapes, strict=True)), tail]
+        checks.append(tf.debugging.Assert(tf.reduce_all(fits), data, summarize=8))
+    return checks
+
+
+def _axis(replica: Replica) -> int | None:
+    """The axis of the all-gather that a replica waits in; None if it is unknown, or not an all-gather."""
+    detail: tuple = replica.meets[1]  # type: ignore[index]  # what the engine compares, and does not look into
+    if len(detail) < 2 or detail[0] != "all_gather":
+        return None
+    axis = tf.get_static_value(detail[1]) if tf.is_tensor(detail[1]) else detail[1]
+    try:
+        return int(axis)
+    except (TypeError, ValueError):
+        return None
+
+
+def _mismatch(point: SyncPoint, replicas: Sequence[Replica], brought: Sequence[str]) -> ReplicaMismatchError:
+    rows = list(zip(map(str, replicas), brought, strict=True))
+    return ReplicaMismatchError.at_sync_point(str(point), rows, point.kind == "all_reduce")
+
+
+def _fit(one: Brought, other: Brought, gathered: bool, axis: int | None) -> bool:
+    if one.dtype is other.dtype and type(one.shape) is tuple and one.shape == other.shape:
+        return True
+    if one.dtype != other.dtype or one.sparse != other.sparse:
+        return False
+    if one.sparse:
+        return True
+    if not gathered:
+        return one.shape is other.shape or tf.TensorShape(one.shape).is_compatible_with(other.shape)
+    return _shapes_fit(tf.TensorShape(one.shape), tf.TensorShape(other.shape), axis)
+
+
+def _shapes_fit(one: tf.TensorShape, other: tf.TensorShape, axis: int | None) -> bool:
+    """Whether static shapes are of one rank, and of compatible sizes off an axis."""
+    if one.rank is None or other.rank is None:
+        return True
+    if one.rank != other.rank:
+        return False
+    if axis is None or not -one.rank <= axis < one.rank:  # an axis that there is not has an error of its own
+        return True
+    return _rest(one, axis).is_compatible_with(_rest(other, axis))
+
+
+def _known_to_fit(tensors: Sequence[tf.Tensor], axis: int) -> bool:
+    """Whether all sizes off the axis are static, and so compared already, or the axis does not exist."""
+    shapes = [tensor.shape for tensor in tensors]
+    if any(shape.rank is None for shape in shapes):
+        return False
+    return not -shapes[0].rank <= axis < shapes[0].rank or all(
+        _rest(shape, axis).is_fully_defined() for shape in shapes
+    )
+
+
+def _rest(shape: tf.TensorShape, axis: int) -> tf.TensorShape:
+    sizes = list(shape)
+    del sizes[axis]
+    return tf.TensorShape(sizes)
+
+
+def _without(shape: tf.Tensor, axis: int) -> tf.Tensor:
+    """A shape, a vector, without the size of one axis."""
+    index = axis if axis >= 0 else tf.size(shape) + axis
+    return tf.concat([shape[:index], shape[index + 1 :]], 0)
+
+
+def _equal(one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+    """Whether two vectors are equal; they may be of different lengths."""
+    sizes = tf.raw_ops.Equal(x=one, y=other, incompatible_shape_error=False)
+    return tf.reduce_all(sizes) & tf.equal(tf.size(one), tf.size(other))

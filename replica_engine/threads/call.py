@@ -1,0 +1,255 @@
+"""Calling a function once per replica: the TensorFlow side of a run.
+
+The engine knows bodies and requests; here they become functions in replica context and merge functions in
+cross-replica context. The path of one call: `call_for_each_replica` lifts a tf.function, `_run` leases
+threads and makes the bodies, each body enters the inherited state and calls the function, `_merge` runs the
+merge function for all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._tf import autograph, distribute, function, thread_state
+from replica_engine.diagnostics.failed_run import note_failed_run
+from replica_engine.diagnostics.flight_record import SyncPointRecord, records
+from replica_engine.diagnostics.tracebacks import as_raised
+from replica_engine.diagnostics.user_frames import identity
+from replica_engine.engine import GroupPool, Replica, Run
+from replica_engine.errors import CoordinatorRow, note_merge_failure, slow_function
+from replica_engine.process import shutdown
+from replica_engine.process.fork import check_not_forked
+from replica_engine.telemetry import timeline
+from replica_engine.telemetry.stacks import stack_of
+from replica_engine.telemetry.trace_file import Track
+from replica_engine.telemetry.watchdog import Watch
+from replica_engine.threads.agreement import assertions, check_alike
+from replica_engine.threads.context import MergeRequest, ReplicaContext
+from replica_engine.threads.inherited_state import InheritedState
+from replica_engine.threads.lift import lift
+from replica_engine.threads.variables import SharedVariables
+from replica_engine.values.regroup import parts, regroup, spread
+
+_pools: weakref.WeakKeyDictionary[tf.distribute.Strategy, GroupPool] = weakref.WeakKeyDictionary()
+_pools_lock = threading.Lock()
+# The sources of functions that a strategy has run, concurrently, without a variable being created.
+_creates_nothing: weakref.WeakKeyDictionary[tf.distribute.Strategy, set] = weakref.WeakKeyDictionary()
+
+
+@autograph.artifact
+def call_for_each_replica(
+    strategy: tf.distribute.Strategy,
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Runs `fn` once per replica of `strategy`, on this library's replica threads.
+
+    Works for any `tf.distribute.Strategy` that has devices, such as TensorFlow's own MirroredStrategy; one
+    replica runs on each of `strategy.extended.worker_devices`. A `tf.function` is lifted: it goes around
+    the whole call, keeps its options, and is traced once per signature.
+
+    Args:
+        strategy: whose devices, variables and merge functions are used.
+        fn: the function, called in replica context.
+        args: its positional arguments; of a `tf.distribute.DistributedValues` among them each replica gets its own. It
+            may be one itself, of the replicas' lists of arguments.
+        kwargs: its keyword arguments, in the same way.
+
+    Returns:
+        What `fn` returned, in the same structure, with a `tf.distribute.DistributedValues` where replicas
+        differ.
+
+    Raises:
+        MergeCallMismatchError: replicas did not meet at the same merge calls.
+        StructureMismatchError: replicas returned different structures.
+        Exception: whatever `fn` or a merge function raised, with a note on which replica it was.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> from replica_engine import call_for_each_replica
+        >>> strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+        >>> call_for_each_replica(strategy, lambda x: x + 1, args=(1,))
+        2
+    """
+    check_not_forked()
+    kwargs = kwargs or {}
+    if isinstance(args, distribute.DistributedValues) or isinstance(kwargs, distribute.DistributedValues):
+        size = len(strategy.extended.worker_devices)
+        args, kwargs = spread(args, size, "args"), spread(kwargs, size, "kwargs")
+    with distribute.in_scope(strategy):
+        if function.is_tf_function(fn) and not _collectives_inside_xla(strategy, fn):
+            with _function_watched(strategy, getattr(fn, "__name__", "a function")):
+                return lift(strategy, fn, call_for_each_replica)(*args, **kwargs)
+        if not tf.executing_eagerly():
+            fn = autograph.convert(fn)
+        return _run(strategy, fn, tuple(args), kwargs)
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """How a strategy's replicas run; a strategy on this engine has them as `extended.replica_options`.
+
+    Attributes:
+        concurrent: release all replicas at once, in eager mode. A graph is always built in order.
+        timeout: seconds a replica may take to its next sync point, or a merge function to return, then a
+            ReplicaTimeoutError; None only warns.
+        warn_after: seconds after which that is warned of, and again after as many; None takes 30, or what the
+            environment variable REPLICA_ENGINE_WARN_AFTER says.
+        context_class: makes each replica's context.
+    """
+
+    concurrent: bool = False
+    timeout: float | None = None
+    warn_after: float | None = None
+    context_class: type[ReplicaContext] = ReplicaContext
+
+
+def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """One run of the engine: `fn` on every replica, its results regrouped."""
+    options = _options(strategy)
+    devices = strategy.extended.worker_devices
+    of_replicas = [*zip(parts(args, len(devices), "args"), parts(kwargs, len(devices), "kwargs"), strict=True)]
+    state = InheritedState.capture()
+    if not state.eager:
+        thread_state.make_stacks_thread_local(state.graph)
+    concurrent = options.concurrent and state.eager
+    variables = SharedVariables(concurrent)
+    known = _creates_nothing.setdefault(strategy, set()) if concurrent else set()
+    source = identity(fn)
+
+    def body(replica: Replica) -> Any:
+        """`fn`, in the inherited state and in replica context."""
+        index = replica.index
+        context = options.context_class(strategy, distribute.replica_id_in_sync_group(strategy, index))
+        context.attach(replica, state, devices[index])
+        try:
+            creator = variables.creator(replica, run.replicas[0])
+            with state.entered(index, context, devices[index], replica.thread, creator):
+                own_args, own_kwargs = of_replicas[index]
+                try:
+                    return fn(*own_args, **own_kwargs)
+                except Exception as error:
+                    failure = as_raised(error)
+                raise failure
+        finally:
+            context.detach()
+
+    def in_own_copy_of_context(replica: Replica) -> Any:
+        return state.context.copy().run(body, replica)
+
+    with shutdown.running(), _pool(strategy, devices).lease() as group:
+        run = Run(
+            group,
+            [in_own_copy_of_context] * len(devices),
+            lambda requests: _merge(strategy, requests, run),
+            concurrent=concurrent,
+            builds=None if source in known else lambda: variables.any,
+            timeout=options.timeout,
+            warn_after=options.warn_after,
+        )
+        try:
+            results = regroup(run(), what=f"The results of {_described(source)}")
+        except BaseException as error:
+            note_failed_run(error, lambda: records(group.record.rings, group.devices), run.number)
+            raise
+        if not variables.any:
+            known.add(source)
+        return results
+
+
+@contextlib.contextmanager
+def _function_watched(strategy: tf.distribute.Strategy, name: str) -> Iterator[None]:
+    """Around a call of a `tf.function`, which the engine sees only while it is traced."""
+    thread = threading.current_thread()
+
+    def describe(seconds: float) -> str:
+        row = CoordinatorRow(thread.name, "in the tf.function", seconds, stack_of(thread.ident))
+        return slow_function(name, seconds, row)
+
+    track = Track(type(strategy).__name__, f"coordinator ({thread.name})", thread.ident or 0)
+    with Watch(describe, _options(strategy).warn_after), timeline.span(track, name, "launch"):
+        yield
+
+
+def _options(strategy: tf.distribute.Strategy) -> ReplicaOptions:
+    return getattr(strategy.extended, "replica_options", None) or ReplicaOptions()
+
+
+def _described(source: Any) -> str:
+    """The function that replicas run, by what `identity` says of it."""
+    if not isinstance(source, CodeType):
+        return "the replicas"
+    return f"`{source.co_name}` ({source.co_filename}:{source.co_firstlineno})"
+
+
+def _merge(strategy: tf.distribute.Strategy, requests: list[MergeRequest], run: Run) -> list[Any]:
+    """Runs the merge function once, on the thread that called `run`, for the requests of all replicas.
+
+    It continues where replica 0 stands: in its name scope and variable scope, and in eager mode if the call
+    was made under `tf.init_scope`. Ops in it depend on the control inputs of all replicas.
+    """
+    first, points = requests[0], run.sync_point()
+    point = points[0]
+    check_alike(points, run.replicas)
+    what = f"The arguments of merge_call ({point})"
+    args = regroup([request.args for request in requests], what, "args")
+    kwargs = regroup([request.kwargs for request in requests], what, "kwargs")
+    with first.continued(requests):
+        try:
+            checks = [] if first.eager else assertions(point, run.replicas, [request.args for request in requests])
+            with tf.control_dependencies(checks):
+                merged = first.merge_fn(strategy, *args, **kwargs)
+            return parts(merged, len(requests), f"the result of {point.name}")
+        except BaseException as error:
+            failure = as_raised(error)
+    note_merge_failure(failure, point.name, point.where)
+    raise failure
+
+
+def sync_points(strategy: tf.distribute.Strategy) -> list[SyncPointRecord]:
+    """The last sync points of each replica of a strategy, in the order in which they were reached.
+
+    Up to 100 are kept for each replica. Those of a step inside a `tf.function` are from when it was traced.
+
+    Args:
+        strategy: any that runs on this library's replica threads.
+
+    Example:
+        >>> import replica_engine, tensorflow as tf
+        >>> strategy = replica_engine.MirroredStrategy(["CPU:0"])
+        >>> result = strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([3])))
+        >>> [(point.replica, point.name, point.dtypes, point.shapes) for point in strategy.sync_points()]
+        [(0, 'all_reduce', ('float32',), ((3,),))]
+    """
+    with _pools_lock:
+        pool = _pools.get(strategy)
+    return [] if pool is None else records(pool.record.rings, pool.devices)
+
+
+def _collectives_inside_xla(strategy: tf.distribute.Strategy, fn: Any) -> bool:
+    """Whether `fn` is compiled as a whole on each GPU, with collectives in place of merge calls."""
+    return function.is_compiled(fn) and all("GPU" in device for device in strategy.extended.worker_devices)
+
+
+def _pool(strategy: tf.distribute.Strategy, devices: Sequence[str]) -> GroupPool:
+    """The strategy's replica threads. They go when the strategy goes."""
+    with _pools_lock:
+        pool = _pools.get(strategy)
+        if pool is None:
+            pool = _pools[strategy] = GroupPool([_short(device) for device in devices], type(strategy).__name__)
+        return pool
+
+
+def _short(device: str) -> str:
+    spec = tf.DeviceSpec.from_string(device)
+    name = f"{spec.device_type}:{spec.device_index}"
+    return name if spec.job in (None, "localhost") else f"{spec.job}:{spec.task}/{name}"

@@ -1,0 +1,251 @@
+"""The replica context: what `tf.distribute.get_replica_context()` returns inside a replica."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from replica_engine._tf import autograph, distribute, eager, thread_state
+from replica_engine.diagnostics.flight_record import brought
+from replica_engine.diagnostics.user_frames import identity, sync_point, user_location
+from replica_engine.engine import Replica, current_replica
+from replica_engine.errors import MergeCallGraphError, NotInReplicaError
+from replica_engine.threads.gradients import differentiable
+from replica_engine.threads.inherited_state import InheritedState
+from replica_engine.values.tensors import as_tensor
+
+_DEFAULT_OPTIONS = tf.distribute.experimental.CommunicationOptions()
+
+
+class MergeRequest(NamedTuple):
+    """What one replica brings to a merge call, and the state the merge function continues in."""
+
+    merge_fn: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    name_scope: str
+    variable_scope: Any
+    scope_store: Any
+    control_inputs: Iterable
+    eager: bool
+
+    def continued(self, requests: Sequence[MergeRequest]) -> contextlib.AbstractContextManager[Any]:
+        """Continues where the replica of this one stands, after the control inputs of all."""
+        nameless = not self.name_scope and not self.variable_scope.name and not tf.get_current_name_scope()
+        if nameless and self.eager and tf.executing_eagerly():
+            return thread_state.nameless_scope(self.scope_store, self.variable_scope)
+        return self._continued({op for request in requests for op in request.control_inputs})
+
+    @contextlib.contextmanager
+    def _continued(self, inputs: set) -> Iterator[None]:
+        with (
+            tf.name_scope(self.name_scope + "/" if self.name_scope else ""),
+            tf.control_dependencies(inputs),
+            thread_state.enter_variable_scope(self.variable_scope),
+            thread_state.eager_mode(self.eager),
+        ):
+            yield
+
+
+class ReplicaContext(tf.distribute.ReplicaContext):
+    """A `tf.distribute.ReplicaContext` whose merge calls pause a replica thread of this library.
+
+    Replicas get it from `tf.distribute.get_replica_context()`; whoever writes a strategy may subclass it
+    and name it in `ReplicaOptions.context_class`.
+
+    Args:
+        strategy: the strategy whose replica this is.
+        replica_id_in_sync_group: which one, from 0.
+
+    Example:
+        >>> import tensorflow as tf, replica_engine
+        >>> strategy = replica_engine.MirroredStrategy(["CPU:0"])
+        >>> def fn():
+        ...     context = tf.distribute.get_replica_context()
+        ...     return context.merge_call(lambda strategy, x: x + 1, args=(1,))
+        >>> strategy.run(fn)
+        2
+    """
+
+    _replica: Replica | None = None
+    _graph: tf.Graph | None = None
+    _scope_store: Any = None
+    _device: str | None = None
+    _detail: tuple = ()
+
+    def __init__(self, strategy: tf.distribute.Strategy, replica_id_in_sync_group: Any):
+        distribute.init_context(self, strategy, replica_id_in_sync_group)
+
+    def attach(self, replica: Replica, state: InheritedState, device: str) -> None:
+        """Says which replica of the engine this is, in which state `run` was called, and the full device name."""
+        self._replica = replica
+        self._graph, self._scope_store = state.graph, state.scope_store
+        self._device = device
+
+    def detach(self) -> None:
+        """Lets go of the run and, but for a weak reference, of the strategy: the replica's body is over."""
+        self._replica = self._graph = self._scope_store = None
+        distribute.hold_weakly(self)
+
+    @autograph.artifact
+    def merge_call(self, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+        """Waits for all replicas, runs `merge_fn` once for all of them, and returns this replica's part.
+
+        As `tf.distribute.ReplicaContext.merge_call`.
+
+        Args:
+            merge_fn: called in cross-replica context with the strategy and the regrouped arguments; the same
+                function on every replica.
+            args: positional arguments after the strategy.
+            kwargs: keyword arguments.
+
+        Raises:
+            MergeCallMismatchError: out of `run`, if the replicas do not meet here.
+        """
+        with _detailed(self, *self._detail, identity(merge_fn)):
+            if not autograph.is_out_of_play():
+                return super().merge_call(merge_fn, args, kwargs)
+            distribute.check_in_replica(self)
+            return self._merge_call(merge_fn, args, {} if kwargs is None else kwargs)
+
+    def _merge_call(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Pauses this replica until all have come here and `merge_fn` has run; returns this one's part.
+
+        Raises:
+            MergeCallGraphError: made while a graph is built that the merge function could not see.
+            NotInReplicaError: made from a thread that is not running this replica.
+        """
+        replica = self._replica
+        if replica is None or current_replica() is not replica:
+            raise NotInReplicaError.other_thread(threading.current_thread().name)
+        if thread_state.default_graph() is not self._graph:
+            filename, lineno, function = user_location(replica)
+            raise MergeCallGraphError.inside(str(replica), f"{filename}:{lineno} in {function}")
+        eager = tf.executing_eagerly()
+        return replica.pause(
+            sync_point(merge_fn, replica, self._detail, brought((args, kwargs)), eager),
+            MergeRequest(
+                merge_fn=merge_fn,
+                args=args,
+                kwargs=kwargs,
+                name_scope=tf.get_current_name_scope(),
+                variable_scope=self._scope_store.current_scope,
+                scope_store=self._scope_store,
+                control_inputs=() if eager else thread_state.control_inputs(self._graph),
+                eager=eager,
+            ),
+        )
+
+    @autograph.artifact
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """Reduces `value` over all replicas; each gets the result.
+
+        As `tf.distribute.ReplicaContext.all_reduce`, except that a tensor that is the very same object on
+        all replicas counts once for each of them, and that Python numbers are taken as tensors.
+
+        Args:
+            reduce_op: "SUM" or "MEAN", or a `tf.distribute.ReduceOp`.
+            value: a tensor, `tf.IndexedSlices` or nested structure of them, of equal shapes on all replicas.
+            options: `tf.distribute.experimental.CommunicationOptions`.
+
+        Returns:
+            The reduced value, in the structure of `value`.
+        """
+        with _detailed(self, "all_reduce", str(getattr(reduce_op, "value", reduce_op)).upper()):
+            own = self._own(value) if isinstance(value, tf.Tensor) else tf.nest.map_structure(self._own, value)
+            tensors = [own] if isinstance(own, tf.Tensor) else tf.nest.flatten(own)
+            if not tensors or not distribute.uses_merge_call(self._strategy):
+                return super().all_reduce(reduce_op, own, options)
+            operation = tf.distribute.ReduceOp(reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
+            if self._needs_gradient(tensors):
+                reduced = self._merged_with_gradient(operation, tensors, options)
+            else:
+                reduced = self._merged(operation, tensors, options)
+            return reduced[0] if own is tensors[0] else tf.nest.pack_sequence_as(own, reduced)
+
+    @staticmethod
+    def _needs_gradient(tensors: list[Any]) -> bool:
+        """Whether somebody may ask for the gradient of an all-reduce; of sparse values nobody may."""
+        if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
+            return False
+        return not all(map(eager.is_eager, tensors)) or eager.is_watched(tensors)
+
+    def _merged_with_gradient(self, operation: Any, tensors: list[Any], options: Any) -> list[Any]:
+        """As `_merged`; the gradient of a sum over replicas is a sum over replicas, and so with a mean."""
+        if not tf.executing_eagerly():
+            return differentiable(self, operation, tensors, self._merged(operation, tensors, options))
+
+        @tf.custom_gradient
+        def reduced_eagerly(*values: Any) -> tuple:
+            def gradient(*upstream: Any) -> Any:
+                return self.all_reduce(operation, list(upstream))
+
+            return self._merged(operation, list(values), options), gradient
+
+        return tf.nest.flatten(reduced_eagerly(*tensors))
+
+    def _merged(self, operation: Any, tensors: list[Any], options: Any) -> list[Any]:
+        """Reduces in a merge call: in the same one whether this replica needs a gradient or not."""
+        chosen = options or _DEFAULT_OPTIONS
+
+        def batch_all_reduce(strategy: tf.distribute.Strategy, *values: Any) -> Any:
+            return strategy.extended._batch_reduce_to(operation, [(value, value) for value in values], chosen)
+
+        distribute.check_in_replica(self)
+        reduced = self._merge_call(batch_all_reduce, tensors, {})
+        # With one replica it may be what it was made of, which a tape tells from its sum.
+        return [
+            tf.identity(new) if new is old and isinstance(new, tf.Tensor) else new
+            for new, old in zip(reduced, tensors, strict=True)
+        ]
+
+    @autograph.artifact
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        """Concatenates `value` of all replicas along `axis`; each gets the result.
+
+        As `tf.distribute.ReplicaContext.all_gather`, with the exceptions of `all_reduce`.
+
+        Args:
+            value: a tensor or nested structure of tensors; shapes may differ along `axis` only.
+            axis: the dimension to concatenate along.
+            options: `tf.distribute.experimental.CommunicationOptions`.
+        """
+        with _detailed(self, "all_gather", axis):
+            return super().all_gather(tf.nest.map_structure(self._own, value), axis, options)
+
+    def _own(self, value: Any) -> Any:
+        """`value` as a tensor of this replica's own.
+
+        Regrouping takes one object on all replicas for one value, not for N equal ones, and a sum over
+        replicas of one value is that value: TensorFlow returns x where N * x is meant.
+        """
+        if isinstance(value, tf.IndexedSlices):
+            return tf.IndexedSlices(self._own(value.values), value.indices, value.dense_shape)
+        tensor = as_tensor(value, "A value of all_reduce")
+        if tensor.device == self._device and (tf.executing_eagerly() or not eager.is_eager(tensor)):
+            return tensor  # No other replica runs on this device, so none can own it as well.
+        return tf.identity(tensor)
+
+    @property
+    def devices(self) -> list:
+        """The device this replica runs on, in a list of one list, as `tf.distribute` has it."""
+        return super().devices if self._device is None else [[self._device]]
+
+
+class _detailed:
+    """Merge calls that a context makes inside meet only those of the same detail: a SUM does not meet a MEAN."""
+
+    __slots__ = ("_before", "_context", "_detail")
+
+    def __init__(self, context: ReplicaContext, *detail: Any):
+        self._context, self._detail = context, detail
+
+    def __enter__(self) -> None:
+        self._before, self._context._detail = self._context._detail, self._detail
+
+    def __exit__(self, *_: object) -> None:
+        self._context._detail = self._before

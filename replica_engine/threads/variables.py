@@ -1,0 +1,120 @@
+"""Variables that replicas create inside a run: replica 0 creates each one, the others are given the same.
+
+Under a strategy's scope, one call of `tf.Variable` makes a distributed variable with a component on every
+device. If each of N replicas made its own there would be N of them, so a variable creator on each replica
+thread lets the first through and hands its variable to the rest.
+
+Which of replica 0's variables is meant by a replica's k-th request under a name? The k-th of that name: a
+replica runs the same code, so it asks in the same order. Names are compared without the numbers that
+TensorFlow adds to make them unique.
+
+With `concurrent=True` code such as `if self.v is None: self.v = tf.Variable(...)`, run by several replicas at
+once, finds some variables made and others not, and which request is meant cannot be told in every case. So
+a function that has not yet run without creating variables is not run all at once: replica 0 gets a head
+start, and when it creates a variable in it, the others wait for its next pause (`Run`, `builds`).
+
+What is left is a variable created later than that, by a function that created none before. A request that
+comes before replica 0 has made the variable waits, until it is there or replica 0 cannot make it any more.
+Requests are matched by the calls that led to them as well as by name, and by order only when no variable
+came from the same calls.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from replica_engine.diagnostics.user_frames import user_location
+from replica_engine.engine import Replica, State
+from replica_engine.errors import ReplicaUnwound, VariableMismatchError
+
+_ADDED_NUMBER = re.compile(r"_\d+(?=/|$)")
+_LOOK_AGAIN = 0.05  # seconds between looks at whether replica 0 can still make a variable
+
+SEED_STEP = 0x9E3779B9
+"""Between the seeds of neighbouring replicas: 2**32 / golden ratio, so that they are far apart."""
+
+
+class _Created(NamedTuple):
+    name: str
+    calls: tuple
+    variable: Any
+
+
+class SharedVariables:
+    """The variables created in one run, by replica 0, for all.
+
+    Args:
+        concurrent: whether replicas run at the same time, and so have to wait for each other here.
+    """
+
+    def __init__(self, concurrent: bool):
+        self._concurrent = concurrent
+        self._created: list[_Created] = []
+        self._changed = threading.Condition()
+
+    @property
+    def any(self) -> bool:
+        """Whether a variable was created."""
+        return bool(self._created)
+
+    def creator(self, replica: Replica, first: Replica) -> Callable[..., Any]:
+        """The variable creator for one replica's thread, for `tf.variable_creator_scope`."""
+        if replica is first:
+            return self._create
+        taken: set[int] = set()
+
+        def reuse(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+            name = _plain_name(kwargs.get("name"))
+            calls = _calls() if self._concurrent else ()
+            index = self._find(name, calls, taken, first)
+            if index is None:
+                filename, lineno, function = user_location(replica)
+                where, made = f"{filename}:{lineno} in {function}", [created.name for created in self._created]
+                raise VariableMismatchError.not_created(kwargs.get("name"), str(replica), where, made)
+            taken.add(index)
+            return self._created[index].variable
+
+        return reuse
+
+    def _create(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        variable = next_creator(**kwargs)
+        calls = _calls() if self._concurrent else ()
+        with self._changed:
+            self._created.append(_Created(_plain_name(kwargs.get("name")), calls, variable))
+            self._changed.notify_all()
+        return variable
+
+    def _find(self, name: str, calls: tuple, taken: set[int], first: Replica) -> int | None:
+        with self._changed:
+            while True:
+                # Read first: what replica 0 created before it stopped must be seen below.
+                no_more = not self._concurrent or first.over or first.state is State.PAUSED
+                same_name = [
+                    index for index, created in enumerate(self._created) if created.name == name and index not in taken
+                ]
+                for index in same_name:
+                    if self._created[index].calls == calls:
+                        return index
+                if first.given_up:
+                    raise ReplicaUnwound
+                if no_more:
+                    return same_name[0] if same_name else None
+                self._changed.wait(_LOOK_AGAIN)
+
+
+def _plain_name(name: str | None) -> str:
+    return _ADDED_NUMBER.sub("", name) if name is not None else "Variable"
+
+
+def _calls() -> tuple:
+    """The calls that led here on this thread, as code and line."""
+    calls = []
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name != "execute":
+        calls.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(calls)

@@ -1,0 +1,210 @@
+"""Samples of a batch: how many there are, and some of them. Of any structure of tensors, ragged and sparse ones too.
+
+What has no rows (None, a scalar) is the same for every part of a batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine.errors import BatchError, ReplicaValueError
+from replica_engine.values.structure import open_level
+from replica_engine.values.tensors import as_tensor
+
+_PARTS = ("x", "y", "sample_weight")
+
+
+def as_tensors(batch: Any) -> Any:
+    """The batch with tensors for its arrays, and None for what Keras has an empty optional for.
+
+    Raises:
+        ReplicaValueError: something in it is no tensor and cannot become one.
+    """
+    try:
+        tensors = tf.nest.map_structure(_as_tensor, batch)
+    except RecursionError:
+        raise ReplicaValueError.endless("the arrays of a batch") from None
+    for leaf in tf.nest.flatten(tensors):
+        if isinstance(leaf, int):  # a bytearray is a sequence to tf.nest, and takes tensors for ints
+            raise ReplicaValueError.no_tensor("An array of a batch", batch, "it has a bytearray in it")
+    return tensors
+
+
+def count(batch: Any) -> int:
+    """How many samples an eager batch has.
+
+    Raises:
+        BatchError: its arrays have different numbers of samples, or it has none.
+    """
+    found = []
+    for name, part in zip(_PARTS, _parts(batch), strict=False):
+        leaves = [leaf for leaf in tf.nest.flatten(part) if _has_rows(leaf)]
+        for index, leaf in enumerate(leaves):
+            found.append((name if len(leaves) == 1 else f"{name}[{index}]", int(_rows(leaf))))
+    if not found:
+        raise BatchError.nothing()
+    if len({rows for _, rows in found}) > 1:
+        raise BatchError.lengths(found)
+    return found[0][1]
+
+
+def named(batch: Any) -> list[tuple[str, Any]]:
+    """The leaves of a batch, each with its name: "x['words']", "y"."""
+    return [leaf for name, part in zip(_PARTS, _parts(batch), strict=False) for leaf in _leaves(name, part)]
+
+
+def _leaves(name: str, part: Any) -> list[tuple[str, Any]]:
+    level = open_level(part)
+    if level is None:
+        return [(name, part)]
+    pairs = zip(level.names, level.children, strict=True)
+    return [leaf for more, child in pairs for leaf in _leaves(name + more, child)]
+
+
+def _parts(batch: Any) -> tuple:
+    return batch if isinstance(batch, tuple) and len(batch) <= len(_PARTS) else (batch,)
+
+
+def count_in_graph(batch: Any) -> Any:
+    """How many samples a batch has; a Python int where that is known while a graph is built."""
+    return next(_rows(leaf) for leaf in tf.nest.flatten(batch) if _has_rows(leaf))
+
+
+def take(batch: Any, start: Any, stop: Any) -> Any:
+    """The samples from `start` up to `stop`, ints or scalar tensors."""
+    return _map(lambda leaf: _take(leaf, start, stop), batch)
+
+
+def pad(batch: Any, more: Any) -> Any:
+    """The batch with its last sample `more` times again."""
+    return _map(lambda leaf: _pad(leaf, more), batch)
+
+
+def blank(batch: Any) -> Any:
+    """A batch of one sample of zeros, like those of a batch that has none."""
+
+    def zeros(leaf: Any) -> Any:
+        return tf.zeros([1, *leaf.shape[1:]], leaf.dtype) if isinstance(leaf, tf.Tensor) else leaf
+
+    return _map(zeros, batch)
+
+
+def join(parts: Sequence[Any]) -> Any:
+    """One batch of several, in order.
+
+    Raises:
+        ReplicaValueError: a leaf has no rows.
+    """
+    return tf.nest.map_structure(lambda *leaves: _join(leaves), *parts)
+
+
+def views(batch: Any) -> Any:
+    """The batch with NumPy arrays that look at its tensors, where there can be such."""
+    return tf.nest.map_structure(lambda leaf: leaf.numpy() if isinstance(leaf, tf.Tensor) else leaf, batch)
+
+
+def generalized(batch: Any) -> Any:
+    """The specification of batches of any number of samples that are otherwise like this one."""
+
+    def spec(leaf: Any) -> Any:
+        if not isinstance(leaf, tf.Tensor) or not _has_rows(leaf):
+            return leaf
+        return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
+
+    return tf.nest.map_structure(spec, batch)
+
+
+def on_device(batch: Any) -> Any:
+    """The batch with tensors of its own, on the device in whose scope it is called."""
+    return tf.nest.map_structure(lambda leaf: tf.identity(leaf) if isinstance(leaf, tf.Tensor) else leaf, batch)
+
+
+def are_of(outputs: Any, count: Any) -> Any:
+    """Whether all outputs have a row for each of `count` samples; a tensor where that is not known in a graph."""
+    leaves = tf.nest.flatten(outputs)
+    if not all(_has_rows(leaf) for leaf in leaves):
+        return False
+    return functools.reduce(operator.and_, (_rows(leaf) == count for leaf in leaves), True)
+
+
+def described(batch: Any) -> str:
+    """The shapes of a batch, without the number of samples, for messages."""
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
+    return ", ".join(f"{tf.as_dtype(leaf.dtype).name}{[None, *leaf.shape[1:]]}" for leaf in leaves)
+
+
+def _map(change: Callable[[Any], Any], batch: Any) -> Any:
+    return tf.nest.map_structure(lambda leaf: change(leaf) if _has_rows(leaf) else leaf, batch)
+
+
+def _as_tensor(leaf: Any) -> Any:
+    if leaf is None or isinstance(leaf, tf.experimental.Optional):
+        return None
+    if isinstance(leaf, tf.__internal__.CompositeTensor) and hasattr(leaf, "shape"):
+        return leaf
+    return as_tensor(leaf, "An array of a batch")
+
+
+def _has_rows(leaf: Any) -> bool:
+    shape = getattr(leaf, "shape", None)
+    return leaf is not None and shape is not None and len(shape) > 0
+
+
+def _rows(leaf: Any) -> Any:
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.cast(leaf.nrows(), tf.int32)
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.cast(leaf.dense_shape[0], tf.int32)
+    rows = leaf.shape[0]
+    return tf.shape(leaf)[0] if rows is None else rows
+
+
+def _take(leaf: Any, start: Any, stop: Any) -> Any:
+    if not isinstance(leaf, tf.SparseTensor):
+        return leaf[start:stop]
+    shape = tf.cast(leaf.dense_shape, tf.int64)
+    start, stop = tf.cast(start, tf.int64), shape[0] if stop is None else tf.cast(stop, tf.int64)
+    begin = tf.concat([[start], tf.zeros_like(shape[1:])], 0)
+    return tf.sparse.slice(leaf, begin, tf.concat([[stop - start], shape[1:]], 0))
+
+
+def _pad(leaf: Any, more: Any) -> Any:
+    if isinstance(leaf, np.ndarray):
+        return np.concatenate([leaf, np.repeat(leaf[-1:], more, axis=0)]) if more else leaf
+    if isinstance(leaf, tf.Tensor):
+        return tf.concat([leaf, tf.repeat(leaf[-1:], more, axis=0)], 0)
+    if isinstance(leaf, tf.SparseTensor):
+        return _pad_sparse(leaf, more)
+    return tf.gather(leaf, tf.concat([tf.range(_rows(leaf)), tf.fill([more], _rows(leaf) - 1)], 0))
+
+
+def _pad_sparse(leaf: tf.SparseTensor, more: Any) -> tf.SparseTensor:
+    """The last row again, in as many rows after it."""
+    more = tf.cast(more, tf.int64)
+    total = leaf.dense_shape[0]
+    in_last = leaf.indices[:, 0] == total - 1
+    values = tf.boolean_mask(leaf.values, in_last)
+    rows = total + tf.repeat(tf.range(more), tf.size(values))
+    rest = tf.tile(tf.boolean_mask(leaf.indices, in_last)[:, 1:], [more, 1])
+    return tf.SparseTensor(
+        tf.concat([leaf.indices, tf.concat([rows[:, tf.newaxis], rest], 1)], 0),
+        tf.concat([leaf.values, tf.tile(values, [more])], 0),
+        tf.concat([[total + more], leaf.dense_shape[1:]], 0),
+    )
+
+
+def _join(leaves: Sequence[Any]) -> Any:
+    for leaf in leaves:
+        if not isinstance(leaf, (tf.Tensor, tf.Variable, np.ndarray, tf.RaggedTensor, tf.SparseTensor)):
+            raise ReplicaValueError.no_rows(leaf)
+    if isinstance(leaves[0], tf.SparseTensor):
+        return tf.sparse.concat(0, list(leaves))
+    if isinstance(leaves[0], np.ndarray):
+        return np.concatenate(leaves) if leaves[0].ndim else np.stack(leaves)
+    return tf.stack(leaves) if len(leaves[0].shape) == 0 else tf.concat(leaves, 0)

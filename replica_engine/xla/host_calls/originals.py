@@ -1,0 +1,70 @@
+"""The user's own function, of one that AutoGraph converted.
+
+A function that is defined inside a converted one has been converted with it: `int(x)` of a tensor is a tensor in it,
+a loop over a tensor keeps the rules of `tf.while_loop`. That is right for a graph, and wrong on the host, where a
+function runs as it was written. Its code is still in the file it was written in, and the variables that it closes
+over have kept their names, so the function can be made again.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+
+from replica_engine._tf import autograph
+
+
+def original_of(fn: FunctionType) -> FunctionType:
+    """The function as it was written; `fn` itself if it was not converted, or if its source is not to be found."""
+    code = fn.__code__
+    if autograph.OPERATORS not in code.co_freevars:
+        return fn
+    known = autograph.source_map()
+    first = code.co_firstlineno  # perhaps that of a decorator, which AutoGraph adds
+    place = next(
+        (known[code.co_filename, line] for line in (first, first + 1) if (code.co_filename, line) in known), None
+    )
+    if place is None:
+        return fn
+    cells = dict(zip(code.co_freevars, fn.__closure__ or (), strict=True))
+    arguments = _arguments(code)
+    candidates = [
+        found
+        for found in _codes_of(place[0], "".join(linecache.getlines(place[0])))
+        if found.co_name == code.co_name and _arguments(found) == arguments and set(found.co_freevars) <= set(cells)
+        # A decorated function begins at its decorator, and a lambda of several lines may be mapped to a later one.
+        if 0 <= place[1] - found.co_firstlineno <= 20
+    ]
+    nearest = [found for found in candidates if found.co_firstlineno == max(each.co_firstlineno for each in candidates)]
+    if len(nearest) != 1:
+        return fn
+    closure = tuple(cells[name] for name in nearest[0].co_freevars)
+    made = FunctionType(nearest[0], fn.__globals__, fn.__name__, fn.__defaults__, closure)
+    made.__kwdefaults__ = fn.__kwdefaults__
+    made.__qualname__ = fn.__qualname__
+    made.__dict__.update((name, value) for name, value in fn.__dict__.items() if not name.startswith("autograph"))
+    return made
+
+
+def _arguments(code: CodeType) -> tuple[str, ...]:
+    flags = code.co_flags & 0x0C  # *args, **kwargs
+    count = code.co_argcount + code.co_kwonlyargcount + (flags & 4 > 0) + (flags & 8 > 0)
+    return code.co_varnames[:count]
+
+
+@functools.lru_cache(maxsize=32)
+def _codes_of(file: str, source: str) -> list[CodeType]:
+    """All code in a file; `source` is its text, which may change in a notebook."""
+    try:
+        return list(_within(compile(source, file, "exec", dont_inherit=True)))
+    except (SyntaxError, ValueError):  # a notebook's own syntax
+        return []
+
+
+def _within(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _within(constant)

@@ -1,0 +1,227 @@
+"""Host work inside a compiled body: Python and TensorFlow that run on the host, once for each replica.
+
+Each call is a cluster with a name: "0", "1", ... The gradient of a cluster runs on the host too, in a cluster of its
+own with the name root.uid: root is the name of the cluster that the user wrote, uid counts the gradients of it, those
+of gradients too.
+
+A cluster that is differentiated runs under a gradient tape, which is kept until its replica's run, or its step of a
+device loop, is over. The gradient's cluster asks that tape. If a gradient is differentiated itself, the tape goes
+on recording in it, so that it knows the derivatives of every order, and no function ever runs a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from replica_engine._tf import autograph, distribute, variables
+from replica_engine.diagnostics.op_lines import here
+from replica_engine.errors import HostResultError, NestedHostCallError
+from replica_engine.xla.body import HostSide, host_side, in_body
+from replica_engine.xla.host_calls.call import HostCall, HostCalls, current_calls
+from replica_engine.xla.host_calls.closures import Template
+from replica_engine.xla.host_calls.result_specs import codes_of, results_of
+from replica_engine.xla.host_calls.results import HostResults
+from replica_engine.xla.host_calls.session import HostRun, Kept
+
+
+@autograph.artifact
+def outside_compilation(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Runs `fn` on the host, from inside a compiled body: once on each replica, each time the body comes by.
+
+    `fn` runs as eager TensorFlow, with concrete tensors: `x.numpy()`, strings, files, `tf.print`, `tf.summary`, any
+    Python code. It may close over tensors of the body. It may be called in loops, branches and nested functions; a
+    replica's calls keep the order of the program. `replica_id()` in it says which replica called.
+
+    What `fn` returns must be known while the body is traced. A function without a `return` returns nothing. Of any
+    other, the results are found by tracing it, as a `tf.function` is, without running it; where that fails, since it
+    needs concrete values, it is called once with zeros. `returns` says what they are and saves both.
+
+    Gradients go through `fn`, of every order, where it computes with TensorFlow.
+
+    If it raises, on any replica, in any iteration of a loop, the exception leaves the run with a note of where;
+    all variables are as before the run.
+
+    Outside a compiled body it just calls `fn`.
+
+    Args:
+        fn: the function. Variables that no compiled body uses can be read and written in it.
+        *args: its arguments; tensors among them have their values there, and so have variables of a strategy.
+        **kwargs: likewise.
+
+    Returns:
+        What `fn` returned: tensors, and structures of them, of the same dtypes and shapes each time.
+
+    Raises:
+        NestedHostCallError: a NotImplementedError; it was called in a function that it runs.
+        HostResultError: `fn` returns something that no device has, or of an unknown shape.
+        HostAccessError: `fn` uses a variable of the devices.
+        Exception: what `fn` raised, from the run.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> from replica_engine import xla
+        >>> def digits(x):
+        ...     return tf.strings.length(tf.strings.as_string(x))
+        >>> def body(x):
+        ...     return xla.outside_compilation(digits, x) * 10
+        >>> [int(each) for each in xla.replicate(body, inputs=[[7], [1234]])]
+        [10, 40]
+    """
+    if not callable(fn):
+        raise TypeError(f"outside_compilation takes a function and its arguments; got {fn!r}. Write f, x and not f(x).")
+    if (side := host_side()) is not None:
+        raise NestedHostCallError.inside(side.where, here())
+    if in_body() is None or tf.executing_eagerly():
+        return fn(*args, **kwargs)
+    calls = current_calls()
+    calls.can_fail = True
+    calls.codes |= codes_of(fn)
+    template = Template(fn, args, kwargs, _value_on_devices)
+    where = here()
+    results = results_of(fn, template, HostSide(tf.constant(0), calls.size, where), calls.handles)
+    calls.templates.append(template)
+    cluster = _Cluster(calls, calls.new_name(), where, template, results)
+    return results.rebuild(_differentiable(cluster, template.tensors))
+
+
+class _Taped(NamedTuple):
+    """A call that ran under a tape: what its gradient needs."""
+
+    tape: tf.GradientTape
+    inputs: list[tf.Tensor]
+    outputs: list[tf.Tensor]
+
+
+class _Cluster(HostCall):
+    """A call of the user's function."""
+
+    differentiated = False
+
+    def __init__(self, calls: HostCalls, name: str, where: str, template: Template, results: HostResults):
+        super().__init__(calls, name, where, results.tensors)
+        self._template = template
+        self._wanted = results
+        self.of_zeros = results.of_zeros
+
+    def emit(self, inputs: Sequence[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """Adds the call to the graph; all that the results depend on goes to the host."""
+        return self.calls.emit(self, inputs)
+
+    def compute(self, kept: Kept, position: int, token: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Calls the function."""
+        if not self.differentiated:
+            return self._call(tensors)
+        with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
+            tape.watch([tensor for tensor in tensors if _has_gradient(tensor)])
+            outputs = self._call(tensors)
+        kept[token] = _Taped(tape, tensors, outputs)
+        return outputs
+
+    def _call(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        fn, args, kwargs = self._template.build(tensors)
+        value = fn(*args, **kwargs)
+        wanted = self._wanted
+        if isinstance(value, tf.Tensor) and wanted.is_tensor:
+            return [value]
+        results = HostResults(value)
+        if results.kinds != wanted.kinds:
+            raise _other_structure(results.kinds, wanted.kinds)
+        return results.tensors
+
+    def name_of(self, result: int) -> str:
+        """Where a result is in what the function returned."""
+        return self._wanted.names[result]
+
+
+class _Gradient(HostCall):
+    """The gradient of a cluster, or of a gradient. It runs nothing of the user's, so it keeps no order.
+
+    Args:
+        of: which.
+        inputs: what the results of `of` depend on.
+        token: what `of` returned for the position of the next call; it goes on from gradient to gradient.
+    """
+
+    differentiated = False
+
+    def __init__(self, of: _Cluster | _Gradient, inputs: Sequence[tf.Tensor], token: tf.Tensor):
+        of.differentiated = True
+        specs = [tf.TensorSpec(each.shape, each.dtype) for each in inputs if _has_gradient(each)]
+        super().__init__(of.calls, of.calls.new_gradient_name(of.name), of.where, specs)
+        self._token = token
+        self._sent = len(inputs)
+
+    def emit(self, inputs: Sequence[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """Adds the call to the graph; of what the results depend on, the gradients of the outputs go to the host."""
+        return self.calls.emit_anywhere(self, self._token, inputs[self._sent :])
+
+    def next_position(self, run: HostRun, position: int, replica: int) -> int:
+        """No position, since it takes no place in the order, but another number for each call too."""
+        return run.new_token(replica)
+
+    def describe(self) -> str:
+        """For messages."""
+        root = self.name.split(".")[0]
+        return f"the gradient {self.name!r} of " + super().describe().replace(repr(self.name), repr(root))
+
+    def compute(self, kept: Kept, position: int, token: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Asks the tape of the cluster."""
+        tape, inputs, outputs = kept[position]
+        sources = [tensor for tensor in inputs if _has_gradient(tensor)]
+        targets = [tensor for tensor in outputs if _has_gradient(tensor)]
+        zero = tf.UnconnectedGradients.ZERO
+        if not self.differentiated:
+            return _dense(tape.gradient(targets, sources, tensors, zero))
+        with tape:
+            tape.watch(tensors)
+            results = _dense(tape.gradient(targets, sources, tensors, zero))
+        kept[token] = _Taped(tape, [*inputs, *tensors], results)
+        return results
+
+
+def _differentiable(call: _Cluster | _Gradient, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The results of a call, with gradients with respect to all that they depend on."""
+    if not any(map(_has_gradient, inputs)) or not any(map(_has_gradient, call.results)):
+        return call.emit(inputs)[1]
+
+    @tf.custom_gradient
+    def with_gradient(*inputs: tf.Tensor) -> tuple[list[tf.Tensor], Callable]:
+        token, results = call.emit(inputs)
+
+        def gradient(*upstream: tf.Tensor) -> list[tf.Tensor | None]:
+            pairs = zip(upstream, call.results, strict=True)
+            given = [tf.convert_to_tensor(each) for each, spec in pairs if _has_gradient(spec)]
+            found = iter(_differentiable(_Gradient(call, inputs, token), [*inputs, *given]))
+            return [next(found) if _has_gradient(each) else None for each in inputs]
+
+        return results, gradient
+
+    # Identities, since a gradient in a branch cannot find tensors of outside again that were passed in.
+    return with_gradient(*map(tf.identity, inputs))
+
+
+def _other_structure(given: list[tuple[str, str]], wanted: list[tuple[str, str]]) -> HostResultError:
+    for one, other in zip(given, wanted, strict=False):
+        if one != other:
+            return HostResultError.other_structure(other[0], one[1], other[1])
+    return HostResultError.other_structure("", f"{len(given)} values", f"{len(wanted)}")
+
+
+def _value_on_devices(variable: Any) -> tf.Tensor | None:
+    """The value of a variable that the devices have: one of a strategy, or one that the body has used already."""
+    if isinstance(variable, distribute.DistributedVariable):
+        return variable.read_value()
+    if isinstance(variable, tf.Variable) and variables.is_captured(variable.handle):
+        return variable.read_value()
+    return None
+
+
+def _has_gradient(tensor: Any) -> bool:
+    return tensor.dtype.is_floating or tensor.dtype.is_complex
+
+
+def _dense(gradients: Sequence[Any]) -> list[tf.Tensor]:
+    return [tf.convert_to_tensor(each) for each in gradients]

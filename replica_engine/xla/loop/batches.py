@@ -1,0 +1,107 @@
+"""The inputs of the steps of a device loop, taken apart into each replica's arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._tf import distribute, xla_ops
+from replica_engine.errors import InputsError
+from replica_engine.xla.signature.arguments import Arguments, difference, view
+
+
+class BatchReader:
+    """Takes batches apart that are like the first one.
+
+    Most batches are tensors and arrays in plain tuples, lists and dictionaries. Those are read quickly, and compared
+    with the first as they are read. Any other goes through `Arguments`, which also knows what to say of one that is
+    unlike the first.
+
+    Args:
+        batch: the first one: the arguments of a step.
+        arguments: the same, taken apart.
+        name: of the step, for messages.
+    """
+
+    def __init__(self, batch: tuple, arguments: Arguments, name: str):
+        self._arguments = arguments
+        self._name = name
+        self._like, _ = _read(batch)
+        self._skeleton = tf.nest.map_structure(lambda _: 0, batch) if batch else ()
+        self._nothing: list[list[np.ndarray]] = [[] for _ in range(arguments.size)]
+
+    def parts(self, batch: tuple, number: int) -> list[list[np.ndarray]]:
+        """Of each replica the arrays of a batch, which nobody changes any more.
+
+        Raises:
+            InputsError: the batch is unlike the first.
+        """
+        if batch == () and self._like == [(tuple, 0)]:  # steps without inputs
+            return self._nothing
+        try:
+            like, columns = _read(batch)
+            if like is None or like != self._like:
+                columns = self._through_arguments(batch, number)
+        except RecursionError:
+            raise InputsError.other_batch(self._name, number, "it contains itself") from None
+        size = self._arguments.size
+        return [[column[replica % len(column)] for column in columns] for replica in range(size)]
+
+    def _through_arguments(self, batch: tuple, number: int) -> list[list[np.ndarray]]:
+        first = self._arguments
+        given = Arguments(self._in_order(batch), {}, first.size, numbers=True)
+        if given.key != first.key:
+            unlike = difference(given.slots, [slot.name for slot in first.slots], first.slots)
+            raise InputsError.other_batch(self._name, number, unlike)
+        for slot, wanted in zip(given.slots, first.slots, strict=True):
+            for value in slot.values:
+                if value.shape != wanted.shape:
+                    shapes = str(value.shape), str(wanted.shape)
+                    raise InputsError.other_batch_shape(self._name, number, slot.name, *shapes)
+        return given.numpy()
+
+    def _in_order(self, batch: tuple) -> tuple:
+        """A batch with the keys of its dictionaries in the order of the first one's."""
+        try:
+            tf.nest.assert_same_structure(self._skeleton, batch)
+        except (ValueError, TypeError):
+            return batch
+        return tf.nest.pack_sequence_as(self._skeleton, tf.nest.flatten(batch))
+
+
+def _read(batch: Any) -> tuple[list[Any] | None, list[list[np.ndarray]]]:
+    """The structure of a batch with dtypes and shapes, and of each tensor the replicas' arrays, or the one for all.
+
+    The structure is None if there is something else in the batch.
+    """
+    like: list[Any] = []
+    columns: list[list[np.ndarray]] = []
+    return (like, columns) if _read_into(batch, like, columns) else (None, [])
+
+
+def _read_into(value: Any, like: list[Any], columns: list[list[np.ndarray]]) -> bool:
+    kind = type(value)
+    if kind is tuple or kind is list:
+        like.append((kind, len(value)))
+        return all(_read_into(each, like, columns) for each in value)
+    if kind is dict:
+        like.append((kind, tuple(value)))
+        return all(_read_into(each, like, columns) for each in value.values())
+    parts = value.values if isinstance(value, distribute.PerReplica) else (value,)
+    column = []
+    for part in parts:
+        if isinstance(part, tf.__internal__.EagerTensor) and not xla_ops.is_host_only(part.dtype):
+            array = view(part)
+        elif type(part) is np.ndarray:
+            array = np.array(part, order="C")  # a copy: whoever made it may use it for the next one
+        else:
+            return False
+        if array.dtype.kind in "OSU" or not array.dtype.isnative:
+            return False
+        column.append(array)
+        like.append((array.dtype, array.shape))
+    like.append(len(column))
+    columns.append(column)
+    return True

@@ -1,0 +1,279 @@
+"""Many steps in one launch: a loop on the devices, with the inputs of the steps fed in from the host.
+
+The program is two loops around the step. The outer one calls the host for the next batches, a chunk, which lie ready
+there: a thread fetches batches ahead of the steps (`InputQueue`). The inner one runs a step for each. A call of the
+host takes as long as many small steps, so small batches come many at a time; large ones, and those of a step that
+calls the host itself, one by one. How many there are, and whether there will be more, are answers of the host too, so
+one program serves any number of steps. Steps are always whole. When the inputs end early, or fail, the steps that ran
+are kept; when a host call of the step fails, none is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._tf import autograph, xla_ops
+from replica_engine.diagnostics.op_lines import user_line
+from replica_engine.errors import HostAccessError, InputsError, LoweringError
+from replica_engine.pjrt.group import needed_by_a_program
+from replica_engine.xla import soft_placement
+from replica_engine.xla.body import host_side, in_body
+from replica_engine.xla.host_calls.call import HostCall, HostCalls, current_calls
+from replica_engine.xla.infeed import InputQueue, Pace
+from replica_engine.xla.loop.batches import BatchReader
+from replica_engine.xla.loop.prefetch import Feeder
+from replica_engine.xla.signature import argument_names
+from replica_engine.xla.signature.arguments import Arguments
+from replica_engine.xla.signature.function_spec import Source
+from replica_engine.xla.stages.program_cache import Programs
+
+_MOST_STEPS = 128  # of a chunk
+_MOST_BYTES = 1 << 18  # of a replica's part of a chunk, which the program gets whole however many steps it has
+
+
+class Outcome(NamedTuple):
+    """What a device loop came to.
+
+    Attributes:
+        steps: how many ran; fewer than were asked for if the inputs ended early.
+        results: for each replica what the last step returned.
+        error: what the iterator raised.
+    """
+
+    steps: int
+    results: list[Any]
+    error: BaseException | None
+
+
+def run_loop(
+    programs: Programs,
+    source: Source,
+    mode: Any,
+    step: Callable[[Callable[..., Any], Any, dict[str, Any]], Any],
+    first: tuple,
+    rest: Iterator[tuple],
+    iterations: int,
+    prefetch: int | None,
+) -> Outcome:
+    """Runs up to `iterations` steps in one launch.
+
+    Args:
+        programs: what to compile with.
+        source: the function that is a step.
+        mode: what else the trace is for; hashable.
+        step: calls it, of the function, args and kwargs of a batch; what it returns comes out of the last step.
+        first: the inputs of the first step: its arguments.
+        rest: those of the others, of the same structure and shapes.
+        iterations: how many steps.
+        prefetch: how many batches are fetched ahead at most; None for two chunks.
+
+    Raises:
+        Exception: what the step raised while it was traced, or a host call of it.
+    """
+    arguments = Arguments(first, {}, programs.devices.size, numbers=True)
+    shapes = [_shape(slot, source.name, programs.moves_ops) for slot in arguments.slots]
+    specs = [tf.TensorSpec(shape, slot.dtype) for slot, shape in zip(arguments.slots, shapes, strict=True)]
+    # Each call of the host is a sign of life, and steps may be as slow as the limit allows.
+    most = 1 if programs.limits.timeout is not None else _chunk(specs, prefetch)
+    loop = _Loop(source, step, arguments, specs, most)
+    none = Arguments((), {}, arguments.size)
+    no_shapes = soft_placement.add_caller(none, ())
+
+    def of_loop() -> Source:
+        key = ("device loop", mode, programs.key(source), arguments.key, tuple(shapes), most, none.key)
+        return Source(loop, autograph=False, declared=key)
+
+    program = programs.find(of_loop(), none, no_shapes)
+    if loop.was_traced:  # now it is known which functions in the step run on the host, and so its key is another one
+        programs.learn(source, program)
+        programs.keep(of_loop(), none, program)
+    loop.forget()
+    compiled = program.find([tuple(shape) for shape in no_shapes])
+    pace = _feed_of(program).pace
+    # Of what may be ahead of a step, the rest of its chunk is not in the queue.
+    queue = InputQueue(arguments.size, (prefetch or 2 * pace.most) - pace.most + 1, pace)
+    reader = BatchReader(first, arguments, source.name)
+    queue.put(reader.parts(first, 0))
+    feeder = Feeder(queue, reader, rest, iterations, program.traced.body.name)
+    try:
+        with compiled.writing():
+            if iterations > 1:
+                feeder.start()
+            else:
+                queue.close()
+            columns = compiled.run(none.numpy(), feed=queue)
+            queue.over()
+        results = program.traced.replicas_results(columns)
+    finally:
+        queue.stop()
+        feeder.end()
+    return Outcome(queue.begun, results, feeder.error)
+
+
+def _chunk(specs: Sequence[tf.TensorSpec], prefetch: int | None) -> int:
+    """How many batches may come at a time. Half of those that are fetched ahead: meanwhile there must be others."""
+    if any(spec.dtype == tf.string for spec in specs):  # the host keeps those of one batch for each replica
+        return 1
+    size = sum(np.dtype(spec.dtype.as_numpy_dtype).itemsize * spec.shape.num_elements() for spec in specs)
+    fitting = min(_MOST_STEPS, _MOST_BYTES // max(1, size))
+    return max(1, fitting if prefetch is None else min(fitting, (prefetch + 1) // 2))
+
+
+class _Loop:
+    """The body of the program: a function without arguments, for `trace`.
+
+    Attributes:
+        was_traced: whether it was, or else a program was found that is the same.
+    """
+
+    def __init__(
+        self, source: Source, step: Callable[..., Any], like: Arguments, specs: Sequence[tf.TensorSpec], most: int
+    ):
+        self.__name__ = source.name
+        self._fn = source.fn
+        self._step: Any = step
+        self._rebuild: Any = like.rebuild
+        self._places = [slot.name for slot in like.slots]
+        self._specs = specs
+        self._most = most
+        self.was_traced = False
+
+    def forget(self) -> None:
+        """Tracing is over: the first batch, which is in what was needed for it, need not live on."""
+        self._rebuild = self._step = None
+
+    def __call__(self) -> Any:
+        self.was_traced = True
+        packed: list[Any] = []
+
+        def flat(*tensors: tf.Tensor) -> list[tf.Tensor]:
+            args, kwargs = self._rebuild(tensors)
+            named = argument_names.named(self._fn, tensors, self._places, skip=1)
+            with named, autograph.as_outside():  # this function is not converted, the step is
+                value = self._step(self._fn, args, kwargs)
+            packed.append(value)
+            return [tf.identity(each) for each in tf.nest.flatten(value) if tf.is_tensor(each)]
+
+        # Traced by itself first, since a loop has to know beforehand what its body returns.
+        step = tf.function(flat, autograph=False).get_concrete_function(*self._specs)
+        for index, output in enumerate(step.outputs):
+            if not output.shape.is_fully_defined():
+                raise LoweringError.dynamic_result(self.__name__, index, user_line(output))
+        zeros = [tf.zeros(each.shape, each.dtype) for each in step.outputs]
+        calls = current_calls()
+        # The host calls of a step say in which it was: so they have to know when it begins.
+        body = in_body()
+        calls_host = calls.calls or (body is not None and body.moves_ops and soft_placement.needs_host(step.graph))
+        feed = _Feed(calls, self._specs, 1 if calls_host else self._most)
+
+        def chunk(_: tf.Tensor, outputs: list[tf.Tensor]) -> tuple:
+            count, more, inputs = feed.emit()
+
+            def one(number: tf.Tensor, _: list[tf.Tensor]) -> tuple:
+                taken = step(*[each if each.dtype == tf.string else each[number] for each in inputs])
+                return number + 1, list(taken) if zeros else []
+
+            _, outputs = tf.while_loop(lambda number, _: number < count, one, (0, outputs))
+            return more, outputs
+
+        _, outputs = tf.while_loop(lambda more, _: more, chunk, (True, zeros))
+        found = iter(outputs)
+        return tf.nest.map_structure(lambda each: next(found) if tf.is_tensor(each) else each, packed[-1])
+
+
+class _Feed(HostCall):
+    """The host call that brings a replica its part of the next batches.
+
+    Its results are how many there are, whether there will be more, and of each input the values, stacked.
+
+    Strings stay on the host, for ops that run there to take (`soft_placement`).
+
+    Args:
+        calls: those of the body.
+        specs: of the inputs of a step.
+        most: how many batches may come at a time; 1 if there are strings among the inputs.
+
+    Attributes:
+        pace: how many do.
+    """
+
+    is_users = False
+
+    def __init__(self, calls: HostCalls, specs: Sequence[tf.TensorSpec], most: int):
+        self._specs = specs
+        self._numbers = [index for index, spec in enumerate(specs) if spec.dtype != tf.string]
+        stacked = [tf.TensorSpec([most, *specs[index].shape], specs[index].dtype) for index in self._numbers]
+        super().__init__(calls, "feed", "", [tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.bool), *stacked])
+        self.pace = Pace(most)
+
+    def describe(self) -> str:
+        """For messages."""
+        return "the wait for the next batch"
+
+    def emit(self) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+        """Adds a call to the graph under construction."""
+        _, (count, more, *numbers) = self.calls.emit(self, [])
+        found = iter(numbers)
+        inputs = [
+            self._text(index) if spec.dtype == tf.string else next(found) for index, spec in enumerate(self._specs)
+        ]
+        return count, more, inputs
+
+    def _text(self, index: int) -> tf.Tensor:
+        """An input that is a string: what the replica has got on the host."""
+
+        def take() -> np.ndarray:
+            side, run = host_side(), self.calls.run
+            assert side is not None, "it runs on the host"
+            assert run is not None, "set before the launch"
+            return run.kept[int(side.replica)].texts[index]
+
+        text = tf.numpy_function(take, [], tf.string)
+        text.set_shape(self._specs[index].shape)
+        return text
+
+    def __call__(self, position: np.ndarray, *_: np.ndarray) -> tuple[np.ndarray, ...]:
+        """As of every host call; quicker, and it goes on in a run that has failed until all replicas may stop."""
+        run = self.calls.run
+        assert run is not None, "set before the launch"
+        here = int(position)
+        replica = here % run.size
+        following = np.asarray(here + run.size)
+        try:
+            with needed_by_a_program(HostAccessError.in_inputs):
+                batches, more = run.next_steps(self, replica)
+                if batches and len(self._numbers) < len(self._specs):
+                    run.kept[replica].texts = batches[0]
+                stacked = self._stacked([[batch[index] for index in self._numbers] for batch in batches])
+        except BaseException as error:
+            run.note(error, replica, self)
+            return (following, *self.zeros)
+        return (following, np.asarray(len(batches), np.int32), np.asarray(more), *stacked)
+
+    def _stacked(self, batches: Sequence[Sequence[np.ndarray]]) -> Sequence[np.ndarray]:
+        if not batches:
+            return self.zeros[2:]
+        if self.pace.most == 1:  # without a copy
+            return [np.expand_dims(value, 0) for value in batches[0]]
+        stacked = [np.empty_like(zeros) for zeros in self.zeros[2:]]
+        for into, *values in zip(stacked, *batches, strict=True):
+            for index, value in enumerate(values):
+                into[index] = value
+        return stacked
+
+
+def _feed_of(program: Any) -> _Feed:
+    """The host call of a program that brings its inputs."""
+    return next(call for call in program.traced.host_calls.calls if isinstance(call, _Feed))
+
+
+def _shape(slot: Any, name: str, moves_ops: bool) -> tuple[int, ...]:
+    if xla_ops.is_host_only(slot.dtype) and not (moves_ops and slot.dtype == tf.string):
+        raise LoweringError.host_only(name, slot.name, slot.dtype.name)
+    if not slot.shape.is_fully_defined():  # replicas have different ones
+        raise InputsError.uneven_batch(slot.name, [str(value.shape) for value in slot.values])
+    return tuple(slot.shape)

@@ -1,0 +1,116 @@
+"""Names of a body's arguments, for errors about tensors that come from them."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._tf import subgraphs, variables
+
+_PLACE = re.compile(r"(args|kwargs)\[(?:(\d+)|'(\w+)')\](.*)", re.DOTALL)
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def named(fn: Callable[..., Any], tensors: Sequence[tf.Tensor], places: Sequence[str], skip: int = 0) -> Iterator[None]:
+    """Inside, errors know these tensors for arguments of a function.
+
+    Args:
+        fn: the function.
+        tensors: placeholders for tensors among its arguments.
+        places: where in the arguments they are: "args[0]['x']".
+        skip: how many arguments come before those that `places` counts.
+    """
+    before = _named(), getattr(_thread, "graph", None)
+    described = [f"the argument `{_parameter(fn, place, skip)}` of `{_name(fn)}`" for place in places]
+    _thread.named = [*before[0], *zip(tensors, described, strict=True)]
+    if not skip:  # else it is a part of the body
+        _thread.graph = variables.graph()
+    try:
+        yield
+    finally:
+        _thread.named, _thread.graph = before
+
+
+def of(placeholder: tf.Tensor) -> str:
+    """A placeholder in words: "the argument `x` of `step`"."""
+    for tensor, described in _named():
+        if tensor is placeholder:
+            return described
+    # That of a nested tf.function, which knows what its user calls it.
+    name = placeholder.op.node_def.attr["_user_specified_name"].s.decode() or placeholder.op.name
+    return f"the argument `{name}` of `{placeholder.graph.name}`"
+
+
+def behind(tensor: tf.Tensor, wanted: Callable[[tf.Tensor], bool]) -> list[str]:
+    """What a tensor of a body is made of, of its arguments and of tensors from outside, if it is `wanted`; in words."""
+    found: dict[str, None] = {}
+    for each in _tensors_behind(tensor):
+        if each.op.type == "Placeholder" and wanted(each):
+            outside = subgraphs.captured(each)
+            found[of(each) if outside is None else _of_outside(outside)] = None
+    return sorted(found)
+
+
+def ops_behind(tensor: tf.Tensor) -> Iterator[tf.Operation]:
+    """The ops of a body that a tensor is made by, and what it is made of."""
+    return (each.op for each in _tensors_behind(tensor) if each.op.type != "Placeholder")
+
+
+def _tensors_behind(tensor: tf.Tensor) -> Iterator[tf.Tensor]:
+    """A tensor and all that it is made of, as far as the body; captured tensors of functions in it are passed over."""
+    pending, seen = [tensor], set()
+    while pending:
+        each = pending.pop()
+        if not tf.is_symbolic_tensor(each) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if each.op.type != "Placeholder":
+            pending += each.op.inputs
+            yield each
+            continue
+        outside = subgraphs.captured(each)
+        if outside is not None and each.graph is not getattr(_thread, "graph", None):
+            pending.append(outside)
+        else:
+            yield each
+
+
+def _of_outside(tensor: tf.Tensor) -> str:
+    if tensor.op.type == "Placeholder" and subgraphs.captured(tensor) is None:
+        return of(tensor)
+    return f"the tensor `{tensor.name}` of `{tensor.graph.name}`"
+
+
+def _named() -> list[tuple[tf.Tensor, str]]:
+    return getattr(_thread, "named", [])
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", type(fn).__name__).replace("<lambda>", "lambda")
+
+
+def _parameter(fn: Callable[..., Any], place: str, skip: int) -> str:
+    """ "x['ids']" for "args[0]['ids']", where the function's first parameter is x."""
+    match = _PLACE.match(place)
+    if match is None:
+        return place
+    _, index, name, rest = match.groups()
+    if name is not None:
+        return name + rest
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):  # of a function that is not Python's
+        return place
+    number = int(index) + skip
+    positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    if number < len(positional):
+        return positional[number] + rest
+    rows = next((each.name for each in parameters if each.kind is each.VAR_POSITIONAL), None)
+    return place if rows is None else f"{rows}[{number - len(positional)}]{rest}"

@@ -1,0 +1,275 @@
+"""The arguments of a body, taken apart: tensors that become parameters of the program, and all the rest.
+
+A program is compiled for shapes and dtypes, and for everything else by value: structure, Python numbers,
+variables. `Arguments` has both halves, and a key that is equal for arguments that one program serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._tf import distribute
+from replica_engine.errors import InputsError, ReplicaMismatchError, ReplicaValueError
+from replica_engine.values.regroup import regroup
+from replica_engine.values.structure import open_level
+from replica_engine.values.tensors import as_tensor
+
+Shapes = tuple[tf.TensorShape, ...]
+"""Shapes of slots; dimensions may be unknown."""
+
+
+class Slot:
+    """A tensor among the arguments: one value for all replicas, or one for each.
+
+    Attributes:
+        name: where in the arguments it is, for errors: "args[0]['x']".
+        values: a single tensor, or one for each replica; eager or of a graph.
+        dtype: their dtype.
+        shape: what the shapes of all have in common; static in eager mode.
+        is_sparse: whether it is a component of a sparse tensor.
+    """
+
+    __slots__ = ("dtype", "is_sparse", "name", "shape", "values")
+
+    def __init__(self, name: str, values: list[Any]):
+        self.name = name
+        self.values = values
+        self.dtype: tf.DType = values[0].dtype
+        self.shape: tf.TensorShape = values[0].shape
+        self.is_sparse = False
+        for replica, value in enumerate(values[1:], start=1):
+            if value.dtype != self.dtype:
+                raise ReplicaMismatchError.dtypes(name, replica, self.dtype.name, value.dtype.name)
+            if value.shape != self.shape:
+                self.shape = self.shape.most_specific_compatible_shape(value.shape)
+
+
+class ById:
+    """Compares by identity, and keeps what it compares alive."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ById) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+class Arguments:
+    """The arguments of one call, taken apart.
+
+    Args:
+        args: positional arguments; a `PerReplica` has one value for each replica.
+        kwargs: keyword arguments, likewise.
+        size: the number of replicas.
+        numbers: whether Python numbers are tensors.
+
+    Attributes:
+        size: the number of replicas.
+        slots: the tensors, in order.
+        key: hashable; equal for arguments that differ in the values and shapes of tensors only.
+        rebuild: the arguments again, with other tensors in the slots.
+        summary_writer: the resource of the caller's summary writer, where a body is to use that of each caller.
+        summary_step: which slot has the caller's step for summaries; None if the body has to find it by itself.
+
+    Raises:
+        ReplicaMismatchError: replicas have tensors of different dtypes, or different structures.
+        ReplicaValueError: an array cannot become a tensor, a distributed value is of another number of replicas, or
+            a structure contains itself.
+    """
+
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], size: int, numbers: bool = False):
+        self.size = size
+        self._numbers = numbers
+        self.slots: list[Slot] = []
+        self.summary_writer: Any = None
+        self.summary_step: int | None = None
+        try:
+            build_args, key_args = self._open(tuple(args), "args")
+            build_kwargs, key_kwargs = self._open(dict(kwargs), "kwargs")
+        except RecursionError:
+            raise ReplicaValueError.endless("the arguments") from None
+        self.key: Any = (key_args, key_kwargs, tuple(slot.dtype for slot in self.slots))
+        self.rebuild: Callable[[Sequence[Any]], tuple[tuple, dict]] = lambda tensors: (
+            build_args(tensors),
+            build_kwargs(tensors),
+        )
+
+    @classmethod
+    def of_inputs(cls, inputs: Any, size: int | None = None, numbers: bool = False) -> Arguments:
+        """Of one list of arguments for each replica; None for no arguments.
+
+        Args:
+            inputs: the lists.
+            size: the number of replicas; None takes the number of lists.
+            numbers: whether Python numbers that are equal on all replicas are tensors too.
+
+        Raises:
+            InputsError: `inputs` is no list over replicas.
+            StructureMismatchError: two replicas differ in structure.
+        """
+        if inputs is None:
+            inputs = [[]] * (size or 1)
+        if not isinstance(inputs, (list, tuple)) or not inputs:
+            raise InputsError.no_list(inputs)
+        for each in inputs:
+            if not isinstance(each, (list, tuple)):
+                raise InputsError.no_argument_list(each)
+        if size is not None and size != len(inputs):
+            raise InputsError.wrong_length(len(inputs), size)
+        grouped = regroup([tuple(each) for each in inputs], what="The inputs of the replicas", name="inputs")
+        arguments = cls(grouped, {}, len(inputs), numbers)
+        arguments._check_even()
+        return arguments
+
+    def numpy(self) -> list[list[np.ndarray]]:
+        """The values of the slots, which must be eager: views, where NumPy can have one."""
+        return [[view(tensor) for tensor in slot.values] for slot in self.slots]
+
+    def _check_even(self) -> None:
+        """Sees to it that all replicas have the same shapes.
+
+        Raises:
+            ReplicaMismatchError: two have not.
+        """
+        for slot in self.slots:
+            first = slot.values[0].shape
+            for replica, value in enumerate(slot.values[1:], start=1):
+                if not value.shape.is_compatible_with(first):
+                    raise ReplicaMismatchError.shapes(slot.name, replica, str(first), str(value.shape))
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shapes of the slots."""
+        return tuple(slot.shape for slot in self.slots)
+
+    def _open(self, value: Any, name: str) -> tuple[Callable[[Sequence[Any]], Any], Any]:
+        """How to build `value` again of tensors, and its part of the key."""
+        if type(value) in _EMPTY and not value:  # as most calls have one
+            return (lambda _: type(value)()), type(value)
+        if isinstance(value, distribute.DistributedVariable):
+            return (lambda _: value), ById(value)
+        if isinstance(value, distribute.DistributedValues):
+            return self._open_distributed(value, name)
+        if isinstance(value, tf.Variable):
+            return (lambda _: value), ById(value)
+        number = self._numbers and isinstance(value, (int, float, complex)) and not isinstance(value, bool)
+        if number or _is_array(value):
+            return self._add(name, [as_tensor(value, name)]), "tensor"
+        if isinstance(value, tf.__internal__.CompositeTensor):
+            return self._open_composite(name, [value])
+        level = open_level(value)
+        if level is not None:
+            opened = [self._open(child, name + step) for child, step in zip(level.children, level.names, strict=True)]
+            builders = [build for build, _ in opened]
+            key = (type(value), level.names, constant_key(level.static), tuple(key for _, key in opened))
+            return (lambda tensors: level.rebuild([build(tensors) for build in builders])), key
+        return (lambda _: value), constant_key(value)
+
+    def _open_distributed(self, value: Any, name: str) -> tuple[Callable[[Sequence[Any]], Any], Any]:
+        parts = value.values
+        if len(parts) != self.size:
+            raise ReplicaValueError.other_size(name, len(parts), self.size)
+        if any(isinstance(part, tf.Variable) for part in parts):  # which are composite tensors too
+            raise ReplicaMismatchError.variables(name)
+        if any(isinstance(part, distribute.DistributedValues) for part in parts):
+            raise ReplicaValueError.distributed(name)
+        if any(isinstance(part, tf.__internal__.CompositeTensor) for part in parts):
+            return self._open_composite(name, parts)
+        if all(part is parts[0] for part in parts) and not _is_array(parts[0]):
+            return self._open(parts[0], name)
+        if not all(_is_array(part) or isinstance(part, (bool, int, float, complex)) for part in parts):
+            raise ReplicaMismatchError.not_tensors(name, next(part for part in parts if not _is_array(part)))
+        return self._add(name, [as_tensor(part, name) for part in parts]), "tensor"
+
+    def _open_composite(self, name: str, parts: list[Any]) -> tuple[Callable[[Sequence[Any]], Any], Any]:
+        first = parts[0]
+        try:
+            columns = [tf.nest.flatten(part, expand_composites=True) for part in parts]
+        except (AttributeError, TypeError, ValueError) as error:  # made of something else than tensors
+            raise ReplicaValueError.no_tensor(name, first, str(error)) from None
+        if len({len(column) for column in columns}) > 1:
+            raise ReplicaMismatchError.not_tensors(name, first)
+        specs = list(dict.fromkeys(map(tf.type_spec_from_value, parts)))
+        is_sparse = isinstance(first, tf.SparseTensor)
+        builders: list[Callable[[Sequence[Any]], Any]] = []
+        for index, values in enumerate(zip(*columns, strict=True)):
+            if is_sparse and index == 2 and len(specs) == 1 and specs[0].shape.is_fully_defined():
+                builders.append(_constant_shape(specs[0].shape))
+                continue
+            inner = f"{name} (component {index})"
+            builders.append(self._add(inner, [as_tensor(value, inner) for value in values]))
+            self.slots[-1].is_sparse = is_sparse
+        common = specs[0].most_specific_common_supertype(specs[1:])  # of ragged tensors with other numbers of rows
+        if common is None:
+            raise ReplicaMismatchError.not_tensors(name, first)
+
+        def build(tensors: Sequence[Any]) -> Any:
+            return tf.nest.pack_sequence_as(common, [each(tensors) for each in builders], expand_composites=True)
+
+        return build, tuple(specs)
+
+    def _add(self, name: str, values: list[Any]) -> Callable[[Sequence[Any]], Any]:
+        index = len(self.slots)
+        self.slots.append(Slot(name, values))
+        return lambda tensors: tensors[index]
+
+
+def difference(given: Sequence[Slot], names: Sequence[str], specs: Sequence[Any]) -> str:
+    """In words, the first tensor that is another one, or is missing; `names` and `specs` are what is wanted."""
+    wanted = dict(zip(names, specs, strict=True))
+    there = {slot.name for slot in given}
+    for name in names:
+        if name not in there:
+            return f"another structure, {name} is missing"
+    for slot in given:
+        if slot.name not in wanted:
+            return f"another structure, {slot.name} is one too many"
+    for slot in given:
+        if slot.dtype != wanted[slot.name].dtype:
+            return f"{slot.name} is of dtype {slot.dtype.name}, and should be of {wanted[slot.name].dtype.name}"
+    for slot in given:
+        if slot.shape != wanted[slot.name].shape:
+            return f"{slot.name} has the shape {slot.shape}, and should have {wanted[slot.name].shape}"
+    return "another structure, with containers of other types, or other values that are no tensors"
+
+
+def _constant_shape(shape: tf.TensorShape) -> Callable[[Sequence[Any]], Any]:
+    """The shape of a sparse tensor as a constant, since XLA compiles for fixed shapes."""
+    return lambda _: tf.constant(shape.as_list(), tf.int64)
+
+
+_EMPTY = (tuple, list, dict)
+_NUMPYS_OWN = frozenset(tf.as_dtype(np.dtype(kind)) for kind in "?bBhHiIqQefdFD")
+
+
+def view(tensor: Any) -> np.ndarray:
+    """The value of an eager tensor: a view of it, where NumPy can have one."""
+    if tensor.dtype in _NUMPYS_OWN:
+        return np.asarray(tensor)
+    return np.asarray(tensor.numpy(), object) if tensor.dtype == tf.string else tensor.numpy()
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (tf.Tensor, np.ndarray, np.generic))
+
+
+def constant_key(value: Any, depth: int = 3) -> Any:
+    """A key for something that is compiled in: by value for plain Python values, by identity for others.
+
+    Short lists, tuples and dictionaries go by what they hold, `depth` levels down.
+    """
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, tf.DType)):
+        return type(value), repr(value)  # repr: 0.0 is not -0.0, and nan is nan
+    if depth and type(value) in (tuple, list, dict) and len(value) <= 64:
+        items = value.items() if isinstance(value, dict) else value
+        return type(value), tuple(constant_key(item, depth - 1) for item in items)
+    return ById(value)

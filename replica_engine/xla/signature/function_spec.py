@@ -1,0 +1,227 @@
+"""A function to be traced, with what a `tf.function` around it asks for, and how to know it again."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._tf import distribute, function
+from replica_engine.errors import InputsError, ReplicaValueError
+from replica_engine.errors.base import brief
+from replica_engine.xla.signature.arguments import Arguments, ById, Shapes, constant_key
+
+Hosts = frozenset[CodeType]
+"""Code of functions that `outside_compilation` runs."""
+
+_NO_HOSTS: Hosts = frozenset()
+
+
+@dataclass(frozen=True)
+class Source:
+    """A function to be traced.
+
+    Attributes:
+        fn: the Python function.
+        autograph: whether AutoGraph converts it.
+        seldom: trace it for unknown dimensions rather than for many shapes (`reduce_retracing`).
+        signature: specs of its arguments that it was declared with, if it was.
+        declared: the `tf.function` that it was taken from, to know it by.
+        returns_tensors: whether numbers and strings that it returns come out as tensors: those of a `tf.function` do.
+    """
+
+    fn: Callable[..., Any]
+    autograph: bool = True
+    seldom: bool = False
+    signature: Any = None
+    declared: Any = None
+    returns_tensors: bool = False
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any]) -> Source:
+        """Of any callable; a `tf.function` is taken off, and what it asks for is kept.
+
+        Raises:
+            ReplicaValueError: it cannot be called.
+        """
+        if function.is_tf_function(fn):
+            return cls(fn.python_function, *function.options(fn), ById(fn), True)  # type: ignore[attr-defined]
+        if not callable(fn):
+            raise ReplicaValueError.no_function(fn)
+        return cls(fn)
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return getattr(self.fn, "__name__", type(self.fn).__name__).replace("<lambda>", "lambda")
+
+    @property
+    def code(self) -> Any:
+        """Its Python code, or what it has instead."""
+        fn: Any = self.fn
+        while isinstance(fn, (MethodType, functools.partial)):
+            fn = fn.__func__ if isinstance(fn, MethodType) else fn.func
+        return getattr(fn, "__code__", fn)
+
+    def key(self, hosts: Hosts = _NO_HOSTS) -> Any:
+        """Hashable; equal for functions that would be traced to the same graph.
+
+        Args:
+            hosts: the code of functions in it that run on the host; what only they use does not matter.
+        """
+        return function_key(self.fn, hosts=hosts) if self.declared is None else self.declared
+
+    def arguments(self, args: Any, kwargs: Any, size: int) -> tuple[Arguments, Shapes]:
+        """Arguments for it, and the shapes that it is to be traced for.
+
+        Raises:
+            InputsError: they do not fit its input signature.
+        """
+        if self.signature is None:
+            arguments = Arguments(args, kwargs, size)
+            return arguments, arguments.shapes
+        bound = inspect.signature(self.fn).bind(*args, **kwargs)
+        bound.apply_defaults()
+        specs = tf.nest.flatten(self.signature)
+        values = tf.nest.flatten(bound.args[: len(self.signature)])
+        if len(specs) != len(values):
+            raise InputsError.not_as_many(self.name, len(values), len(specs))
+        names = [f"args[{index}]" for index, spec in enumerate(self.signature) for _ in tf.nest.flatten(spec)]
+        cast = [self._fit(*each) for each in zip(names, specs, values, strict=True)]
+        packed = tf.nest.pack_sequence_as(list(bound.args[: len(self.signature)]), cast)
+        arguments = Arguments((*packed, *bound.args[len(self.signature) :]), {}, size)
+        declared = [spec.shape for spec in specs if isinstance(spec, tf.TensorSpec)]
+        if len(declared) != len(arguments.slots):
+            return arguments, arguments.shapes
+        for slot, shape in zip(arguments.slots, declared, strict=True):
+            if not shape.is_compatible_with(slot.shape):
+                given, wanted = f"of shape {slot.shape}", f"the shape {shape}"
+                raise InputsError.not_of_signature(self.name, slot.name, given, wanted)
+        return arguments, tuple(declared)
+
+    def _fit(self, name: str, spec: Any, value: Any) -> Any:
+        """A value as its spec in the signature has it; `name` says in which argument it is."""
+        if not isinstance(spec, tf.TensorSpec):
+            return value
+        wanted = f"dtype {spec.dtype.name} and shape {spec.shape}"
+        if isinstance(value, distribute.DistributedValues):
+            unlike = [part for part in value.values if tf.as_dtype(part.dtype) != spec.dtype]
+            if unlike:
+                raise InputsError.not_of_signature(self.name, name, _described(unlike[0]), wanted)
+            return value
+        try:
+            return tf.convert_to_tensor(value, spec.dtype)
+        except (TypeError, ValueError):
+            raise InputsError.not_of_signature(self.name, name, _described(value), wanted) from None
+
+
+def _described(value: Any) -> str:
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"of dtype {tf.as_dtype(value.dtype).name} and shape {tf.TensorShape(value.shape)}"
+    return brief(value)
+
+
+def function_key(fn: Any, depth: int = 3, hosts: Hosts = _NO_HOSTS) -> Any:
+    """Equal for functions that would be traced to the same graph.
+
+    Functions are equal that have the same code and use the same objects: globals, defaults, closed-over ones. So a
+    lambda or nested function that is made anew for each call is the same one. `depth` is how far to look into
+    functions that a function closes over; for those in `hosts` see `_host_key`.
+    """
+    if depth == 0:
+        return ById(fn)
+
+    def key(value: Any) -> Any:
+        is_function = isinstance(value, (FunctionType, MethodType, functools.partial))
+        return function_key(value, depth - 1, hosts) if is_function else constant_key(value)
+
+    if isinstance(fn, functools.partial):
+        rest = tuple((name, key(value)) for name, value in sorted(fn.keywords.items()))
+        return "partial", function_key(fn.func, depth, hosts), tuple(map(key, fn.args)), rest
+    if isinstance(fn, MethodType):
+        return "method", function_key(fn.__func__, depth, hosts), ById(fn.__self__)
+    if not isinstance(fn, FunctionType):
+        return ById(fn)
+    code = fn.__code__
+    if code in hosts:
+        return _host_key(fn)
+    cells = tuple(
+        _host_cell_key(code, name, cell) if hosts and _is_for_hosts(code, name, hosts) else _cell_key(cell, key)
+        for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True)
+    )
+    defaults = tuple(map(key, fn.__defaults__ or ()))
+    named = tuple((name, key(value)) for name, value in sorted((fn.__kwdefaults__ or {}).items()))
+    # fn.__dict__ as well: functools.wraps keeps the wrapped function there, and AutoGraph its settings.
+    marks = tuple((name, key(value)) for name, value in sorted(fn.__dict__.items()))
+    used = tuple((name, constant_key(fn.__globals__[name])) for name in _names(code, hosts) if name in fn.__globals__)
+    return code, used, cells, defaults, named, marks
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: CodeType, hosts: Hosts) -> tuple[str, ...]:
+    """The names of globals, and of attributes, that a function and those in it use, but for those on the host."""
+    inner = [name for each in _inner(code) if each not in hosts for name in _names(each, hosts)]
+    return tuple(dict.fromkeys([*code.co_names, *inner]))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_for_hosts(code: CodeType, name: str, hosts: Hosts) -> bool:
+    """Whether what a function closes over under this name is used by functions on the host only."""
+    if any(each.argval == name and each.opname in _USES for each in dis.get_instructions(code)):
+        return False
+    inner = [each for each in _inner(code) if name in each.co_freevars]
+    return bool(inner) and all(each in hosts or _is_for_hosts(each, name, hosts) for each in inner)
+
+
+def _host_key(value: Any) -> Any:
+    """A key for what runs on the host, or is used there: it outlives the trace, so objects go by identity.
+
+    Globals are looked up anew in each call, and what a host function assigns to is its own.
+    """
+    if isinstance(value, FunctionType):
+        code = value.__code__
+        cells = zip(code.co_freevars, value.__closure__ or (), strict=True)
+        settings = (value.__defaults__ or (), tuple((value.__kwdefaults__ or {}).items()))
+        return (
+            code,
+            ById(value.__globals__),
+            tuple(_host_cell_key(code, name, cell) for name, cell in cells),
+            _host_key(settings),
+        )
+    if type(value) is tuple:
+        return tuple(map(_host_key, value))
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return constant_key(value)
+    return ById(value)
+
+
+def _host_cell_key(code: CodeType, name: str, cell: CellType) -> Any:
+    return ById(cell) if assigns(code, name) else _cell_key(cell, _host_key)
+
+
+@functools.lru_cache(maxsize=4096)
+def assigns(code: CodeType, name: str) -> bool:
+    """Whether a function, or one in it, assigns to what it closes over under this name."""
+    if any(each.argval == name and each.opname == "STORE_DEREF" for each in dis.get_instructions(code)):
+        return True
+    return any(assigns(each, name) for each in _inner(code) if name in each.co_freevars)
+
+
+_USES = ("LOAD_DEREF", "STORE_DEREF", "DELETE_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
+
+
+def _inner(code: CodeType) -> list[CodeType]:
+    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+def _cell_key(cell: CellType, key: Callable[[Any], Any]) -> Any:
+    try:
+        return key(cell.cell_contents)
+    except ValueError:  # not yet assigned
+        return ById(cell)

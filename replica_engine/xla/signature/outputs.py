@@ -1,0 +1,80 @@
+"""What a body returned, taken apart: tensors that become results of the program, and the structure around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._tf import distribute
+from replica_engine.errors import ReplicaValueError
+from replica_engine.values.structure import open_level
+from replica_engine.values.tensors import as_tensor
+
+_RESULT = "A result of the replicas"  # for messages
+
+
+class Outputs:
+    """What a body returned, taken apart.
+
+    None, Python values and distributed variables are part of the structure and come out as they are.
+
+    Args:
+        value: what the body returned.
+        numbers: whether Python numbers and strings come out as tensors, one for all replicas.
+
+    Attributes:
+        tensors: in the graph of the body.
+        rebuild: what the body returned, with other tensors.
+
+    Raises:
+        ReplicaValueError: an array among it cannot become a tensor, or the structure contains itself.
+    """
+
+    def __init__(self, value: Any, numbers: bool = False):
+        self._numbers = numbers
+        self.tensors: list[tf.Tensor] = []
+        self.rebuild: Callable[[list[Any]], Any]
+        try:
+            self.rebuild = self._open(value)
+        except RecursionError:
+            raise ReplicaValueError.endless("the results") from None
+
+    def _open(self, value: Any) -> Callable[[list[Any]], Any]:
+        if isinstance(value, (distribute.DistributedVariable, tf.Operation)):
+            returned = None if isinstance(value, tf.Operation) else value
+            return lambda _: returned
+        if isinstance(value, tf.Variable):
+            container = distribute.value_container(value)
+            if container is not value and not isinstance(value, distribute.UnreadVariable):
+                return lambda _: container
+        if isinstance(value, (tf.Tensor, tf.Variable, np.ndarray, np.generic)):
+            return self._add(as_tensor(value, _RESULT))
+        if isinstance(value, tf.__internal__.CompositeTensor):
+            builders = [self._add(part) for part in _components(value)]
+            return lambda tensors: tf.nest.pack_sequence_as(
+                value, [build(tensors) for build in builders], expand_composites=True
+            )
+        level = open_level(value)
+        if level is not None:
+            builders = [self._open(child) for child in level.children]
+            return lambda tensors: level.rebuild([build(tensors) for build in builders])
+        if self._numbers and isinstance(value, (bool, int, float, complex, str, bytes)):
+            with tf.init_scope():
+                value = as_tensor(value, _RESULT)
+        return lambda _: value
+
+    def _add(self, tensor: tf.Tensor) -> Callable[[list[Any]], Any]:
+        index = len(self.tensors)
+        self.tensors.append(tf.identity(tensor))
+        return lambda tensors: tensors[index]
+
+
+def _components(value: Any) -> list[tf.Tensor]:
+    try:
+        parts = tf.nest.flatten(value, expand_composites=True)
+    except (AttributeError, TypeError, ValueError) as error:  # made of something else than tensors
+        raise ReplicaValueError.no_tensor(_RESULT, value, str(error)) from None
+    return [as_tensor(part, _RESULT) for part in parts]

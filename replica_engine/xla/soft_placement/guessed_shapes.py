@@ -1,0 +1,107 @@
+"""Shapes of what host ops return, found out by trying.
+
+TensorFlow often does not know what a host op returns: a vocabulary's indices of a padded sentence, say, whose shape is
+that of the batch and the length it is padded to. The devices can go on with such a result only if its shape is
+known. So while a body is lowered, host ops without side effects are tried with several made-up inputs. A dimension
+that is the same for all of them is taken to be fixed. Where it is not after all, the run says so: what a piece returns
+is compared with what was declared. Guesses can be wrong. So at first only ops are tried that pad to a shape that is
+given to them, and all others where the body could not be lowered otherwise.
+
+The inputs are as unlike as possible: a dimension that depends on data must come out differently. Strings have other
+numbers of words and of characters, numbers are all equal or all different.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._tf import host_ops, xla_ops
+from replica_engine.xla.soft_placement.values import Value
+
+_TRIES = 3
+_LARGEST = 1 << 20  # elements of an input that is made up
+
+
+class Samples:
+    """Results of host ops for made-up inputs, each computed once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Value, list[Any] | None] = {}
+        self._results: dict[tuple[tf.Operation, tuple[Value, ...]], list[list[Any]] | None] = {}
+
+    def shape(self, value: Value) -> tf.TensorShape:
+        """The shape of a result of a host op, with the dimensions that were the same in all tries."""
+        found = self.of(value)
+        if found is None or len({tensor.shape.rank for tensor in found}) > 1:
+            return value.shape
+        sizes = [
+            row[0] if len(set(row)) == 1 else None for row in zip(*(tensor.shape for tensor in found), strict=True)
+        ]
+        shape = tf.TensorShape(sizes)
+        return value.shape.merge_with(shape) if value.shape.is_compatible_with(shape) else value.shape
+
+    def of(self, value: Value) -> list[Any] | None:
+        """A value in each of the tries; None if it cannot be made up."""
+        if value not in self._known:
+            self._known[value] = None  # until it is found
+            self._known[value] = self._find(value)
+        return self._known[value]
+
+    def _find(self, value: Value) -> list[Any] | None:
+        if value.maker is not None and value.from_host:
+            op, inputs, index = value.maker
+            results = self._try(op, inputs)
+            return None if results is None else [outputs[index] for outputs in results]
+        source = value.on_host()
+        if source is not None and source.kind == "fixed":
+            return [source.what] * _TRIES
+        if not value.shape.is_fully_defined() or value.dtype in (tf.resource, tf.variant):
+            return None
+        if (value.shape.num_elements() or 0) > _LARGEST:
+            return None
+        return [_made_up(value, number) for number in range(_TRIES)]
+
+    def _try(self, op: tf.Operation, inputs: list[Value]) -> list[list[Any]] | None:
+        key = op, tuple(inputs)
+        if key not in self._results:
+            self._results[key] = None
+            columns = [self.of(value) for value in inputs] if host_ops.only_computes(op) else [None]
+            if all(column is not None for column in columns):
+                self._results[key] = _run(op, columns)
+        return self._results[key]
+
+
+def _run(op: tf.Operation, columns: list[Any]) -> list[list[Any]] | None:
+    run = host_ops.runner(op)
+    try:
+        with tf.init_scope(), tf.device("CPU:0"):
+            return [run([column[number] for column in columns]) for number in range(_TRIES)]
+    except Exception:  # it takes no such inputs: what it returns is known when the body runs
+        return None
+
+
+def _made_up(value: Value, number: int) -> tf.Tensor:
+    shape = value.shape.as_list()
+    count = int(np.prod(shape, dtype=np.int64))
+    with tf.init_scope(), tf.device("CPU:0"):
+        if value.dtype == tf.string:
+            words = [" ".join(["a", f"b{each}", "c"][: ((each + 1) * number) % 4]) for each in range(count)]
+            return tf.constant(np.array(words, object).reshape(shape))
+        array = np.zeros(count) if number == 0 else (np.arange(count) * number) % 100 + number
+        return tf.cast(tf.constant(array.reshape(shape)), value.dtype)
+
+
+def pads(op: tf.Operation, inputs: list[Value]) -> bool:
+    """Whether an op pads to a shape that the body says, but for the size of the batch."""
+    if op.type != "RaggedTensorToTensor" or inputs[0].constant is None:
+        return False
+    shape = tf.make_ndarray(inputs[0].constant.get_attr("value"))
+    return shape.ndim == 1 and bool(np.all(shape[1:] >= 0))
+
+
+def is_worth_trying(value: Value) -> bool:
+    """Whether the devices could have a value if its shape were known."""
+    return not xla_ops.is_host_only(value.dtype) and not value.shape.is_fully_defined()

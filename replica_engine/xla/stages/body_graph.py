@@ -1,0 +1,221 @@
+"""A replica body as a graph: its parameters, what it captures, and which of its ops run on the host."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._tf import eager, xla_ops
+from replica_engine.diagnostics.flight_record import Collective
+from replica_engine.diagnostics.op_lines import user_line
+from replica_engine.errors import CaptureError, HostAccessError, LoweringError, moved_to_host
+from replica_engine.xla import soft_placement
+from replica_engine.xla.body import Body
+from replica_engine.xla.host_calls.call import HostCalls
+from replica_engine.xla.signature.arguments import Arguments
+from replica_engine.xla.signature.outputs import Outputs
+from replica_engine.xla.soft_placement.piece import Source
+
+_numbers = itertools.count()
+_logger = logging.getLogger("replica_engine")
+
+
+class BodyGraph:
+    """A replica body as a graph.
+
+    Attributes:
+        name: the function's name.
+        graph: the function graph. Its inputs are the slots of the arguments, captured tensors, and captured
+            variables, in this order.
+        body: the replicas it was traced for.
+        key: of the arguments that it serves.
+        slots: specs of the tensors among the arguments; dimensions may be unknown.
+        tensors: captured tensors, eager or of an outer graph.
+        captured: which of them are parameters of the program; the rest are compiled in.
+        handles: handles of captured variables.
+        outputs: specs of the tensors among the results.
+        rebuild: the structure that the function returned, with other tensors.
+        host_calls: its calls to the host.
+        collectives: where its replicas meet.
+        moves: whether ops of it run on the host by soft placement.
+        host_slots: which arguments stay on the host; they are no parameters of the program.
+        sparse_slots: which of them are components of sparse tensors, of which only host ops need the values.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        graph: Any,
+        body: Body,
+        arguments: Arguments,
+        outputs: Outputs,
+        host_calls: HostCalls,
+        collectives: list[Collective],
+        kept: list[Any],
+    ):
+        specs = [tf.TensorSpec(inside.shape, inside.dtype) for inside in graph.inputs[: len(arguments.slots)]]
+        self.name = name
+        self.graph = graph
+        self.body = body
+        self.key = arguments.key
+        self.slots = specs
+        self.slot_names = [slot.name for slot in arguments.slots]
+        self.outputs = [tf.TensorSpec(output.shape, output.dtype) for output in graph.outputs]
+        self.rebuild = outputs.rebuild
+        self.host_calls = host_calls
+        self.collectives = collectives
+        self._kept = kept
+        self.writer = arguments.summary_writer
+        slots = list(zip(arguments.slots, graph.inputs, strict=False)) if body.moves_ops else []
+        self.sparse_slots = frozenset(
+            index
+            for index, (slot, inside) in enumerate(slots)
+            if slot.is_sparse and soft_placement.is_left_on_host(inside)
+        )
+        strings = [index for index, (slot, _) in enumerate(slots) if xla_ops.is_host_only(slot.dtype)]
+        self.host_slots = self.sparse_slots.union(strings)
+        self.moves = body.moves_ops and (bool(self.host_slots) or soft_placement.needs_host(graph))
+        if self.moves:
+            host_calls.can_fail = True
+            graph.capture(host_calls.order)
+        captures = list(graph.captures)
+        self._on_host = [each for each in captures if self.moves and _stays_on_host(*each)]
+        captures = [each for each in captures if not any(each is other for other in self._on_host)]
+        data = [(outside, inside) for outside, inside in captures if inside.dtype != tf.resource]
+        variables = [(outside, inside) for outside, inside in captures if inside.dtype == tf.resource]
+        for outside, inside in captures:
+            self._check_capture(outside, inside)
+        for handle, where in host_calls.handles:
+            if any(handle is outside for outside, _ in variables):
+                raise HostAccessError.variable(str(xla_ops.variable_name(handle)), where)
+        for index, output in enumerate(self.outputs):
+            if xla_ops.is_host_only(output.dtype) and not self.moves:
+                raise LoweringError.host_result(name, index, *_made_by(graph.outputs[index]))
+        self.tensors = [outside for outside, _ in data]
+        self.handles = [outside for outside, _ in variables]
+        self.captured = list(range(len(self.tensors)))
+        self._slots = list(graph.inputs[: len(self.slots)])
+        self._tensors = [inside for _, inside in data]
+        self._variables = [inside for _, inside in variables]
+        self._registered: Any = None
+        self._told = False
+        self._also_moved: set[tf.Operation] = set()
+
+    @property
+    def donates(self) -> bool:
+        """Whether a launch may overwrite the old values of variables; see `Program.donates`."""
+        return not self.host_calls.can_fail and self.body.limits.timeout is None
+
+    def replicas_results(self, columns: Sequence[Sequence[Any]]) -> list[Any]:
+        """For each replica what it returned, of the replicas' values for each result."""
+        tensors = [[_as_tensor(value) for value in column] for column in columns]
+        return [self.rebuild([column[replica] for column in tensors]) for replica in range(self.body.size)]
+
+    def registered(self) -> Any:
+        """The graph as a function that TensorFlow knows by name."""
+        if self._registered is None:
+            self.graph.inputs[:] = [*self._slots, *(self._tensors[index] for index in self.captured), *self._variables]
+            with tf.init_scope():
+                self._registered = xla_ops.register(f"replica_body_{self.name}_{next(_numbers)}", self.graph)
+        return self._registered
+
+    def moved(self, slots: Sequence[tf.TensorSpec], tensors: Sequence[tf.TensorSpec]) -> soft_placement.MovedBody:
+        """The graph with its host ops in host calls, for slots and captured tensors of these specs."""
+        parameters = [
+            (inside, spec)
+            for index, (inside, spec) in enumerate(zip(self._slots, slots, strict=True))
+            if index not in self.host_slots
+        ]
+        parameters += [(self._tensors[index], tensors[index]) for index in self.captured]
+        on_host = [
+            (
+                self._slots[index],
+                of_any_size(slots[index].shape) if index in self.sparse_slots else slots[index].shape,
+                Source("argument", index),
+            )
+            for index in sorted(self.host_slots)
+        ]
+        on_host += [(inside, inside.shape, self._source(outside)) for outside, inside in self._on_host]
+        inputs = soft_placement.Inputs(parameters, list(zip(self._variables, self.handles, strict=True)), on_host)
+        moved = soft_placement.move(self.name, self.graph, self.host_calls, inputs, self._also_moved)
+        if moved.pieces and not self._told:
+            self._told = True
+            _logger.info(moved_to_host(self.name, [piece.say() for piece in moved.pieces]))
+        return moved
+
+    def also_move(self, op: tf.Operation | None) -> bool:
+        """Has an op run on the host that XLA cannot compile where it is; whether that is possible, and new."""
+        if op is None or op in self._also_moved or not soft_placement.may_move(op):
+            return False
+        self._also_moved.add(op)
+        return True
+
+    def leave_no_sparse_on_host(self) -> bool:
+        """The devices need what is sparse among the arguments; whether some of it was to stay on the host."""
+        found = bool(self.sparse_slots)
+        self.host_slots -= self.sparse_slots
+        self.sparse_slots = frozenset()
+        return found
+
+    def _source(self, outside: Any) -> Source:
+        if self.writer is not None and outside is self.writer:
+            return Source("writer", None)
+        return Source("fixed", outside)
+
+    def bake_in(self) -> bool:
+        """Compiles in small captured tensors, as shapes and axes must be; whether there were any."""
+        kept = [index for index in self.captured if self._tensors[index].op.type != "Const"]
+        baked = len(kept) < len(self.captured)
+        self.captured, self._registered = kept, None
+        return baked
+
+    def _check_capture(self, outside: Any, inside: Any) -> None:
+        if inside.dtype == tf.resource:
+            described = xla_ops.variable_dtype_and_shape(outside)
+            if described is None:
+                raise CaptureError.not_a_variable(self.name, str(outside), _used_at(inside))
+            if xla_ops.is_host_only(described[0]):
+                name = xla_ops.variable_name(outside)
+                raise CaptureError.host_only_variable(self.name, name, described[0].name, _used_at(inside))
+            if not described[1].is_fully_defined():
+                raise CaptureError.unknown_shape(self.name, str(described[1]), _used_at(inside))
+        elif xla_ops.is_host_only(inside.dtype):
+            raise CaptureError.host_only(self.name, inside.dtype.name, _used_at(inside))
+
+
+def of_any_size(shape: Any) -> tf.TensorShape:
+    """The shape of a component of a sparse tensor, whatever the number of its values."""
+    return tf.TensorShape([None, *shape[1:]])
+
+
+def _as_tensor(value: Any) -> tf.Tensor:
+    return eager.tensor(value) if isinstance(value, np.ndarray) and value.dtype != object else tf.constant(value)
+
+
+def _stays_on_host(outside: Any, inside: tf.Tensor) -> bool:
+    """Whether something captured is for host ops alone: strings, tables, summary writers."""
+    if tf.is_symbolic_tensor(outside) or callable(outside):
+        return False
+    if inside.dtype == tf.resource:
+        return soft_placement.is_host_resource(outside) and not _is_iterator(outside)
+    return xla_ops.is_host_only(inside.dtype)
+
+
+def _is_iterator(handle: tf.Tensor) -> bool:
+    return "Iterator" in str(handle)
+
+
+def _made_by(output: tf.Tensor) -> tuple[str, str]:
+    """The kind of op that made an output, and the user's line."""
+    while output.op.type == "Identity":
+        output = output.op.inputs[0]
+    return output.op.type, user_line(output)
+
+
+def _used_at(inside: tf.Tensor) -> str:
+    return next((line for op in inside.consumers() if (line := user_line(op))), "")

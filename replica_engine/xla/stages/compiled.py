@@ -1,0 +1,145 @@
+"""The last stage: a program compiled for devices, and running it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine.errors import InputsError
+from replica_engine.pjrt.executable import Executable
+from replica_engine.pjrt.group import Array, DeviceGroup
+from replica_engine.xla.graph_mode import check_mode
+from replica_engine.xla.infeed import InputQueue
+from replica_engine.xla.signature.arguments import Arguments, difference
+from replica_engine.xla.stages.counts import count
+from replica_engine.xla.stages.launch import Launch
+from replica_engine.xla.stages.program import Program
+from replica_engine.xla.state.device_value import Resident, resident_of
+
+_counting = threading.Lock()
+
+
+class Compiled:
+    """A replica body, ready to run on N devices.
+
+    Args:
+        program: what it is and needs.
+        devices: a replica runs on each.
+        executable: the program compiled for them.
+
+    Attributes:
+        variables: the values on the devices of the captured variables.
+    """
+
+    def __init__(self, program: Program, devices: DeviceGroup, executable: Executable):
+        self.program = program
+        self.devices = devices
+        self.executable = executable
+        self.variables = [resident_of(handle, devices) for handle in program.handles]
+        self._writes = [(self.variables[variable], result) for variable, result in program.writes]
+        self._constants: list[Array] | None = None
+
+    def run(
+        self,
+        slots: Sequence[Sequence[np.ndarray]],
+        captured: Sequence[np.ndarray] | None = None,
+        feed: InputQueue | None = None,
+    ) -> list[list[Any]]:
+        """Runs the program on all replicas.
+
+        Args:
+            slots: of each slot one value for all replicas, or one for each.
+            captured: values of the captured tensors; None if they are eager, and so the same at each launch.
+            feed: the inputs of a device loop.
+
+        Returns:
+            For each tensor that the body returned the values of the replicas, on the host.
+
+        Raises:
+            Exception: what a host call raised; then all variables are as before.
+        """
+        count("launches")
+        program, put = self.program, self.devices.put
+        arguments = [put(values) for index, values in enumerate(slots) if index not in program.host_slots]
+        if captured is not None:
+            arguments += [put([captured[index]]) for index in program.captured]
+        else:
+            if self._constants is None:
+                self._constants = [put([program.tensors[index].numpy()]) for index in program.captured]
+            arguments += self._constants
+        on_host = {index: slots[index] for index in program.host_slots}
+        with Launch(program, self.devices, feed, on_host) as launch:
+            arguments += [variable.array() for variable in self.variables]
+            results = launch.run(_Execution(self.executable, arguments, self._writes))
+            for variable, _ in self._writes:
+                variable.launched()
+        columns = [self.devices.fetch_all(array) for array in results[: program.returned]]
+        for index, number in sorted(program.host_results.items()):
+            columns.insert(index, launch.stored([number] * self.devices.size))
+        return columns
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Launches of a device loop inside: a thread that reads these variables for its inputs gets an error at once.
+
+        Otherwise timing would decide between a stale value and an error.
+        """
+        written = [variable for variable, _ in self._writes if isinstance(variable, Resident)]
+        self._count_loops(written, 1)
+        try:
+            yield
+        finally:
+            self._count_loops(written, -1)
+
+    def _count_loops(self, written: Sequence[Resident], more: int) -> None:
+        with _counting:
+            for variable in written:
+                variable.loops += more
+
+    def __call__(self, inputs: Sequence[Sequence[Any]] | None = None) -> list[Any]:
+        """Runs the body: as `replicate`, with inputs of the shapes and dtypes that it was lowered for.
+
+        Raises:
+            InputsError: the inputs have another structure, or other shapes or dtypes.
+        """
+        program = self.program
+        arguments = Arguments.of_inputs(inputs, self.devices.size)
+        if arguments.key != program.key:  # equal Python numbers, where there were different ones
+            arguments = Arguments.of_inputs(inputs, self.devices.size, numbers=True)
+        shapes = tuple(tuple(slot.shape) for slot in arguments.slots if slot.shape.is_fully_defined())
+        if arguments.key != program.key or shapes != program.shapes:
+            raise InputsError.other_program(
+                program.name, difference(arguments.slots, program.slot_names, program.slots)
+            )
+        check_mode()
+        if not tf.executing_eagerly():
+            raise InputsError.in_function(program.name)
+        return program.replicas_results(self.run(arguments.numpy()))
+
+
+class _Execution:
+    """One launch of one executable; see `launch.Execution`."""
+
+    def __init__(self, executable: Executable, arguments: list[Array], writes: Sequence[tuple[Any, int]]):
+        self._executable = executable
+        self._arguments = arguments
+        self._writes = writes
+
+    def start(self) -> list[Array]:
+        return self._executable.launch(self._arguments)
+
+    def wait(self, nobody_waits: threading.Event | None) -> None:
+        self._executable.wait(nobody_waits)
+
+    def commit(self, results: list[Array]) -> None:
+        for variable, result in self._writes:
+            variable.set_array(results[result])
+
+    def invalidate(self) -> None:
+        for variable, _ in self._writes:
+            variable.lose()

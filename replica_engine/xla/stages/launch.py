@@ -1,0 +1,287 @@
+"""One launch of a program: watched over, within a limit if there is one, and drawn on timelines.
+
+The order of a launch, of which an `Execution` does the parts:
+
+1. It waits for its turn on the devices (`DeviceGroup.in_flight`). From then on the values of variables may be read.
+2. **start**: the program runs.
+3. If the program donates, **commit** at once: the old values of variables are gone, and the wait may be interrupted.
+4. **wait** for the end. If the program fails and donates, **invalidate**: its variables have no value any more.
+5. If it does not donate, **commit** now, when it has ended well: all variables or none.
+
+What must never happen: a variable whose value was donated and that still refers to it; a commit of a launch in which a
+host call has failed.
+
+Without a limit the calling thread launches and waits, and the watchdog only warns. With one it must be able to leave a
+program that does not end, wherever that is: on one device a program runs inside the launch. So then another thread
+launches and waits, and the calling thread waits for that thread, or for the watchdog. A program that is left behind
+keeps its devices: the next launch waits for it for a while and then says so (`DeviceGroup.wait_for_interrupted`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from replica_engine.diagnostics.failed_run import note_failed_run
+from replica_engine.diagnostics.flight_record import SyncPointRecord, launch_records
+from replica_engine.errors import (
+    CoordinatorRow,
+    ProgramError,
+    ReplicaRow,
+    ReplicaTimeoutError,
+    ReplicaUnwound,
+    slow_program,
+)
+from replica_engine.errors.timeouts import FOR_ITS_TURN
+from replica_engine.pjrt import abandoned
+from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.pjrt.interrupts import held_off
+from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
+from replica_engine.process.interrupts import raise_in, wait_for_ever
+from replica_engine.telemetry import timeline
+from replica_engine.telemetry.stacks import stack_of
+from replica_engine.telemetry.trace_file import Track
+from replica_engine.telemetry.watchdog import Watch
+from replica_engine.xla.host_calls.session import Call, HostRun, NoCalls
+from replica_engine.xla.infeed import InputQueue
+from replica_engine.xla.signature.arguments import view
+from replica_engine.xla.stages.program import Program
+
+Results = Any
+"""What a launch returns: arrays on the devices."""
+
+_RUNNING = "waiting for the program"
+
+
+class Execution(Protocol):
+    """The parts of one launch, by the one who knows the program's arguments and the variables that it writes."""
+
+    def start(self) -> Results:
+        """Starts the program, and returns its results, ready or not."""
+
+    def wait(self, nobody_waits: threading.Event | None) -> None:
+        """Waits for the end of the program, or until an event is set."""
+
+    def commit(self, results: Results) -> None:
+        """The variables take their new values from the results."""
+
+    def invalidate(self) -> None:
+        """The program has failed with the old values of the variables: they have no value any more."""
+
+
+class Launch:
+    """A launch that is going on: a context manager around all of it, which waits for its turn on the devices.
+
+    Args:
+        program: what is launched.
+        devices: where it runs.
+        feed: the inputs of a device loop.
+        on_host: values of the arguments that no device can have, by number.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        devices: DeviceGroup,
+        feed: InputQueue | None = None,
+        on_host: Mapping[int, Sequence[Any]] | None = None,
+    ):
+        self._program = program
+        self._body = program.body
+        self._devices = devices
+        self._feed = feed
+        self._on_host = on_host or {}
+        self._stored: list[dict[int, Any]] = []
+        self._run: HostRun | NoCalls = NoCalls()
+        self._state = FOR_ITS_TURN
+        self._thread = threading.current_thread()
+        limited = program.body.limits.timeout is not None
+        self._woken = threading.Event() if limited else None  # the program has ended, or time has run out
+        self._standstill: tuple[list[ReplicaRow], CoordinatorRow] | None = None  # when time ran out
+        self._nobody_waits: threading.Event | None = None
+        self._around = contextlib.ExitStack()
+        limits = self._body.limits
+        self._watch = Watch(self._describe, limits.warn_after, limits.timeout, self._expire)
+
+    def __enter__(self) -> Launch:
+        limit = self._body.limits.timeout
+        order = self._devices.in_flight
+        with contextlib.ExitStack() as around:
+            if order.enter_now():
+                around.push(order)
+            else:
+                with Watch(self._describe, self._body.limits.warn_after) as self._turn:
+                    around.enter_context(order if limit is None else order.within(limit, self._timed_out))
+            around.enter_context(self._watch)
+            self._run = around.enter_context(self._program.host_calls.launched(self._devices, self._feed))
+            self._around = around.pop_all()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
+        try:
+            if error is not None:
+                abandoned.behind(self._devices)
+                note_failed_run(error, self._records, None)
+        finally:
+            self._around.__exit__(kind, error, frames)
+
+    def _records(self) -> list[SyncPointRecord]:
+        return launch_records(self._body.launches, self._devices.names, self._body.KEPT)
+
+    def run(self, execution: Execution) -> Results:
+        """Launches the program and waits for its end, within the limit.
+
+        Raises:
+            ReplicaTimeoutError: the program has not ended, and no host call has been made or has returned, in time.
+            ProgramError: the program failed while it ran.
+            Exception: what a host call raised; then nothing has been committed.
+        """
+        self._watch.beat()
+        self._state = _RUNNING
+        if isinstance(self._run, HostRun):
+            self._run.beat = self._beat
+            self._run.arguments = self._on_host
+            self._stored = [kept.on_host for kept in self._run.kept]
+            if timeline.recording():
+                self._run.draw = self._draw_host_call
+        if self._body.limits.timeout is None:
+            results = self._start_and_wait(execution)
+        else:
+            self._nobody_waits = threading.Event()
+            results = self._apart(execution, self._nobody_waits)
+        if not self._program.donates:
+            with held_off():  # all of them or none
+                execution.commit(results)
+        return results
+
+    def _start_and_wait(self, execution: Execution) -> Results:
+        name, began = self._program.name, time.perf_counter()
+        try:
+            with timeline.profiled(f"launch {name}"), held_off():
+                with self._failures():
+                    results = execution.start()
+                self._devices.running_name = name
+                if self._program.donates:
+                    execution.commit(results)
+            launched = time.perf_counter()
+            with timeline.profiled(f"run {name}"):
+                self._run.end(lambda: self._wait(execution))
+            if timeline.recording():
+                self._draw(began, launched, time.perf_counter())
+        finally:
+            self._body.note_launch(self._program.collectives, began, time.perf_counter())
+        return results
+
+    def _wait(self, execution: Execution) -> None:
+        with self._failures():
+            try:
+                execution.wait(self._nobody_waits)
+            except RUNTIME_ERRORS:
+                if self._program.donates:
+                    execution.invalidate()
+                raise
+
+    def stored(self, numbers: Sequence[int]) -> list[Any]:
+        """What each replica has left on the host, under its number."""
+        return [view(values[number]) for values, number in zip(self._stored, numbers, strict=True)]
+
+    def _apart(self, execution: Execution, nobody_waits: threading.Event) -> Results:
+        """Starts and waits on another thread, which is told when nobody waits for it any more."""
+        run = self._run
+        woken = self._woken
+        assert woken is not None, "there is a limit"
+        results: list[Results] = []
+        failures: list[BaseException] = []
+        if isinstance(run, HostRun):
+            run.wake = woken.set
+
+        def work() -> None:
+            try:
+                results.append(self._start_and_wait(execution))
+            except BaseException as error:
+                failures.append(error)
+            finally:
+                woken.set()
+
+        thread = threading.Thread(target=work, name=f"replica_engine: launch of {self._program.name}", daemon=True)
+        self._devices.wait_for_interrupted()
+        self._devices.leave_to(thread)
+        self._devices.running_name = self._program.name
+        thread.start()
+        try:
+            wait_for_ever(woken.wait)
+        except BaseException:
+            nobody_waits.set()
+            raise
+        if failures:
+            raise failures.pop()
+        if results:
+            return results.pop()
+        nobody_waits.set()
+        if not self._watch.expired:
+            run.end(lambda: None)  # a host call failed, and the program did not end after that
+        if isinstance(run, HostRun):
+            run.give_up()
+            for ident in run.threads_in_calls():
+                raise_in(ident, ReplicaUnwound)
+        raise self._timed_out()
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        """What the runtime raises inside gets words of ours."""
+        try:
+            yield
+        except RUNTIME_ERRORS as error:
+            raise ProgramError.failed(self._program.name, self._devices.names, str(error)) from error
+
+    def _draw(self, began: float, launched: float, ended: float) -> None:
+        """Adds a launch that is over to the timeline."""
+        name, size = self._program.name, self._devices.size
+        timeline.add(Track(self._body.name, "launch", order=-2), name, "launch", began, launched, {"replicas": size})
+        for replica in range(size):
+            timeline.add(self._track(replica), name, "run", began, ended)  # a program may begin before that returns
+
+    def _draw_host_call(self, replica: int, call: Call, began: float, ended: float) -> None:
+        timeline.add(self._track(replica), call.describe(), "host call" if call.is_users else "waiting", began, ended)
+
+    def _beat(self) -> None:
+        self._watch.beat()
+        self._devices.in_flight.beat()
+
+    def _describe(self, waited: float) -> str:
+        return slow_program(self._program.name, waited, *self._stand())
+
+    def _expire(self, waited: float) -> None:
+        try:
+            self._standstill = self._stand()
+        finally:
+            if self._woken is not None:
+                self._woken.set()
+
+    def _timed_out(self) -> ReplicaTimeoutError:
+        return ReplicaTimeoutError.after(self._body.limits.timeout or 0.0, *(self._standstill or self._stand()))
+
+    def _stand(self) -> tuple[list[ReplicaRow], CoordinatorRow]:
+        """Where everybody is now."""
+        waited = (self._turn if self._state == FOR_ITS_TURN else self._watch).waited
+        rows = [self._row(replica, name, waited) for replica, name in enumerate(self._devices.names)]
+        return rows, CoordinatorRow(self._thread.name, self._state, waited)
+
+    def _row(self, replica: int, device: str, waited: float) -> ReplicaRow:
+        size = self._devices.size
+        if self._state == FOR_ITS_TURN:
+            return ReplicaRow(replica, size, device, "not started", 0, "", points="host call")
+        made, last, inside = self._run.place_of(replica)
+        if inside is None:
+            state = "finished" if self._devices.has_ended(replica) else "running on the device"
+            return ReplicaRow(replica, size, device, state, made, last, waited, points="host call")
+        ident, since = inside
+        seconds = time.perf_counter() - since
+        return ReplicaRow(replica, size, device, "in a host call", made, last, seconds, stack_of(ident), "host call")
+
+    def _track(self, replica: int) -> Track:
+        name = f"replica {replica} of {self._devices.size} ({self._devices.names[replica]})"
+        return Track(self._body.name, name, id(self._devices), replica + 1)

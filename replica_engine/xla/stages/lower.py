@@ -1,0 +1,243 @@
+"""The second stage: a traced body becomes a StableHLO program.
+
+Parameters of the program are the slots of the arguments, captured tensors, and the values of captured
+variables. Results are the tensors that the body returned, and then the new value of each variable that it
+wrote: the module's `input_output_alias` says which, so that XLA may write it in the place of the old one.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._tf import xla_ops
+from replica_engine.diagnostics.op_lines import user_line
+from replica_engine.errors import CollectiveError, DeviceError, LoweringError, ProgramError, slow_compile
+from replica_engine.pjrt.devices import device_group
+from replica_engine.pjrt.executable import Executable
+from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.pjrt.memory import memory_limit
+from replica_engine.telemetry import timeline
+from replica_engine.telemetry.trace_file import Track
+from replica_engine.telemetry.watchdog import Watch
+from replica_engine.xla import soft_placement
+from replica_engine.xla.host_calls.call import HostCall
+from replica_engine.xla.soft_placement.piece import Piece
+from replica_engine.xla.stages.body_graph import BodyGraph
+from replica_engine.xla.stages.compiled import Compiled
+from replica_engine.xla.stages.counts import count
+from replica_engine.xla.stages.program import Program, Shape
+from replica_engine.xla.state.device_value import pinned
+
+_ALIAS = re.compile(r"parameter_number = (\d+) : i64\}, output_index = array<i64(?:: (\d+))?>")
+_ALIASES = re.compile(r"mhlo\.input_output_alias = \[.*?\}\], ")
+# Names and source lines are left out of the text, so that equal programs are equal texts.
+_MODULE = re.compile(r"module @\S+")
+_LOCATION = re.compile(r' loc\((?:[^()"]|"[^"]*"|\((?:[^()"]|"[^"]*")*\))*\)|^#loc.*\n', re.MULTILINE)
+_MAIN = re.compile(r"func\.func (?:public )?@main\(.*?\)(?: -> (.*?))? \{$", re.MULTILINE)
+_ALL_REDUCED = re.compile(r'"stablehlo\.all_reduce"\(.*?\}\) : \(tensor<(.*?)>\)', re.DOTALL)
+# A host call with an operand whose shape depends on data.
+_DYNAMIC_OPERAND = re.compile(r"@replica_engine\.host_call\(.*?\\22index\\22: (\d+).*\}? : \([^)]*(?:\?|bounds)")
+_TENSOR = re.compile(r"tensor<((?:[0-9?]+x)*)")
+
+
+class Lowered:
+    """A replica body as a program for XLA.
+
+    Attributes:
+        traced: the stage before.
+        program: what compiling and launching it need to know.
+        host_calls: what runs on the host in the middle of the program, in the order in which it was traced.
+    """
+
+    def __init__(
+        self, traced: BodyGraph, slots: list[tf.TensorSpec], text: str, moved: soft_placement.MovedBody | None
+    ):
+        written = [call for call in traced.host_calls.calls if not isinstance(call, Piece)]
+        pieces = [piece for piece in (moved.pieces if moved else ()) if f"index\\22: {piece.index}," in text]
+        host_results = moved.host_results if moved else {}
+        first = len(slots) - len(traced.host_slots) + len(traced.captured)
+        writes = [(int(parameter) - first, int(result or 0)) for parameter, result in _ALIAS.findall(text)]
+        self.traced = traced
+        self.host_calls = soft_placement.described([*written, *pieces])
+        self._text = text if traced.donates else _ALIASES.sub("", text)  # an alias: the old value is overwritten
+        self.program = Program(
+            name=traced.name,
+            body=traced.body,
+            host_calls=traced.host_calls,
+            collectives=traced.collectives,
+            donates=traced.donates,
+            key=traced.key,
+            slots=slots,
+            slot_names=traced.slot_names,
+            host_slots=traced.host_slots,
+            tensors=traced.tensors,
+            captured=list(traced.captured),
+            handles=traced.handles,
+            writes=writes,
+            results=_results(traced, text, writes, host_results),
+            returned=len(traced.outputs) - len(host_results),
+            host_results=host_results,
+            replicas_results=traced.replicas_results,
+        )
+
+    def as_text(self) -> str:
+        """The StableHLO program.
+
+        Example:
+            >>> from replica_engine import xla
+            >>> "all_reduce" in xla.lower(xla.cross_replica_sum, [[1.0], [2.0]]).as_text()
+            True
+        """
+        return self._text
+
+    def executable(self, text: str, devices: DeviceGroup) -> Executable:
+        """Compiles the text, or one made of it, for devices."""
+        count("compiles")
+        name, body = self.program.name, self.program.body
+        calls = [_held_weakly(call) for call in self.program.host_calls.calls]
+        with (
+            timeline.span(Track(body.name, "compile", order=-3), f"compile {name}", "compile"),
+            Watch(lambda seconds: slow_compile(name, body.size, seconds), body.limits.warn_after),
+        ):
+            executable = Executable(text, devices, self.program.results, calls)
+        limit = memory_limit(devices)
+        if limit is not None and executable.bytes_needed > limit:
+            raise ProgramError.too_large(name, devices.size, executable.bytes_needed, limit)
+        return executable
+
+    def compile(self, devices: DeviceGroup | None = None) -> Compiled:
+        """The last stage: the program compiled for devices; None takes the first N of the best platform.
+
+        Raises:
+            DeviceError: there are fewer devices than replicas, or `devices` are of another number, or are none.
+        """
+        if devices is not None and not isinstance(devices, DeviceGroup):
+            raise DeviceError.no_group(devices)
+        size = self.program.body.size
+        if devices is not None and devices.size != size:
+            raise DeviceError.other_size(devices.size, size)
+        devices = devices or device_group(count=size)
+        return Compiled(self.program, devices, self.executable(self._text, devices))
+
+
+def lower(traced: BodyGraph, slots: list[tf.TensorSpec], tensors: list[tf.TensorSpec]) -> Lowered:
+    """Lowers a body for slots and captured tensors of these specs.
+
+    Raises:
+        LoweringError: as `Traced.lower`.
+    """
+    names = [*traced.slot_names, *(f"The captured {tensor!r}" for tensor in traced.tensors)]
+    for index, (name, spec) in enumerate(zip(names, [*slots, *tensors], strict=True)):
+        if index not in traced.host_slots and not spec.shape.is_fully_defined():
+            raise LoweringError.dynamic_argument(traced.name, name, str(spec.shape))
+    count("lowerings")
+    specs = [spec for index, spec in enumerate(slots) if index not in traced.host_slots]
+    specs += [tensors[index] for index in traced.captured]
+    moved: soft_placement.MovedBody | None = None
+    try:
+        if traced.moves:
+            moved = traced.moved(slots, tensors)
+            registered = moved.registered
+        else:
+            registered = traced.registered()
+        with tf.init_scope(), pinned(traced.handles):
+            text = xla_ops.stablehlo(registered, specs, traced.handles)
+    except LoweringError:
+        if traced.leave_no_sparse_on_host():
+            return lower(traced, slots, tensors)
+        raise
+    except (ValueError, tf.errors.OpError) as error:
+        if "compile-time constant" in str(error) and traced.bake_in():
+            return lower(traced, slots, tensors)
+        if moved and "compile-time constant" in str(error) and traced.also_move(_original(moved, str(error))):
+            return lower(traced, slots, tensors)
+        explained = _explain(traced, error, moved)
+        if node := re.search(r"\{\{node ([^}]+)\}\}", str(error)):
+            explained.op_name = node.group(1)
+        raise explained from None
+    _check_collectives(traced, text)
+    if moved and (found := _DYNAMIC_OPERAND.search(text)):
+        call = traced.host_calls.calls[int(found.group(1))]
+        raise LoweringError.shaped_by_data(traced.name, call.describe())
+    text = _LOCATION.sub("", _MODULE.sub("module @replica_body", text))
+    return Lowered(traced, slots, text, moved)
+
+
+def _results(
+    traced: BodyGraph, text: str, writes: list[tuple[int, int]], host_results: Mapping[int, int]
+) -> list[tuple[Shape, np.dtype]]:
+    """Shape and dtype of each result of a program.
+
+    Raises:
+        LoweringError: the shape of one depends on data.
+    """
+    header = _MAIN.search(text)
+    assert header is not None, "every program has a main function"
+    sizes = [match.split("x")[:-1] for match in _TENSOR.findall(header.group(1) or "")]
+    outputs = [index for index in range(len(traced.outputs)) if index not in host_results]
+    dtypes = [traced.outputs[index].dtype for index in outputs]
+    for variable, _ in sorted(writes, key=lambda write: write[1]):
+        described = xla_ops.variable_dtype_and_shape(traced.handles[variable])
+        assert described is not None, "checked when it was captured"
+        dtypes.append(described[0])
+    for index, size in enumerate(sizes):
+        if "?" in size:
+            output = outputs[index]
+            raise LoweringError.dynamic_result(traced.name, output, user_line(traced.graph.outputs[output]))
+    return [(tuple(map(int, size)), np.dtype(dtype.as_numpy_dtype)) for size, dtype in zip(sizes, dtypes, strict=True)]
+
+
+def _check_collectives(traced: BodyGraph, text: str) -> None:
+    """Raises CollectiveError for a collective of values whose size depends on data, for which XLA:CPU has no words."""
+    if not any("?" in shape for shape in _ALL_REDUCED.findall(text)):
+        return
+    for each in traced.collectives:
+        if not each.shape.is_fully_defined():
+            raise CollectiveError.unknown_shape(each.kind, each.where, str(each.shape), [])
+
+
+def _held_weakly(call: HostCall) -> Callable[..., Any]:
+    """The host call for a program, which the garbage collector cannot look into.
+
+    The call holds the user's function, which may hold the strategy, which holds the program.
+    """
+    held = weakref.ref(call)
+
+    def run(*arrays: np.ndarray) -> Any:
+        alive = held()
+        assert alive is not None, "kept by the traced body"
+        return alive(*arrays)
+
+    return run
+
+
+def _original(moved: soft_placement.MovedBody, message: str) -> tf.Operation | None:
+    """The op of the body that a message of XLA's is about."""
+    found = re.search(r"to node `([^`]+)`|\{\{node ([^}]+)\}\}", message)
+    return moved.originals.get(found.group(1) or found.group(2)) if found else None
+
+
+def _explain(traced: BodyGraph, error: Any, moved: soft_placement.MovedBody | None) -> LoweringError:
+    text = str(error)
+    unsupported = re.search(r"on XLA_\w+: (\w+) \(", text) or re.search(r"with op (\w+)", text)
+    # XLA prints a stack for the op and others for the calls around it. The op's is the first.
+    stack = re.split(r"The op is created at:|Stack trace for op definition:", text)[1:2]
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', stack[0] if stack else text)
+    where = user_line(frames)
+    if not where and moved and (op := _original(moved, text)) is not None:
+        where = user_line(op)  # the frames are those of the copy
+    if "Detected unsupported operations" in text and unsupported:
+        return LoweringError.unsupported_op(traced.name, unsupported.group(1), where)
+    if "compile-time constant" in text:
+        return LoweringError.not_constant(traced.name, unsupported.group(1) if unsupported else "an op", where)
+    if "fixed tensor list size" in text or "tensor list" in text.lower():
+        return LoweringError.unbounded_loop(traced.name, where)
+    message = text.removeprefix("Failed getting HLO text: ").strip("'").split("\n\n")[0].split("Stack trace")[0]
+    message = message.split("tf2xla conversion failed")[0]  # from here on it is about TensorFlow's insides
+    return LoweringError.other(traced.name, message.strip(), where)

@@ -1,0 +1,280 @@
+"""Functions and their compiled programs: what is traced, lowered and compiled once is found again here."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine.diagnostics.flight_record import SyncPointRecord, launch_records
+from replica_engine.errors import many_traces
+from replica_engine.pjrt.executable import Executable
+from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.xla.body import Body, Limits
+from replica_engine.xla.host_calls.call import CallOrder
+from replica_engine.xla.signature.arguments import Arguments, ById, Shapes
+from replica_engine.xla.signature.function_spec import Source
+from replica_engine.xla.stages.body_graph import of_any_size
+from replica_engine.xla.stages.compiled import Compiled
+from replica_engine.xla.stages.lower import Lowered
+from replica_engine.xla.stages.trace import Enter, Traced, trace
+from replica_engine.xla.stages.uneven import ready_uneven
+from replica_engine.xla.state.random_numbers import RandomState
+
+Shape = tuple[int, ...]
+
+_logger = logging.getLogger("replica_engine")
+
+MANY_TRACES = 8
+"""After so many traces of one function there is a warning."""
+
+MOST_PROGRAMS = 256
+"""How many traces, and how many executables, a cache keeps: those used last."""
+
+
+class Programs:
+    """The programs for one group of devices.
+
+    A trace is found by its function (`key`) and by all of its arguments that is no tensor's value.
+    Executables are found by the text of the program, so that functions that come to the same program share
+    one. One that calls the host is for the functions that it calls.
+
+    Args:
+        devices: what to compile for.
+        enter: what to put around a body while it is traced.
+        same_random: whether random ops draw the same numbers on all replicas.
+        most: how many to keep.
+        body: what the bodies share; None makes it.
+        warns: whether to warn where one function is traced often.
+        name: of who runs the bodies, for timelines.
+        limits: how long a launch may take.
+        soft_placement: as of `Body`.
+    """
+
+    def __init__(
+        self,
+        devices: DeviceGroup,
+        enter: Enter = contextlib.nullcontext,
+        same_random: bool = False,
+        most: int = MOST_PROGRAMS,
+        body: Body | None = None,
+        warns: bool = True,
+        name: str = "xla",
+        limits: Limits | None = None,
+        soft_placement: bool | None = None,
+    ):
+        self.devices = devices
+        self._enter = enter
+        self._warns = warns
+        self._body = body or Body(
+            devices.size, RandomState(devices, same_random), CallOrder(devices), name, limits, soft_placement
+        )
+        self._traces: LastUsed = LastUsed(most)
+        self._times: LastUsed = LastUsed(most)
+        self._general: LastUsed = LastUsed(most)
+        self._hosts: LastUsed = LastUsed(most)
+        self._with_numbers: LastUsed = LastUsed(most)
+        self._sparse: LastUsed = LastUsed(most)
+        self._executables: LastUsed = LastUsed(most)
+        self._lock = threading.RLock()  # a trace may run another one, on the same thread
+
+    def sync_points(self) -> list[SyncPointRecord]:
+        """The collectives of the last launches."""
+        return launch_records(self._body.launches, self.devices.names, self._body.KEPT)
+
+    @property
+    def moves_ops(self) -> bool:
+        """Whether ops that XLA cannot compile run on the host."""
+        return self._body.moves_ops
+
+    @property
+    def limits(self) -> Limits:
+        """How long a launch may take."""
+        return self._body.limits
+
+    def beside(self) -> Programs:
+        """Programs for somebody who keeps their own, and the functions with them; random numbers are shared."""
+        return Programs(self.devices, self._enter, body=self._body, warns=False)
+
+    def find(self, source: Source, arguments: Arguments, shapes: Shapes) -> TracedProgram:
+        """The traced body for a call in eager mode."""
+        with self._lock:
+            if source.seldom:
+                key = (self.key(source), arguments.key)
+                shapes = self._general[key] = _generalized(self._general.get(key), shapes)
+            shapes = self._of_any_size(source, arguments, shapes)
+            signature = self._signature(source, arguments, shapes)
+            traced: TracedProgram | None = self._traces.get(signature)
+            if traced is None:
+                self._warn_of_many(source)
+                traced = self.trace(source, arguments, shapes)
+                self.learn(source, traced)
+                if sparse := traced.traced.sparse_slots:
+                    self._sparse[self.key(source), arguments.key] = sparse
+                    shapes = self._of_any_size(source, arguments, shapes)
+                    traced = self.trace(source, arguments, shapes)
+                self._traces[self._signature(source, arguments, shapes)] = traced
+            return traced
+
+    def _of_any_size(self, source: Source, arguments: Arguments, shapes: Shapes) -> Shapes:
+        """The shapes, with no size where a sparse argument stays on the host: one trace serves all."""
+        sparse = self._sparse.get((self.key(source), arguments.key)) if self._sparse else None
+        if not sparse:
+            return shapes
+        return tuple(of_any_size(shape) if index in sparse else shape for index, shape in enumerate(shapes))
+
+    def key(self, source: Source) -> Any:
+        """What a function is known by, but for what only functions on the host use: they may change that."""
+        return source.key(self._hosts.get(source.code, frozenset()))
+
+    def learn(self, source: Source, traced: TracedProgram) -> None:
+        """A function has been traced, so it is known which functions in it run on the host."""
+        hosts: frozenset = self._hosts.get(source.code, frozenset())
+        self._hosts[source.code] = hosts | traced.traced.host_calls.codes
+
+    def wants_numbers(self, source: Source) -> bool:
+        """Whether a function could not be compiled with tensors in the place of Python numbers."""
+        return bool(self._with_numbers.get(source.code, False))
+
+    def note_numbers(self, source: Source) -> None:
+        """A function cannot be compiled with tensors in the place of Python numbers."""
+        self._with_numbers[source.code] = True
+
+    def keep(self, source: Source, arguments: Arguments, traced: TracedProgram) -> None:
+        """Has a trace found under another key as well."""
+        with self._lock:
+            self._traces[self._signature(source, arguments, ())] = traced
+
+    def _signature(self, source: Source, arguments: Arguments, shapes: Shapes) -> Any:
+        return (self.key(source), arguments.key, tuple(map(_hashable, shapes)), self.moves_ops)
+
+    def _warn_of_many(self, source: Source) -> None:
+        code = getattr(source.fn, "__code__", source.fn)
+        times = self._times[code] = self._times.get(code, 0) + 1
+        if times == MANY_TRACES and self._warns:
+            _logger.warning(many_traces(source.name, times))
+
+    def trace(self, source: Source, arguments: Arguments, shapes: Shapes) -> TracedProgram:
+        """Traces a function, anew."""
+        return TracedProgram(self, trace(source, arguments, shapes, self._body, self._enter))
+
+    def executable(self, text: str, lowered: Lowered, devices: DeviceGroup) -> Executable:
+        """Compiles the text of a lowered program, or finds it compiled."""
+        calls = lowered.program.host_calls
+        key = (text, tuple(lowered.program.results), devices.devices, ById(calls) if calls.calls else None)
+        with self._lock:
+            executable: Executable | None = self._executables.get(key)
+            if executable is None:
+                executable = self._executables[key] = lowered.executable(text, devices)
+            return executable
+
+
+class TracedProgram:
+    """A traced body, compiled for the shapes that come.
+
+    Args:
+        programs: what to compile with.
+        traced: the body.
+    """
+
+    def __init__(self, programs: Programs, traced: Traced):
+        self.devices = programs.devices
+        self.traced = traced
+        self.executable = programs.executable
+        self._lowered: LastUsed = LastUsed(64)
+        self._compiled: LastUsed = LastUsed(64)
+
+    def run(
+        self, slots: Sequence[Sequence[np.ndarray]], captured: Sequence[np.ndarray] | None = None
+    ) -> list[list[np.ndarray]]:
+        """Runs the body on all replicas; as `Compiled.run`.
+
+        Returns:
+            For each result the values of the replicas.
+        """
+        return self.ready(slots, captured)()
+
+    def ready(
+        self, slots: Sequence[Sequence[np.ndarray]], captured: Sequence[np.ndarray] | None = None
+    ) -> Callable[[], list[list[np.ndarray]]]:
+        """Compiles what `run` needs, and returns the rest of it.
+
+        Compiling takes locks that a thread may hold while it waits for a program to end. So it must not be done
+        while programs are kept waiting (`DeviceGroup.in_flight`).
+        """
+        sparse = self.traced.sparse_slots
+        if any(
+            value.shape != values[0].shape
+            for index, values in enumerate(slots)
+            if index not in sparse
+            for value in values[1:]
+        ):
+            return ready_uneven(self.devices, self.traced, self.lowered, self.executable, slots, captured)
+        shapes = [
+            tuple(of_any_size(values[0].shape)) if index in sparse else values[0].shape
+            for index, values in enumerate(slots)
+        ]
+        compiled = self.find(shapes, None if captured is None else [value.shape for value in captured])
+        return lambda: compiled.run(slots, captured)
+
+    def find(self, shapes: Sequence[Shape], captured: Sequence[Shape] | None = None) -> Compiled:
+        """The program for arguments, and captured tensors of an outer graph, of these shapes."""
+        key = (tuple(shapes), tuple(captured or ()))
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            lowered = self.lowered(shapes, captured)
+            executable = self.executable(lowered.as_text(), lowered, self.devices)
+            compiled = self._compiled[key] = Compiled(lowered.program, self.devices, executable)
+        return compiled
+
+    def lowered(self, shapes: Sequence[Shape], captured: Sequence[Shape] | None = None) -> Lowered:
+        """The body lowered for these shapes."""
+        key = (tuple(shapes), tuple(captured or ()))
+        lowered = self._lowered.get(key)
+        if lowered is None:
+            lowered = self._lowered[key] = self.traced.lower(shapes, captured)
+        return lowered
+
+
+class LastUsed(OrderedDict):
+    """A dictionary that keeps the entries used last."""
+
+    def __init__(self, most: int):
+        super().__init__()
+        self._most = most
+        self._lock = threading.RLock()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As of a dictionary; counts as a use."""
+        with self._lock:
+            if key not in self:
+                return default
+            self.move_to_end(key)
+            return self[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        with self._lock:
+            super().__setitem__(key, value)
+            self.move_to_end(key)
+            while len(self) > self._most:
+                del self[next(iter(self))]
+
+
+def _generalized(known: Shapes | None, shapes: Shapes) -> Shapes:
+    """Shapes that take both; those that are known if they already do."""
+    if known is None:
+        return shapes
+    return tuple(
+        before if before.is_compatible_with(shape) else before.most_specific_compatible_shape(shape)
+        for before, shape in zip(known, shapes, strict=True)
+    )
+
+
+def _hashable(shape: tf.TensorShape) -> Any:
+    return None if shape.rank is None else tuple(shape)

@@ -1,0 +1,164 @@
+"""The first stage: a Python function becomes a graph that stands for all replicas at once.
+
+A function is traced once, whatever the number of replicas. If it creates variables it is traced a second
+time, as `tf.function` does: what is created once, lazily, exists by then, and a function that would create
+new variables in each call is told so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._tf import autograph, xla_ops
+from replica_engine.diagnostics.flight_record import Collective
+from replica_engine.diagnostics.op_lines import here
+from replica_engine.diagnostics.tracebacks import as_raised
+from replica_engine.errors import (
+    CoordinatorRow,
+    LoweringError,
+    VariableCreationError,
+    slow_trace,
+)
+from replica_engine.telemetry import timeline
+from replica_engine.telemetry.stacks import stack_of
+from replica_engine.telemetry.trace_file import Track
+from replica_engine.telemetry.watchdog import Watch
+from replica_engine.xla import soft_placement
+from replica_engine.xla.body import Body
+from replica_engine.xla.host_calls.call import HostCalls
+from replica_engine.xla.signature import argument_names
+from replica_engine.xla.signature.arguments import Arguments, Shapes
+from replica_engine.xla.signature.function_spec import Source as FunctionSource
+from replica_engine.xla.signature.outputs import Outputs
+from replica_engine.xla.stages.body_graph import BodyGraph
+from replica_engine.xla.stages.counts import count
+from replica_engine.xla.stages.lower import Lowered, lower
+from replica_engine.xla.state import initial_values
+
+Enter = Callable[[], contextlib.AbstractContextManager[Any]]
+"""What a strategy puts around the body while it is traced: its scope and a replica context."""
+
+
+class Traced(BodyGraph):
+    """A replica body as a graph, the first of the stages that users can look at."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._lock = threading.Lock()
+
+    def lower(self, shapes: Sequence[Any] | None = None, captured: Sequence[Any] | None = None) -> Lowered:
+        """The second stage: the body as a StableHLO program.
+
+        Args:
+            shapes: static shapes of the slots; None if those of the trace are static.
+            captured: likewise, of the captured tensors.
+
+        Raises:
+            LoweringError: an op that XLA cannot compile, or a shape that is not static.
+        """
+        with self._lock, timeline.span(Track(self.body.name, "compile", order=-3), f"lower {self.name}", "compile"):
+            return lower(self, _reshaped(self.slots, shapes), _reshaped(self.tensors, captured))
+
+
+def _reshaped(described: Sequence[Any], shapes: Sequence[Any] | None) -> list[tf.TensorSpec]:
+    return [
+        tf.TensorSpec(each.shape if shapes is None else shapes[index], each.dtype)
+        for index, each in enumerate(described)
+    ]
+
+
+def trace(source: FunctionSource, arguments: Arguments, shapes: Shapes, body: Body, enter: Enter) -> Traced:
+    """Traces a function.
+
+    Args:
+        source: the function.
+        arguments: what it is called with.
+        shapes: what to take for the shapes of the slots, as general as the trace is to be.
+        body: the replicas to trace for.
+        enter: what to put around the body.
+
+    Raises:
+        VariableCreationError: it creates new variables each time.
+        CaptureError: it uses something from outside that cannot be on a device.
+        Exception: whatever `fn` raised.
+    """
+    thread = threading.current_thread()
+
+    def describe(seconds: float) -> str:
+        row = CoordinatorRow(thread.name, "tracing", seconds, stack_of(thread.ident))
+        return slow_trace(source.name, seconds, row)
+
+    with (
+        timeline.span(Track(body.name, "compile", order=-3), f"trace {source.name}", "compile"),
+        Watch(describe, body.limits.warn_after),
+    ):
+        return _trace(source, arguments, shapes, body, enter)
+
+
+def _trace(source: FunctionSource, arguments: Arguments, shapes: Shapes, body: Body, enter: Enter) -> Traced:
+    for slot in arguments.slots:
+        if xla_ops.is_host_only(slot.dtype) and not (body.moves_ops and slot.dtype == tf.string):
+            raise LoweringError.host_only(source.name, slot.name, slot.dtype.name)
+    traced, created = _trace_once(source, arguments, shapes, body, enter)
+    if created:
+        traced, again = _trace_once(source, arguments, shapes, body, enter)
+        if again:
+            named = [(variable.name.removesuffix(":0"), where) for variable, where in again]
+            raise VariableCreationError.each_time(traced.name, named)
+    return traced
+
+
+def _trace_once(
+    source: FunctionSource, arguments: Arguments, shapes: Shapes, body: Body, enter: Enter
+) -> tuple[Traced, list[tuple[Any, str]]]:
+    """One trace, and the variables that were created in it, with the user's lines."""
+    count("traces")
+    converted = autograph.convert_always(source.fn) if source.autograph else source.fn
+    specs = [tf.TensorSpec(shape, slot.dtype) for shape, slot in zip(shapes, arguments.slots, strict=True)]
+    created: list[tuple[Any, str]] = []
+    outputs: list[Outputs] = []
+    host_calls = HostCalls(body.size, body.order)
+    collectives: list[Collective] = []
+
+    def flat(*placeholders: tf.Tensor) -> list[tf.Tensor]:
+        args, kwargs = arguments.rebuild(placeholders)
+        names = [slot.name for slot in arguments.slots]
+        with (
+            body.entered(host_calls, collectives),
+            argument_names.named(source.fn, placeholders, names),
+            initial_values.of_one_trace(),
+            enter(),
+            _recorded(created),
+            soft_placement.bound(arguments, placeholders),
+        ):
+            outputs.append(Outputs(converted(*args, **kwargs), source.returns_tensors))
+        return outputs[-1].tensors
+
+    try:
+        # In a copy of the context: what the function sets in a context variable stays in the body.
+        graph = contextvars.copy_context().run(xla_ops.trace, source.name, flat, specs)
+    except Exception as error:
+        failure = as_raised(error)
+    else:
+        for template in host_calls.templates:
+            template.settle()
+        kept = [source.fn, *(variable for variable, _ in created)]
+        return Traced(source.name, graph, body, arguments, outputs[-1], host_calls, collectives, kept), created
+    raise failure
+
+
+@contextlib.contextmanager
+def _recorded(created: list[tuple[Any, str]]) -> Iterator[None]:
+    def creator(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        variable = next_creator(**initial_values.outside(kwargs))
+        created.append((variable, here()))
+        return variable
+
+    with tf.variable_creator_scope(creator):
+        yield

@@ -1,0 +1,146 @@
+"""Replicas whose shares of a batch differ in shape: the last batch of a data set, when nothing is summed.
+
+One program has one shape, so replicas with different shapes cannot run the same one. Where the body has no
+cross-replica operation they need not: each replica's program is compiled for its own share and runs on its own
+device. That serves evaluation and prediction, where each sample counts. With cross-replica operations, as in
+training, replicas of different shapes are refused before anything runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from replica_engine.errors import ReplicaMismatchError
+from replica_engine.errors.base import at
+from replica_engine.pjrt.executable import Executable
+from replica_engine.pjrt.group import Array, DeviceGroup
+from replica_engine.xla.stages.body_graph import BodyGraph
+from replica_engine.xla.stages.counts import count
+from replica_engine.xla.stages.launch import Launch
+from replica_engine.xla.stages.lower import Lowered
+from replica_engine.xla.stages.program import Program, Shape
+from replica_engine.xla.state.device_value import resident_of
+
+_COLLECTIVE = re.compile(r"stablehlo\.(all_reduce|collective_permute)\b|@replica_engine\.(?!host_call)")
+_REPLICA_ID = re.compile(r"stablehlo\.replica_id : tensor<ui32>")
+
+
+Lower = Callable[[Sequence[Shape], Sequence[Shape] | None], Lowered]
+"""Lowers the body for shapes of its slots and of its captured tensors, or finds it lowered."""
+
+Compile = Callable[[str, Lowered, DeviceGroup], Executable]
+"""Compiles the text of a lowered program for devices, or finds it compiled."""
+
+
+def ready_uneven(
+    devices: DeviceGroup,
+    traced: BodyGraph,
+    lower: Lower,
+    compile_: Compile,
+    slots: Sequence[Sequence[np.ndarray]],
+    captured: Sequence[np.ndarray] | None,
+) -> Callable[[], list[list[np.ndarray]]]:
+    """Compiles a body for shares of different shapes.
+
+    Args:
+        devices: a replica runs on each.
+        traced: the body.
+        lower: lowers it.
+        compile_: compiles it.
+        slots: of each slot one value for all replicas, or one for each.
+        captured: as `Compiled.run` takes them.
+
+    Returns:
+        What runs it, and returns for each result the values of the replicas.
+
+    Raises:
+        ReplicaMismatchError: the body has cross-replica operations.
+    """
+    constants = [tensor.numpy() for tensor in traced.tensors] if captured is None else list(captured)
+    shares = [[values[replica % len(values)] for values in slots] for replica in range(devices.size)]
+    parts = []
+    for replica, share in enumerate(shares):
+        lowered = lower([value.shape for value in share], captured and [value.shape for value in captured])
+        text = lowered.as_text()
+        if _COLLECTIVE.search(text):
+            raise _mismatch(traced, slots)
+        text = _REPLICA_ID.sub(f"stablehlo.constant dense<{replica}> : tensor<ui32>", text)
+        parts.append((lowered.program, compile_(text, lowered, devices.alone(replica))))
+    return functools.partial(_run, devices, parts, shares, constants)
+
+
+def _mismatch(traced: BodyGraph, slots: Sequence[Sequence[np.ndarray]]) -> ReplicaMismatchError:
+    name, shapes = next(
+        (name, [value.shape for value in values])
+        for name, values in zip(traced.slot_names, slots, strict=True)
+        if len({value.shape for value in values}) > 1
+    )
+    other = next(index for index, shape in enumerate(shapes) if shape != shapes[0])
+    met = next((f"{each.kind}{at(each.where)}" for each in traced.collectives), "")
+    return ReplicaMismatchError.shapes(name, other, str(shapes[0]), str(shapes[other]), met)
+
+
+def _run(
+    devices: DeviceGroup,
+    parts: list[tuple[Program, Executable]],
+    shares: list[list[np.ndarray]],
+    constants: list[np.ndarray],
+) -> list[list[np.ndarray]]:
+    program = parts[0][0]  # all differ in their shapes alone
+    variables = [resident_of(handle, devices) for handle in program.handles]
+    writes = [(variables[variable], index) for variable, index in program.writes]
+    count("launches")
+    on_host = {index: [share[index] for share in shares] for index in program.host_slots}
+    with Launch(program, devices, on_host=on_host) as launch:
+        # All parts before the first launch: it may donate its own, and then the whole counts as gone.
+        states = [devices.parts(variable.array()) for variable in variables]
+        inputs = []
+        for replica, (share, (own, _)) in enumerate(zip(shares, parts, strict=True)):
+            put = devices.alone(replica).put
+            of_share = [value for index, value in enumerate(share) if index not in on_host]
+            values = [put([value]) for value in (*of_share, *(constants[index] for index in own.captured))]
+            inputs.append([*values, *(state[replica] for state in states)])
+        results = launch.run(_Execution(devices, [executable for _, executable in parts], inputs, writes))
+        for variable, _ in writes:
+            variable.launched()
+    columns = [[devices.fetch(result[index], 0) for result in results] for index in range(program.returned)]
+    for index in sorted(program.host_results):  # under other numbers in each program
+        columns.insert(index, launch.stored([own.host_results[index] for own, _ in parts]))
+    return columns
+
+
+class _Execution:
+    """One launch of an executable for each replica, which do not wait for each other; see `launch.Execution`."""
+
+    def __init__(
+        self,
+        devices: DeviceGroup,
+        executables: list[Executable],
+        inputs: list[list[Array]],
+        writes: list[tuple[Any, int]],
+    ):
+        self._devices = devices
+        self._executables = executables
+        self._inputs = inputs
+        self._writes = writes
+
+    def start(self) -> list[list[Array]]:
+        return [executable.launch(given) for executable, given in zip(self._executables, self._inputs, strict=True)]
+
+    def wait(self, nobody_waits: threading.Event | None) -> None:
+        for executable in self._executables:
+            executable.wait(nobody_waits)
+
+    def commit(self, results: list[list[Array]]) -> None:
+        for variable, index in self._writes:
+            variable.set_array(self._devices.join([result[index] for result in results]))
+
+    def invalidate(self) -> None:
+        for variable, _ in self._writes:
+            variable.lose()

@@ -1,0 +1,219 @@
+"""Our variables in host graphs: the graphs of tf.functions that run on the host.
+
+Such a graph runs without Python, so nothing could bring a variable up to date when it is read. So a function
+that uses one of our variables does not capture the variable's handle but asks for it at each call (`_AtCall`),
+and the asking brings the host's value up to date.
+
+Where compiled programs run in the same graph (a training step as a tf.function, say), what they wrote is
+fetched after each run, for the variables that the graph uses itself; and what the graph may have written is
+looked at before each run. Which these are is known when a function is traced, and when it is called in another
+one: a `Program` is the outermost function with all functions in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from replica_engine._tf import variables
+from replica_engine.errors import HostAccessError
+from replica_engine.xla.body import host_side
+from replica_engine.xla.state.device_value import Resident
+
+T = TypeVar("T")
+
+
+class Use:
+    """One function's use of one of our variables.
+
+    Attributes:
+        placeholder: the variable's handle in the function's graph.
+        on_host: whether ops of the function use the variable, and not only compiled programs that run in it.
+    """
+
+    def __init__(self, placeholder: tf.Tensor):
+        self.placeholder = placeholder
+        self.on_host = False
+
+    @functools.cached_property
+    def may_write(self) -> bool:
+        """Whether the function may write to the variable; to be asked when its graph is finished."""
+        return self.on_host and variables.may_write(self.placeholder, _runs(self.placeholder.graph))
+
+
+class Program:
+    """An outermost host function, with all functions in it.
+
+    A function that was traced by itself and is called in others belongs to the programs of those as well.
+
+    Attributes:
+        uses: the variables it uses, and how each function does.
+        runs: whether compiled programs run in it.
+        callers: programs that call it.
+        kept: what must live as long as it does.
+    """
+
+    def __init__(self) -> None:
+        self.uses: dict[Resident, list[Use]] = {}
+        self.runs = False
+        self.callers: weakref.WeakSet[Program] = weakref.WeakSet()
+        self.kept: list[Any] = []
+
+    def before_run(self, residents: list[Resident]) -> None:
+        """A compiled program is about to run; the graph may have written to variables without our seeing it."""
+        for program in self._with_callers():
+            for resident in residents:
+                if any(use.may_write for use in program.uses.get(resident, ())):
+                    resident.host_may_write()
+
+    def after_run(self, residents: list[Resident]) -> None:
+        """A compiled program has run; the graph may go on to read variables without our seeing that."""
+        for program in self._with_callers():
+            for resident in residents:
+                if any(use.on_host for use in program.uses.get(resident, ())):
+                    resident.host_reads()
+
+    def _with_callers(self) -> set[Program]:
+        found, pending = set(), [self]
+        while pending:
+            program = pending.pop()
+            if program not in found:
+                found.add(program)
+                pending += program.callers
+        return found
+
+
+def program() -> Program:
+    """The program that is being traced."""
+    return _kept_on(variables.outermost_graph(variables.graph()), "_replica_engine_program", Program)
+
+
+def handle(resident: Resident, replica: int, on_host: bool = True) -> tf.Tensor:
+    """The handle of a variable, for use in the host graph under construction.
+
+    Args:
+        resident: the variable.
+        replica: which of its components.
+        on_host: False for a compiled program, which comes in order with what else uses the variable.
+    """
+    function = variables.function_graph(variables.graph())
+    raw = resident.handles[replica]
+    if function is None or variables.is_saving():
+        return raw
+    uses: dict[Any, Use] = _kept_on(function, "_replica_engine_uses", dict)
+    use = uses.get((resident, replica))
+    if use is None:
+        at_call = _VariableAtCall(raw, program(), resident, replica)
+        resident.asked.add(at_call)
+        use = uses[resident, replica] = at_call.use = Use(variables.capture_at_call(function, raw, at_call))
+    use.on_host = use.on_host or on_host
+    if variables.is_of_dataset(function):
+        resident.read_anywhere = True  # such a function asks once, when the data set is made
+    known = program().uses.setdefault(resident, [])
+    if use not in known:
+        known.append(use)
+    return use.placeholder
+
+
+def raw(captured: Any) -> Any:
+    """What a function captured; the handle itself of one that it asks for at each call."""
+    return captured._raw if isinstance(captured, _AtCall) else captured
+
+
+def token() -> tf.Tensor:
+    """The handle of a variable that says nothing: each run writes to it, so runs keep their order."""
+    function = variables.function_graph(variables.graph())
+    raw = variables.raw_handle(_token())
+    if function is None:
+        return raw
+    return _kept_on(
+        function, "_replica_engine_token", lambda: variables.capture_at_call(function, raw, _AtCall(raw, program()))
+    )
+
+
+def ran(op: tf.Operation) -> None:
+    """An op that runs a compiled program was put into the graph under construction."""
+    variables.mark_as_writing(op)
+    _runs(op.graph).add(op.name)
+    program().runs = True
+
+
+class _AtCall:
+    """What a function has in the place of a handle that it captured, and calls to get one.
+
+    To TensorFlow's savers it looks like the handle.
+    """
+
+    def __init__(self, raw: tf.Tensor, inner: Program):
+        self._raw = raw
+        self._inner = inner
+
+    def __call__(self) -> tf.Tensor:
+        if tf.executing_eagerly():
+            return self.in_eager_mode()
+        outer = program()
+        if outer is not self._inner:
+            self._inner.callers.add(outer)
+            outer.kept.append(self._inner)
+            outer.runs = outer.runs or self._inner.runs
+        return self.in_graph()
+
+    def in_eager_mode(self) -> tf.Tensor:
+        """The function is called in eager mode."""
+        return self._raw
+
+    def in_graph(self) -> tf.Tensor:
+        """The function is called in the graph under construction."""
+        return token()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._raw, name)
+
+
+class _VariableAtCall(_AtCall):
+    """In the place of the handle of one of our variables."""
+
+    def __init__(self, raw: tf.Tensor, inner: Program, resident: Resident, replica: int):
+        super().__init__(raw, inner)
+        self._resident = resident
+        self._replica = replica
+        self.use: Use
+
+    def in_eager_mode(self) -> tf.Tensor:
+        if (side := host_side()) is not None:
+            raise HostAccessError.of_function(side.where)
+        if not self.use.on_host:
+            return self._raw
+        if not self.use.may_write:
+            self._resident.host_reads()
+        elif self._inner.runs:
+            self._resident.host_may_write()  # a loop with a run in it counts as writing, and need not
+        else:
+            self._resident.host_is_to_write()
+        return self._raw
+
+    def in_graph(self) -> tf.Tensor:
+        return handle(self._resident, self._replica, self.use.on_host)
+
+
+@functools.cache
+def _token() -> tf.Variable:
+    with tf.init_scope(), tf.device("CPU:0"):
+        return variables.ResourceVariable(0, trainable=False, name="replica_engine_token")
+
+
+def _runs(graph: Any) -> set[str]:
+    return _kept_on(graph, "_replica_engine_runs", set)
+
+
+def _kept_on(graph: Any, name: str, make: Callable[[], T]) -> T:
+    """Something that lives as long as a graph does."""
+    kept = getattr(graph, name, None)
+    if kept is None:
+        kept = make()
+        setattr(graph, name, kept)
+    return kept

@@ -1,0 +1,58 @@
+"""Values of variables in memory that goes back to the operating system when TensorFlow frees them.
+
+On processors with instructions for neural networks (AVX-512 VNNI, AVX-VNNI, AMX) TensorFlow turns oneDNN on, and with
+it takes tensors of 256 KiB and more from a pool (`MklCPUAllocator`). The pool never shrinks: the memory of a freed
+tensor stays with the process, for the next tensors. So freeing the host's value of a variable saves nothing, unless
+that value lies elsewhere: in an array of NumPy's, which TensorFlow uses without a copy.
+
+The value that the user's program computes lies in the pool first. Copying it out makes room for the next one: the pool
+then keeps as much as the largest variable takes while it is made, not as much as all variables take.
+
+All machines do the same, pool or not: a difference between machines would hide errors, and costs only the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._tf import variables
+
+_ALIGNMENT = 64  # bytes, which TensorFlow asks of every tensor; it copies an array that lies otherwise
+
+
+def outside_pool(value: np.ndarray) -> tf.Tensor:
+    """A copy of a value as a tensor in NumPy's memory."""
+    own = _aligned(value.shape, value.dtype)
+    np.copyto(own, value)
+    return variables.tensor_on(own)
+
+
+def zeros(shape: Sequence[int], dtype: np.dtype) -> tf.Tensor:
+    """Zeros in NumPy's memory. Large ones take none until somebody reads or writes them."""
+    return variables.tensor_on(_aligned(shape, dtype))
+
+
+def leave_pool(handles: Sequence[tf.Tensor], dtype: tf.DType) -> None:
+    """Moves the values behind handles to NumPy's memory. What shared its memory before does so after.
+
+    The caller sees to it that nobody writes to the variables meanwhile.
+    """
+    moved: dict[int, tf.Tensor] = {}
+    for handle in handles:
+        if not variables.is_initialized(handle):
+            continue
+        value = np.asarray(variables.read(handle, dtype))  # a view: `numpy` would copy
+        address = value.ctypes.data
+        if address not in moved:
+            moved[address] = outside_pool(value)
+        variables.write(handle, moved[address])
+
+
+def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.zeros(size + _ALIGNMENT, np.uint8)  # the system's zero pages, until they are written
+    begin = -raw.ctypes.data % _ALIGNMENT
+    return raw[begin : begin + size].view(dtype).reshape(shape)

@@ -1,0 +1,215 @@
+"""Initial values of variables that a body creates, computed on the host while the body is traced.
+
+A variable outlives the body that creates it, so it needs its value before the body runs, and one for all replicas.
+`tf.function` has the same task, and solves it in the same way: the ops that made the value are run once more, outside
+of the function, before its first run. What they come from decides what their values are:
+
+- random ops are those that the user wrote, with their seeds, and not what replicas draw from (`random_numbers`): so all
+  replicas begin with the same, and `tf.random.set_seed` makes it repeatable;
+- variables have the values of before the run, and a `tf.random.Generator` is moved on;
+- the replica id is 0: replica 0's initial value counts, as under `tf.distribute.MirroredStrategy`;
+- arguments of the body, and what replicas bring together, are not there yet: an error says which it is.
+
+An op with a state runs once for all variables of a trace: two variables made of one random tensor are equal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._tf import distribute, random_ops, subgraphs, variables, xla_ops
+from replica_engine.diagnostics.op_lines import here, user_line
+from replica_engine.errors import VariableCreationError
+from replica_engine.xla.body import in_body
+from replica_engine.xla.signature import argument_names
+from replica_engine.xla.state import host_functions
+from replica_engine.xla.state.device_value import home_of
+
+_OF_RUNS = ("Xla", "Iterator")
+"""How the types of ops begin that only a run can carry out: on all replicas, or with an effect on the next step."""
+
+_WRITE = ("Assign", "ResourceScatter")
+"""How those begin that write to variables. In loops and functions random ops do so too, to a state of ours."""
+
+_IN_WORDS = {
+    "XlaAllReduce": "all_reduce",
+    "XlaReplicaId": "the replica id",
+    "XlaCustomCallV2": "a cross-replica operation or a host call",
+    "host_call": "a host call",
+    "IteratorGetNext": "the next batch of a dataset",
+    "AssignVariableOp": "an assignment",
+    "AssignAddVariableOp": "an assignment",
+    "AssignSubVariableOp": "an assignment",
+}
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def of_one_trace() -> Iterator[None]:
+    """Ops with a state that initial values are computed of inside run once for all of them."""
+    before = getattr(_thread, "known", None)
+    _thread.known = {}
+    try:
+        yield
+    finally:
+        _thread.known = before
+
+
+def outside(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a variable creator, with an initial value that needs no graph under construction.
+
+    Raises:
+        VariableCreationError: there is none.
+    """
+    value = kwargs.get("initial_value")
+    if not tf.inside_function() or value is None:
+        return kwargs
+    name = kwargs.get("name") or "Variable"
+    if isinstance(value, FunctionType):
+        return {**kwargs, "initial_value": _called_outside(value, name, kwargs.get("dtype"))}
+    if isinstance(value, distribute.UnreadVariable) and not tf.executing_eagerly():  # what an assignment returns
+        value = tf.convert_to_tensor(value)
+    elif isinstance(value, (list, tuple)) and any(map(tf.is_symbolic_tensor, tf.nest.flatten(value))):
+        value = tf.convert_to_tensor(value, kwargs.get("dtype"))
+    if not tf.is_symbolic_tensor(value):
+        return kwargs
+    return {**kwargs, "initial_value": compute(value, name)}
+
+
+def compute(value: tf.Tensor, name: str) -> tf.Tensor:
+    """The value now, on the host, of a tensor of the function under construction.
+
+    Args:
+        value: the tensor.
+        name: of the variable it is for.
+
+    Raises:
+        VariableCreationError: it depends on something that is known only when the function runs.
+    """
+    return _Computation(name, here()).value(value)
+
+
+def _called_outside(fn: Callable[[], Any], name: str, dtype: Any) -> Callable[[], Any]:
+    """An initial value that is called for, in eager mode; one that uses tensors of the body is called there."""
+    graph = variables.graph()
+
+    def call() -> Any:
+        try:
+            value = fn()
+        except (TypeError, ValueError) as error:
+            if "out of scope" not in str(error):
+                raise
+            with graph.as_default():
+                value = tf.convert_to_tensor(fn(), dtype)
+        return compute(value, name) if tf.is_symbolic_tensor(value) else value
+
+    return call
+
+
+class _Computation:
+    """Computes one initial value.
+
+    Args:
+        name: of the variable.
+        where: the user's line that creates it.
+    """
+
+    def __init__(self, name: str, where: str):
+        self._name = name
+        self._where = where
+        known = getattr(_thread, "known", None)
+        self._known: dict[int, tuple[tf.Tensor, tf.Tensor]] = {} if known is None else known
+
+    def value(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Computes a tensor of a graph; one with a value is that value."""
+        if not tf.is_symbolic_tensor(tensor):
+            return tensor
+        if id(tensor) in self._known:
+            return self._known[id(tensor)][1]
+        if (original := random_ops.original(tensor)) is not None:
+            return self.value(original)
+        if tensor.op.type == "XlaReplicaId":
+            return _replica_0()
+        if tensor.op.type == "Placeholder":
+            return self.value(self._outside_of(tensor))
+        has_state = _has_state(tensor.op)
+        wanted = list(tensor.op.outputs) if has_state else [tensor]
+        operations, inputs = self._part(tensor.op)
+        values = [self._handle(each, operations) if each.dtype == tf.resource else self.value(each) for each in inputs]
+        results = subgraphs.run(tensor.graph, operations.values(), inputs, values, wanted)
+        if has_state:
+            self._known.update((id(each), (each, result)) for each, result in zip(wanted, results, strict=True))
+        return results[next(index for index, each in enumerate(wanted) if each is tensor)]
+
+    def _part(self, target: tf.Operation) -> tuple[dict[str, tf.Operation], list[tf.Tensor]]:
+        """The ops that make a value, up to tensors whose values are found first, and these."""
+        operations: dict[str, tf.Operation] = {}
+        inputs: dict[int, tf.Tensor] = {}
+        pending = [target]
+        while pending:
+            op = pending.pop()
+            if op.name in operations:
+                continue
+            self._check(op)
+            operations[op.name] = op
+            pending += op.control_inputs
+            for tensor in op.inputs:
+                if _is_found_first(tensor):
+                    inputs[id(tensor)] = tensor
+                else:
+                    pending.append(tensor.op)
+        return operations, list(inputs.values())
+
+    def _outside_of(self, placeholder: tf.Tensor) -> tf.Tensor:
+        """What a placeholder stands for."""
+        outside = subgraphs.captured(placeholder)
+        if outside is None:
+            raise VariableCreationError.of_arguments(self._name, argument_names.of(placeholder), self._where)
+        return host_functions.raw(outside)
+
+    def _handle(self, placeholder: tf.Tensor, operations: dict[str, tf.Operation]) -> tf.Tensor:
+        """A variable's handle, for these ops, with the newest value on the host."""
+        handle = self._outside_of(placeholder)
+        while tf.is_symbolic_tensor(handle):
+            handle = self._outside_of(handle)
+        body = in_body()
+        if body is not None and body.random.owns(handle):
+            return body.random.of_initial_values()
+        if (resident := home_of(handle)) is not None:
+            others = {op.name for op in placeholder.consumers() if op.name not in operations}
+            if variables.may_write(placeholder, others):
+                resident.host_may_write()
+            else:
+                resident.host_reads()
+        return handle
+
+    def _check(self, op: tf.Operation) -> None:
+        """Raises VariableCreationError for an op that only a run can carry out."""
+        for kind in sorted({op.type, *subgraphs.op_types_of_calls(op)}):
+            if kind.startswith(_OF_RUNS) or (kind == op.type and kind.startswith(_WRITE)):
+                marker = xla_ops.marker_name(op).removeprefix("replica_engine.") or kind
+                raise VariableCreationError.of_run(
+                    self._name, self._where, _IN_WORDS.get(marker, marker), user_line(op)
+                )
+
+
+def _is_found_first(tensor: tf.Tensor) -> bool:
+    is_source = tensor.op.type in ("Placeholder", "XlaReplicaId") or random_ops.original(tensor) is not None
+    return is_source or _has_state(tensor.op)
+
+
+def _has_state(op: tf.Operation) -> bool:
+    """Whether an op is to run once; what makes a handle is run with the ops that use that."""
+    return subgraphs.is_stateful(op) and not any(each.dtype in (tf.resource, tf.variant) for each in op.outputs)
+
+
+def _replica_0() -> tf.Tensor:
+    with tf.init_scope():
+        return tf.zeros([], tf.int32)

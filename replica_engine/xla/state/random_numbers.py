@@ -1,0 +1,134 @@
+"""Random ops in a replica body: another stream on each replica, and the same run for the same seed.
+
+XLA's own generator knows no seed of TensorFlow's. So each stateful random op (`tf.random.normal`,
+`tf.nn.dropout`, ...) is replaced, as it is made, by its stateless form. Its seed is a key, a number that counts
+up with each draw, and the seed the op was made with. Key and count are a variable on the devices, like any
+other: the key comes from `tf.random.set_seed`, which also sets the count back, and differs by replica.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._tf import random_ops, variables
+from replica_engine.pjrt.group import Array, DeviceGroup
+from replica_engine.xla.state.device_value import Resident
+
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: keys far apart for neighboring replicas
+_MIX = 0xBF58476D1CE4E5B9  # another odd number, so that an op's seed and a replica's key do not make up for each other
+
+
+class RandomState(Resident):
+    """Key and count of the random ops of a strategy.
+
+    Args:
+        devices: where the replicas run.
+        same: whether all replicas draw the same numbers.
+    """
+
+    def __init__(self, devices: DeviceGroup, same: bool = False):
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._variable = variables.ResourceVariable([0, 0], dtype=tf.int64, trainable=False, name="random_state")
+        super().__init__([variables.raw_handle(self._variable)], devices, None if same else _spread)
+        self._seeded: Any = self  # by nobody yet
+        self._initial: tf.Variable | None = None
+        self._initial_seeded: Any = self
+
+    def array(self) -> Array:
+        """As of any resident value; seeds it anew after `tf.random.set_seed`."""
+        seeding, seed = random_ops.seeding()
+        if seeding is not self._seeded:
+            self._seeded = seeding
+            key = random.SystemRandom().getrandbits(62) if seed is None else seed
+            with self.host_writes():
+                variables.write(self.handles[0], np.array([_signed(key), 0], np.int64))
+        return super().array()
+
+    def owns(self, handle: tf.Tensor) -> bool:
+        """Whether a handle is that of this state."""
+        return handle is self.handles[0]
+
+    def of_initial_values(self) -> tf.Tensor:
+        """The handle of a state like this one, on the host alone, for initial values of variables to draw from.
+
+        They must not move on the replicas' own stream, of which the host has but the beginning.
+        """
+        seeding, seed = random_ops.seeding()
+        with tf.init_scope(), tf.device("CPU:0"):
+            if self._initial is None:
+                self._initial = variables.ResourceVariable([0, 0], dtype=tf.int64, trainable=False, name="initial")
+            if seeding is not self._initial_seeded:
+                self._initial_seeded = seeding
+                key = random.SystemRandom().getrandbits(62) if seed is None else seed * _MIX
+                self._initial.assign(np.array([_signed(key), 0], np.int64))
+        return variables.raw_handle(self._initial)
+
+    @contextlib.contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Random ops made inside draw from this state."""
+        with random_ops.intercepted(self._replace):
+            yield
+
+    def _replace(self, kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> tf.Tensor | None:
+        make = _STATELESS.get(kind)
+        if make is None:
+            return None
+        handle = self.handles[0]
+        state = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int64)
+        tf.raw_ops.AssignAddVariableOp(resource=handle, value=tf.constant([0, 1], tf.int64))
+        own = tf.constant([_signed(attribute("seed2") * _MIX), 0], tf.int64)
+        return make(state + own, inputs, attribute)
+
+
+def _spread(value: np.ndarray, size: int) -> list[np.ndarray]:
+    return [np.array([_signed(int(value[0]) + replica * _GOLDEN), value[1]], np.int64) for replica in range(size)]
+
+
+def _signed(number: int) -> int:
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _shuffled(seed: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    """By sorting random keys: XLA has no kernel for the stateless shuffle."""
+    keys = tf.random.stateless_uniform([tf.shape(values)[0]], seed, None, None, dtype=tf.int32)
+    return tf.gather(values, tf.argsort(keys, stable=True))
+
+
+def _categorical(seed: tf.Tensor, logits: tf.Tensor, count: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """By the Gumbel-max trick: XLA has no kernel for the stateless op. (Gumbel, 1954.)"""
+    batch, classes = tf.shape(logits)[0], tf.shape(logits)[1]
+    uniform = tf.random.stateless_uniform([batch, count, classes], seed, 1e-20, 1.0)
+    noise = -tf.math.log(-tf.math.log(uniform))
+    return tf.argmax(tf.cast(logits, tf.float32)[:, tf.newaxis] + noise, axis=-1, output_type=dtype)
+
+
+_Make = Callable[[tf.Tensor, Sequence[Any], Callable[[str], Any]], tf.Tensor]
+_STATELESS: dict[str, _Make] = {
+    "RandomStandardNormal": lambda seed, inputs, attribute: tf.random.stateless_normal(
+        inputs[0], seed, dtype=attribute("dtype")
+    ),
+    "RandomUniform": lambda seed, inputs, attribute: tf.random.stateless_uniform(
+        inputs[0], seed, dtype=attribute("dtype")
+    ),
+    "TruncatedNormal": lambda seed, inputs, attribute: tf.random.stateless_truncated_normal(
+        inputs[0], seed, dtype=attribute("dtype")
+    ),
+    "RandomUniformInt": lambda seed, inputs, attribute: tf.random.stateless_uniform(
+        inputs[0], seed, inputs[1], inputs[2], dtype=inputs[1].dtype
+    ),
+    "RandomShuffle": lambda seed, inputs, attribute: _shuffled(seed, inputs[0]),
+    "Multinomial": lambda seed, inputs, attribute: _categorical(seed, inputs[0], inputs[1], attribute("output_dtype")),
+    # XLA has no kernels for the stateless forms of these either, so the host computes them from the replica's seed.
+    "RandomGamma": lambda seed, inputs, attribute: tf.random.stateless_gamma(
+        tf.concat([inputs[0], tf.shape(inputs[1])], 0), seed, inputs[1], dtype=inputs[1].dtype
+    ),
+    "RandomPoissonV2": lambda seed, inputs, attribute: tf.random.stateless_poisson(
+        tf.concat([inputs[0], tf.shape(inputs[1])], 0), seed, inputs[1], dtype=attribute("dtype")
+    ),
+}
