@@ -31,7 +31,7 @@ import tensorflow as tf
 from replica_engine._tf import keras_model
 from replica_engine.keras.cross_replica_optimizer import CrossReplicaOptimizer
 from replica_engine.keras.optimizer import apply_across_replicas
-from replica_engine.keras.share import current_share
+from replica_engine.keras.shard import current_shard
 from replica_engine.keras.sparse_gradients import of_whole_batch
 
 _NOTHING = object()
@@ -133,7 +133,7 @@ def _apply(optimizer: keras.optimizers.Optimizer) -> Callable[..., None]:
     own = updated.apply
 
     def apply(grads: Any, trainable_variables: Any = None) -> None:
-        share = current_share()
+        share = current_shard()
         if share is None:
             own(grads, trainable_variables)
             return
@@ -156,7 +156,7 @@ def _scale_loss(optimizer: keras.optimizers.Optimizer) -> Callable[[Any], Any]:
     own = optimizer.scale_loss
 
     def scale_loss(loss: Any) -> Any:
-        share = current_share()
+        share = current_shard()
         if share is None:
             return own(loss)
         share.scaled.add(id(optimizer))
@@ -171,7 +171,7 @@ def _result(metric: keras.metrics.Metric) -> Callable[[], Any]:
 
     def result() -> Any:
         found = own()
-        if (share := current_share()) is not None:
+        if (share := current_shard()) is not None:
             parts = found.items() if isinstance(found, dict) else [(None, found)]
             share.results += [(part, metric, key) for key, part in parts]
         return found
@@ -184,7 +184,7 @@ def _update(metric: keras.metrics.Metric) -> Callable[..., Any]:
     own = metric.update_state
 
     def update_state(values: Any, sample_weight: Any = None) -> Any:
-        share = current_share()
+        share = current_shard()
         return own(values, sample_weight=sample_weight if share is None else share.fraction())
 
     return update_state

@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras import ops
 
 from replica_engine._tf import keras_model
-from replica_engine.keras.share import Share, current_share
+from replica_engine.keras.shard import Shard, current_shard
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -30,7 +30,7 @@ def _reduce(
     dtype: Any = None,
 ) -> Any:
     loss = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
-    share = current_share()
+    share = current_shard()
     assert share is not None
     if share.whole or share.replicas == 1 or len(values.shape) == 0:
         return loss
@@ -43,7 +43,7 @@ def _reduce(
 
 
 def _weight(values: Any, sample_weight: Any) -> Any:
-    share = current_share()
+    share = current_shard()
     assert share is not None
     is_number = sample_weight is None and len(tf.convert_to_tensor(values).shape) == 0
     return share.fraction() if is_number else sample_weight
@@ -58,12 +58,12 @@ def _divisor(sample_weight: Any, mask: Any, reduction: str, dtype: Any) -> Any:
     return None if mask is None else ops.sum(ops.cast(mask, dtype))
 
 
-def _correction(divisor: Any, share: Share) -> Any:
+def _correction(divisor: Any, share: Shard) -> Any:
     """From the mean of what the share has to the share of what all have, which will be weighted by samples."""
     context = tf.distribute.get_replica_context()
     total = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.stop_gradient(divisor))
     return tf.math.divide_no_nan(divisor, total) / share.weight(divisor.dtype)
 
 
-extension = keras_model.Extension(_reduce, _weight, lambda: current_share() is not None)
+extension = keras_model.Extension(_reduce, _weight, lambda: current_shard() is not None)
 """Has Keras' losses and means take the values of a share as described above, while it is installed."""

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from replica_engine._tf import keras_model
 from replica_engine.keras.compiling import compiling
-from replica_engine.keras.share import Share
+from replica_engine.keras.shard import Shard
 from replica_engine.keras.steps import run_step
 from replica_engine.values import samples
 from replica_engine.values.regroup import regroup
@@ -83,7 +83,7 @@ class OnThreads:
             start = start + size
 
         def step(data: Any, size: Any) -> Any:
-            return run_step(self._model, name, data, Share(size, total, self._size))
+            return run_step(self._model, name, data, Shard(size, total, self._size))
 
         return self._first(self._strategy.run(step, args=(regroup(parts), regroup(sizes))))
 
@@ -91,7 +91,7 @@ class OnThreads:
         total = samples.count_in_graph(batch)
 
         def step(data: Any) -> Any:
-            return run_step(self._model, name, data, Share(total, total, self._size, whole=True))
+            return run_step(self._model, name, data, Shard(total, total, self._size, whole=True))
 
         return self._first(self._strategy.run(step, args=(batch,)))
 

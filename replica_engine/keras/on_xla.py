@@ -24,7 +24,7 @@ from replica_engine import xla
 from replica_engine._tf import keras_model
 from replica_engine.errors import CollectiveError, many_batch_sizes
 from replica_engine.keras.compiling import compiling, layers_named, sparse_inputs_named
-from replica_engine.keras.share import Share
+from replica_engine.keras.shard import Shard
 from replica_engine.keras.steps import Logs, across_replicas, run_step
 from replica_engine.values import samples
 from replica_engine.values.regroup import regroup, select
@@ -160,17 +160,17 @@ class OnXla:
 
     @_as_keras_does
     def _step(self, name: str, data: Any, total: int) -> Any:
-        return run_step(self._model, name, data, Share(total // self._size, total, self._size))
+        return run_step(self._model, name, data, Shard(total // self._size, total, self._size))
 
     @_as_keras_does
     def _step_of_whole_batch(self, name: str, data: Any, total: int) -> Any:
-        return run_step(self._model, name, data, Share(total, total, self._size, whole=True))
+        return run_step(self._model, name, data, Shard(total, total, self._size, whole=True))
 
     @_as_keras_does
     def _step_of_unequal_shares(self, name: str, data: tuple[Any, Any], size: int) -> Any:
         shares, total = data
-        larger = _Branch(self._model, name, shares, Share(size + 1, total, self._size))
-        smaller = _Branch(self._model, name, shares, Share(size, total, self._size), larger)
+        larger = _Branch(self._model, name, shares, Shard(size + 1, total, self._size))
+        smaller = _Branch(self._model, name, shares, Shard(size, total, self._size), larger)
         is_larger = xla.replica_id() < total % self._size
         logs = larger.finish(tf.cond(is_larger, larger.run, smaller.run))
         weight = tf.where(is_larger, larger.share.weight(), smaller.share.weight())
@@ -195,7 +195,7 @@ class _Branch:
         larger: the branch of the larger share, which is traced first; None for that one itself.
     """
 
-    def __init__(self, model: keras.Model, name: str, data: Any, share: Share, larger: _Branch | None = None):
+    def __init__(self, model: keras.Model, name: str, data: Any, share: Shard, larger: _Branch | None = None):
         self.share = share
         self._step: Callable[[Any], Any] = getattr(model, name)
         self._data = data

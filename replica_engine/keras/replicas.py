@@ -30,7 +30,7 @@ from replica_engine.keras.hooks import Hooks
 from replica_engine.keras.losses import extension
 from replica_engine.keras.on_threads import OnThreads
 from replica_engine.keras.optimizer import through_strategy
-from replica_engine.keras.variables import SharedVariables
+from replica_engine.keras.variables import ReplicatedVariables
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.trace_file import Track
 from replica_engine.values import samples
@@ -52,7 +52,7 @@ class Replicas:
         self.original = original
         self.strategy = strategy
         self._model = model
-        self._variables = SharedVariables(original, strategy)
+        self._variables = ReplicatedVariables(original, strategy)
         self._hooks = Hooks(original, self)
         self._functions: Any = None
         self._depth = 0

@@ -8,10 +8,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine.keras.share import Share
+from replica_engine.keras.shard import Shard
 
 
-def run_step(model: keras.Model, name: str, data: Any, share: Share) -> dict[str, Any]:
+def run_step(model: keras.Model, name: str, data: Any, share: Shard) -> dict[str, Any]:
     """Runs `train_step` or `test_step` of a model.
 
     Args:
@@ -46,7 +46,7 @@ class Logs:
         metrics: of those that are the result of a metric, the metric, and the key of the number in its result.
     """
 
-    def __init__(self, returned: Any, share: Share):
+    def __init__(self, returned: Any, share: Shard):
         flat = _flat(returned) if isinstance(returned, Mapping) else {"loss": returned}
         self.metrics: dict[str, tuple[keras.metrics.Metric, str | None]] = {}
         self.values: dict[str, Any] = {}

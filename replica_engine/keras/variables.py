@@ -23,7 +23,7 @@ from replica_engine._tf import distribute, keras_model, variables
 from replica_engine.threads.variables import SEED_STEP
 
 
-class SharedVariables:
+class ReplicatedVariables:
     """The distributed variables of one model and strategy.
 
     Args:
@@ -156,7 +156,7 @@ class SharedVariables:
 
         if graph is None:
             each()
-            if any(shared.resident for shared in self._shared.values()):
+            if any(shared.device_value for shared in self._shared.values()):
                 return each  # variables of XLA have their own ways to see a read or write: a graph wins nothing
             # Not the tf.function, which would warn that functions of this code are traced often: one a model.
             return tf.function(each, autograph=False).get_concrete_function()
@@ -170,7 +170,7 @@ class _Shared:
     Attributes:
         plain: the plain one; a component of the distributed one, if it is on the first device.
         on_read: whether each replica has a value of its own, which are brought together when they are read.
-        resident: of a variable whose values are on devices of XLA, what keeps them.
+        device_value: of a variable whose values are on devices of XLA, what keeps them.
     """
 
     def __init__(self, variable: keras.Variable, strategy: tf.distribute.Strategy, is_state: bool):
@@ -185,11 +185,11 @@ class _Shared:
             variables.take_identity(self._components[0], self.plain)
         self.on_read = isinstance(self._distributed, distribute.SyncOnReadVariable)
         self._on_host: Any = None
-        self.resident = None
+        self.device_value = None
         if self._is_component and hasattr(strategy.extended, "device_group"):
             from replica_engine.xla.state.host_variable import HostVariable  # not above: without jax there is no xla
 
-            self._on_host, self.resident = HostVariable, HostVariable.resident(self.plain)
+            self._on_host, self.device_value = HostVariable, HostVariable.device_value(self.plain)
 
     def is_of(self, value: Any) -> bool:
         """Whether this is what the Keras variable holds now."""
@@ -206,14 +206,14 @@ class _Shared:
         """Puts the distributed variable in place."""
         if self._is_component:
             keras_model.contain(self.plain, self._distributed)
-        if self.resident is not None and not isinstance(self.plain, self._on_host):
-            self._on_host.adopt(self.plain, *self.resident)
+        if self.device_value is not None and not isinstance(self.plain, self._on_host):
+            self._on_host.adopt(self.plain, *self.device_value)
         keras_model.put_underneath(self._variable, self._distributed)
 
     def put_plain(self) -> None:
         """Puts the plain variable back."""
         keras_model.contain(self.plain, None)
-        if self.resident is not None:
+        if self.device_value is not None:
             self._on_host.release(self.plain)
         keras_model.put_underneath(self._variable, self.plain)
 

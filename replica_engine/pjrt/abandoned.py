@@ -18,7 +18,7 @@ _LAST_CALLS = 5.0  # seconds at exit for a program that calls Python; its calls 
 _left: dict[DeviceGroup, bool] = {}  # with whether the program may call the host
 
 
-def behind(devices: DeviceGroup, calls_host: bool = False) -> None:
+def add(devices: DeviceGroup, calls_host: bool = False) -> None:
     """The program that was launched last on these devices is left behind, if it has not ended."""
     for other in [other for other in _left if other.ends_within(0.0)]:
         _left.pop(other, None)

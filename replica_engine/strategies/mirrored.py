@@ -19,7 +19,7 @@ from replica_engine.strategies.devices import resolve_devices
 from replica_engine.strategies.reductions import Reductions
 from replica_engine.strategies.validation import check_call, check_flags, checked_reduction
 from replica_engine.threads.call import sync_points
-from replica_engine.threads.cpu_reduction import SumOnHost
+from replica_engine.threads.cpu_reduction import CpuReduction
 
 # Collectives of two groups with one key fail ("joining a group with size 2, but that group has size 4").
 # TensorFlow's own strategies all start at key 1; each of ours starts at one of its own, far above.
@@ -39,7 +39,7 @@ class MirroredExtended(ReplicaThreads, Reductions, distribute.MirroredExtended):
         default = self._cross_device_ops is None  # type: ignore[has-type]
         super()._initialize_strategy(devices)
         if default and all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in self._devices):
-            self._cross_device_ops = SumOnHost()
+            self._cross_device_ops = CpuReduction()
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
         """The hook that reduces many values at once, each by the operations that its dtype takes.
@@ -73,8 +73,8 @@ class MirroredExtended(ReplicaThreads, Reductions, distribute.MirroredExtended):
         return self._cross_device_ops if isinstance(self._cross_device_ops, type(ops)) else self._for_integers
 
     def _sums_on_host(self) -> bool:
-        """Whether values of any dtype are reduced by `SumOnHost`."""
-        return type(self._cross_device_ops) is SumOnHost and self._use_merge_call()
+        """Whether values of any dtype are reduced by `CpuReduction`."""
+        return type(self._cross_device_ops) is CpuReduction and self._use_merge_call()
 
     def _use_merge_call(self) -> bool:
         """The hook that says whether replicas have to meet to update variables; in XLA they cannot."""

@@ -29,7 +29,7 @@ _NORMAL = {np.dtype(kind): np.finfo(kind).tiny for kind in ("float32", "float64"
 _OPERATIONS = (tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN)
 
 
-class SumOnHost(tf.distribute.ReductionToOneDevice):
+class CpuReduction(tf.distribute.ReductionToOneDevice):
     """TensorFlow's reduction to one device, but for small tensors.
 
     In eager mode they are added up without ops, in a graph many at a time. The order of the additions is that of

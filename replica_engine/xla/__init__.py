@@ -10,9 +10,9 @@ A function on its way: `Traced` (a graph) -> `Lowered` (a StableHLO program) -> 
 - `source`: the function, and how to know it again. `random_numbers`: what random ops draw from.
 - `outside_compilation`: host work in a body. Its parts: `templates` and `originals` (the function, with what it closes
   over), `host_specs` and `host_results` (what it returns), `host_call` (a call in the program), `host_run` (a launch).
-- `device_loop`: many steps in one launch, for which a `feeder` puts `batches` into an `input_queue`.
+- `device_loop`: many steps in one launch, for which a `prefetcher` puts `batches` into an `input_queue`.
 - `uneven`: shares of different shapes. `graph_op`: a compiled body inside a host tf.function.
-- `resident`, `host_variable`, `host_graph`: variables on the devices, and their host side, never stale.
+- `device_value`, `host_variable`, `host_graph`: variables on the devices, and their host side, never stale.
 - `resolver`: which platform, for `tf.distribute`.
 - `user_lines`: the user's line, for errors.
 

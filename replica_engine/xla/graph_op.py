@@ -23,13 +23,15 @@ from replica_engine.process import shutdown
 from replica_engine.xla import soft_placement
 from replica_engine.xla.graph_mode import check_mode
 from replica_engine.xla.signature.arguments import Arguments, Shapes
-from replica_engine.xla.signature.function_spec import Source
-from replica_engine.xla.stages.program_cache import Programs, TracedProgram
+from replica_engine.xla.signature.function_spec import FunctionSpec
+from replica_engine.xla.stages.program_cache import ProgramCache, TracedProgram
 from replica_engine.xla.state import host_functions
-from replica_engine.xla.state.device_value import Borrowed, Resident, resident_of
+from replica_engine.xla.state.device_value import Borrowed, DeviceValue, device_value_of
 
 
-def call_with_numbers(programs: Programs, source: Source, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def call_with_numbers(
+    programs: ProgramCache, source: FunctionSpec, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Any]:
     """As `call`, with arguments that are Python floats as tensors, or compiled in where the body needs them so.
 
     As tensors they have gradients, a loop on one is a loop of the program, and one program serves all values. But a
@@ -53,7 +55,7 @@ def call_with_numbers(programs: Programs, source: Source, args: Sequence[Any], k
         return run()
 
 
-def call(programs: Programs, source: Source, arguments: Arguments, shapes: Shapes) -> list[Any]:
+def call(programs: ProgramCache, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> list[Any]:
     """Runs a function on all replicas, here and now or when the graph under construction runs.
 
     Returns:
@@ -75,7 +77,9 @@ def _as_tensor(value: Any) -> Any:
     return tf.constant(value) if type(value) is float else value
 
 
-def _prepared(programs: Programs, source: Source, arguments: Arguments, shapes: Shapes) -> Callable[[], list[Any]]:
+def _prepared(
+    programs: ProgramCache, source: FunctionSpec, arguments: Arguments, shapes: Shapes
+) -> Callable[[], list[Any]]:
     """As `call`, up to where the body runs."""
     if tf.executing_eagerly():
         shapes = soft_placement.add_caller(arguments, shapes)
@@ -86,11 +90,13 @@ def _prepared(programs: Programs, source: Source, arguments: Arguments, shapes: 
     return lambda: results
 
 
-def _in_graph(programs: Programs, source: Source, arguments: Arguments, shapes: Shapes) -> list[Any]:
+def _in_graph(programs: ProgramCache, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> list[Any]:
     check_mode()
     program = programs.trace(source, arguments, shapes)
     traced = program.traced
-    step = _Step(programs.devices, program, [len(slot.values) for slot in arguments.slots], host_functions.program())
+    step = _Step(
+        programs.devices, program, [len(slot.values) for slot in arguments.slots], host_functions.host_program()
+    )
     if all(slot.shape.is_fully_defined() for slot in arguments.slots) and all(
         tensor.shape.is_fully_defined() for tensor in traced.tensors
     ):
@@ -115,12 +121,14 @@ class _Step:
         around: the host function that the op is in.
     """
 
-    def __init__(self, devices: DeviceGroup, program: TracedProgram, counts: list[int], around: host_functions.Program):
+    def __init__(
+        self, devices: DeviceGroup, program: TracedProgram, counts: list[int], around: host_functions.HostProgram
+    ):
         self.devices = devices
         self.traced = program.traced
         self._program = program
-        held = [resident_of(handle, devices) for handle in program.traced.handles]
-        self.residents = [each for each in held if isinstance(each, Resident)]
+        held = [device_value_of(handle, devices) for handle in program.traced.handles]
+        self.device_values = [each for each in held if isinstance(each, DeviceValue)]
         self._counts = counts
         # What host calls take over, such as the summary writer: it is traced in, as in any tf.function.
         self._locals = thread_state.locals_of_thread() if self.traced.host_calls.can_fail else None
@@ -135,13 +143,13 @@ class _Step:
             del rest[:number]
         launch = self._program.ready(slots, rest)
         with self.devices.in_flight:
-            self._around.before_run(self.residents)
+            self._around.before_run(self.device_values)
             if self._locals is None:
                 columns = launch()
             else:
                 with thread_state.enter_locals(self._locals):
                     columns = launch()
-            self._around.after_run(self.residents)
+            self._around.after_run(self.device_values)
         return [value for column in columns for value in column]
 
 
@@ -165,15 +173,15 @@ def _add_op(step: _Step, inputs: list[tf.Tensor], outputs: list[tf.TensorSpec]) 
     function.leave_uncompiled()  # XLA would have to compile the op that launches what is compiled already
     handles = [
         host_functions.token(),
-        *(handle for handle in step.traced.handles if isinstance(resident_of(handle, step.devices), Borrowed)),
+        *(handle for handle in step.traced.handles if isinstance(device_value_of(handle, step.devices), Borrowed)),
         *(
-            host_functions.handle(resident, replica, on_host=False)
-            for resident in step.residents
-            for replica in range(len(resident.handles))
+            host_functions.handle(device_value, replica, on_host=False)
+            for device_value in step.device_values
+            for replica in range(len(device_value.handles))
         ),
     ]
     # TensorFlow keeps the Python function of an op for ever, and the step holds the strategy.
-    host_functions.program().kept.append(step)
+    host_functions.host_program().kept.append(step)
     launch = weakref.WeakMethod(step.run)
 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:

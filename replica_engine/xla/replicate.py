@@ -15,9 +15,9 @@ from replica_engine.process.fork import check_not_forked
 from replica_engine.xla.body import in_body
 from replica_engine.xla.graph_op import call
 from replica_engine.xla.signature.arguments import Arguments
-from replica_engine.xla.signature.function_spec import Source
+from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.stages.lower import Lowered
-from replica_engine.xla.stages.program_cache import Programs
+from replica_engine.xla.stages.program_cache import ProgramCache
 
 Inputs = Sequence[Sequence[Any]]
 """A list over replicas of lists of arguments."""
@@ -64,7 +64,7 @@ def replicate(fn: Callable[..., Any], inputs: Inputs | None = None, num_replicas
     check_not_forked()
     arguments, programs = _prepare(inputs, num_replicas)
     try:
-        return call(programs, Source.of(fn), arguments, arguments.shapes)
+        return call(programs, FunctionSpec.of(fn), arguments, arguments.shapes)
     except Exception as error:
         raise shortened(error)
 
@@ -89,10 +89,10 @@ def lower(fn: Callable[..., Any], inputs: Inputs | None = None, num_replicas: in
         [11.0, 21.0]
     """
     arguments, programs = _prepare(inputs, num_replicas)
-    return programs.trace(Source.of(fn), arguments, arguments.shapes).traced.lower()
+    return programs.trace(FunctionSpec.of(fn), arguments, arguments.shapes).traced.lower()
 
 
-def _prepare(inputs: Inputs | None, size: int | None) -> tuple[Arguments, Programs]:
+def _prepare(inputs: Inputs | None, size: int | None) -> tuple[Arguments, ProgramCache]:
     if in_body() is not None:
         raise InputsError.nested()
     if size is not None:
@@ -107,5 +107,5 @@ def _prepare(inputs: Inputs | None, size: int | None) -> tuple[Arguments, Progra
 
 
 @functools.cache
-def _programs(devices: DeviceGroup) -> Programs:
-    return Programs(devices)
+def _programs(devices: DeviceGroup) -> ProgramCache:
+    return ProgramCache(devices)

@@ -11,7 +11,7 @@ from keras import layers
 
 from replica_engine.errors import ParityError, ReplicateError
 from replica_engine.keras import replicate_model
-from replica_engine.keras.share import Share
+from replica_engine.keras.shard import Shard
 from replica_engine.testing import ParityReport, check_parity
 
 RNG = np.random.default_rng(0)
@@ -245,7 +245,7 @@ def test_a_train_step_of_its_own_with_an_optimizer_that_it_builds(on_threads):
 
 def test_a_mistake_of_the_library_is_found_and_has_no_known_cause(make, on_threads, monkeypatch):
     """Shares that all count the same, which is wrong for a batch of 7 rows alone."""
-    monkeypatch.setattr(Share, "weight", lambda self, dtype="float32": tf.cast(1 / self.replicas, dtype))
+    monkeypatch.setattr(Shard, "weight", lambda self, dtype="float32": tf.cast(1 / self.replicas, dtype))
     report = on_threads(make())
     assert report.first_of("gradient").batch == "initial weights, 7 rows"
     assert {difference.step for difference in report.differences} <= {None, 2}

@@ -11,7 +11,7 @@ from tensorflow.python.framework import op_callbacks
 
 from replica_engine import MirroredStrategy
 from replica_engine._tf import distribute
-from replica_engine.threads.cpu_reduction import FEWEST, MOST_BYTES, SumOnHost
+from replica_engine.threads.cpu_reduction import FEWEST, MOST_BYTES, CpuReduction
 
 SHAPES = (*((), (0,), (3,), (2, 5)) * (FEWEST // 4), (MOST_BYTES // 4,), (MOST_BYTES // 4 + 1,))
 DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64, tf.bfloat16)
@@ -197,7 +197,7 @@ def test_sums_of_many_replicas_are_bitwise_those_of_tensorflow():
     values = [tf.constant(RANDOM.normal(size=1000), tf.float32) for _ in range(26)]
     for size in (2, 7, 8, 9, 10, 16, 17, 26):
         value = distribute.PerReplica(tuple(values[:size]))
-        mine = SumOnHost().reduce(tf.distribute.ReduceOp.SUM, value, value)
+        mine = CpuReduction().reduce(tf.distribute.ReduceOp.SUM, value, value)
         assert mine.values[0].numpy().tobytes() == tf.add_n(values[:size]).numpy().tobytes()
 
 

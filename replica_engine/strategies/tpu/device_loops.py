@@ -15,13 +15,13 @@ from replica_engine.process import shutdown
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.tpu.context import BodyReplicaContext
 from replica_engine.xla.loop.device_loop import run_loop
-from replica_engine.xla.signature.function_spec import Source
-from replica_engine.xla.stages.program_cache import Programs
+from replica_engine.xla.signature.function_spec import FunctionSpec
+from replica_engine.xla.stages.program_cache import ProgramCache
 
 
 def run_steps(
     strategy: tf.distribute.Strategy,
-    programs: Programs,
+    programs: ProgramCache,
     fn: Callable[..., Any],
     iterator: Any,
     iterations: int,
@@ -53,7 +53,7 @@ def run_steps(
         raise InputsError.bad_initial_values(initial_values)
     if not tf.executing_eagerly():
         raise InputsError.steps_in_function()
-    source = Source.of(fn)
+    source = FunctionSpec.of(fn)
 
     def step(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         context = context_class()

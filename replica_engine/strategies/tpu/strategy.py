@@ -30,8 +30,8 @@ from replica_engine.xla.body import Limits, in_body
 from replica_engine.xla.graph_mode import refuses_graphs
 from replica_engine.xla.graph_op import call_with_numbers
 from replica_engine.xla.resolver import PjrtClusterResolver
-from replica_engine.xla.signature.function_spec import Source
-from replica_engine.xla.stages.program_cache import Programs
+from replica_engine.xla.signature.function_spec import FunctionSpec
+from replica_engine.xla.stages.program_cache import ProgramCache
 from replica_engine.xla.state.host_variable import handles_compared
 
 
@@ -79,7 +79,7 @@ class TPUExtended(TPUFacts, Reductions, distribute.MirroredExtended):
         self.device_group = devices
         self._same_random = same_random
         name = type(strategy).__name__
-        self._programs = Programs(
+        self._programs = ProgramCache(
             devices, self._in_replica_context, same_random, name=name, limits=limits, soft_placement=soft_placement
         )
         host = distribute.resolve("CPU:0")
@@ -97,9 +97,9 @@ class TPUExtended(TPUFacts, Reductions, distribute.MirroredExtended):
         check_not_forked()
         return self.run_of(self._programs, fn, args, kwargs)
 
-    def run_of(self, programs: Programs, fn: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
+    def run_of(self, programs: ProgramCache, fn: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
         """As `strategy.run`, with programs of one's own (`own_programs`)."""
-        source, size = Source.of(fn), self.device_group.size
+        source, size = FunctionSpec.of(fn), self.device_group.size
         # In eager mode nothing is done here that needs the scope; a trace enters it.
         with contextlib.nullcontext() if tf.executing_eagerly() else self._container_strategy().scope():
             args, kwargs = spread(args, size, "args"), spread(kwargs or {}, size, "kwargs")
@@ -125,7 +125,7 @@ class TPUExtended(TPUFacts, Reductions, distribute.MirroredExtended):
         """As `TPUStrategy.sync_points`."""
         return self._programs.sync_points()
 
-    def own_programs(self) -> Programs:
+    def own_programs(self) -> ProgramCache:
         """A place for compiled programs apart from the strategy's, for `run_steps`; it goes with whoever keeps it."""
         return self._programs.beside()
 
@@ -145,7 +145,7 @@ class TPUExtended(TPUFacts, Reductions, distribute.MirroredExtended):
         spread: bool = True,
         prefetch: int | None = None,
         context_class: type[MultiStepContext] = MultiStepContext,
-        programs: Programs | None = None,
+        programs: ProgramCache | None = None,
     ) -> Any:
         """As `TPUStrategy.run_steps`.
 

@@ -1,6 +1,6 @@
 """Variables of TPUStrategy: TensorFlow's distributed variables, with their values on the devices.
 
-A mirrored variable has one variable on the host, an on-read variable one for each replica; `Resident` moves
+A mirrored variable has one variable on the host, an on-read variable one for each replica; `DeviceValue` moves
 values between them and the devices.
 """
 
@@ -16,7 +16,7 @@ from replica_engine._tf import distribute, variables
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.threads.variables import SEED_STEP
 from replica_engine.xla.state import initial_values
-from replica_engine.xla.state.device_value import Resident, Spread
+from replica_engine.xla.state.device_value import DeviceValue, Spread
 from replica_engine.xla.state.host_variable import HostVariable
 
 _KERAS_SEED = "seed_generator_state"
@@ -35,10 +35,10 @@ class _Resident:
         if len(values) == 1:
             values *= len(variable._values)
         copied = type(self)(strategy, values, variable.aggregation)  # type: ignore[call-arg]
-        original: Resident = variable._values[0]._replica_engine[0]
-        resident = make_resident(values, strategy.extended.device_group, original.spread)
-        if len(resident.handles) == 1 and (own := original.on_replicas()) is not None:
-            resident.set_values(own)
+        original: DeviceValue = variable._values[0]._replica_engine[0]
+        device_value = make_device_value(values, strategy.extended.device_group, original.spread)
+        if len(device_value.handles) == 1 and (own := original.on_replicas()) is not None:
+            device_value.set_values(own)
         memo[id(self)] = copied
         return copied
 
@@ -81,18 +81,18 @@ def create(strategy: Any, next_creator: Callable[..., Any], kwargs: dict[str, An
         return values if on_read else values * devices.size
 
     variable = distribute.create_variable(strategy, components, MirroredDeviceVariable, OnReadDeviceVariable, kwargs)
-    make_resident(variable._values, devices, spread)
+    make_device_value(variable._values, devices, spread)
     return variable
 
 
-def make_resident(values: Any, devices: DeviceGroup, spread: Spread | None) -> Resident:
+def make_device_value(values: Any, devices: DeviceGroup, spread: Spread | None) -> DeviceValue:
     """Puts the host's variables in charge of values on the devices."""
     unique = list({id(value): value for value in values}.values())
-    resident = Resident([variables.raw_handle(value) for value in unique], devices, spread)
+    device_value = DeviceValue([variables.raw_handle(value) for value in unique], devices, spread)
     for replica, value in enumerate(unique):
-        HostVariable.adopt(value, resident, replica)
-    resident.leave_pool()
-    return resident
+        HostVariable.adopt(value, device_value, replica)
+    device_value.leave_pool()
+    return device_value
 
 
 def spread_seed(value: np.ndarray, size: int) -> list[np.ndarray]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replica_engine.telemetry.report.spans import Span, Timeline, Track
+from replica_engine.telemetry.report.spans import DrawnSpan, DrawnTrack, Timeline
 
 COLOURS = {
     "run": "#4c78a8",
@@ -56,11 +56,11 @@ def draw(timeline: Timeline, path: str, begin: float = 0.0, end: float | None = 
     whole.savefig(path, dpi=130)
 
 
-def _within(span: Span, begin: float, end: float) -> bool:
+def _within(span: DrawnSpan, begin: float, end: float) -> bool:
     return span.end > begin and span.begin < end
 
 
-def _bars(track: Track, begin: float, end: float) -> dict[str, list[tuple[float, float]]]:
+def _bars(track: DrawnTrack, begin: float, end: float) -> dict[str, list[tuple[float, float]]]:
     """By kind, what to draw: (beginning, width). Inner spans come after those around them, and so over them."""
     column = (end - begin) / _COLUMNS
     bars: dict[str, list[tuple[float, float]]] = {}

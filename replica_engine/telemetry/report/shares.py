@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replica_engine.telemetry.report.spans import Timeline, Track
+from replica_engine.telemetry.report.spans import DrawnTrack, Timeline
 
 KINDS = ("run", "waiting", "merge", "host call")
 OTHERS = ("compile", "launch", "feeding")
@@ -27,16 +27,16 @@ def table(timeline: Timeline) -> str:
     return "\n".join(lines)
 
 
-def _by_name(tracks: list[Track]) -> list[Track]:
+def _by_name(tracks: list[DrawnTrack]) -> list[DrawnTrack]:
     """One for each replica: it has a track for each thread that it ran on."""
-    joined: dict[str, Track] = {}
+    joined: dict[str, DrawnTrack] = {}
     for track in tracks:
-        known = joined.setdefault(track.name, Track(track.group, track.name, track.order, []))
+        known = joined.setdefault(track.name, DrawnTrack(track.group, track.name, track.order, []))
         known.spans.extend(track.spans)
     return list(joined.values())
 
 
-def _replicas(tracks: list[Track], seconds: float) -> list[str]:
+def _replicas(tracks: list[DrawnTrack], seconds: float) -> list[str]:
     has = {span.kind for track in tracks for span in track.spans}
     rows: list[tuple[str, ...]] = [("replica", *KINDS, "outside", "merges/s")]
     for track in tracks:
@@ -49,7 +49,7 @@ def _replicas(tracks: list[Track], seconds: float) -> list[str]:
     return _aligned(rows)
 
 
-def _slowest(tracks: list[Track]) -> list[str]:
+def _slowest(tracks: list[DrawnTrack]) -> list[str]:
     """Who computed longest, if anybody did for longer than the others."""
     busy = [(_own(track, "run") + _own(track, "host call"), track.name) for track in tracks]
     most, name = max(busy)
@@ -62,7 +62,7 @@ def _slowest(tracks: list[Track]) -> list[str]:
     return [f"  slowest: {name}: it ran {most:.3f} s{times}"]
 
 
-def _beside(tracks: list[Track], seconds: float) -> list[str]:
+def _beside(tracks: list[DrawnTrack], seconds: float) -> list[str]:
     lines = []
     for track in tracks:
         kinds = dict.fromkeys(span.kind for span in track.spans)
@@ -74,7 +74,7 @@ def _beside(tracks: list[Track], seconds: float) -> list[str]:
     return [*lines, ""] if lines else []
 
 
-def _own(track: Track, kind: str) -> float:
+def _own(track: DrawnTrack, kind: str) -> float:
     return sum(span.own for span in track.spans if span.kind == kind)
 
 

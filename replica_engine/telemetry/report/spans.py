@@ -10,7 +10,7 @@ NOT_A_TIMELINE = "{path} is no timeline of replica_engine; `with replica_engine.
 
 
 @dataclasses.dataclass
-class Span:
+class DrawnSpan:
     """Something that took time, in seconds from the beginning of the recording.
 
     Attributes:
@@ -29,13 +29,13 @@ class Span:
 
 
 @dataclasses.dataclass
-class Track:
+class DrawnTrack:
     """A line of spans, in the order of their beginnings, the longer first."""
 
     group: str
     name: str
     order: int
-    spans: list[Span]
+    spans: list[DrawnSpan]
 
     @property
     def is_replica(self) -> bool:
@@ -53,7 +53,7 @@ class Timeline:
         dropped: how many spans it lacks.
     """
 
-    tracks: list[Track]
+    tracks: list[DrawnTrack]
     seconds: float
     dropped: int
 
@@ -75,16 +75,16 @@ def read(path: str) -> Timeline:
 def _timeline(data: Any) -> Timeline:
     events = data["traceEvents"]
     groups: dict[int, str] = {}
-    tracks: dict[tuple[int, int], Track] = {}
+    tracks: dict[tuple[int, int], DrawnTrack] = {}
     for event in events:
         place = event["pid"], event["tid"]
         if event["ph"] == "M" and event["name"] == "process_name":
             groups[event["pid"]] = event["args"]["name"]
             continue
-        track = tracks.setdefault(place, Track(groups.get(event["pid"], ""), "", 0, []))
+        track = tracks.setdefault(place, DrawnTrack(groups.get(event["pid"], ""), "", 0, []))
         if event["ph"] == "X":
             begin, duration = event["ts"] / 1e6, event["dur"] / 1e6
-            track.spans.append(Span(event["name"], event["cat"], begin, begin + duration, duration))
+            track.spans.append(DrawnSpan(event["name"], event["cat"], begin, begin + duration, duration))
         else:
             _describe(track, event)
     for track in tracks.values():
@@ -95,17 +95,17 @@ def _timeline(data: Any) -> Timeline:
     return Timeline(ordered, about["seconds"], about["dropped_spans"])
 
 
-def _describe(track: Track, event: dict[str, Any]) -> None:
+def _describe(track: DrawnTrack, event: dict[str, Any]) -> None:
     if event["name"] == "thread_name":
         track.name = event["args"]["name"]
     elif event["name"] == "thread_sort_index":
         track.order = event["args"]["sort_index"]
 
 
-def _share_out(spans: list[Span]) -> None:
+def _share_out(spans: list[DrawnSpan]) -> None:
     """Takes from each span's own time what spans inside it took."""
     spans.sort(key=lambda span: (span.begin, -span.end))
-    around: list[Span] = []
+    around: list[DrawnSpan] = []
     for span in spans:
         while around and around[-1].end <= span.begin:
             around.pop()

@@ -10,7 +10,7 @@ ever. So an exception is noted, the call returns zeros, all later calls return z
 when the program has ended the exception is raised and what the program wrote is thrown away. So a program with
 calls that can fail does not donate its variables.
 
-What one launch has to remember is `HostRun`'s.
+What one launch has to remember is `Session`'s.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from replica_engine.pjrt import abandoned
 from replica_engine.pjrt.group import Array, DeviceGroup, needed_by_a_program
 from replica_engine.pjrt.markers import HOST_CALL, host_call_parameters
 from replica_engine.xla.body import HostSide, gathered_host_calls, on_host
-from replica_engine.xla.host_calls.session import HostRun, Kept, NoCalls
+from replica_engine.xla.host_calls.session import Kept, NoCalls, Session
 from replica_engine.xla.infeed import InputQueue
 from replica_engine.xla.signature.arguments import view
-from replica_engine.xla.state.device_value import Resident
+from replica_engine.xla.state.device_value import DeviceValue
 
 _LATEST = "_replica_engine_position"
 
 
-class CallOrder(Resident):
+class CallOrder(DeviceValue):
     """The position of each replica's next host call: a variable of the body that each launch goes on with.
 
     Args:
@@ -50,18 +50,18 @@ class CallOrder(Resident):
         super().__init__([variables.raw_handle(self._variable)], devices)
 
     def array(self) -> Array:
-        """As of any resident value; the host has none, so what is not there begins anew."""
+        """As any device value; the host has none, so what is not there begins anew."""
         array = self._array
         if array is None or array.is_deleted():
             array = self._array = self._devices.put([np.array(replica) for replica in range(self._devices.size)])
         return array
 
     def set_array(self, array: Array) -> None:
-        """As of any resident value."""
+        """As any device value."""
         self._array = array
 
-    def lose(self) -> None:
-        """As of any resident value."""
+    def invalidate(self) -> None:
+        """As any device value."""
         self._array = None
 
 
@@ -75,7 +75,7 @@ class HostCalls:
     Attributes:
         calls: in the order in which they were traced.
         run: the launch that is going on.
-        templates: of the user's calls.
+        closures: of the user's calls.
         codes: of the user's functions.
         handles: of variables that these are known to use, and where.
         can_fail: whether there are calls of the user's, and not only those that feed a device loop.
@@ -85,10 +85,10 @@ class HostCalls:
         self.size = size
         self.calls: list[HostCall] = []
         self.can_fail = False
-        self.templates: list[Any] = []
+        self.closures: list[Any] = []
         self.codes: frozenset[CodeType] = frozenset()
         self.handles: list[tuple[tf.Tensor, str]] = []
-        self.run: HostRun | None = None
+        self.run: Session | None = None
         self._order = order
         self._gradients: dict[str, int] = {}
         self._roots = 0
@@ -159,7 +159,7 @@ class HostCalls:
         return following, results
 
     @contextlib.contextmanager
-    def launched(self, devices: DeviceGroup, feed: InputQueue | None = None) -> Iterator[HostRun | NoCalls]:
+    def launched(self, devices: DeviceGroup, feed: InputQueue | None = None) -> Iterator[Session | NoCalls]:
         """A program is launched, and ends, inside; one at a time."""
         if not self.calls:
             yield NoCalls()
@@ -168,14 +168,14 @@ class HostCalls:
             with tf.init_scope(), tf.device("CPU:0"):
                 self.replica_ids = [tf.constant(replica) for replica in range(self.size)]
         devices.wait_for_interrupted()  # it may be one of this body, and call the host
-        run = self.run = HostRun(devices, feed)
+        run = self.run = Session(devices, feed)
         try:
             yield run
         except BaseException:  # Ctrl-C, say
-            self._order.lose()
+            self._order.invalidate()
             run.give_up()
             if not run.has_ended:
-                abandoned.behind(devices, calls_host=True)
+                abandoned.add(devices, calls_host=True)
             raise
         finally:
             if run.has_ended:
@@ -235,7 +235,7 @@ class HostCall:
         finally:
             run.leave(self, replica)
 
-    def next_position(self, run: HostRun, position: int, replica: int) -> int:
+    def next_position(self, run: Session, position: int, replica: int) -> int:
         """The position of the replica's next call: another number for each call of a run."""
         return position + run.size
 
@@ -251,7 +251,7 @@ class HostCall:
         return self._zeros
 
     def _on_host(
-        self, run: HostRun, position: int, token: int, replica: int, arrays: Sequence[np.ndarray]
+        self, run: Session, position: int, token: int, replica: int, arrays: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
         side = HostSide(self.calls.replica_ids[replica], run.size, self.where)
         with on_host(side), needed_by_a_program(lambda: HostAccessError.devices(self.where)):

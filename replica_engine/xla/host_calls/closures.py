@@ -25,7 +25,7 @@ Build = Callable[[Any], Any]
 _DEPTH = 32  # of functions that functions close over
 
 
-class Template:
+class Closure:
     """A call of a function, with places for the tensors of a graph under construction.
 
     Args:
@@ -186,7 +186,7 @@ class Template:
 
 
 class _Values(list):
-    """Tensors for the places of a template.
+    """Tensors for the places of a closure.
 
     Attributes:
         made: functions that have been made with them, by the id of what they stand for.

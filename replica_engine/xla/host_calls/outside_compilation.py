@@ -21,10 +21,10 @@ from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import HostResultError, NestedHostCallError
 from replica_engine.xla.body import HostSide, host_side, in_body
 from replica_engine.xla.host_calls.call import HostCall, HostCalls, current_calls
-from replica_engine.xla.host_calls.closures import Template
+from replica_engine.xla.host_calls.closures import Closure
 from replica_engine.xla.host_calls.result_specs import codes_of, results_of
 from replica_engine.xla.host_calls.results import HostResults
-from replica_engine.xla.host_calls.session import HostRun, Kept
+from replica_engine.xla.host_calls.session import Kept, Session
 
 
 @autograph.artifact
@@ -79,12 +79,12 @@ def outside_compilation(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
     calls = current_calls()
     calls.can_fail = True
     calls.codes |= codes_of(fn)
-    template = Template(fn, args, kwargs, _value_on_devices)
+    closure = Closure(fn, args, kwargs, _value_on_devices)
     where = here()
-    results = results_of(fn, template, HostSide(tf.constant(0), calls.size, where), calls.handles)
-    calls.templates.append(template)
-    cluster = _Cluster(calls, calls.new_name(), where, template, results)
-    return results.rebuild(_differentiable(cluster, template.tensors))
+    results = results_of(fn, closure, HostSide(tf.constant(0), calls.size, where), calls.handles)
+    calls.closures.append(closure)
+    cluster = _Cluster(calls, calls.new_name(), where, closure, results)
+    return results.rebuild(_differentiable(cluster, closure.tensors))
 
 
 class _Taped(NamedTuple):
@@ -100,9 +100,9 @@ class _Cluster(HostCall):
 
     differentiated = False
 
-    def __init__(self, calls: HostCalls, name: str, where: str, template: Template, results: HostResults):
+    def __init__(self, calls: HostCalls, name: str, where: str, closure: Closure, results: HostResults):
         super().__init__(calls, name, where, results.tensors)
-        self._template = template
+        self._closure = closure
         self._wanted = results
         self.of_zeros = results.of_zeros
 
@@ -121,7 +121,7 @@ class _Cluster(HostCall):
         return outputs
 
     def _call(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        fn, args, kwargs = self._template.build(tensors)
+        fn, args, kwargs = self._closure.build(tensors)
         value = fn(*args, **kwargs)
         wanted = self._wanted
         if isinstance(value, tf.Tensor) and wanted.is_tensor:
@@ -158,7 +158,7 @@ class _Gradient(HostCall):
         """Adds the call to the graph; of what the results depend on, the gradients of the outputs go to the host."""
         return self.calls.emit_anywhere(self, self._token, inputs[self._sent :])
 
-    def next_position(self, run: HostRun, position: int, replica: int) -> int:
+    def next_position(self, run: Session, position: int, replica: int) -> int:
         """No position, since it takes no place in the order, but another number for each call too."""
         return run.new_token(replica)
 

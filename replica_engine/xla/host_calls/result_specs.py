@@ -14,7 +14,7 @@ import tensorflow as tf
 from replica_engine._tf import autograph, distribute, function, thread_state, variables, xla_ops
 from replica_engine.errors import HostAccessError, HostResultError, NestedHostCallError, note_unknown_results
 from replica_engine.xla.body import HostSide, on_host
-from replica_engine.xla.host_calls.closures import Template
+from replica_engine.xla.host_calls.closures import Closure
 from replica_engine.xla.host_calls.originals import original_of
 from replica_engine.xla.host_calls.results import HostResults
 
@@ -48,12 +48,12 @@ def returns(spec: Any) -> Callable[[F], F]:
     return mark
 
 
-def results_of(fn: Callable, template: Template, side: HostSide, handles: list[tuple[tf.Tensor, str]]) -> HostResults:
+def results_of(fn: Callable, closure: Closure, side: HostSide, handles: list[tuple[tf.Tensor, str]]) -> HostResults:
     """What a host function will return: specs in the place of tensors.
 
     Args:
         fn: the function.
-        template: it and its arguments.
+        closure: it and its arguments.
         side: the call.
         handles: gets the handles of variables that the function is seen to use.
 
@@ -69,27 +69,27 @@ def results_of(fn: Callable, template: Template, side: HostSide, handles: list[t
         return HostResults(None)
     with _outside_body():
         try:
-            results = _trace(template, side, handles)
+            results = _trace(closure, side, handles)
         except (HostAccessError, NestedHostCallError):
             raise
         except Exception:
             results = None
         if results is None or not all(spec.shape.is_fully_defined() for spec in results.tensors):
-            results = _try_with_zeros(template, side, results)
+            results = _try_with_zeros(closure, side, results)
     return _checked(results)
 
 
-def _trace(template: Template, side: HostSide, handles: list[tuple[tf.Tensor, str]]) -> HostResults:
+def _trace(closure: Closure, side: HostSide, handles: list[tuple[tf.Tensor, str]]) -> HostResults:
     """Finds the results by tracing."""
     found: list[HostResults] = []
 
     def flat(*tensors: tf.Tensor) -> list[tf.Tensor]:
         with on_host(side._replace(replica=tf.constant(0))):
-            fn, args, kwargs = template.build(tensors)
+            fn, args, kwargs = closure.build(tensors)
             found.append(HostResults(autograph.convert_always(fn)(*args, **kwargs)))
         return found[0].tensors
 
-    graph = xla_ops.trace("host_function", flat, [tf.TensorSpec(each.shape, each.dtype) for each in template.tensors])
+    graph = xla_ops.trace("host_function", flat, [tf.TensorSpec(each.shape, each.dtype) for each in closure.tensors])
     handles += [(outside, side.where) for outside, _ in graph.captures if outside.dtype == tf.resource]
     for outside, _ in graph.captures:
         if tf.is_symbolic_tensor(outside) and outside.dtype != tf.resource:
@@ -98,14 +98,14 @@ def _trace(template: Template, side: HostSide, handles: list[tuple[tf.Tensor, st
     return found[0]
 
 
-def _try_with_zeros(template: Template, side: HostSide, traced: HostResults | None) -> HostResults:
+def _try_with_zeros(closure: Closure, side: HostSide, traced: HostResults | None) -> HostResults:
     """Finds the results by calling the function, which needs concrete values."""
-    if not all(tensor.shape.is_fully_defined() for tensor in template.tensors):
-        unknown = next(tensor for tensor in template.tensors if not tensor.shape.is_fully_defined())
+    if not all(tensor.shape.is_fully_defined() for tensor in closure.tensors):
+        unknown = next(tensor for tensor in closure.tensors if not tensor.shape.is_fully_defined())
         raise HostResultError.unknown_arguments(str(unknown.shape))
     try:
         with tf.init_scope(), tf.device("CPU:0"), tf.summary.record_if(False), on_host(side._replace(replica=_zero())):
-            fn, args, kwargs = template.build([tf.zeros(each.shape, each.dtype) for each in template.tensors])
+            fn, args, kwargs = closure.build([tf.zeros(each.shape, each.dtype) for each in closure.tensors])
             results = HostResults(fn(*args, **kwargs))
     except Exception as error:
         note_unknown_results(error, side.where)

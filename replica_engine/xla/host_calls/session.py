@@ -93,7 +93,7 @@ class Kept:
         self.on_host, self.tapes = {}, {}
 
 
-class HostRun:
+class Session:
     """One launch of a program with host calls.
 
     Args:
@@ -310,12 +310,12 @@ class NoCalls:
 
     @staticmethod
     def end(wait: Callable[[], None]) -> None:
-        """As of `HostRun`."""
+        """As of `Session`."""
         wait()
 
     @staticmethod
     def place_of(replica: int) -> tuple[int, str, tuple[int, float] | None]:
-        """As of `HostRun`."""
+        """As of `Session`."""
         return 0, "", None
 
 

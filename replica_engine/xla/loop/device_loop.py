@@ -25,11 +25,11 @@ from replica_engine.xla.body import host_side, in_body
 from replica_engine.xla.host_calls.call import HostCall, HostCalls, current_calls
 from replica_engine.xla.infeed import InputQueue, Pace
 from replica_engine.xla.loop.batches import BatchReader
-from replica_engine.xla.loop.prefetch import Feeder
+from replica_engine.xla.loop.prefetch import Prefetcher
 from replica_engine.xla.signature import argument_names
 from replica_engine.xla.signature.arguments import Arguments
-from replica_engine.xla.signature.function_spec import Source
-from replica_engine.xla.stages.program_cache import Programs
+from replica_engine.xla.signature.function_spec import FunctionSpec
+from replica_engine.xla.stages.program_cache import ProgramCache
 
 _MOST_STEPS = 128  # of a chunk
 _MOST_BYTES = 1 << 18  # of a replica's part of a chunk, which the program gets whole however many steps it has
@@ -50,8 +50,8 @@ class Outcome(NamedTuple):
 
 
 def run_loop(
-    programs: Programs,
-    source: Source,
+    programs: ProgramCache,
+    source: FunctionSpec,
     mode: Any,
     step: Callable[[Callable[..., Any], Any, dict[str, Any]], Any],
     first: tuple,
@@ -83,9 +83,9 @@ def run_loop(
     none = Arguments((), {}, arguments.size)
     no_shapes = soft_placement.add_caller(none, ())
 
-    def of_loop() -> Source:
+    def of_loop() -> FunctionSpec:
         key = ("device loop", mode, programs.key(source), arguments.key, tuple(shapes), most, none.key)
-        return Source(loop, autograph=False, declared=key)
+        return FunctionSpec(loop, autograph=False, declared=key)
 
     program = programs.find(of_loop(), none, no_shapes)
     if loop.was_traced:  # now it is known which functions in the step run on the host, and so its key is another one
@@ -98,11 +98,11 @@ def run_loop(
     queue = InputQueue(arguments.size, (prefetch or 2 * pace.most) - pace.most + 1, pace)
     reader = BatchReader(first, arguments, source.name)
     queue.put(reader.parts(first, 0))
-    feeder = Feeder(queue, reader, rest, iterations, program.traced.body.name)
+    prefetcher = Prefetcher(queue, reader, rest, iterations, program.traced.body.name)
     try:
         with compiled.writing():
             if iterations > 1:
-                feeder.start()
+                prefetcher.start()
             else:
                 queue.close()
             columns = compiled.run(none.numpy(), feed=queue)
@@ -110,8 +110,8 @@ def run_loop(
         results = program.traced.replicas_results(columns)
     finally:
         queue.stop()
-        feeder.end()
-    return Outcome(queue.begun, results, feeder.error)
+        prefetcher.end()
+    return Outcome(queue.begun, results, prefetcher.error)
 
 
 def _chunk(specs: Sequence[tf.TensorSpec], prefetch: int | None) -> int:
@@ -131,7 +131,7 @@ class _Loop:
     """
 
     def __init__(
-        self, source: Source, step: Callable[..., Any], like: Arguments, specs: Sequence[tf.TensorSpec], most: int
+        self, source: FunctionSpec, step: Callable[..., Any], like: Arguments, specs: Sequence[tf.TensorSpec], most: int
     ):
         self.__name__ = source.name
         self._fn = source.fn

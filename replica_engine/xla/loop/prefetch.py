@@ -31,7 +31,7 @@ _IDLE = 0.05  # seconds that a thread stays; loops that are farther apart gain n
 _JOIN = 1.0  # seconds that a loop waits for its thread, which may be in the user's iterator
 
 
-class Feeder:
+class Prefetcher:
     """Fetches batches ahead of the steps of one loop.
 
     Args:

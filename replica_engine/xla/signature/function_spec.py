@@ -24,13 +24,13 @@ _NO_HOSTS: Hosts = frozenset()
 
 
 @dataclass(frozen=True)
-class Source:
+class FunctionSpec:
     """A function to be traced.
 
     Attributes:
         fn: the Python function.
         autograph: whether AutoGraph converts it.
-        seldom: trace it for unknown dimensions rather than for many shapes (`reduce_retracing`).
+        reduce_retracing: trace it for unknown dimensions rather than for many shapes.
         signature: specs of its arguments that it was declared with, if it was.
         declared: the `tf.function` that it was taken from, to know it by.
         returns_tensors: whether numbers and strings that it returns come out as tensors: those of a `tf.function` do.
@@ -38,13 +38,13 @@ class Source:
 
     fn: Callable[..., Any]
     autograph: bool = True
-    seldom: bool = False
+    reduce_retracing: bool = False
     signature: Any = None
     declared: Any = None
     returns_tensors: bool = False
 
     @classmethod
-    def of(cls, fn: Callable[..., Any]) -> Source:
+    def of(cls, fn: Callable[..., Any]) -> FunctionSpec:
         """Of any callable; a `tf.function` is taken off, and what it asks for is kept.
 
         Raises:

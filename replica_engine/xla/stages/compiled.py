@@ -19,7 +19,7 @@ from replica_engine.xla.signature.arguments import Arguments, difference
 from replica_engine.xla.stages.counts import count
 from replica_engine.xla.stages.launch import Launch
 from replica_engine.xla.stages.program import Program
-from replica_engine.xla.state.device_value import Resident, resident_of
+from replica_engine.xla.state.device_value import DeviceValue, device_value_of
 
 _counting = threading.Lock()
 
@@ -40,7 +40,7 @@ class Compiled:
         self.program = program
         self.devices = devices
         self.executable = executable
-        self.variables = [resident_of(handle, devices) for handle in program.handles]
+        self.variables = [device_value_of(handle, devices) for handle in program.handles]
         self._writes = [(self.variables[variable], result) for variable, result in program.writes]
         self._constants: list[Array] | None = None
 
@@ -89,14 +89,14 @@ class Compiled:
 
         Otherwise timing would decide between a stale value and an error.
         """
-        written = [variable for variable, _ in self._writes if isinstance(variable, Resident)]
+        written = [variable for variable, _ in self._writes if isinstance(variable, DeviceValue)]
         self._count_loops(written, 1)
         try:
             yield
         finally:
             self._count_loops(written, -1)
 
-    def _count_loops(self, written: Sequence[Resident], more: int) -> None:
+    def _count_loops(self, written: Sequence[DeviceValue], more: int) -> None:
         with _counting:
             for variable in written:
                 variable.loops += more
@@ -142,4 +142,4 @@ class _Execution:
 
     def invalidate(self) -> None:
         for variable, _ in self._writes:
-            variable.lose()
+            variable.invalidate()

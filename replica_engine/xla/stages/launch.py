@@ -45,7 +45,7 @@ from replica_engine.telemetry import timeline
 from replica_engine.telemetry.stacks import stack_of
 from replica_engine.telemetry.trace_file import Track
 from replica_engine.telemetry.watchdog import Watch
-from replica_engine.xla.host_calls.session import Call, HostRun, NoCalls
+from replica_engine.xla.host_calls.session import Call, NoCalls, Session
 from replica_engine.xla.infeed import InputQueue
 from replica_engine.xla.signature.arguments import view
 from replica_engine.xla.stages.program import Program
@@ -95,7 +95,7 @@ class Launch:
         self._feed = feed
         self._on_host = on_host or {}
         self._stored: list[dict[int, Any]] = []
-        self._run: HostRun | NoCalls = NoCalls()
+        self._run: Session | NoCalls = NoCalls()
         self._state = FOR_ITS_TURN
         self._thread = threading.current_thread()
         limited = program.body.limits.timeout is not None
@@ -123,7 +123,7 @@ class Launch:
     def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
         try:
             if error is not None:
-                abandoned.behind(self._devices)
+                abandoned.add(self._devices)
                 note_failed_run(error, self._records, None)
         finally:
             self._around.__exit__(kind, error, frames)
@@ -141,7 +141,7 @@ class Launch:
         """
         self._watch.beat()
         self._state = _RUNNING
-        if isinstance(self._run, HostRun):
+        if isinstance(self._run, Session):
             self._run.beat = self._beat
             self._run.arguments = self._on_host
             self._stored = [kept.on_host for kept in self._run.kept]
@@ -195,7 +195,7 @@ class Launch:
         assert woken is not None, "there is a limit"
         results: list[Results] = []
         failures: list[BaseException] = []
-        if isinstance(run, HostRun):
+        if isinstance(run, Session):
             run.wake = woken.set
 
         def work() -> None:
@@ -223,7 +223,7 @@ class Launch:
         nobody_waits.set()
         if not self._watch.expired:
             run.end(lambda: None)  # a host call failed, and the program did not end after that
-        if isinstance(run, HostRun):
+        if isinstance(run, Session):
             run.give_up()
             for ident in run.threads_in_calls():
                 raise_in(ident, ReplicaUnwound)

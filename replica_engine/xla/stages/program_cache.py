@@ -19,7 +19,7 @@ from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.xla.body import Body, Limits
 from replica_engine.xla.host_calls.call import CallOrder
 from replica_engine.xla.signature.arguments import Arguments, ById, Shapes
-from replica_engine.xla.signature.function_spec import Source
+from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.stages.body_graph import of_any_size
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.lower import Lowered
@@ -38,7 +38,7 @@ MOST_PROGRAMS = 256
 """How many traces, and how many executables, a cache keeps: those used last."""
 
 
-class Programs:
+class ProgramCache:
     """The programs for one group of devices.
 
     A trace is found by its function (`key`) and by all of its arguments that is no tensor's value.
@@ -98,14 +98,14 @@ class Programs:
         """How long a launch may take."""
         return self._body.limits
 
-    def beside(self) -> Programs:
+    def beside(self) -> ProgramCache:
         """Programs for somebody who keeps their own, and the functions with them; random numbers are shared."""
-        return Programs(self.devices, self._enter, body=self._body, warns=False)
+        return ProgramCache(self.devices, self._enter, body=self._body, warns=False)
 
-    def find(self, source: Source, arguments: Arguments, shapes: Shapes) -> TracedProgram:
+    def find(self, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> TracedProgram:
         """The traced body for a call in eager mode."""
         with self._lock:
-            if source.seldom:
+            if source.reduce_retracing:
                 key = (self.key(source), arguments.key)
                 shapes = self._general[key] = _generalized(self._general.get(key), shapes)
             shapes = self._of_any_size(source, arguments, shapes)
@@ -122,45 +122,45 @@ class Programs:
                 self._traces[self._signature(source, arguments, shapes)] = traced
             return traced
 
-    def _of_any_size(self, source: Source, arguments: Arguments, shapes: Shapes) -> Shapes:
+    def _of_any_size(self, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> Shapes:
         """The shapes, with no size where a sparse argument stays on the host: one trace serves all."""
         sparse = self._sparse.get((self.key(source), arguments.key)) if self._sparse else None
         if not sparse:
             return shapes
         return tuple(of_any_size(shape) if index in sparse else shape for index, shape in enumerate(shapes))
 
-    def key(self, source: Source) -> Any:
+    def key(self, source: FunctionSpec) -> Any:
         """What a function is known by, but for what only functions on the host use: they may change that."""
         return source.key(self._hosts.get(source.code, frozenset()))
 
-    def learn(self, source: Source, traced: TracedProgram) -> None:
+    def learn(self, source: FunctionSpec, traced: TracedProgram) -> None:
         """A function has been traced, so it is known which functions in it run on the host."""
         hosts: frozenset = self._hosts.get(source.code, frozenset())
         self._hosts[source.code] = hosts | traced.traced.host_calls.codes
 
-    def wants_numbers(self, source: Source) -> bool:
+    def wants_numbers(self, source: FunctionSpec) -> bool:
         """Whether a function could not be compiled with tensors in the place of Python numbers."""
         return bool(self._with_numbers.get(source.code, False))
 
-    def note_numbers(self, source: Source) -> None:
+    def note_numbers(self, source: FunctionSpec) -> None:
         """A function cannot be compiled with tensors in the place of Python numbers."""
         self._with_numbers[source.code] = True
 
-    def keep(self, source: Source, arguments: Arguments, traced: TracedProgram) -> None:
+    def keep(self, source: FunctionSpec, arguments: Arguments, traced: TracedProgram) -> None:
         """Has a trace found under another key as well."""
         with self._lock:
             self._traces[self._signature(source, arguments, ())] = traced
 
-    def _signature(self, source: Source, arguments: Arguments, shapes: Shapes) -> Any:
+    def _signature(self, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> Any:
         return (self.key(source), arguments.key, tuple(map(_hashable, shapes)), self.moves_ops)
 
-    def _warn_of_many(self, source: Source) -> None:
+    def _warn_of_many(self, source: FunctionSpec) -> None:
         code = getattr(source.fn, "__code__", source.fn)
         times = self._times[code] = self._times.get(code, 0) + 1
         if times == MANY_TRACES and self._warns:
             _logger.warning(many_traces(source.name, times))
 
-    def trace(self, source: Source, arguments: Arguments, shapes: Shapes) -> TracedProgram:
+    def trace(self, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> TracedProgram:
         """Traces a function, anew."""
         return TracedProgram(self, trace(source, arguments, shapes, self._body, self._enter))
 
@@ -183,7 +183,7 @@ class TracedProgram:
         traced: the body.
     """
 
-    def __init__(self, programs: Programs, traced: Traced):
+    def __init__(self, programs: ProgramCache, traced: Traced):
         self.devices = programs.devices
         self.traced = traced
         self.executable = programs.executable

@@ -34,7 +34,7 @@ from replica_engine.xla.body import Body
 from replica_engine.xla.host_calls.call import HostCalls
 from replica_engine.xla.signature import argument_names
 from replica_engine.xla.signature.arguments import Arguments, Shapes
-from replica_engine.xla.signature.function_spec import Source as FunctionSource
+from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.signature.outputs import Outputs
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.counts import count
@@ -73,7 +73,7 @@ def _reshaped(described: Sequence[Any], shapes: Sequence[Any] | None) -> list[tf
     ]
 
 
-def trace(source: FunctionSource, arguments: Arguments, shapes: Shapes, body: Body, enter: Enter) -> Traced:
+def trace(source: FunctionSpec, arguments: Arguments, shapes: Shapes, body: Body, enter: Enter) -> Traced:
     """Traces a function.
 
     Args:
@@ -101,7 +101,7 @@ def trace(source: FunctionSource, arguments: Arguments, shapes: Shapes, body: Bo
         return _trace(source, arguments, shapes, body, enter)
 
 
-def _trace(source: FunctionSource, arguments: Arguments, shapes: Shapes, body: Body, enter: Enter) -> Traced:
+def _trace(source: FunctionSpec, arguments: Arguments, shapes: Shapes, body: Body, enter: Enter) -> Traced:
     for slot in arguments.slots:
         if xla_ops.is_host_only(slot.dtype) and not (body.moves_ops and slot.dtype == tf.string):
             raise LoweringError.host_only(source.name, slot.name, slot.dtype.name)
@@ -115,7 +115,7 @@ def _trace(source: FunctionSource, arguments: Arguments, shapes: Shapes, body: B
 
 
 def _trace_once(
-    source: FunctionSource, arguments: Arguments, shapes: Shapes, body: Body, enter: Enter
+    source: FunctionSpec, arguments: Arguments, shapes: Shapes, body: Body, enter: Enter
 ) -> tuple[Traced, list[tuple[Any, str]]]:
     """One trace, and the variables that were created in it, with the user's lines."""
     count("traces")
@@ -146,8 +146,8 @@ def _trace_once(
     except Exception as error:
         failure = as_raised(error)
     else:
-        for template in host_calls.templates:
-            template.settle()
+        for closure in host_calls.closures:
+            closure.settle()
         kept = [source.fn, *(variable for variable, _ in created)]
         return Traced(source.name, graph, body, arguments, outputs[-1], host_calls, collectives, kept), created
     raise failure

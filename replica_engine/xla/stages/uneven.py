@@ -25,7 +25,7 @@ from replica_engine.xla.stages.counts import count
 from replica_engine.xla.stages.launch import Launch
 from replica_engine.xla.stages.lower import Lowered
 from replica_engine.xla.stages.program import Program, Shape
-from replica_engine.xla.state.device_value import resident_of
+from replica_engine.xla.state.device_value import device_value_of
 
 _COLLECTIVE = re.compile(r"stablehlo\.(all_reduce|collective_permute)\b|@replica_engine\.(?!host_call)")
 _REPLICA_ID = re.compile(r"stablehlo\.replica_id : tensor<ui32>")
@@ -93,7 +93,7 @@ def _run(
     constants: list[np.ndarray],
 ) -> list[list[np.ndarray]]:
     program = parts[0][0]  # all differ in their shapes alone
-    variables = [resident_of(handle, devices) for handle in program.handles]
+    variables = [device_value_of(handle, devices) for handle in program.handles]
     writes = [(variables[variable], index) for variable, index in program.writes]
     count("launches")
     on_host = {index: [share[index] for share in shares] for index in program.host_slots}
@@ -143,4 +143,4 @@ class _Execution:
 
     def invalidate(self) -> None:
         for variable, _ in self._writes:
-            variable.lose()
+            variable.invalidate()

@@ -35,12 +35,12 @@ from replica_engine.xla.state import host_memory
 Spread = Callable[[np.ndarray, int], list[np.ndarray]]
 """What each of N replicas gets of a value that the host has one of."""
 
-_MARK = "_replica_engine_resident"
+_MARK = "_replica_engine_device_value"
 _LARGE = 1 << 16  # bytes of a value whose memory is worth the op that frees it
 _freeing = threading.RLock()  # a signal handler may look, too
 
 
-class Resident:
+class DeviceValue:
     """The value of one variable on the devices of a strategy.
 
     Args:
@@ -104,7 +104,7 @@ class Resident:
         self._array = array
         self._host_stale, self._lost = True, False
 
-    def lose(self) -> None:
+    def invalidate(self) -> None:
         """The program that was to write the value has failed, and the old one was given to it."""
         self._array, self._host_stale, self._lost = None, False, True
 
@@ -224,7 +224,7 @@ class Resident:
     def _present(self) -> Array:
         """The value on the devices; a program that fails while it runs takes it along, and one may never end."""
         if self._array.is_deleted():  # type: ignore[union-attr]
-            self.lose()
+            self.invalidate()
         self._check_there()
         self._devices.wait_for(self._array)
         return self._array
@@ -263,52 +263,52 @@ class Borrowed:
     def __init__(self, handle: tf.Tensor, devices: DeviceGroup):
         self._handle = handle
         self._devices = devices
-        self._home: Resident | None = getattr(handle, _MARK, None)
+        self._home: DeviceValue | None = getattr(handle, _MARK, None)
         described = xla_ops.variable_dtype_and_shape(handle)
         assert described is not None, "checked when it was captured"
         self._dtype = described[0]
         self._written: Array | None = None
 
     def array(self) -> Array:
-        """As `Resident.array`."""
+        """As `DeviceValue.array`."""
         if self._home is not None:
             self._home.host_reads()
         return self._devices.put([variables.read(self._handle, self._dtype).numpy()])
 
     def set_array(self, array: Array) -> None:
-        """As `Resident.set_array`."""
+        """As `DeviceValue.set_array`."""
         self._written = array
 
-    def lose(self) -> None:
-        """As `Resident.lose`; the value at home is as it was."""
+    def invalidate(self) -> None:
+        """As `DeviceValue.invalidate`; the value at home is as it was."""
         self._written = None
 
     def launched(self) -> None:
-        """As `Resident.launched`."""
+        """As `DeviceValue.launched`."""
         array, self._written = self._written, None
         with contextlib.nullcontext() if self._home is None else self._home.host_writes():
             variables.write(self._handle, np.array(self._devices.fetch(array, 0)))
 
 
-def home_of(handle: tf.Tensor) -> Resident | None:
+def home_of(handle: tf.Tensor) -> DeviceValue | None:
     """The value of the variable behind a handle on whichever devices it lives; None if it lives on the host."""
     return getattr(handle, _MARK, None)
 
 
-def resident_of(handle: tf.Tensor, devices: DeviceGroup) -> Resident | Borrowed:
+def device_value_of(handle: tf.Tensor, devices: DeviceGroup) -> DeviceValue | Borrowed:
     """The value on the devices of the variable behind a handle."""
-    resident = getattr(handle, _MARK, None)
-    if resident is not None and resident._devices is devices:
-        return resident
+    device_value = getattr(handle, _MARK, None)
+    if device_value is not None and device_value._devices is devices:
+        return device_value
     return Borrowed(handle, devices)
 
 
 @contextlib.contextmanager
 def pinned(handles: Sequence[tf.Tensor]) -> Iterator[None]:
-    """As `Resident.pinned`, of the variables behind handles that are on any devices."""
+    """As `DeviceValue.pinned`, of the variables behind handles that are on any devices."""
     with contextlib.ExitStack() as stack:
         for handle in handles:
-            resident = getattr(handle, _MARK, None)
-            if resident is not None:
-                stack.enter_context(resident.pinned())
+            device_value = getattr(handle, _MARK, None)
+            if device_value is not None:
+                stack.enter_context(device_value.pinned())
         yield

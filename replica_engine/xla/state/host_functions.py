@@ -7,7 +7,7 @@ and the asking brings the host's value up to date.
 Where compiled programs run in the same graph (a training step as a tf.function, say), what they wrote is
 fetched after each run, for the variables that the graph uses itself; and what the graph may have written is
 looked at before each run. Which these are is known when a function is traced, and when it is called in another
-one: a `Program` is the outermost function with all functions in it.
+one: a `HostProgram` is the outermost function with all functions in it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import tensorflow as tf
 from replica_engine._tf import variables
 from replica_engine.errors import HostAccessError
 from replica_engine.xla.body import host_side
-from replica_engine.xla.state.device_value import Resident
+from replica_engine.xla.state.device_value import DeviceValue
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class Use:
         return self.on_host and variables.may_write(self.placeholder, _runs(self.placeholder.graph))
 
 
-class Program:
+class HostProgram:
     """An outermost host function, with all functions in it.
 
     A function that was traced by itself and is called in others belongs to the programs of those as well.
@@ -58,26 +58,26 @@ class Program:
     """
 
     def __init__(self) -> None:
-        self.uses: dict[Resident, list[Use]] = {}
+        self.uses: dict[DeviceValue, list[Use]] = {}
         self.runs = False
-        self.callers: weakref.WeakSet[Program] = weakref.WeakSet()
+        self.callers: weakref.WeakSet[HostProgram] = weakref.WeakSet()
         self.kept: list[Any] = []
 
-    def before_run(self, residents: list[Resident]) -> None:
+    def before_run(self, device_values: list[DeviceValue]) -> None:
         """A compiled program is about to run; the graph may have written to variables without our seeing it."""
         for program in self._with_callers():
-            for resident in residents:
-                if any(use.may_write for use in program.uses.get(resident, ())):
-                    resident.host_may_write()
+            for device_value in device_values:
+                if any(use.may_write for use in program.uses.get(device_value, ())):
+                    device_value.host_may_write()
 
-    def after_run(self, residents: list[Resident]) -> None:
+    def after_run(self, device_values: list[DeviceValue]) -> None:
         """A compiled program has run; the graph may go on to read variables without our seeing that."""
         for program in self._with_callers():
-            for resident in residents:
-                if any(use.on_host for use in program.uses.get(resident, ())):
-                    resident.host_reads()
+            for device_value in device_values:
+                if any(use.on_host for use in program.uses.get(device_value, ())):
+                    device_value.host_reads()
 
-    def _with_callers(self) -> set[Program]:
+    def _with_callers(self) -> set[HostProgram]:
         found, pending = set(), [self]
         while pending:
             program = pending.pop()
@@ -87,33 +87,33 @@ class Program:
         return found
 
 
-def program() -> Program:
+def host_program() -> HostProgram:
     """The program that is being traced."""
-    return _kept_on(variables.outermost_graph(variables.graph()), "_replica_engine_program", Program)
+    return _kept_on(variables.outermost_graph(variables.graph()), "_replica_engine_program", HostProgram)
 
 
-def handle(resident: Resident, replica: int, on_host: bool = True) -> tf.Tensor:
+def handle(device_value: DeviceValue, replica: int, on_host: bool = True) -> tf.Tensor:
     """The handle of a variable, for use in the host graph under construction.
 
     Args:
-        resident: the variable.
+        device_value: the variable.
         replica: which of its components.
         on_host: False for a compiled program, which comes in order with what else uses the variable.
     """
     function = variables.function_graph(variables.graph())
-    raw = resident.handles[replica]
+    raw = device_value.handles[replica]
     if function is None or variables.is_saving():
         return raw
     uses: dict[Any, Use] = _kept_on(function, "_replica_engine_uses", dict)
-    use = uses.get((resident, replica))
+    use = uses.get((device_value, replica))
     if use is None:
-        at_call = _VariableAtCall(raw, program(), resident, replica)
-        resident.asked.add(at_call)
-        use = uses[resident, replica] = at_call.use = Use(variables.capture_at_call(function, raw, at_call))
+        at_call = _VariableAtCall(raw, host_program(), device_value, replica)
+        device_value.asked.add(at_call)
+        use = uses[device_value, replica] = at_call.use = Use(variables.capture_at_call(function, raw, at_call))
     use.on_host = use.on_host or on_host
     if variables.is_of_dataset(function):
-        resident.read_anywhere = True  # such a function asks once, when the data set is made
-    known = program().uses.setdefault(resident, [])
+        device_value.read_anywhere = True  # such a function asks once, when the data set is made
+    known = host_program().uses.setdefault(device_value, [])
     if use not in known:
         known.append(use)
     return use.placeholder
@@ -131,7 +131,9 @@ def token() -> tf.Tensor:
     if function is None:
         return raw
     return _kept_on(
-        function, "_replica_engine_token", lambda: variables.capture_at_call(function, raw, _AtCall(raw, program()))
+        function,
+        "_replica_engine_token",
+        lambda: variables.capture_at_call(function, raw, _AtCall(raw, host_program())),
     )
 
 
@@ -139,7 +141,7 @@ def ran(op: tf.Operation) -> None:
     """An op that runs a compiled program was put into the graph under construction."""
     variables.mark_as_writing(op)
     _runs(op.graph).add(op.name)
-    program().runs = True
+    host_program().runs = True
 
 
 class _AtCall:
@@ -148,14 +150,14 @@ class _AtCall:
     To TensorFlow's savers it looks like the handle.
     """
 
-    def __init__(self, raw: tf.Tensor, inner: Program):
+    def __init__(self, raw: tf.Tensor, inner: HostProgram):
         self._raw = raw
         self._inner = inner
 
     def __call__(self) -> tf.Tensor:
         if tf.executing_eagerly():
             return self.in_eager_mode()
-        outer = program()
+        outer = host_program()
         if outer is not self._inner:
             self._inner.callers.add(outer)
             outer.kept.append(self._inner)
@@ -177,9 +179,9 @@ class _AtCall:
 class _VariableAtCall(_AtCall):
     """In the place of the handle of one of our variables."""
 
-    def __init__(self, raw: tf.Tensor, inner: Program, resident: Resident, replica: int):
+    def __init__(self, raw: tf.Tensor, inner: HostProgram, device_value: DeviceValue, replica: int):
         super().__init__(raw, inner)
-        self._resident = resident
+        self._device_value = device_value
         self._replica = replica
         self.use: Use
 
@@ -189,15 +191,15 @@ class _VariableAtCall(_AtCall):
         if not self.use.on_host:
             return self._raw
         if not self.use.may_write:
-            self._resident.host_reads()
+            self._device_value.host_reads()
         elif self._inner.runs:
-            self._resident.host_may_write()  # a loop with a run in it counts as writing, and need not
+            self._device_value.host_may_write()  # a loop with a run in it counts as writing, and need not
         else:
-            self._resident.host_is_to_write()
+            self._device_value.host_is_to_write()
         return self._raw
 
     def in_graph(self) -> tf.Tensor:
-        return handle(self._resident, self._replica, self.use.on_host)
+        return handle(self._device_value, self._replica, self.use.on_host)
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from replica_engine._tf import variables
 from replica_engine.errors import HostAccessError
 from replica_engine.xla.body import host_side, in_body
 from replica_engine.xla.state import host_functions
-from replica_engine.xla.state.device_value import Resident
+from replica_engine.xla.state.device_value import DeviceValue
 
 _thread = threading.local()
 
@@ -80,39 +80,39 @@ class HostVariable(variables.ResourceVariable):
     """
 
     @classmethod
-    def adopt(cls, component: Any, resident: Resident, replica: int) -> None:
-        """Makes a plain variable the host's side of `resident`."""
-        resident.mark()
+    def adopt(cls, component: Any, device_value: DeviceValue, replica: int) -> None:
+        """Makes a plain variable the host's side of `device_value`."""
+        device_value.mark()
         component.__class__ = cls
-        component._replica_engine = (resident, replica)
+        component._replica_engine = (device_value, replica)
 
     @classmethod
-    def resident(cls, component: Any) -> tuple[Resident, int] | None:
+    def device_value(cls, component: Any) -> tuple[DeviceValue, int] | None:
         """What `adopt` takes, of a variable that is one of these; None if it is not."""
         return component._replica_engine if isinstance(component, cls) else None
 
     @classmethod
     def release(cls, component: Any) -> None:
         """Makes it a plain variable again, with the newest value. After it, `adopt` expects that to have changed."""
-        resident, _ = component._replica_engine
-        resident.host_may_write()
-        resident.unmark()
+        device_value, _ = component._replica_engine
+        device_value.host_may_write()
+        device_value.unmark()
         component.__class__ = variables.ResourceVariable
         del component._replica_engine
 
     @property
     def handle(self) -> tf.Tensor:
         """The variable's handle, for where it is asked for."""
-        resident, replica = self._replica_engine
+        device_value, replica = self._replica_engine
         self._check_access()
         if tf.executing_eagerly():
             if getattr(_thread, "reading", False):
-                resident.host_reads()
+                device_value.host_reads()
             elif not getattr(_thread, "comparing", False):
-                resident.host_may_write()
+                device_value.host_may_write()
         elif in_body() is None:
-            return host_functions.handle(resident, replica)
-        return resident.handles[replica]
+            return host_functions.handle(device_value, replica)
+        return device_value.handles[replica]
 
     def _check_access(self) -> None:
         """A host call must not touch what is on the devices, least of all wait for it: its own step has it."""
@@ -148,8 +148,8 @@ class HostVariable(variables.ResourceVariable):
     def _export_to_saved_model_graph(self, object_map: Any, tensor_map: Any, options: Any, **kwargs: Any) -> list:
         """TensorFlow's hook for saving. What functions have in the place of our handle stands for it there too."""
         resources = super()._export_to_saved_model_graph(object_map, tensor_map, options, **kwargs)
-        resident, replica = self._replica_engine
-        for at_call in resident.asked:
-            tensor_map[at_call] = tensor_map[resident.handles[replica]]
+        device_value, replica = self._replica_engine
+        for at_call in device_value.asked:
+            tensor_map[at_call] = tensor_map[device_value.handles[replica]]
             resources.append(at_call)
         return resources

@@ -182,12 +182,12 @@ class _Computation:
         body = in_body()
         if body is not None and body.random.owns(handle):
             return body.random.of_initial_values()
-        if (resident := home_of(handle)) is not None:
+        if (device_value := home_of(handle)) is not None:
             others = {op.name for op in placeholder.consumers() if op.name not in operations}
             if variables.may_write(placeholder, others):
-                resident.host_may_write()
+                device_value.host_may_write()
             else:
-                resident.host_reads()
+                device_value.host_reads()
         return handle
 
     def _check(self, op: tf.Operation) -> None:

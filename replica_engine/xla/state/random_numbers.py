@@ -18,13 +18,13 @@ import tensorflow as tf
 
 from replica_engine._tf import random_ops, variables
 from replica_engine.pjrt.group import Array, DeviceGroup
-from replica_engine.xla.state.device_value import Resident
+from replica_engine.xla.state.device_value import DeviceValue
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: keys far apart for neighboring replicas
 _MIX = 0xBF58476D1CE4E5B9  # another odd number, so that an op's seed and a replica's key do not make up for each other
 
 
-class RandomState(Resident):
+class RandomState(DeviceValue):
     """Key and count of the random ops of a strategy.
 
     Args:
@@ -41,7 +41,7 @@ class RandomState(Resident):
         self._initial_seeded: Any = self
 
     def array(self) -> Array:
-        """As of any resident value; seeds it anew after `tf.random.set_seed`."""
+        """As any device value; seeds it anew after `tf.random.set_seed`."""
         seeding, seed = random_ops.seeding()
         if seeding is not self._seeded:
             self._seeded = seeding

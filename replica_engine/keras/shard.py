@@ -20,7 +20,7 @@ import tensorflow as tf
 
 
 @dataclasses.dataclass
-class Share:
+class Shard:
     """What one replica has of a batch.
 
     Attributes:
@@ -67,9 +67,9 @@ class Share:
             _current.reset(token)
 
 
-def current_share() -> Share | None:
+def current_shard() -> Shard | None:
     """The share that is being computed; None outside of the steps of a replicated model."""
     return _current.get()
 
 
-_current: contextvars.ContextVar[Share | None] = contextvars.ContextVar("replica_engine_share", default=None)
+_current: contextvars.ContextVar[Shard | None] = contextvars.ContextVar("replica_engine_share", default=None)
