@@ -117,66 +117,6 @@ def variable_scope_store() -> Any:
     return _variable_scope.get_variable_scope_store()
 
 
-class nameless_scope:
-    """What `enter_variable_scope` enters in eager mode where neither scope has a name, in a fifth of the time.
-
-    Args:
-        store: of the default graph.
-        scope: to enter a copy of, so that changes are of this thread.
-        getter: what goes around `get_variable`, if anything does.
-    """
-
-    __slots__ = ("_before", "_getter", "_scope", "_store")
-
-    def __init__(self, store: Any, scope: Any, getter: Any = None):
-        self._store, self._scope, self._getter = store, scope, getter
-
-    def __enter__(self) -> None:
-        store = self._store
-        own = _variable_scope.VariableScope.__new__(_variable_scope.VariableScope)
-        own.__dict__.update(self._scope.__dict__)
-        if self._getter is not None:
-            own.set_custom_getter(self._getter)
-        self._before = store.current_scope, store.variable_scopes_count
-        store.current_scope, store.variable_scopes_count = own, dict(store.variable_scopes_count)
-
-    def __exit__(self, *_: object) -> None:
-        self._store.current_scope, self._store.variable_scopes_count = self._before
-
-
-class default_on_thread:
-    """`graph.as_default()` on a thread that is in eager mode and stays in it."""
-
-    __slots__ = ("_graph",)
-
-    def __init__(self, graph: tf.Graph):
-        self._graph = graph
-
-    def __enter__(self) -> None:
-        _ops._default_graph_stack.stack.append(self._graph)
-
-    def __exit__(self, *_: object) -> None:
-        stack = _ops._default_graph_stack.stack
-        while stack and stack.pop() is not self._graph:
-            pass  # a body has entered that and not left it
-
-
-def stay_eager(policy: int, device: str, name_scope: str) -> None:
-    """Sets, on a thread that is in eager mode and ours, its device policy, device and name scope.
-
-    Context managers that nobody leaves would not do: what garbage collection finds of them it leaves, on any thread.
-    """
-    _pywrap_tfe.TFE_ContextSetThreadLocalDevicePlacementPolicy(_context.context()._handle, policy)
-    tf.device(device).__enter__()
-    tf.name_scope(name_scope).__enter__()
-
-
-def leave_eager() -> None:
-    """Undoes `stay_eager`, but for the policy."""
-    tf.device(None).__enter__()
-    tf.name_scope("").__enter__()
-
-
 def device_and_name_scope() -> tuple[Any, Any]:
     """In eager mode: the device of this thread's ops, and the name scope."""
     eager = _context.context()

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._tf import keras_state, thread_state
+from replica_engine._tf import keras_state, quick_scopes, thread_state
 from replica_engine.engine import ReplicaThread
 
 
@@ -86,7 +86,7 @@ class InheritedState(NamedTuple):
                 thread.stay = _Stay.of(self, replica, device)
             return self._rest(context, creators)
         if thread.stay is not None:
-            thread_state.leave_eager()
+            quick_scopes.leave_eager()
             thread.stay = None
         return self._whole(replica, context, device, creators)
 
@@ -94,7 +94,7 @@ class InheritedState(NamedTuple):
     def _may_stay(self) -> bool:
         """Whether threads may stay in what there is of it."""
         nameless = not self.name_scope and not self.variable_scope.name
-        return self.eager and nameless and not self.graph.building_function
+        return quick_scopes.ENABLED and self.eager and nameless and not self.graph.building_function
 
     @contextlib.contextmanager
     def _whole(
@@ -120,10 +120,10 @@ class InheritedState(NamedTuple):
         before = thread_state.set_creators(self.graph, creators)
         try:
             with (
-                thread_state.default_on_thread(self.graph),
+                quick_scopes.default_on_thread(self.graph),
                 thread_state.enter_locals(self.thread_locals),
                 keras_state.entered(self.keras_settings),
-                thread_state.nameless_scope(self.scope_store, self.variable_scope),
+                quick_scopes.nameless_scope(self.scope_store, self.variable_scope),
                 context,
             ):
                 yield
@@ -148,7 +148,7 @@ class _Stay(NamedTuple):
     @classmethod
     def of(cls, state: InheritedState, replica: int, device: str) -> _Stay:
         """Puts this thread, the one of a replica, in a state."""
-        thread_state.stay_eager(state.device_policy, device, _name_scope("", replica))
+        quick_scopes.stay_eager(state.device_policy, device, _name_scope("", replica))
         return cls(state.device_policy, thread_state.device_and_name_scope())
 
     def is_for(self, state: InheritedState) -> bool:
