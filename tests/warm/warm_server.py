@@ -5,6 +5,7 @@ and ends as any interpreter does. What it imports besides, this library first of
 already where Keras imports it.
 """
 
+import gc
 import json
 import os
 import select
@@ -71,4 +72,5 @@ def _run(path):
 
 
 BEFORE = set(os.environ)
+gc.freeze()  # programs need not look at the objects of TensorFlow each time that they collect garbage
 _run(_serve(sys.argv[1]))
