@@ -166,8 +166,12 @@ CALLBACKS = (
     kinds = dict.fromkeys(name.split("/")[0] for name in names)
     cases_of = dict.fromkeys(name.split("/")[1] for name in names)
     strategies = {kind: strategy_of(kind) for kind in kinds}
-    # Of arrays Keras would make a pipeline for each fit: longer than it takes to train.
-    batches, validation = (tf.data.Dataset.from_tensor_slices((x[:n], y[:n])).batch(8) for n in (16, 8))
+    # Of arrays Keras would make a pipeline for each fit, which takes longer than to train. An iterator that tunes itself
+    # takes long to delete.
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    samples = (tf.data.Dataset.from_tensor_slices((x[:count], y[:count])) for count in (16, 8))
+    batches, validation = (dataset.batch(8).with_options(options) for dataset in samples)
     found = {}
     for name in [*(f"alone/{case}" for case in cases_of), *names]:
         kind, case = name.split("/")
