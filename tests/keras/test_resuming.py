@@ -166,8 +166,8 @@ CALLBACKS = (
     kinds = dict.fromkeys(name.split("/")[0] for name in names)
     cases_of = dict.fromkeys(name.split("/")[1] for name in names)
     strategies = {kind: strategy_of(kind) for kind in kinds}
-    # Of arrays Keras would make a pipeline for each fit, which takes longer than to train. An iterator that tunes itself
-    # takes long to delete.
+    # Of arrays Keras would make a pipeline for each fit, which takes longer than to train; and iterators that tune
+    # themselves take long to delete.
     options = tf.data.Options()
     options.autotune.enabled = False
     samples = (tf.data.Dataset.from_tensor_slices((x[:count], y[:count])) for count in (16, 8))
