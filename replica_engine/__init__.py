@@ -1,8 +1,8 @@
 """replica_engine: run one TensorFlow function on N replicas.
 
 Two backends run the function. `threads` runs it on one Python thread for each replica (`MirroredStrategy`); `xla`
-compiles it to one program for N devices (`TPUStrategy`). The packages follow, from the top layer to the bottom; a package
-imports only itself and lower layers:
+compiles it to one program for N devices (`TPUStrategy`). The packages follow, from the top layer to the bottom;
+a package imports only itself and lower layers:
 
     demo/         the program behind `python -m replica_engine demo`, written to be read and copied
     compat/       the names of TensorFlow's contrib TPUStrategy of 2018
@@ -21,8 +21,8 @@ imports only itself and lower layers:
     _tf/          every private TensorFlow and Keras name, each with its reason; engine, pjrt, telemetry and errors
                   must not import it, since they know nothing of TensorFlow
 
-`replica.py` is a facade with the names for strategy authors. docs/architecture.md describes the protocol and the path of
-a run. setup.cfg lists the layers, and import-linter checks them.
+`replica.py` is a facade with the names for strategy authors. docs/architecture.md describes the protocol and the path
+of a run. setup.cfg lists the layers, and import-linter checks them.
 
 >>> import replica_engine
 >>> strategy = replica_engine.MirroredStrategy(["CPU:0"])
