@@ -1,7 +1,7 @@
 """A strategy that changes one thing: gradients move between devices as bfloat16.
 
-This halves the bytes between devices. The values that move keep eight bits of mantissa and are summed in that form; the
-variables stay float32. Run it:
+This halves the bytes between devices. The values that move keep eight bits of mantissa, and in eager mode the sum is
+rounded to bfloat16 as well; the variables stay float32. Run it:
 
     python examples/bfloat16_all_reduce.py
 """
