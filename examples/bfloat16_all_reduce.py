@@ -11,7 +11,7 @@ import tensorflow as tf
 import replica_engine
 from replica_engine.strategies import MirroredExtended
 from replica_engine.testing import logical_devices
-from replica_engine.values.regroup import regroup
+from replica_engine.replica import regroup
 
 
 class CompressedExtended(MirroredExtended):

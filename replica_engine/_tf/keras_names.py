@@ -1,7 +1,7 @@
 """Private attributes of Keras that this library relies on, as a list to walk through; `names` has TensorFlow's.
 
 Imports of private names stand at the top of `keras_model`. What is below would fail later and elsewhere, so
-`tests/test_house.py` looks each one up and says which is gone. Checked on Keras 3.15.1.
+`tests/test_rules.py` looks each one up and says which is gone. Checked on Keras 3.15.1.
 """
 
 from __future__ import annotations

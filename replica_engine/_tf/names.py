@@ -1,7 +1,7 @@
 """Private attributes and hooks of TensorFlow that this library relies on, as a list to walk through.
 
 Imports of private names stand at the top of the modules beside this one, where a vanished one fails at
-once. What is below would fail later and elsewhere, so `tests/test_house.py` looks each one up and says
+once. What is below would fail later and elsewhere, so `tests/test_rules.py` looks each one up and says
 which is gone. Checked on TensorFlow 2.21.0.
 """
 

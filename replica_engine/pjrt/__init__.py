@@ -4,7 +4,7 @@
 - `devices`: which devices there are, and CPU devices in any number.
 - `group`: the devices of one program; arrays on them.
 - `executable`: a program compiled for a group, and launching it.
-- `left`: programs that nobody waits for any more.
+- `abandoned`: programs that nobody waits for any more.
 - `interrupts`: holding off Ctrl-C while a program is launched.
 - `memory`: how much there is.
 - `markers`: markers in a program, rewritten to collectives and host calls.

@@ -1,9 +1,9 @@
 """Strategies, and the base to write your own on.
 
 - `mirrored`: MirroredStrategy and its extended half.
-- `tpu`: TPUStrategy and its extended half; `tpu_context`, the replica context of a compiled body; `tpu_variables`.
+- `tpu`: TPUStrategy and its extended half.
 - `base`: ReplicaThreads, which puts any extended half on this library's threads.
-- `uneven_batches`: batches of any size, for custom loops.
+- `backend`: what both backends offer to the layers above.
 - `devices`: device names, read and checked.
 
 `MultiWorkerMirroredExtended` is TensorFlow's own, to put ReplicaThreads in front of.

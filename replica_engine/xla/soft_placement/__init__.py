@@ -7,7 +7,7 @@ between the ops that run on the devices. Read `rewrite` first.
 - `rewrite`: the graph of the body, copied with pieces in their place.
 - `values`: where each value of the body is while the copy is made.
 - `pending`: how ops become pieces. `piece`: a piece in a launch.
-- `python_results`: what Python functions return. `samples`: what other ops return, found out by trying.
+- `python_results`: what Python functions return. `guessed_shapes`: what other ops return, found out by trying.
 - `summaries`: the writer and the step of the caller.
 - `moved`: what was moved, for the user.
 """
