@@ -141,7 +141,7 @@ class DeviceValue:
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
-        """Inside, the host's value has the variable's shape. TensorFlow is about to look at the shape, not the value."""
+        """Inside, the host's value has the variable's shape, perhaps with zeros: TensorFlow only looks at the shape."""
         with _freeing:
             self._pins += 1
             was_freed = self._freed
@@ -238,7 +238,7 @@ class DeviceValue:
             raise LostVariableError.read(xla_ops.variable_name(self.handles[0]))
 
     def _is_as_on_host(self) -> bool:
-        """Whether the devices still have the host's value: replica by replica, or replica 0 where all have one value."""
+        """Whether the devices have the host's value: replica by replica, or replica 0 where all have one value."""
         for replica, value in enumerate(self._host_values()[: len(self.handles)]):
             if value.tobytes() != self._devices.fetch(self._array, replica).tobytes():
                 return False
