@@ -85,8 +85,8 @@ class Executable:
         begin before this program has ended.
 
         Args:
-            left: an event that ends the wait. With it, the wait polls instead of blocking in jaxlib: if the program never
-                ends, a thread that blocks in jaxlib would bring the process down at its exit.
+            left: an event that ends the wait. With it, the wait polls instead of blocking in jaxlib: if the program
+                never ends, a thread that blocks in jaxlib would bring the process down at its exit.
         """
         devices = self._devices
         if self._waits:
