@@ -245,7 +245,7 @@ class DeviceGroup:
         return _comes_within(seconds, self._is_ready)
 
     def leave_to(self, thread: threading.Thread) -> None:
-        """Leaves the next launch to another thread. Until then, the program counts as running while the thread lives."""
+        """Leaves the next launch to another thread. Until then, the program runs as long as that thread is alive."""
         self.running, self.interrupted = _Work(thread), True
 
     def has_ended(self, replica: int) -> bool:
