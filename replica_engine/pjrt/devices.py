@@ -83,7 +83,7 @@ def _group(platform: str, devices: tuple) -> DeviceGroup:
 @functools.cache
 def _accelerators(platform: str) -> tuple:
     if not _has_plugin():
-        return ()  # asking jax would start it, and then nobody could configure its own CPU devices any more
+        return ()  # asking jax would start it, after which its own CPU devices could not be configured
     try:
         return tuple(jax.local_devices(backend=platform))
     except RuntimeError:  # raised by jax if it finds no such device

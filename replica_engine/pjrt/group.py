@@ -90,11 +90,11 @@ class ProgramOrder:
 
     @contextlib.contextmanager
     def within(self, seconds: float, late: Callable[[], Exception]) -> Iterator[None]:
-        """Holds the lock inside. Raises `late()` if the lock was not free, without a sign of life, for `seconds`."""
+        """Inside, holds the lock. Raises `late()` after `seconds` without the lock and without a sign of life."""
         if (why := getattr(_thread, "why", None)) is not None:
             raise why()
         began = time.monotonic()
-        while not self._lock.acquire(timeout=min(max(0.0, self._due(began, seconds)), MISSED)):  # as `wait_for_ever`
+        while not self._lock.acquire(timeout=min(max(0.0, self._due(began, seconds)), MISSED)):  # see `wait_for_ever`
             if self._due(began, seconds) <= 0:
                 raise late()
         self.beat()
@@ -108,7 +108,7 @@ class ProgramOrder:
         return max(began, self._sign) + seconds - time.monotonic()
 
 
-# One for each platform: see `DeviceGroup.in_flight`.
+# One lock for each platform; see `DeviceGroup.in_flight`.
 _orders: dict[str, ProgramOrder] = {}
 
 
@@ -215,7 +215,7 @@ class DeviceGroup:
         return list(array._arrays)
 
     def join(self, parts: Sequence[Array]) -> Array:
-        """An array of one value on each device."""
+        """Joins arrays, each on one device, to an array with one value on each device."""
         shards = [part._arrays[0] for part in parts]
         aval = ShapedArray(parts[0].shape, parts[0].dtype)
         return ArrayImpl(aval, self.sharding, shards, committed=True, _skip_checks=True)

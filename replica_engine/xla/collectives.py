@@ -126,7 +126,7 @@ def all_to_all(x: Any, split_axis: int, concat_axis: int, groups: Groups | None 
 
     Raises:
         NotInBodyError: called outside a replicated body.
-        CollectiveError: a dimension is missing or does not divide, or `groups` do not divide the replicas.
+        CollectiveError: `x` has no such dimension, or its size does not divide, or `groups` do not divide the replicas.
 
     Example:
         >>> from replica_engine import xla
@@ -153,7 +153,7 @@ def collective_permute(x: Any, pairs: Sequence[tuple[int, int]]) -> tf.Tensor:
 
     Raises:
         NotInBodyError: called outside a replicated body.
-        CollectiveError: a replica is named twice on a side, or does not exist.
+        CollectiveError: a replica sends twice, receives twice, or does not exist.
 
     Example:
         >>> from replica_engine import xla

@@ -60,7 +60,7 @@ def results_of(fn: Callable, closure: Closure, side: HostSide, handles: list[tup
     Raises:
         HostResultError: a result that no device can have, or of an unknown shape.
         HostAccessError: the function uses something that is on the devices.
-        Exception: what the function raised when it was called with zeros.
+        Exception: the function raised it when it was called with zeros.
     """
     for each in _layers(fn):
         if _RETURNS in getattr(each, "__dict__", {}):

@@ -277,6 +277,6 @@ def _feed_of(program: Any) -> _Feed:
 def _shape(slot: Any, name: str, moves_ops: bool) -> tuple[int, ...]:
     if xla_ops.is_host_only(slot.dtype) and not (moves_ops and slot.dtype == tf.string):
         raise LoweringError.host_only(name, slot.name, slot.dtype.name)
-    if not slot.shape.is_fully_defined():  # replicas have different ones
+    if not slot.shape.is_fully_defined():  # the replicas' shapes differ
         raise InputsError.uneven_batch(slot.name, [str(value.shape) for value in slot.values])
     return tuple(slot.shape)

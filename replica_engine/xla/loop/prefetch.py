@@ -94,7 +94,7 @@ class Prefetcher:
 
 
 class _Thread(threading.Thread):
-    """Does jobs, one after the other, and ends when there has been no job for a while.
+    """Does jobs, one after the other, and ends after `_IDLE` seconds without a job.
 
     It keeps no reference to a finished job. It is a daemon: at exit nothing waits for the user's iterator. If an
     iterator leaves the thread's state (a device, a graph) changed, the thread does no other job. It cannot notice a

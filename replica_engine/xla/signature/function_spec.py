@@ -172,7 +172,7 @@ def _names(code: CodeType, hosts: Hosts) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _is_for_hosts(code: CodeType, name: str, hosts: Hosts) -> bool:
-    """Whether only host functions use what a function closes over under this name."""
+    """Whether only host functions use the variable of this name that a function closes over."""
     if any(each.argval == name and each.opname in _USES for each in dis.get_instructions(code)):
         return False
     inner = [each for each in _inner(code) if name in each.co_freevars]
@@ -180,9 +180,10 @@ def _is_for_hosts(code: CodeType, name: str, hosts: Hosts) -> bool:
 
 
 def _host_key(value: Any) -> Any:
-    """A key for a value that runs on the host or is used there. It outlives the trace, so objects count by identity.
+    """A key for a value that runs on the host, or is used there.
 
-    Globals are looked up in each call. A closed-over variable that a host function assigns to counts by its cell.
+    Such a value is used after the trace too, so objects count by identity. Globals are looked up in each call. A
+    closed-over variable that a host function assigns to counts by its cell.
     """
     if isinstance(value, FunctionType):
         code = value.__code__
@@ -207,7 +208,7 @@ def _host_cell_key(code: CodeType, name: str, cell: CellType) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def assigns(code: CodeType, name: str) -> bool:
-    """Whether a function, or a function inside it, assigns to what it closes over under this name."""
+    """Whether a function, or a function inside it, assigns to the variable of this name that it closes over."""
     if any(each.argval == name and each.opname == "STORE_DEREF" for each in dis.get_instructions(code)):
         return True
     return any(assigns(each, name) for each in _inner(code) if name in each.co_freevars)

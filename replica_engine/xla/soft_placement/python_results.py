@@ -40,7 +40,7 @@ def shapes(
     try:
         with tf.init_scope(), tf.device("CPU:0"), tf.summary.record_if(False), on_host(_first_replica(size, op)):
             results, _ = function([tf.zeros(value.shape, value.dtype) for value in inputs])
-    except Exception:  # it needs other values: its results stay on the host, and an error says so if they cannot
+    except Exception:  # it needs other values: its results stay on the host, or an error is raised later
         return declared
     return [result.shape for result in results]
 

@@ -36,7 +36,7 @@ class BodyGraph:
         key: the key of the arguments that it serves.
         slots: specs of the tensors among the arguments; dimensions may be unknown.
         tensors: captured tensors, eager or of an outer graph.
-        captured: which of them are parameters of the program; the rest are compiled in.
+        captured: the indices of the captured tensors that are parameters of the program; the rest are compiled in.
         handles: handles of captured variables.
         outputs: specs of the tensors among the results.
         rebuild: builds the structure that the function returned, from other tensors.

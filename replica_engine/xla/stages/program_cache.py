@@ -161,7 +161,7 @@ class ProgramCache:
             _logger.warning(many_traces(source.name, times))
 
     def trace(self, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> TracedProgram:
-        """Traces a function, without a look into the cache."""
+        """Traces a function, whether or not the cache has a trace."""
         return TracedProgram(self, trace(source, arguments, shapes, self._body, self._enter))
 
     def executable(self, text: str, lowered: Lowered, devices: DeviceGroup) -> Executable:

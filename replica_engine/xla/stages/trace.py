@@ -60,7 +60,7 @@ class Traced(BodyGraph):
             captured: static shapes of the captured tensors; None if those of the trace are static.
 
         Raises:
-            LoweringError: an op that XLA cannot compile, or a shape that is not static.
+            LoweringError: the body has an op that XLA cannot compile, or a shape that is not static.
         """
         with self._lock, timeline.span(Track(self.body.name, "compile", order=-3), f"lower {self.name}", "compile"):
             return lower(self, _reshaped(self.slots, shapes), _reshaped(self.tensors, captured))

@@ -51,7 +51,7 @@ class DeviceValue:
         spread: for a single handle, what each replica gets of its value; None gives all replicas the same value.
 
     Attributes:
-        read_anywhere: whether the host's value may be read without our notice, as functions of datasets do.
+        read_anywhere: whether the host's value may be read unnoticed, as functions of datasets do.
         loops: the number of device loops that write the variable and that run or are about to run. Their inputs must
             never see the variable, however early they read it: a read raises an error on their thread.
         asked: the objects that host functions call to get a handle (`host_functions`). Saving a model needs to know

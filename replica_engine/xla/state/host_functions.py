@@ -68,14 +68,14 @@ class HostProgram:
         self.kept: list[Any] = []
 
     def before_run(self, device_values: list[DeviceValue]) -> None:
-        """Called before a compiled program runs: the graph may have written to variables without our notice."""
+        """Called before a compiled program runs: the graph may have written to variables unnoticed."""
         for program in self._with_callers():
             for device_value in device_values:
                 if any(use.may_write for use in program.uses.get(device_value, ())):
                     device_value.host_may_write()
 
     def after_run(self, device_values: list[DeviceValue]) -> None:
-        """Called after a compiled program has run: the graph may read variables next, without our notice."""
+        """Called after a compiled program has run: the graph may read variables next, unnoticed."""
         for program in self._with_callers():
             for device_value in device_values:
                 if any(use.on_host for use in program.uses.get(device_value, ())):
@@ -149,7 +149,7 @@ def ran(op: tf.Operation) -> None:
 
 
 class _AtCall:
-    """Stands for a handle that a function captured. The function calls it, at each of its own calls, to get the handle.
+    """Stands for a handle that a function captured. Each call of the function calls it to get the handle.
 
     To TensorFlow's savers it looks like the handle.
     """

@@ -1,6 +1,6 @@
 """A variable of a strategy as the host sees it: a TensorFlow variable that is never stale.
 
-Everything that TensorFlow does with a variable goes through its handle, so the handle is what we watch:
+Everything that TensorFlow does with a variable goes through its handle, so this class watches the handle:
 
 - In eager mode, code that gets the handle finds the newest value there, and may write to it. The exceptions are the
   methods below that only read, or that keep steps from running while they write.
@@ -147,7 +147,7 @@ class HostVariable(variables.ResourceVariable):
         return self if tf.executing_eagerly() else super()._lazy_read(op)
 
     def _export_to_saved_model_graph(self, object_map: Any, tensor_map: Any, options: Any, **kwargs: Any) -> list:
-        """TensorFlow's hook for saving. What functions hold instead of our handle is saved as the handle."""
+        """TensorFlow's hook for saving. The objects that functions hold instead of the handle are saved as it."""
         resources = super()._export_to_saved_model_graph(object_map, tensor_map, options, **kwargs)
         device_value, replica = self._replica_engine
         for at_call in device_value.asked:

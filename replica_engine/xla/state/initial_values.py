@@ -35,7 +35,7 @@ _OF_RUNS = ("Xla", "Iterator")
 """How the types of ops begin that only a run can execute: they need all replicas, or they affect the next step."""
 
 _WRITE = ("Assign", "ResourceScatter")
-"""How the types of ops begin that write to variables. Random ops in loops and functions also write: to our state."""
+"""How the types of ops begin that write to variables. Random ops in loops and functions write to a `RandomState`."""
 
 _IN_WORDS = {
     "XlaAllReduce": "all_reduce",
@@ -191,7 +191,7 @@ class _Computation:
         return handle
 
     def _check(self, op: tf.Operation) -> None:
-        """Raises VariableCreationError for an op that only a run can carry out."""
+        """Raises VariableCreationError for an op that only a run can execute."""
         for kind in sorted({op.type, *subgraphs.op_types_of_calls(op)}):
             if kind.startswith(_OF_RUNS) or (kind == op.type and kind.startswith(_WRITE)):
                 marker = xla_ops.marker_name(op).removeprefix("replica_engine.") or kind

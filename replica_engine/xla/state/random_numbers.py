@@ -1,4 +1,4 @@
-"""Random ops in a replica body: another stream on each replica, and the same run for the same seed.
+"""Random ops in a replica body: a different stream on each replica, the same numbers for the same seed.
 
 XLA's own generator does not use TensorFlow's seed. So each stateful random op (`tf.random.normal`,
 `tf.nn.dropout`, ...) is replaced by its stateless form when it is made. The seed of that form combines a key, a number
