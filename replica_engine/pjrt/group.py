@@ -124,7 +124,7 @@ class _Work:
 
 
 def _is_of_this_thread(running: Any) -> bool:
-    """Whether `running` is the work of this very thread, for which it need not wait."""
+    """Whether `running` is the work of the calling thread, which need not wait for itself."""
     return isinstance(running, _Work) and running.thread is threading.current_thread()
 
 

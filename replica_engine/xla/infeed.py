@@ -113,7 +113,7 @@ class InputQueue:
         return now
 
     def stop(self) -> None:
-        """Ends the inputs early: no replica begins a step that no other replica has begun."""
+        """Ends the inputs early: no replica begins a step that no replica has begun yet."""
         with self._changed:
             self._end = self.begun if self._end is None else min(self._end, self.begun)
             for number in [number for number in self._batches if number >= self._end]:

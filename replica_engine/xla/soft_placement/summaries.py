@@ -21,7 +21,7 @@ from replica_engine.xla.signature.arguments import Arguments, ById, Shapes, Slot
 
 
 def add_caller(arguments: Arguments, shapes: Shapes) -> Shapes:
-    """Adds the caller's state that the summaries of a body need to the body's arguments. Only for eager mode.
+    """Adds to a body's arguments the state of the caller that the body's summaries need. Only for eager mode.
 
     Returns:
         The shapes of all slots.

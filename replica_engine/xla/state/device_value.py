@@ -75,7 +75,7 @@ class DeviceValue:
         self._looked_at = False
         self._freed = False
         self._pins = 0
-        self._writer: int | None = None  # the thread that is in `host_writes`; what it reads there is no first read
+        self._writer: int | None = None  # the thread in `host_writes`; its reads do not count as the first read
         self._maybe_written = False
         self._lost = False
         self.mark()
