@@ -221,6 +221,15 @@ class LoweringError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
+    def growing_array(cls, where: str) -> LoweringError:
+        """A tf.TensorArray that grows, with soft placement off."""
+        return cls(
+            f"A tf.TensorArray with dynamic_size=True is written{at(where)}. Arrays of a compiled program do not grow, "
+            "and with soft_placement=False nothing can tell a write beyond the size. Pass the largest size: "
+            "tf.TensorArray(dtype, size=n)."
+        )
+
+    @classmethod
     def dynamic_argument(cls, fn: str, name: str, shape: str) -> LoweringError:
         """An argument without a static shape."""
         return cls(
