@@ -1,8 +1,8 @@
-"""The base of every strategy that runs its replicas on threads of this library.
+"""The base class of every strategy that runs its replicas on this library's threads.
 
-A `tf.distribute.Strategy` has two halves: the strategy, with what users call, and its `extended`, with the
-hooks that say how. `ReplicaThreads` goes in front of an extended class and changes one hook, the one that
-calls replicas; everything else (variables, datasets, reductions) stays the extended class's own.
+A `tf.distribute.Strategy` has two halves: the strategy, with the methods that users call, and its `extended`, with the
+hooks that implement them. `ReplicaThreads` goes in front of an extended class and changes one hook, the one that calls
+replicas. Everything else (variables, datasets, reductions) stays as the extended class has it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from replica_engine.threads.call import ReplicaOptions, call_for_each_replica
 
 
 class ReplicaThreads:
-    """Puts the replicas of a `tf.distribute` extended class on this library's threads.
+    """Runs the replicas of a `tf.distribute` extended class on this library's threads.
 
-    Mix it in before an extended class. `docs/custom_strategy.md` walks through the hooks.
+    Put it before an extended class in the list of base classes. `docs/custom_strategy.md` describes the hooks.
 
     Attributes:
-        replica_options: how replicas run; set it in the class or on the instance.
-
+        replica_options: how replicas run; set it on the class or on the instance.
     Example:
         >>> from replica_engine.strategies import MirroredExtended, ReplicaThreads
         >>> issubclass(MirroredExtended, ReplicaThreads)
@@ -36,7 +35,7 @@ class ReplicaThreads:
 
 
 def check_seconds(**values: float | None) -> None:
-    """Raises ValueError for a limit that is no positive number of seconds, or None."""
+    """Raises ValueError if a value is neither None nor a positive number of seconds."""
     for name, value in values.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
             raise ValueError(f"{name} is in seconds and must be positive, or None; got {shown(value)}.")

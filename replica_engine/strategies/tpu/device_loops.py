@@ -1,4 +1,4 @@
-"""Device loops of a strategy: `iterations` steps of a function in one launch, with inputs from an iterator."""
+"""Device loops of a strategy: `iterations` steps of a function in one launch, with batches from an iterator."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def run_steps(
     """Runs steps in one launch.
 
     Args:
-        strategy: whose steps they are.
-        programs: its programs.
-        fn: a step; it is called with a `MultiStepContext` and a batch.
-        iterator: its inputs: of a data set, distributed or not, or any iterable.
-        iterations: how many steps.
-        initial_values: what `last_step_outputs` is where no step ran.
-        in_replica: whether a step is in replica context, or in cross-replica context.
-        spread: whether a batch that is a tuple is several arguments, or one. A function that does not take so many
-            gets the other.
-        prefetch: how many batches are fetched ahead at most; None for two, or more of small ones.
-        context_class: of what a step passes out.
+        strategy: the strategy whose replicas run the steps.
+        programs: the cache of compiled programs to use.
+        fn: a step, called with a `MultiStepContext` and a batch.
+        iterator: the iterator of a dataset, distributed or not, or any iterable; it yields the batches.
+        iterations: how many steps to run.
+        initial_values: the content of `last_step_outputs` if no step runs.
+        in_replica: whether a step runs in replica context; otherwise it runs in cross-replica context.
+        spread: whether a batch that is a tuple becomes several arguments; otherwise it is one argument. If the
+            signature of `fn` does not fit, the other form is used.
+        prefetch: the largest number of batches to fetch ahead; None means two, or more if batches are small.
+        context_class: the class of the context that collects what a step passes out.
     """
     iterations = _positive("iterations", iterations)
     if prefetch is not None:
@@ -87,7 +87,7 @@ def run_steps(
 
 
 def _positive(name: str, value: Any) -> int:
-    """A number of steps or batches."""
+    """Checks a number of steps or batches; returns it as an int."""
     number = positive_int(value)
     if number is None:
         raise InputsError.bad_iterations(name, value)
@@ -95,7 +95,7 @@ def _positive(name: str, value: Any) -> int:
 
 
 def _batches(fn: Callable[..., Any], iterator: Any, spread: bool) -> Iterator[tuple]:
-    """For each step its arguments after the context."""
+    """For each step, the arguments after the context."""
     parameters = inspect.signature(fn)
     is_spread: bool | None = None
     for element in _elements(iterator):
@@ -105,7 +105,7 @@ def _batches(fn: Callable[..., Any], iterator: Any, spread: bool) -> Iterator[tu
 
 
 def _elements(iterator: Any) -> Iterator[Any]:
-    """What an iterator yields; one that only knows `get_next`, too. It goes on where this one stops."""
+    """Yields the elements of an iterator, which may have only `get_next`; takes no element that is not asked for."""
     following: Any
     if hasattr(iterator, "__iter__"):
         following = iter(iterator).__next__
@@ -122,7 +122,7 @@ def _elements(iterator: Any) -> Iterator[Any]:
 
 
 def _spreads(parameters: inspect.Signature, element: tuple, preferred: bool) -> bool:
-    """Whether a tuple is several arguments of a step, whose first is the context."""
+    """Whether a tuple becomes several arguments of a step; the first argument of a step is the context."""
     for spread in (preferred, not preferred):
         try:
             parameters.bind(None, *(element if spread else (element,)))
@@ -141,8 +141,8 @@ def _out_of_range(context: MultiStepContext, iterations: int) -> tf.errors.OutOf
 
 
 def _keep(error: Any, context: MultiStepContext, iterations: int) -> None:
-    """Adds to an exception how many steps ran, if any did."""
+    """Attaches the context to an exception, and a note with the number of kept steps if any step ran."""
     if context.steps:
         note_kept_steps(error, context.steps, iterations)
-    with contextlib.suppress(Exception):  # one that takes no attributes; the exception itself is what matters
+    with contextlib.suppress(Exception):  # an exception that takes no attributes is raised without the context
         error.context = context
