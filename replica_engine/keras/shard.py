@@ -1,11 +1,11 @@
-"""The share of a batch that one replica computes, and the weight of the replica's results in the whole batch.
+"""The shard: the part of a batch that one replica computes, and the weight of its results in the whole batch.
 
 One device computes the mean over its batch of n samples. Replica r has n_r of these samples and computes the mean over
 them. The sum over the replicas of `n_r / n` times these means is the mean over the batch. So a loss, a gradient or a
 mean of replica r counts with `weight = n_r / n`, and the replicas together compute what one device computes, whatever
-the sizes of their shares are.
+the sizes of their shards are.
 
-Some batches cannot be shared out, for example a batch with fewer samples than replicas. Then every replica computes
+Some batches cannot be split, for example a batch with fewer samples than replicas. Then every replica computes
 the *whole* batch, and only the result of replica 0 counts.
 """
 
@@ -22,7 +22,7 @@ import tensorflow as tf
 
 @dataclasses.dataclass
 class Shard:
-    """The share of one replica in a batch.
+    """The part of a batch that one replica computes.
 
     Attributes:
         rows: the number of samples of this replica.
