@@ -18,6 +18,7 @@ from replica_engine._tf import autograph, distribute
 from replica_engine.errors import ContribError
 from replica_engine.strategies.multi_step import MultiStepContext as _MultiStepContext
 from replica_engine.strategies.tpu import TPUStrategy as _TPUStrategy
+from replica_engine.strategies.tpu.device_loops import LoopSettings
 from replica_engine.values.regroup import regroup
 from replica_engine.xla.body import in_body
 from replica_engine.xla.graph_mode import refuses_graphs
@@ -99,15 +100,8 @@ class TPUStrategy(_TPUStrategy):
         self, fn: Callable[..., Any], iterator: Any, iterations: int = 1, initial_loop_values: Any = None
     ) -> MultiStepContext:
         """Runs `fn(context, *inputs)` `iterations` times in one launch, in cross-tower context; `run_steps` today."""
-        return self.extended.run_steps(
-            fn,
-            iterator,
-            iterations,
-            initial_loop_values,
-            in_replica=False,
-            spread=True,
-            context_class=MultiStepContext,
-        )
+        settings = LoopSettings(iterations, initial_loop_values, in_replica=False, context_class=MultiStepContext)
+        return self.extended.run_steps(fn, iterator, settings)
 
     @autograph.artifact
     def map(self, map_over: Iterable[Any], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> MapOutput:

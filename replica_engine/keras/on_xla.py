@@ -26,6 +26,7 @@ from replica_engine.errors import CollectiveError, many_batch_sizes
 from replica_engine.keras.compiling import compiling, layers_named, sparse_inputs_named
 from replica_engine.keras.shard import Shard
 from replica_engine.keras.steps import Logs, across_replicas, run_step
+from replica_engine.strategies.tpu.device_loops import LoopSettings
 from replica_engine.values import samples
 from replica_engine.values.regroup import regroup, select
 from replica_engine.xla.body import apart
@@ -144,8 +145,8 @@ class OnXla:
         def step(context: Any, shares: Any) -> None:
             context.set_last_step_output("logs", self._step(name, shares, total))
 
-        extended = self._strategy.extended
-        context = extended.run_steps(step, iter(data), len(data), None, spread=False, programs=self._programs)
+        settings = LoopSettings(len(data), spread=False, programs=self._programs)
+        context = self._strategy.extended.run_steps(step, iter(data), settings)
         return context.last_step_outputs["logs"]
 
     def _is_divisible(self, name: str) -> bool:

@@ -31,6 +31,7 @@ from replica_engine.keras.losses import extension
 from replica_engine.keras.on_threads import OnThreads
 from replica_engine.keras.optimizer import through_strategy
 from replica_engine.keras.variables import ReplicatedVariables
+from replica_engine.strategies.backend import compiles
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.trace_file import Track
 from replica_engine.values import samples
@@ -232,7 +233,7 @@ class Replicas:
         return self._steps
 
     def _make_steps(self) -> Any:
-        if not hasattr(self.strategy.extended, "device_group"):
+        if not compiles(self.strategy):
             return OnThreads(self._model, self.strategy)
         from replica_engine.keras.on_xla import OnXla  # not at module level: it needs jax
 

@@ -13,6 +13,7 @@ from replica_engine.errors import ReplicateError, positive_int
 from replica_engine.keras.choice import choose
 from replica_engine.keras.model import is_replicated, replicated
 from replica_engine.strategies import MirroredStrategy
+from replica_engine.strategies.backend import compiles
 
 _logger = logging.getLogger("replica_engine")
 
@@ -73,8 +74,8 @@ def replicate_model(
 
 
 def _is_compiled(strategy: Any) -> bool:
-    """Whether the strategy is a TPUStrategy; checks an attribute, since without jax the class cannot be imported."""
-    return isinstance(strategy, tf.distribute.Strategy) and hasattr(strategy.extended, "device_group")
+    """Whether it is a TPUStrategy; without jax there is no such class to ask for."""
+    return isinstance(strategy, tf.distribute.Strategy) and compiles(strategy)
 
 
 def _check(model: Any) -> None:

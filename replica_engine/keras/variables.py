@@ -20,6 +20,7 @@ import keras
 import tensorflow as tf
 
 from replica_engine._tf import distribute, keras_model, variables
+from replica_engine.strategies.backend import backend_of
 from replica_engine.threads.variables import SEED_STEP
 
 
@@ -156,10 +157,9 @@ class ReplicatedVariables:
 
         if graph is None:
             each()
-            if any(shared.device_value for shared in self._shared.values()):
-                return each  # variables of XLA track their own reads and writes: a graph gains nothing
-            # Not a tf.function: TensorFlow would warn that this code is traced often, because each model needs one
-            # trace.
+            if any(shared.host_side for shared in self._shared.values()):
+                return each  # variables of XLA have their own ways to see a read or write: a graph wins nothing
+            # Not the tf.function, which would warn that functions of this code are traced often: one a model.
             return tf.function(each, autograph=False).get_concrete_function()
         graph()
         return graph
@@ -169,9 +169,9 @@ class _Shared:
     """One Keras variable, with the plain TensorFlow variable and the distributed variable that it holds in turn.
 
     Attributes:
-        plain: the plain variable; it is a component of the distributed one if it is on the first device.
-        on_read: whether each replica has a separate value, and reading the variable combines these values.
-        device_value: for a variable whose values are on XLA devices, the object that keeps them; otherwise None.
+        plain: the plain one; a component of the distributed one, if it is on the first device.
+        on_read: whether each replica has a value of its own, which are brought together when they are read.
+        host_side: how the plain variable follows its value on the devices; None where it holds the value itself.
     """
 
     def __init__(self, variable: keras.Variable, strategy: tf.distribute.Strategy, is_state: bool):
@@ -185,12 +185,8 @@ class _Shared:
         if not self._is_component:
             variables.take_identity(self._components[0], self.plain)
         self.on_read = isinstance(self._distributed, distribute.SyncOnReadVariable)
-        self._on_host: Any = None
-        self.device_value = None
-        if self._is_component and hasattr(strategy.extended, "device_group"):
-            from replica_engine.xla.state.host_variable import HostVariable  # not at module level: it needs jax
-
-            self._on_host, self.device_value = HostVariable, HostVariable.device_value(self.plain)
+        backend = backend_of(strategy)
+        self.host_side = backend.host_side_of(self.plain) if self._is_component and backend is not None else None
 
     def is_of(self, value: Any) -> bool:
         """Whether the Keras variable holds one of these two variables now."""
@@ -207,15 +203,15 @@ class _Shared:
         """Puts the distributed variable into the Keras variable."""
         if self._is_component:
             keras_model.contain(self.plain, self._distributed)
-        if self.device_value is not None and not isinstance(self.plain, self._on_host):
-            self._on_host.adopt(self.plain, *self.device_value)
+        if self.host_side is not None:
+            self.host_side.attach()
         keras_model.put_underneath(self._variable, self._distributed)
 
     def put_plain(self) -> None:
         """Puts the plain variable back."""
         keras_model.contain(self.plain, None)
-        if self.device_value is not None:
-            self._on_host.release(self.plain)
+        if self.host_side is not None:
+            self.host_side.release()
         keras_model.put_underneath(self._variable, self.plain)
 
     def spread(self) -> None:

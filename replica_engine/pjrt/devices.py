@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
-import os
 import threading
 from typing import Any
 
 from replica_engine.errors import DeviceError, positive_int
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import jax, make_cpu_client
+from replica_engine.process import cores
 
 PLATFORMS = ("tpu", "gpu", "cpu")
 """The platforms, in the order in which one is chosen."""
@@ -42,7 +42,7 @@ def device_group(platform: str | None = None, count: int | None = None) -> Devic
         raise DeviceError.unknown_platform(platform, PLATFORMS)
     platform = platform.lower()
     if platform == "cpu":
-        count = count or _cores()
+        count = count or cores()
         if count > MOST_CPU_DEVICES:
             raise DeviceError.too_many(count, MOST_CPU_DEVICES)
         with _lock:
@@ -88,10 +88,6 @@ def _accelerators(platform: str) -> tuple:
         return tuple(jax.local_devices(backend=platform))
     except RuntimeError:  # how jax says that there are none
         return ()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _has_plugin() -> bool:

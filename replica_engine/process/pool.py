@@ -17,6 +17,8 @@ from __future__ import annotations
 import os
 import sys
 
+from replica_engine.process import cores
+
 VARIABLE = "TF_NUM_INTEROP_THREADS"  # TensorFlow reads it when it starts
 FOR_ONE_LAUNCH = 2  # threads: its own, and one for what it calls
 FOR_LAUNCHES = 16  # of as many user threads, but one
@@ -32,13 +34,6 @@ def make_room(threads: int) -> None:
 
         if thread_state.started():
             return
-    if (VARIABLE not in os.environ or _set_here) and _cores() < threads:
+    if (VARIABLE not in os.environ or _set_here) and cores() < threads:
         os.environ[VARIABLE] = str(threads)
         _set_here = True
-
-
-def _cores() -> int:
-    """The cores that this process may run on, of which TensorFlow makes a thread each."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.errors.base import shown
-from replica_engine.threads.call import ReplicaOptions, call_for_each_replica
+from replica_engine.threads.call import ReplicaOptions, call_for_each_replica, sync_points
 
 
 class ReplicaThreads:
@@ -28,10 +29,18 @@ class ReplicaThreads:
     """
 
     replica_options = ReplicaOptions()
+    compiles = False
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The hook of `tf.distribute`: runs `fn` once per replica, in replica context."""
         return call_for_each_replica(self._container_strategy(), fn, args, kwargs)  # type: ignore[attr-defined]
+
+    def sync_points(self) -> list[SyncPointRecord]:
+        """As `replica_engine.sync_points`."""
+        return sync_points(self._container_strategy())  # type: ignore[attr-defined]
+
+    def host_side_of(self, variable: Any) -> None:
+        """None: a variable of replica threads holds its value itself."""
 
 
 def check_seconds(**values: float | None) -> None:

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute
 from replica_engine.errors import DeviceError
+from replica_engine.threads.call import short_name
 
 LOCAL_JOBS = (None, "localhost")
 
@@ -34,7 +35,7 @@ def resolve_devices(devices: Sequence[str | tf.config.LogicalDevice] | None) -> 
         given = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
     names = [_full_name(device) for device in given]
     if len(set(names)) < len(names):
-        raise DeviceError.duplicated(sorted({_short(name) for name in names if names.count(name) > 1}))
+        raise DeviceError.duplicated(sorted({short_name(name) for name in names if names.count(name) > 1}))
     kinds = sorted({tf.DeviceSpec.from_string(name).device_type for name in names})
     if len(kinds) > 1:
         raise DeviceError.mixed(kinds)
@@ -75,11 +76,6 @@ def _check_exist(names: list[str], kind: str) -> None:
     for name in names:
         spec = tf.DeviceSpec.from_string(name)
         if spec.job in LOCAL_JOBS and (spec.device_type, spec.device_index) not in known:
-            missing.append(_short(name))
+            missing.append(short_name(name))
     if missing:
-        raise DeviceError.missing(missing, sorted(map(_short, present)), kind)
-
-
-def _short(name: str) -> str:
-    spec = tf.DeviceSpec.from_string(name)
-    return f"{spec.device_type}:{spec.device_index}"
+        raise DeviceError.missing(missing, sorted(map(short_name, present)), kind)

@@ -18,7 +18,6 @@ from replica_engine.strategies.base import ReplicaThreads, check_seconds
 from replica_engine.strategies.devices import resolve_devices
 from replica_engine.strategies.reductions import Reductions
 from replica_engine.strategies.validation import check_call, check_flags, checked_reduction
-from replica_engine.threads.call import sync_points
 from replica_engine.threads.cpu_reduction import CpuReduction
 
 # If two groups of devices use one collective key, TensorFlow fails: "joining a group with size 2, but that group has
@@ -185,4 +184,4 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
 
         See `replica_engine.sync_points`.
         """
-        return sync_points(self)
+        return self.extended.sync_points()

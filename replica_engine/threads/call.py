@@ -244,11 +244,12 @@ def _pool(strategy: tf.distribute.Strategy, devices: Sequence[str]) -> GroupPool
     with _pools_lock:
         pool = _pools.get(strategy)
         if pool is None:
-            pool = _pools[strategy] = GroupPool([_short(device) for device in devices], type(strategy).__name__)
+            pool = _pools[strategy] = GroupPool([short_name(device) for device in devices], type(strategy).__name__)
         return pool
 
 
-def _short(device: str) -> str:
+def short_name(device: str) -> str:
+    """The short form of a device's name, for people: "CPU:1", and "worker:0/CPU:1" for a device of another task."""
     spec = tf.DeviceSpec.from_string(device)
     name = f"{spec.device_type}:{spec.device_index}"
     return name if spec.job in (None, "localhost") else f"{spec.job}:{spec.task}/{name}"

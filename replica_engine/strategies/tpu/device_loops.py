@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,38 +20,65 @@ from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.stages.program_cache import ProgramCache
 
 
+@dataclasses.dataclass(frozen=True)
+class LoopSettings:
+    """How a device loop runs its steps.
+
+    Attributes:
+        iterations: the number of steps; None takes the strategy's `steps_per_run`.
+        initial_values: `last_step_outputs` where no step runs, by name.
+        in_replica: whether a step runs in replica context, or in cross-replica context.
+        spread: whether a batch that is a tuple is several arguments of the step, or one. A function that does not take
+            that many arguments gets the other form.
+        prefetch: the largest number of batches that are fetched ahead; None takes two, or more of small ones: up to
+            256, or as many as fit into half a megabyte for a replica.
+        context_class: the class of the context that a step gets.
+        programs: where the compiled programs are kept; None keeps them with the strategy.
+    """
+
+    iterations: int | None = None
+    initial_values: Mapping[str, Any] | None = None
+    in_replica: bool = True
+    spread: bool = True
+    prefetch: int | None = None
+    context_class: type[MultiStepContext] = MultiStepContext
+    programs: ProgramCache | None = None
+
+    def checked(self, strategy: tf.distribute.Strategy) -> LoopSettings:
+        """The settings with a number of iterations.
+
+        Raises:
+            InputsError: a number of steps or batches is not a positive int, or the initial values are not a mapping.
+        """
+        iterations = strategy.steps_per_run if self.iterations is None else self.iterations
+        if self.initial_values is not None and not isinstance(self.initial_values, Mapping):
+            raise InputsError.bad_initial_values(self.initial_values)
+        return dataclasses.replace(
+            self,
+            iterations=_positive("iterations", iterations),
+            prefetch=None if self.prefetch is None else _positive("prefetch", self.prefetch),
+        )
+
+
 def run_steps(
     strategy: tf.distribute.Strategy,
     programs: ProgramCache,
     fn: Callable[..., Any],
     iterator: Any,
-    iterations: int,
-    initial_values: Any,
-    in_replica: bool,
-    spread: bool,
-    prefetch: int | None,
-    context_class: type[MultiStepContext],
+    settings: LoopSettings,
 ) -> Any:
     """Runs steps in one launch.
 
     Args:
         strategy: the strategy whose replicas run the steps.
-        programs: the cache of compiled programs to use.
-        fn: a step, called with a `MultiStepContext` and a batch.
-        iterator: the iterator of a dataset, distributed or not, or any iterable; it yields the batches.
-        iterations: how many steps to run.
-        initial_values: the content of `last_step_outputs` if no step runs.
-        in_replica: whether a step runs in replica context; otherwise it runs in cross-replica context.
-        spread: whether a batch that is a tuple becomes several arguments; otherwise it is one argument. If the
-            signature of `fn` does not fit, the other form is used.
-        prefetch: the largest number of batches to fetch ahead; None means two, or more if batches are small.
-        context_class: the class of the context that collects what a step passes out.
+        programs: the strategy's programs.
+        fn: a step; it is called with a `MultiStepContext` and a batch.
+        iterator: the inputs: an iterator of a dataset, distributed or not, or any iterable.
+        settings: how the steps run.
     """
-    iterations = _positive("iterations", iterations)
-    if prefetch is not None:
-        prefetch = _positive("prefetch", prefetch)
-    if initial_values is not None and not isinstance(initial_values, Mapping):
-        raise InputsError.bad_initial_values(initial_values)
+    settings = settings.checked(strategy)
+    assert settings.iterations is not None, "checked"
+    iterations, context_class = settings.iterations, settings.context_class
     if not tf.executing_eagerly():
         raise InputsError.steps_in_function()
     source = FunctionSpec.of(fn)
@@ -58,16 +86,16 @@ def run_steps(
     def step(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         context = context_class()
         converted = autograph.convert_always(fn) if source.autograph else fn
-        if in_replica:
+        if settings.in_replica:
             with BodyReplicaContext(strategy, is_step=True):
                 converted(context, *args, **kwargs)
         else:
             tf.distribute.get_replica_context().merge_call(lambda _: (converted(context, *args, **kwargs), None)[1])
         return context.traced()
 
-    batches = _batches(source.fn, iterator, spread)
+    batches = _batches(source.fn, iterator, settings.spread)
     context = context_class()
-    context.last_step_outputs = dict(initial_values or {})
+    context.last_step_outputs = dict(settings.initial_values or {})
     try:
         first = next(batches, None)
     except BaseException as error:
@@ -76,7 +104,10 @@ def run_steps(
     if first is None:
         raise _out_of_range(context, iterations)
     with strategy.scope(), shutdown.running():
-        outcome = run_loop(programs, source, (in_replica, context_class), step, first, batches, iterations, prefetch)
+        mode = settings.in_replica, context_class
+        outcome = run_loop(
+            settings.programs or programs, source, mode, step, first, batches, iterations, settings.prefetch
+        )
     context = context_class.filled(outcome.steps, outcome.results)
     if outcome.error is not None:
         _keep(outcome.error, context, iterations)

@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import keras_trainer
+from replica_engine.strategies.tpu.device_loops import LoopSettings
 
 
 def device_loop(model: Any, step_function: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +61,7 @@ def device_loop(model: Any, step_function: Callable[..., Any], plain: Callable[.
 
 def _launch(strategy: Any, programs: Any, step: Callable[..., Any], batches: Iterator[Any], most: int) -> Any:
     try:
-        return strategy.extended.run_steps(step, batches, most, None, spread=False, programs=programs)
+        return strategy.extended.run_steps(step, batches, LoopSettings(most, spread=False, programs=programs))
     except tf.errors.OutOfRangeError as ended:
         if not getattr(ended, "context", None):
             raise

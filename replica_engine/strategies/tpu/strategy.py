@@ -12,18 +12,19 @@ from replica_engine import xla
 from replica_engine._tf import autograph, distribute, keras_trainer
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.tracebacks import shortened
-from replica_engine.errors.base import shown
+from replica_engine.errors.base import positive_int, shown
 from replica_engine.pjrt.devices import device_group
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.process import pool
 from replica_engine.process.fork import check_not_forked
+from replica_engine.strategies.backend import HostSide
 from replica_engine.strategies.base import check_seconds
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.reductions import Reductions
 from replica_engine.strategies.tpu import keras_steps, variables
 from replica_engine.strategies.tpu.api import OneLogicalDevice, TPUFacts
 from replica_engine.strategies.tpu.context import BodyReplicaContext, gather_leaf, reduce_leaf
-from replica_engine.strategies.tpu.device_loops import run_steps
+from replica_engine.strategies.tpu.device_loops import LoopSettings, run_steps
 from replica_engine.strategies.validation import check_call, check_flags, checked_reduction
 from replica_engine.values.regroup import regroup, spread
 from replica_engine.xla.body import Limits, in_body
@@ -67,6 +68,8 @@ class TPUExtended(TPUFacts, Reductions, distribute.MirroredExtended):
     Attributes:
         device_group: the devices that the replicas run on.
     """
+
+    compiles = True
 
     def __init__(
         self,
@@ -125,6 +128,10 @@ class TPUExtended(TPUFacts, Reductions, distribute.MirroredExtended):
         """Same as `TPUStrategy.sync_points`."""
         return self._programs.sync_points()
 
+    def host_side_of(self, variable: Any) -> HostSide | None:
+        """How a plain variable follows its value on the devices; None for a variable that is only on the host."""
+        return variables.host_side_of(variable)
+
     def own_programs(self) -> ProgramCache:
         """A new program cache for `run_steps`, separate from the strategy's; the strategy does not keep it alive."""
         return self._programs.beside()
@@ -132,50 +139,13 @@ class TPUExtended(TPUFacts, Reductions, distribute.MirroredExtended):
     def experimental_run_steps_on_iterator(
         self, fn: Callable[..., Any], iterator: Any, iterations: int | None = None, initial_loop_values: Any = None
     ) -> MultiStepContext:
-        """Runs steps in cross-replica context, as in every strategy; `iterations` defaults to `steps_per_run`."""
-        return self.run_steps(fn, iterator, iterations, initial_loop_values, in_replica=False, spread=False)
+        """As of every strategy: steps in cross-replica context; `iterations` is `steps_per_run` if not given."""
+        settings = LoopSettings(iterations, initial_loop_values, in_replica=False, spread=False)
+        return self.run_steps(fn, iterator, settings)
 
-    def run_steps(
-        self,
-        fn: Callable[..., Any],
-        iterator: Any,
-        iterations: int | None,
-        initial_loop_values: Any,
-        in_replica: bool = True,
-        spread: bool = True,
-        prefetch: int | None = None,
-        context_class: type[MultiStepContext] = MultiStepContext,
-        programs: ProgramCache | None = None,
-    ) -> Any:
-        """Same as `TPUStrategy.run_steps`, with more options.
-
-        Args:
-            fn: a step.
-            iterator: yields the batches.
-            iterations: how many steps to run; None takes `steps_per_run`.
-            initial_loop_values: the content of `last_step_outputs` if the iterator yields no batch.
-            in_replica: whether a step runs in replica context; otherwise it runs in cross-replica context.
-            spread: whether a batch that is a tuple becomes several arguments; otherwise it is one argument.
-            prefetch: the largest number of batches to fetch ahead. None means two, or more if batches are small: up to
-                256, as long as they take no more than half a megabyte on a replica.
-            context_class: the class of the context that collects what a step passes out.
-            programs: the cache that keeps the compiled programs; None takes the strategy's.
-        """
-        strategy = self._container_strategy()
-        if iterations is None:
-            iterations = strategy.steps_per_run
-        return run_steps(
-            strategy,
-            programs or self._programs,
-            fn,
-            iterator,
-            iterations,
-            initial_loop_values,
-            in_replica,
-            spread,
-            prefetch,
-            context_class,
-        )
+    def run_steps(self, fn: Callable[..., Any], iterator: Any, settings: LoopSettings) -> Any:
+        """As `TPUStrategy.run_steps`, with all settings that there are."""
+        return run_steps(self._container_strategy(), self._programs, fn, iterator, settings)
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         """The hook that makes variables."""
@@ -333,7 +303,8 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
         check_flags(same_random_numbers=same_random_numbers)
         if soft_placement is not None:
             check_flags(soft_placement=soft_placement)
-        if isinstance(steps_per_run, bool) or not isinstance(steps_per_run, int) or steps_per_run < 1:
+        steps = positive_int(steps_per_run)
+        if steps is None:
             raise ValueError(f"steps_per_run must be a positive int; got {shown(steps_per_run)}.")
         if tpu_cluster_resolver is not None and not isinstance(tpu_cluster_resolver, PjrtClusterResolver):
             raise TypeError(
@@ -347,7 +318,7 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
         limits = Limits(timeout, warn_after)
         # Not the parent's __init__: it would connect to TensorFlow's TPU system.
         tf.distribute.Strategy.__init__(self, TPUExtended(self, devices, same_random_numbers, limits, soft_placement))
-        self._steps_per_run = steps_per_run
+        self._steps_per_run = steps
         self._resolver = tpu_cluster_resolver
 
     def scope(self) -> Any:
@@ -427,8 +398,9 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
             >>> float(total.numpy()), float(context.last_step_outputs["mean"]), context.steps
             (15.0, 4.5, 3)
         """
+        settings = LoopSettings(iterations, initial_loop_values, prefetch=prefetch)
         try:
-            return self.extended.run_steps(fn, iterator, iterations, initial_loop_values, prefetch=prefetch)
+            return self.extended.run_steps(fn, iterator, settings)
         except Exception as error:
             raise shortened(error)
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute, variables
 from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.strategies.backend import HostSide
 from replica_engine.threads.variables import SEED_STEP
 from replica_engine.xla.state import initial_values
 from replica_engine.xla.state.device_value import DeviceValue, Spread
@@ -22,8 +23,8 @@ from replica_engine.xla.state.host_variable import HostVariable
 _KERAS_SEED = "seed_generator_state"
 
 
-class _Resident:
-    """The code that both kinds of variable share."""
+class _OnDevices:
+    """What both kinds of variable share."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copies the variable on its devices. As in `tf.distribute`, this works only under its strategy's scope."""
@@ -43,7 +44,7 @@ class _Resident:
         return copied
 
 
-class MirroredDeviceVariable(_Resident, distribute.MirroredVariable):
+class MirroredDeviceVariable(_OnDevices, distribute.MirroredVariable):
     """A variable with one value on all replicas.
 
     A variable without aggregation lets replicas assign different values. Then each replica keeps its value on its
@@ -61,8 +62,30 @@ class MirroredDeviceVariable(_Resident, distribute.MirroredVariable):
         return (self._values[0], *(variables.ResourceVariable(value, trainable=False) for value in values[1:]))
 
 
-class OnReadDeviceVariable(_Resident, distribute.SyncOnReadVariable):
-    """A variable with one value per replica; reading it in cross-replica context aggregates the values."""
+class OnReadDeviceVariable(_OnDevices, distribute.SyncOnReadVariable):
+    """A variable with a value for each replica, aggregated when it is read across replicas."""
+
+
+class _HostSide:
+    """See `strategies.backend.HostSide`."""
+
+    def __init__(self, variable: Any, device_value: DeviceValue, replica: int):
+        self._variable = variable
+        self._device_value = device_value
+        self._replica = replica
+
+    def attach(self) -> None:
+        if not isinstance(self._variable, HostVariable):
+            HostVariable.adopt(self._variable, self._device_value, self._replica)
+
+    def release(self) -> None:
+        HostVariable.release(self._variable)
+
+
+def host_side_of(variable: Any) -> HostSide | None:
+    """See `strategies.backend.Backend.host_side_of`."""
+    found = HostVariable.device_value(variable)
+    return None if found is None else _HostSide(variable, *found)
 
 
 def create(strategy: Any, next_creator: Callable[..., Any], kwargs: dict[str, Any], same_random: bool) -> Any:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from replica_engine._tf import thread_state
 from replica_engine.errors import BackendMissingError, DeviceError, ParityArgumentError
 from replica_engine.strategies import MirroredStrategy
+from replica_engine.strategies.backend import compiles
 from replica_engine.testing.devices import logical_devices
 
 MIRRORED, TPU = "MirroredStrategy", "TPUStrategy"
@@ -54,11 +55,6 @@ def candidates(
     return made, left_out
 
 
-def is_compiled(strategy: tf.distribute.Strategy) -> bool:
-    """Whether it is a `TPUStrategy`; without jax there is no such class to ask for."""
-    return hasattr(strategy.extended, "device_group")
-
-
 def _listed(strategies: Any) -> list[Any]:
     if strategies is None:
         return [MIRRORED, TPU]
@@ -71,7 +67,7 @@ def _listed(strategies: Any) -> list[Any]:
 
 def _checked(strategy: tf.distribute.Strategy, replicas: int) -> str:
     name = type(strategy).__name__
-    if not isinstance(strategy, MirroredStrategy) and not is_compiled(strategy):
+    if not isinstance(strategy, MirroredStrategy) and not compiles(strategy):
         raise ParityArgumentError.unknown_strategy(strategy)
     if strategy.num_replicas_in_sync != replicas:
         raise ParityArgumentError.other_size(name, strategy.num_replicas_in_sync, replicas)

@@ -20,9 +20,9 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.errors import LoweringError, ParityArgumentError
+from replica_engine.strategies.backend import compiles
 from replica_engine.testing.parity import batches as cut
 from replica_engine.testing.parity import step_causes
-from replica_engine.testing.parity.candidates import is_compiled
 from replica_engine.testing.parity.comparison import (
     ORDERS,
     RTOL,
@@ -212,11 +212,11 @@ class _Check:
         """Arguments of `strategy.run`; None where a compiled program cannot have shares of these sizes."""
         replicas = strategy.num_replicas_in_sync
         total = samples.count(batch)
-        if replicas == 1 and not is_compiled(strategy):
+        if replicas == 1 and not compiles(strategy):
             return self._call.arguments(batch, tf.fill([total], 1.0 / total))
         if self._call.weights is not None:
             return self._call.arguments(*split_batch(strategy, batch, batch_size=self._size))
-        if is_compiled(strategy) and total % replicas:
+        if compiles(strategy) and total % replicas:
             return None
         made = []
         for device, share in zip(strategy.extended.worker_devices, cut.shares(batch, replicas), strict=True):
