@@ -74,7 +74,7 @@ def replicate_model(
 
 
 def _is_compiled(strategy: Any) -> bool:
-    """Whether it is a TPUStrategy; without jax there is no such class to ask for."""
+    """Whether the strategy is a TPUStrategy. This asks the backend, because the class needs jax to be imported."""
     return isinstance(strategy, tf.distribute.Strategy) and compiles(strategy)
 
 

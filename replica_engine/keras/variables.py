@@ -158,8 +158,9 @@ class ReplicatedVariables:
         if graph is None:
             each()
             if any(shared.host_side for shared in self._shared.values()):
-                return each  # variables of XLA have their own ways to see a read or write: a graph wins nothing
-            # Not the tf.function, which would warn that functions of this code are traced often: one a model.
+                return each  # variables of XLA track their own reads and writes: a graph gains nothing
+            # Not a tf.function: TensorFlow would warn that this code is traced often, because each model needs one
+            # trace.
             return tf.function(each, autograph=False).get_concrete_function()
         graph()
         return graph
@@ -169,9 +170,9 @@ class _Shared:
     """One Keras variable, with the plain TensorFlow variable and the distributed variable that it holds in turn.
 
     Attributes:
-        plain: the plain one; a component of the distributed one, if it is on the first device.
-        on_read: whether each replica has a value of its own, which are brought together when they are read.
-        host_side: how the plain variable follows its value on the devices; None where it holds the value itself.
+        plain: the plain variable; it is a component of the distributed one if it is on the first device.
+        on_read: whether each replica has a separate value, and reading the variable combines these values.
+        host_side: links the plain variable to its value on the devices; None if the plain variable holds its value.
     """
 
     def __init__(self, variable: keras.Variable, strategy: tf.distribute.Strategy, is_state: bool):

@@ -36,11 +36,11 @@ class ReplicaThreads:
         return call_for_each_replica(self._container_strategy(), fn, args, kwargs)  # type: ignore[attr-defined]
 
     def sync_points(self) -> list[SyncPointRecord]:
-        """As `replica_engine.sync_points`."""
+        """Same as `replica_engine.sync_points`."""
         return sync_points(self._container_strategy())  # type: ignore[attr-defined]
 
     def host_side_of(self, variable: Any) -> None:
-        """None: a variable of replica threads holds its value itself."""
+        """Always None: with replica threads, a variable holds its value itself."""
 
 
 def check_seconds(**values: float | None) -> None:

@@ -249,7 +249,7 @@ def _pool(strategy: tf.distribute.Strategy, devices: Sequence[str]) -> GroupPool
 
 
 def short_name(device: str) -> str:
-    """The short form of a device's name, for people: "CPU:1", and "worker:0/CPU:1" for a device of another task."""
+    """The short form of a device's name, for messages: "CPU:1", or "worker:0/CPU:1" for a device of another task."""
     spec = tf.DeviceSpec.from_string(device)
     name = f"{spec.device_type}:{spec.device_index}"
     return name if spec.job in (None, "localhost") else f"{spec.job}:{spec.task}/{name}"

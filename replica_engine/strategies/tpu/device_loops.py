@@ -26,14 +26,14 @@ class LoopSettings:
 
     Attributes:
         iterations: the number of steps; None takes the strategy's `steps_per_run`.
-        initial_values: `last_step_outputs` where no step runs, by name.
-        in_replica: whether a step runs in replica context, or in cross-replica context.
-        spread: whether a batch that is a tuple is several arguments of the step, or one. A function that does not take
-            that many arguments gets the other form.
-        prefetch: the largest number of batches that are fetched ahead; None takes two, or more of small ones: up to
-            256, or as many as fit into half a megabyte for a replica.
-        context_class: the class of the context that a step gets.
-        programs: where the compiled programs are kept; None keeps them with the strategy.
+        initial_values: by name, the content of `last_step_outputs` if no step runs.
+        in_replica: whether a step runs in replica context; otherwise it runs in cross-replica context.
+        spread: whether a batch that is a tuple becomes several arguments of the step; otherwise it is one argument. If
+            the signature of the step does not fit, the other form is used.
+        prefetch: the largest number of batches to fetch ahead. None means two, or more if batches are small: up to
+            256, as long as they take no more than half a megabyte on a replica.
+        context_class: the class of the context that collects what a step passes out.
+        programs: the cache that keeps the compiled programs; None takes the strategy's.
     """
 
     iterations: int | None = None
@@ -45,7 +45,7 @@ class LoopSettings:
     programs: ProgramCache | None = None
 
     def checked(self, strategy: tf.distribute.Strategy) -> LoopSettings:
-        """The settings with a number of iterations.
+        """Fills in the number of iterations and checks the settings.
 
         Raises:
             InputsError: a number of steps or batches is not a positive int, or the initial values are not a mapping.
@@ -71,9 +71,9 @@ def run_steps(
 
     Args:
         strategy: the strategy whose replicas run the steps.
-        programs: the strategy's programs.
-        fn: a step; it is called with a `MultiStepContext` and a batch.
-        iterator: the inputs: an iterator of a dataset, distributed or not, or any iterable.
+        programs: the strategy's cache of compiled programs.
+        fn: a step, called with a `MultiStepContext` and a batch.
+        iterator: the iterator of a dataset, distributed or not, or any iterable; it yields the batches.
         settings: how the steps run.
     """
     settings = settings.checked(strategy)

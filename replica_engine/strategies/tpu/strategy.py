@@ -129,7 +129,7 @@ class TPUExtended(TPUFacts, Reductions, distribute.MirroredExtended):
         return self._programs.sync_points()
 
     def host_side_of(self, variable: Any) -> HostSide | None:
-        """How a plain variable follows its value on the devices; None for a variable that is only on the host."""
+        """The host's side of a variable whose value lives on devices; None if the variable itself holds the value."""
         return variables.host_side_of(variable)
 
     def own_programs(self) -> ProgramCache:
@@ -139,12 +139,12 @@ class TPUExtended(TPUFacts, Reductions, distribute.MirroredExtended):
     def experimental_run_steps_on_iterator(
         self, fn: Callable[..., Any], iterator: Any, iterations: int | None = None, initial_loop_values: Any = None
     ) -> MultiStepContext:
-        """As of every strategy: steps in cross-replica context; `iterations` is `steps_per_run` if not given."""
+        """Runs steps in cross-replica context, as in every strategy; `iterations` defaults to `steps_per_run`."""
         settings = LoopSettings(iterations, initial_loop_values, in_replica=False, spread=False)
         return self.run_steps(fn, iterator, settings)
 
     def run_steps(self, fn: Callable[..., Any], iterator: Any, settings: LoopSettings) -> Any:
-        """As `TPUStrategy.run_steps`, with all settings that there are."""
+        """Same as `TPUStrategy.run_steps`, with all settings of a device loop."""
         return run_steps(self._container_strategy(), self._programs, fn, iterator, settings)
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ _KERAS_SEED = "seed_generator_state"
 
 
 class _OnDevices:
-    """What both kinds of variable share."""
+    """The code that both kinds of variable share."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copies the variable on its devices. As in `tf.distribute`, this works only under its strategy's scope."""
@@ -63,11 +63,11 @@ class MirroredDeviceVariable(_OnDevices, distribute.MirroredVariable):
 
 
 class OnReadDeviceVariable(_OnDevices, distribute.SyncOnReadVariable):
-    """A variable with a value for each replica, aggregated when it is read across replicas."""
+    """A variable with one value per replica; reading it in cross-replica context aggregates the values."""
 
 
 class _HostSide:
-    """See `strategies.backend.HostSide`."""
+    """Implements `strategies.backend.HostSide`."""
 
     def __init__(self, variable: Any, device_value: DeviceValue, replica: int):
         self._variable = variable
@@ -83,7 +83,7 @@ class _HostSide:
 
 
 def host_side_of(variable: Any) -> HostSide | None:
-    """See `strategies.backend.Backend.host_side_of`."""
+    """Implements `strategies.backend.Backend.host_side_of`."""
     found = HostVariable.device_value(variable)
     return None if found is None else _HostSide(variable, *found)
 
