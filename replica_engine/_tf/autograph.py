@@ -186,7 +186,7 @@ def _forget_parts_of(note: str, error: BaseException) -> None:
 
 
 def _is_copy(error: BaseException) -> bool:
-    """Whether AutoGraph made this exception from the one that it was handling; a user's exception has no such head."""
+    """Whether AutoGraph made this exception from the one that it was handling; a user's exception has no such text."""
     if not error.__suppress_context__ or error.__cause__ is not None:
         return False
     with contextlib.suppress(Exception):  # the user's exception may fail to make a text

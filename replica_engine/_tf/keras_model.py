@@ -165,7 +165,7 @@ def with_inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.o
 
 
 def apply_across(optimizer: keras.optimizers.Optimizer, apply: Callable[..., Any], grads: Any, variables: Any) -> None:
-    """Calls the optimizer's own `apply` in cross-replica context, where that of LossScaleOptimizer would refuse."""
+    """Calls the optimizer's own `apply` in cross-replica context, where LossScaleOptimizer's would raise."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer._common_apply(grads, variables)
     else:
@@ -232,7 +232,7 @@ def counts(model: keras.Model) -> list[tuple[keras.optimizers.Optimizer, int]]:
 
 
 def unknown_to(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> list[keras.Variable]:
-    """Those of `variables` that a built optimizer was not built for."""
+    """The variables among `variables` for which a built optimizer has no state."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if not inner.built:
         return []

@@ -210,7 +210,7 @@ def summary_state() -> tuple[Any, Any, Any]:
 
 
 class _CallersWriter:
-    """A stand-in for the summary writer of a later caller; only the resource differs from that of `writer`."""
+    """A stand-in for the summary writer of a later caller; like `writer`, except for the resource."""
 
     def __init__(self, writer: Any):
         self._writer = writer
@@ -229,7 +229,7 @@ def callers_writer() -> Any:
 
 @contextlib.contextmanager
 def summaries_of_caller(step: Any) -> Iterator[None]:
-    """Inside the block, the default summary writer stands for that of a later caller; so does the step, if given.
+    """Inside the block, the default summary writer represents the writer of a later caller; so does the step, if given.
 
     `actual_summaries` gives access to the writer and the step that they replace now.
     """

@@ -119,7 +119,7 @@ def outermost_graph(inner: Any) -> Any:
 
 
 def capture_at_call(graph: Any, raw: tf.Tensor, at_call: Callable[[], tf.Tensor]) -> tf.Tensor:
-    """Captures a handle in a function graph; at each call of the function its value is that of `at_call()`.
+    """Captures a handle in a function graph; each call of the function uses the result of `at_call()` as the handle.
 
     At each call, a function asks the callables among its captures for their values. FuncGraph has a method for such
     captures, but functions that use it cannot be saved.
@@ -162,7 +162,7 @@ def no_tape() -> contextlib.AbstractContextManager[None]:
 
 
 def create(next_creator: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-    """Makes a plain variable that outlives the function which may be being traced.
+    """Makes a plain variable; if a function is being traced, the variable outlives that function.
 
     Its initial value must not be a tensor of that function (see `xla.initial_values`).
     """

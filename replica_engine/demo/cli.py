@@ -39,7 +39,7 @@ NEEDED = {"sklearn": "scikit-learn", "tqdm": "tqdm"}
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Adds the `demo` command to those of `python -m replica_engine`.
+    """Adds the `demo` command to `python -m replica_engine`.
 
     Args:
         subparsers: the result of `ArgumentParser.add_subparsers`.

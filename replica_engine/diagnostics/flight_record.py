@@ -35,7 +35,7 @@ class Brought(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A cross-replica operation of a body.
+    """A collective of a compiled body.
 
     Attributes:
         kind: "all_reduce", "all_gather", ...

@@ -66,7 +66,7 @@ def user_location(replica: Replica) -> tuple[str, int, str]:
 def _user_frame(replica: Replica) -> tuple[FrameType, str, int]:
     """The innermost frame of the user, the name of the function that it called, and the thread of the frame.
 
-    In Keras' `fit`, a replica thread has no frame of the user. Then the frame is the one that called `fit`, on the
+    In Keras' `fit`, a replica thread has no frame of the user. Then this is the frame that called `fit`, on the
     thread that called `run`.
     """
     here = sys._getframe(1)

@@ -17,7 +17,7 @@ from replica_engine.errors import LoweringError, ReplicaEngineError, add_note, n
 from replica_engine.values import samples
 
 PROGRESS_EVERY = 10.0
-"""Seconds between log lines which say that a compilation goes on."""
+"""Seconds between log lines that report an unfinished compilation."""
 
 _logger = logging.getLogger("replica_engine")
 
@@ -48,7 +48,7 @@ def compiling(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def layers_named(model: keras.Model) -> Iterator[None]:
-    """Adds a note to an XLA error inside the `with` block; the note names the layer of the model and a way out."""
+    """Adds a note to an XLA error inside the `with` block; the note names the layer of the model and a remedy."""
     try:
         yield
     except LoweringError as error:

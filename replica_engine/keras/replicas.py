@@ -1,10 +1,10 @@
 """The state that a replicated model has and the original has not: a strategy, and steps on its replicas.
 
 The original and the replicated model share their variables, and only one of them owns them at a time. A method of the
-replicated model *enters*: the variables become those of the replicas, optimizers and metrics get their hooks, and the
-functions that Keras traced for the original are put aside. When the last thread leaves, all this is undone. So after a
-method of the replicated model has returned, users of the original see no change. A callback that uses the original
-during such a method works on the replicas' variables.
+replicated model *enters*: the variables become variables of the replicas, optimizers and metrics get their hooks, and
+the functions that Keras traced for the original are put aside. When the last thread leaves, all this is undone. So
+after a method of the replicated model has returned, users of the original see no change. A callback that uses the
+original during such a method works on the replicas' variables.
 
 A callback may change what the model has: build its optimizer, set another one, compile it, add weights. Keras creates
 variables for these outside any scope, so they are plain variables. They must be shared before the next step runs;
@@ -37,7 +37,7 @@ from replica_engine.telemetry.trace_file import Track
 from replica_engine.values import samples
 
 _lock = threading.RLock()
-_inside: weakref.WeakKeyDictionary[Any, Replicas] = weakref.WeakKeyDictionary()  # by original, the one that is inside
+_inside: weakref.WeakKeyDictionary[Any, Replicas] = weakref.WeakKeyDictionary()  # the one inside, by original
 
 
 class Replicas:
@@ -67,7 +67,7 @@ class Replicas:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Makes the model's variables those of the replicas inside the block, without entering a strategy's scope.
+        """Inside the block, the model's variables belong to the replicas; no strategy's scope is entered.
 
         In a strategy's scope, Keras would distribute data a second time, and a callback would create distributed
         variables.

@@ -56,12 +56,12 @@ class ReplicatedVariables:
                 shared.spread()
 
     def reconcile(self) -> None:
-        """Makes replicas agree on the values that each has assigned for itself, except those of metrics."""
+        """Makes replicas agree on the values that each has assigned for itself; does not change metrics."""
         for shared in self._shared.values():
             shared.reconcile()
 
     def enter(self) -> None:
-        """Makes the model's variables those of all replicas."""
+        """Puts the distributed variables into the model's Keras variables."""
         self._is_inside = True
         self._find()
         for shared in self._shared.values():
@@ -70,7 +70,7 @@ class ReplicatedVariables:
         self._lend_optimizers()
 
     def leave(self) -> bool:
-        """Makes the model's variables plain ones again.
+        """Puts the plain variables back into the model's Keras variables.
 
         Returns:
             Whether a step made variables, which steps of a later call would not share.
@@ -143,7 +143,7 @@ class ReplicatedVariables:
     def _return_optimizers(self, lent: list[tuple[Any, Any]]) -> None:
         for optimizer, strategies in lent:
             for each, strategy in strategies:
-                # An optimizer that was made under the scope has plain variables by now.
+                # An optimizer that was made under the scope has plain variables now.
                 own = distribute.default_strategy() if strategy is self._strategy else strategy
                 keras_model.set_strategy_of_optimizer(each, own)
             del self._optimizers[id(optimizer)]

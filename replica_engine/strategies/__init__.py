@@ -2,6 +2,7 @@
 
 - `mirrored`: MirroredStrategy and its extended half.
 - `tpu`: TPUStrategy and its extended half; the replica context of a compiled body; variables on the devices.
+- `backend`: the contract that both kinds of strategy fulfil.
 - `base`: ReplicaThreads, which runs the replicas of any extended half on this library's threads.
 - `multi_step`: the context object of a device loop, which carries the outputs of its steps.
 - `reductions` and `validation`: checks of what users pass to `run` and `reduce`.

@@ -1,7 +1,7 @@
 """The base class of every strategy that runs its replicas on this library's threads.
 
 A `tf.distribute.Strategy` has two halves: the strategy, with the methods that users call, and its `extended`, with the
-hooks that implement them. `ReplicaThreads` goes in front of an extended class and changes one hook, the one that calls
+hooks that implement them. `ReplicaThreads` goes in front of an extended class and changes only the hook that calls
 replicas. Everything else (variables, datasets, reductions) stays as the extended class has it.
 """
 

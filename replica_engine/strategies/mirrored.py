@@ -58,7 +58,7 @@ class MirroredExtended(ReplicaThreads, Reductions, distribute.MirroredExtended):
         return results
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
-        """The hook that updates a variable, one component after the other. Ctrl-C waits, so that none is left out."""
+        """The hook that updates all components of a variable or none: Ctrl-C waits until all are updated."""
         with held_off_once():
             return super()._update(var, fn, args, kwargs, group)
 

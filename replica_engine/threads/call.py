@@ -217,7 +217,7 @@ def _merge(strategy: tf.distribute.Strategy, requests: list[MergeRequest], run: 
 def sync_points(strategy: tf.distribute.Strategy) -> list[SyncPointRecord]:
     """Returns the last sync points of each replica of a strategy, in the order in which they were reached.
 
-    Up to 100 are kept for each replica. The sync points of a step inside a `tf.function` are those of its trace.
+    Up to 100 are kept for each replica. For a step inside a `tf.function`, they are from the time of its trace.
 
     Args:
         strategy: any strategy that runs on this library's replica threads.

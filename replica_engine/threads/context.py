@@ -169,7 +169,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
 
     @staticmethod
     def _needs_gradient(tensors: list[Any]) -> bool:
-        """Whether the gradient of an all-reduce may be asked for; never for sparse values."""
+        """Whether a tape may need the gradient of an all-reduce; never for sparse values."""
         if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
             return False
         return not all(map(eager.is_eager, tensors)) or eager.is_watched(tensors)

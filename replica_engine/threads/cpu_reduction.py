@@ -32,8 +32,8 @@ _OPERATIONS = (tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN)
 class CpuReduction(tf.distribute.ReductionToOneDevice):
     """TensorFlow's reduction to one device, with a faster path for small tensors.
 
-    In eager mode NumPy adds small tensors, without ops. In a graph many small tensors are reduced at a time. The order
-    of the additions is that of TensorFlow's own reduction, so the results are equal too.
+    In eager mode NumPy adds small tensors, without ops. In a graph many small tensors are reduced at a time. The
+    additions have the same order as in TensorFlow's own reduction, so the results are equal.
     """
 
     def reduce(self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any = None) -> Any:

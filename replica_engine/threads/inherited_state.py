@@ -1,13 +1,13 @@
-"""What a replica thread takes over from the thread that called `run`.
+"""The state that a replica thread takes over from the thread that called `run`.
 
 TensorFlow keeps much of its state in thread-local copies. A replica thread inherits the following; after each entry,
 what it controls or what breaks without it:
 
-- default graph, and eager or graph mode, also those of `tf.init_scope`: ops would go to no graph or to a wrong graph;
+- default graph and mode (eager or graph), also inside `tf.init_scope`: ops would go to no graph or to a wrong graph;
 - variable creators: `strategy.scope()` and the user's own `tf.variable_creator_scope`;
-- name scope: re-entered, so that names continue the caller's; replicas after the first add `replica_1/`;
-- variable scope: tf.compat.v1's; with reuse for replicas after the first;
-- device policy: how eager ops treat inputs that lie on another device;
+- name scope: entered again, so that names continue the caller's; replicas after the first add `replica_1/`;
+- variable scope of tf.compat.v1, with reuse for replicas after the first;
+- device policy: how eager ops treat inputs that are on another device;
 - op callbacks: debuggers that watch every op;
 - summaries: default writer, step, whether to record;
 - traceback filtering: whether tracebacks show TensorFlow's own frames;
@@ -15,7 +15,7 @@ what it controls or what breaks without it:
 - Keras' dtype policy, for layers made in a replica;
 - context variables: each replica runs in a copy of the caller's `contextvars` context.
 
-Control dependencies are not inherited by a replica's ops, but travel with a merge call (`context.py`).
+A replica's ops do not inherit control dependencies; a merge call takes them along (`context.py`).
 
 Replica threads are reused. When the replica's body ends, the thread leaves everything that it entered here and forgets
 what Keras gathered on it. There is one exception. In eager mode most of the state is the same from run to run, and

@@ -1,8 +1,8 @@
 """Variables that replicas create inside a run: replica 0 creates each one, the other replicas get the same variable.
 
 Under a strategy's scope, one call of `tf.Variable` makes a distributed variable with a component on every device. If
-each of N replicas made its own, there would be N distributed variables. So each replica thread has a variable creator:
-that of replica 0 creates the variable, and those of the other replicas return it.
+each of N replicas made its own, there would be N distributed variables. So each replica thread has a variable creator.
+On replica 0 it creates the variable; on the other replicas it returns that variable.
 
 Which of replica 0's variables does the k-th request of a replica under a name mean? It means the k-th variable of that
 name: all replicas run the same code, so they ask in the same order. Names are compared without the numbers that
@@ -15,7 +15,7 @@ start. If replica 0 creates a variable during it, the other replicas wait for it
 
 One case remains: a function that created no variable before creates one after the head start. A request that arrives
 before replica 0 has made the variable waits until the variable exists, or until replica 0 cannot make it any more.
-Requests are then matched by the calls that led to them as well as by name. They are matched by order only if no
+Requests are then matched by their name and by the calls that led to them. They are matched by order only if no
 variable came from the same calls.
 """
 

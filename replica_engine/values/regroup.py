@@ -185,7 +185,7 @@ def _regroup_leaf(values: Sequence[Any]) -> Any:
     container = distribute.value_container(first)
     if same and container is first:
         return first
-    # With one replica, a component is the same object on "all" replicas, and still stands for its variable.
+    # With one replica, a component is the same object on "all" replicas, but it still represents its variable.
     is_component = container is not first and not isinstance(first, distribute.UnreadVariable)
     if is_component and all(distribute.value_container(value) is container for value in values):
         return container

@@ -136,7 +136,7 @@ def _batches(fn: Callable[..., Any], iterator: Any, spread: bool) -> Iterator[tu
 
 
 def _elements(iterator: Any) -> Iterator[Any]:
-    """Yields the elements of an iterator, which may have only `get_next`; takes no element that is not asked for."""
+    """Yields the elements of an iterator, which may have only `get_next`; takes each element only on request."""
     following: Any
     if hasattr(iterator, "__iter__"):
         following = iter(iterator).__next__

@@ -69,7 +69,7 @@ def _launch(strategy: Any, programs: Any, step: Callable[..., Any], batches: Ite
 
 
 class _Batches:
-    """The batches of an iterator, with a look at the next batch.
+    """The batches of an iterator; the next batch can be read without taking it.
 
     The object holds the iterator only during `reading`. Keras drops an iterator when an epoch is over, and TensorFlow
     may take long to free an old one.

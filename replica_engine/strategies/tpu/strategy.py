@@ -407,8 +407,8 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
     def sync_points(self) -> list[SyncPointRecord]:
         """The last sync points of each replica: the collectives of the last launches in order, up to 100.
 
-        A program runs where the host cannot observe it. So the times of a record are those of its launch, and each
-        collective appears once, even if it is in a loop.
+        A program runs where the host cannot observe it. So the times of a record are the times of its launch, and
+        each collective appears once, even if it is in a loop.
         """
         return self.extended.sync_points()
 

@@ -87,6 +87,6 @@ def _mirrored(replicas: int) -> tf.distribute.Strategy:
 
 
 def _compiled(replicas: int) -> tf.distribute.Strategy:
-    from replica_engine.strategies.tpu import TPUStrategy  # not above: without jax it cannot be imported
+    from replica_engine.strategies.tpu import TPUStrategy  # not at module level: it needs jax
 
     return TPUStrategy(num_cores=replicas)

@@ -101,7 +101,7 @@ class Compared:
         count: the number of compared tensors or numbers.
         differing: how many of them differ by more than is allowed.
         amplified: how many more of them exceed the tolerance, but not the effect of rounding measured on one device.
-        worst: the largest relative error, except for those that count as `amplified`.
+        worst: the largest relative error, without the errors that count as `amplified`.
         worst_name: the name of the tensor or number with that error.
     """
 
