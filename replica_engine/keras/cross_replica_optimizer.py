@@ -22,9 +22,10 @@ class CrossReplicaOptimizer(keras.optimizers.Optimizer):
     of the global batch, as on one device.
 
     This class is for custom loops: in the function that `strategy.run` runs, call `apply` or `apply_gradients`, as with
-    any optimizer. Outside all strategy scopes, each call goes to the wrapped optimizer. Use "mean" if each replica computes the mean
-    over its shard of the batch and all shards have the same size. Use "sum" if losses are divided by the size of the
-    global batch. `Model.fit` under a strategy scales its losses for "sum". `replicate_model` needs no wrapper.
+    any optimizer. Outside all strategy scopes, each call goes to the wrapped optimizer. Use "mean" if each replica
+    computes the mean over its shard of the batch and all shards have the same size. Use "sum" if losses are divided by
+    the size of the global batch. `Model.fit` under a strategy scales its losses for "sum". `replicate_model` needs no
+    wrapper.
 
     Args:
         optimizer: any Keras optimizer. It keeps its learning rate, variables and settings.

@@ -104,7 +104,9 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
             REPLICA_ENGINE_WARN_AFTER, or 30 if it is not set.
 
     Raises:
-        DeviceError: a device does not exist, is named twice, or is of another kind than the rest.
+        DeviceError: a device does not exist, is named twice, or is of another kind than the rest; or
+            `cross_device_ops` is not a `tf.distribute.CrossDeviceOps`.
+        ReplicaValueError: `concurrent` is not True or False.
         ValueError: `timeout` or `warn_after` is not positive.
 
     Example:
@@ -156,6 +158,7 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
             options: `tf.distribute.RunOptions`.
 
         Raises:
+            ReplicaValueError: `fn`, `args` or `kwargs` is of the wrong kind.
             MergeCallMismatchError: the replicas did not meet at the same merge calls.
             ReplicaMismatchError: the replicas brought tensors of different dtypes or shapes to an all-reduce.
             ReplicaTimeoutError: a replica or a merge function took longer than `timeout`.

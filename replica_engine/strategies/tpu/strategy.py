@@ -338,8 +338,10 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
             options: ignored.
 
         Raises:
+            ReplicaValueError: `fn`, `args` or `kwargs` is of the wrong kind.
             LoweringError: XLA cannot compile an op; the message names the op and your line.
             ReplicaMismatchError: the replicas have tensors of different shapes or dtypes.
+            ReplicaTimeoutError: the launch gave no sign of life for longer than `timeout`.
             Exception: any exception that `fn` raised while it was traced.
         """
         check_call(fn, args, kwargs)
