@@ -200,7 +200,7 @@ def hold_weakly(context: tf.distribute.ReplicaContext) -> None:
     """Makes a replica context refer to its strategy weakly; called when its run is over.
 
     TensorFlow's gradient of all_gather refers to the context, and TensorFlow keeps the registered gradients of every
-    graph for ever. Without this, a strategy that ever gathered in a graph would never be freed, nor would its threads.
+    graph forever. Without this, a strategy that ever gathered in a graph would never be freed, nor would its threads.
     """
     strategy = weakref.proxy(context.strategy)
     context._strategy = strategy

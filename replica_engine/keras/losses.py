@@ -2,7 +2,7 @@
 
 Keras divides the sum of a batch's losses by their number. For a shard, the result is the mean over the shard, which
 counts n_r / n. With masked values, or with weights in one of the reductions, Keras divides by another number; with the
-reduction "sum" it does not divide. These divisors differ between shards, so they are summed over replicas.
+reduction "sum" it does not divide. Shards have different divisors, so the divisors are summed over the replicas.
 
 A `Mean` metric that gets a single number for a batch counts it once. A single number for a shard counts with the
 shard's fraction of the batch.

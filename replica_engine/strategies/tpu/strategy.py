@@ -369,8 +369,8 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
             fn: a step, called as `fn(context, *inputs)` in replica context; `context` is a `MultiStepContext`. It is
                 traced once. `run`, `reduce` and `experimental_local_results` of the strategy also work in a step.
             iterator: an iterator of a dataset, or any iterable. An iterator of a distributed dataset gives each replica
-                its share; any other iterator gives all replicas the same batch. `run_steps` takes at most `iterations`
-                batches from it.
+                its shard of a batch; any other iterator gives all replicas the same batch. `run_steps` takes at most
+                `iterations` batches from it.
             iterations: how many steps to run; None takes `steps_per_run`.
             initial_loop_values: by name, the content of `last_step_outputs` if the iterator yields no batch.
             prefetch: the largest number of batches to fetch ahead. None means two, or more if batches are small: up to
