@@ -111,6 +111,8 @@ def check_parity(model_or_step: Any, *args: Any, **kwargs: Any) -> ParityReport:
         ParityArgumentError: an argument is invalid, or no strategy can run here.
         ReplicateError: the model cannot be replicated.
         DeviceError: a strategy was named, and there are fewer devices than replicas.
+        BackendMissingError: a `TPUStrategy` was named, and jax is missing.
+        BatchError: arrays have different lengths.
 
     Example:
         >>> import keras, numpy as np

@@ -24,7 +24,7 @@ def of_arrays(data: Any, steps: int, batch_size: int | None, replicas: int, unev
         batch_size: the number of rows of a batch. None takes 32, or all rows if there are fewer, rounded down to a
             multiple of `replicas`.
         replicas: the number of replicas that share a batch.
-        uneven: whether `replicas` must not divide the last batch.
+        uneven: whether to make the last batch one that `replicas` does not divide.
 
     Raises:
         BatchError: the arrays have different lengths.

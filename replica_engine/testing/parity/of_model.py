@@ -195,7 +195,7 @@ class _Check:
 
     @contextlib.contextmanager
     def _part(self) -> Iterator[None]:
-        """Restores the start of the check on leaving; inside the block, the model starts from there."""
+        """Inside the block, the model starts from its state at the start of the check, which is restored on leaving."""
         try:
             with seeded(self._settings.seed):
                 # One device runs op by op: XLA would draw other random numbers and round differently.
