@@ -1,14 +1,18 @@
-"""Every private TensorFlow and Keras name that this library needs, each with the reason beside its import.
+"""Every private name of TensorFlow, Keras and CPython that this library needs, each with the reason beside its import.
 
-- `thread_state`: the state that TensorFlow keeps separately for each thread.
-- `keras_state`: the state that Keras keeps separately for each thread.
-- `autograph`: conversion of the user's function; exceptions as the user raised them.
-- `function`: the parts of a `tf.function`. `gradients`: gradients of values in a graph.
-- `distribute`: TensorFlow's distributed values, strategies and collectives.
-- `eager`, `variables`, `random_ops`, `host_ops`, `subgraphs`, `xla_ops`: tensors, variables, ops and graphs.
-- `keras_model`, `keras_trainer`: parts of Keras models without a public name.
-- `profiler`, `tpu_hardware`: TensorFlow's profiler, and its description of TPU hardware.
-- `names`, `keras_names`: private attributes and hooks, as lists that a test checks.
+Of TensorFlow:
 
-Nothing outside this package imports from `tensorflow.python`. The engine must not import this package.
+- `thread_state`: what it keeps a copy of for each thread. `quick_scopes`: its scopes, entered in less time.
+- `distribute`: distributed values, strategies and collectives.
+- `autograph`, `function`: converting the user's function; `tf.function`, taken apart.
+- `variables`, `eager`: handles of variables; eager tensors and arrays without ops.
+- `xla_ops`, `host_ops`, `subgraphs`, `random_ops`, `gradients`: graphs that XLA compiles, and ops that it cannot.
+- `profiler`, `tpu_hardware`: small facts. `names`: attributes and hooks, as a list that a test walks through.
+
+Of Keras:
+
+- `keras_model`, `keras_trainer`, `keras_state`: models, training functions, and what Keras keeps for each thread.
+- `keras_names`: attributes and hooks, as a list that a test walks through.
+
+Nothing outside this package imports from `tensorflow.python` or `keras.src`. The engine may not use this package.
 """

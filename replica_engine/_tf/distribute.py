@@ -58,8 +58,7 @@ from tensorflow.python.distribute.values import (
     SyncOnReadVariable,
 )
 
-# executing_eagerly: tf.executing_eagerly. get_default_graph: the graph with the thread's variable creators and modes.
-from tensorflow.python.eager import context as _context
+# executing_eagerly: as tf.executing_eagerly. get_default_graph: it has the thread's variable creators and strategies.
 from tensorflow.python.framework import ops as _ops
 
 # _UnreadVariable: the return value of `assign` in a graph; regrouping treats it as a value, not as its variable.
@@ -68,14 +67,8 @@ from tensorflow.python.ops.resource_variable_ops import _UnreadVariable as Unrea
 # VariableSynchronization: also public, as tf.VariableSynchronization.
 from tensorflow.python.ops.variables import VariableSynchronization as _Synchronization
 
-from replica_engine._tf.thread_state import (
-    PRIORITY,
-    creators_with,
-    nameless_scope,
-    set_creators,
-    variable_creators,
-    variable_scope_store,
-)
+from replica_engine._tf.quick_scopes import EagerScope
+from replica_engine._tf.thread_state import set_creators, variable_creators
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -94,7 +87,6 @@ __all__ = [
     "check_cross_replica",
     "check_in_replica",
     "enter_or_assert_strategy",
-    "in_scope",
     "init_context",
     "is_mirrored",
     "replica_id_in_sync_group",
@@ -120,65 +112,6 @@ def init_context(context: tf.distribute.ReplicaContext, strategy: tf.distribute.
     context._strategy = context._thread_context.strategy = strategy
     context._replica_id_in_sync_group = index
     context._local_replica_id = strategy.extended._get_local_replica_id(index)
-
-
-def in_scope(strategy: tf.distribute.Strategy) -> contextlib.AbstractContextManager[Any]:
-    """Enters `strategy.scope()`; skips it if the scope is entered already, and takes a faster one in eager mode."""
-    mode = _distribute_lib._get_per_thread_mode()
-    if mode.cross_replica_context is strategy:
-        return contextlib.nullcontext()
-    extended = strategy.extended
-    is_usual = (
-        mode is _distribute_lib._get_default_replica_mode()
-        and type(strategy).scope is _distribute_lib.StrategyBase.scope
-        and type(extended)._scope is _distribute_lib.StrategyExtendedV2._scope
-        and extended._resource_creator_scope() is None
-        and extended._default_device_scope() is None
-        and not hasattr(extended, "_lazy_variable_tracker")
-    )
-    if is_usual and _context.executing_eagerly() and not _ops.get_default_graph().building_function:
-        store = variable_scope_store()
-        if not store.current_scope.name and store.current_scope.custom_getter is None:
-            return _EagerScope(strategy, store)
-    return strategy.scope()
-
-
-def _without_partitioner(getter: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A getter for `tf.compat.v1.get_variable` that drops the partitioner, because distributed variables are whole."""
-    return getter(*args, **kwargs | {"partitioner": None})
-
-
-class _EagerScope:
-    """The equivalent of `strategy.scope()` in eager mode; it makes the variable creator only when a variable is made.
-
-    Every run enters a scope, and most runs make no variable.
-    """
-
-    __slots__ = ("_before", "_graph", "_strategy", "_variable_scope")
-
-    def __init__(self, strategy: tf.distribute.Strategy, store: Any):
-        self._strategy = strategy
-        self._variable_scope = nameless_scope(store, store.current_scope, _without_partitioner)
-
-    def __enter__(self) -> None:
-        self._graph = graph = _ops.get_default_graph()
-        mode = _distribute_lib._CrossReplicaThreadMode(self._strategy)
-        self._variable_scope.__enter__()
-        self._before = set_creators(graph, creators_with(variable_creators(graph), self._create))
-        graph._distribution_strategy_stack.append(mode)
-
-    def __exit__(self, *_: object) -> None:
-        self._graph._distribution_strategy_stack.pop()
-        set_creators(self._graph, self._before)
-        self._variable_scope.__exit__()
-
-    def _create(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        """The variable creator, for any thread: makes the creator of the strategy's scope now, and calls it."""
-        strategy = self._strategy
-        graph = _ops.get_default_graph()
-        with strategy.extended._scope(strategy)._var_creator_scope:
-            _, creator = next(each for each in reversed(variable_creators(graph)) if each[0] == PRIORITY)
-        return creator(next_creator, **kwargs)
 
 
 def uses_merge_call(strategy: tf.distribute.Strategy) -> bool:
@@ -233,8 +166,8 @@ def outside_scopes() -> Iterator[None]:
 
 
 def _is_of_scope(creator: Any) -> bool:
-    """Whether a variable creator belongs to the scope of a strategy, including the default one, and not to the user."""
-    if isinstance(getattr(creator, "__self__", None), _EagerScope):
+    """Whether a variable creator is that of a strategy's scope, the default strategy's too, and not a user's."""
+    if isinstance(getattr(creator, "__self__", None), EagerScope):
         return True
     return getattr(creator, "__module__", "") == _distribute_lib.__name__
 

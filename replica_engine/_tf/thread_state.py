@@ -117,66 +117,6 @@ def variable_scope_store() -> Any:
     return _variable_scope.get_variable_scope_store()
 
 
-class nameless_scope:
-    """Equivalent to `enter_variable_scope` in eager mode if neither scope has a name, in a fifth of the time.
-
-    Args:
-        store: the variable scope store of the default graph.
-        scope: the scope; a copy of it is entered, so that changes affect only this thread.
-        getter: a function to put around `get_variable`, or None.
-    """
-
-    __slots__ = ("_before", "_getter", "_scope", "_store")
-
-    def __init__(self, store: Any, scope: Any, getter: Any = None):
-        self._store, self._scope, self._getter = store, scope, getter
-
-    def __enter__(self) -> None:
-        store = self._store
-        own = _variable_scope.VariableScope.__new__(_variable_scope.VariableScope)
-        own.__dict__.update(self._scope.__dict__)
-        if self._getter is not None:
-            own.set_custom_getter(self._getter)
-        self._before = store.current_scope, store.variable_scopes_count
-        store.current_scope, store.variable_scopes_count = own, dict(store.variable_scopes_count)
-
-    def __exit__(self, *_: object) -> None:
-        self._store.current_scope, self._store.variable_scopes_count = self._before
-
-
-class default_on_thread:
-    """`graph.as_default()` for a thread that is in eager mode and stays in it."""
-
-    __slots__ = ("_graph",)
-
-    def __init__(self, graph: tf.Graph):
-        self._graph = graph
-
-    def __enter__(self) -> None:
-        _ops._default_graph_stack.stack.append(self._graph)
-
-    def __exit__(self, *_: object) -> None:
-        stack = _ops._default_graph_stack.stack
-        while stack and stack.pop() is not self._graph:
-            pass  # a body entered that graph and did not leave it
-
-
-def stay_eager(policy: int, device: str, name_scope: str) -> None:
-    """Sets the device policy, device and name scope of this library's thread, which is in eager mode.
-
-    A context manager that stays entered would not work: garbage collection would leave it, on any thread.
-    """
-    _pywrap_tfe.TFE_ContextSetThreadLocalDevicePlacementPolicy(_context.context()._handle, policy)
-    tf.device(device).__enter__()
-    tf.name_scope(name_scope).__enter__()
-
-
-def leave_eager() -> None:
-    """Undoes `stay_eager`, except for the policy."""
-    tf.device(None).__enter__()
-    tf.name_scope("").__enter__()
-
-
 def device_and_name_scope() -> tuple[Any, Any]:
     """The device of this thread's ops and the name scope, in eager mode."""
     eager = _context.context()

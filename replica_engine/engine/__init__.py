@@ -4,6 +4,7 @@
 - `thread`: one persistent replica thread, parked between jobs.
 - `group`: the N threads of a run, and the pool that leases them.
 - `sync_point`: where a replica met the others, the record of it, and the states it goes through.
+- `observer`: draws a run on a timeline.
 - `replica`: one replica in one run.
 - `run`: the protocol. Read this one first.
 

@@ -1,7 +1,7 @@
 """Every exception of the package, each with its wording.
 
 - `base`: ReplicaEngineError.
-- `standstill`: replicas and programs that do not come back, and the table of who is where.
+- `timeouts`: replicas and programs that do not come back, and the table of who is where.
 - `threads`: replicas that do not meet, or differ.
 - `devices`: devices that are not there, and jax missing.
 - `inputs`: what replicated functions are called with, and from where.

@@ -18,7 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import autograph, distribute, function, thread_state
+from replica_engine._tf import autograph, distribute, function, quick_scopes, thread_state
 from replica_engine.diagnostics.failed_run import note_failed_run
 from replica_engine.diagnostics.flight_record import SyncPointRecord, records
 from replica_engine.diagnostics.tracebacks import as_raised
@@ -84,7 +84,7 @@ def call_for_each_replica(
     if isinstance(args, distribute.DistributedValues) or isinstance(kwargs, distribute.DistributedValues):
         size = len(strategy.extended.worker_devices)
         args, kwargs = spread(args, size, "args"), spread(kwargs, size, "kwargs")
-    with distribute.in_scope(strategy):
+    with quick_scopes.in_scope(strategy):
         if function.is_tf_function(fn) and not _collectives_inside_xla(strategy, fn):
             with _function_watched(strategy, getattr(fn, "__name__", "a function")):
                 return lift(strategy, fn, call_for_each_replica)(*args, **kwargs)

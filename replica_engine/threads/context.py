@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._tf import autograph, distribute, eager, thread_state
+from replica_engine._tf import autograph, distribute, eager, quick_scopes, thread_state
 from replica_engine.diagnostics.flight_record import brought
 from replica_engine.diagnostics.user_frames import identity, sync_point, user_location
 from replica_engine.engine import Replica, current_replica
@@ -37,7 +37,7 @@ class MergeRequest(NamedTuple):
         """Continues where this request's replica paused, after the control inputs of all requests."""
         nameless = not self.name_scope and not self.variable_scope.name and not tf.get_current_name_scope()
         if nameless and self.eager and tf.executing_eagerly():
-            return thread_state.nameless_scope(self.scope_store, self.variable_scope)
+            return quick_scopes.variable_scope(self.scope_store, self.variable_scope)
         return self._continued({op for request in requests for op in request.control_inputs})
 
     @contextlib.contextmanager

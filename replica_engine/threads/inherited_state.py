@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._tf import keras_state, thread_state
+from replica_engine._tf import keras_state, quick_scopes, thread_state
 from replica_engine.engine import ReplicaThread
 
 
@@ -87,7 +87,7 @@ class InheritedState(NamedTuple):
                 thread.stay = _Stay.of(self, replica, device)
             return self._rest(context, creators)
         if thread.stay is not None:
-            thread_state.leave_eager()
+            quick_scopes.leave_eager()
             thread.stay = None
         return self._whole(replica, context, device, creators)
 
@@ -95,7 +95,7 @@ class InheritedState(NamedTuple):
     def _may_stay(self) -> bool:
         """Whether a thread may keep this state for the next run: eager mode, no name scope, no function being built."""
         nameless = not self.name_scope and not self.variable_scope.name
-        return self.eager and nameless and not self.graph.building_function
+        return quick_scopes.ENABLED and self.eager and nameless and not self.graph.building_function
 
     @contextlib.contextmanager
     def _whole(
@@ -121,10 +121,10 @@ class InheritedState(NamedTuple):
         before = thread_state.set_creators(self.graph, creators)
         try:
             with (
-                thread_state.default_on_thread(self.graph),
+                quick_scopes.default_on_thread(self.graph),
                 thread_state.enter_locals(self.thread_locals),
                 keras_state.entered(self.keras_settings),
-                thread_state.nameless_scope(self.scope_store, self.variable_scope),
+                quick_scopes.nameless_scope(self.scope_store, self.variable_scope),
                 context,
             ):
                 yield
@@ -148,8 +148,8 @@ class _Stay(NamedTuple):
 
     @classmethod
     def of(cls, state: InheritedState, replica: int, device: str) -> _Stay:
-        """Sets the state on the calling thread, which belongs to `replica`."""
-        thread_state.stay_eager(state.device_policy, device, _name_scope("", replica))
+        """Puts this thread, the one of a replica, in a state."""
+        quick_scopes.stay_eager(state.device_policy, device, _name_scope("", replica))
         return cls(state.device_policy, thread_state.device_and_name_scope())
 
     def is_for(self, state: InheritedState) -> bool:

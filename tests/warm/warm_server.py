@@ -6,6 +6,7 @@ already where Keras imports it.
 """
 
 import faulthandler
+import gc
 import json
 import os
 import select
@@ -73,4 +74,5 @@ def _run(path):
 
 
 BEFORE = set(os.environ)
+gc.freeze()  # programs need not look at the objects of TensorFlow each time that they collect garbage
 _run(_serve(sys.argv[1]))
