@@ -12,11 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 # _push_per_thread_mode, _pop_per_thread_mode, _get_default_replica_mode: leave a strategy's scope for a while.
-# _get_per_thread_mode: the scope that is entered. require_replica_context,
-# _require_cross_replica_or_default_context_extended: check which context is entered. _get_default_strategy: the
-# strategy
-# outside all scopes. StrategyBase, StrategyExtendedV2: the classes whose scopes are known here.
-# _CrossReplicaThreadMode: the mode that a scope enters.
+# require_replica_context, _require_cross_replica_or_default_context_extended: check which context is entered.
+# _get_default_strategy: the strategy outside all scopes.
 from tensorflow.python.distribute import distribute_lib as _distribute_lib
 
 # The extended half of tf.distribute.MultiWorkerMirroredStrategy, to run it on replica threads.
@@ -58,7 +55,7 @@ from tensorflow.python.distribute.values import (
     SyncOnReadVariable,
 )
 
-# executing_eagerly: as tf.executing_eagerly. get_default_graph: it has the thread's variable creators and strategies.
+# get_default_graph: the graph, which has the thread's variable creators.
 from tensorflow.python.framework import ops as _ops
 
 # _UnreadVariable: the return value of `assign` in a graph; regrouping treats it as a value, not as its variable.
@@ -166,7 +163,7 @@ def outside_scopes() -> Iterator[None]:
 
 
 def _is_of_scope(creator: Any) -> bool:
-    """Whether a variable creator is that of a strategy's scope, the default strategy's too, and not a user's."""
+    """Whether a variable creator belongs to the scope of a strategy, including the default one, and not to the user."""
     if isinstance(getattr(creator, "__self__", None), EagerScope):
         return True
     return getattr(creator, "__module__", "") == _distribute_lib.__name__

@@ -1,8 +1,8 @@
 """Private attributes and hooks of TensorFlow that this library uses, as a list that a test checks.
 
-Imports of private names stand at the top of the modules beside this one, where a vanished one fails at
-once. What is below would fail later and elsewhere, so `tests/test_rules.py` looks each one up and says
-which is gone. Checked on TensorFlow 2.21.0.
+An import of a vanished private name at the top of the other modules fails at once. A vanished attribute of this list
+would fail later and elsewhere, so `tests/test_rules.py` looks each one up and names those that are gone. Checked on
+TensorFlow 2.21.0.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from typing import Any
 
 import tensorflow as tf
 
-# TFE_Context{Get,SetThreadLocal}DevicePlacementPolicy: `context.device_policy(...)` compares with a process-wide
-# variable before it sets the thread's policy, and so never sets the policy in a second thread.
+# TFE_Context{Get,SetThreadLocal}DevicePlacementPolicy: used because `context.device_policy(...)` compares with a
+# process-wide variable before it sets the thread's policy, and so never sets the policy in a second thread.
 from tensorflow.python import pywrap_tfe as _pywrap_tfe
 
 # caching_scope_local: whether reads of variables are cached (used with parameter servers).
@@ -26,8 +26,7 @@ from tensorflow.python.distribute.distribute_utils import caching_scope_local as
 # also has the thread's op callbacks.
 from tensorflow.python.eager import context as _context
 
-# init_scope and get_default_graph return the graph whose stacks are thread-local. _default_graph_stack: this thread's
-# stack of default graphs.
+# get_default_graph: the graph whose stacks are thread-local.
 from tensorflow.python.framework import ops as _ops
 
 # _summary_state: the default writer, step and recording condition. Only the writer can be set publicly.

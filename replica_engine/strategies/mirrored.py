@@ -168,7 +168,7 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
         try:
             if not autograph.is_out_of_play():
                 return super().run(fn, args, kwargs, options)
-            with quick_scopes.in_scope(self):  # once, and not again in each of the calls on the way
+            with quick_scopes.in_scope(self):  # once here, instead of again in each call on the way
                 return self.extended._call_for_each_replica(fn, args, {} if kwargs is None else kwargs)
         except Exception as error:
             raise shortened(error)

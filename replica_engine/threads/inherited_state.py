@@ -148,7 +148,7 @@ class _Stay(NamedTuple):
 
     @classmethod
     def of(cls, state: InheritedState, replica: int, device: str) -> _Stay:
-        """Puts this thread, the one of a replica, in a state."""
+        """Sets the state on the calling thread, which belongs to `replica`."""
         quick_scopes.stay_eager(state.device_policy, device, _name_scope("", replica))
         return cls(state.device_policy, thread_state.device_and_name_scope())
 
