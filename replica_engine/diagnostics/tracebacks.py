@@ -23,7 +23,7 @@ def as_raised(error: E) -> E:
 
 
 def shortened(error: E) -> E:
-    """Reduces an exception's traceback to the user's frames; without such a frame, nothing of it is left.
+    """Reduces an exception's traceback to the user's frames; without such a frame, it ends at the call of the library.
 
     TensorFlow filters its tracebacks in the same way. `tf.debugging.disable_traceback_filtering()` switches off both.
     """

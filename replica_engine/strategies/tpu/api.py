@@ -27,12 +27,13 @@ from replica_engine.xla.graph_mode import refuses_graphs
 
 
 class TPUFacts:
-    """Attributes of the extended half of TensorFlow's TPUStrategy. Put it before an extended class."""
+    """Attributes of the extended half of TensorFlow's TPUStrategy. Put it before an extended class.
 
-    @property
-    def steps_per_run(self) -> int:
-        """How many steps one launch of a device loop runs if the call does not say."""
-        return self._container_strategy().steps_per_run  # type: ignore[attr-defined]
+    Attributes:
+        steps_per_run: how many steps one launch of a device loop runs if the call does not say.
+    """
+
+    steps_per_run = 1
 
     @property
     def num_hosts(self) -> int:

@@ -317,8 +317,9 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
         pool.make_room(pool.FOR_LAUNCHES)
         limits = Limits(timeout, warn_after)
         # Not the parent's __init__: it would connect to TensorFlow's TPU system.
-        tf.distribute.Strategy.__init__(self, TPUExtended(self, devices, same_random_numbers, limits, soft_placement))
-        self._steps_per_run = steps
+        extended = TPUExtended(self, devices, same_random_numbers, limits, soft_placement)
+        extended.steps_per_run = steps
+        tf.distribute.Strategy.__init__(self, extended)
         self._resolver = tpu_cluster_resolver
 
     def scope(self) -> Any:
@@ -428,7 +429,7 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
     @property
     def steps_per_run(self) -> int:
         """How many steps one launch of a device loop runs if the call of `run_steps` does not say."""
-        return self._steps_per_run
+        return self.extended.steps_per_run
 
     @property
     def cluster_resolver(self) -> PjrtClusterResolver | None:
