@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from catalog import endless
+from helpers.bad_inputs import endless
+from helpers.bad_values import examples, garbage
+from helpers.outcomes import attempt
 from hypothesis import given
 from hypothesis import strategies as st
-from outcomes import attempt
 from tensorflow.python.distribute.values import PerReplica
-from values import examples, garbage
 
 from replica_engine import xla
 from replica_engine.errors import ReplicaValueError

@@ -5,13 +5,13 @@ import math
 import numpy as np
 import pytest
 import tensorflow as tf
-from catalog import ENDLESS
+from helpers.bad_inputs import ENDLESS
+from helpers.bad_values import examples, garbage, structures
+from helpers.outcomes import attempt
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from outcomes import attempt
 from tensorflow.python.distribute.values import PerReplica
-from values import examples, garbage, structures
 
 from replica_engine.errors import ReplicaEngineError, ReplicaValueError
 

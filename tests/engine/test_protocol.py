@@ -6,7 +6,7 @@ import sys
 import threading
 
 import pytest
-from meeting import MEETING, meet
+from helpers.meeting import MEETING, meet
 
 from replica_engine.engine import GroupPool, Run, SyncGroup, SyncPoint, SyncRecord, current_replica
 from replica_engine.errors import MergeCallMismatchError, ReplicaTimeoutError, ReplicaUnwound

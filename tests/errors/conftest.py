@@ -1,12 +1,10 @@
-"""Finds golden.py; and leaves out what needs jax where there is none."""
+"""Leaves out what needs jax where there is none."""
 
-import pathlib
 import sys
 
 import pytest
 
-sys.path.append(str(pathlib.Path(__file__).parent))
-pytest.register_assert_rewrite("golden")
+pytest.register_assert_rewrite("helpers.golden")
 
 if sys.version_info < (3, 11):  # which jax needs
     collect_ignore = [

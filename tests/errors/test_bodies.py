@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 import tensorflow as tf
-from golden import shows
+from helpers.golden import shows
 
 from replica_engine import TPUStrategy, xla
 from replica_engine.errors import (

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import tensorflow as tf
-from golden import shows
+from helpers.golden import shows
 
 from replica_engine import MirroredStrategy, TPUStrategy, xla
 from replica_engine.errors import (

@@ -5,7 +5,7 @@ import collections
 import numpy as np
 import pytest
 import tensorflow as tf
-from towers import FIRST, HOST, MEAN, NONE, SUM, make, numbers, one_shot, sums, variable
+from helpers.towers import FIRST, HOST, MEAN, NONE, SUM, make, numbers, one_shot, sums, variable
 
 from replica_engine.compat import contrib
 from replica_engine.errors import ContribError

@@ -2,7 +2,7 @@
 
 import pytest
 import tensorflow as tf
-from towers import FIRST, HOST, MEAN, NONE, SUM, each, merged, named, spread, variable
+from helpers.towers import FIRST, HOST, MEAN, NONE, SUM, each, merged, named, spread, variable
 
 from replica_engine.errors import ContribError
 

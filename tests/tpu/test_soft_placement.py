@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import tensorflow as tf
-from on_two import on_two
+from helpers.on_two import on_two
 
 from replica_engine import TPUStrategy, xla
 from replica_engine.errors import CaptureError, LoweringError

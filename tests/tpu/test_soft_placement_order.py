@@ -4,7 +4,7 @@ import collections
 
 import pytest
 import tensorflow as tf
-from on_two import on_two, plain
+from helpers.on_two import on_two, plain
 
 from replica_engine import TPUStrategy, xla
 from replica_engine.errors import LoweringError

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 import tensorflow as tf
-from host_work import values
+from helpers.host_work import values
 
 from replica_engine import xla
 from replica_engine.errors import InputsError, LoweringError, ReplicaEngineError

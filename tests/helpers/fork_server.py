@@ -1,4 +1,4 @@
-"""Programs in processes of their own that need not wait for TensorFlow to be imported. See `warm_server.py`."""
+"""Programs in processes of their own that need not wait for TensorFlow to be imported. See `fork_server_main.py`."""
 
 import json
 import os
@@ -48,7 +48,7 @@ class Programs:
         path = os.path.join(self._directory.name, "socket")
         if self._server is None:
             env = {name: value for name, value in os.environ.items() if name not in NOT_FOR_ALL}
-            script = pathlib.Path(__file__).with_name("warm_server.py")
+            script = pathlib.Path(__file__).with_name("fork_server_main.py")
             self._server = subprocess.Popen(
                 [sys.executable, script, path],
                 env=env,
@@ -91,7 +91,7 @@ class Program:
             try:
                 self.returncode = int(self._line())
             except TimeoutError:
-                os.kill(self.pid, signal.SIGUSR2)  # the stacks of its threads, see `warm_server.py`
+                os.kill(self.pid, signal.SIGUSR2)  # the stacks of its threads, see `fork_server_main.py`
                 time.sleep(2.0)
                 error = subprocess.TimeoutExpired("program", timeout, *(file.read_bytes() for file in self._files))
                 for name, text in (("printed", error.output), ("wrote to stderr", error.stderr)):

@@ -31,7 +31,7 @@ from unittest import mock
 
 from replica_engine import errors
 
-FOLDER = pathlib.Path(__file__).with_name("golden")
+FOLDER = pathlib.Path(__file__).parents[1] / "errors" / "golden"
 UPDATE = "UPDATE_GOLDEN" in os.environ
 LINE = " what the user sees ".center(120, "=")
 
