@@ -21,7 +21,7 @@ GOLDEN = ROOT / "tests" / "errors" / "golden"
 
 SECTIONS = (
     "threads",
-    "standstill",
+    "timeouts",
     "inputs",
     "programs",
     "host_calls",
