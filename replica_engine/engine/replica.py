@@ -174,7 +174,7 @@ class Replica:
 
     @property
     def track(self) -> Track:
-        """Where it is drawn in timelines."""
+        """The track that shows the replica in timelines."""
         return Track(self._run.name, self.thread.name, self.thread.ident or 0, self.index + 1)
 
     def forget(self) -> None:

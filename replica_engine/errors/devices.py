@@ -9,7 +9,10 @@ from replica_engine.errors.base import ReplicaEngineError, shown
 
 
 class DeviceError(ReplicaEngineError, ValueError, AssertionError):
-    """The devices given to a strategy cannot be used together. (AssertionError, as in `tf.distribute`.)"""
+    """Devices do not exist, do not fit together, or cannot do what was asked.
+
+    It is an AssertionError as well, because `tf.distribute` raises AssertionError for such devices.
+    """
 
     @classmethod
     def missing(cls, missing: Sequence[str], present: Sequence[str], kind: str) -> DeviceError:

@@ -36,7 +36,7 @@ class ReplicateError(ReplicaEngineError, ValueError):
     def own_function(cls, name: str, method: str) -> ReplicateError:
         """The model overrides a method that makes one of Keras' functions."""
         return cls(
-            f"The model {name!r} has a {method} of its own, but replicate_model replaces this method. Override "
+            f"The model {name!r} overrides {method}, but replicate_model replaces this method. Override "
             "train_step, test_step or predict_step instead: they run on each replica."
         )
 

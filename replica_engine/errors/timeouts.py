@@ -182,7 +182,7 @@ def _what(rows: Iterable[ReplicaRow], coordinator: CoordinatorRow | None) -> str
 
 
 def count_of(number: int, what: str) -> str:
-    """ "1 merge call", "2 merge calls"."""
+    """A number with its noun: "1 merge call", "2 merge calls"."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 

@@ -14,7 +14,7 @@ import os
 import threading
 from typing import Any
 
-PATIENCE = 5.0  # seconds
+PATIENCE = 5.0  # seconds that the exit waits for runs that have started
 
 _changed = threading.Condition()
 _running = 0
