@@ -79,7 +79,7 @@ class ReplicateError(ReplicaEngineError, ValueError):
         """More replicas were requested than the strategy has."""
         return cls(
             f"{replicas} replicas were requested, but the {strategy} that was given has {present}. Leave out "
-            f"`replicas`, or pass a strategy with {replicas} devices."
+            "`replicas`, or pass a strategy with that many devices."
         )
 
     @classmethod
