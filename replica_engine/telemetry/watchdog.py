@@ -76,7 +76,7 @@ class Watch:
         self._warn_after = WARN_AFTER if warn_after is None else warn_after
         self._timeout = timeout
         self._expire = expire
-        self._said = (0.0, 0)  # `since` at the last warning, and the number of warnings
+        self._said = (0.0, 0)  # `since` at the last warning, and the periods of `warn_after` passed then
         self.since = 0.0
         self.expired = 0
 
