@@ -1,7 +1,7 @@
-"""A strategy that changes one thing: gradients cross the devices as bfloat16.
+"""A strategy that changes one thing: gradients move between devices as bfloat16.
 
-Half the bytes between devices, eight bits of mantissa in what they carry; the sum itself and the variables
-stay float32. Run it:
+This halves the bytes between devices. The values that move keep eight bits of mantissa, and in eager mode the sum is
+rounded to bfloat16 as well; the variables stay float32. Run it:
 
     python examples/bfloat16_all_reduce.py
 """
@@ -9,13 +9,13 @@ stay float32. Run it:
 import tensorflow as tf
 
 import replica_engine
+from replica_engine.replica import regroup
 from replica_engine.strategies import MirroredExtended
 from replica_engine.testing import logical_devices
-from replica_engine.values.regroup import regroup
 
 
 class CompressedExtended(MirroredExtended):
-    """Casts float32 values to bfloat16 on their way into a batched reduction, and the results back."""
+    """Casts float32 values to bfloat16 before a batched reduction, and the results back to float32 after it."""
 
     def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
         values, destinations = zip(*value_destination_pairs, strict=True)

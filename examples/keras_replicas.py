@@ -1,10 +1,10 @@
-"""A Keras model on 1, 2 and 4 replicas, with a picture of loss and throughput by the number of replicas.
+"""Trains a Keras model on 1, 2 and 4 replicas, and draws loss and throughput by the number of replicas.
 
     pip install "replica-engine[demo,plot,xla]"
     python examples/keras_replicas.py [--replicas 1,2,4] [--epochs 5] [--strategy mirrored|tpu] [--output replicas.png]
 
-The model is a small convolutional net, the data scikit-learn's handwritten digits, and the batch size one that neither
-2 nor 4 divide. The losses lie on one line: N replicas train as one does.
+The model is a small convolutional network, and the data are scikit-learn's handwritten digits. Neither 2 nor 4 divides
+the batch size. The curves of the loss coincide, because N replicas compute the same losses as one replica.
 """
 
 import argparse
@@ -18,14 +18,14 @@ from replica_engine.demo.data import load_digits
 from replica_engine.keras import replicate_model
 from replica_engine.testing import logical_devices
 
-matplotlib.use("Agg")  # a picture in a file; no window
+matplotlib.use("Agg")  # writes the picture to a file, without a window
 from matplotlib import pyplot
 
 BATCH = 51
 
 
 def build_model():
-    """An image of 8x8 pixels, given as a row of 64, to a score for each of the ten digits."""
+    """Makes a compiled model: from an image of 8x8 pixels, as a row of 64, to a score for each of the ten digits."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [
@@ -43,7 +43,7 @@ def build_model():
 
 
 class Clock(keras.callbacks.Callback):
-    """Takes the time of each epoch."""
+    """Measures the time of each epoch, in seconds."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +57,7 @@ class Clock(keras.callbacks.Callback):
 
 
 def train(strategy, digits, epochs):
-    """Trains on the replicas of a strategy; returns the loss of each epoch, and samples a second."""
+    """Trains on the replicas of a strategy; returns the loss of each epoch, and the samples per second."""
     model = replicate_model(build_model(), strategy=strategy)
     clock = Clock()
     history = model.fit(
@@ -70,7 +70,7 @@ def train(strategy, digits, epochs):
 
 
 def draw(results, path):
-    """Writes the picture: loss by epoch, and throughput by replicas."""
+    """Writes the picture: the loss by epoch, and the throughput by number of replicas."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for style, (count, (losses, _)) in zip(("-", "--", ":", "-."), results.items(), strict=False):
         left.plot(range(1, len(losses) + 1), losses, style, linewidth=2.5, label=f"N = {count}")
@@ -84,7 +84,7 @@ def draw(results, path):
 
 
 def main():
-    """The command line."""
+    """Reads the command line, trains with each number of replicas, and draws the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", default="1,2,4", help="numbers of replicas to compare")
     parser.add_argument("--epochs", type=int, default=5)

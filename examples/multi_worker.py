@@ -1,7 +1,7 @@
-"""TensorFlow's own MultiWorkerMirroredStrategy on this engine, by overriding what calls replicas.
+"""TensorFlow's own MultiWorkerMirroredStrategy on this engine, by overriding the hook that calls the replicas.
 
-Two processes on one machine, one replica each (or one a GPU), all-reduces between them by TensorFlow's
-collectives. Run both, in two terminals:
+Two processes run on one machine, with one replica in each, or one for each GPU. TensorFlow's collectives compute the
+all-reduces between the processes. Run both, in two terminals:
 
     python examples/multi_worker.py 0
     python examples/multi_worker.py 1
@@ -20,7 +20,7 @@ class MultiWorkerOnReplicaThreads(tf.distribute.MultiWorkerMirroredStrategy):
     """A MultiWorkerMirroredStrategy whose replicas run on this library's threads."""
 
     class Extended(ReplicaThreads, MultiWorkerMirroredExtended):
-        """ReplicaThreads in front: its `_call_for_each_replica` is the one that is found."""
+        """ReplicaThreads comes first, so Python finds its `_call_for_each_replica`."""
 
     def __init__(self, cluster_resolver=None, communication_options=None):
         options = communication_options or tf.distribute.experimental.CommunicationOptions()
@@ -29,7 +29,7 @@ class MultiWorkerOnReplicaThreads(tf.distribute.MultiWorkerMirroredStrategy):
 
 
 def main(task: int, ports: list[str]) -> None:
-    """One worker of as many as there are ports."""
+    """Runs worker number `task`. The cluster has one worker for each port."""
     cluster = {"worker": [f"localhost:{port}" for port in ports]}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": task}})
     strategy = MultiWorkerOnReplicaThreads()

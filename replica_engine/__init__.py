@@ -1,22 +1,28 @@
 """replica_engine: run one TensorFlow function on N replicas.
 
-The map of the house; imports run one way, from the top of this list to the bottom:
+Two backends run the function. `threads` runs it on one Python thread for each replica (`MirroredStrategy`); `xla`
+compiles it to one program for N devices (`TPUStrategy`). The packages follow, from the top layer to the bottom;
+a package imports only itself and lower layers:
 
-    demo/        the program behind `python -m replica_engine demo`, to read and to copy
-    trace_report/  the program behind `python -m replica_engine timeline`
-    testing/     helpers for tests, yours too: parity check, logical devices, leak check, scripted interleavings
-    keras/       replicate_model: a Keras model on N replicas, in one line
-    compat/      the names of the past, for programs that were written for them
-    strategies/  MirroredStrategy, TPUStrategy, and the base to write your own on
-    xla/         a replica body on its way: traced, lowered, compiled; collectives; variables on devices
-    replica/     what a replica is to TensorFlow: its context, the state it inherits, values, variables
-    pjrt/        the runtime of compiled programs; nothing else imports jax
-    engine/      replica threads and the sync points where they meet; standard library only
-    telemetry/   who is late, and where the time goes: watchdog and timeline; standard library only
-    process/shutdown.py  the end of the process in the middle of a run
-    process/pool.py   enough threads for TensorFlow, so that launches and what they call do not starve each other
-    errors/      every exception, with its wording
-    _tf/     every private TensorFlow name, each with its reason
+    demo/         the program behind `python -m replica_engine demo`, written to be read and copied
+    compat/       the names of TensorFlow's contrib TPUStrategy of 2018
+    testing/      helpers for tests, yours too: parity check, logical devices, leak check, scripted interleavings
+    keras/        replicate_model: a Keras model on N replicas, in one line
+    strategies/   MirroredStrategy, TPUStrategy, and ReplicaThreads, the base class for your own strategy
+    threads/      first backend: the replica context of a thread, its inherited state, variables, gradients
+    xla/          second backend: a replica body traced, lowered, compiled and launched; host calls; device loops
+    diagnostics/  the user's frames and lines, the flight record, what a failed run leaves
+    values/       N values to one distributed value and back; the samples of a batch
+    engine/       replica threads and the sync points where they meet; standard library only
+    pjrt/         the runtime of compiled programs; nothing else imports jax
+    process/      the whole process: TensorFlow's thread pool, exit, fork, exceptions raised in another thread
+    telemetry/    the watchdog and timelines; standard library only
+    errors/       every exception with its message
+    _tf/          every private TensorFlow and Keras name, each with its reason; engine, pjrt, telemetry and errors
+                  must not import it, since they know nothing of TensorFlow
+
+`replica.py` is a facade with the names for strategy authors. docs/architecture.md describes the protocol and the path
+of a run. setup.cfg lists the layers, and import-linter checks them.
 
 >>> import replica_engine
 >>> strategy = replica_engine.MirroredStrategy(["CPU:0"])

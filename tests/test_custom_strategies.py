@@ -3,8 +3,6 @@
 import importlib.util
 import pathlib
 import socket
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -78,17 +76,9 @@ def free_ports(count):
     return ports
 
 
-def test_multi_worker_strategy_in_two_processes():
+def test_multi_worker_strategy_in_two_processes(programs):
     ports = free_ports(2)
-    workers = [
-        subprocess.Popen(
-            [sys.executable, EXAMPLES / "multi_worker.py", str(task), *ports],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for task in range(2)
-    ]
+    workers = [programs.start(EXAMPLES / "multi_worker.py", task, *ports) for task in range(2)]
     try:
         outputs = [worker.communicate(timeout=90) for worker in workers]
     finally:

@@ -10,14 +10,19 @@ import textwrap
 
 import pytest
 
-SETTING = """
+BEGIN = """
     import faulthandler, threading
     faulthandler.dump_traceback_later(90, exit=True)
+    import keras
     import numpy as np
     import tensorflow as tf
     import replica_engine
     from replica_engine.testing import logical_devices
 
+    devices = logical_devices(8)
+"""
+
+SETTING = """
     N = {n}
     strategy = replica_engine.{strategy}
     numbers = tf.data.Dataset.range(N * 100).map(lambda x: tf.cast(x, tf.float32), num_parallel_calls=tf.data.AUTOTUNE)
@@ -72,8 +77,6 @@ LOOP_IN_PYTHON = """
 """
 
 KERAS_FIT = """
-    import keras
-
     with strategy.scope():
         model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse", steps_per_execution=2, jit_compile=False)
@@ -91,7 +94,7 @@ ONLY_ONE_THREAD = """
             return False
         return True
 
-    barrier = threading.Barrier(2, timeout=5)
+    barrier = threading.Barrier(2, timeout=1)
     both = tf.function(lambda: [tf.numpy_function(meet, [], tf.bool, stateful=False) for _ in range(2)])
     print(not any(both()))
 """
@@ -102,26 +105,33 @@ PROGRAMS = {
     "Keras fit": KERAS_FIT,
     "ops that wait for each other": ONLY_ONE_THREAD,
 }
+MIRRORED, TPU = "MirroredStrategy(devices[:N])", "TPUStrategy(num_cores=N)"
+UNDER_MIRRORED = [
+    ("ops that wait for each other", 1),  # which shows that there is but one
+    ("loop in a function", 2),
+    ("loop in a function", 8),
+    ("iterator in a function", 4),
+    ("loop in Python", 2),
+    ("Keras fit", 2),
+]
+UNDER_TPU = [("iterator in a function", 2), ("loop in Python", 2), ("Keras fit", 2)]
 NEEDS_JAX = pytest.mark.skipif(sys.version_info < (3, 11), reason="jax needs Python 3.11")
-MIRRORED, TPU = "MirroredStrategy(logical_devices(N))", "TPUStrategy(num_cores=N)"
 
 
 @pytest.mark.parametrize(
-    ("program", "n", "under"),
+    ("under", "cases"),
     [
-        ("ops that wait for each other", 1, MIRRORED),  # which shows that there is but one
-        ("loop in a function", 2, MIRRORED),
-        ("loop in a function", 8, MIRRORED),
-        ("iterator in a function", 4, MIRRORED),
-        pytest.param("iterator in a function", 2, TPU, marks=NEEDS_JAX),
-        ("loop in Python", 2, MIRRORED),
-        pytest.param("loop in Python", 2, TPU, marks=NEEDS_JAX),
-        ("Keras fit", 2, MIRRORED),
-        pytest.param("Keras fit", 2, TPU, marks=NEEDS_JAX),
+        pytest.param(MIRRORED, UNDER_MIRRORED, id="mirrored"),
+        pytest.param(TPU, UNDER_TPU, id="tpu", marks=NEEDS_JAX),
     ],
 )
-def test_distributed_datasets_need_no_more_than_one_thread(programs, program, n, under):
-    setting = SETTING.replace("{n}", str(n)).replace("{strategy}", under)
-    source = textwrap.dedent(setting + PROGRAMS[program])
+def test_distributed_datasets_need_no_more_than_one_thread(programs, under, cases):
+    """One after the other, in one process. The first line that is missing is of the one that hangs."""
+    source, said = BEGIN, []
+    for program, n in cases:
+        source += SETTING.replace("{n}", str(n)).replace("{strategy}", under)
+        source += PROGRAMS[program].replace("print(", f"print('{program}', N, ")
+        said.append(f"{program} {n} True")
+    source = textwrap.dedent(source)
     result = programs.run(source, env={**os.environ, "TF_NUM_INTEROP_THREADS": "1"}, timeout=100)
-    assert result.stdout == "True\n", result.stderr[-2000:]
+    assert result.stdout.splitlines() == said, result.stderr[-2000:]

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from replica_engine.process import pool
+from replica_engine.process import cores, pool
 
 LAUNCHES_WITH_HOST_CALLS = """
     import faulthandler, os, threading
@@ -70,7 +70,7 @@ def test_threads_of_replicas_need_no_more_than_there_are(programs):
         print(os.environ.get("TF_NUM_INTEROP_THREADS"))
     """
     result = programs.run(textwrap.dedent(source), env=environment(), timeout=100)
-    enough = pool._cores() >= pool.FOR_ONE_LAUNCH
+    enough = cores() >= pool.FOR_ONE_LAUNCH
     assert result.stdout == ("None\n" if enough else f"{pool.FOR_ONE_LAUNCH}\n"), result.stderr[-2000:]
 
 

@@ -3,7 +3,8 @@
 - `event`: the binary event with which threads wake each other.
 - `thread`: one persistent replica thread, which sleeps between jobs.
 - `group`: the N threads of a run, and the pool that leases them to runs.
-- `sync_point`: where a replica met the others, the record of it, and the states it goes through.
+- `sync_point`: a sync point, the record of the last ones, and the states of a replica.
+- `observer`: draws a run on a timeline.
 - `replica`: one replica in one run.
 - `run`: the protocol. Read this one first.
 

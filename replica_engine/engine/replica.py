@@ -2,23 +2,51 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
-from replica_engine.engine.sync_point import State, SyncPoint
+from replica_engine.engine.observer import Observer
+from replica_engine.engine.sync_point import State, SyncPoint, SyncRecord
 from replica_engine.engine.thread import ReplicaThread
 from replica_engine.errors import ReplicaRow, ReplicaUnwound
-from replica_engine.telemetry import timeline
 from replica_engine.telemetry.stacks import stack_of
 from replica_engine.telemetry.trace_file import Track
 
-if TYPE_CHECKING:
-    from replica_engine.engine.run import Run
-
 COORDINATOR_CHECK = 30.0  # seconds between two checks of a paused replica whether its coordinator is alive
+
+
+class Round(Protocol):
+    """The part of a run that its replicas use; see `run.Run`.
+
+    Attributes:
+        coordinator: the thread that called `run`.
+        given_up: whether the run was given up, so that waiting is useless.
+        merged: when the last merge began and ended, in seconds of `time.perf_counter`.
+        name: the name under which timelines show the run, such as the name of the strategy.
+        number: the number of the run.
+        observer: draws the run on a timeline; None if no timeline is being recorded.
+        record: the record of sync points.
+        replicas: all replicas of the run, in order.
+    """
+
+    coordinator: threading.Thread
+    given_up: bool
+    merged: tuple[float, float]
+    name: str
+    number: int
+    observer: Observer | None
+    record: SyncRecord
+    replicas: list[Replica]
+
+    def hand_over(self, replica: Replica) -> None:
+        """Passes the baton on."""
+
+    def is_orphaned(self) -> bool:
+        """Whether the coordinator has ended."""
 
 
 class Replica:
@@ -43,7 +71,7 @@ class Replica:
         error: what the body raised.
     """
 
-    def __init__(self, run: Run, index: int, device: str, thread: ReplicaThread):
+    def __init__(self, run: Round, index: int, device: str, thread: ReplicaThread):
         self.index = index
         self.device = device
         self.thread = thread
@@ -82,18 +110,17 @@ class Replica:
         run.record.rings[self.index].append(point)
         self.request = request
         self.state = State.PAUSED
-        if run.recorded:
-            self._draw("run", "run", self.since, point.arrived)
-        self.since = point.arrived
-        if run.recorded:
-            with timeline.profiled(f"{self} waiting at {point.name}"):
-                self._wait()
-        else:
+        observer, began, self.since = run.observer, self.since, point.arrived
+        if observer is None:
             self._wait()
+        else:
+            observer.ran(self.track, began, point.arrived)
+            with observer.waiting(self, point):
+                self._wait()
         self.state = State.RUNNING
         point.merged, point.left = run.merged, time.perf_counter()
-        if run.recorded:
-            self._draw_meeting(point)
+        if observer is not None:
+            observer.met(self.track, point)
         self.since = point.left
         result, self._result = self._result, None
         return result
@@ -132,10 +159,7 @@ class Replica:
             self.since = time.perf_counter()
             self.state = State.RUNNING
             try:
-                if run.recorded:
-                    self.value = self._recorded(body)
-                else:
-                    self.value = body(self)
+                self.value = body(self) if run.observer is None else self._observed(body, run.observer)
                 self.state = State.FINISHED
             except ReplicaUnwound:
                 self.state = State.UNWOUND
@@ -146,33 +170,18 @@ class Replica:
                 self.thread.replica = None
         run.hand_over(self)
 
-    def _recorded(self, body: Callable[[Replica], Any]) -> Any:
+    def _observed(self, body: Callable[[Replica], Any], observer: Observer) -> Any:
         """Runs the body for a timeline."""
-        self._draw("waiting for its turn", "waiting", self._run.began, self.since)
+        observer.turn(self.track, self.since)
         try:
-            with timeline.profiled(f"{self} run"):
+            with observer.running(self):
                 return body(self)
         finally:
             if self.state is State.RUNNING:  # and was not unwound while it waited
                 began, self.since = self.since, time.perf_counter()
-                self._draw("run", "run", began, self.since)
+                observer.ran(self.track, began, self.since)
 
-    def draw_end(self, now: float) -> None:
-        """Adds the wait for the others after its end to the timeline. Called by the coordinator."""
-        self._draw("waiting for the end of the run", "waiting", self.since, now)
-
-    def _draw_meeting(self, point: SyncPoint) -> None:
-        """Adds a sync point that is over to the timeline: the waits before and after, and the merge."""
-        began, ended = point.merged
-        details = {"where": point.where}
-        self._draw(f"waiting at {point.name}", "waiting", point.arrived, began, details)
-        self._draw(point.name, "merge", began, ended, details)
-        self._draw("waiting for its turn", "waiting", ended, point.left)
-
-    def _draw(self, name: str, kind: str, begin: float, end: float, details: dict[str, Any] | None = None) -> None:
-        timeline.add(self.track, name, kind, begin, end, details)
-
-    @property
+    @functools.cached_property
     def track(self) -> Track:
         """The track that shows the replica in timelines."""
         return Track(self._run.name, self.thread.name, self.thread.ident or 0, self.index + 1)

@@ -46,19 +46,19 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from replica_engine import errors
 from replica_engine.engine.event import Event
 from replica_engine.engine.group import SyncGroup
+from replica_engine.engine.observer import Observer
 from replica_engine.engine.replica import Replica
 from replica_engine.engine.sync_point import State, SyncPoint
 from replica_engine.errors.timeouts import IN_MERGE
 from replica_engine.process.interrupts import break_off, take_back, wait_for_ever
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.stacks import stack_of
-from replica_engine.telemetry.trace_file import Track
 from replica_engine.telemetry.watchdog import Watch
 
 UNWIND_GRACE = 30.0  # seconds that the other replicas have to unwind after a failure
@@ -90,7 +90,7 @@ class Run:
         record: the record of sync points.
         number: the number of this run.
         name: the name under which timelines show the run, such as the name of the strategy.
-        recorded: whether a timeline is being recorded.
+        observer: draws the run on a timeline; None if no timeline is being recorded.
         began: when this object was made, in seconds of `time.perf_counter`.
         merged: when the last merge began and ended, in seconds of `time.perf_counter`.
     """
@@ -110,8 +110,9 @@ class Run:
         self.given_up = False
         self.record, self.name = group.record, group.name
         self.number = self.record.new_run()
-        self.recorded = timeline.recording()
         self.began = time.perf_counter()
+        recorded = timeline.recording()
+        self.observer = Observer(group.name, self.coordinator, self.began) if recorded else None
         self.merged = (0.0, 0.0)
         self.replicas = [
             Replica(self, index, device, thread)
@@ -171,8 +172,8 @@ class Run:
         while True:
             self._round()
             if all(replica.state is State.FINISHED for replica in self.replicas):
-                if self.recorded:
-                    self._draw_end()
+                if self.observer is not None:
+                    self.observer.ended([(replica.track, replica.since) for replica in self.replicas])
                 return [replica.value for replica in self.replicas]
             self._check_meeting()
             self._meet()
@@ -182,7 +183,7 @@ class Run:
         self._watch.beat()
         self._merging = True
         began = time.perf_counter()
-        with self._drawn_merge():
+        with contextlib.nullcontext() if self.observer is None else self.observer.merging(self.sync_point()[0]):
             results = self._merge([replica.request for replica in self.replicas])
         self.merged = began, time.perf_counter()
         self._merging = False
@@ -335,28 +336,3 @@ class Run:
         points = [replica.last for replica in self.replicas if replica.last is not None]
         assert len(points) == len(self.replicas), "all have paused"
         return points
-
-    def _drawn_merge(self) -> contextlib.AbstractContextManager[Any]:
-        return self._draw_merge() if self.recorded else contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def _draw_merge(self) -> Iterator[None]:
-        """Adds a merge to the timeline."""
-        point = self.sync_point()[0]
-        began = time.perf_counter()
-        try:
-            with timeline.profiled(f"merge {point.name}"):
-                yield
-        finally:
-            timeline.add(self._track, point.name, "merge", began, time.perf_counter(), {"where": point.where})
-
-    def _draw_end(self) -> None:
-        now = time.perf_counter()
-        for replica in self.replicas:
-            replica.draw_end(now)
-        timeline.add(self._track, "run", "waiting", self.began, now, {"replicas": len(self.replicas)})
-
-    @property
-    def _track(self) -> Track:
-        thread = self.coordinator
-        return Track(self.name, f"coordinator ({thread.name})", thread.ident or 0, 0)

@@ -224,6 +224,15 @@ class LoweringError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
+    def growing_array(cls, where: str) -> LoweringError:
+        """The body writes to a tf.TensorArray that may grow, and soft placement is off."""
+        return cls(
+            f"A tf.TensorArray with dynamic_size=True is written{at(where)}. Arrays of a compiled program cannot grow, "
+            "and with soft_placement=False no check can detect a write beyond the size. Pass the largest size: "
+            "tf.TensorArray(dtype, size=n)."
+        )
+
+    @classmethod
     def dynamic_argument(cls, fn: str, name: str, shape: str) -> LoweringError:
         """An argument has no static shape."""
         return cls(

@@ -1,23 +1,23 @@
-"""Which devices there are: TPUs and GPUs as jax finds them, CPU devices in any number."""
+"""The devices of each platform: TPUs and GPUs as jax finds them, CPU devices in any number."""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
 import importlib.util
-import os
 import threading
 from typing import Any
 
 from replica_engine.errors import DeviceError, positive_int
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import jax, make_cpu_client
+from replica_engine.process import cores
 
 PLATFORMS = ("tpu", "gpu", "cpu")
-"""The platforms, in the order in which one is chosen."""
+"""The platforms, in the order of preference."""
 
 MOST_CPU_DEVICES = 1024
-"""A CPU device costs a few threads; more than this is a mistake in the program."""
+"""The most CPU devices. Each costs a few threads; more than this is a mistake in the program."""
 
 _lock = threading.Lock()
 _cpu_groups: dict[int, DeviceGroup] = {}
@@ -28,8 +28,8 @@ def device_group(platform: str | None = None, count: int | None = None) -> Devic
 
     Args:
         platform: "tpu", "gpu" or "cpu"; None takes the first of these that the machine has.
-        count: how many. None takes all TPUs or GPUs; of CPU devices, which are made as they are asked for, one
-            for each core the process may use.
+        count: how many. None takes all TPUs or GPUs. CPU devices are made on request; None makes one for each core
+            that the process may use.
 
     Raises:
         DeviceError: the platform is unknown, has no device here, or has fewer than `count`.
@@ -42,7 +42,7 @@ def device_group(platform: str | None = None, count: int | None = None) -> Devic
         raise DeviceError.unknown_platform(platform, PLATFORMS)
     platform = platform.lower()
     if platform == "cpu":
-        count = count or _cores()
+        count = count or cores()
         if count > MOST_CPU_DEVICES:
             raise DeviceError.too_many(count, MOST_CPU_DEVICES)
         with _lock:
@@ -61,15 +61,15 @@ def device_group(platform: str | None = None, count: int | None = None) -> Devic
 
 
 def has_accelerators(platform: str) -> bool:
-    """Whether there are TPUs or GPUs here that jax can use."""
+    """Whether jax finds devices of a platform, "tpu" or "gpu", on this machine."""
     return bool(_accelerators(platform))
 
 
 def _cpu_group(count: int) -> DeviceGroup:
-    """A CPU client of its own for each number of devices.
+    """Makes a separate CPU client for a number of devices.
 
-    jax's own client has the number of devices that was set before jax started. A client of our own leaves that
-    one alone, and has at least one thread for each device, which replicas that wait for each other need.
+    jax's own client has the number of devices that was set before jax started. A separate client leaves jax's client
+    alone, and has at least one thread for each device, which replicas that wait for each other need.
     """
     client: Any = make_cpu_client(num_devices=count)
     return DeviceGroup("cpu", tuple(client.devices()))
@@ -83,25 +83,21 @@ def _group(platform: str, devices: tuple) -> DeviceGroup:
 @functools.cache
 def _accelerators(platform: str) -> tuple:
     if not _has_plugin():
-        return ()  # Asking jax would start it, and its own CPU devices could not be configured any more.
+        return ()  # asking jax would start it, after which its own CPU devices could not be configured
     try:
         return tuple(jax.local_devices(backend=platform))
-    except RuntimeError:  # how jax says that there are none
+    except RuntimeError:  # raised by jax if it finds no such device
         return ()
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _has_plugin() -> bool:
-    """Whether anything is installed that could bring jax TPUs or GPUs."""
+    """Whether a package is installed that could give jax TPUs or GPUs."""
     plugins = importlib.metadata.entry_points(group="jax_plugins")
     return bool(plugins) or any(importlib.util.find_spec(name) is not None for name in ("jax_plugins", "libtpu"))
 
 
 def _number(count: object) -> int:
-    """A number of devices, NumPy's integers too."""
+    """A number of devices; NumPy integers are accepted too."""
     number = positive_int(count)
     if number is None:
         raise DeviceError.bad_count(count)

@@ -1,4 +1,4 @@
-"""A program compiled for a group of devices, and launching it."""
+"""A program compiled for a group of devices, and its launches."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.jaxlib import CompileOptions, DeviceAssignment, DeviceList, ShapedArray, array_result_handler
 from replica_engine.pjrt.markers import expand_markers
 
-# The scheduler that saves memory is also the faster one for convolutions (0.7 to 0.9 of the time), and no slower for
-# matrix products.
+# The scheduler that saves memory is also faster for convolutions (0.7 to 0.9 of the time), and no slower for matrix
+# products.
 _CPU_OPTIONS = (("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"),)
 
 
-_SHORTEST, _LONGEST = 2e-5, 5e-3  # seconds between looks at whether a program has ended
+_SHORTEST, _LONGEST = 2e-5, 5e-3  # seconds between checks whether a program has ended
 
 
 class Executable:
@@ -24,13 +24,13 @@ class Executable:
 
     Args:
         program: the text of the module.
-        devices: a replica runs on each.
+        devices: the devices; one replica runs on each.
         results: shape and dtype of each result.
         host_calls: functions that the program calls, by their index. Each gets and returns arrays, of exactly the
-            dtypes and shapes that the program says, and should not raise: other replicas would wait for ever.
+            dtypes and shapes that the program declares. They should never raise: other replicas would wait for ever.
 
     Attributes:
-        bytes_needed: on each device, for values in between and for results, beside the arguments.
+        bytes_needed: bytes on each device for intermediate values and results, in addition to the arguments.
     """
 
     def __init__(
@@ -60,32 +60,33 @@ class Executable:
         ]
 
     def launch(self, arrays: list[Array]) -> list[Array]:
-        """Sets the program going on all replicas; the caller holds `DeviceGroup.in_flight` and calls `wait` next.
+        """Starts the program on all replicas. The caller holds `DeviceGroup.in_flight` and calls `wait` next.
 
-        Arrays that the program donates are gone afterwards; the results take their place, ready or not. The caller
-        holds off Ctrl-C (`interrupts.held_off`) until they have.
+        Arrays that the program donates are gone afterwards; the results replace them, ready or not. The caller holds
+        off Ctrl-C (`interrupts.held_off`) until it has stored the results.
 
         Raises:
-            StuckProgramError: a program that was interrupted before has not ended.
+            StuckProgramError: an earlier program, whose wait was interrupted, has not ended.
         """
         devices = self._devices
         devices.wait_for_interrupted()
         if self._handlers:
             results = self._executable.execute_sharded(arrays).consume_with_handlers(self._handlers)
-            devices.running, devices.interrupted = results[0], True  # until somebody waits for it
+            devices.running, devices.interrupted = results[0], True  # until `wait` has waited for it
             return results
         running = self._executable.execute_sharded(arrays, with_tokens=True)
         devices.running, devices.interrupted = running.consume_token(), True
         return []
 
     def wait(self, left: threading.Event | None = None) -> None:
-        """On CPU, and if it calls the host, waits for the end of the program; else it is queued, and that is enough.
+        """Waits for the end of the program, on CPU or if the program calls the host. Otherwise it need only be queued.
 
-        Interrupted, by Ctrl-C say, it leaves the next launch a note, which must not begin before.
+        If the wait is interrupted, for example by Ctrl-C, `DeviceGroup.interrupted` stays set: the next launch must not
+        begin before this program has ended.
 
         Args:
-            left: ends the wait when it is set. Then the wait asks again and again: a thread that jaxlib has wait
-                would, if the program never ends, take the process down at its exit.
+            left: an event that ends the wait. With it, the wait polls instead of blocking in jaxlib: if the program
+                never ends, a thread that blocks in jaxlib would bring the process down at its exit.
         """
         devices = self._devices
         if self._waits:

@@ -1,7 +1,7 @@
 """The devices of one replicated program, and arrays on them.
 
-An array here has one value on each device, all of one shape and dtype. To jax it is a replicated array; that
-the values may differ by replica is between us and the program.
+An array here has one value on each device, all of one shape and dtype. jax takes it for a replicated array. Only this
+library and the program know that the values may differ by replica.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _thread = threading.local()
 
 
 class needed_by_a_program:
-    """A program waits for what runs inside, on this thread. So that must not wait for the program.
+    """Inside, a running program waits for this thread, so code inside must never wait for the program.
 
     Args:
-        why: the error to raise if it is about to.
+        why: makes the error to raise if code inside is about to wait.
     """
 
     def __init__(self, why: Callable[[], Exception]):
@@ -52,15 +52,15 @@ class needed_by_a_program:
 
 
 def is_needed_by_a_program() -> bool:
-    """Whether a program waits for what this thread does."""
+    """Whether a program waits for this thread."""
     return getattr(_thread, "why", None) is not None
 
 
 class ProgramOrder:
-    """A lock that programs take turns with; a thread may take it again that has it.
+    """A reentrant lock with which programs take turns.
 
     Raises:
-        Exception: as `needed_by_a_program` says, where waiting for it would be waiting for ever.
+        Exception: the error that `needed_by_a_program` makes, where a wait for the lock would never end.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class ProgramOrder:
             self.beat()
 
     def enter_now(self) -> bool:
-        """As `with`, if it is nobody else's turn; whether it was not."""
+        """Takes the lock if no other thread has it. Returns whether it did."""
         if (why := getattr(_thread, "why", None)) is not None:
             raise why()
         if not self._lock.acquire(blocking=False):
@@ -82,7 +82,7 @@ class ProgramOrder:
         return True
 
     def beat(self) -> None:
-        """The program whose turn it is gives a sign of life."""
+        """Gives a sign of life, in the name of the program whose turn it is."""
         self._sign = time.monotonic()
 
     def __exit__(self, *_: object) -> None:
@@ -90,11 +90,11 @@ class ProgramOrder:
 
     @contextlib.contextmanager
     def within(self, seconds: float, late: Callable[[], Exception]) -> Iterator[None]:
-        """The lock. When it has not come, and nobody has given a sign of life, for so long, `late` is raised."""
+        """Inside, holds the lock. Raises `late()` after `seconds` without the lock and without a sign of life."""
         if (why := getattr(_thread, "why", None)) is not None:
             raise why()
         began = time.monotonic()
-        while not self._lock.acquire(timeout=min(max(0.0, self._due(began, seconds)), MISSED)):  # as `wait_for_ever`
+        while not self._lock.acquire(timeout=min(max(0.0, self._due(began, seconds)), MISSED)):  # see `wait_for_ever`
             if self._due(began, seconds) <= 0:
                 raise late()
         self.beat()
@@ -104,16 +104,16 @@ class ProgramOrder:
             self._lock.release()
 
     def _due(self, began: float, seconds: float) -> float:
-        """Seconds until somebody who has waited since then has waited for too long."""
+        """Seconds until a thread that has waited since `began` has waited for too long."""
         return max(began, self._sign) + seconds - time.monotonic()
 
 
-# One for each platform: see `DeviceGroup.in_flight`.
+# One lock for each platform; see `DeviceGroup.in_flight`.
 _orders: dict[str, ProgramOrder] = {}
 
 
 class _Work:
-    """What a thread does, as something that becomes ready."""
+    """The work of a thread, as an object that becomes ready."""
 
     def __init__(self, thread: threading.Thread):
         self.thread = thread
@@ -124,7 +124,7 @@ class _Work:
 
 
 def _is_of_this_thread(running: Any) -> bool:
-    """Whether it is what this thread itself does, for which it need not wait."""
+    """Whether `running` is the work of the calling thread, which need not wait for itself."""
     return isinstance(running, _Work) and running.thread is threading.current_thread()
 
 
@@ -143,19 +143,19 @@ class DeviceGroup:
     Attributes:
         platform: "cpu", "gpu" or "tpu".
         devices: the PJRT devices.
-        size: how many; the number of replicas.
-        names: for messages: "CPU:0", ...
-        in_flight: held from a program's launch to its end.
-        running: what becomes ready when the program that was launched last ends; None if it has ended.
-        running_name: of which body that program is.
-        interrupted: whether nobody is waiting for that program, though it may not have ended.
+        size: the number of devices, which is the number of replicas.
+        names: the names of the devices in messages: "CPU:0", ...
+        in_flight: the lock that is held from a program's launch to its end.
+        running: an object that becomes ready when the program launched last ends; None if the program has ended.
+        running_name: the name of that program's body.
+        interrupted: whether nothing waits for that program, although it may not have ended.
 
-    **Why one program at a time on CPU.** Replicas of a program meet in its collectives, and a replica that
-    waits there holds a thread of the client. With two programs in flight, replicas of one can hold all threads
-    while they wait for replicas that have none: neither ends, and after a while XLA aborts the process. So on
-    CPU the lock is one for the whole process and is held until the program is done. GPU and TPU devices have
-    queues: programs run on each device in the order of their launches, and that order, which the lock, one for each
-    platform, keeps the same on all devices, is all that is needed.
+    **Why one program at a time on CPU.** The replicas of a program meet in its collectives, and a replica that waits
+    there holds a thread of the client. With two programs in flight, the replicas of one can hold all threads while they
+    wait for replicas that have none. Then neither program ends, and after a while XLA aborts the process. So on CPU
+    there is one lock for the whole process, held until the program is done. GPU and TPU devices have queues: each
+    device runs programs in the order of their launches. There it is enough that the order is the same on all devices,
+    which one lock for each platform ensures.
     """
 
     def __init__(self, platform: str, devices: tuple):
@@ -173,15 +173,15 @@ class DeviceGroup:
         self.interrupted = False
 
     def put(self, values: Sequence[np.ndarray]) -> Array:
-        """An array of one value for each replica; of a single one, the same for all.
+        """An array with one value for each replica; a single value is used for all replicas.
 
-        The values must not change while the array lives: on CPU it may be a view of them.
+        The values must never change while the array lives: on CPU the array may be a view of them.
         """
         first = values[0]
         aval = ShapedArray(first.shape, first.dtype)
         if len(values) == 1:
             return self._put(aval, self.sharding, list(values) * self.size, list(self.devices))
-        if first.ndim:  # Of a replicated array jax would take the first value for all; of a sharded one it does not.
+        if first.ndim:  # as a sharded array: for a replicated one jax would use the first value for all
             whole = ShapedArray((first.shape[0] * self.size, *first.shape[1:]), first.dtype)
             return self._put(whole, self._split, list(values), list(self.devices))
         parts = [
@@ -197,7 +197,7 @@ class DeviceGroup:
     @staticmethod
     def fetch(array: Array, replica: int) -> np.ndarray:
         """One replica's value, on the host. On CPU it is a view, valid after the array is gone."""
-        return np.asarray(array._arrays[replica])  # addressable_data takes them for equal
+        return np.asarray(array._arrays[replica])  # `addressable_data` assumes that all values are equal
 
     @staticmethod
     def fetch_all(array: Array) -> list[np.ndarray]:
@@ -206,7 +206,7 @@ class DeviceGroup:
 
     @functools.cache  # noqa: B019 (groups live as long as the process)
     def alone(self, replica: int) -> DeviceGroup:
-        """The group of one replica's device."""
+        """The group with only one replica's device."""
         return DeviceGroup(self.platform, (self.devices[replica],))
 
     @staticmethod
@@ -215,16 +215,16 @@ class DeviceGroup:
         return list(array._arrays)
 
     def join(self, parts: Sequence[Array]) -> Array:
-        """An array of one value on each device."""
+        """Joins arrays, each on one device, to an array with one value on each device."""
         shards = [part._arrays[0] for part in parts]
         aval = ShapedArray(parts[0].shape, parts[0].dtype)
         return ArrayImpl(aval, self.sharding, shards, committed=True, _skip_checks=True)
 
     def wait_for_interrupted(self) -> None:
-        """Waits for a program that somebody stopped waiting for; the caller holds `in_flight`.
+        """Waits for a program whose wait was interrupted. The caller holds `in_flight`.
 
         Raises:
-            StuckProgramError: it has not ended.
+            StuckProgramError: the program has not ended in time.
         """
         if self.interrupted and not _is_of_this_thread(self.running):
             if not self.ends_within(StuckProgramError.PATIENCE):
@@ -232,29 +232,29 @@ class DeviceGroup:
             self.interrupted = False
 
     def wait_for(self, array: Array) -> None:
-        """Waits for an array that a program which was interrupted may have to make.
+        """Waits for an array that an interrupted program may still be computing.
 
         Raises:
-            StuckProgramError: it has not.
+            StuckProgramError: the array is not ready in time.
         """
         if self.interrupted and not _comes_within(StuckProgramError.PATIENCE, array.is_ready):
             raise StuckProgramError.given_up(self.running_name, self.size)
 
     def ends_within(self, seconds: float) -> bool:
-        """Waits for the program that was launched last; whether it ended."""
+        """Waits up to `seconds` for the program launched last. Returns whether it ended."""
         return _comes_within(seconds, self._is_ready)
 
     def leave_to(self, thread: threading.Thread) -> None:
-        """That thread will launch a program; until it says what becomes ready, that is the end of the thread."""
+        """Leaves the next launch to another thread. Until then, the program runs as long as that thread is alive."""
         self.running, self.interrupted = _Work(thread), True
 
     def has_ended(self, replica: int) -> bool:
-        """Whether the program that was launched last has ended on a replica's device, as far as can be seen."""
+        """Whether the program launched last has ended on a replica's device, as far as can be seen."""
         shards = getattr(self.running, "_arrays", None)
         return self._is_ready() if shards is None else shards[replica].is_ready()
 
     def _is_ready(self) -> bool:
-        running = self.running  # once: another thread may see that it has ended
+        running = self.running  # read once: another thread may see that the program has ended, and reset it
         return running is None or running.is_ready()
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
 """Every name of jax and jaxlib that the library uses, each with its reason. Checked on jax and jaxlib 0.10.2.
 
-jax is an extra (`pip install replica-engine[xla]`). Importing this module without it, or with a version that
-lacks one of these names, raises BackendMissingError, an ImportError that names the install command.
+jax is an extra (`pip install replica-engine[xla]`). Importing this module without jax, or with a version that lacks
+one of these names, raises BackendMissingError, an ImportError that names the install command.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from replica_engine.errors import BackendMissingError
 
 OLDEST = (0, 10, 2)
-"""The oldest version this was checked on."""
+"""The oldest version that this was checked on."""
 
 try:
     import jax
@@ -22,28 +22,28 @@ if tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
     raise BackendMissingError.unsupported(jax.__version__, ".".join(map(str, OLDEST)))
 
 try:
-    # ShapedArray: shape and dtype of an array, for making one.
+    # ShapedArray: the shape and dtype of an array, needed to make one.
     # make_ir_context: an MLIR context that knows the dialects of the programs.
     from jax._src.interpreters.mlir import make_ir_context
     from jax.core import ShapedArray
     from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
     from jaxlib._jax import (
-        ArrayImpl,  # the class of arrays, to make one of parts without checks
+        ArrayImpl,  # the class of arrays, to make one from parts without checks
         DeviceList,  # the devices a program is compiled for
-        array_result_handler,  # makes arrays of a program's results without Python code for each shard
-        batched_device_put,  # one array of N host buffers, also on devices that jax.devices() does not list
+        array_result_handler,  # makes arrays from a program's results without Python code for each shard
+        batched_device_put,  # makes one array from N host buffers, also on devices that jax.devices() does not list
     )
 
     # ir: reading and rewriting programs. CompileOptions, DeviceAssignment: replicas and their devices.
-    # make_cpu_client: a client with as many CPU devices as asked for; jax's own client has what was set
-    # before jax started.
+    # make_cpu_client: a client with any number of CPU devices; jax's own client has the number that was set before
+    # jax started.
     from jaxlib.mlir import ir
     from jaxlib.xla_client import CompileOptions, DeviceAssignment, make_cpu_client
 except ImportError as error:
     raise BackendMissingError.name_vanished(jax.__version__, error) from None
 
-# XLA aborts the process when a replica waits in a collective for longer than 40 s, which a loaded machine may well
-# take; nothing here may end the process. The limit is a flag that jaxlib reads once, when it first needs one.
+# XLA aborts the process when a replica waits in a collective for longer than 40 s. A loaded machine may well take that
+# long, and nothing here may end the process. The limit is a flag that jaxlib reads once, when it first needs a flag.
 _FLAGS = {
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": 600,
     "xla_cpu_collective_call_terminate_timeout_seconds": 1_000_000,
@@ -51,7 +51,7 @@ _FLAGS = {
 
 
 def _lift_limits() -> None:
-    """Has jaxlib read its flags with these among them. TensorFlow has flags of its own, which stay as they are."""
+    """Makes jaxlib read its flags with these added. TensorFlow has separate flags, which stay as they are."""
     given = os.environ.get("XLA_FLAGS")
     added = [f"--{name}={value}" for name, value in _FLAGS.items() if name not in (given or "")]
     os.environ["XLA_FLAGS"] = " ".join([*([given] if given else []), *added])
@@ -67,10 +67,10 @@ def _lift_limits() -> None:
 _lift_limits()
 
 RUNTIME_ERRORS = (jax.errors.JaxRuntimeError,)
-"""What jaxlib raises for a program that fails while it runs."""
+"""The errors that jaxlib raises for a program that fails while it runs."""
 
 HOST_CALL_TARGETS = {"cpu": "xla_ffi_python_cpu_callback", "gpu": "xla_ffi_python_gpu_callback"}
-"""The custom call by which a program calls a Python function it was compiled with. TPUs have another way."""
+"""The custom call by which a program calls a Python function it was compiled with. TPUs use another way."""
 
 __all__ = [
     "HOST_CALL_TARGETS",

@@ -1,8 +1,9 @@
-"""What TensorFlow has no lowering for: most collective operations, and calls from the program to the host.
+"""Markers for operations that TensorFlow cannot lower: most collectives, and calls from the program to the host.
 
-The replica body holds a marker in the place of each, a custom call with the name below and its parameters as JSON,
-and here the program's text is rewritten. The marker of a collective becomes the StableHLO operation of that name; the
-marker of a host call becomes the custom call by which jaxlib calls Python functions.
+The replica body holds a marker for each such operation: a custom call with the operation's name, after the prefix
+below, and its parameters as JSON. This module rewrites the program's text. The marker of a collective becomes the
+StableHLO operation of that name. The marker of a host call becomes the custom call by which jaxlib calls Python
+functions.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ HOST_CALL = f"{PREFIX}host_call"
 
 
 def host_call_parameters(index: int, name: str) -> str:
-    """Which of the functions that the program is compiled with is called; `name` is for readers of the program."""
+    """The parameters of a host call's marker.
+
+    Args:
+        index: the index of the called function among those that the program is compiled with.
+        name: the name of the call, for readers of the program.
+    """
     return json.dumps({"index": index, "name": name})
 
 
@@ -29,7 +35,7 @@ def expand_markers(program: str, platform: str) -> Any:
     """The module of a program, with each marker replaced by the operation it stands for.
 
     Raises:
-        DeviceError: there is a host call, and programs for this platform cannot make one.
+        DeviceError: the program has a host call, which programs for this platform cannot make.
     """
     with make_ir_context():
         module = ir.Module.parse(program)
@@ -85,7 +91,7 @@ def _replace(marker: Any) -> None:
 
 
 def _fill_reduction(region: Any, op: str, of: Any) -> None:
-    """Puts the reduction of two scalars into the region of an operation."""
+    """Fills the region of an operation with the reduction of two scalars."""
     scalar = ir.RankedTensorType.get([], of.element_type)
     location = ir.Location.unknown()
     block = region.blocks.append(scalar, scalar, arg_locs=[location, location])
@@ -108,7 +114,7 @@ def _reduce_scatter(parameters: dict[str, Any]) -> dict[str, str]:
 
 
 def _rectangular(groups: list[list[int]]) -> list[list[int]]:
-    """Groups of different sizes, filled up with -1."""
+    """Groups of different sizes, padded with -1 to one size."""
     longest = max(map(len, groups))
     return [group + [-1] * (longest - len(group)) for group in groups]
 

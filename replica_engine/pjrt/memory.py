@@ -1,4 +1,4 @@
-"""How much memory a CPU device can have: what the machine has, or what this process may use of it."""
+"""How much memory a CPU device can have: what the machine has, or as much of it as this process may use."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from replica_engine.pjrt.group import DeviceGroup
 
 
 def memory_limit(devices: DeviceGroup) -> int | None:
-    """In bytes; None if it is not known, as of GPUs and TPUs, which say themselves when they have no more.
+    """The limit in bytes; None if it is unknown, as for GPUs and TPUs, which report it themselves when memory runs out.
 
-    No single allocation can be larger. The system may grant several that are together, since it has to find memory for
-    what is written only.
+    No single allocation can be larger. Several allocations that together exceed the limit may succeed, since the
+    operating system needs to find memory only for pages that are written.
     """
     if devices.platform != "cpu":
         return None
@@ -29,7 +29,7 @@ def memory_limit(devices: DeviceGroup) -> int | None:
 
 
 def _mapped() -> int:
-    """What this process has of that limit already."""
+    """Bytes of the address space limit that this process already uses."""
     with contextlib.suppress(OSError, AttributeError), open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     return 0

@@ -6,3 +6,12 @@
 - `interrupts`: raises an exception in another thread, which may be the only way to end a wait there, and holds off
   Ctrl-C.
 """
+
+import os
+
+
+def cores() -> int:
+    """The number of cores that this process may use; TensorFlow makes one thread for each."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

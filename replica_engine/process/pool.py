@@ -17,6 +17,8 @@ from __future__ import annotations
 import os
 import sys
 
+from replica_engine.process import cores
+
 VARIABLE = "TF_NUM_INTEROP_THREADS"  # TensorFlow reads it when it starts
 FOR_ONE_LAUNCH = 2  # threads: one for the launch, and one for its host calls
 FOR_LAUNCHES = 16  # threads: enough for launches from up to 15 user threads
@@ -35,13 +37,6 @@ def make_room(threads: int) -> None:
 
         if thread_state.started():
             return
-    if (VARIABLE not in os.environ or _set_here) and _cores() < threads:
+    if (VARIABLE not in os.environ or _set_here) and cores() < threads:
         os.environ[VARIABLE] = str(threads)
         _set_here = True
-
-
-def _cores() -> int:
-    """The number of cores that this process may use; TensorFlow makes one thread for each."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

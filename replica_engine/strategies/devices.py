@@ -1,4 +1,4 @@
-"""Which devices a strategy runs on: names read, checked, and spelled out in full."""
+"""The devices of a strategy: parses, checks and completes device names."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute
 from replica_engine.errors import DeviceError
+from replica_engine.threads.call import short_name
 
 LOCAL_JOBS = (None, "localhost")
 
 
 def resolve_devices(devices: Sequence[str | tf.config.LogicalDevice] | None) -> list[str] | None:
-    """The full names of `devices`.
+    """Returns the full names of `devices`.
 
     Args:
-        devices: names such as "CPU:0", "/gpu:1", "/device:GPU:1", or `tf.config.LogicalDevice`s. None, or
-            none at all, means all GPUs, or all CPUs where there is no GPU.
+        devices: names such as "CPU:0", "/gpu:1", "/device:GPU:1", or `tf.config.LogicalDevice`s. None, or an empty
+            list, means all GPUs, or all CPUs on a machine without GPUs.
 
     Returns:
-        Full names in the order given; None where TensorFlow has to choose, which is in tf.compat.v1 graphs.
+        Full names in the order given; None where TensorFlow must choose, which is the case in tf.compat.v1 graphs.
 
     Raises:
-        DeviceError: a device that does not exist, is named twice, or is of another kind than the rest.
+        DeviceError: a device does not exist, is named twice, or is of another kind than the rest.
     """
     eager = tf.compat.v1.executing_eagerly_outside_functions()
     given = _listed(devices)
@@ -34,7 +35,7 @@ def resolve_devices(devices: Sequence[str | tf.config.LogicalDevice] | None) -> 
         given = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
     names = [_full_name(device) for device in given]
     if len(set(names)) < len(names):
-        raise DeviceError.duplicated(sorted({_short(name) for name in names if names.count(name) > 1}))
+        raise DeviceError.duplicated(sorted({short_name(name) for name in names if names.count(name) > 1}))
     kinds = sorted({tf.DeviceSpec.from_string(name).device_type for name in names})
     if len(kinds) > 1:
         raise DeviceError.mixed(kinds)
@@ -50,7 +51,7 @@ def _listed(devices: object) -> list[Any]:
         raise DeviceError.unreadable(devices)
     try:
         return list(devices)
-    except Exception:  # an array without axes, a tensor that cannot be taken apart
+    except Exception:  # a scalar array, or a tensor that cannot be iterated
         raise DeviceError.unreadable(devices) from None
 
 
@@ -75,11 +76,6 @@ def _check_exist(names: list[str], kind: str) -> None:
     for name in names:
         spec = tf.DeviceSpec.from_string(name)
         if spec.job in LOCAL_JOBS and (spec.device_type, spec.device_index) not in known:
-            missing.append(_short(name))
+            missing.append(short_name(name))
     if missing:
-        raise DeviceError.missing(missing, sorted(map(_short, present)), kind)
-
-
-def _short(name: str) -> str:
-    spec = tf.DeviceSpec.from_string(name)
-    return f"{spec.device_type}:{spec.device_index}"
+        raise DeviceError.missing(missing, sorted(map(short_name, present)), kind)

@@ -1,20 +1,22 @@
-"""Replicated XLA: one trace, one program, N devices. Usable by itself; `TPUStrategy` is built on it.
+"""Replicated XLA: one trace, one program, N devices. It works without a strategy; `TPUStrategy` is built on it.
 
-A function on its way: `Traced` (a graph) -> `Lowered` (a StableHLO program) -> `Compiled` (for devices).
+A function becomes `Traced` (a graph), then `Lowered` (a StableHLO program), then `Compiled` (a program for devices).
+The Python code of a body runs once, for all replicas, so it must not depend on which replica runs.
+
+The modules and packages follow, from the top layer to the bottom; each imports only itself and lower layers:
 
 - `replicate`: running a function on N replicas. Read this one first.
-- `collectives`: cross-replica operations inside.
+- `loop`: many steps in one launch, with inputs that a thread fetches ahead.
+- `graph_op`: a compiled body as one op in the graph of a `tf.function`.
+- `stages`: tracing, lowering, compiling and launching a body, and the cache of programs.
+- `collectives`: cross-replica operations inside a body.
+- `soft_placement`: ops of a body that XLA cannot compile run on the host.
+- `host_calls`: calls from a program to the host, `outside_compilation` among them.
+- `state`: values that stay on the devices between launches, and their host side, which is never stale.
 - `body`: the replica body while it is traced.
-- `arguments`, `outputs`: what becomes a parameter or a result of the program, and what is compiled in.
-- `trace`, `lower`, `compiled`: the stages. `program`: finding what is compiled already. `counts`: how often.
-- `source`: the function, and how to know it again. `random_numbers`: what random ops draw from.
-- `outside_compilation`: host work in a body. Its parts: `templates` and `originals` (the function, with what it closes
-  over), `host_specs` and `host_results` (what it returns), `host_call` (a call in the program), `host_run` (a launch).
-- `device_loop`: many steps in one launch, for which a `prefetcher` puts `batches` into an `input_queue`.
-- `uneven`: shares of different shapes. `graph_op`: a compiled body inside a host tf.function.
-- `device_value`, `host_variable`, `host_graph`: variables on the devices, and their host side, never stale.
-- `resolver`: which platform, for `tf.distribute`.
-- `user_lines`: the user's line, for errors.
+- `signature`: the function, its parameters and its results.
+- `graph_mode`: the error for graphs of `tf.compat.v1`. `infeed`: the queue of inputs for a device loop.
+  `of_unknown_size`: gathers of a size that tracing does not know. `resolver`: which platform, for `tf.distribute`.
 
 >>> from replica_engine import xla
 >>> [float(each) for each in xla.replicate(lambda x: x - xla.all_reduce(x, "MEAN"), [[1.0], [3.0]])]

@@ -1,6 +1,6 @@
 """The replica body while it is traced: how many replicas there are, and which of them is running.
 
-A body is traced once and stands for all replicas at once, so a replica's id is a tensor in it. In a host call
+A body is traced once and stands for all replicas at once, so a replica's id is a tensor in the body. In a host call
 (`outside_compilation`) the id is that of the replica that called.
 """
 
@@ -18,6 +18,7 @@ from replica_engine._tf import autograph, eager, xla_ops
 from replica_engine.diagnostics.flight_record import Collective, LaunchRecord
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import CollectiveError, NotInBodyError
+from replica_engine.xla import growing_arrays
 
 _thread = threading.local()
 _OF_ONE_REPLICA = ("replica_id", "num_replicas")
@@ -25,7 +26,7 @@ _OF_ONE_REPLICA = ("replica_id", "num_replicas")
 
 @autograph.artifact
 def replica_id() -> tf.Tensor:
-    """The id of the replica that runs this, from 0: a scalar int32 tensor, another on each replica.
+    """The id of the replica that runs this, from 0: a scalar int32 tensor, with a different value on each replica.
 
     Raises:
         NotInBodyError: called outside a replicated body.
@@ -63,8 +64,9 @@ class Limits(NamedTuple):
     """How long a launch may take.
 
     Attributes:
-        timeout: seconds until it is an error; None for ever.
-        warn_after: seconds after which there is a warning, and again after as many; None takes the process' own.
+        timeout: seconds after which a launch is an error; None for no limit.
+        warn_after: seconds after which there is a warning, repeated after each such time; None takes the process-wide
+            setting.
     """
 
     timeout: float | None = None
@@ -72,16 +74,16 @@ class Limits(NamedTuple):
 
 
 class RandomSource(Protocol):
-    """What the random ops of a body draw from; see `state.random_numbers`."""
+    """The source that the random ops of a body draw from; see `state.random_numbers`."""
 
     def replacing(self) -> contextlib.AbstractContextManager[None]:
-        """Random ops made inside draw from it."""
+        """Inside, new random ops draw from this source."""
 
     def owns(self, handle: tf.Tensor) -> bool:
-        """Whether a handle is that of its state."""
+        """Whether a handle belongs to the state of this source."""
 
     def of_initial_values(self) -> tf.Tensor:
-        """The handle of a state on the host, from which initial values of variables are drawn."""
+        """The handle of a state on the host, for initial values of variables to draw from."""
 
 
 class Body:
@@ -89,17 +91,17 @@ class Body:
 
     Args:
         size: the number of replicas.
-        random: what its random ops draw from.
+        random: the source that its random ops draw from.
         order: the order of its host calls, a `host_calls.call.CallOrder`.
-        name: of who runs it, for timelines.
+        name: the name of the strategy that runs it, for timelines.
         limits: how long a launch may take.
-        soft_placement: whether ops that XLA cannot compile run on the host; None for what
-            `tf.config.set_soft_device_placement` says.
+        soft_placement: whether ops that XLA cannot compile run on the host; None takes the setting of
+            `tf.config.set_soft_device_placement`.
 
     Attributes:
-        launches: the last ones.
-        launched: how many there were.
-        random: what its random ops draw from.
+        launches: records of the most recent launches.
+        launched: the number of launches so far.
+        random: the source that its random ops draw from.
     """
 
     KEPT = 100
@@ -128,24 +130,24 @@ class Body:
         return eager.soft_placement() if self._soft_placement is None else self._soft_placement
 
     def note_launch(self, collectives: list[Collective], began: float, ended: float) -> None:
-        """A launch is over."""
+        """Records a finished launch; `began` and `ended` are times of `time.perf_counter`, in seconds."""
         self.launches.append(LaunchRecord(self.launched, collectives, began, ended))
         self.launched += 1
 
     @contextlib.contextmanager
     def entered(self, host_calls: Any, collectives: list[Collective]) -> Iterator[None]:
-        """Ops made inside belong to the body; its host calls and its collectives are gathered."""
+        """Inside, new ops belong to the body, and its host calls and collectives are added to the two arguments."""
         before = in_body(), getattr(_thread, "calls", None), getattr(_thread, "collectives", None)
         _thread.body, _thread.calls, _thread.collectives = self, host_calls, collectives
         try:
-            with xla_ops.xla_context(), self.random.replacing():
+            with xla_ops.xla_context(), self.random.replacing(), growing_arrays.checked(self.moves_ops):
                 yield
         finally:
             _thread.body, _thread.calls, _thread.collectives = before
 
 
 class HostSide(NamedTuple):
-    """A host call that runs on this thread, or that is being looked at while its body is traced.
+    """A host call that runs on this thread, or that is examined while its body is traced.
 
     Attributes:
         replica: the id of the replica that called.
@@ -160,7 +162,7 @@ class HostSide(NamedTuple):
 
 @contextlib.contextmanager
 def on_host(side: HostSide) -> Iterator[None]:
-    """What runs inside is a host call, and no part of a body."""
+    """Inside, code belongs to a host call, and not to a body."""
     before = in_body(), host_side()
     _thread.body, _thread.side = None, side
     try:
@@ -170,28 +172,28 @@ def on_host(side: HostSide) -> Iterator[None]:
 
 
 def host_side() -> HostSide | None:
-    """The host call that this thread is in, if it is in one."""
+    """The host call that this thread runs or examines, or None."""
     return getattr(_thread, "side", None)
 
 
 def in_body() -> Body | None:
-    """The body that this thread is tracing, if it is."""
+    """The body that this thread is tracing, or None."""
     return getattr(_thread, "body", None)
 
 
 def note_collective(kind: str, where: str, x: tf.Tensor) -> None:
-    """The body that this thread is tracing brings `x` of its replicas together."""
+    """Records a collective of `x` in the body that this thread is tracing."""
     _thread.collectives.append(Collective(kind, where, x.dtype, x.shape))
 
 
 def gathered_host_calls() -> Any:
-    """What `Body.entered` was given to gather host calls in; `host_calls.call.current_calls` knows its type."""
+    """The object that `Body.entered` collects host calls in. `host_calls.call.current_calls` knows its type."""
     return _thread.calls
 
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """What runs inside is a branch that some replicas take and others do not: cross-replica operations are refused."""
+    """Inside is a branch that only some replicas take: cross-replica operations raise an error."""
     before = getattr(_thread, "apart", False)
     _thread.apart = True
     try:
@@ -201,7 +203,12 @@ def apart() -> Iterator[None]:
 
 
 def current(name: str) -> Body:
-    """The body that this thread is tracing; `name` is the public function that needs one."""
+    """The body that this thread is tracing. `name` is the public function that needs a body.
+
+    Raises:
+        NotInBodyError: the thread is tracing no body, or runs a host call.
+        CollectiveError: the function is a cross-replica operation, in a branch that only some replicas take.
+    """
     if (side := host_side()) is not None:
         raise NotInBodyError.on_host(name, side.where)
     body = in_body()

@@ -1,18 +1,18 @@
-"""Cross-replica operations: values of all replicas, brought together inside a compiled body.
+"""Cross-replica operations: they combine the values of all replicas inside a compiled body.
 
-They work at the top level of a body, in `tf.cond`, `tf.while_loop` and nested `tf.function`s, and have
-gradients of every order. All replicas must reach each of them: in a `tf.cond` every replica takes the same
-branch, and a loop has the same number of iterations on each.
+They work at the top level of a body, in `tf.cond`, `tf.while_loop` and nested `tf.function`s, and have gradients of
+every order. All replicas must reach each operation: every replica must take the same branch of a `tf.cond`, and a loop
+must have the same number of iterations on each replica.
 
-The gradients follow one rule, which `tf.distribute` has too: the objective is the sum of the objectives of
-all replicas. So the gradient of a sum over replicas is the sum over replicas of the gradients, and that of a
+The gradients follow one rule, which `tf.distribute` has too: the objective is the sum of the objectives of all
+replicas. So the gradient of a sum over replicas is the sum over replicas of the gradients, and the gradient of a
 permutation is the reverse permutation.
 
-What has a gradient is given an identity of its operand: in a branch, a gradient cannot find a tensor again that was
-passed in from outside.
+An operation with a gradient works on an identity of its operand: in a branch, a gradient cannot find again a tensor
+that was passed in from outside.
 
-`groups` divides the replicas: `[[0, 1], [2, 3]]` makes two sums, each over two replicas. Each replica is in
-exactly one group. None is one group of all.
+`groups` divides the replicas: `[[0, 1], [2, 3]]` makes two sums, each over two replicas. Each replica must be in
+exactly one group. None makes one group of all replicas.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PREFIX = "replica_engine."
 
 @autograph.artifact
 def cross_replica_sum(x: Any, groups: Groups | None = None) -> tf.Tensor:
-    """The sum of `x` over all replicas; each gets it, and all get the same bits.
+    """The sum of `x` over all replicas, with the shape and dtype of `x`. All replicas get the same bits.
 
     Args:
         x: a tensor of a numeric dtype, of one shape on all replicas.
@@ -61,13 +61,13 @@ def cross_replica_sum(x: Any, groups: Groups | None = None) -> tf.Tensor:
 
 @autograph.artifact
 def all_reduce(x: Any, op: Any = "SUM", groups: Groups | None = None) -> tf.Tensor:
-    """`x` of all replicas, reduced to one value that each gets.
+    """Reduces `x` of all replicas to one value, with the shape and dtype of `x`. All replicas get that value.
 
     Args:
         x: a tensor of one shape on all replicas.
-        op: "SUM", "MEAN", "MIN" or "MAX", or a `tf.distribute.ReduceOp`. The gradient of a minimum or maximum
-            goes to the replicas that have it, in equal parts.
-        groups: as in `xla.collectives`.
+        op: "SUM", "MEAN", "MIN" or "MAX", or a `tf.distribute.ReduceOp`. A mean of integers is rounded down. The
+            gradient of a minimum or maximum goes in equal parts to the replicas that hold it.
+        groups: as in `xla.collectives`; each replica gets the value of its group.
 
     Raises:
         NotInBodyError: called outside a replicated body.
@@ -91,16 +91,16 @@ def all_reduce(x: Any, op: Any = "SUM", groups: Groups | None = None) -> tf.Tens
 
 @autograph.artifact
 def all_gather(x: Any, axis: int = 0, groups: Groups | None = None) -> tf.Tensor:
-    """`x` of all replicas, concatenated along `axis` in the order of the replicas; each gets the result.
+    """Concatenates `x` of all replicas along `axis`, in the order of the replicas. All replicas get the result.
 
     Args:
-        x: a tensor of one shape on all replicas. Of scalars the result is a vector.
-        axis: the dimension to concatenate along; from the end if negative.
+        x: a tensor of one shape on all replicas. Scalars are concatenated to a vector.
+        axis: the dimension to concatenate along; a negative one counts from the end.
         groups: as in `xla.collectives`, of equal sizes; each replica gets the values of its group.
 
     Raises:
         NotInBodyError: called outside a replicated body.
-        CollectiveError: `x` has no dimension `axis`, or `groups` do not divide the replicas.
+        CollectiveError: `x` has no dimension `axis`, or its shape is unknown, or `groups` do not divide the replicas.
 
     Example:
         >>> from replica_engine import xla
@@ -116,17 +116,17 @@ def all_gather(x: Any, axis: int = 0, groups: Groups | None = None) -> tf.Tensor
 
 @autograph.artifact
 def all_to_all(x: Any, split_axis: int, concat_axis: int, groups: Groups | None = None) -> tf.Tensor:
-    """Splits `x` along one dimension, sends part i to replica i, and concatenates what arrives along another.
+    """Splits `x` along one dimension, sends part i to replica i, and concatenates the received parts along another.
 
     Args:
         x: a tensor of one shape on all replicas.
-        split_axis: the dimension to split; its size is a multiple of the size of a group.
+        split_axis: the dimension to split; its size must be a multiple of the size of a group.
         concat_axis: the dimension to concatenate along.
-        groups: as in `xla.collectives`, of equal sizes.
+        groups: as in `xla.collectives`, of equal sizes; the parts travel inside each group.
 
     Raises:
         NotInBodyError: called outside a replicated body.
-        CollectiveError: a dimension is missing or does not divide, or `groups` do not divide the replicas.
+        CollectiveError: `x` has no such dimension, or its size does not divide, or `groups` do not divide the replicas.
 
     Example:
         >>> from replica_engine import xla
@@ -144,16 +144,16 @@ def all_to_all(x: Any, split_axis: int, concat_axis: int, groups: Groups | None 
 
 @autograph.artifact
 def collective_permute(x: Any, pairs: Sequence[tuple[int, int]]) -> tf.Tensor:
-    """Sends `x` from replica to replica.
+    """Sends `x` from replica to replica. The result has the shape and dtype of `x`.
 
     Args:
         x: a tensor of one shape on all replicas.
-        pairs: (from, to); each replica sends at most once and receives at most once. One that receives
+        pairs: pairs (from, to) of replica ids. Each replica may send once and receive once. A replica that receives
             nothing gets zeros.
 
     Raises:
         NotInBodyError: called outside a replicated body.
-        CollectiveError: a replica is named twice on a side, or does not exist.
+        CollectiveError: a replica sends twice, receives twice, or does not exist.
 
     Example:
         >>> from replica_engine import xla
@@ -173,7 +173,7 @@ def collective_permute(x: Any, pairs: Sequence[tuple[int, int]]) -> tf.Tensor:
 
 
 ppermute = collective_permute
-"""JAX's name of `collective_permute`."""
+"""JAX's name for `collective_permute`."""
 
 
 def _reduced(x: tf.Tensor, rows: list[list[int]], op: str) -> tf.Tensor:
@@ -212,7 +212,7 @@ def _extreme(op: str) -> Callable[[tf.Tensor, list[list[int]]], tf.Tensor]:
         @tf.custom_gradient
         def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
             result = _reduced(x, rows, op)
-            if x.dtype.is_floating:  # XLA:CPU passes over a NaN in a minimum or maximum
+            if x.dtype.is_floating:  # XLA:CPU ignores a NaN in a minimum or maximum
                 has_nan = _reduced(tf.cast(tf.math.is_nan(x), tf.int32), rows, "Max")
                 result = tf.where(has_nan > 0, tf.constant(float("nan"), x.dtype), result)
 
@@ -246,7 +246,7 @@ def _gather(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
 
 
 def _gather_of_unknown_size(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
-    """As `_gather`, with a sum over replicas: the one collective whose result has the shape of its operand."""
+    """Like `_gather`, but by a sum over replicas: the only collective whose result has the shape of its operand."""
     size = len(rows[0])
 
     @tf.custom_gradient
@@ -298,7 +298,7 @@ def _permute(x: tf.Tensor, links: list[tuple[int, int]]) -> tf.Tensor:
 
 
 def _of_some(name: str, x: tf.Tensor, shape: list[int], **parameters: Any) -> tf.Tensor:
-    """A marker, or no values at all: XLA refuses to gather nothing."""
+    """A marker; or an empty tensor if the result has no elements, since XLA refuses to gather nothing."""
     return tf.zeros(shape, x.dtype) if 0 in shape else _marker(name, x, shape, **parameters)
 
 
@@ -327,18 +327,18 @@ def _check_static(name: str, x: tf.Tensor) -> None:
 
 
 def _is_made_on_host(x: tf.Tensor) -> bool:
-    """Whether an operand comes from ops that soft placement moves: its shape is known when they have been tried."""
+    """Whether an operand comes from ops that soft placement moves: their shapes are known once they have been tried."""
     body = in_body()
     return body is not None and body.moves_ops and any(map(kinds.is_for_host, argument_names.ops_behind(x)))
 
 
 def _sources(x: tf.Tensor) -> list[str]:
-    """Of an operand of unknown shape, the arguments of unknown shape: without one, the shape depends on data."""
+    """The arguments of unknown shape behind an operand of unknown shape. Without any, its shape depends on data."""
     return argument_names.behind(x, lambda argument: not argument.shape.is_fully_defined())
 
 
 def _rows(groups: Groups | None, size: int, equal_for: str = "") -> list[list[int]]:
-    """The groups, checked; those of the operation `equal_for` must be of equal sizes."""
+    """The groups, checked. For the operation `equal_for` they must have equal sizes."""
     if groups is None:
         return [list(range(size))]
     try:

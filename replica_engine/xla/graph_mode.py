@@ -1,8 +1,8 @@
-"""No compiled bodies in graphs of tf.compat.v1: every entrance says so, with the same error.
+"""Compiled bodies do not work in graphs of tf.compat.v1. Every entry point raises the same error there.
 
 A launch is an op around Python code that holds the strategy, and variables live on the devices. Both need eager mode or
 a `tf.function`; a session of TensorFlow 1 has neither. Without the check, such a program would build some of its ops
-and then fail in a place that says nothing about the cause.
+and then fail in a place that tells nothing about the cause.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def check_mode() -> None:
 
 
 def refuses_graphs(*methods: str) -> Callable[[C], C]:
-    """A class decorator: methods, inherited ones too, raise GraphModeError in a graph of tf.compat.v1.
+    """A class decorator that makes methods raise GraphModeError in a graph of tf.compat.v1.
 
     Args:
-        methods: their names.
+        methods: the names of the methods, which may be inherited.
 
     Example:
         >>> import tensorflow as tf
@@ -59,7 +59,7 @@ def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _inherited(cls: type, name: str) -> Callable[..., Any]:
-    """The method of whichever class comes after `cls` in a subclass's order of bases."""
+    """The method of the class that follows `cls` in a subclass's method resolution order."""
 
     @functools.wraps(getattr(cls, name))
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Calling a body: at once in eager mode, as one stateful op in the graph of a tf.function.
+"""Calls of a body: at once in eager mode, or as one stateful op in the graph of a tf.function.
 
-The op hands its inputs to the compiled program and returns when the program is done. It may be in a loop, in
-a branch and in nested functions. TensorFlow keeps ops in order that share a variable, so the op is given the
-handles of all variables of the body, though their values are on the devices, and one more that all runs share,
-and counts as writing to each.
+The op hands its inputs to the compiled program and returns when the program is done. It may be in a loop, in a branch
+and in nested functions. TensorFlow keeps ops that share a variable in order. So the op gets the handles of all
+variables of the body, though their values are on the devices, and one more handle that all runs share. It counts as
+writing to each of these variables.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from replica_engine.xla.state.device_value import Borrowed, DeviceValue, device_
 def call_with_numbers(
     programs: ProgramCache, source: FunctionSpec, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Any]:
-    """As `call`, with arguments that are Python floats as tensors, or compiled in where the body needs them so.
+    """Like `call`, but Python floats among the arguments become tensors, or are compiled in if the body needs that.
 
-    As tensors they have gradients, a loop on one is a loop of the program, and one program serves all values. But a
-    body may want a number: for `math.sqrt(rate)`, or to multiply tensors of any dtype. So a body that cannot be traced
-    or compiled with tensors is traced once more, with the numbers; an error is then that of the second trace. Integers
-    are often shapes, axes and bounds, and numbers inside of structures are settings: these are compiled in.
+    As a tensor a float has a gradient, a loop that depends on it is a loop of the program, and one program serves all
+    its values. But a body may need a number: for `math.sqrt(rate)`, or to multiply tensors of any dtype. So if a body
+    cannot be traced or compiled with tensors, it is traced once more, with the numbers. An error is then the error of
+    the second trace. Integers are often shapes, axes and bounds, and numbers inside structures are settings: these
+    are always compiled in.
     """
     size = programs.devices.size
     has_floats = any(type(value) is float for value in (*args, *kwargs.values()))
@@ -56,10 +57,10 @@ def call_with_numbers(
 
 
 def call(programs: ProgramCache, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> list[Any]:
-    """Runs a function on all replicas, here and now or when the graph under construction runs.
+    """Runs a function on all replicas: now, or whenever the graph under construction runs.
 
     Returns:
-        For each replica what the function returned.
+        For each replica, what the function returned.
     """
     if not tf.executing_eagerly():
         return _in_graph(programs, source, arguments, shapes)
@@ -80,7 +81,7 @@ def _as_tensor(value: Any) -> Any:
 def _prepared(
     programs: ProgramCache, source: FunctionSpec, arguments: Arguments, shapes: Shapes
 ) -> Callable[[], list[Any]]:
-    """As `call`, up to where the body runs."""
+    """Does the work of `call` except for running the body, which the returned function does."""
     if tf.executing_eagerly():
         shapes = soft_placement.add_caller(arguments, shapes)
         program = programs.find(source, arguments, shapes)
@@ -100,7 +101,7 @@ def _in_graph(programs: ProgramCache, source: FunctionSpec, arguments: Arguments
     if all(slot.shape.is_fully_defined() for slot in arguments.slots) and all(
         tensor.shape.is_fully_defined() for tensor in traced.tensors
     ):
-        # Where all shapes are known, so that errors come before anything runs.
+        # All shapes are known: compiled now, so that errors come before anything runs.
         program.find(
             [tuple(slot.shape) for slot in arguments.slots], [tuple(tensor.shape) for tensor in traced.tensors]
         )
@@ -112,12 +113,12 @@ def _in_graph(programs: ProgramCache, source: FunctionSpec, arguments: Arguments
 
 
 class _Step:
-    """What the op runs: a traced body, compiled for the shapes that come.
+    """The work of the op: a traced body, compiled for each combination of shapes when it first occurs.
 
     Args:
-        devices: where it runs.
+        devices: the devices it runs on.
         program: the body.
-        counts: how many values, one or N, each slot has.
+        counts: for each slot, how many values it has: one, or N.
         around: the host function that the op is in.
     """
 
@@ -130,7 +131,7 @@ class _Step:
         held = [device_value_of(handle, devices) for handle in program.traced.handles]
         self.device_values = [each for each in held if isinstance(each, DeviceValue)]
         self._counts = counts
-        # What host calls take over, such as the summary writer: it is traced in, as in any tf.function.
+        # The state that host calls inherit, such as the summary writer: it is traced in, as in any tf.function.
         self._locals = thread_state.locals_of_thread() if self.traced.host_calls.can_fail else None
         self._around = around
 
@@ -154,14 +155,15 @@ class _Step:
 
 
 class InvalidArgumentError(ValueError):
-    """What TensorFlow raises again, out of the graph, as a `tf.errors.InvalidArgumentError`: it looks for ValueError.
+    """Carries the message of a `tf.errors.InvalidArgumentError` out of a graph.
 
-    Of what a failed assertion or `tf.debugging.check_numerics` raises it would make a `tf.errors.UnknownError`.
+    TensorFlow turns a ValueError of a Python op into a `tf.errors.InvalidArgumentError`. It would turn the error of a
+    failed assertion or of `tf.debugging.check_numerics` into a `tf.errors.UnknownError`.
     """
 
     @classmethod
     def of(cls, error: tf.errors.InvalidArgumentError) -> InvalidArgumentError:
-        """With the message and the notes of the error."""
+        """An error with the message and the notes of `error`."""
         again = cls(error.message)
         for note in getattr(error, "__notes__", ()):
             add_note(again, note)
@@ -169,8 +171,8 @@ class InvalidArgumentError(ValueError):
 
 
 def _add_op(step: _Step, inputs: list[tf.Tensor], outputs: list[tf.TensorSpec]) -> list[tf.Tensor]:
-    """The op in the graph: a function call, so that it can be given variables, around a Python op."""
-    function.leave_uncompiled()  # XLA would have to compile the op that launches what is compiled already
+    """Adds the op to the graph: a Python op inside a function call, which can be given variables."""
+    function.leave_uncompiled()  # otherwise XLA would have to compile the op that launches a compiled program
     handles = [
         host_functions.token(),
         *(handle for handle in step.traced.handles if isinstance(device_value_of(handle, step.devices), Borrowed)),
@@ -180,7 +182,7 @@ def _add_op(step: _Step, inputs: list[tf.Tensor], outputs: list[tf.TensorSpec]) 
             for replica in range(len(device_value.handles))
         ),
     ]
-    # TensorFlow keeps the Python function of an op for ever, and the step holds the strategy.
+    # TensorFlow keeps the Python function of an op for ever, and the step holds the strategy. So only weakly.
     host_functions.host_program().kept.append(step)
     launch = weakref.WeakMethod(step.run)
 
@@ -194,7 +196,7 @@ def _add_op(step: _Step, inputs: list[tf.Tensor], outputs: list[tf.TensorSpec]) 
 
     @tf.function(autograph=False)
     def replicated(handles: list[tf.Tensor], inputs: list[tf.Tensor]) -> tuple:
-        # At least one result, by which the op can be found.
+        # There is always at least one result, by which the op can be found.
         results = tf.numpy_function(run, inputs, [spec.dtype for spec in outputs] or [tf.bool], stateful=True)
         for result, spec in zip(results, outputs, strict=False):
             result.set_shape(spec.shape)

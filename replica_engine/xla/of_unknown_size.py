@@ -1,11 +1,12 @@
-"""Values of all replicas, of a size that is known when the body is lowered and not yet while it is traced.
+"""Collectives of values whose size is known when the body is lowered, but not yet while the body is traced.
 
-A body in a `tf.function` is traced once for batches of any size, and compiled for the size that comes. A marker
-(`xla_ops.marker`) says the shape of its result while the body is traced, so no marker can stand for a collective of
-such values. A sum over replicas has the shape of its operand, whatever that is: each replica puts its value into its
-own place among zeros, and the sum has all of them. That moves N times as much as a gather does.
+A body in a `tf.function` is traced once for batches of any size, and compiled for each size that occurs. A marker
+(`xla_ops.marker`) must declare the shape of its result while the body is traced, so no marker can stand for a
+collective of such values. A sum over replicas has the shape of its operand, so it needs no declared shape. Each replica
+puts its value into its own place among zeros, and the sum holds the values of all replicas. That moves N times as many
+bytes as a gather.
 
-The sum is of integers, of the bits of the values: nothing is lost then of a NaN or a negative zero.
+The sum adds integers, the bits of the values, so that a NaN or a negative zero stays exactly as it is.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def stacked(x: tf.Tensor, rows: Sequence[Sequence[int]]) -> tf.Tensor:
     """The values of a replica's group, stacked along a new first dimension.
 
     Args:
-        x: the replica's own value, of a known rank; of one shape on all replicas.
+        x: the replica's own value, of a known rank and of one shape on all replicas.
         rows: the groups, of equal sizes.
     """
     if x.dtype.is_complex:
@@ -38,13 +39,13 @@ def stacked(x: tf.Tensor, rows: Sequence[Sequence[int]]) -> tf.Tensor:
 
 
 def position(rows: Sequence[Sequence[int]]) -> tf.Tensor:
-    """Where in its group the replica is that runs this."""
+    """The position of the replica that runs this in its group: a scalar int32 tensor."""
     places = {replica: place for row in rows for place, replica in enumerate(row)}
     return tf.gather(tf.constant([places[replica] for replica in range(len(places))]), xla_ops.replica_id())
 
 
 def _as_words(x: tf.Tensor) -> tf.Tensor:
-    """The bits of a value as int32, in one more dimension if there are more than 32."""
+    """The bits of a value as int32, with one more dimension if a value has more than 32 bits."""
     if x.dtype in _NARROW:
         x = tf.bitcast(x, _NARROW[x.dtype])
     return tf.cast(x, tf.int32) if x.dtype.size < 4 else tf.bitcast(x, tf.int32)

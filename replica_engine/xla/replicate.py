@@ -1,4 +1,4 @@
-"""Running a function on N replicas, without a strategy."""
+"""Runs a function on N replicas, without a strategy."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ Inputs = Sequence[Sequence[Any]]
 def replicate(fn: Callable[..., Any], inputs: Inputs | None = None, num_replicas: int | None = None) -> list[Any]:
     """Runs `fn` once on each of N replicas, compiled to one program.
 
-    `fn` is traced once for all replicas, as a `tf.function` is; later calls of the same function, with
-    arguments of the same shapes and dtypes, run the compiled program. It can be called inside a `tf.function`.
+    `fn` is traced once for all replicas, as a `tf.function` is. Later calls of the same function, with arguments of the
+    same shapes and dtypes, run the compiled program. It can be called inside a `tf.function`.
 
-    A variable that `fn` uses and that belongs to no strategy has one value for all replicas: it is sent to the
-    devices before the run, and after it has the value that replica 0 wrote.
+    A variable that `fn` uses and that belongs to no strategy has one value for all replicas. The value is sent to the
+    devices before the run. After the run the variable has the value that replica 0 wrote.
 
     Args:
-        fn: the function. Inside, `replica_id()` tells replicas apart and `cross_replica_sum` and its like bring
-            their values together.
-        inputs: a list over replicas of lists of arguments: tensors (of the same shapes and dtypes on all
-            replicas), and nested structures of them; anything else must be the same on all replicas. None if
-            `fn` takes none.
-        num_replicas: N; None takes the length of `inputs`, or all devices.
+        fn: the function. Inside it, `replica_id()` tells replicas apart, and `cross_replica_sum` and the other
+            cross-replica operations combine their values.
+        inputs: a list over replicas of lists of arguments: tensors (of the same shapes and dtypes on all replicas),
+            and nested structures of tensors. Anything else must be the same on all replicas. None if `fn` takes no
+            arguments.
+        num_replicas: N; None takes the length of `inputs`, or the number of all devices.
 
     Returns:
         A list over replicas of what `fn` returned.
 
     Raises:
-        InputsError: `inputs` is no list over `num_replicas` replicas.
+        InputsError: `inputs` is not a list over `num_replicas` replicas.
         ReplicaMismatchError: replicas have tensors of different shapes or dtypes.
         StructureMismatchError: replicas have different structures.
         DeviceError: there are fewer devices than replicas.
-        LoweringError: an op that XLA cannot compile, or a shape that is not static.
+        LoweringError: `fn` has an op that XLA cannot compile, or a shape that is not static.
         BackendMissingError: jax is not installed.
-        Exception: whatever `fn` raised while it was traced.
+        Exception: `fn` raised it while it was traced.
 
     Example:
         >>> import tensorflow as tf
@@ -74,9 +74,9 @@ def lower(fn: Callable[..., Any], inputs: Inputs | None = None, num_replicas: in
     """Traces and lowers `fn` without running it: to read the program, or to compile it ahead of time.
 
     Args:
-        fn: as of `replicate`.
-        inputs: as of `replicate`; only shapes and dtypes of tensors matter.
-        num_replicas: as of `replicate`.
+        fn: as for `replicate`.
+        inputs: as for `replicate`; only the shapes and dtypes of tensors matter.
+        num_replicas: as for `replicate`.
 
     Raises:
         Exception: as `replicate`.

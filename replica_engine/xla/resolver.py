@@ -1,4 +1,4 @@
-"""Which platform to run on, in the form that `tf.distribute` has for it."""
+"""The platform to run on, as a cluster resolver of `tf.distribute`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class PjrtClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
     """The devices of one PJRT platform on this machine.
 
     Args:
-        platform: "tpu", "gpu" or "cpu"; None takes the first of these that there is.
+        platform: "tpu", "gpu" or "cpu"; None takes the first of these that the machine has.
 
     Raises:
-        DeviceError: no such platform, or no device of it.
+        DeviceError: the platform is unknown, or has no device here.
 
     Example:
         >>> from replica_engine import xla
@@ -31,11 +31,11 @@ class PjrtClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
 
     @property
     def devices(self) -> DeviceGroup:
-        """The devices; of CPU devices as many as there are cores."""
+        """The devices. On the CPU platform there are as many as cores."""
         return self._devices
 
     def cluster_spec(self) -> tf.train.ClusterSpec:
-        """Of one machine: empty."""
+        """The cluster: empty, since there is only this machine."""
         return tf.train.ClusterSpec({})
 
     def master(self, task_type: Any = None, task_id: Any = None, rpc_layer: Any = None) -> str:
@@ -48,19 +48,19 @@ class PjrtClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
 
     @property
     def environment(self) -> str:
-        """Empty: not Google's internal one."""
+        """The environment: empty, since this is not Google's internal one."""
         return ""
 
 
 class TPUSystemMetadata(NamedTuple):
-    """What devices there are.
+    """The devices of a platform.
 
     Attributes:
-        num_cores: how many devices.
-        num_hosts: on how many machines.
-        num_of_cores_per_host: how many devices each machine has.
-        topology: None: PJRT has none to say.
-        devices: their names: "CPU:0", ...
+        num_cores: the number of devices.
+        num_hosts: the number of machines.
+        num_of_cores_per_host: the number of devices of each machine.
+        topology: None, since PJRT does not know it.
+        devices: the names of the devices: "CPU:0", ...
     """
 
     num_cores: int
@@ -71,10 +71,10 @@ class TPUSystemMetadata(NamedTuple):
 
 
 def get_tpu_system_metadata(resolver: PjrtClusterResolver | None = None) -> TPUSystemMetadata:
-    """What devices there are.
+    """The devices of a platform.
 
     Args:
-        resolver: of which platform; None takes the best.
+        resolver: the resolver of the platform; None takes the best platform.
 
     Example:
         >>> from replica_engine import xla

@@ -1,16 +1,42 @@
 """The quickest faults that take a process of their own; `make soak` has them all. Of forks see test_forked.py."""
 
+import pathlib
 import signal
+import textwrap
 
-from soak.processes import one, program
+import pytest
+
+from soak.processes import Ended, program
 from soak.programs.common import make_strategy
 from soak.programs.training import train
 
+ROOT = pathlib.Path(__file__).parents[2]
 
-def test_ctrl_c_at_random_moments():
-    wrong, found = one("interrupts", "threads", "--rounds", 20, longest=100)
-    assert not wrong
-    assert found.startswith("20 interrupts")
+PROGRAM = """
+    import runpy, signal, sys
+
+    sys.path[0] = {root!r}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    runpy.run_module("soak.programs.{name}", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.fixture
+def ended(programs):
+    """`ended(name, *arguments)`: how a program of `soak.programs` ended that checks everything itself."""
+
+    def ended(name, *arguments):
+        source = textwrap.dedent(PROGRAM).format(root=str(ROOT), name=name)
+        done = programs.run(source, *arguments)
+        return Ended(done.returncode, done.stdout, done.stderr)
+
+    return ended
+
+
+def test_ctrl_c_at_random_moments(ended):
+    interrupts = ended("interrupts", "threads", "--rounds", 20)
+    assert not interrupts.wrong()
+    assert interrupts.last.startswith("20 interrupts")
 
 
 def test_kill_9_in_a_training_that_goes_on_from_its_checkpoint(tmp_path):
@@ -24,6 +50,5 @@ def test_kill_9_in_a_training_that_goes_on_from_its_checkpoint(tmp_path):
     assert resumed.partition(": ")[2] == whole.partition(": ")[2]
 
 
-def test_a_run_at_exit():
-    wrong, _ = one("exits", "threads", "atexit", longest=100)
-    assert not wrong
+def test_a_run_at_exit(ended):
+    assert not ended("exits", "threads", "atexit").wrong()

@@ -21,7 +21,10 @@ pytestmark = pytest.mark.on("mirrored")
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(16, 4)).astype("float32")
 Y = RANDOM.normal(size=(16, 2)).astype("float32")
-DATA = {"validation_data": (X[:8], Y[:8]), "shuffle": False, "verbose": 0}
+# Datasets: of arrays Keras makes a pipeline that takes longer to start than the model to train.
+BATCHES, VALIDATION = (tf.data.Dataset.from_tensor_slices((X[:count], Y[:count])).batch(8) for count in (16, 8))
+QUIET = {"shuffle": False, "verbose": 0}
+DATA = {"validation_data": VALIDATION, **QUIET}
 
 
 def regression(optimizer=None, **options):
@@ -59,7 +62,7 @@ def set_and_load(model):
     model.optimizer = optimizers.Adam(0.02)
     build(model)
     donor = regression()
-    donor.fit(X, Y, 8, **DATA)
+    donor.fit(BATCHES, **QUIET)
     state = {}
     donor.optimizer.save_own_variables(state)
     model.optimizer.load_own_variables(state)
@@ -93,7 +96,7 @@ def compile_and_apply(model):
 def restore(model):
     """TensorFlow's checkpoint of weights and optimizer, built there."""
     donor = regression()
-    donor.fit(X, Y, 8, **DATA)
+    donor.fit(BATCHES, **QUIET)
     build(model)
     for variable, value in zip([*model.variables, *model.optimizer.variables], state_of(donor), strict=True):
         variable.assign(value)
@@ -143,8 +146,8 @@ class At(keras.callbacks.Callback):
 
 def everything(model, original, callback):
     """Of a fit with the callback, and of one of the original after it, which has its own variables again."""
-    history, state = model.fit(X, Y, 8, 2, callbacks=[callback], **DATA).history, state_of(model)
-    return [history, original.fit(X, Y, 8, 1, **DATA).history], [state, state_of(original)]
+    history, state = model.fit(BATCHES, epochs=2, callbacks=[callback], **DATA).history, state_of(model)
+    return [history, original.fit(BATCHES, **DATA).history], [state, state_of(original)]
 
 
 def check(alike, strategy, do, hook, by_original):
@@ -207,7 +210,7 @@ def test_an_optimizer_that_a_step_builds_goes_on_in_the_next_fit(two_replicas, a
         if is_replicated:
             model = replicate_model(original, strategy=two_replicas)
         for _ in range(3):
-            model.fit(X, Y, 8, shuffle=False, verbose=0)
+            model.fit(BATCHES, **QUIET)
         found.append([variable.numpy() for variable in [*original.variables, *original.own.variables]])
     alike(found[1], found[0])
 
@@ -240,7 +243,7 @@ def test_in_a_scope_it_trains_as_outside(two_replicas, alike):
         found = model.fit(X, Y, 8, 2, callbacks=[note], **DATA).history
         assert tf.distribute.get_strategy() is two_replicas
         inside = tf.Variable(1.0)
-    alike(found, alone.fit(X, Y, 8, 2, **DATA).history)
+    alike(found, alone.fit(BATCHES, epochs=2, **DATA).history)
     alike(state_of(model), state_of(alone))
     assert not hasattr(created[0], "values")
     assert len(inside.values) == 2
@@ -283,7 +286,7 @@ def test_moving_statistics_that_are_saved_are_those_that_training_goes_on_with(t
         statistics = model.layers[0].moving_mean.value
         found.append([component.numpy() for component in two_replicas.experimental_local_results(statistics)])
 
-    fast.fit(X, Y, 8, 1, shuffle=False, verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=look)])
+    fast.fit(BATCHES, **QUIET, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=look)])
     assert all(np.array_equal(first, second) for first, second in found)
     model.load_weights(path)
     assert np.array_equal(model.layers[0].moving_mean.numpy(), found[-1][0])
@@ -304,7 +307,7 @@ def test_a_seed_that_is_restored_in_a_callback_is_another_one_on_each_replica(tw
         )
 
     set_seed = At("on_train_begin", lambda model: state.assign([7, 8]))
-    fast.fit(X, Y, 8, 1, verbose=0, callbacks=[set_seed, keras.callbacks.LambdaCallback(on_epoch_begin=seeds_now)])
+    fast.fit(BATCHES, **QUIET, callbacks=[set_seed, keras.callbacks.LambdaCallback(on_epoch_begin=seeds_now)])
     assert len(seeds[0]) == 2
     assert int(state.numpy()[0]) == 7
 

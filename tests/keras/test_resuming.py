@@ -3,7 +3,6 @@
 The processes are real, and the kill is SIGKILL, at a batch that is drawn from the seed in the test's name.
 """
 
-import functools
 import random
 import signal
 import sys
@@ -12,17 +11,17 @@ import textwrap
 import numpy as np
 import pytest
 
-EPOCHS, BATCHES = 4, 3
+EPOCHS, BATCHES = 3, 3
 
-# What each program of this module begins with: a folder, and the kind of strategy.
+# What each program of this module begins with. Its first argument is a folder.
 SETUP = """
     import os, signal, sys
     from replica_engine.testing import logical_devices
 
-    folder, kind = sys.argv[1:3]
+    folder = sys.argv[1]
     devices = logical_devices(2)
 
-    import keras, numpy as np
+    import keras, numpy as np, tensorflow as tf
     import replica_engine
     from replica_engine.keras import replicate_model
 
@@ -30,20 +29,28 @@ SETUP = """
     x = random.normal(size=(24, 4)).astype("float32")
     y = random.normal(size=(24, 2)).astype("float32")
 
-    if kind == "tpu":
-        strategy = replica_engine.TPUStrategy(num_cores=2)
-    else:
-        strategy = replica_engine.MirroredStrategy(devices)
+    def strategy_of(kind):
+        return replica_engine.TPUStrategy(num_cores=2) if kind == "tpu" else replica_engine.MirroredStrategy(devices)
 
     def state_of(model):
         return [variable.numpy() for variable in [*model.variables, *model.optimizer.variables]]
 """
 
-# Further arguments: at which batch it kills itself, if it is not 0, and after how many epochs it ends.
+# Further arguments: the kind of strategy, and at which batch it kills itself, if it is not 0.
 TRAINING = (
     SETUP
     + """
-    killed_at, epochs = map(int, sys.argv[3:5])
+    kind, killed_at = sys.argv[2], int(sys.argv[3])
+    strategy = strategy_of(kind)
+
+    class Killed(keras.callbacks.Callback):
+        seen = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.seen += 1
+            if self.seen == killed_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
     keras.utils.set_random_seed(1)
     model = keras.Sequential(
         [
@@ -54,32 +61,23 @@ TRAINING = (
         ]
     )
     model.compile(keras.optimizers.Adam(0.05), "mse", metrics=["mae"])
-
-    class Killed(keras.callbacks.Callback):
-        seen = 0
-
-        def on_train_batch_end(self, batch, logs=None):
-            self.seen += 1
-            if self.seen == killed_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-
     # Killed comes first: what happens at the batch where it strikes is lost.
     resuming = [Killed(), keras.callbacks.BackupAndRestore(f"{folder}/backup")]
     fit = replicate_model(model, strategy=strategy).fit
-    history = fit(x, y, 8, epochs, shuffle=False, verbose=0, callbacks=resuming).history
+    history = fit(x, y, 8, EPOCHS, shuffle=False, verbose=0, callbacks=resuming).history
     state = {f"state {index}": value for index, value in enumerate(state_of(model))}
     np.savez(f"{folder}/found.npz", backup=os.path.exists(f"{folder}/backup"), **history, **state)
-"""
+""".replace("EPOCHS", str(EPOCHS))
 )
 
-# A further argument: "first" or "second" process. Each case is a model with callbacks, alone and replicated.
+# Further arguments: "first" or "second" process, and then "kind/case": a kind of strategy and callbacks. What a model
+# with these comes to is written down by names that begin so, and by "alone/case" what it comes to on one device.
 CALLBACKS = (
     SETUP
     + """
     from keras import callbacks, optimizers
 
-    process = sys.argv[3]
-    names = sys.argv[4:]
+    process, names = sys.argv[2], sys.argv[3:]
 
     def adam(**options):
         return optimizers.Adam(0.05, **options)
@@ -165,76 +163,63 @@ CALLBACKS = (
             "scaled": (optimizers.LossScaleOptimizer(adam()), [backup()]),
         }
 
+    kinds = dict.fromkeys(name.split("/")[0] for name in names)
+    cases_of = dict.fromkeys(name.split("/")[1] for name in names)
+    strategies = {kind: strategy_of(kind) for kind in kinds}
+    # Of arrays Keras would make a pipeline for each fit, which takes longer than to train; and iterators that tune
+    # themselves take long to delete.
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    samples = (tf.data.Dataset.from_tensor_slices((x[:count], y[:count])) for count in (16, 8))
+    batches, validation = (dataset.batch(8).with_options(options) for dataset in samples)
     found = {}
-    for name in names:
-        for which in ["alone", "replicated"] if kind == "mirrored" else ["replicated"]:
-            files = f"{folder}/{kind} {which} {name}"
-            os.makedirs(files, exist_ok=True)
-            optimizer, given = cases(files)[name]
-            keras.utils.set_random_seed(1)
-            original = model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-            model.compile(optimizer, "mse", metrics=["mae"], run_eagerly=True)
-            if which == "replicated":
-                model = replicate_model(model, strategy=strategy)
-            data = {"validation_data": (x[:8], y[:8]), "shuffle": False, "verbose": 0}
-            epochs = 2 if process == "first" else 3
-            history = model.fit(x[:16], y[:16], 8, epochs, callbacks=given, **data).history
-            found.update({f"{which}/{name}/{key}": value for key, value in history.items()})
-            state = enumerate(state_of(original))
-            found.update({f"{which}/{name}/state {index}": value for index, value in state})
-    np.savez(f"{folder}/{kind} {process}.npz", **found)
+    for name in [*(f"alone/{case}" for case in cases_of), *names]:
+        kind, case = name.split("/")
+        files = f"{folder}/{kind} {case}"
+        os.makedirs(files, exist_ok=True)
+        optimizer, given = cases(files)[case]
+        keras.utils.set_random_seed(1)
+        original = model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        model.compile(optimizer, "mse", metrics=["mae"], run_eagerly=True)
+        if kind != "alone":
+            model = replicate_model(model, strategy=strategies[kind])
+        epochs = 2 if process == "first" else 3
+        history = model.fit(batches, epochs=epochs, validation_data=validation, verbose=0, callbacks=given).history
+        found.update({f"{name}/{key}": value for key, value in history.items()})
+        found.update({f"{name}/state {index}": value for index, value in enumerate(state_of(original))})
+    np.savez(f"{folder}/found.npz", **found)
 """
 )
 
 KINDS = ["mirrored", "tpu"] if sys.version_info >= (3, 11) else ["mirrored"]  # which jax needs
 
 
-class Trainings:
-    """Runs the program above.
+@pytest.fixture
+def run(programs, tmp_path):
+    """`run(program, folder, *arguments)`: how the program ended, and what it wrote into the folder, by name."""
 
-    Args:
-        programs: what starts processes.
-        folder: for its files.
-    """
-
-    def __init__(self, programs, folder):
-        self._programs = programs
-        self._folder = folder
-        self._whole = {}
-
-    def run(self, name, kind, killed_at=0, epochs=EPOCHS):
-        """One process; returns what it wrote, or None if it was killed."""
-        folder = self._folder / name
+    def run(program, name, *arguments):
+        folder = tmp_path / name
         folder.mkdir(exist_ok=True)
-        done = self._programs.run(textwrap.dedent(TRAINING), folder, kind, killed_at, epochs)
-        if killed_at:
-            assert done.returncode == -signal.SIGKILL, done.stderr
-            return None
-        assert done.returncode == 0, done.stderr
+        done = programs.run(textwrap.dedent(program), folder, *arguments)
+        if done.returncode:
+            return done, None
         with np.load(folder / "found.npz") as found:
-            return dict(found)
+            return done, dict(found)
 
-    def whole(self, kind):
-        """What a training comes to that nobody disturbs."""
-        if kind not in self._whole:
-            self._whole[kind] = self.run(f"undisturbed {kind}", kind)
-        return self._whole[kind]
-
-
-@pytest.fixture(scope="module")
-def trainings(programs, tmp_path_factory):
-    return Trainings(programs, tmp_path_factory.mktemp("trainings"))
+    return run
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", [0])
-def test_kill_9_at_a_random_batch(trainings, kind, seed):
+def test_kill_9_at_a_random_batch(run, kind, seed):
     """After the first epoch, so that there is a backup. Weights, statistics, optimizer and history agree bit by bit."""
     killed_at = random.Random(f"{kind} {seed}").randint(BATCHES + 1, BATCHES * EPOCHS)
     epochs = (killed_at - 1) // BATCHES  # which the backup has
-    name = f"killed {kind} {seed}"
-    trainings.run(name, kind, killed_at)
-    found, expected = trainings.run(name, kind), trainings.whole(kind)
+    killed, _ = run(TRAINING, "killed", kind, killed_at)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    (resumed, found), (whole, expected) = (run(TRAINING, name, kind, 0) for name in ("killed", "undisturbed"))
+    assert resumed.returncode == whole.returncode == 0, resumed.stderr + whole.stderr
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert np.array_equal(found[key], value[epochs:] if key in ("loss", "mae") else value), (key, killed_at)
@@ -255,47 +240,33 @@ CASES = [
     "replace",
     "scaled",
 ]
+
+
 COMPILED_CASES = ["backup", "whole", "averages", "compile", "replace"]
 """Of those what differs in code where steps are compiled: each takes a while to compile."""
 
 
-@pytest.fixture(scope="module")
-def processes(programs, tmp_path_factory):
-    """`processes(kind, process)`: what the callbacks of all cases came to in the first process, or in the second."""
-    folder = tmp_path_factory.mktemp("callbacks")
-
-    @functools.cache
-    def run(kind, process):
-        if process == "second":
-            run(kind, "first")
-        cases = CASES if kind == "mirrored" else COMPILED_CASES
-        return programs.run(textwrap.dedent(CALLBACKS), folder, kind, process, *cases)
-
-    @functools.cache
-    def processes(kind, process):
-        done = run(kind, process)
-        assert done.returncode == 0, done.stderr
-        with np.load(folder / f"{kind} {process}.npz") as found:
-            return dict(found)
-
-    return processes
-
-
-@pytest.mark.parametrize("process", ["first", "second"])
-@pytest.mark.parametrize(
-    ("kind", "case"),
-    [("mirrored", case) for case in CASES] + [("tpu", case) for case in COMPILED_CASES if "tpu" in KINDS],
-)
-def test_a_callback_does_in_each_process_what_it_does_alone(processes, alike, kind, case, process):
+def test_callbacks_do_in_each_process_what_they_do_alone(run):
     """With plain Keras in the first process and in the second, which starts with an optimizer that is not built."""
-    alone = {key: value for key, value in processes("mirrored", process).items() if key.startswith(f"alone/{case}/")}
-    assert any("state" in key for key in alone)
-    found = processes(kind, process)
-    for key, expected in alone.items():
-        value = found[key.replace("alone/", "replicated/", 1)]
-        if case == "nan":
-            assert np.array_equal(np.isnan(value), np.isnan(expected)), key
-        else:
-            alike(value, expected, rtol=1e-3, atol=1e-4)
-    epochs = len(alone.get(f"alone/{case}/loss", alone.get(f"alone/{case}/val_loss")))
-    assert epochs <= (3 if process == "second" else 2)
+    compared = [(kind, case) for kind in KINDS for case in (CASES if kind == "mirrored" else COMPILED_CASES)]
+    for process, epochs in (("first", 2), ("second", 3)):
+        done, found = run(CALLBACKS, "callbacks", process, *(f"{kind}/{case}" for kind, case in compared))
+        assert done.returncode == 0, done.stderr
+        for kind, case in compared:
+            alone, replicated = (
+                {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
+                for start in (f"alone/{case}/", f"{kind}/{case}/")
+            )
+            assert "state 0" in alone
+            assert len(alone.get("loss", alone.get("val_loss"))) <= epochs
+            assert replicated.keys() == alone.keys(), (process, kind, case)
+            different = [key for key in alone if not same(replicated[key], alone[key], case)]
+            assert not different, (process, kind, case)
+
+
+def same(found, expected, case):
+    if found.shape != expected.shape or found.dtype.kind != expected.dtype.kind:
+        return False
+    if case == "nan":
+        return np.array_equal(np.isnan(found), np.isnan(expected))
+    return np.isfinite(found).all() and np.allclose(found, expected, rtol=1e-3, atol=1e-4)

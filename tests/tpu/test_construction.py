@@ -27,8 +27,10 @@ def test_num_cores_is_a_positive_int(count):
         TPUStrategy(num_cores=count)
 
 
-def test_num_cores_may_be_of_numpy():
-    assert TPUStrategy(num_cores=np.int64(3)).num_replicas_in_sync == 3
+def test_numbers_may_be_of_numpy():
+    strategy = TPUStrategy(num_cores=np.int64(3), steps_per_run=np.int64(2))
+    assert strategy.num_replicas_in_sync == 3
+    assert strategy.steps_per_run == 2
 
 
 def test_there_is_an_end_to_cpu_devices():

@@ -20,7 +20,6 @@ with strategy.scope():
 def interrupt_when_it_runs():
     while strategy.extended.device_group.running is None:
         time.sleep(0.01)
-    time.sleep(0.3)
     os.kill(os.getpid(), signal.SIGINT)
 
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 
 # Read when TensorFlow, jaxlib and this library start: the server must not have them for a program that has not.
 NOT_FOR_ALL = ("XLA_FLAGS", "TF_NUM_INTEROP_THREADS")
@@ -90,7 +91,12 @@ class Program:
             try:
                 self.returncode = int(self._line())
             except TimeoutError:
-                raise subprocess.TimeoutExpired("program", timeout, *(file.read_bytes() for file in self._files))
+                os.kill(self.pid, signal.SIGUSR2)  # the stacks of its threads, see `warm_server.py`
+                time.sleep(2.0)
+                error = subprocess.TimeoutExpired("program", timeout, *(file.read_bytes() for file in self._files))
+                for name, text in (("printed", error.output), ("wrote to stderr", error.stderr)):
+                    error.add_note(f"It {name}:\n{text.decode(errors='replace')[-8000:]}")
+                raise error from None
             self._connection.close()
         return tuple(file.read_text() for file in self._files)
 

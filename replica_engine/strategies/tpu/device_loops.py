@@ -1,8 +1,9 @@
-"""Device loops of a strategy: `iterations` steps of a function in one launch, with inputs from an iterator."""
+"""Device loops of a strategy: `iterations` steps of a function in one launch, with batches from an iterator."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,38 +20,65 @@ from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.stages.program_cache import ProgramCache
 
 
+@dataclasses.dataclass(frozen=True)
+class LoopSettings:
+    """How a device loop runs its steps.
+
+    Attributes:
+        iterations: the number of steps; None takes the strategy's `steps_per_run`.
+        initial_values: by name, the content of `last_step_outputs` if no step runs.
+        in_replica: whether a step runs in replica context; otherwise it runs in cross-replica context.
+        spread: whether a batch that is a tuple becomes several arguments of the step; otherwise it is one argument. If
+            the signature of the step does not fit, the other form is used.
+        prefetch: the largest number of batches to fetch ahead. None means two, or more if batches are small: up to
+            256, as long as they take no more than half a megabyte on a replica.
+        context_class: the class of the context that collects what a step passes out.
+        programs: the cache that keeps the compiled programs; None takes the strategy's.
+    """
+
+    iterations: int | None = None
+    initial_values: Mapping[str, Any] | None = None
+    in_replica: bool = True
+    spread: bool = True
+    prefetch: int | None = None
+    context_class: type[MultiStepContext] = MultiStepContext
+    programs: ProgramCache | None = None
+
+    def checked(self, strategy: tf.distribute.Strategy) -> LoopSettings:
+        """Fills in the number of iterations and checks the settings.
+
+        Raises:
+            InputsError: a number of steps or batches is not a positive int, or the initial values are not a mapping.
+        """
+        iterations = strategy.steps_per_run if self.iterations is None else self.iterations
+        if self.initial_values is not None and not isinstance(self.initial_values, Mapping):
+            raise InputsError.bad_initial_values(self.initial_values)
+        return dataclasses.replace(
+            self,
+            iterations=_positive("iterations", iterations),
+            prefetch=None if self.prefetch is None else _positive("prefetch", self.prefetch),
+        )
+
+
 def run_steps(
     strategy: tf.distribute.Strategy,
     programs: ProgramCache,
     fn: Callable[..., Any],
     iterator: Any,
-    iterations: int,
-    initial_values: Any,
-    in_replica: bool,
-    spread: bool,
-    prefetch: int | None,
-    context_class: type[MultiStepContext],
+    settings: LoopSettings,
 ) -> Any:
     """Runs steps in one launch.
 
     Args:
-        strategy: whose steps they are.
-        programs: its programs.
-        fn: a step; it is called with a `MultiStepContext` and a batch.
-        iterator: its inputs: of a data set, distributed or not, or any iterable.
-        iterations: how many steps.
-        initial_values: what `last_step_outputs` is where no step ran.
-        in_replica: whether a step is in replica context, or in cross-replica context.
-        spread: whether a batch that is a tuple is several arguments, or one. A function that does not take so many
-            gets the other.
-        prefetch: how many batches are fetched ahead at most; None for two, or more of small ones.
-        context_class: of what a step passes out.
+        strategy: the strategy whose replicas run the steps.
+        programs: the strategy's cache of compiled programs.
+        fn: a step, called with a `MultiStepContext` and a batch.
+        iterator: the iterator of a dataset, distributed or not, or any iterable; it yields the batches.
+        settings: how the steps run.
     """
-    iterations = _positive("iterations", iterations)
-    if prefetch is not None:
-        prefetch = _positive("prefetch", prefetch)
-    if initial_values is not None and not isinstance(initial_values, Mapping):
-        raise InputsError.bad_initial_values(initial_values)
+    settings = settings.checked(strategy)
+    assert settings.iterations is not None, "checked"
+    iterations, context_class = settings.iterations, settings.context_class
     if not tf.executing_eagerly():
         raise InputsError.steps_in_function()
     source = FunctionSpec.of(fn)
@@ -58,16 +86,16 @@ def run_steps(
     def step(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         context = context_class()
         converted = autograph.convert_always(fn) if source.autograph else fn
-        if in_replica:
+        if settings.in_replica:
             with BodyReplicaContext(strategy, is_step=True):
                 converted(context, *args, **kwargs)
         else:
             tf.distribute.get_replica_context().merge_call(lambda _: (converted(context, *args, **kwargs), None)[1])
         return context.traced()
 
-    batches = _batches(source.fn, iterator, spread)
+    batches = _batches(source.fn, iterator, settings.spread)
     context = context_class()
-    context.last_step_outputs = dict(initial_values or {})
+    context.last_step_outputs = dict(settings.initial_values or {})
     try:
         first = next(batches, None)
     except BaseException as error:
@@ -76,7 +104,10 @@ def run_steps(
     if first is None:
         raise _out_of_range(context, iterations)
     with strategy.scope(), shutdown.running():
-        outcome = run_loop(programs, source, (in_replica, context_class), step, first, batches, iterations, prefetch)
+        mode = settings.in_replica, context_class
+        outcome = run_loop(
+            settings.programs or programs, source, mode, step, first, batches, iterations, settings.prefetch
+        )
     context = context_class.filled(outcome.steps, outcome.results)
     if outcome.error is not None:
         _keep(outcome.error, context, iterations)
@@ -87,7 +118,7 @@ def run_steps(
 
 
 def _positive(name: str, value: Any) -> int:
-    """A number of steps or batches."""
+    """Checks a number of steps or batches; returns it as an int."""
     number = positive_int(value)
     if number is None:
         raise InputsError.bad_iterations(name, value)
@@ -95,7 +126,7 @@ def _positive(name: str, value: Any) -> int:
 
 
 def _batches(fn: Callable[..., Any], iterator: Any, spread: bool) -> Iterator[tuple]:
-    """For each step its arguments after the context."""
+    """For each step, the arguments after the context."""
     parameters = inspect.signature(fn)
     is_spread: bool | None = None
     for element in _elements(iterator):
@@ -105,7 +136,7 @@ def _batches(fn: Callable[..., Any], iterator: Any, spread: bool) -> Iterator[tu
 
 
 def _elements(iterator: Any) -> Iterator[Any]:
-    """What an iterator yields; one that only knows `get_next`, too. It goes on where this one stops."""
+    """Yields the elements of an iterator, which may have only `get_next`; takes each element only on request."""
     following: Any
     if hasattr(iterator, "__iter__"):
         following = iter(iterator).__next__
@@ -122,7 +153,7 @@ def _elements(iterator: Any) -> Iterator[Any]:
 
 
 def _spreads(parameters: inspect.Signature, element: tuple, preferred: bool) -> bool:
-    """Whether a tuple is several arguments of a step, whose first is the context."""
+    """Whether a tuple becomes several arguments of a step; the first argument of a step is the context."""
     for spread in (preferred, not preferred):
         try:
             parameters.bind(None, *(element if spread else (element,)))
@@ -141,8 +172,8 @@ def _out_of_range(context: MultiStepContext, iterations: int) -> tf.errors.OutOf
 
 
 def _keep(error: Any, context: MultiStepContext, iterations: int) -> None:
-    """Adds to an exception how many steps ran, if any did."""
+    """Attaches the context to an exception, and a note with the number of kept steps if any step ran."""
     if context.steps:
         note_kept_steps(error, context.steps, iterations)
-    with contextlib.suppress(Exception):  # one that takes no attributes; the exception itself is what matters
+    with contextlib.suppress(Exception):  # an exception that takes no attributes is raised without the context
         error.context = context

@@ -1,4 +1,4 @@
-"""The strategies that are compared with one device: those that can run here, and why the others cannot."""
+"""The strategies to compare with one device: makes those that can run here, and says why others cannot."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import tensorflow as tf
 from replica_engine._tf import thread_state
 from replica_engine.errors import BackendMissingError, DeviceError, ParityArgumentError
 from replica_engine.strategies import MirroredStrategy
+from replica_engine.strategies.backend import compiles
 from replica_engine.testing.devices import logical_devices
 
 MIRRORED, TPU = "MirroredStrategy", "TPUStrategy"
@@ -22,15 +23,16 @@ def candidates(
 
     Args:
         strategies: names or strategies; None for all.
-        replicas: how many replicas each has.
+        replicas: the number of replicas of each strategy.
 
     Returns:
-        Strategies by name, and for each that cannot be had the reason. Where the user named it, the reason is raised.
+        The strategies by name, and for each strategy that cannot run here the reason. If the user named the strategy,
+        the reason is raised instead.
 
     Raises:
-        ParityArgumentError: none can run here, or one is unknown or of another size.
-        DeviceError: too few devices for one that was named.
-        BackendMissingError: no jax for a `TPUStrategy` that was named.
+        ParityArgumentError: no strategy can run here, a strategy is unknown, or its number of replicas is different.
+        DeviceError: there are too few devices for a strategy that was named.
+        BackendMissingError: a `TPUStrategy` was named, and jax is missing.
     """
     made: dict[str, tf.distribute.Strategy] = {}
     left_out: dict[str, str] = {}
@@ -54,11 +56,6 @@ def candidates(
     return made, left_out
 
 
-def is_compiled(strategy: tf.distribute.Strategy) -> bool:
-    """Whether it is a `TPUStrategy`; without jax there is no such class to ask for."""
-    return hasattr(strategy.extended, "device_group")
-
-
 def _listed(strategies: Any) -> list[Any]:
     if strategies is None:
         return [MIRRORED, TPU]
@@ -71,7 +68,7 @@ def _listed(strategies: Any) -> list[Any]:
 
 def _checked(strategy: tf.distribute.Strategy, replicas: int) -> str:
     name = type(strategy).__name__
-    if not isinstance(strategy, MirroredStrategy) and not is_compiled(strategy):
+    if not isinstance(strategy, MirroredStrategy) and not compiles(strategy):
         raise ParityArgumentError.unknown_strategy(strategy)
     if strategy.num_replicas_in_sync != replicas:
         raise ParityArgumentError.other_size(name, strategy.num_replicas_in_sync, replicas)
@@ -90,6 +87,6 @@ def _mirrored(replicas: int) -> tf.distribute.Strategy:
 
 
 def _compiled(replicas: int) -> tf.distribute.Strategy:
-    from replica_engine.strategies.tpu import TPUStrategy  # not above: without jax it cannot be imported
+    from replica_engine.strategies.tpu import TPUStrategy  # not at module level: it needs jax
 
     return TPUStrategy(num_cores=replicas)

@@ -1,8 +1,8 @@
 """Calls from a compiled body to the host.
 
-- `outside_compilation`: what users write. Read this one first.
-- `closures`: the user's function, with concrete tensors in the place of those of the body that it closes over.
-- `originals`: which object of the user's stands for which.
-- `result_specs`, `results`: what the function returns.
+- `outside_compilation`: the function that users call. Read this one first.
+- `closures`: the user's function, rebuilt with concrete tensors instead of the tensors of the body it closes over.
+- `originals`: the function that the user wrote, for a function that AutoGraph converted.
+- `result_specs`, `results`: the results of the function.
 - `call`: one call, as the program makes it. `session`: the calls of one launch.
 """

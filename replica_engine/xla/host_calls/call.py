@@ -1,16 +1,16 @@
-"""Calls from a compiled body to the host: what a program calls.
+"""Calls from a compiled body to the host, as the program makes them.
 
-In the program a host call is a custom call. It takes the tensors that the host works on and one number more, its
-position in the order of its replica's host calls, and returns the position of the next. The number is a variable
-of the body, so that wherever in loops and branches the calls are, TensorFlow keeps each replica's in their order.
-Position p is of replica p mod N: that is also how the host knows which replica calls.
+In the program a host call is a custom call. Its operands are the tensors that the host works on and one more number:
+its position in the order of its replica's host calls. Its first result is the position of the next call. The number
+is a variable of the body, so TensorFlow keeps each replica's calls in order, wherever in loops and branches they are.
+Position p belongs to replica p mod N, which tells the host which replica calls.
 
-**A host call that fails must not stop the program.** The other replicas would wait for this one in a collective, for
-ever. So an exception is noted, the call returns zeros, all later calls return zeros without doing anything, and
-when the program has ended the exception is raised and what the program wrote is thrown away. So a program with
+**A host call that fails must never stop the program.** The other replicas would wait for this one in a collective, for
+ever. So the exception is noted, the call returns zeros, and all later calls return zeros without doing anything. When
+the program has ended, the exception is raised and the values that the program wrote are thrown away. So a program with
 calls that can fail does not donate its variables.
 
-What one launch has to remember is `Session`'s.
+`Session` holds the state of one launch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LATEST = "_replica_engine_position"
 
 
 class CallOrder(DeviceValue):
-    """The position of each replica's next host call: a variable of the body that each launch goes on with.
+    """The position of each replica's next host call: a variable of the body, which each launch continues.
 
     Args:
         devices: where the replicas run.
@@ -50,18 +50,18 @@ class CallOrder(DeviceValue):
         super().__init__([variables.raw_handle(self._variable)], devices)
 
     def array(self) -> Array:
-        """As any device value; the host has none, so what is not there begins anew."""
+        """The positions on the devices. The host has no copy of them: if they are gone, each replica starts over."""
         array = self._array
         if array is None or array.is_deleted():
             array = self._array = self._devices.put([np.array(replica) for replica in range(self._devices.size)])
         return array
 
     def set_array(self, array: Array) -> None:
-        """As any device value."""
+        """Takes over the positions after a launch."""
         self._array = array
 
     def invalidate(self) -> None:
-        """As any device value."""
+        """Drops the positions: the next launch starts over."""
         self._array = None
 
 
@@ -73,12 +73,12 @@ class HostCalls:
         order: the position of each replica's next call.
 
     Attributes:
-        calls: in the order in which they were traced.
-        run: the launch that is going on.
-        closures: of the user's calls.
-        codes: of the user's functions.
-        handles: of variables that these are known to use, and where.
-        can_fail: whether there are calls of the user's, and not only those that feed a device loop.
+        calls: the calls, in the order in which they were traced.
+        run: the launch in progress, if there is one.
+        closures: the closures of the user's calls.
+        codes: the code of the user's functions.
+        handles: handles of variables that these functions are known to use, each with the user's line.
+        can_fail: whether there are calls of the user, and not only those that feed a device loop.
     """
 
     def __init__(self, size: int, order: CallOrder):
@@ -97,39 +97,39 @@ class HostCalls:
 
     @property
     def order(self) -> tf.Tensor:
-        """The handle of the variable that keeps the calls of each replica in their order."""
+        """The handle of the variable that keeps each replica's calls in order."""
         return self._order.handles[0]
 
     def mark(self) -> tuple[int, int]:
-        """What `rewind` takes."""
+        """The present state, for `rewind`."""
         return len(self.calls), self._roots
 
     def rewind(self, mark: tuple[int, int]) -> None:
-        """Forgets the calls that were made since: the graph that they are in is given up."""
+        """Forgets the calls that were made since `mark`: the graph that they are in is given up."""
         count, self._roots = mark
         del self.calls[count:]
 
     def new_number(self) -> int:
-        """Of a value that stays on the host."""
+        """A number for one value that stays on the host, unique in the body."""
         self._numbers += 1
         return self._numbers
 
     def new_name(self) -> str:
-        """Of a cluster: "0", "1", ..."""
+        """The name of a new cluster: "0", "1", ..."""
         self._roots += 1
         return str(self._roots - 1)
 
     def new_gradient_name(self, of: str) -> str:
-        """Of the gradient of a cluster, or of a gradient: root.uid."""
+        """The name of the gradient of a cluster, or of the gradient of a gradient: root.uid."""
         root = of.split(".")[0]
         uid = self._gradients[root] = self._gradients.get(root, -1) + 1
         return f"{root}.{uid}"
 
     def emit(self, call: HostCall, operands: Sequence[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Adds a call to the graph under construction, after all that were added before.
+        """Adds a call to the graph under construction, after all calls that were added before.
 
         Returns:
-            The position of the next call, by which the gradient of this one knows it again, and its results.
+            The position of the next call, by which the gradient of this call refers to it; and the call's results.
         """
         handle = self._order.handles[0]
         graph = variables.graph()
@@ -138,7 +138,8 @@ class HostCalls:
         if position is None:
             position = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int64)
         following, results = self.emit_anywhere(call, position, operands)
-        if in_condition:  # XLA lets it write no variables. It has no gradient, and what comes after it does so anyway.
+        if in_condition:
+            # XLA does not let a loop condition write variables. It has no gradient, and later ops follow it anyway.
             setattr(graph, _LATEST, following)
         else:
             tf.raw_ops.AssignVariableOp(resource=handle, value=following)
@@ -148,7 +149,7 @@ class HostCalls:
     def emit_anywhere(
         call: HostCall, position: tf.Tensor, operands: Sequence[tf.Tensor]
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Adds a call to the graph, which happens after the one that `position` comes from."""
+        """Adds a call to the graph. It happens after the call that `position` comes from."""
         following, *results = xla_ops.host_marker(
             HOST_CALL,
             [position, *operands],
@@ -160,18 +161,18 @@ class HostCalls:
 
     @contextlib.contextmanager
     def launched(self, devices: DeviceGroup, feed: InputQueue | None = None) -> Iterator[Session | NoCalls]:
-        """A program is launched, and ends, inside; one at a time."""
+        """Inside, one program of this body is launched and ends; never two at once."""
         if not self.calls:
             yield NoCalls()
             return
         if not self.replica_ids:
             with tf.init_scope(), tf.device("CPU:0"):
                 self.replica_ids = [tf.constant(replica) for replica in range(self.size)]
-        devices.wait_for_interrupted()  # it may be one of this body, and call the host
+        devices.wait_for_interrupted()  # an abandoned program may be of this body, and still call the host
         run = self.run = Session(devices, feed)
         try:
             yield run
-        except BaseException:  # Ctrl-C, say
+        except BaseException:  # for example Ctrl-C
             self._order.invalidate()
             run.give_up()
             if not run.has_ended:
@@ -192,15 +193,15 @@ class HostCall:
     """A call from the body to the host.
 
     Args:
-        calls: those of the body.
-        name: of the cluster.
+        calls: the host calls of the body.
+        name: the name of the cluster.
         where: the user's line.
         results: specs of its results.
 
     Attributes:
         index: its number among the calls of the body.
-        is_users: whether it runs a function of the user's.
-        of_zeros: whether what it returns is known from a call with zeros.
+        is_users: whether it runs a function of the user.
+        of_zeros: whether the specs of its results come from a call with zeros.
     """
 
     is_users = True
@@ -216,7 +217,7 @@ class HostCall:
         calls.calls.append(self)
 
     def __call__(self, position: np.ndarray, *arrays: np.ndarray) -> tuple[np.ndarray, ...]:
-        """What the program calls, on a thread of the replica's. The arrays are valid until it returns."""
+        """Called by the program, on a thread of the replica. The arrays are valid until it returns."""
         run = self.calls.run
         assert run is not None, "set before the launch"
         here = int(position)
@@ -236,16 +237,16 @@ class HostCall:
             run.leave(self, replica)
 
     def next_position(self, run: Session, position: int, replica: int) -> int:
-        """The position of the replica's next call: another number for each call of a run."""
+        """The position of the replica's next call: a different number for each call of a run."""
         return position + run.size
 
     def describe(self) -> str:
-        """For messages."""
+        """The call in words, with the user's line, for messages."""
         return f"outside_compilation {self.name!r}" + (f" at {self.where}" if self.where else "")
 
     @property
     def zeros(self) -> list[np.ndarray]:
-        """Results for nobody."""
+        """Results that nothing uses: zeros of the declared shapes and dtypes."""
         if self._zeros is None:
             self._zeros = [np.zeros(spec.shape, spec.dtype.as_numpy_dtype) for spec in self.results]
         return self._zeros
@@ -265,17 +266,17 @@ class HostCall:
         return values
 
     def name_of(self, result: int) -> str:
-        """Where a result is in what the user's function returned."""
+        """The path of a result in the structure that the user's function returned."""
         return ""
 
     def compute(self, kept: Kept, position: int, token: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The work: of concrete tensors the results.
+        """Does the work: computes the results from concrete tensors.
 
         Args:
-            kept: what the replica's calls have kept for their gradients.
-            position: of this call; of a gradient, the token of the call that it is the gradient of.
-            token: what this call returns as the next position.
-            tensors: what it works on.
+            kept: the data that the replica's calls keep for their gradients.
+            position: the position of this call; for a gradient, the token of the call that it differentiates.
+            token: the number that this call returns as the next position.
+            tensors: the operands.
         """
         raise NotImplementedError
 

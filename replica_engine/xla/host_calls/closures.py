@@ -1,8 +1,9 @@
-"""Calls of host functions with the tensors of the body taken out of them, and put in again on the host.
+"""Calls of host functions whose tensors are taken out in the body, and put in again, as concrete tensors, on the host.
 
-What a host function uses of the body it is called in reaches it as an argument, or by closing over it. Both are
-places for tensors, found once while the body is traced; on the host each call gets the function and arguments again
-with concrete tensors in those places. Functions that AutoGraph converted are as they were written again.
+A host function gets tensors of the body that calls it as arguments, or by closing over them. Both are places for
+tensors. They are found once, while the body is traced. On the host, each call rebuilds the function and its arguments
+with concrete tensors in those places. A function that AutoGraph converted is replaced by the function that the user
+wrote.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from replica_engine.xla.host_calls.originals import original_of
 from replica_engine.xla.signature.function_spec import assigns
 
 Build = Callable[[Any], Any]
-"""Makes the value again, with these tensors in its places."""
+"""Rebuilds a value, with these tensors in its places."""
 
-_DEPTH = 32  # of functions that functions close over
+_DEPTH = 32  # levels of functions that functions close over
 
 
 class Closure:
@@ -30,13 +31,14 @@ class Closure:
 
     Args:
         fn: the function, which may close over tensors.
-        args: its arguments: structures that may hold tensors, variables of the devices, and functions likewise.
-        kwargs: likewise.
-        read: of a variable among the arguments, its value if the devices have it; or else None.
+        args: its arguments: structures that may hold tensors, variables of the devices, and functions that close over
+            tensors.
+        kwargs: its keyword arguments.
+        read: takes a variable among the arguments; returns its value if it is on the devices, otherwise None.
 
     Attributes:
-        tensors: what was found, each once.
-        build: function and arguments again, with other tensors.
+        tensors: the tensors that were found, each once.
+        build: rebuilds the function and its arguments with other tensors.
     """
 
     def __init__(self, fn: Any, args: tuple, kwargs: dict[str, Any], read: Callable[[Any], tf.Tensor | None]):
@@ -44,18 +46,19 @@ class Closure:
         self._value = (fn, args, kwargs)
         self._read: Callable[[Any], tf.Tensor | None] | None = read
         self._places: dict[int, int] = {}
-        self._entered: set[int] = set()  # what is being opened: structures and closures may refer to themselves
+        self._entered: set[int] = set()  # the values being opened: structures and closures may refer to themselves
         self._graphs = variables.graphs()
         self._cells: dict[
             int, tuple[CellType, Any, bool]
-        ] = {}  # what they had when the call was made; is it assigned to
+        ] = {}  # each cell, its content when the call was made, and whether a function assigns to it
         self._rebound: set[int] = set()
         self.build = self._opened()
 
     def settle(self) -> None:
-        """The body has been traced: what it has bound anew since keeps for this call what it was bound to then.
+        """Called when the body has been traced: keeps names that the body has bound to another value since the call.
 
-        A name that a loop in the body goes on with, say. What a function assigns to as it runs is left alone.
+        For this call such a name, for example one that a loop in the body updates, keeps the value it had when the call
+        was made. A name that a function assigns to while it runs is left alone.
         """
         self._rebound = {
             key
@@ -79,10 +82,10 @@ class Closure:
         return build
 
     def _open(self, value: Any, depth: int) -> Build | None:
-        """None if there is no tensor of the graph in it."""
+        """How to rebuild a value; None if it holds no tensor of the graph."""
         if tf.is_symbolic_tensor(value) and any(value.graph is graph for graph in self._graphs):
             return self._place(value)
-        if isinstance(value, tf.Tensor):  # eager, or left behind by another trace
+        if isinstance(value, tf.Tensor):  # eager, or left over from another trace
             return None
         if id(value) in self._entered:
             return (lambda tensors: tensors.made[id(value)]) if isinstance(value, FunctionType) else None
@@ -108,7 +111,7 @@ class Closure:
         return lambda tensors: tensors[index]
 
     def _open_variable(self, value: Any) -> Build | None:
-        """Among the arguments, its value if it is on the devices."""
+        """How to rebuild a variable among the arguments: its value if it is on the devices; otherwise None."""
         if self._read is None:
             return None
         key = id(value)
@@ -167,8 +170,8 @@ class Closure:
             return None if fn is converted else lambda _: fn
 
         def build(tensors: Any) -> Any:
-            # A cell without tensors stays the very same one, so that `nonlocal` goes on working, unless the body has
-            # bound it anew since. The others are filled when the function is there, which may close over itself.
+            # A cell without tensors stays the very same cell, so that `nonlocal` keeps working, unless the body has
+            # rebound its name since. The others are filled after the function exists, which may close over itself.
             closure = tuple(cell if inner is None else CellType() for cell, inner in zip(cells, of_cells, strict=True))
             made = FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, closure)
             tensors.made[id(converted)] = made
@@ -189,7 +192,7 @@ class _Values(list):
     """Tensors for the places of a closure.
 
     Attributes:
-        made: functions that have been made with them, by the id of what they stand for.
+        made: functions that were rebuilt with them, by the id of the function that each stands for.
     """
 
     def __init__(self, tensors: Sequence[Any]):

@@ -1,9 +1,9 @@
-"""The user's own function, of one that AutoGraph converted.
+"""The function that the user wrote, for a function that AutoGraph converted.
 
-A function that is defined inside a converted one has been converted with it: `int(x)` of a tensor is a tensor in it,
-a loop over a tensor keeps the rules of `tf.while_loop`. That is right for a graph, and wrong on the host, where a
-function runs as it was written. Its code is still in the file it was written in, and the variables that it closes
-over have kept their names, so the function can be made again.
+A function defined inside a converted function is converted with it. In the converted one, `int(x)` of a tensor is a
+tensor, and a loop over a tensor follows the rules of `tf.while_loop`. That is right for a graph, and wrong on the host,
+where a function must run as it was written. Its code is still in the file it was written in, and the variables that it
+closes over have kept their names. So the function can be rebuilt.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from replica_engine._tf import autograph
 
 
 def original_of(fn: FunctionType) -> FunctionType:
-    """The function as it was written; `fn` itself if it was not converted, or if its source is not to be found."""
+    """The function as it was written; `fn` itself if it was not converted, or if its source cannot be found."""
     code = fn.__code__
     if autograph.OPERATORS not in code.co_freevars:
         return fn
     known = autograph.source_map()
-    first = code.co_firstlineno  # perhaps that of a decorator, which AutoGraph adds
+    first = code.co_firstlineno  # may be the line of a decorator, which AutoGraph adds
     place = next(
         (known[code.co_filename, line] for line in (first, first + 1) if (code.co_filename, line) in known), None
     )
@@ -34,7 +34,7 @@ def original_of(fn: FunctionType) -> FunctionType:
         found
         for found in _codes_of(place[0], "".join(linecache.getlines(place[0])))
         if found.co_name == code.co_name and _arguments(found) == arguments and set(found.co_freevars) <= set(cells)
-        # A decorated function begins at its decorator, and a lambda of several lines may be mapped to a later one.
+        # A decorated function begins at its decorator, and a lambda of several lines may be mapped to a later line.
         if 0 <= place[1] - found.co_firstlineno <= 20
     ]
     nearest = [found for found in candidates if found.co_firstlineno == max(each.co_firstlineno for each in candidates)]
@@ -56,10 +56,10 @@ def _arguments(code: CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=32)
 def _codes_of(file: str, source: str) -> list[CodeType]:
-    """All code in a file; `source` is its text, which may change in a notebook."""
+    """All code objects of a file. `source` is the file's text, since the text may change in a notebook."""
     try:
         return list(_within(compile(source, file, "exec", dont_inherit=True)))
-    except (SyntaxError, ValueError):  # a notebook's own syntax
+    except (SyntaxError, ValueError):  # for example the syntax of a notebook
         return []
 
 

@@ -1,12 +1,12 @@
 """Host work inside a compiled body: Python and TensorFlow that run on the host, once for each replica.
 
-Each call is a cluster with a name: "0", "1", ... The gradient of a cluster runs on the host too, in a cluster of its
-own with the name root.uid: root is the name of the cluster that the user wrote, uid counts the gradients of it, those
-of gradients too.
+Each call is a cluster with a name: "0", "1", ... The gradient of a cluster runs on the host too, in its own cluster
+with the name root.uid: root is the name of the cluster that the user wrote, and uid counts its gradients, including
+gradients of gradients.
 
-A cluster that is differentiated runs under a gradient tape, which is kept until its replica's run, or its step of a
-device loop, is over. The gradient's cluster asks that tape. If a gradient is differentiated itself, the tape goes
-on recording in it, so that it knows the derivatives of every order, and no function ever runs a second time.
+A cluster that is differentiated runs under a gradient tape. The tape is kept until the run is over, or in a device loop
+the step. The gradient's cluster asks that tape. If a gradient is differentiated itself, the tape goes on
+recording in it. So the tape knows the derivatives of every order, and no function ever runs a second time.
 """
 
 from __future__ import annotations
@@ -29,36 +29,38 @@ from replica_engine.xla.host_calls.session import Kept, Session
 
 @autograph.artifact
 def outside_compilation(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Runs `fn` on the host, from inside a compiled body: once on each replica, each time the body comes by.
+    """Runs `fn` on the host, from inside a compiled body: once on each replica, each time the body reaches the call.
 
     `fn` runs as eager TensorFlow, with concrete tensors: `x.numpy()`, strings, files, `tf.print`, `tf.summary`, any
     Python code. It may close over tensors of the body. It may be called in loops, branches and nested functions; a
-    replica's calls keep the order of the program. `replica_id()` in it says which replica called.
+    replica's calls keep the order of the program. Inside `fn`, `replica_id()` is the id of the replica that called.
 
-    What `fn` returns must be known while the body is traced. A function without a `return` returns nothing. Of any
-    other, the results are found by tracing it, as a `tf.function` is, without running it; where that fails, since it
-    needs concrete values, it is called once with zeros. `returns` says what they are and saves both.
+    The structure, dtypes and shapes of the results must be known while the body is traced. A function without a
+    `return` returns nothing. Any other function is traced, as a `tf.function` is, without running it. If tracing fails,
+    or leaves a shape unknown, the function needs concrete values: it is called once with zeros. Declare the results
+    with `returns` to skip both.
 
-    Gradients go through `fn`, of every order, where it computes with TensorFlow.
+    Gradients of every order go through `fn`, where it computes with TensorFlow.
 
-    If it raises, on any replica, in any iteration of a loop, the exception leaves the run with a note of where;
-    all variables are as before the run.
+    If `fn` raises, on any replica, in any iteration of a loop, the exception leaves the run with a note that says
+    where. All variables are as before the run.
 
-    Outside a compiled body it just calls `fn`.
+    Outside a compiled body this just calls `fn`.
 
     Args:
-        fn: the function. Variables that no compiled body uses can be read and written in it.
-        *args: its arguments; tensors among them have their values there, and so have variables of a strategy.
-        **kwargs: likewise.
+        fn: the function. It may read and write variables that no compiled body uses.
+        *args: its arguments. `fn` gets concrete values instead of tensors and instead of variables of a strategy.
+        **kwargs: its keyword arguments.
 
     Returns:
         What `fn` returned: tensors, and structures of them, of the same dtypes and shapes each time.
 
     Raises:
-        NestedHostCallError: a NotImplementedError; it was called in a function that it runs.
-        HostResultError: `fn` returns something that no device has, or of an unknown shape.
-        HostAccessError: `fn` uses a variable of the devices.
-        Exception: what `fn` raised, from the run.
+        TypeError: `fn` cannot be called.
+        NestedHostCallError: it was called in a function that it runs; a NotImplementedError.
+        HostResultError: `fn` returns something that no device can have, or a tensor of an unknown shape.
+        HostAccessError: `fn` uses a variable that is on the devices.
+        Exception: `fn` raised it; the run raises it again.
 
     Example:
         >>> import tensorflow as tf
@@ -88,7 +90,7 @@ def outside_compilation(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
 
 
 class _Taped(NamedTuple):
-    """A call that ran under a tape: what its gradient needs."""
+    """A call that ran under a tape, with the data that its gradient needs."""
 
     tape: tf.GradientTape
     inputs: list[tf.Tensor]
@@ -107,7 +109,7 @@ class _Cluster(HostCall):
         self.of_zeros = results.of_zeros
 
     def emit(self, inputs: Sequence[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Adds the call to the graph; all that the results depend on goes to the host."""
+        """Adds the call to the graph; everything that the results depend on goes to the host."""
         return self.calls.emit(self, inputs)
 
     def compute(self, kept: Kept, position: int, token: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -132,17 +134,17 @@ class _Cluster(HostCall):
         return results.tensors
 
     def name_of(self, result: int) -> str:
-        """Where a result is in what the function returned."""
+        """The path of a result in the structure that the function returned."""
         return self._wanted.names[result]
 
 
 class _Gradient(HostCall):
-    """The gradient of a cluster, or of a gradient. It runs nothing of the user's, so it keeps no order.
+    """The gradient of a cluster, or of a gradient. It runs no function of the user, so it needs no order.
 
     Args:
-        of: which.
-        inputs: what the results of `of` depend on.
-        token: what `of` returned for the position of the next call; it goes on from gradient to gradient.
+        of: the call to differentiate.
+        inputs: the tensors that the results of `of` depend on.
+        token: the number that `of` returned as the position of the next call. Gradients pass it on.
     """
 
     differentiated = False
@@ -155,15 +157,15 @@ class _Gradient(HostCall):
         self._sent = len(inputs)
 
     def emit(self, inputs: Sequence[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Adds the call to the graph; of what the results depend on, the gradients of the outputs go to the host."""
+        """Adds the call to the graph. Only the gradients of the outputs go to the host, not the inputs of `of`."""
         return self.calls.emit_anywhere(self, self._token, inputs[self._sent :])
 
     def next_position(self, run: Session, position: int, replica: int) -> int:
-        """No position, since it takes no place in the order, but another number for each call too."""
+        """A token: the call has no position, since it has no place in the order, but each call has its own number."""
         return run.new_token(replica)
 
     def describe(self) -> str:
-        """For messages."""
+        """The call in words, for messages."""
         root = self.name.split(".")[0]
         return f"the gradient {self.name!r} of " + super().describe().replace(repr(self.name), repr(root))
 
@@ -183,7 +185,7 @@ class _Gradient(HostCall):
 
 
 def _differentiable(call: _Cluster | _Gradient, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """The results of a call, with gradients with respect to all that they depend on."""
+    """The results of a call, with gradients with respect to everything they depend on."""
     if not any(map(_has_gradient, inputs)) or not any(map(_has_gradient, call.results)):
         return call.emit(inputs)[1]
 
@@ -199,7 +201,7 @@ def _differentiable(call: _Cluster | _Gradient, inputs: Sequence[tf.Tensor]) -> 
 
         return results, gradient
 
-    # Identities, since a gradient in a branch cannot find tensors of outside again that were passed in.
+    # Identities, since a gradient in a branch cannot find again the outer tensors that were passed in.
     return with_gradient(*map(tf.identity, inputs))
 
 
@@ -211,7 +213,7 @@ def _other_structure(given: list[tuple[str, str]], wanted: list[tuple[str, str]]
 
 
 def _value_on_devices(variable: Any) -> tf.Tensor | None:
-    """The value of a variable that the devices have: one of a strategy, or one that the body has used already."""
+    """The value of a variable that is on the devices: a strategy's, or one that the body has used already."""
     if isinstance(variable, distribute.DistributedVariable):
         return variable.read_value()
     if isinstance(variable, tf.Variable) and variables.is_captured(variable.handle):

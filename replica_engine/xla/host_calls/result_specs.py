@@ -1,4 +1,4 @@
-"""What a host function will return, which has to be known while the body that calls it is traced."""
+"""The results of a host function, which must be known while the body that calls it is traced."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FILLS = ("append", "extend", "add", "insert", "update")  # methods of Python's 
 
 
 def returns(spec: Any) -> Callable[[F], F]:
-    """Says what a host function returns, so that `outside_compilation` need not find out.
+    """Declares the results of a host function, so that `outside_compilation` need not find them out.
 
     Args:
         spec: a `tf.TensorSpec`, or a structure of them.
@@ -49,18 +49,18 @@ def returns(spec: Any) -> Callable[[F], F]:
 
 
 def results_of(fn: Callable, closure: Closure, side: HostSide, handles: list[tuple[tf.Tensor, str]]) -> HostResults:
-    """What a host function will return: specs in the place of tensors.
+    """The results of a host function, with specs instead of tensors.
 
     Args:
         fn: the function.
-        closure: it and its arguments.
+        closure: the function and its arguments.
         side: the call.
-        handles: gets the handles of variables that the function is seen to use.
+        handles: a list; the handles of variables that the function is seen to use are added to it.
 
     Raises:
-        HostResultError: something that no device has, or of an unknown shape.
-        HostAccessError: it uses something that is on the devices.
-        Exception: what it raised when it was called with zeros.
+        HostResultError: a result that no device can have, or of an unknown shape.
+        HostAccessError: the function uses something that is on the devices.
+        Exception: the function raised it when it was called with zeros.
     """
     for each in _layers(fn):
         if _RETURNS in getattr(each, "__dict__", {}):
@@ -130,7 +130,7 @@ def _checked(results: HostResults) -> HostResults:
 
 @contextlib.contextmanager
 def _outside_body() -> Iterator[None]:
-    """Nothing that is put around a body takes part in what runs inside: it does not either when the body runs."""
+    """Inside, nothing that surrounds the body (strategy, tape, graph) takes effect: as when the host function runs."""
     _, *rest = thread_state.locals_of_thread()
     graph = thread_state.default_graph()
     with (
@@ -144,7 +144,7 @@ def _outside_body() -> Iterator[None]:
 
 
 def _layers(fn: Any) -> Iterator[Any]:
-    """A callable, and what is in it: of a partial, a bound method, a tf.function, an object with `__call__`."""
+    """A callable and the callables inside it: those of a partial, bound method, tf.function, object with `__call__`."""
     while fn is not None:
         yield fn
         if isinstance(fn, functools.partial):
@@ -162,12 +162,12 @@ def _layers(fn: Any) -> Iterator[Any]:
 
 
 def codes_of(fn: Any) -> frozenset[CodeType]:
-    """The Python code of a host function, as it was written."""
+    """The code of a host function and of the Python functions inside it, as the user wrote them."""
     return frozenset(original_of(each).__code__ for each in _layers(fn) if isinstance(each, FunctionType))
 
 
 def _returns_nothing(fn: Any) -> bool:
-    """Whether no `return` of the function has a value."""
+    """Whether no `return` statement of the function has a value."""
     if fn is print or fn is tf.print or (getattr(fn, "__name__", "") in _FILLS and isinstance(fn, BuiltinMethodType)):
         return True
     functions = [each for each in _layers(fn) if isinstance(each, FunctionType)]

@@ -1,4 +1,4 @@
-"""What a host function returned, taken apart: tensors that the body goes on with, and the structure around them."""
+"""Takes the results of a host function apart: tensors that the body goes on with, and the structure around them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from replica_engine.values.structure import open_level
 
 
 class HostResults:
-    """What a host function returned, taken apart.
+    """The results of a host function, taken apart.
 
-    Numbers and arrays become tensors. None, and a graph's ops without results (of `tf.print`, say), are None.
+    Numbers and arrays become tensors. None, and a graph's ops without results (for example of `tf.print`), are None.
 
     Args:
-        value: what it returned, with tensors, arrays or specs of tensors in it.
+        value: the value that the function returned, with tensors, arrays or specs of tensors in it.
 
     Attributes:
-        tensors: in order; or specs.
-        names: where each is in the structure: "['loss']".
-        kinds: (where, what) is at each place; equal for equal structures.
-        rebuild: the structure with other tensors.
-        is_tensor: whether it is a tensor and nothing around it.
-        of_zeros: whether it is what the function returned when it was called with zeros.
+        tensors: the tensors, or their specs, in order.
+        names: the path of each in the structure: "['loss']".
+        kinds: pairs (path, kind) for each place of the structure; equal for equal structures.
+        rebuild: builds the structure with other tensors.
+        is_tensor: whether the value is a tensor, without a structure around it.
+        of_zeros: whether the function returned the value when it was called with zeros.
 
     Raises:
-        HostResultError: something in it can be no tensor.
+        HostResultError: some part of the value cannot become a tensor.
     """
 
     def __init__(self, value: Any):
@@ -41,7 +41,7 @@ class HostResults:
         self.is_tensor = self.kinds == [("", "a tensor")]
 
     def _open(self, value: Any, name: str) -> Callable[[Sequence[Any]], Any]:
-        if isinstance(value, tf.Tensor):  # first, since it is the most frequent
+        if isinstance(value, tf.Tensor):  # first, since it is the most frequent case
             return self._add(value, name)
         if value is None or isinstance(value, tf.Operation):
             self.kinds.append((name, "None"))
@@ -56,7 +56,7 @@ class HostResults:
         if level is None:
             raise HostResultError.no_tensor(name, value)
         self.kinds.append((name, level.kind))
-        # By name: dictionaries are equal whatever the order of their keys.
+        # Sorted by name: dictionaries are equal in any order of their keys.
         order = sorted(range(len(level.names)), key=level.names.__getitem__)
         builds = {index: self._open(level.children[index], name + level.names[index]) for index in order}
         return lambda tensors: level.rebuild([builds[index](tensors) for index in range(len(order))])

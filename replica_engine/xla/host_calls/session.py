@@ -1,8 +1,8 @@
-"""One launch of a program that calls the host: what failed, and what the calls have to remember.
+"""One launch of a program that calls the host: which calls failed, and the data that calls keep for later calls.
 
-A loop whose condition comes from the host may never end on the zeros that calls return after a failure. So after
-`_PATIENCE` more calls of each replica a call does end the program. That is the same call on all replicas, if they run
-in step, so none waits for another.
+A loop whose condition comes from the host may never end on the zeros that calls return after a failure. So
+`_PATIENCE` calls later a call ends the program. The limit is the same number of calls on all replicas: if they run in
+step, the same call ends it on all of them, and none waits for another.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from replica_engine.errors import add_note, is_alike, note_failed_alike, note_ho
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.xla.infeed import InputQueue
 
-_PATIENCE = 10_000  # host calls of a replica, about a second
-_STUCK_AFTER = 15.0  # seconds from a failure to the end of the program
+_PATIENCE = 10_000  # host calls of a replica; they take about a second
+_STUCK_AFTER = 15.0  # seconds from a failure until the wait for the program ends
 
 
 class Call(Protocol):
-    """What a session has to know of a host call; see `call.HostCall`."""
+    """The parts of a host call that a session uses; see `call.HostCall`."""
 
     index: int
     is_users: bool
@@ -43,11 +43,11 @@ class _Failure:
     """A host call that raised.
 
     Attributes:
-        error: what.
-        replica: on which replica.
-        call: in which call.
-        times: how many calls of this one the replica had made, with this.
-        step: in which step of a device loop, from 0; None in no loop.
+        error: the exception.
+        replica: the replica it happened on.
+        call: the call that raised it.
+        times: how many times the replica had made this call, including this time.
+        step: the step of a device loop, from 0; None outside a loop.
     """
 
     error: BaseException
@@ -58,15 +58,17 @@ class _Failure:
 
 
 class Kept:
-    """What the calls of one replica keep for their gradients, by token.
+    """The data that the calls of one replica keep for their gradients, by token.
 
-    In a device loop it is kept for a step and the next: a gradient has no place in the order of the calls, so the
-    call for the next batch may overtake it. But when the one after that comes, the whole step is over.
+    In a device loop the data of a step is kept until the next step is over. A gradient has no place in the order of the
+    calls, so the call for the next batch may overtake it. But when the call for the batch after that one comes, the
+    whole step is over.
 
     Attributes:
         on_host: values that no device can have, by number (`soft_placement`).
-        texts: the batch of a device loop that the replica is in, if there are strings in it.
-        tapes: of the Python functions of `tf.py_function`, by token: of each call that its gradient has not asked yet.
+        texts: the strings of the batch of a device loop that the replica is in; empty if it has no strings.
+        tapes: gradient tapes of the Python functions of `tf.py_function`, by token: one for each call whose gradient
+            has not used it yet.
     """
 
     def __init__(self) -> None:
@@ -83,12 +85,12 @@ class Kept:
         return self._now[token] if token in self._now else self._before[token]
 
     def next_step(self) -> None:
-        """Another batch is asked for."""
+        """Called when another batch is asked for."""
         self._before, self._now = self._now, {}
         self.tapes = {}
 
     def clear(self) -> None:
-        """The run is over."""
+        """Called when the run is over."""
         self._before, self._now = {}, {}
         self.on_host, self.tapes = {}, {}
 
@@ -97,19 +99,22 @@ class Session:
     """One launch of a program with host calls.
 
     Args:
-        devices: where it runs.
+        devices: the devices it runs on.
         feed: the inputs of a device loop.
 
     Attributes:
         size: the number of replicas.
         failures: calls that raised, in the order of time.
-        kept: for each replica what gradients of its calls need.
-        has_ended: whether the program has.
-        steps: for each replica the first step of the chunk of a device loop that it is in, from 0; None in no loop.
-        beat: called when a replica comes to a call, and when it goes.
-        draw: adds a call to timelines, of the replica, the call, its beginning and its end; None if there are none.
-        wake: ends the wait for the program, where another thread than the waiting one launched it; else None.
-        arguments: of those that no device can have, by number: one value, or one for each replica.
+        kept: for each replica, the data that the gradients of its calls need.
+        has_ended: whether the program has ended.
+        steps: for each replica, the first step of the chunk of a device loop that it is in, from 0; None outside a
+            loop.
+        beat: called when a replica reaches a call, and when it leaves the call.
+        draw: adds a call to timelines; takes the replica, the call, and its beginning and end in seconds. None without
+            timelines.
+        wake: ends the wait for the program, if another thread than the waiting one launched it; None otherwise.
+        arguments: values of the arguments that no device can have, by the index of the argument: one value, or one for
+            each replica.
     """
 
     def __init__(self, devices: DeviceGroup, feed: InputQueue | None):
@@ -123,11 +128,11 @@ class Session:
         self.draw: Callable[[int, Call, float, float], None] | None = None
         self.wake: Callable[[], None] | None = None
         self.arguments: Mapping[int, Sequence[Any]] = {}
-        self._inside: list[tuple[int, float] | None] = [None] * size  # the thread of each replica's call, since when
+        self._inside: list[tuple[int, float] | None] = [None] * size  # each replica's call: its thread, since when
         self._last: list[Call | None] = [None] * size
         self._times: dict[tuple[int, int], int] = {}
         self._made = [0] * size  # calls of each replica
-        self._most: int | None = None  # how many more calls than this none may make
+        self._most: int | None = None  # no replica may make more calls than this; None while no call has failed
         self._tokens = list(range(size))
         self._lock = threading.Lock()
         self._devices = devices
@@ -135,17 +140,17 @@ class Session:
         self._waiting: int | None = None  # the thread that waits for the program
         self._timer: threading.Timer | None = None
         self._is_stuck = False
-        # What the calls take over from the thread that launches: summary writers and the like.
+        # The state that calls inherit from the launching thread: summary writers and similar.
         self._locals = thread_state.locals_of_thread()
         self._context = contextvars.copy_context()
 
     @property
     def is_over(self) -> bool:
-        """Whether calls return zeros."""
+        """Whether the run has failed, so that calls return zeros."""
         return self._most is not None
 
     def give_up(self) -> None:
-        """Has all later calls return zeros, a device loop stop, and the program end if it does not by itself."""
+        """Makes all later calls return zeros, stops a device loop, and ends the program if it goes on for too long."""
         if self._feed is not None:
             self._feed.stop()
         with self._lock:
@@ -153,10 +158,10 @@ class Session:
                 self._most = max(self._made) + _PATIENCE
 
     def enter(self, call: Call, replica: int) -> None:
-        """A replica makes a call.
+        """Notes that a replica makes a call.
 
         Raises:
-            RuntimeError: the run is over, and the program has had its time to end by itself.
+            RuntimeError: the run has failed, and the program has had enough calls to end normally.
         """
         self._made[replica] += 1
         self._come_to(call, replica)
@@ -171,19 +176,19 @@ class Session:
         self.beat()
 
     def leave(self, call: Call, replica: int) -> None:
-        """A replica's call is over."""
+        """Notes that a replica's call is over."""
         inside, self._inside[replica] = self._inside[replica], None
         self.beat()
         if self.draw is not None and inside is not None:
             self.draw(replica, call, inside[1], time.perf_counter())
 
     def place_of(self, replica: int) -> tuple[int, str, tuple[int, float] | None]:
-        """How many calls a replica has made, the last of them, and the thread and time if it is in that."""
+        """How many calls a replica has made, the last call in words, and its thread and start while it is going on."""
         last = self._last[replica]
         return self._made[replica], "" if last is None else last.describe(), self._inside[replica]
 
     def threads_in_calls(self) -> list[int]:
-        """The threads on which calls are going on."""
+        """The threads on which calls are running."""
         return [inside[0] for inside in self._inside if inside is not None]
 
     def argument(self, number: int, replica: int) -> Any:
@@ -192,12 +197,12 @@ class Session:
         return values[replica % len(values)]
 
     def new_token(self, replica: int) -> int:
-        """A negative number of the replica's that no other call has."""
+        """A negative number that no other call has; it belongs to the replica."""
         self._tokens[replica] -= self.size
         return self._tokens[replica]
 
     def next_steps(self, call: Call, replica: int) -> tuple[list[list[np.ndarray]], bool]:
-        """A replica goes on to the next steps of a device loop: its part of their batches, and whether more follow."""
+        """Takes a replica's parts of the batches of its next steps, and returns whether more batches follow."""
         assert self._feed is not None, "launched with one"
         self.steps[replica] = self._next_steps[replica]
         self.kept[replica].next_step()
@@ -210,7 +215,7 @@ class Session:
         return batches, more
 
     def run(self, fn: Callable[[], Any]) -> Any:
-        """Runs `fn` as if on the thread that launched."""
+        """Runs `fn` with the state of the thread that launched the program."""
 
         def inherited() -> Any:
             with thread_state.enter_locals(self._locals):
@@ -219,7 +224,7 @@ class Session:
         return self._context.copy().run(inherited)
 
     def note(self, error: BaseException, replica: int, call: Call) -> None:
-        """A call raised."""
+        """Notes that a call raised."""
         error = error.with_traceback(_of_user(error.__traceback__))
         failure = _Failure(error, replica, call, self._times.get((call.index, replica), 0), self.steps[replica])
         with self._lock:
@@ -229,7 +234,7 @@ class Session:
         self.give_up()
 
     def _limit_wait(self) -> None:
-        """A call has failed, and somebody waits for the program."""
+        """Limits the time that the launching thread waits for the program, after a call has failed."""
         if self._timer is None:
             self._timer = threading.Timer(_STUCK_AFTER, self._end_wait)
             self._timer.daemon = True
@@ -238,14 +243,14 @@ class Session:
     def _end_wait(self) -> None:
         """Ends the wait for a program that does not end after a failure.
 
-        On zeros a replica may have taken another way than the others, who wait for it in a collective. Nothing ends
-        that; but the exception must reach the user.
+        On zeros a replica may have taken another branch than the other replicas, which wait for it in a collective.
+        Nothing can end that wait, but the exception must reach the user.
         """
         if self.wake is not None:
             self._is_stuck = True
             self.wake()
         else:
-            with self._lock:  # or nobody would wait any more when it comes
+            with self._lock:  # otherwise the wait could be over before the interrupt comes
                 if self._waiting == threading.main_thread().ident:
                     self._is_stuck = True
                     _thread.interrupt_main()
@@ -254,8 +259,8 @@ class Session:
         """Waits for the end of the program.
 
         Raises:
-            Exception: the first that a call raised, with notes of where it and others were raised; or what `wait`
-                raised.
+            Exception: the first exception that a call raised, with notes that say where it and others were raised;
+                otherwise the exception that `wait` raised.
         """
         with self._lock:
             self._waiting = threading.get_ident()
@@ -264,7 +269,7 @@ class Session:
         try:
             wait()
         except (Exception, KeyboardInterrupt) as error:
-            # What a call raised comes first: the program may have ended for that, or the wait for it.
+            # A call's exception comes first: it may be the reason why the program, or the wait for it, ended.
             if not self.failures or (isinstance(error, KeyboardInterrupt) and not self._is_stuck):
                 raise
         finally:
@@ -279,9 +284,9 @@ class Session:
             self._raise_first()
 
     def _raise_first(self) -> NoReturn:
-        # Not kept: an exception holds the frames it went through, and the compiled program holds this.
+        # Not kept: an exception holds the frames it passed through, and the compiled program holds this session.
         failures, self.failures = self.failures, []
-        # Which of those that say the same came first is chance: the replica with the lowest number is taken for it.
+        # Which of several equal failures came first is chance, so the replica with the lowest number counts as first.
         alike = [each for each in failures if each.call is failures[0].call and is_alike(each.error, failures[0].error)]
         first = min(alike, key=lambda failure: (failure.replica, failure.times))
         others = [failure for failure in failures if failure not in alike]
@@ -302,7 +307,7 @@ class Session:
         try:
             raise first.error
         finally:
-            del first, failure, failures, alike, others  # this frame is one of those
+            del first, failure, failures, alike, others  # the exception holds this frame too
 
 
 class NoCalls:
@@ -310,21 +315,21 @@ class NoCalls:
 
     @staticmethod
     def end(wait: Callable[[], None]) -> None:
-        """As of `Session`."""
+        """See `Session.end`."""
         wait()
 
     @staticmethod
     def place_of(replica: int) -> tuple[int, str, tuple[int, float] | None]:
-        """As of `Session`."""
+        """See `Session.place_of`."""
         return 0, "", None
 
 
 def _nothing() -> None:
-    """Nobody wants to know."""
+    """Does nothing: nothing observes the calls."""
 
 
 def _of_user(frames: TracebackType | None) -> TracebackType | None:
-    """A traceback from the first frame that is not the library's own; whole if there is none."""
+    """A traceback from the first frame outside this library; the whole traceback if all frames are inside."""
     frame = frames
     while frame is not None and is_internal(frame.tb_frame.f_code.co_filename):
         frame = frame.tb_next

@@ -1,4 +1,4 @@
-"""The inputs of the steps of a device loop, taken apart into each replica's arrays."""
+"""Takes the inputs of the steps of a device loop apart into each replica's arrays."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from replica_engine.xla.signature.arguments import Arguments, difference, view
 
 
 class BatchReader:
-    """Takes batches apart that are like the first one.
+    """Takes batches apart that have the structure, dtypes and shapes of the first one.
 
     Most batches are tensors and arrays in plain tuples, lists and dictionaries. Those are read quickly, and compared
-    with the first as they are read. Any other goes through `Arguments`, which also knows what to say of one that is
-    unlike the first.
+    with the first batch while they are read. Any other batch goes through `Arguments`, which also explains how a batch
+    differs from the first.
 
     Args:
-        batch: the first one: the arguments of a step.
-        arguments: the same, taken apart.
-        name: of the step, for messages.
+        batch: the first batch: the arguments of a step.
+        arguments: the same batch, taken apart.
+        name: the name of the step, for messages.
     """
 
     def __init__(self, batch: tuple, arguments: Arguments, name: str):
@@ -33,10 +33,10 @@ class BatchReader:
         self._nothing: list[list[np.ndarray]] = [[] for _ in range(arguments.size)]
 
     def parts(self, batch: tuple, number: int) -> list[list[np.ndarray]]:
-        """Of each replica the arrays of a batch, which nobody changes any more.
+        """For each replica, the arrays of a batch. Nothing changes these arrays afterwards.
 
         Raises:
-            InputsError: the batch is unlike the first.
+            InputsError: the batch differs from the first in structure, dtypes or shapes.
         """
         if batch == () and self._like == [(tuple, 0)]:  # steps without inputs
             return self._nothing
@@ -63,7 +63,7 @@ class BatchReader:
         return given.numpy()
 
     def _in_order(self, batch: tuple) -> tuple:
-        """A batch with the keys of its dictionaries in the order of the first one's."""
+        """A batch whose dictionaries have their keys in the same order as in the first batch."""
         try:
             tf.nest.assert_same_structure(self._skeleton, batch)
         except (ValueError, TypeError):
@@ -72,9 +72,9 @@ class BatchReader:
 
 
 def _read(batch: Any) -> tuple[list[Any] | None, list[list[np.ndarray]]]:
-    """The structure of a batch with dtypes and shapes, and of each tensor the replicas' arrays, or the one for all.
+    """The structure of a batch with dtypes and shapes, and for each tensor the replicas' arrays, or one for all.
 
-    The structure is None if there is something else in the batch.
+    The structure is None if the batch holds anything but tensors and arrays in plain containers.
     """
     like: list[Any] = []
     columns: list[list[np.ndarray]] = []
@@ -95,7 +95,7 @@ def _read_into(value: Any, like: list[Any], columns: list[list[np.ndarray]]) -> 
         if isinstance(part, tf.__internal__.EagerTensor) and not xla_ops.is_host_only(part.dtype):
             array = view(part)
         elif type(part) is np.ndarray:
-            array = np.array(part, order="C")  # a copy: whoever made it may use it for the next one
+            array = np.array(part, order="C")  # a copy: the iterator may reuse its array for the next batch
         else:
             return False
         if array.dtype.kind in "OSU" or not array.dtype.isnative:

@@ -1,11 +1,13 @@
 """Many steps in one launch: a loop on the devices, with the inputs of the steps fed in from the host.
 
-The program is two loops around the step. The outer one calls the host for the next batches, a chunk, which lie ready
-there: a thread fetches batches ahead of the steps (`InputQueue`). The inner one runs a step for each. A call of the
-host takes as long as many small steps, so small batches come many at a time; large ones, and those of a step that
-calls the host itself, one by one. How many there are, and whether there will be more, are answers of the host too, so
-one program serves any number of steps. Steps are always whole. When the inputs end early, or fail, the steps that ran
-are kept; when a host call of the step fails, none is.
+The program is two loops around the step. The outer loop calls the host for the next batches, a chunk. They lie ready
+there, since a thread fetches batches ahead of the steps (`InputQueue`). The inner loop runs a step for each batch. A
+call of the host takes as long as many small steps, so small batches come many at a time. Large batches, and those of a
+step that calls the host itself, come one by one. The host also answers how many batches a chunk has and whether more
+will follow, so one program serves any number of steps.
+
+Steps are always whole. If the inputs end early, or the iterator fails, the results of the steps that ran are kept. If
+a host call of a step fails, the results of no step of the launch are kept.
 """
 
 from __future__ import annotations
@@ -31,17 +33,17 @@ from replica_engine.xla.signature.arguments import Arguments
 from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.stages.program_cache import ProgramCache
 
-_MOST_STEPS = 128  # of a chunk
-_MOST_BYTES = 1 << 18  # of a replica's part of a chunk, which the program gets whole however many steps it has
+_MOST_STEPS = 128  # the most steps of a chunk
+_MOST_BYTES = 1 << 18  # the most bytes of a replica's part of a chunk; the program gets it whole, however few the steps
 
 
 class Outcome(NamedTuple):
-    """What a device loop came to.
+    """The outcome of a device loop.
 
     Attributes:
-        steps: how many ran; fewer than were asked for if the inputs ended early.
-        results: for each replica what the last step returned.
-        error: what the iterator raised.
+        steps: how many steps ran; fewer than requested if the inputs ended early.
+        results: for each replica, what the last step returned.
+        error: the exception that the iterator raised, or None.
     """
 
     steps: int
@@ -62,22 +64,23 @@ def run_loop(
     """Runs up to `iterations` steps in one launch.
 
     Args:
-        programs: what to compile with.
-        source: the function that is a step.
-        mode: what else the trace is for; hashable.
-        step: calls it, of the function, args and kwargs of a batch; what it returns comes out of the last step.
+        programs: the cache to compile with.
+        source: the function that is one step.
+        mode: anything else that the trace depends on; hashable.
+        step: takes the function, and the args and kwargs of a batch; calls the function. What it returns is, for the
+            last step, the result of the loop.
         first: the inputs of the first step: its arguments.
-        rest: those of the others, of the same structure and shapes.
-        iterations: how many steps.
+        rest: the inputs of the other steps, of the same structure and shapes.
+        iterations: how many steps to run.
         prefetch: how many batches are fetched ahead at most; None for two chunks.
 
     Raises:
-        Exception: what the step raised while it was traced, or a host call of it.
+        Exception: the step raised it while it was traced, or a host call of the step raised it.
     """
     arguments = Arguments(first, {}, programs.devices.size, numbers=True)
     shapes = [_shape(slot, source.name, programs.moves_ops) for slot in arguments.slots]
     specs = [tf.TensorSpec(shape, slot.dtype) for slot, shape in zip(arguments.slots, shapes, strict=True)]
-    # Each call of the host is a sign of life, and steps may be as slow as the limit allows.
+    # Each call of the host is a sign of life for the watchdog, and a single step may be as slow as the limit allows.
     most = 1 if programs.limits.timeout is not None else _chunk(specs, prefetch)
     loop = _Loop(source, step, arguments, specs, most)
     none = Arguments((), {}, arguments.size)
@@ -88,13 +91,13 @@ def run_loop(
         return FunctionSpec(loop, autograph=False, declared=key)
 
     program = programs.find(of_loop(), none, no_shapes)
-    if loop.was_traced:  # now it is known which functions in the step run on the host, and so its key is another one
+    if loop.was_traced:  # now it is known which functions in the step run on the host, which changes the step's key
         programs.learn(source, program)
         programs.keep(of_loop(), none, program)
     loop.forget()
     compiled = program.find([tuple(shape) for shape in no_shapes])
     pace = _feed_of(program).pace
-    # Of what may be ahead of a step, the rest of its chunk is not in the queue.
+    # When a step runs, the other batches of its chunk count as fetched ahead, but have left the queue.
     queue = InputQueue(arguments.size, (prefetch or 2 * pace.most) - pace.most + 1, pace)
     reader = BatchReader(first, arguments, source.name)
     queue.put(reader.parts(first, 0))
@@ -115,8 +118,8 @@ def run_loop(
 
 
 def _chunk(specs: Sequence[tf.TensorSpec], prefetch: int | None) -> int:
-    """How many batches may come at a time. Half of those that are fetched ahead: meanwhile there must be others."""
-    if any(spec.dtype == tf.string for spec in specs):  # the host keeps those of one batch for each replica
+    """How many batches may come at a time: half of those fetched ahead, so that others can be fetched meanwhile."""
+    if any(spec.dtype == tf.string for spec in specs):  # the host keeps the strings of one batch for each replica
         return 1
     size = sum(np.dtype(spec.dtype.as_numpy_dtype).itemsize * spec.shape.num_elements() for spec in specs)
     fitting = min(_MOST_STEPS, _MOST_BYTES // max(1, size))
@@ -127,7 +130,7 @@ class _Loop:
     """The body of the program: a function without arguments, for `trace`.
 
     Attributes:
-        was_traced: whether it was, or else a program was found that is the same.
+        was_traced: whether it was traced; False if an equal program was found in the cache.
     """
 
     def __init__(
@@ -143,7 +146,7 @@ class _Loop:
         self.was_traced = False
 
     def forget(self) -> None:
-        """Tracing is over: the first batch, which is in what was needed for it, need not live on."""
+        """Called when tracing is over: lets go of the first batch, which tracing needed."""
         self._rebuild = self._step = None
 
     def __call__(self) -> Any:
@@ -153,19 +156,19 @@ class _Loop:
         def flat(*tensors: tf.Tensor) -> list[tf.Tensor]:
             args, kwargs = self._rebuild(tensors)
             named = argument_names.named(self._fn, tensors, self._places, skip=1)
-            with named, autograph.as_outside():  # this function is not converted, the step is
+            with named, autograph.as_outside():  # AutoGraph converts the step, but not this function
                 value = self._step(self._fn, args, kwargs)
             packed.append(value)
             return [tf.identity(each) for each in tf.nest.flatten(value) if tf.is_tensor(each)]
 
-        # Traced by itself first, since a loop has to know beforehand what its body returns.
+        # Traced separately first, since a loop must know in advance what its body returns.
         step = tf.function(flat, autograph=False).get_concrete_function(*self._specs)
         for index, output in enumerate(step.outputs):
             if not output.shape.is_fully_defined():
                 raise LoweringError.dynamic_result(self.__name__, index, user_line(output))
         zeros = [tf.zeros(each.shape, each.dtype) for each in step.outputs]
         calls = current_calls()
-        # The host calls of a step say in which it was: so they have to know when it begins.
+        # A host call of a step reports the step it was in. So each step that calls the host is its own chunk.
         body = in_body()
         calls_host = calls.calls or (body is not None and body.moves_ops and soft_placement.needs_host(step.graph))
         feed = _Feed(calls, self._specs, 1 if calls_host else self._most)
@@ -186,19 +189,19 @@ class _Loop:
 
 
 class _Feed(HostCall):
-    """The host call that brings a replica its part of the next batches.
+    """The host call that brings a replica its parts of the next batches.
 
-    Its results are how many there are, whether there will be more, and of each input the values, stacked.
+    Its results are how many batches there are, whether more will follow, and for each input the stacked values.
 
-    Strings stay on the host, for ops that run there to take (`soft_placement`).
+    Strings stay on the host, where the ops that use them run (`soft_placement`).
 
     Args:
-        calls: those of the body.
-        specs: of the inputs of a step.
+        calls: the host calls of the body.
+        specs: specs of the inputs of a step.
         most: how many batches may come at a time; 1 if there are strings among the inputs.
 
     Attributes:
-        pace: how many do.
+        pace: determines how many batches come at a time.
     """
 
     is_users = False
@@ -211,7 +214,7 @@ class _Feed(HostCall):
         self.pace = Pace(most)
 
     def describe(self) -> str:
-        """For messages."""
+        """The call in words, for messages."""
         return "the wait for the next batch"
 
     def emit(self) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
@@ -224,7 +227,7 @@ class _Feed(HostCall):
         return count, more, inputs
 
     def _text(self, index: int) -> tf.Tensor:
-        """An input that is a string: what the replica has got on the host."""
+        """A string input: the host's strings of the replica's current batch."""
 
         def take() -> np.ndarray:
             side, run = host_side(), self.calls.run
@@ -237,7 +240,7 @@ class _Feed(HostCall):
         return text
 
     def __call__(self, position: np.ndarray, *_: np.ndarray) -> tuple[np.ndarray, ...]:
-        """As of every host call; quicker, and it goes on in a run that has failed until all replicas may stop."""
+        """See `HostCall.__call__`. Quicker, and in a failed run it still works until all replicas may stop."""
         run = self.calls.run
         assert run is not None, "set before the launch"
         here = int(position)
@@ -274,6 +277,6 @@ def _feed_of(program: Any) -> _Feed:
 def _shape(slot: Any, name: str, moves_ops: bool) -> tuple[int, ...]:
     if xla_ops.is_host_only(slot.dtype) and not (moves_ops and slot.dtype == tf.string):
         raise LoweringError.host_only(name, slot.name, slot.dtype.name)
-    if not slot.shape.is_fully_defined():  # replicas have different ones
+    if not slot.shape.is_fully_defined():  # the replicas' shapes differ
         raise InputsError.uneven_batch(slot.name, [str(value.shape) for value in slot.values])
     return tuple(slot.shape)

@@ -1,7 +1,7 @@
-"""Fetching the inputs of a device loop, ahead of its steps and on a thread of its own.
+"""Fetches the inputs of a device loop ahead of its steps, on a separate thread.
 
-To start a thread takes as long as many small steps, and the caller would wait for it. So it stays for a moment when its
-loop is over, for the next one.
+Starting a thread takes as long as many small steps, and the caller would wait for it. So when its loop is over, the
+thread stays for a moment, for the next loop.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from replica_engine.xla.infeed import InputQueue
 from replica_engine.xla.loop.batches import BatchReader
 
 NAME = "replica_engine: inputs of a device loop"
-"""Of the threads."""
+"""The name of these threads."""
 
-_IDLE = 0.05  # seconds that a thread stays; loops that are farther apart gain nothing by that
-_JOIN = 1.0  # seconds that a loop waits for its thread, which may be in the user's iterator
+_IDLE = 0.05  # seconds that a thread stays; a loop that begins later gains nothing from it
+_JOIN = 1.0  # seconds that a loop waits for its thread, which may be inside the user's iterator
 
 
 class Prefetcher:
     """Fetches batches ahead of the steps of one loop.
 
     Args:
-        queue: where to put them; the first one is there.
-        reader: takes them apart.
-        batches: the rest.
-        iterations: how many there are to be.
-        name: of who runs the steps, for timelines.
+        queue: the queue to put batches into; the first batch is already there.
+        reader: takes batches apart.
+        batches: the other batches.
+        iterations: how many batches the loop needs, with the first.
+        name: the name of the strategy that runs the steps, for timelines.
 
     Attributes:
-        error: what ended the inputs early.
+        error: the exception that ended the inputs early, or None.
     """
 
     def __init__(self, queue: InputQueue, reader: BatchReader, batches: Iterator[tuple], iterations: int, name: str):
@@ -53,18 +53,18 @@ class Prefetcher:
         self._iterations = iterations
         self._name = name
         self._started = False
-        self._has_ended = threading.Lock()  # taken until then
+        self._has_ended = threading.Lock()  # held until the thread's job ends
         self._has_ended.acquire()
 
     def start(self) -> None:
         """Begins to fetch."""
-        with held_off():  # a thread that has been taken out gets its job, and is waited for
+        with held_off():  # an idle thread that was taken out of the list must get its job, and is waited for
             self._started = True
-            # In a context of its own, as on a new thread: what the iterator sets there is not for the next loop.
+            # In a new context, as on a new thread: what the iterator sets there must not reach the next loop.
             _Thread.do(functools.partial(contextvars.Context().run, self._run), self._has_ended)
 
     def end(self) -> None:
-        """Waits for the thread, if it was started, but not for ever. The queue has been stopped."""
+        """Waits up to `_JOIN` seconds for the thread, if it was started. The queue has been stopped already."""
         if self._started:
             self._has_ended.acquire(timeout=_JOIN)
 
@@ -94,14 +94,14 @@ class Prefetcher:
 
 
 class _Thread(threading.Thread):
-    """Does jobs, one after the other, and ends when there has been none for a while.
+    """Does jobs, one after the other, and ends after `_IDLE` seconds without a job.
 
-    It refers to no job that is over. A daemon: at exit nobody waits for the user's iterator. One that an iterator has
-    left in another state than it found (a device, a graph) does no other job; of a `threading.local` of the user's it
-    cannot know.
+    It keeps no reference to a finished job. It is a daemon: at exit nothing waits for the user's iterator. If an
+    iterator leaves the thread's state (a device, a graph) changed, the thread does no other job. It cannot notice a
+    changed `threading.local` of the user.
     """
 
-    _idle: ClassVar[list[_Thread]] = []  # without a lock, which a signal handler could not take again: `pop`, `remove`
+    _idle: ClassVar[list[_Thread]] = []  # no lock, which a signal handler could not take again: `pop`, `remove` suffice
 
     def __init__(self) -> None:
         super().__init__(name=NAME, daemon=True)
@@ -109,7 +109,7 @@ class _Thread(threading.Thread):
 
     @classmethod
     def do(cls, job: Callable[[], None], has_ended: threading.Lock) -> None:
-        """Has a thread do a job, which must not raise, and then release a lock."""
+        """Gives a job to a thread. The job must not raise. The thread then releases the lock."""
         try:
             cls._idle.pop()._jobs.put((job, has_ended))
         except IndexError:
@@ -118,30 +118,30 @@ class _Thread(threading.Thread):
             thread.start()
 
     def run(self) -> None:
-        """The thread."""
+        """Does jobs until the thread should end."""
         state = thread_state.of_thread()
         while self._do_one(state):
             pass
 
     def _do_one(self, state: tuple) -> bool:
-        """Waits for a job and does it; whether it may wait for another. In a frame that goes away with the job."""
+        """Waits for a job and does it; returns whether to wait for another. Its frame frees the job when it returns."""
         try:
             job, has_ended = self._jobs.get(timeout=_IDLE)
         except queue.Empty:
             try:
                 self._idle.remove(self)
-            except ValueError:  # somebody has just taken it out
+            except ValueError:  # another thread has just taken it out and is about to send a job
                 return True
             return False
         with keras_state.entered({}):
             job()
-        del job  # before anybody is told: it has the first batch, and the iterator
+        del job  # before the lock is released: the job holds the first batch and the iterator
         stays = thread_state.is_as(state)
         if stays:
-            self._idle.append(self)  # likewise: the next loop is to find it
+            self._idle.append(self)  # also before the lock is released: the next loop must find this thread
         has_ended.release()
         return stays
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_Thread._idle.clear)  # a child process has none of the threads
+    os.register_at_fork(after_in_child=_Thread._idle.clear)  # none of the threads exist in a child process

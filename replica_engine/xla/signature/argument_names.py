@@ -19,18 +19,18 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def named(fn: Callable[..., Any], tensors: Sequence[tf.Tensor], places: Sequence[str], skip: int = 0) -> Iterator[None]:
-    """Inside, errors know these tensors for arguments of a function.
+    """Inside, errors about these tensors name them as arguments of a function.
 
     Args:
         fn: the function.
-        tensors: placeholders for tensors among its arguments.
-        places: where in the arguments they are: "args[0]['x']".
-        skip: how many arguments come before those that `places` counts.
+        tensors: placeholders for the tensors among its arguments.
+        places: the paths of the tensors in the arguments: "args[0]['x']".
+        skip: how many arguments come before the first one that `places` counts.
     """
     before = _named(), getattr(_thread, "graph", None)
     described = [f"the argument `{_parameter(fn, place, skip)}` of `{_name(fn)}`" for place in places]
     _thread.named = [*before[0], *zip(tensors, described, strict=True)]
-    if not skip:  # else it is a part of the body
+    if not skip:  # otherwise the function is only a part of the body
         _thread.graph = variables.graph()
     try:
         yield
@@ -43,13 +43,13 @@ def of(placeholder: tf.Tensor) -> str:
     for tensor, described in _named():
         if tensor is placeholder:
             return described
-    # That of a nested tf.function, which knows what its user calls it.
+    # A placeholder of a nested tf.function, which knows the name that the user gave it.
     name = placeholder.op.node_def.attr["_user_specified_name"].s.decode() or placeholder.op.name
     return f"the argument `{name}` of `{placeholder.graph.name}`"
 
 
 def behind(tensor: tf.Tensor, wanted: Callable[[tf.Tensor], bool]) -> list[str]:
-    """What a tensor of a body is made of, of its arguments and of tensors from outside, if it is `wanted`; in words."""
+    """The arguments, and tensors from outside, that a tensor of a body depends on and that are `wanted`; in words."""
     found: dict[str, None] = {}
     for each in _tensors_behind(tensor):
         if each.op.type == "Placeholder" and wanted(each):
@@ -59,12 +59,12 @@ def behind(tensor: tf.Tensor, wanted: Callable[[tf.Tensor], bool]) -> list[str]:
 
 
 def ops_behind(tensor: tf.Tensor) -> Iterator[tf.Operation]:
-    """The ops of a body that a tensor is made by, and what it is made of."""
+    """The ops of a body that a tensor depends on, including the op that makes it."""
     return (each.op for each in _tensors_behind(tensor) if each.op.type != "Placeholder")
 
 
 def _tensors_behind(tensor: tf.Tensor) -> Iterator[tf.Tensor]:
-    """A tensor and all that it is made of, as far as the body; captured tensors of functions in it are passed over."""
+    """A tensor and all tensors of the body that it depends on. Captures of functions in the body are followed."""
     pending, seen = [tensor], set()
     while pending:
         each = pending.pop()
@@ -106,7 +106,7 @@ def _parameter(fn: Callable[..., Any], place: str, skip: int) -> str:
         return name + rest
     try:
         parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):  # of a function that is not Python's
+    except (TypeError, ValueError):  # the function is not a Python function
         return place
     number = int(index) + skip
     positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]

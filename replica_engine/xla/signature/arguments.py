@@ -1,7 +1,7 @@
-"""The arguments of a body, taken apart: tensors that become parameters of the program, and all the rest.
+"""The arguments of a body, taken apart: tensors, which become parameters of the program, and everything else.
 
-A program is compiled for shapes and dtypes, and for everything else by value: structure, Python numbers,
-variables. `Arguments` has both halves, and a key that is equal for arguments that one program serves.
+A program is compiled for the shapes and dtypes of the tensors, and for the value of everything else: structure, Python
+numbers, variables. `Arguments` holds both halves, and a key that is equal for arguments that one program serves.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Slot:
     """A tensor among the arguments: one value for all replicas, or one for each.
 
     Attributes:
-        name: where in the arguments it is, for errors: "args[0]['x']".
+        name: its path in the arguments, for errors: "args[0]['x']".
         values: a single tensor, or one for each replica; eager or of a graph.
-        dtype: their dtype.
-        shape: what the shapes of all have in common; static in eager mode.
+        dtype: the dtype of all values.
+        shape: the most specific shape that fits all values; static in eager mode if all values have the same shape.
         is_sparse: whether it is a component of a sparse tensor.
     """
 
@@ -49,7 +49,7 @@ class Slot:
 
 
 class ById:
-    """Compares by identity, and keeps what it compares alive."""
+    """Compares by identity, and keeps the compared object alive."""
 
     __slots__ = ("value",)
 
@@ -68,21 +68,21 @@ class Arguments:
 
     Args:
         args: positional arguments; a `PerReplica` has one value for each replica.
-        kwargs: keyword arguments, likewise.
+        kwargs: keyword arguments; a `PerReplica` has one value for each replica.
         size: the number of replicas.
-        numbers: whether Python numbers are tensors.
+        numbers: whether Python numbers are treated as tensors.
 
     Attributes:
         size: the number of replicas.
         slots: the tensors, in order.
-        key: hashable; equal for arguments that differ in the values and shapes of tensors only.
-        rebuild: the arguments again, with other tensors in the slots.
-        summary_writer: the resource of the caller's summary writer, where a body is to use that of each caller.
-        summary_step: which slot has the caller's step for summaries; None if the body has to find it by itself.
+        key: hashable; equal for arguments that differ only in the values and shapes of tensors.
+        rebuild: builds the arguments with other tensors in the slots.
+        summary_writer: the resource of the caller's summary writer, if the body should use each caller's own writer.
+        summary_step: the slot with the caller's step for summaries; None if the body must find the step itself.
 
     Raises:
         ReplicaMismatchError: replicas have tensors of different dtypes, or different structures.
-        ReplicaValueError: an array cannot become a tensor, a distributed value is of another number of replicas, or
+        ReplicaValueError: an array cannot become a tensor, a distributed value is for another number of replicas, or
             a structure contains itself.
     """
 
@@ -105,16 +105,17 @@ class Arguments:
 
     @classmethod
     def of_inputs(cls, inputs: Any, size: int | None = None, numbers: bool = False) -> Arguments:
-        """Of one list of arguments for each replica; None for no arguments.
+        """Takes one list of arguments for each replica; None for no arguments.
 
         Args:
             inputs: the lists.
             size: the number of replicas; None takes the number of lists.
-            numbers: whether Python numbers that are equal on all replicas are tensors too.
+            numbers: whether Python numbers that are equal on all replicas become tensors too.
 
         Raises:
-            InputsError: `inputs` is no list over replicas.
+            InputsError: `inputs` is not a list with one list of arguments for each replica.
             StructureMismatchError: two replicas differ in structure.
+            ReplicaMismatchError: two replicas differ in the shape or dtype of a tensor.
         """
         if inputs is None:
             inputs = [[]] * (size or 1)
@@ -131,14 +132,14 @@ class Arguments:
         return arguments
 
     def numpy(self) -> list[list[np.ndarray]]:
-        """The values of the slots, which must be eager: views, where NumPy can have one."""
+        """The values of the slots, which must be eager: views, where NumPy can make one."""
         return [[view(tensor) for tensor in slot.values] for slot in self.slots]
 
     def _check_even(self) -> None:
-        """Sees to it that all replicas have the same shapes.
+        """Checks that all replicas have the same shapes.
 
         Raises:
-            ReplicaMismatchError: two have not.
+            ReplicaMismatchError: two replicas have different shapes.
         """
         for slot in self.slots:
             first = slot.values[0].shape
@@ -152,8 +153,8 @@ class Arguments:
         return tuple(slot.shape for slot in self.slots)
 
     def _open(self, value: Any, name: str) -> tuple[Callable[[Sequence[Any]], Any], Any]:
-        """How to build `value` again of tensors, and its part of the key."""
-        if type(value) in _EMPTY and not value:  # as most calls have one
+        """A function that builds `value` from other tensors, and the part of the key for `value`."""
+        if type(value) in _EMPTY and not value:  # the fast path: most calls have one
             return (lambda _: type(value)()), type(value)
         if isinstance(value, distribute.DistributedVariable):
             return (lambda _: value), ById(value)
@@ -178,7 +179,7 @@ class Arguments:
         parts = value.values
         if len(parts) != self.size:
             raise ReplicaValueError.other_size(name, len(parts), self.size)
-        if any(isinstance(part, tf.Variable) for part in parts):  # which are composite tensors too
+        if any(isinstance(part, tf.Variable) for part in parts):  # before composites: variables are composites too
             raise ReplicaMismatchError.variables(name)
         if any(isinstance(part, distribute.DistributedValues) for part in parts):
             raise ReplicaValueError.distributed(name)
@@ -194,7 +195,7 @@ class Arguments:
         first = parts[0]
         try:
             columns = [tf.nest.flatten(part, expand_composites=True) for part in parts]
-        except (AttributeError, TypeError, ValueError) as error:  # made of something else than tensors
+        except (AttributeError, TypeError, ValueError) as error:  # its components are not tensors
             raise ReplicaValueError.no_tensor(name, first, str(error)) from None
         if len({len(column) for column in columns}) > 1:
             raise ReplicaMismatchError.not_tensors(name, first)
@@ -208,7 +209,7 @@ class Arguments:
             inner = f"{name} (component {index})"
             builders.append(self._add(inner, [as_tensor(value, inner) for value in values]))
             self.slots[-1].is_sparse = is_sparse
-        common = specs[0].most_specific_common_supertype(specs[1:])  # of ragged tensors with other numbers of rows
+        common = specs[0].most_specific_common_supertype(specs[1:])  # for ragged tensors with different numbers of rows
         if common is None:
             raise ReplicaMismatchError.not_tensors(name, first)
 
@@ -224,7 +225,7 @@ class Arguments:
 
 
 def difference(given: Sequence[Slot], names: Sequence[str], specs: Sequence[Any]) -> str:
-    """In words, the first tensor that is another one, or is missing; `names` and `specs` are what is wanted."""
+    """In words, the first tensor that differs or is missing. `names` and `specs` describe the wanted tensors."""
     wanted = dict(zip(names, specs, strict=True))
     there = {slot.name for slot in given}
     for name in names:
@@ -252,7 +253,7 @@ _NUMPYS_OWN = frozenset(tf.as_dtype(np.dtype(kind)) for kind in "?bBhHiIqQefdFD"
 
 
 def view(tensor: Any) -> np.ndarray:
-    """The value of an eager tensor: a view of it, where NumPy can have one."""
+    """The value of an eager tensor: a view of it, where NumPy can make one."""
     if tensor.dtype in _NUMPYS_OWN:
         return np.asarray(tensor)
     return np.asarray(tensor.numpy(), object) if tensor.dtype == tf.string else tensor.numpy()
@@ -263,9 +264,9 @@ def _is_array(value: Any) -> bool:
 
 
 def constant_key(value: Any, depth: int = 3) -> Any:
-    """A key for something that is compiled in: by value for plain Python values, by identity for others.
+    """A key for a value that is compiled in: by value for plain Python values, by identity for others.
 
-    Short lists, tuples and dictionaries go by what they hold, `depth` levels down.
+    Short lists, tuples and dictionaries are compared by their contents, `depth` levels deep.
     """
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, tf.DType)):
         return type(value), repr(value)  # repr: 0.0 is not -0.0, and nan is nan

@@ -1,4 +1,4 @@
-"""A function to be traced, with what a `tf.function` around it asks for, and how to know it again."""
+"""A function to be traced, with the options of a `tf.function` around it, and the key it is found by."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from replica_engine.errors.base import brief
 from replica_engine.xla.signature.arguments import Arguments, ById, Shapes, constant_key
 
 Hosts = frozenset[CodeType]
-"""Code of functions that `outside_compilation` runs."""
+"""Code objects of functions that `outside_compilation` runs."""
 
 _NO_HOSTS: Hosts = frozenset()
 
@@ -30,10 +30,10 @@ class FunctionSpec:
     Attributes:
         fn: the Python function.
         autograph: whether AutoGraph converts it.
-        reduce_retracing: trace it for unknown dimensions rather than for many shapes.
-        signature: specs of its arguments that it was declared with, if it was.
-        declared: the `tf.function` that it was taken from, to know it by.
-        returns_tensors: whether numbers and strings that it returns come out as tensors: those of a `tf.function` do.
+        reduce_retracing: whether to trace it once for unknown dimensions, instead of once for each shape.
+        signature: the specs of its arguments that it was declared with, or None.
+        declared: identifies the `tf.function` that it was taken from; None if there was none.
+        returns_tensors: whether numbers and strings that it returns become tensors, as those of a `tf.function` do.
     """
 
     fn: Callable[..., Any]
@@ -45,10 +45,10 @@ class FunctionSpec:
 
     @classmethod
     def of(cls, fn: Callable[..., Any]) -> FunctionSpec:
-        """Of any callable; a `tf.function` is taken off, and what it asks for is kept.
+        """The spec of any callable. A `tf.function` is unwrapped, and its options are kept.
 
         Raises:
-            ReplicaValueError: it cannot be called.
+            ReplicaValueError: `fn` cannot be called.
         """
         if function.is_tf_function(fn):
             return cls(fn.python_function, *function.options(fn), ById(fn), True)  # type: ignore[attr-defined]
@@ -63,7 +63,7 @@ class FunctionSpec:
 
     @property
     def code(self) -> Any:
-        """Its Python code, or what it has instead."""
+        """The code object of the function; for a callable without Python code, the callable itself."""
         fn: Any = self.fn
         while isinstance(fn, (MethodType, functools.partial)):
             fn = fn.__func__ if isinstance(fn, MethodType) else fn.func
@@ -73,15 +73,15 @@ class FunctionSpec:
         """Hashable; equal for functions that would be traced to the same graph.
 
         Args:
-            hosts: the code of functions in it that run on the host; what only they use does not matter.
+            hosts: the code of functions in it that run on the host; what only they use does not affect the key.
         """
         return function_key(self.fn, hosts=hosts) if self.declared is None else self.declared
 
     def arguments(self, args: Any, kwargs: Any, size: int) -> tuple[Arguments, Shapes]:
-        """Arguments for it, and the shapes that it is to be traced for.
+        """The arguments, taken apart, and the shapes that the function should be traced for.
 
         Raises:
-            InputsError: they do not fit its input signature.
+            InputsError: the arguments do not fit the function's input signature.
         """
         if self.signature is None:
             arguments = Arguments(args, kwargs, size)
@@ -106,7 +106,7 @@ class FunctionSpec:
         return arguments, tuple(declared)
 
     def _fit(self, name: str, spec: Any, value: Any) -> Any:
-        """A value as its spec in the signature has it; `name` says in which argument it is."""
+        """A value converted to its spec in the signature. `name` is the path of the argument."""
         if not isinstance(spec, tf.TensorSpec):
             return value
         wanted = f"dtype {spec.dtype.name} and shape {spec.shape}"
@@ -130,9 +130,9 @@ def _described(value: Any) -> str:
 def function_key(fn: Any, depth: int = 3, hosts: Hosts = _NO_HOSTS) -> Any:
     """Equal for functions that would be traced to the same graph.
 
-    Functions are equal that have the same code and use the same objects: globals, defaults, closed-over ones. So a
-    lambda or nested function that is made anew for each call is the same one. `depth` is how far to look into
-    functions that a function closes over; for those in `hosts` see `_host_key`.
+    Two functions are equal if they have the same code and use the same objects: globals, defaults, closed-over objects.
+    So a lambda or nested function that each call defines again has the same key each time. `depth` is how far to look
+    into functions that a function closes over. For functions in `hosts`, see `_host_key`.
     """
     if depth == 0:
         return ById(fn)
@@ -165,14 +165,14 @@ def function_key(fn: Any, depth: int = 3, hosts: Hosts = _NO_HOSTS) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _names(code: CodeType, hosts: Hosts) -> tuple[str, ...]:
-    """The names of globals, and of attributes, that a function and those in it use, but for those on the host."""
+    """The globals and attributes that a function and the functions inside it use; those inside `hosts` are left out."""
     inner = [name for each in _inner(code) if each not in hosts for name in _names(each, hosts)]
     return tuple(dict.fromkeys([*code.co_names, *inner]))
 
 
 @functools.lru_cache(maxsize=4096)
 def _is_for_hosts(code: CodeType, name: str, hosts: Hosts) -> bool:
-    """Whether what a function closes over under this name is used by functions on the host only."""
+    """Whether only host functions use the variable of this name that a function closes over."""
     if any(each.argval == name and each.opname in _USES for each in dis.get_instructions(code)):
         return False
     inner = [each for each in _inner(code) if name in each.co_freevars]
@@ -180,9 +180,10 @@ def _is_for_hosts(code: CodeType, name: str, hosts: Hosts) -> bool:
 
 
 def _host_key(value: Any) -> Any:
-    """A key for what runs on the host, or is used there: it outlives the trace, so objects go by identity.
+    """A key for a value that runs on the host, or is used there.
 
-    Globals are looked up anew in each call, and what a host function assigns to is its own.
+    Such a value is used after the trace too, so objects count by identity. Globals are looked up in each call. A
+    closed-over variable that a host function assigns to counts by its cell.
     """
     if isinstance(value, FunctionType):
         code = value.__code__
@@ -207,7 +208,7 @@ def _host_cell_key(code: CodeType, name: str, cell: CellType) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def assigns(code: CodeType, name: str) -> bool:
-    """Whether a function, or one in it, assigns to what it closes over under this name."""
+    """Whether a function, or a function inside it, assigns to the variable of this name that it closes over."""
     if any(each.argval == name and each.opname == "STORE_DEREF" for each in dis.get_instructions(code)):
         return True
     return any(assigns(each, name) for each in _inner(code) if name in each.co_freevars)

@@ -1,4 +1,4 @@
-"""What a body returned, taken apart: tensors that become results of the program, and the structure around them."""
+"""The results of a body, taken apart: tensors, which become results of the program, and the structure around them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _RESULT = "A result of the replicas"  # for messages
 
 
 class Outputs:
-    """What a body returned, taken apart.
+    """The results of a body, taken apart.
 
-    None, Python values and distributed variables are part of the structure and come out as they are.
+    None, Python values and distributed variables belong to the structure and come out unchanged.
 
     Args:
-        value: what the body returned.
+        value: the value that the body returned.
         numbers: whether Python numbers and strings come out as tensors, one for all replicas.
 
     Attributes:
-        tensors: in the graph of the body.
-        rebuild: what the body returned, with other tensors.
+        tensors: the tensors, in the graph of the body.
+        rebuild: builds the value that the body returned, with other tensors.
 
     Raises:
-        ReplicaValueError: an array among it cannot become a tensor, or the structure contains itself.
+        ReplicaValueError: an array in the value cannot become a tensor, or the structure contains itself.
     """
 
     def __init__(self, value: Any, numbers: bool = False):
@@ -75,6 +75,6 @@ class Outputs:
 def _components(value: Any) -> list[tf.Tensor]:
     try:
         parts = tf.nest.flatten(value, expand_composites=True)
-    except (AttributeError, TypeError, ValueError) as error:  # made of something else than tensors
+    except (AttributeError, TypeError, ValueError) as error:  # its components are not tensors
         raise ReplicaValueError.no_tensor(_RESULT, value, str(error)) from None
     return [as_tensor(part, _RESULT) for part in parts]

@@ -1,14 +1,14 @@
-"""Shapes of what host ops return, found out by trying.
+"""Shapes of the results of host ops, found out by trying the ops.
 
-TensorFlow often does not know what a host op returns: a vocabulary's indices of a padded sentence, say, whose shape is
-that of the batch and the length it is padded to. The devices can go on with such a result only if its shape is
-known. So while a body is lowered, host ops without side effects are tried with several made-up inputs. A dimension
-that is the same for all of them is taken to be fixed. Where it is not after all, the run says so: what a piece returns
-is compared with what was declared. Guesses can be wrong. So at first only ops are tried that pad to a shape that is
-given to them, and all others where the body could not be lowered otherwise.
+TensorFlow often does not know the shape of a host op's result. For example, a vocabulary's indices of a padded sentence
+have the shape of the batch and of the padded length. The devices can use such a result only if its shape is known. So
+while a body is lowered, host ops without side effects are tried with several made-up inputs. A dimension that is the
+same for all of them is assumed to be fixed. If the assumption is wrong, the run raises an error: the result of a piece
+is compared with the declared shape. Since guesses can be wrong, at first only ops are tried that pad to a shape that is
+given to them. All other ops are tried only if the body could not be lowered otherwise.
 
-The inputs are as unlike as possible: a dimension that depends on data must come out differently. Strings have other
-numbers of words and of characters, numbers are all equal or all different.
+The made-up inputs differ as much as possible, so that a dimension that depends on data comes out differently. Strings
+have different numbers of words and characters; numbers are all equal or all different.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from replica_engine._tf import host_ops, xla_ops
 from replica_engine.xla.soft_placement.values import Value
 
 _TRIES = 3
-_LARGEST = 1 << 20  # elements of an input that is made up
+_LARGEST = 1 << 20  # the most elements of a made-up input
 
 
 class Samples:
@@ -44,7 +44,7 @@ class Samples:
         return value.shape.merge_with(shape) if value.shape.is_compatible_with(shape) else value.shape
 
     def of(self, value: Value) -> list[Any] | None:
-        """A value in each of the tries; None if it cannot be made up."""
+        """The value in each of the tries; None if it cannot be made up."""
         if value not in self._known:
             self._known[value] = None  # until it is found
             self._known[value] = self._find(value)
@@ -79,7 +79,7 @@ def _run(op: tf.Operation, columns: list[Any]) -> list[list[Any]] | None:
     try:
         with tf.init_scope(), tf.device("CPU:0"):
             return [run([column[number] for column in columns]) for number in range(_TRIES)]
-    except Exception:  # it takes no such inputs: what it returns is known when the body runs
+    except Exception:  # the op does not accept such inputs: the shape is known only when the body runs
         return None
 
 
@@ -95,7 +95,7 @@ def _made_up(value: Value, number: int) -> tf.Tensor:
 
 
 def pads(op: tf.Operation, inputs: list[Value]) -> bool:
-    """Whether an op pads to a shape that the body says, but for the size of the batch."""
+    """Whether an op pads to a shape that the body gives, except for the size of the batch."""
     if op.type != "RaggedTensorToTensor" or inputs[0].constant is None:
         return False
     shape = tf.make_ndarray(inputs[0].constant.get_attr("value"))

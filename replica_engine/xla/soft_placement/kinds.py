@@ -1,4 +1,4 @@
-"""Which ops of a body run on the host: those that XLA has no kernel for, or a kernel that does nothing."""
+"""The ops of a body that run on the host: those for which XLA has no kernel, or a kernel that does nothing."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ CHECKS = ("Assert", "CheckNumerics", "CheckNumericsV2")
 """Ops that only raise. XLA compiles them to nothing."""
 
 SHAPED_BY_DATA = ("Where", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "DynamicPartition")
-"""Ops that XLA compiles to results whose shape is known only when they run. The host cannot get those."""
+"""Ops that XLA compiles, with results whose shape is known only when they run. The host cannot get such results."""
 
 KNOWN_TO_XLA = ("Shape", "ShapeN", "Size", "Rank")
-"""Ops whose results XLA knows when it compiles, whatever the values of their inputs are."""
+"""Ops whose results XLA knows when it compiles, for any values of their inputs."""
 
-_SHAPES = {  # of an op, which inputs XLA has to know when it compiles: shapes, sizes and axes
+_SHAPES = {  # for each op, the inputs whose values XLA must know when it compiles: shapes, sizes and axes
     **dict.fromkeys(("Range",), (0, 1, 2)),
     **dict.fromkeys(("Fill", "SplitV", "TensorListReserve"), (0, 1)),
     **dict.fromkeys(("Split",), (0,)),
@@ -29,20 +29,20 @@ _SHAPES = {  # of an op, which inputs XLA has to know when it compiles: shapes, 
     **dict.fromkeys(("Slice", "ScatterNd", "LinSpace", "GatherV2"), (2,)),
 }
 
-# Random ops without a kernel of XLA's would draw by the order in which replicas come. Of an iterator each replica would
-# take whichever element comes next. A collective of TensorFlow's would wait for other threads.
+# Random ops for which XLA has no kernel would depend on the order in which replicas come. From an iterator each replica
+# would take whichever element comes next. A collective of TensorFlow would wait for other threads.
 _REFUSED = re.compile(
     r"Iterator|Dataset|^Optional|^Collective|^Nccl|^CrossReplica|^TPU|^_?(Host)?(Send|Recv)$|^(Stateful)?(Random|Multi)"
 )
 
 
-_known: dict[tuple, bool] = {}  # for each type of op with these dtypes, of which a body has thousands
+_known: dict[tuple, bool] = {}  # by op type and dtypes: a body has thousands of ops of few kinds
 
 
 def is_for_host(op: tf.Operation) -> bool:
-    """Whether an op has to run on the host, wherever its inputs come from."""
+    """Whether an op must run on the host, wherever its inputs come from."""
     key = (op.type, *[tensor.dtype for tensor in op.inputs], *[tensor.dtype for tensor in op.outputs])
-    if tf.variant in key or tf.resource in key:  # what is in a list or a variable is known from attributes
+    if tf.variant in key or tf.resource in key:  # not cached: the contents of a list or variable are in attributes
         return _is_for_host(op)
     known = _known.get(key)
     if known is None:
@@ -71,18 +71,18 @@ def may_move(op: tf.Operation) -> bool:
 
 
 def shape_inputs(op: tf.Operation) -> tuple[int, ...]:
-    """Which inputs of an op XLA has to know when it compiles, as far as they are often made of strings."""
+    """The inputs of an op that XLA must know when it compiles, for ops that often get them from strings."""
     return _SHAPES.get(op.type, ())
 
 
 def is_host_resource(handle: tf.Tensor) -> bool:
-    """Whether a resource is something other than a variable that a device can have: a table, a writer, strings."""
+    """Whether a resource is not a variable that a device can have: a table, a summary writer, a variable of strings."""
     described = xla_ops.variable_dtype_and_shape(handle)
     return described is None or xla_ops.is_host_only(described[0])
 
 
 def is_left_on_host(component: tf.Tensor) -> bool:
-    """Whether a component of a sparse argument is used by sparse ops and ops for the host alone."""
+    """Whether only sparse ops and host ops use a component of a sparse argument."""
     pending, used = [component], False
     while pending:
         for op in pending.pop().consumers():
@@ -95,19 +95,19 @@ def is_left_on_host(component: tf.Tensor) -> bool:
 
 
 def calls_host(op: tf.Operation) -> bool:
-    """Whether an op is a host call that the user wrote, or a function with one in it."""
+    """Whether an op is a host call that the user wrote, or runs a function with such a call in it."""
     if op.type == "XlaCustomCallV2":
         return op.get_attr("call_target_name").decode() == HOST_CALL
     return any(map(calls_host, _ops_of_functions(op)))
 
 
 def needs_host(graph: Any) -> bool:
-    """Whether an op of a function graph, or of a function in it, has to run on the host."""
+    """Whether an op of a function graph, or of a function in it, must run on the host."""
     return any(contains_host_op(op) for op in xla_ops.needed(graph).values())
 
 
 def contains_host_op(op: tf.Operation) -> bool:
-    """Whether an op has to run on the host, or one of a function that it runs."""
+    """Whether an op must run on the host, or runs a function with an op that must."""
     return any(map(needs_host, host_ops.functions_of(op))) if host_ops.runs_functions(op) else is_for_host(op)
 
 

@@ -1,4 +1,4 @@
-"""A body with its host ops moved, and what there is to say about it."""
+"""A body with its host ops moved, and the description of its host calls for the user."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class HostCallInfo(NamedTuple):
         (True, False)
 
     Attributes:
-        name: of its cluster: "0", "1", ...; the gradient of a function that the user runs on the host has "0.0".
-        ops: the ops that run on the host, each the type and the user's line; empty for a function of the user's.
+        name: the name of its cluster: "0", "1", ...; a gradient of cluster "0" has the name "0.0".
+        ops: the ops that run on the host, each as its type and the user's line; empty for a function of the user.
         where: the user's line.
         moved: whether soft placement moved ops there; False for `outside_compilation`.
-        in_loop: whether it is in a loop of the body, and happens in each iteration. Known of moved ops only.
-        results: specs of what the program gets back.
+        in_loop: whether it is in a loop of the body, and happens in each iteration. Known only for moved ops.
+        results: specs of the results that the program gets back.
     """
 
     name: str
@@ -48,7 +48,7 @@ class HostCallInfo(NamedTuple):
 
     @classmethod
     def of(cls, call: HostCall) -> HostCallInfo:
-        """Of a call."""
+        """The description of a call."""
         results = tuple(call.results)
         if isinstance(call, Piece):
             ops = tuple((op.kind, op.where) for op in call.ops)
@@ -60,10 +60,10 @@ class MovedBody(NamedTuple):
     """A body whose host ops are in host calls.
 
     Attributes:
-        registered: its graph as a function that TensorFlow knows by name.
+        registered: its graph, as a function that TensorFlow can find by name.
         pieces: the host calls.
-        host_results: which results stay on the host: index, and the number under which they are stored.
-        originals: the ops that others are copies of, by the name of the copy.
+        host_results: the results that stay on the host: the number under which each is stored, by its index.
+        originals: the original op of each copied op, by the name of the copy.
     """
 
     registered: Any
@@ -73,12 +73,12 @@ class MovedBody(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The inputs of the graph of a body, and what they are for the copy.
+    """The inputs of the graph of a body, and their counterparts in the copy.
 
     Attributes:
-        specs: of each slot and captured tensor that is a parameter: the tensor of the graph, and its spec.
-        variables: tensors of the graph that are handles of variables, and the handles.
-        on_host: tensors of the graph that no device can have, and where the host has them.
+        specs: for each slot and captured tensor that is a parameter, the tensor of the graph and its spec.
+        variables: for each variable, the tensor of the graph that is its handle, and the handle itself.
+        on_host: for each tensor of the graph that no device can have, its shape and where the host has it.
     """
 
     specs: list[tuple[tf.Tensor, tf.TensorSpec]]
@@ -90,14 +90,15 @@ def move(name: str, graph: Any, calls: HostCalls, inputs: Inputs, also: set[tf.O
     """Moves the host ops of a body.
 
     Args:
-        name: of the body.
+        name: the name of the body.
         graph: its graph.
-        calls: its host calls; the pieces join them.
-        inputs: of the graph.
-        also: ops to move although XLA has a kernel for them; gets those that were found to need it.
+        calls: its host calls; the pieces are added to them.
+        inputs: the inputs of the graph.
+        also: ops to move although XLA has a kernel for them; ops that turn out to need it are added.
 
     Raises:
-        LoweringError: a value that cannot leave the host is needed on the devices, or the other way round.
+        LoweringError: the devices need a value that cannot leave the host, or the host needs one that cannot leave
+            the devices.
     """
     try:
         return _move(name, graph, calls, inputs, also, tries_all=False)
@@ -121,7 +122,7 @@ def _move(
             values[id(inside)] = Value.of(placeholder)
         for inside, handle in inputs.variables:
             variables.graph().capture(handle)
-            # The handle itself, which each graph captures: ops on a variable keep their order if all have one tensor.
+            # The handle itself, which each graph captures: ops on a variable keep their order if all use one tensor.
             value = values[id(inside)] = Value.of(handle)
             if handle is calls.order:
                 rewriter.order = value

@@ -1,12 +1,12 @@
 """Host ops that wait to be emitted, and how they become pieces.
 
-The copy of a graph is built in the order of the program. An op for the host is not emitted when its turn comes; it
-waits here, since the next op may belong to the same piece. All that wait are emitted when an op on the devices needs a
-result of one of them, before a branch, a loop or a host call of the user's, and at the end of the graph. So no piece
-waits for an op that waits for that piece, and a replica makes its host calls in the order of the program.
+The copy of a graph is built in the order of the program. A host op is not emitted when its turn comes: it waits here,
+since the next op may belong to the same piece. All waiting ops are emitted when an op on the devices needs a result of
+one of them; before a branch, a loop or a host call of the user; and at the end of the graph. So a piece never waits for
+an op that waits for that piece, and a replica makes its host calls in the order of the program.
 
-Of the ops that are emitted at once, those that pass values to each other, or are ordered by a control dependency, are
-one piece. So are all that have effects: they would lose their order in several.
+Among the ops that are emitted together, those that pass values to each other, or are ordered by a control dependency,
+form one piece. All ops with effects form one piece too: in several pieces they would lose their order.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Waiting(NamedTuple):
     """An op that waits.
 
     Attributes:
-        op: of the original graph; for an alias, the op that made the value.
+        op: the op of the original graph; for an alias, the op that made the value.
         inputs: its inputs.
         outputs: its outputs.
-        alias: where its one output is stored, for an op that only passes a value on; else None.
+        alias: for an op that only passes a value on, the number under which the value is stored; otherwise None.
     """
 
     op: tf.Operation
@@ -43,11 +43,11 @@ class Pending:
 
     Args:
         calls: the host calls of the body.
-        in_loop: whether the graph is a loop, or in one.
-        in_condition: whether it is the condition of a loop.
+        in_loop: whether the graph is a loop, or inside a loop.
+        in_condition: whether the graph is the condition of a loop.
 
     Attributes:
-        constants: what the copy has of constants so far.
+        constants: the constants that the copy has so far.
     """
 
     def __init__(self, calls: HostCalls, in_loop: bool, in_condition: bool = False):
@@ -59,13 +59,13 @@ class Pending:
         self._waiting: list[Waiting] = []
 
     def add(self, waiting: Waiting) -> None:
-        """Has an op wait."""
+        """Adds an op that waits."""
         for value in waiting.outputs:
             value.pending = True
         self._waiting.append(waiting)
 
     def flush(self, together: bool = False) -> None:
-        """Emits all ops that wait: as one piece, or as many as there are groups of connected ops."""
+        """Emits all waiting ops: together as one piece, or one piece for each group of connected ops."""
         waiting, self._waiting = self._waiting, []
         for group in [waiting] if together and waiting else _groups(waiting):
             self._emit(group)
@@ -118,9 +118,10 @@ class Pending:
             value.tensor = tensor
 
     def hold(self, result: tf.Tensor) -> tf.Tensor:
-        """The result of a loop's condition, by way of the host if there are host calls in the condition.
+        """The result of a loop's condition, passed through the host if the condition has host calls.
 
-        XLA drops whatever the result does not depend on. It depends on a call, and that on the calls before it.
+        XLA drops everything that the result does not depend on. The result depends on this call, which depends on the
+        calls before it.
         """
         if not self._emitted:
             return result
@@ -129,7 +130,7 @@ class Pending:
         return self.calls.emit(piece, [result])[1][0]
 
     def fetch(self, value: Value) -> tf.Tensor:
-        """A value that is stored on the host, and that the devices can have, for the devices."""
+        """Brings a value that is stored on the host, and that the devices can have, to the devices."""
         source = value.source
         assert source is not None, "a value that is stored"
         spec = tf.TensorSpec(value.shape, value.dtype)
@@ -138,7 +139,7 @@ class Pending:
 
 
 def _uses(tensor: tf.Tensor, inside: set[tf.Operation]) -> tuple[bool, bool]:
-    """Whether ops outside of a piece use a tensor on the devices, and whether some do on the host."""
+    """Whether ops outside of a piece use a tensor on the devices, and whether ops outside use it on the host."""
     outside = [op for op in tensor.consumers() if op not in inside]
     returned = any(tensor is output for output in tensor.graph.outputs)
     on_devices = returned or any(not kinds.is_for_host(op) for op in outside)
@@ -146,7 +147,7 @@ def _uses(tensor: tf.Tensor, inside: set[tf.Operation]) -> tuple[bool, bool]:
 
 
 def _groups(waiting: Sequence[Waiting]) -> list[list[Waiting]]:
-    """Those that are connected, in the order of the program."""
+    """The groups of connected ops, each in the order of the program."""
     group_of: list[int] = list(range(len(waiting)))
     maker = {value: index for index, each in enumerate(waiting) for value in each.outputs}
     made_of = {each.op: index for index, each in enumerate(waiting) if each.alias is None}

@@ -1,9 +1,9 @@
 """A piece: ops that run on the host in one call.
 
-A piece is a list of ops, each with numbers of the registers that it takes its inputs from and puts its outputs into.
-The registers are filled from five kinds of `Source`. What a device can have comes and goes through the program. What it
-cannot have (strings, tables, tensors whose shape depends on data) stays on the host: a piece that makes such a value
-stores it under a number, once for each replica, and later pieces of the same launch find it there.
+A piece is a list of ops. Each op has the numbers of the registers that it takes its inputs from and puts its outputs
+into. The registers are filled from five kinds of `Source`. Values that a device can have come and go through the
+program. Other values (strings, tables, tensors whose shape depends on data) stay on the host: a piece that makes such a
+value stores it under a number, once for each replica, and later pieces of the same launch find it there.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class HostOp(NamedTuple):
     Attributes:
         kind: its type.
         where: the user's line.
-        run: of its inputs its outputs; `kept` is what the replica keeps on the host.
+        run: takes the inputs, the values that the replica keeps on the host, and the replica; returns the outputs.
         inputs: the registers of its inputs.
-        outputs: those of its outputs.
+        outputs: the registers of its outputs.
     """
 
     kind: str
@@ -39,11 +39,11 @@ class HostOp(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where a register has its value from before the first op runs.
+    """The origin of a register's value before the first op runs.
 
     Attributes:
-        kind: "operand" (the program passes it), "stored" (another piece left it), "argument" (of the body, which no
-            device can have), "fixed" (the same in every launch) or "writer" (of the caller's summaries).
+        kind: "operand" (the program passes it), "stored" (another piece left it), "argument" (an argument of the body
+            that no device can have), "fixed" (the same in every launch) or "writer" (of the caller's summaries).
         what: the number of the operand, of the stored value or of the argument, or the fixed value itself.
     """
 
@@ -55,12 +55,12 @@ class Piece(HostCall):
     """A host call that runs ops.
 
     Args:
-        calls: those of the body.
-        ops: in the order of the program.
-        sources: of the registers that are filled before the first op.
-        registers: how many there are.
-        results: the registers of what the program goes on with, and their specs.
-        stores: of values that stay on the host: number and register.
+        calls: the host calls of the body.
+        ops: the ops, in the order of the program.
+        sources: the origins of the registers that are filled before the first op, by register.
+        registers: the number of registers.
+        results: the registers of the values that the program goes on with, and their specs.
+        stores: the values that stay on the host, each as a pair of number and register.
         in_loop: whether the piece is in a loop.
     """
 
@@ -74,7 +74,7 @@ class Piece(HostCall):
         stores: list[tuple[int, int]],
         in_loop: bool,
     ):
-        # An Identity stands for the way out of the body or of a branch, where the user's line is that of the run.
+        # An Identity stands for the way out of the body or of a branch; its line is the line of the user's `run` call.
         written = [op for op in ops if op.kind != "Identity"] or ops
         where = next((op.where for op in reversed(written) if op.where), "")
         super().__init__(calls, calls.new_name(), where, [spec for _, spec in results])
@@ -86,11 +86,11 @@ class Piece(HostCall):
         self._stores = stores
 
     def describe(self) -> str:
-        """For messages."""
+        """The piece in words, for messages."""
         return f"{in_words(self.ops)}{at(self.where)}, which soft placement runs on the host"
 
     def say(self) -> tuple[str, str, bool]:
-        """For the line that is logged once a body: its ops, the user's line, whether it is in a loop."""
+        """The piece for the line that is logged once for a body: ops, the user's line, whether it is in a loop."""
         return in_words(self.ops), self.where, self.in_loop
 
     def compute(self, kept: Kept, position: int, token: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -120,7 +120,7 @@ class Piece(HostCall):
         return thread_state.summary_state()[0] if kind == "writer" else what
 
     def name_of(self, result: int) -> str:
-        """Which op made a result."""
+        """In words, the op that made a result, and its line."""
         register = self._taken[result]
         return next((f" of {op.kind}{at(op.where)}" for op in self.ops if register in op.outputs), "")
 
@@ -131,7 +131,7 @@ def in_words(ops: Sequence[HostOp]) -> str:
 
 
 def host_op(op: tf.Operation, inputs: list[int], outputs: list[int]) -> HostOp:
-    """An op of a graph, as a piece runs it."""
+    """An op of a graph, in the form that a piece runs."""
     return HostOp(op.type, user_line(op), _runner(op), inputs, outputs)
 
 
@@ -153,7 +153,7 @@ def _runner(op: tf.Operation) -> Callable[[list[Any], Kept, int], list[Any]]:
 
 
 def _tape(kept: Kept, token: str) -> Any:
-    """What the last call of a Python function has left for its gradient, which is asked for once, as in TensorFlow."""
+    """The tape that the latest call of a Python function left. Its gradient may ask for it once, as in TensorFlow."""
     tapes = kept.tapes.get(token)
     if not tapes:
         raise RuntimeError("The gradient of a tf.py_function was asked for twice; write xla.outside_compilation.")

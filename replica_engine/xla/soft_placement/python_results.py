@@ -1,7 +1,7 @@
-"""The shapes that Python functions return, which `tf.py_function` and `tf.numpy_function` do not declare.
+"""The shapes of the results of Python functions, which `tf.py_function` and `tf.numpy_function` do not declare.
 
-Where the devices go on with a result, XLA has to know its shape. If the body does not say it (`y.set_shape(...)`), the
-function is called once with zeros while the body is lowered, as `outside_compilation` does.
+If the devices use a result, XLA must know its shape. If the body does not set the shape (`y.set_shape(...)`), the
+function is called once with zeros while the body is lowered, as in `outside_compilation`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ def shapes(
 
     Args:
         op: the call of the function.
-        inputs: what it is called with.
-        seen: gets the shapes of the inputs, by the function's token. Those are the shapes of its gradient's results.
+        inputs: the inputs of the call.
+        seen: a dictionary; the shapes of the inputs are added to it, by the function's token. The results of the
+            function's gradient have these shapes.
         size: the number of replicas.
     """
     function = host_ops.PythonFunction(op)
@@ -39,13 +40,13 @@ def shapes(
     try:
         with tf.init_scope(), tf.device("CPU:0"), tf.summary.record_if(False), on_host(_first_replica(size, op)):
             results, _ = function([tf.zeros(value.shape, value.dtype) for value in inputs])
-    except Exception:  # it needs other values: its results stay on the host, and an error says so if they cannot
+    except Exception:  # it needs other values: its results stay on the host, or an error is raised later
         return declared
     return [result.shape for result in results]
 
 
 def _is_asked_for(output: tf.Tensor) -> bool:
-    """Whether the devices go on with a result whose shape is not declared."""
+    """Whether the devices use a result whose shape is not declared."""
     if output.shape.is_fully_defined() or xla_ops.is_host_only(output.dtype):
         return False
     if any(output is returned for returned in output.graph.outputs):

@@ -1,13 +1,13 @@
-"""The graph of a body with its host ops taken out: a copy in which pieces on the host take their place.
+"""A copy of a body's graph in which pieces on the host stand for the host ops.
 
-The copy is made op by op, in the order of the program. What may happen to an op:
+The copy is made op by op, in the order of the program. An op is treated in one of four ways:
 
 - XLA compiles it, and its inputs are on the devices: it is copied.
-- It is for the host (`kinds.is_for_host`), or one of its inputs cannot leave the host: it waits to become part of a
+- It is a host op (`kinds.is_for_host`), or one of its inputs cannot leave the host: it waits to become part of a
   piece (`pending`).
-- It only checks something: the check is made on the devices, and the host is called where it fails.
-- It is a branch, a loop or a call with such ops inside: it is built again around copies of its functions. Calls are
-  inlined. A value that cannot leave the host goes in and out of branches and loops by the number it is stored under.
+- It only checks something: the devices make the check, and call the host if it fails.
+- It is a branch, a loop or a call with host ops inside: it is built again around copies of its functions. Calls are
+  inlined. A value that cannot leave the host enters and leaves branches and loops by the number it is stored under.
 
 A body is rewritten for the shapes that it is lowered for, so a host op may have inputs of any batch size.
 """
@@ -33,10 +33,10 @@ class Rewriter:
     """Copies the graph of one body.
 
     Args:
-        name: of the body.
-        calls: its host calls, which the pieces join.
-        moved: ops that XLA has a kernel for, and that have to run on the host all the same; gets more.
-        tries_all: whether all host ops are tried whose results have no known shape (`samples`).
+        name: the name of the body.
+        calls: its host calls; the pieces are added to them.
+        moved: ops that XLA has a kernel for, but that must run on the host; more may be added to them.
+        tries_all: whether to try all host ops whose results have no known shape (`guessed_shapes`).
     """
 
     def __init__(self, name: str, calls: HostCalls, moved: set[tf.Operation], tries_all: bool):
@@ -45,9 +45,9 @@ class Rewriter:
         self.calls = calls
         self.moved = moved
         self._python_inputs: dict[str, list[tf.TensorShape]] = {}  # of Python functions, by token
-        self.originals: dict[str, tf.Operation] = {}  # of copied ops, by the name of the copy
+        self.originals: dict[str, tf.Operation] = {}  # the original of each copied op, by the name of the copy
         self.samples = guessed_shapes.Samples()
-        self.order: Value | None = None  # the handle of the variable that keeps host calls in their order
+        self.order: Value | None = None  # the handle of the variable that keeps host calls in order
         self._python_calls: dict[str, int] = {}
         self._scratch = tf.Graph()
 
@@ -56,13 +56,14 @@ class Rewriter:
 
         Args:
             graph: the graph of the body.
-            values: of its inputs, by the id of the tensor.
+            values: the values of its inputs, by the id of the tensor.
 
         Returns:
-            The results that the devices have, and of the others the numbers under which the host has them.
+            The results that the devices have; and for each other result, by its index, the number under which the host
+            has it.
 
         Raises:
-            LoweringError: a value that cannot leave the host is needed on the devices.
+            LoweringError: the devices need a value that cannot leave the host.
         """
         pending = Pending(self.calls, in_loop=False)
         frame = Frame(self, pending, graph, values)
@@ -80,13 +81,14 @@ class Rewriter:
         return results, stored
 
     def check_gradients(self, op: tf.Operation, in_loop: bool) -> None:
-        """Sees to it that the gradient of a Python function finds the call that it is the gradient of.
+        """Checks that the gradient of a Python function finds the call that it is the gradient of.
 
-        TensorFlow gives all calls of one op the same token. In a loop the last call comes first. A function of the
-        user's that is called twice has two calls whose gradients nobody can tell apart.
+        TensorFlow gives all calls of one op the same token. In a loop that is enough: gradients run in reverse, and the
+        latest call is found first. If the user's program calls one function twice, its two calls have the same token,
+        and their gradients cannot be told apart.
 
         Raises:
-            LoweringError: there are two calls, and a gradient.
+            LoweringError: a function has two calls, and a gradient.
         """
         if op.type != "EagerPyFunc" or in_loop:
             return
@@ -111,7 +113,7 @@ class Rewriter:
 
 
 class MoveToHost(Exception):
-    """An op on the devices has a result whose shape depends on data, and the host needs it: begin again without it."""
+    """The host needs a result of a device op whose shape depends on data: start over with that op on the host."""
 
     def __init__(self, op: tf.Operation):
         super().__init__(op.name)
@@ -119,7 +121,7 @@ class MoveToHost(Exception):
 
 
 class StaysOnHost(Exception):
-    """A result of a branch, or of an iteration, stays on the host: build it again, knowing that."""
+    """A result of a branch, or of an iteration, stays on the host: build the op again with that knowledge."""
 
     def __init__(self, index: int):
         super().__init__(index)
@@ -130,10 +132,10 @@ class Frame:
     """One graph of the body that is being copied.
 
     Args:
-        rewriter: who copies.
+        rewriter: the copier of the whole body.
         pending: the host ops that wait in the graph of the copy.
         graph: the original.
-        values: what is known of its tensors, by id; gets those of its ops.
+        values: the values of its tensors, by id; the values of its ops' outputs are added.
     """
 
     def __init__(self, rewriter: Rewriter, pending: Pending, graph: Any, values: dict[int, Value]):
@@ -150,11 +152,11 @@ class Frame:
                 self._visit(op)
 
     def value(self, tensor: tf.Tensor) -> Value:
-        """What a tensor of the original graph is in the copy."""
+        """The counterpart, in the copy, of a tensor of the original graph."""
         return self._values[id(tensor)]
 
     def on_devices(self, value: Value) -> tf.Tensor:
-        """The tensor in the copy of a value that can leave the host."""
+        """The tensor in the copy for a value that can leave the host."""
         if value.pending:
             self._pending.flush()
         if value.tensor is None and value.constant is not None:
@@ -196,7 +198,7 @@ class Frame:
 
     def _copy(self, op: tf.Operation, inputs: Sequence[Value]) -> None:
         if kinds.calls_host(op) or self._rewriter.order in inputs:
-            self._pending.flush()  # before the position of the next call is read
+            self._pending.flush()  # the waiting calls come before the read of the next call's position
         tensors = [self.on_devices(value) for value in inputs]
         before = [self._copied[each.name] for each in op.control_inputs if each.name in self._copied]
         copied = self._copied[op.name] = host_ops.copy_op(op, tensors, before)
@@ -225,7 +227,7 @@ class Frame:
         self._pending.add(Waiting(op, inputs, outputs))
 
     def _check_operand(self, op: tf.Operation, tensor: tf.Tensor, value: Value) -> None:
-        """Sees to it that a host op can have an input."""
+        """Raises an error, or MoveToHost, if a host op cannot have an input."""
         if value.tensor is None:
             return
         if value.dtype == tf.resource:
@@ -239,7 +241,7 @@ class Frame:
             raise MoveToHost(maker)
 
     def _check(self, op: tf.Operation, inputs: list[Value]) -> None:
-        """A check is made on the devices, and the op runs on the host where it fails, to raise what it raises."""
+        """Makes a check on the devices. If it fails, the op runs on the host, and raises its own error."""
         self._pending.flush()
         checked = self.on_devices(inputs[0])
         passes = checked if op.type == "Assert" else tf.reduce_all(tf.math.is_finite(checked))
@@ -270,11 +272,11 @@ class Frame:
         while True:
             try:
                 build(op, functions, inputs, on_host)
-            except StaysOnHost as found:  # a call that was emitted for the attempt stays, and is of no harm
+            except StaysOnHost as found:  # a call that the failed attempt emitted stays, and does no harm
                 on_host.add(found.index)
             else:
                 for value in map(self.value, op.outputs):
-                    value.from_host = value.from_host or value not in inputs  # as far as is known here
+                    value.from_host = value.from_host or value not in inputs  # nothing more precise is known here
                 return
 
     def _inner(self, graph: Any, inputs: Sequence[Value], pending: Pending) -> Frame:
@@ -346,7 +348,7 @@ class Frame:
             pending.flush()
             for index, number in numbers.items():
                 pending.add(_alias(body.outputs[index].op, frame.value(body.outputs[index]), number))
-            pending.flush(together=True)  # all at once, since they may have changed places
+            pending.flush(together=True)  # as one piece, since values may have swapped places
             return results
 
         begin = [self.on_devices(inputs[index]) for index in carried]
@@ -357,7 +359,7 @@ class Frame:
         except ValueError as error:
             if "shape_invariants" not in str(error):
                 raise
-            shapes = [body.inputs[index].shape for index in carried]  # a value changes its shape from step to step
+            shapes = [body.inputs[index].shape for index in carried]  # a value's shape changes from step to step
             results = tf.while_loop(goes_on, step, begin, shape_invariants=shapes, parallel_iterations=parallel)
         for index in constant:
             self._values[id(op.outputs[index])] = inputs[index]
@@ -370,10 +372,10 @@ class Frame:
                 self._values[id(output)] = Value(output.dtype, output.shape, source=Source("stored", numbers[index]))
 
     def _results_but(self, on_host: set[int]) -> list[tf.Tensor]:
-        """The results that the devices have, of a branch or an iteration.
+        """The results of a branch or an iteration that the devices have.
 
         Raises:
-            StaysOnHost: another one cannot leave the host.
+            StaysOnHost: a result that should be on the devices cannot leave the host.
         """
         results = []
         for index, output in enumerate(self._graph.outputs):
@@ -386,7 +388,7 @@ class Frame:
     def _take(
         self, op: tf.Operation, results: Sequence[tf.Tensor], stored: dict[int, tuple[int, tf.TensorShape]]
     ) -> None:
-        """The results of a branch that was built again."""
+        """Takes over the results of a branch that was built again."""
         on_devices = iter(results)
         for index, output in enumerate(op.outputs):
             if index in stored:
@@ -400,19 +402,19 @@ class Frame:
 
 
 def _alias(op: tf.Operation, value: Value, number: int) -> Waiting:
-    """A value is stored under another number as well."""
+    """A waiting op that stores a value under another number as well."""
     return Waiting(op, [value], [Value(value.dtype, value.shape)], alias=number)
 
 
 def _scalar(value: Value) -> Value:
-    """A value that chooses a branch or ends a loop, which is a scalar whether that is known or not."""
+    """A value that chooses a branch or ends a loop: always a scalar, even if its shape is unknown."""
     if value.tensor is None and value.constant is None:
         value.shape = tf.TensorShape([])
     return value
 
 
 def _is_passed_on(body: Any, index: int) -> bool:
-    """Whether an iteration leaves a value of a loop as it is."""
+    """Whether an iteration leaves a value of a loop unchanged."""
     output = body.outputs[index]
     while output.op.type == "Identity":
         output = output.op.inputs[0]

@@ -1,9 +1,9 @@
-"""Summaries of a body go to the writer of the thread that calls `run`, at the step that it has set.
+"""Summaries of a body go to the writer of the thread that calls `run`, at the step that this thread has set.
 
 A body is traced once, and later calls may have another writer and another step. So in a call from eager mode the step
-becomes an argument of the body, and pieces look up the writer when they run. What decides whether a body has summaries
-at all (is there a writer, is recording off) is part of the key of the trace. In a call inside a `tf.function` the
-writer and the step are traced in, as in any `tf.function`.
+becomes an argument of the body, and pieces look up the writer when they run. The key of the trace includes everything
+that decides whether a body has summaries at all: whether there is a writer, and whether recording is on. In a call
+inside a `tf.function` the writer and the step are traced in, as in any `tf.function`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from replica_engine.xla.signature.arguments import Arguments, ById, Shapes, Slot
 
 
 def add_caller(arguments: Arguments, shapes: Shapes) -> Shapes:
-    """Adds what the summaries of a body need of the caller, in eager mode, to its arguments.
+    """Adds to a body's arguments the state of the caller that the body's summaries need. Only for eager mode.
 
     Returns:
         The shapes of all slots.

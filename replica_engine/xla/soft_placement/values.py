@@ -1,4 +1,4 @@
-"""A value of the body while its graph is copied: where it is, on the devices, on the host, or both."""
+"""A value of the body while its graph is copied: whether it is on the devices, on the host, or on both."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from replica_engine.xla.soft_placement.piece import Source
 
 
 class Value:
-    """What a tensor of the original graph is in the copy.
+    """The counterpart, in the copy, of a tensor of the original graph.
 
     Args:
         dtype: its dtype.
-        shape: what is known about its shape.
-        tensor: the tensor in the copy; None where the devices do not have it, or not yet.
-        source: where a piece finds it on the host; None where the host does not have it, or not yet.
-        constant: the Const op that makes it.
+        shape: its shape, as far as it is known.
+        tensor: the tensor in the copy; None if the devices do not have it, or not yet.
+        source: where a piece finds it on the host; None if the host does not have it, or not yet.
+        constant: the Const op that makes it, or None.
 
     Attributes:
-        from_host: whether a host op has made it, or what it was computed from; so XLA cannot know it.
-        maker: the op that makes it, its inputs, and which of its outputs it is.
-        made_by: the type of the op on the host that makes it, and the user's line, for messages.
+        from_host: whether a host op made it, or made a value that it depends on. XLA cannot know such a value.
+        maker: the op that makes it, the inputs of that op, and the index among its outputs.
+        made_by: the type of the host op that makes it, and the user's line, for messages.
         depends_on_data: whether the devices have it, in a shape that depends on data.
-        pending: whether the op that makes it waits to become part of a piece.
+        pending: whether the op that makes it still waits to become part of a piece.
     """
 
     __slots__ = (
@@ -62,7 +62,7 @@ class Value:
 
     @classmethod
     def of(cls, tensor: tf.Tensor) -> Value:
-        """A value that the devices have."""
+        """The counterpart of a tensor that the devices have."""
         return cls(tensor.dtype, tensor.shape, tensor)
 
     @property
@@ -78,7 +78,7 @@ class Value:
         return xla_ops.is_host_only(self.dtype) if self.constant is not None else not self.fits_device
 
     def on_host(self) -> Any:
-        """The source of what is the same in each launch; None for anything else, which has to be passed."""
+        """The source of a value that the host has; None if the program must pass the value."""
         if self.constant is not None and self.source is None:
             self.source = Source("fixed", host_ops.constant_of(self.constant))
         return self.source

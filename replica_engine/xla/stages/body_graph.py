@@ -1,4 +1,4 @@
-"""A replica body as a graph: its parameters, what it captures, and which of its ops run on the host."""
+"""A replica body as a graph: its parameters, the tensors and variables it captures, and which ops run on the host."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class BodyGraph:
         graph: the function graph. Its inputs are the slots of the arguments, captured tensors, and captured
             variables, in this order.
         body: the replicas it was traced for.
-        key: of the arguments that it serves.
+        key: the key of the arguments that it serves.
         slots: specs of the tensors among the arguments; dimensions may be unknown.
         tensors: captured tensors, eager or of an outer graph.
-        captured: which of them are parameters of the program; the rest are compiled in.
+        captured: the indices of the captured tensors that are parameters of the program; the rest are compiled in.
         handles: handles of captured variables.
         outputs: specs of the tensors among the results.
-        rebuild: the structure that the function returned, with other tensors.
+        rebuild: builds the structure that the function returned, from other tensors.
         host_calls: its calls to the host.
-        collectives: where its replicas meet.
-        moves: whether ops of it run on the host by soft placement.
-        host_slots: which arguments stay on the host; they are no parameters of the program.
-        sparse_slots: which of them are components of sparse tensors, of which only host ops need the values.
+        collectives: its cross-replica operations.
+        moves: whether soft placement moves ops of it to the host.
+        host_slots: the indices of the arguments that stay on the host; they are not parameters of the program.
+        sparse_slots: the indices of components of sparse tensors whose values only host ops need.
     """
 
     def __init__(
@@ -112,12 +112,12 @@ class BodyGraph:
         return not self.host_calls.can_fail and self.body.limits.timeout is None
 
     def replicas_results(self, columns: Sequence[Sequence[Any]]) -> list[Any]:
-        """For each replica what it returned, of the replicas' values for each result."""
+        """What each replica returned. `columns` has, for each result, the values of the replicas."""
         tensors = [[_as_tensor(value) for value in column] for column in columns]
         return [self.rebuild([column[replica] for column in tensors]) for replica in range(self.body.size)]
 
     def registered(self) -> Any:
-        """The graph as a function that TensorFlow knows by name."""
+        """The graph as a function that TensorFlow can find by name."""
         if self._registered is None:
             self.graph.inputs[:] = [*self._slots, *(self._tensors[index] for index in self.captured), *self._variables]
             with tf.init_scope():
@@ -125,7 +125,7 @@ class BodyGraph:
         return self._registered
 
     def moved(self, slots: Sequence[tf.TensorSpec], tensors: Sequence[tf.TensorSpec]) -> soft_placement.MovedBody:
-        """The graph with its host ops in host calls, for slots and captured tensors of these specs."""
+        """The graph with its host ops moved into host calls, for slots and captured tensors of these specs."""
         parameters = [
             (inside, spec)
             for index, (inside, spec) in enumerate(zip(self._slots, slots, strict=True))
@@ -149,14 +149,14 @@ class BodyGraph:
         return moved
 
     def also_move(self, op: tf.Operation | None) -> bool:
-        """Has an op run on the host that XLA cannot compile where it is; whether that is possible, and new."""
+        """Moves an op that XLA cannot compile to the host. Returns False if that is impossible or was done before."""
         if op is None or op in self._also_moved or not soft_placement.may_move(op):
             return False
         self._also_moved.add(op)
         return True
 
     def leave_no_sparse_on_host(self) -> bool:
-        """The devices need what is sparse among the arguments; whether some of it was to stay on the host."""
+        """Makes sparse arguments parameters: the devices need them. Returns whether any were to stay on the host."""
         found = bool(self.sparse_slots)
         self.host_slots -= self.sparse_slots
         self.sparse_slots = frozenset()
@@ -168,7 +168,7 @@ class BodyGraph:
         return Source("fixed", outside)
 
     def bake_in(self) -> bool:
-        """Compiles in small captured tensors, as shapes and axes must be; whether there were any."""
+        """Compiles small captured tensors in, since shapes and axes must be constants. Returns whether it found any."""
         kept = [index for index in self.captured if self._tensors[index].op.type != "Const"]
         baked = len(kept) < len(self.captured)
         self.captured, self._registered = kept, None
@@ -189,7 +189,7 @@ class BodyGraph:
 
 
 def of_any_size(shape: Any) -> tf.TensorShape:
-    """The shape of a component of a sparse tensor, whatever the number of its values."""
+    """The shape of a component of a sparse tensor, for any number of values."""
     return tf.TensorShape([None, *shape[1:]])
 
 
@@ -198,7 +198,7 @@ def _as_tensor(value: Any) -> tf.Tensor:
 
 
 def _stays_on_host(outside: Any, inside: tf.Tensor) -> bool:
-    """Whether something captured is for host ops alone: strings, tables, summary writers."""
+    """Whether only host ops use a capture: a string, a table, a summary writer."""
     if tf.is_symbolic_tensor(outside) or callable(outside):
         return False
     if inside.dtype == tf.resource:
@@ -211,7 +211,7 @@ def _is_iterator(handle: tf.Tensor) -> bool:
 
 
 def _made_by(output: tf.Tensor) -> tuple[str, str]:
-    """The kind of op that made an output, and the user's line."""
+    """The kind of the op that made an output, and the user's line."""
     while output.op.type == "Identity":
         output = output.op.inputs[0]
     return output.op.type, user_line(output)

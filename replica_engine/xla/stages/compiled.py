@@ -28,12 +28,12 @@ class Compiled:
     """A replica body, ready to run on N devices.
 
     Args:
-        program: what it is and needs.
-        devices: a replica runs on each.
-        executable: the program compiled for them.
+        program: the data of the lowered body.
+        devices: the devices; one replica runs on each.
+        executable: the program compiled for these devices.
 
     Attributes:
-        variables: the values on the devices of the captured variables.
+        variables: the values of the captured variables on the devices.
     """
 
     def __init__(self, program: Program, devices: DeviceGroup, executable: Executable):
@@ -53,15 +53,15 @@ class Compiled:
         """Runs the program on all replicas.
 
         Args:
-            slots: of each slot one value for all replicas, or one for each.
+            slots: for each slot, one value for all replicas or one value for each.
             captured: values of the captured tensors; None if they are eager, and so the same at each launch.
             feed: the inputs of a device loop.
 
         Returns:
-            For each tensor that the body returned the values of the replicas, on the host.
+            For each tensor that the body returned, the values of the replicas, on the host.
 
         Raises:
-            Exception: what a host call raised; then all variables are as before.
+            Exception: a host call raised it. Then all variables are as before.
         """
         count("launches")
         program, put = self.program, self.devices.put
@@ -85,7 +85,7 @@ class Compiled:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Launches of a device loop inside: a thread that reads these variables for its inputs gets an error at once.
+        """Inside, a device loop is launched: a thread that reads these variables for its inputs gets an error at once.
 
         Otherwise timing would decide between a stale value and an error.
         """
@@ -102,14 +102,14 @@ class Compiled:
                 variable.loops += more
 
     def __call__(self, inputs: Sequence[Sequence[Any]] | None = None) -> list[Any]:
-        """Runs the body: as `replicate`, with inputs of the shapes and dtypes that it was lowered for.
+        """Runs the body, like `replicate`, with inputs of the shapes and dtypes that it was lowered for.
 
         Raises:
             InputsError: the inputs have another structure, or other shapes or dtypes.
         """
         program = self.program
         arguments = Arguments.of_inputs(inputs, self.devices.size)
-        if arguments.key != program.key:  # equal Python numbers, where there were different ones
+        if arguments.key != program.key:  # Python numbers that are equal now and differed when the body was lowered
             arguments = Arguments.of_inputs(inputs, self.devices.size, numbers=True)
         shapes = tuple(tuple(slot.shape) for slot in arguments.slots if slot.shape.is_fully_defined())
         if arguments.key != program.key or shapes != program.shapes:

@@ -1,5 +1,4 @@
-"""How often bodies were traced, lowered, compiled and launched in this process: for tests, and for who wonders
-why a step is slow."""
+"""Counts of traces, lowerings, compiles and launches in this process: for tests, and to explain why a step is slow."""
 
 from __future__ import annotations
 
@@ -14,10 +13,10 @@ class Counts:
     """Numbers since the process began.
 
     Attributes:
-        traces: Python functions made graphs; two for a function that creates variables.
-        lowerings: graphs made programs.
-        compiles: programs made executables.
-        launches: executables run.
+        traces: how many times a Python function became a graph; twice for a function that creates variables.
+        lowerings: how many times a graph became a program.
+        compiles: how many times a program became an executable.
+        launches: how many times an executable ran.
     """
 
     traces: int = 0
@@ -26,7 +25,7 @@ class Counts:
     launches: int = 0
 
     def __sub__(self, other: Counts) -> Counts:
-        """What was counted between two moments."""
+        """The counts between two moments."""
         return Counts(*(a - b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
 
@@ -48,6 +47,6 @@ def counts() -> Counts:
 
 
 def count(what: str) -> None:
-    """Adds one."""
+    """Adds one to the count with this name."""
     with _lock:
         _now[what] += 1

@@ -1,20 +1,21 @@
-"""One launch of a program: watched over, within a limit if there is one, and drawn on timelines.
+"""One launch of a program: watched, limited in time if the user set a limit, and drawn on timelines.
 
-The order of a launch, of which an `Execution` does the parts:
+The order of a launch, whose parts an `Execution` carries out:
 
-1. It waits for its turn on the devices (`DeviceGroup.in_flight`). From then on the values of variables may be read.
+1. The launch waits for its turn on the devices (`DeviceGroup.in_flight`). After that it may read values of variables.
 2. **start**: the program runs.
 3. If the program donates, **commit** at once: the old values of variables are gone, and the wait may be interrupted.
-4. **wait** for the end. If the program fails and donates, **invalidate**: its variables have no value any more.
-5. If it does not donate, **commit** now, when it has ended well: all variables or none.
+4. **wait** for the end. If the program fails and donates, **invalidate**: its variables no longer have a value.
+5. If the program does not donate, **commit** now, after it has ended well: all variables or none.
 
-What must never happen: a variable whose value was donated and that still refers to it; a commit of a launch in which a
-host call has failed.
+Two things must never happen: a variable still refers to its value after that value was donated; a launch commits after
+a host call of it has failed.
 
-Without a limit the calling thread launches and waits, and the watchdog only warns. With one it must be able to leave a
-program that does not end, wherever that is: on one device a program runs inside the launch. So then another thread
-launches and waits, and the calling thread waits for that thread, or for the watchdog. A program that is left behind
-keeps its devices: the next launch waits for it for a while and then says so (`DeviceGroup.wait_for_interrupted`).
+Without a limit the calling thread launches and waits, and the watchdog only warns. With a limit the calling thread must
+be able to leave a program that does not end, at any point: on one device a program runs inside the launch. So another
+thread launches and waits, and the calling thread waits for that thread or for the watchdog. An abandoned program
+keeps its devices. The next launch waits for it for a while and then raises an error
+(`DeviceGroup.wait_for_interrupted`).
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ from replica_engine.xla.signature.arguments import view
 from replica_engine.xla.stages.program import Program
 
 Results = Any
-"""What a launch returns: arrays on the devices."""
+"""The results of a launch: arrays on the devices."""
 
 _RUNNING = "waiting for the program"
 
 
 class Execution(Protocol):
-    """The parts of one launch, by the one who knows the program's arguments and the variables that it writes."""
+    """The parts of one launch. The implementation knows the program's arguments and the variables that it writes."""
 
     def start(self) -> Results:
         """Starts the program, and returns its results, ready or not."""
@@ -66,20 +67,20 @@ class Execution(Protocol):
         """Waits for the end of the program, or until an event is set."""
 
     def commit(self, results: Results) -> None:
-        """The variables take their new values from the results."""
+        """Gives the variables their new values, from the results."""
 
     def invalidate(self) -> None:
-        """The program has failed with the old values of the variables: they have no value any more."""
+        """Marks the variables as lost: the program that was given their old values has failed."""
 
 
 class Launch:
-    """A launch that is going on: a context manager around all of it, which waits for its turn on the devices.
+    """A launch in progress: a context manager around all of it, which waits for its turn on the devices.
 
     Args:
-        program: what is launched.
-        devices: where it runs.
+        program: the program to launch.
+        devices: the devices it runs on.
         feed: the inputs of a device loop.
-        on_host: values of the arguments that no device can have, by number.
+        on_host: values of the arguments that no device can have, by the index of the argument.
     """
 
     def __init__(
@@ -135,9 +136,9 @@ class Launch:
         """Launches the program and waits for its end, within the limit.
 
         Raises:
-            ReplicaTimeoutError: the program has not ended, and no host call has been made or has returned, in time.
+            ReplicaTimeoutError: the program did not end in time, and meanwhile no host call began or returned.
             ProgramError: the program failed while it ran.
-            Exception: what a host call raised; then nothing has been committed.
+            Exception: a host call raised it. Then nothing was committed.
         """
         self._watch.beat()
         self._state = _RUNNING
@@ -153,7 +154,7 @@ class Launch:
             self._nobody_waits = threading.Event()
             results = self._apart(execution, self._nobody_waits)
         if not self._program.donates:
-            with held_off():  # all of them or none
+            with held_off():  # no interrupt in between: all variables or none
                 execution.commit(results)
         return results
 
@@ -185,11 +186,11 @@ class Launch:
                 raise
 
     def stored(self, numbers: Sequence[int]) -> list[Any]:
-        """What each replica has left on the host, under its number."""
+        """The values that the replicas left on the host: for each replica, the one under its number."""
         return [view(values[number]) for values, number in zip(self._stored, numbers, strict=True)]
 
     def _apart(self, execution: Execution, nobody_waits: threading.Event) -> Results:
-        """Starts and waits on another thread, which is told when nobody waits for it any more."""
+        """Starts and waits on another thread, which learns through `nobody_waits` that its result is not needed."""
         run = self._run
         woken = self._woken
         assert woken is not None, "there is a limit"
@@ -231,18 +232,18 @@ class Launch:
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
-        """What the runtime raises inside gets words of ours."""
+        """Turns errors of the runtime into ProgramError."""
         try:
             yield
         except RUNTIME_ERRORS as error:
             raise ProgramError.failed(self._program.name, self._devices.names, str(error)) from error
 
     def _draw(self, began: float, launched: float, ended: float) -> None:
-        """Adds a launch that is over to the timeline."""
+        """Adds a finished launch to the timeline."""
         name, size = self._program.name, self._devices.size
         timeline.add(Track(self._body.name, "launch", order=-2), name, "launch", began, launched, {"replicas": size})
         for replica in range(size):
-            timeline.add(self._track(replica), name, "run", began, ended)  # a program may begin before that returns
+            timeline.add(self._track(replica), name, "run", began, ended)  # it may begin before `start` returns
 
     def _draw_host_call(self, replica: int, call: Call, began: float, ended: float) -> None:
         timeline.add(self._track(replica), call.describe(), "host call" if call.is_users else "waiting", began, ended)
@@ -265,7 +266,7 @@ class Launch:
         return ReplicaTimeoutError.after(self._body.limits.timeout or 0.0, *(self._standstill or self._stand()))
 
     def _stand(self) -> tuple[list[ReplicaRow], CoordinatorRow]:
-        """Where everybody is now."""
+        """Where all replicas and the calling thread are now."""
         waited = (self._turn if self._state == FOR_ITS_TURN else self._watch).waited
         rows = [self._row(replica, name, waited) for replica, name in enumerate(self._devices.names)]
         return rows, CoordinatorRow(self._thread.name, self._state, waited)

@@ -1,8 +1,8 @@
 """The second stage: a traced body becomes a StableHLO program.
 
-Parameters of the program are the slots of the arguments, captured tensors, and the values of captured
-variables. Results are the tensors that the body returned, and then the new value of each variable that it
-wrote: the module's `input_output_alias` says which, so that XLA may write it in the place of the old one.
+The program's parameters are the slots of the arguments, captured tensors, and the values of captured variables. Its
+results are the tensors that the body returned, followed by the new value of each variable that the body wrote. The
+module's `input_output_alias` names those variables, so that XLA may write the new value over the old one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from replica_engine.xla.state.device_value import pinned
 
 _ALIAS = re.compile(r"parameter_number = (\d+) : i64\}, output_index = array<i64(?:: (\d+))?>")
 _ALIASES = re.compile(r"mhlo\.input_output_alias = \[.*?\}\], ")
-# Names and source lines are left out of the text, so that equal programs are equal texts.
+# The program's text leaves out names and source lines, so that equal programs have equal texts.
 _MODULE = re.compile(r"module @\S+")
 _LOCATION = re.compile(r' loc\((?:[^()"]|"[^"]*"|\((?:[^()"]|"[^"]*")*\))*\)|^#loc.*\n', re.MULTILINE)
 _MAIN = re.compile(r"func\.func (?:public )?@main\(.*?\)(?: -> (.*?))? \{$", re.MULTILINE)
@@ -50,9 +50,9 @@ class Lowered:
     """A replica body as a program for XLA.
 
     Attributes:
-        traced: the stage before.
-        program: what compiling and launching it need to know.
-        host_calls: what runs on the host in the middle of the program, in the order in which it was traced.
+        traced: the previous stage.
+        program: the data that compiling and launching need.
+        host_calls: the calls to the host in the program, in the order in which they were traced.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Lowered:
         return self._text
 
     def executable(self, text: str, devices: DeviceGroup) -> Executable:
-        """Compiles the text, or one made of it, for devices."""
+        """Compiles the text, or a text made from it, for devices."""
         count("compiles")
         name, body = self.program.name, self.program.body
         calls = [_held_weakly(call) for call in self.program.host_calls.calls]
@@ -112,10 +112,14 @@ class Lowered:
         return executable
 
     def compile(self, devices: DeviceGroup | None = None) -> Compiled:
-        """The last stage: the program compiled for devices; None takes the first N of the best platform.
+        """The last stage: the program compiled for devices.
+
+        Args:
+            devices: the devices, as many as replicas; None takes the first N of the best platform.
 
         Raises:
-            DeviceError: there are fewer devices than replicas, or `devices` are of another number, or are none.
+            DeviceError: there are fewer devices than replicas, or `devices` is a group of another size, or `devices`
+                is not a DeviceGroup.
         """
         if devices is not None and not isinstance(devices, DeviceGroup):
             raise DeviceError.no_group(devices)
@@ -130,7 +134,7 @@ def lower(traced: BodyGraph, slots: list[tf.TensorSpec], tensors: list[tf.Tensor
     """Lowers a body for slots and captured tensors of these specs.
 
     Raises:
-        LoweringError: as `Traced.lower`.
+        LoweringError: see `Traced.lower`.
     """
     names = [*traced.slot_names, *(f"The captured {tensor!r}" for tensor in traced.tensors)]
     for index, (name, spec) in enumerate(zip(names, [*slots, *tensors], strict=True)):
@@ -172,10 +176,10 @@ def lower(traced: BodyGraph, slots: list[tf.TensorSpec], tensors: list[tf.Tensor
 def _results(
     traced: BodyGraph, text: str, writes: list[tuple[int, int]], host_results: Mapping[int, int]
 ) -> list[tuple[Shape, np.dtype]]:
-    """Shape and dtype of each result of a program.
+    """The shape and dtype of each result of a program.
 
     Raises:
-        LoweringError: the shape of one depends on data.
+        LoweringError: the shape of a result depends on data.
     """
     header = _MAIN.search(text)
     assert header is not None, "every program has a main function"
@@ -194,7 +198,7 @@ def _results(
 
 
 def _check_collectives(traced: BodyGraph, text: str) -> None:
-    """Raises CollectiveError for a collective of values whose size depends on data, for which XLA:CPU has no words."""
+    """Raises CollectiveError for a collective of values whose size depends on data: XLA:CPU's error says little."""
     if not any("?" in shape for shape in _ALL_REDUCED.findall(text)):
         return
     for each in traced.collectives:
@@ -203,7 +207,7 @@ def _check_collectives(traced: BodyGraph, text: str) -> None:
 
 
 def _held_weakly(call: HostCall) -> Callable[..., Any]:
-    """The host call for a program, which the garbage collector cannot look into.
+    """Wraps a host call so that the program, which the garbage collector cannot look into, refers to it weakly.
 
     The call holds the user's function, which may hold the strategy, which holds the program.
     """
@@ -218,7 +222,7 @@ def _held_weakly(call: HostCall) -> Callable[..., Any]:
 
 
 def _original(moved: soft_placement.MovedBody, message: str) -> tf.Operation | None:
-    """The op of the body that a message of XLA's is about."""
+    """The op of the body that XLA's message is about."""
     found = re.search(r"to node `([^`]+)`|\{\{node ([^}]+)\}\}", message)
     return moved.originals.get(found.group(1) or found.group(2)) if found else None
 
@@ -226,12 +230,12 @@ def _original(moved: soft_placement.MovedBody, message: str) -> tf.Operation | N
 def _explain(traced: BodyGraph, error: Any, moved: soft_placement.MovedBody | None) -> LoweringError:
     text = str(error)
     unsupported = re.search(r"on XLA_\w+: (\w+) \(", text) or re.search(r"with op (\w+)", text)
-    # XLA prints a stack for the op and others for the calls around it. The op's is the first.
+    # XLA prints one stack for the op and others for the calls around it. The op's stack is the first.
     stack = re.split(r"The op is created at:|Stack trace for op definition:", text)[1:2]
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', stack[0] if stack else text)
     where = user_line(frames)
     if not where and moved and (op := _original(moved, text)) is not None:
-        where = user_line(op)  # the frames are those of the copy
+        where = user_line(op)  # the frames belong to the moved copy of the op
     if "Detected unsupported operations" in text and unsupported:
         return LoweringError.unsupported_op(traced.name, unsupported.group(1), where)
     if "compile-time constant" in text:
@@ -239,5 +243,5 @@ def _explain(traced: BodyGraph, error: Any, moved: soft_placement.MovedBody | No
     if "fixed tensor list size" in text or "tensor list" in text.lower():
         return LoweringError.unbounded_loop(traced.name, where)
     message = text.removeprefix("Failed getting HLO text: ").strip("'").split("\n\n")[0].split("Stack trace")[0]
-    message = message.split("tf2xla conversion failed")[0]  # from here on it is about TensorFlow's insides
+    message = message.split("tf2xla conversion failed")[0]  # the rest is about TensorFlow's internals
     return LoweringError.other(traced.name, message.strip(), where)

@@ -1,4 +1,4 @@
-"""What the later stages have to know of a lowered body: data, made once when it is lowered."""
+"""The data of a lowered body that the later stages need, made once when the body is lowered."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ class Program:
     """A lowered body, as its compilation and its launches see it.
 
     Attributes:
-        name: of the function.
+        name: the name of the function.
         body: the replicas it is for.
         host_calls: its calls to the host.
-        collectives: where its replicas meet.
-        donates: whether a launch gives the old values of variables to the program, which writes the new ones in their
-            place. It must not if a host call may fail, or if the caller may stop waiting: then a launch that does not
-            end well has to leave all variables as they were.
-        key: of the arguments that it serves.
+        collectives: its cross-replica operations.
+        donates: whether a launch gives the old values of variables to the program, which overwrites them with the new
+            ones. False if a host call may fail, or if the caller may stop waiting: then a launch that does not end
+            well must leave all variables as they were.
+        key: the key of the arguments that it serves.
         slots: specs of the tensors among the arguments, with the shapes that it was lowered for.
-        slot_names: what messages call them.
-        host_slots: indices of those that are not parameters, since no device can have them.
+        slot_names: the names of the slots in messages.
+        host_slots: indices of the slots that are not parameters, since no device can have their values.
         tensors: captured tensors, eager or of an outer graph.
-        captured: indices of those that are parameters; the others are compiled in.
-        handles: of captured variables.
-        writes: of each variable that is written, its index among `handles` and its index among `results`.
-        results: shape and dtype of each result; first those that the body returned, then values of variables.
+        captured: indices of the captured tensors that are parameters; the others are compiled in.
+        handles: handles of captured variables.
+        writes: for each variable that is written, its index in `handles` and its index in `results`.
+        results: shape and dtype of each result: first the results that the body returned, then values of variables.
         returned: how many results of the program the body returned.
-        host_results: of each result of the body that stays on the host, its index and its number there.
-        replicas_results: from the values of all replicas for each result, what each replica returned.
+        host_results: for each result of the body that stays on the host, its index and its number there.
+        replicas_results: takes, for each result, the values of all replicas; returns what each replica returned.
     """
 
     name: str

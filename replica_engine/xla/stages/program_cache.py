@@ -1,4 +1,4 @@
-"""Functions and their compiled programs: what is traced, lowered and compiled once is found again here."""
+"""Functions and their compiled programs: a function that was traced, lowered and compiled once is found again here."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ Shape = tuple[int, ...]
 _logger = logging.getLogger("replica_engine")
 
 MANY_TRACES = 8
-"""After so many traces of one function there is a warning."""
+"""The number of traces of one function after which the cache warns."""
 
 MOST_PROGRAMS = 256
-"""How many traces, and how many executables, a cache keeps: those used last."""
+"""How many traces, and how many executables, a cache keeps: the most recently used."""
 
 
 class ProgramCache:
     """The programs for one group of devices.
 
-    A trace is found by its function (`key`) and by all of its arguments that is no tensor's value.
-    Executables are found by the text of the program, so that functions that come to the same program share
-    one. One that calls the host is for the functions that it calls.
+    A trace is found by its function (`key`) and by everything in its arguments except the values of tensors.
+    Executables are found by the text of the program, so that functions with the same program share an executable. An
+    executable that calls the host belongs to the functions that it calls.
 
     Args:
-        devices: what to compile for.
-        enter: what to put around a body while it is traced.
+        devices: the devices to compile for.
+        enter: makes the context manager around a body while it is traced.
         same_random: whether random ops draw the same numbers on all replicas.
-        most: how many to keep.
-        body: what the bodies share; None makes it.
-        warns: whether to warn where one function is traced often.
-        name: of who runs the bodies, for timelines.
+        most: how many entries to keep.
+        body: the state that the bodies share; None makes a new one.
+        warns: whether to warn when one function is traced often.
+        name: the name of the strategy that runs the bodies, for timelines.
         limits: how long a launch may take.
-        soft_placement: as of `Body`.
+        soft_placement: as for `Body`.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class ProgramCache:
         self._with_numbers: LastUsed = LastUsed(most)
         self._sparse: LastUsed = LastUsed(most)
         self._executables: LastUsed = LastUsed(most)
-        self._lock = threading.RLock()  # a trace may run another one, on the same thread
+        self._lock = threading.RLock()  # reentrant: a trace may run another trace on the same thread
 
     def sync_points(self) -> list[SyncPointRecord]:
-        """The collectives of the last launches."""
+        """The collectives of the most recent launches."""
         return launch_records(self._body.launches, self.devices.names, self._body.KEPT)
 
     @property
@@ -99,7 +99,7 @@ class ProgramCache:
         return self._body.limits
 
     def beside(self) -> ProgramCache:
-        """Programs for somebody who keeps their own, and the functions with them; random numbers are shared."""
+        """A second cache with its own programs and functions, which shares the random numbers with this one."""
         return ProgramCache(self.devices, self._enter, body=self._body, warns=False)
 
     def find(self, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> TracedProgram:
@@ -123,31 +123,31 @@ class ProgramCache:
             return traced
 
     def _of_any_size(self, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> Shapes:
-        """The shapes, with no size where a sparse argument stays on the host: one trace serves all."""
+        """The shapes, with the size unknown where a sparse argument stays on the host: one trace serves all sizes."""
         sparse = self._sparse.get((self.key(source), arguments.key)) if self._sparse else None
         if not sparse:
             return shapes
         return tuple(of_any_size(shape) if index in sparse else shape for index, shape in enumerate(shapes))
 
     def key(self, source: FunctionSpec) -> Any:
-        """What a function is known by, but for what only functions on the host use: they may change that."""
+        """The key that a function is found by. It omits what only host functions use, since they may change that."""
         return source.key(self._hosts.get(source.code, frozenset()))
 
     def learn(self, source: FunctionSpec, traced: TracedProgram) -> None:
-        """A function has been traced, so it is known which functions in it run on the host."""
+        """Notes which functions in a traced function run on the host."""
         hosts: frozenset = self._hosts.get(source.code, frozenset())
         self._hosts[source.code] = hosts | traced.traced.host_calls.codes
 
     def wants_numbers(self, source: FunctionSpec) -> bool:
-        """Whether a function could not be compiled with tensors in the place of Python numbers."""
+        """Whether a function could not be compiled with tensors instead of Python numbers."""
         return bool(self._with_numbers.get(source.code, False))
 
     def note_numbers(self, source: FunctionSpec) -> None:
-        """A function cannot be compiled with tensors in the place of Python numbers."""
+        """Notes that a function cannot be compiled with tensors instead of Python numbers."""
         self._with_numbers[source.code] = True
 
     def keep(self, source: FunctionSpec, arguments: Arguments, traced: TracedProgram) -> None:
-        """Has a trace found under another key as well."""
+        """Files a trace under another key as well."""
         with self._lock:
             self._traces[self._signature(source, arguments, ())] = traced
 
@@ -161,11 +161,11 @@ class ProgramCache:
             _logger.warning(many_traces(source.name, times))
 
     def trace(self, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> TracedProgram:
-        """Traces a function, anew."""
+        """Traces a function, whether or not the cache has a trace."""
         return TracedProgram(self, trace(source, arguments, shapes, self._body, self._enter))
 
     def executable(self, text: str, lowered: Lowered, devices: DeviceGroup) -> Executable:
-        """Compiles the text of a lowered program, or finds it compiled."""
+        """Compiles the text of a lowered program, or finds the executable in the cache."""
         calls = lowered.program.host_calls
         key = (text, tuple(lowered.program.results), devices.devices, ById(calls) if calls.calls else None)
         with self._lock:
@@ -176,10 +176,10 @@ class ProgramCache:
 
 
 class TracedProgram:
-    """A traced body, compiled for the shapes that come.
+    """A traced body, compiled for each combination of shapes when it first occurs.
 
     Args:
-        programs: what to compile with.
+        programs: the cache to compile with.
         traced: the body.
     """
 
@@ -193,20 +193,20 @@ class TracedProgram:
     def run(
         self, slots: Sequence[Sequence[np.ndarray]], captured: Sequence[np.ndarray] | None = None
     ) -> list[list[np.ndarray]]:
-        """Runs the body on all replicas; as `Compiled.run`.
+        """Runs the body on all replicas; see `Compiled.run`.
 
         Returns:
-            For each result the values of the replicas.
+            For each result, the values of the replicas.
         """
         return self.ready(slots, captured)()
 
     def ready(
         self, slots: Sequence[Sequence[np.ndarray]], captured: Sequence[np.ndarray] | None = None
     ) -> Callable[[], list[list[np.ndarray]]]:
-        """Compiles what `run` needs, and returns the rest of it.
+        """Compiles what `run` needs, and returns a function that does the rest.
 
-        Compiling takes locks that a thread may hold while it waits for a program to end. So it must not be done
-        while programs are kept waiting (`DeviceGroup.in_flight`).
+        Compiling takes locks that another thread may hold while it waits for a program to end. So this must never be
+        called while programs are kept waiting (`DeviceGroup.in_flight`).
         """
         sparse = self.traced.sparse_slots
         if any(
@@ -243,7 +243,7 @@ class TracedProgram:
 
 
 class LastUsed(OrderedDict):
-    """A dictionary that keeps the entries used last."""
+    """A dictionary that keeps only the most recently used entries."""
 
     def __init__(self, most: int):
         super().__init__()
@@ -251,7 +251,7 @@ class LastUsed(OrderedDict):
         self._lock = threading.RLock()
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As of a dictionary; counts as a use."""
+        """The value of a key, or the default. Counts as a use."""
         with self._lock:
             if key not in self:
                 return default
@@ -267,7 +267,7 @@ class LastUsed(OrderedDict):
 
 
 def _generalized(known: Shapes | None, shapes: Shapes) -> Shapes:
-    """Shapes that take both; those that are known if they already do."""
+    """Shapes that fit both; the known shapes if they already do."""
     if known is None:
         return shapes
     return tuple(

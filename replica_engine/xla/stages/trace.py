@@ -1,8 +1,8 @@
 """The first stage: a Python function becomes a graph that stands for all replicas at once.
 
-A function is traced once, whatever the number of replicas. If it creates variables it is traced a second
-time, as `tf.function` does: what is created once, lazily, exists by then, and a function that would create
-new variables in each call is told so.
+A function is traced once, for any number of replicas. If it creates variables it is traced a second time, as
+`tf.function` does. A variable that is created lazily, once, exists by then. A function that would create new variables
+in each call raises an error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from replica_engine.xla.stages.lower import Lowered, lower
 from replica_engine.xla.state import initial_values
 
 Enter = Callable[[], contextlib.AbstractContextManager[Any]]
-"""What a strategy puts around the body while it is traced: its scope and a replica context."""
+"""Makes the context manager that a strategy puts around the body while it is traced: its scope, a replica context."""
 
 
 class Traced(BodyGraph):
@@ -57,10 +57,10 @@ class Traced(BodyGraph):
 
         Args:
             shapes: static shapes of the slots; None if those of the trace are static.
-            captured: likewise, of the captured tensors.
+            captured: static shapes of the captured tensors; None if those of the trace are static.
 
         Raises:
-            LoweringError: an op that XLA cannot compile, or a shape that is not static.
+            LoweringError: the body has an op that XLA cannot compile, or a shape that is not static.
         """
         with self._lock, timeline.span(Track(self.body.name, "compile", order=-3), f"lower {self.name}", "compile"):
             return lower(self, _reshaped(self.slots, shapes), _reshaped(self.tensors, captured))
@@ -78,15 +78,15 @@ def trace(source: FunctionSpec, arguments: Arguments, shapes: Shapes, body: Body
 
     Args:
         source: the function.
-        arguments: what it is called with.
-        shapes: what to take for the shapes of the slots, as general as the trace is to be.
+        arguments: the arguments it is called with.
+        shapes: the shapes to trace the slots for, as general as the trace should be.
         body: the replicas to trace for.
-        enter: what to put around the body.
+        enter: makes the context manager around the body.
 
     Raises:
-        VariableCreationError: it creates new variables each time.
-        CaptureError: it uses something from outside that cannot be on a device.
-        Exception: whatever `fn` raised.
+        VariableCreationError: the function creates new variables each time.
+        CaptureError: the function uses something from outside that cannot be on a device.
+        Exception: the function raised it.
     """
     thread = threading.current_thread()
 
@@ -117,7 +117,7 @@ def _trace(source: FunctionSpec, arguments: Arguments, shapes: Shapes, body: Bod
 def _trace_once(
     source: FunctionSpec, arguments: Arguments, shapes: Shapes, body: Body, enter: Enter
 ) -> tuple[Traced, list[tuple[Any, str]]]:
-    """One trace, and the variables that were created in it, with the user's lines."""
+    """Traces once. Returns the trace, and the variables that were created in it with the user's lines."""
     count("traces")
     converted = autograph.convert_always(source.fn) if source.autograph else source.fn
     specs = [tf.TensorSpec(shape, slot.dtype) for shape, slot in zip(shapes, arguments.slots, strict=True)]
@@ -141,7 +141,7 @@ def _trace_once(
         return outputs[-1].tensors
 
     try:
-        # In a copy of the context: what the function sets in a context variable stays in the body.
+        # In a copy of the context: a context variable that the function sets is set only inside the body.
         graph = contextvars.copy_context().run(xla_ops.trace, source.name, flat, specs)
     except Exception as error:
         failure = as_raised(error)

@@ -1,6 +1,6 @@
-"""Replicas whose shares of a batch differ in shape: the last batch of a data set, when nothing is summed.
+"""Replicas whose shares of a batch differ in shape: the last batch of a dataset, where nothing is summed.
 
-One program has one shape, so replicas with different shapes cannot run the same one. Where the body has no
+One program has one shape, so replicas with different shapes cannot run the same program. If the body has no
 cross-replica operation they need not: each replica's program is compiled for its own share and runs on its own
 device. That serves evaluation and prediction, where each sample counts. With cross-replica operations, as in
 training, replicas of different shapes are refused before anything runs.
@@ -32,10 +32,10 @@ _REPLICA_ID = re.compile(r"stablehlo\.replica_id : tensor<ui32>")
 
 
 Lower = Callable[[Sequence[Shape], Sequence[Shape] | None], Lowered]
-"""Lowers the body for shapes of its slots and of its captured tensors, or finds it lowered."""
+"""Lowers the body for shapes of its slots and of its captured tensors, or finds it already lowered."""
 
 Compile = Callable[[str, Lowered, DeviceGroup], Executable]
-"""Compiles the text of a lowered program for devices, or finds it compiled."""
+"""Compiles the text of a lowered program for devices, or finds it already compiled."""
 
 
 def ready_uneven(
@@ -49,15 +49,15 @@ def ready_uneven(
     """Compiles a body for shares of different shapes.
 
     Args:
-        devices: a replica runs on each.
+        devices: the devices; one replica runs on each.
         traced: the body.
-        lower: lowers it.
-        compile_: compiles it.
-        slots: of each slot one value for all replicas, or one for each.
-        captured: as `Compiled.run` takes them.
+        lower: lowers the body.
+        compile_: compiles the lowered body.
+        slots: for each slot, one value for all replicas or one value for each.
+        captured: values of the captured tensors; see `Compiled.run`.
 
     Returns:
-        What runs it, and returns for each result the values of the replicas.
+        A function that runs the programs, and returns for each result the values of the replicas.
 
     Raises:
         ReplicaMismatchError: the body has cross-replica operations.
@@ -92,13 +92,13 @@ def _run(
     shares: list[list[np.ndarray]],
     constants: list[np.ndarray],
 ) -> list[list[np.ndarray]]:
-    program = parts[0][0]  # all differ in their shapes alone
+    program = parts[0][0]  # the replicas' programs differ only in their shapes
     variables = [device_value_of(handle, devices) for handle in program.handles]
     writes = [(variables[variable], index) for variable, index in program.writes]
     count("launches")
     on_host = {index: [share[index] for share in shares] for index in program.host_slots}
     with Launch(program, devices, on_host=on_host) as launch:
-        # All parts before the first launch: it may donate its own, and then the whole counts as gone.
+        # All parts are taken before the first launch: it may donate its part, and then the whole array counts as gone.
         states = [devices.parts(variable.array()) for variable in variables]
         inputs = []
         for replica, (share, (own, _)) in enumerate(zip(shares, parts, strict=True)):
@@ -110,13 +110,13 @@ def _run(
         for variable, _ in writes:
             variable.launched()
     columns = [[devices.fetch(result[index], 0) for result in results] for index in range(program.returned)]
-    for index in sorted(program.host_results):  # under other numbers in each program
+    for index in sorted(program.host_results):  # each replica's program has its own numbers for them
         columns.insert(index, launch.stored([own.host_results[index] for own, _ in parts]))
     return columns
 
 
 class _Execution:
-    """One launch of an executable for each replica, which do not wait for each other; see `launch.Execution`."""
+    """One launch of an executable for each replica; they do not wait for each other. See `launch.Execution`."""
 
     def __init__(
         self,

@@ -1,20 +1,22 @@
-"""Values of variables on the devices, and who has the newest.
+"""Values of variables on the devices, and which side has the newest value.
 
-A variable has a value on the host, in one TensorFlow variable or one for each replica, and a value on each
-device. A compiled body reads and writes those on the devices, all else those on the host, and each side is
-brought up to date only when somebody looks:
+A variable has a value on the host, in one TensorFlow variable or in one for each replica. It also has a value on each
+device. A compiled body reads and writes the values on the devices; everything else reads and writes those on the host.
+Each side is brought up to date only when it is needed:
 
-- a body that writes makes the host's value stale, and the next look from the host fetches it;
-- a write from the host makes the devices' values stale, and the next launch sends it. Where it is not known
-  whether the host wrote, the next launch compares.
+- When a body writes, the host's value becomes stale. The next read on the host fetches the new value.
+- When the host writes, the devices' values become stale. The next launch sends the new value. If it is unknown whether
+  the host wrote, the next launch compares the two.
 
-Both sides are never stale at once. What "a look" and "a write" are is for `host_variable` to say.
+Both sides are never stale at once. `host_variable` defines what counts as a read and as a write on the host.
 
-Large weights should not take memory on the host that nobody looks at. So until the first look, a value that is stale
-there is freed: an empty tensor stands in its place. After it the value stays, since nobody knows when a look is over.
-While TensorFlow lowers a body that captures the variable, it is pinned: there is a value of its shape, if not its own.
-What was made or written on the host lies outside of TensorFlow's memory pool until then (`host_memory`).
-`_freeing` is held while values on the host are freed or come back, and never while anybody waits for a device.
+Large weights should not take memory on the host that nothing reads. So a value that is stale on the host is freed, and
+an empty tensor stands there instead, until the host reads the value for the first time. After that read the value
+stays, since nothing tells when a read is over. While TensorFlow lowers a body that captures the variable, the variable
+is pinned: the host then has a tensor of the right shape, perhaps with zeros instead of the value. A value that was made
+or written on the host lies outside of TensorFlow's memory pool until the first read (`host_memory`).
+
+A thread holds `_freeing` while it frees values on the host or restores them. It never waits for a device meanwhile.
 """
 
 from __future__ import annotations
@@ -33,25 +35,27 @@ from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.xla.state import host_memory
 
 Spread = Callable[[np.ndarray, int], list[np.ndarray]]
-"""What each of N replicas gets of a value that the host has one of."""
+"""Takes the host's single value and the number of replicas; returns the value of each replica."""
 
 _MARK = "_replica_engine_device_value"
-_LARGE = 1 << 16  # bytes of a value whose memory is worth the op that frees it
-_freeing = threading.RLock()  # a signal handler may look, too
+_LARGE = 1 << 16  # bytes; a smaller value is not worth the op that frees it
+_freeing = threading.RLock()  # reentrant, since a signal handler may read a variable too
 
 
 class DeviceValue:
     """The value of one variable on the devices of a strategy.
 
     Args:
-        handles: of the variables on the host; a single one where all replicas have one value.
+        handles: the handles of the variables on the host; a single one where all replicas have one value.
         devices: where the replicas run.
-        spread: for a single one, what each replica gets of it; None for the same.
+        spread: for a single handle, what each replica gets of its value; None gives all replicas the same value.
 
     Attributes:
-        read_anywhere: whether somebody reads the host's value without our seeing it, as functions of data sets do.
-        loops: how many device loops that write it are going on or about to; their inputs never see it, however early.
-        asked: what host functions call to get a handle (`host_graph`); saving a model has to know.
+        read_anywhere: whether the host's value may be read unnoticed, as functions of datasets do.
+        loops: the number of device loops that write the variable and that run or are about to run. Their inputs must
+            never see the variable, however early they read it: a read raises an error on their thread.
+        asked: the objects that host functions call to get a handle (`host_functions`). Saving a model needs to know
+            them.
     """
 
     def __init__(self, handles: Sequence[tf.Tensor], devices: DeviceGroup, spread: Spread | None = None):
@@ -59,30 +63,30 @@ class DeviceValue:
         described = xla_ops.variable_dtype_and_shape(self.handles[0])
         assert described is not None, "a variable's handle"
         self.dtype, self._shape = described
-        size = self.dtype.size * (self._shape.num_elements() or 0)  # none if it is not known
-        self._to_free = size >= _LARGE and not xla_ops.is_host_only(self.dtype)  # once it is stale on the host
+        size = self.dtype.size * (self._shape.num_elements() or 0)  # 0 if the shape is unknown
+        self._to_free = size >= _LARGE and not xla_ops.is_host_only(self.dtype)  # when the host's value is stale
         self.asked: weakref.WeakSet = weakref.WeakSet()
         self.spread = spread
         self.read_anywhere = False
         self.loops = 0
         self._devices = devices
-        self._array: Array | None = None  # None: the host's value is the newest
+        self._array: Array | None = None  # None: the host has the newest value
         self._host_stale = False
         self._looked_at = False
         self._freed = False
         self._pins = 0
-        self._writer: int | None = None  # the thread that is in `host_writes`, which is no look
+        self._writer: int | None = None  # the thread in `host_writes`; its reads do not count as the first read
         self._maybe_written = False
         self._lost = False
         self.mark()
 
     def mark(self) -> None:
-        """Has the handles found to be of this value."""
+        """Marks the handles, so that `device_value_of` finds this value by them."""
         for handle in self.handles:
             setattr(handle, _MARK, self)
 
     def unmark(self) -> None:
-        """Has the handles be those of plain variables."""
+        """Takes the mark off the handles: they are those of plain variables again."""
         for handle in self.handles:
             vars(handle).pop(_MARK, None)
 
@@ -90,7 +94,7 @@ class DeviceValue:
         """The value on the devices, brought up to date. The caller holds `DeviceGroup.in_flight`."""
         array = self._array
         if not (array is None or self._maybe_written or self._lost or self._devices.interrupted or array.is_deleted()):
-            return array  # as between one step and the next, for each of hundreds of variables
+            return array  # the fast path: taken between two steps, for each of hundreds of variables
         self._check_there()
         if self._array is not None and self._maybe_written and not self._host_stale and not self._is_as_on_host():
             self._array = None
@@ -100,44 +104,44 @@ class DeviceValue:
         return self._present()
 
     def set_array(self, array: Array) -> None:
-        """A body wrote. The caller holds `DeviceGroup.in_flight`."""
+        """Takes over the value that a body wrote. The caller holds `DeviceGroup.in_flight`."""
         self._array = array
         self._host_stale, self._lost = True, False
 
     def invalidate(self) -> None:
-        """The program that was to write the value has failed, and the old one was given to it."""
+        """Marks the value as lost: the program that got the old one, to overwrite it, has failed."""
         self._array, self._host_stale, self._lost = None, False, True
 
     def launched(self) -> None:
-        """The program that wrote is done. The caller holds `DeviceGroup.in_flight`."""
+        """Called when the program that wrote the value has ended. The caller holds `DeviceGroup.in_flight`."""
         if self.read_anywhere:
             self.host_reads()
         elif self._to_free and not self._freed:
             self._free()
 
     def _free(self) -> None:
-        """Frees the host's value, if it is stale and nobody has looked at it."""
+        """Frees the host's value if it is stale and the host has never read it."""
         with _freeing:
             if self._freed or self._looked_at or self._pins or not self._host_stale:
                 return
-            self._freed = True  # first, since an exception may come at any moment: what counts as freed is sent again
+            self._freed = True  # before the write, since an exception may come at any moment: a freed value is restored
             for handle in self.handles:
                 variables.write(handle, np.empty(0, self.dtype.as_numpy_dtype))
-            if self._looked_at and self._array is not None:  # by a signal handler, just now
+            if self._looked_at and self._array is not None:  # a signal handler has just read it
                 self._host_stale = True
 
     def leave_pool(self) -> None:
-        """The host's value has just been made or written: makes room for the next one in TensorFlow's memory pool.
+        """Moves a value that the host has just made or written out of TensorFlow's memory pool: room for the next one.
 
-        A value that somebody looked at stays where it is. The caller holds `DeviceGroup.in_flight`, or is the only one
-        that knows the variable.
+        A value that the host has read stays where it is. The caller holds `DeviceGroup.in_flight`, or nothing else
+        knows the variable yet.
         """
         if self._to_free and not self._looked_at:
             host_memory.leave_pool(self.handles, self.dtype)
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
-        """The host's value is of the variable's shape inside: TensorFlow is about to look at that, and at no more."""
+        """Inside, the host's value has the variable's shape, perhaps with zeros: TensorFlow only looks at the shape."""
         with _freeing:
             self._pins += 1
             was_freed = self._freed
@@ -158,14 +162,14 @@ class DeviceValue:
             self._freed = False
 
     def set_values(self, values: Sequence[np.ndarray]) -> None:
-        """Gives each replica a value of its own."""
+        """Gives each replica its own value."""
         with self._devices.in_flight:
             self.set_array(self._devices.put(values))
 
     def host_reads(self) -> None:
-        """Brings the host's value up to date: somebody is about to look at it."""
+        """Brings the host's value up to date, before something reads it."""
         if self._writer != threading.get_ident():
-            self._looked_at = True  # before anything is asked: a step that ends from now on must leave the value there
+            self._looked_at = True  # before anything else: a step that ends from now on must not free the value
         self._bring_up_to_date()
 
     def _bring_up_to_date(self) -> None:
@@ -176,7 +180,7 @@ class DeviceValue:
             if not self._host_stale:
                 return
             array = self._present()
-            # Copies: a view of the device's memory would keep the next step from writing there.
+            # Copies: a view of the device's memory would keep the next step from writing to that memory.
             copy = host_memory.outside_pool if self._to_free else np.array
             values = [copy(self._devices.fetch(array, replica)) for replica in range(len(self.handles))]
             with _freeing:
@@ -185,23 +189,23 @@ class DeviceValue:
                 self._host_stale = self._freed = False
 
     def host_is_to_write(self) -> None:
-        """Somebody has got the host's value in hand, and writes to it."""
+        """Brings the host's value up to date for a caller that writes to it: the devices' values become stale."""
         with self._devices.in_flight:
             self.host_reads()
             self._array = None
 
     def host_may_write(self) -> None:
-        """Somebody has got the host's value in hand, and may read it, or write to it."""
+        """Brings the host's value up to date for a caller that may read it or write to it: the next launch compares."""
         with self._devices.in_flight:
             self.host_reads()
             self._maybe_written = True
 
     @contextlib.contextmanager
     def host_writes(self, whole: bool = False) -> Iterator[None]:
-        """The host's value is read and written inside; no step comes between.
+        """Inside, the caller reads and writes the host's value, and no step runs.
 
         Args:
-            whole: whether another value takes the place of this one, which may be lost then.
+            whole: whether the caller replaces the whole value; then the old one may be lost.
         """
         with self._devices.in_flight:
             if whole and self._lost:
@@ -222,7 +226,7 @@ class DeviceValue:
             self.leave_pool()
 
     def _present(self) -> Array:
-        """The value on the devices; a program that fails while it runs takes it along, and one may never end."""
+        """The value on the devices. A program that fails while it runs deletes it, and a program may never end."""
         if self._array.is_deleted():  # type: ignore[union-attr]
             self.invalidate()
         self._check_there()
@@ -234,14 +238,14 @@ class DeviceValue:
             raise LostVariableError.read(xla_ops.variable_name(self.handles[0]))
 
     def _is_as_on_host(self) -> bool:
-        """Whether the devices still have what the host has; replica by replica, or replica 0 for all."""
+        """Whether the devices have the host's value: replica by replica, or replica 0 where all have one value."""
         for replica, value in enumerate(self._host_values()[: len(self.handles)]):
             if value.tobytes() != self._devices.fetch(self._array, replica).tobytes():
                 return False
         return True
 
     def on_replicas(self) -> list[np.ndarray] | None:
-        """The value on each replica, if they differ."""
+        """The value on each replica, or None if all replicas have the same."""
         with self._devices.in_flight:
             if self._array is None or self.spread is not None:
                 return None
@@ -255,9 +259,9 @@ class DeviceValue:
 
 
 class Borrowed:
-    """The value of a variable that does not live on these devices: sent before a launch, and fetched after it.
+    """The value of a variable that does not live on these devices: it is sent before a launch and fetched after it.
 
-    Replicas that write different values leave that of replica 0.
+    If the replicas write different values, replica 0's is kept.
     """
 
     def __init__(self, handle: tf.Tensor, devices: DeviceGroup):
@@ -270,33 +274,33 @@ class Borrowed:
         self._written: Array | None = None
 
     def array(self) -> Array:
-        """As `DeviceValue.array`."""
+        """The value on these devices, sent for this launch; see `DeviceValue.array`."""
         if self._home is not None:
             self._home.host_reads()
         return self._devices.put([variables.read(self._handle, self._dtype).numpy()])
 
     def set_array(self, array: Array) -> None:
-        """As `DeviceValue.set_array`."""
+        """Keeps the value that a body wrote until `launched`; see `DeviceValue.set_array`."""
         self._written = array
 
     def invalidate(self) -> None:
-        """As `DeviceValue.invalidate`; the value at home is as it was."""
+        """Drops the value that a failed program wrote. The variable itself is unchanged."""
         self._written = None
 
     def launched(self) -> None:
-        """As `DeviceValue.launched`."""
+        """Fetches the value that the program wrote, and writes it to the variable; see `DeviceValue.launched`."""
         array, self._written = self._written, None
         with contextlib.nullcontext() if self._home is None else self._home.host_writes():
             variables.write(self._handle, np.array(self._devices.fetch(array, 0)))
 
 
 def home_of(handle: tf.Tensor) -> DeviceValue | None:
-    """The value of the variable behind a handle on whichever devices it lives; None if it lives on the host."""
+    """The value of the variable behind a handle, on whichever devices it lives; None if it lives on the host."""
     return getattr(handle, _MARK, None)
 
 
 def device_value_of(handle: tf.Tensor, devices: DeviceGroup) -> DeviceValue | Borrowed:
-    """The value on the devices of the variable behind a handle."""
+    """The value of the variable behind a handle, for launches on these devices."""
     device_value = getattr(handle, _MARK, None)
     if device_value is not None and device_value._devices is devices:
         return device_value
@@ -305,7 +309,7 @@ def device_value_of(handle: tf.Tensor, devices: DeviceGroup) -> DeviceValue | Bo
 
 @contextlib.contextmanager
 def pinned(handles: Sequence[tf.Tensor]) -> Iterator[None]:
-    """As `DeviceValue.pinned`, of the variables behind handles that are on any devices."""
+    """Pins the variables behind handles, on any devices; see `DeviceValue.pinned`."""
     with contextlib.ExitStack() as stack:
         for handle in handles:
             device_value = getattr(handle, _MARK, None)

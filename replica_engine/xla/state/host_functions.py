@@ -1,13 +1,17 @@
-"""Our variables in host graphs: the graphs of tf.functions that run on the host.
+"""Variables of a strategy in host graphs: the graphs of tf.functions that run on the host.
 
-Such a graph runs without Python, so nothing could bring a variable up to date when it is read. So a function
-that uses one of our variables does not capture the variable's handle but asks for it at each call (`_AtCall`),
-and the asking brings the host's value up to date.
+Such a graph runs without Python, so nothing could bring a variable up to date at the moment it is read. So a function
+that uses such a variable does not capture its handle. It asks for the handle at each call (`_AtCall`), and the request
+brings the host's value up to date.
 
-Where compiled programs run in the same graph (a training step as a tf.function, say), what they wrote is
-fetched after each run, for the variables that the graph uses itself; and what the graph may have written is
-looked at before each run. Which these are is known when a function is traced, and when it is called in another
-one: a `HostProgram` is the outermost function with all functions in it.
+Compiled programs may run in the same graph: a training step as a tf.function, for example. Then, for the variables that
+the graph itself uses:
+
+- before each run, values that the graph may have written are compared with those on the devices;
+- after each run, values that the program wrote are fetched.
+
+Which variables these are is known when a function is traced, and when it is called in another function: a `HostProgram`
+is the outermost function together with all functions that it calls.
 """
 
 from __future__ import annotations
@@ -28,11 +32,11 @@ T = TypeVar("T")
 
 
 class Use:
-    """One function's use of one of our variables.
+    """One function's use of one variable of a strategy.
 
     Attributes:
         placeholder: the variable's handle in the function's graph.
-        on_host: whether ops of the function use the variable, and not only compiled programs that run in it.
+        on_host: whether ops of the function use the variable; False if only compiled programs in it do.
     """
 
     def __init__(self, placeholder: tf.Tensor):
@@ -41,20 +45,20 @@ class Use:
 
     @functools.cached_property
     def may_write(self) -> bool:
-        """Whether the function may write to the variable; to be asked when its graph is finished."""
+        """Whether the function may write to the variable. Valid only once its graph is finished."""
         return self.on_host and variables.may_write(self.placeholder, _runs(self.placeholder.graph))
 
 
 class HostProgram:
-    """An outermost host function, with all functions in it.
+    """An outermost host function, with all functions that it calls.
 
-    A function that was traced by itself and is called in others belongs to the programs of those as well.
+    A function that was traced separately and is called in others belongs to the programs of those as well.
 
     Attributes:
-        uses: the variables it uses, and how each function does.
+        uses: the variables it uses, and how each function uses them.
         runs: whether compiled programs run in it.
         callers: programs that call it.
-        kept: what must live as long as it does.
+        kept: objects that must live as long as it does.
     """
 
     def __init__(self) -> None:
@@ -64,14 +68,14 @@ class HostProgram:
         self.kept: list[Any] = []
 
     def before_run(self, device_values: list[DeviceValue]) -> None:
-        """A compiled program is about to run; the graph may have written to variables without our seeing it."""
+        """Called before a compiled program runs: the graph may have written to variables unnoticed."""
         for program in self._with_callers():
             for device_value in device_values:
                 if any(use.may_write for use in program.uses.get(device_value, ())):
                     device_value.host_may_write()
 
     def after_run(self, device_values: list[DeviceValue]) -> None:
-        """A compiled program has run; the graph may go on to read variables without our seeing that."""
+        """Called after a compiled program has run: the graph may read variables next, unnoticed."""
         for program in self._with_callers():
             for device_value in device_values:
                 if any(use.on_host for use in program.uses.get(device_value, ())):
@@ -88,7 +92,7 @@ class HostProgram:
 
 
 def host_program() -> HostProgram:
-    """The program that is being traced."""
+    """The host program that is being traced."""
     return _kept_on(variables.outermost_graph(variables.graph()), "_replica_engine_program", HostProgram)
 
 
@@ -97,8 +101,8 @@ def handle(device_value: DeviceValue, replica: int, on_host: bool = True) -> tf.
 
     Args:
         device_value: the variable.
-        replica: which of its components.
-        on_host: False for a compiled program, which comes in order with what else uses the variable.
+        replica: the replica whose component of the variable is used.
+        on_host: False for a compiled program, which already runs in order with the ops that use the variable.
     """
     function = variables.function_graph(variables.graph())
     raw = device_value.handles[replica]
@@ -112,7 +116,7 @@ def handle(device_value: DeviceValue, replica: int, on_host: bool = True) -> tf.
         use = uses[device_value, replica] = at_call.use = Use(variables.capture_at_call(function, raw, at_call))
     use.on_host = use.on_host or on_host
     if variables.is_of_dataset(function):
-        device_value.read_anywhere = True  # such a function asks once, when the data set is made
+        device_value.read_anywhere = True  # such a function asks only once, when the dataset is made
     known = host_program().uses.setdefault(device_value, [])
     if use not in known:
         known.append(use)
@@ -120,12 +124,12 @@ def handle(device_value: DeviceValue, replica: int, on_host: bool = True) -> tf.
 
 
 def raw(captured: Any) -> Any:
-    """What a function captured; the handle itself of one that it asks for at each call."""
+    """A capture of a function; where the function asks for a handle at each call, the handle itself."""
     return captured._raw if isinstance(captured, _AtCall) else captured
 
 
 def token() -> tf.Tensor:
-    """The handle of a variable that says nothing: each run writes to it, so runs keep their order."""
+    """The handle of a variable without meaning: each run writes to it, so that runs keep their order."""
     function = variables.function_graph(variables.graph())
     raw = variables.raw_handle(_token())
     if function is None:
@@ -138,14 +142,14 @@ def token() -> tf.Tensor:
 
 
 def ran(op: tf.Operation) -> None:
-    """An op that runs a compiled program was put into the graph under construction."""
+    """Notes that an op which runs a compiled program was added to the graph under construction."""
     variables.mark_as_writing(op)
     _runs(op.graph).add(op.name)
     host_program().runs = True
 
 
 class _AtCall:
-    """What a function has in the place of a handle that it captured, and calls to get one.
+    """Stands for a handle that a function captured. Each call of the function calls it to get the handle.
 
     To TensorFlow's savers it looks like the handle.
     """
@@ -165,11 +169,11 @@ class _AtCall:
         return self.in_graph()
 
     def in_eager_mode(self) -> tf.Tensor:
-        """The function is called in eager mode."""
+        """The handle, where the function is called in eager mode."""
         return self._raw
 
     def in_graph(self) -> tf.Tensor:
-        """The function is called in the graph under construction."""
+        """The handle, where the function is called in the graph under construction."""
         return token()
 
     def __getattr__(self, name: str) -> Any:
@@ -177,7 +181,7 @@ class _AtCall:
 
 
 class _VariableAtCall(_AtCall):
-    """In the place of the handle of one of our variables."""
+    """Stands for the handle of a variable of a strategy."""
 
     def __init__(self, raw: tf.Tensor, inner: HostProgram, device_value: DeviceValue, replica: int):
         super().__init__(raw, inner)
@@ -193,7 +197,7 @@ class _VariableAtCall(_AtCall):
         if not self.use.may_write:
             self._device_value.host_reads()
         elif self._inner.runs:
-            self._device_value.host_may_write()  # a loop with a run in it counts as writing, and need not
+            self._device_value.host_may_write()  # a loop with a run in it counts as writing even if it does not
         else:
             self._device_value.host_is_to_write()
         return self._raw
@@ -213,7 +217,7 @@ def _runs(graph: Any) -> set[str]:
 
 
 def _kept_on(graph: Any, name: str, make: Callable[[], T]) -> T:
-    """Something that lives as long as a graph does."""
+    """An object that lives as long as a graph does; made at the first request."""
     kept = getattr(graph, name, None)
     if kept is None:
         kept = make()

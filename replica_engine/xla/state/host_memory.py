@@ -1,14 +1,15 @@
 """Values of variables in memory that goes back to the operating system when TensorFlow frees them.
 
-On processors with instructions for neural networks (AVX-512 VNNI, AVX-VNNI, AMX) TensorFlow turns oneDNN on, and with
-it takes tensors of 256 KiB and more from a pool (`MklCPUAllocator`). The pool never shrinks: the memory of a freed
-tensor stays with the process, for the next tensors. So freeing the host's value of a variable saves nothing, unless
-that value lies elsewhere: in an array of NumPy's, which TensorFlow uses without a copy.
+On processors with instructions for neural networks (AVX-512 VNNI, AVX-VNNI, AMX) TensorFlow turns oneDNN on. It then
+allocates tensors of 256 KiB and more from a pool (`MklCPUAllocator`). The pool never shrinks: the memory of a freed
+tensor stays with the process, for later tensors. So freeing the host's value of a variable saves memory only if the
+value lies outside the pool. Here it lies in a NumPy array, which TensorFlow uses without a copy.
 
-The value that the user's program computes lies in the pool first. Copying it out makes room for the next one: the pool
-then keeps as much as the largest variable takes while it is made, not as much as all variables take.
+The value that the user's program computes lies in the pool first. Copying it out makes room for the next one. The pool
+then keeps as much as the largest variable takes while it is made, instead of as much as all variables take.
 
-All machines do the same, pool or not: a difference between machines would hide errors, and costs only the copy.
+All machines copy, with or without the pool. A difference between machines would hide errors, and the cost is only the
+copy.
 """
 
 from __future__ import annotations
@@ -20,31 +21,31 @@ import tensorflow as tf
 
 from replica_engine._tf import variables
 
-_ALIGNMENT = 64  # bytes, which TensorFlow asks of every tensor; it copies an array that lies otherwise
+_ALIGNMENT = 64  # bytes; TensorFlow requires it of every tensor, and copies an array that is aligned otherwise
 
 
 def outside_pool(value: np.ndarray) -> tf.Tensor:
-    """A copy of a value as a tensor in NumPy's memory."""
+    """Copies a value into NumPy's memory, and returns it as a tensor."""
     own = _aligned(value.shape, value.dtype)
     np.copyto(own, value)
     return variables.tensor_on(own)
 
 
 def zeros(shape: Sequence[int], dtype: np.dtype) -> tf.Tensor:
-    """Zeros in NumPy's memory. Large ones take none until somebody reads or writes them."""
+    """Zeros in NumPy's memory. Large ones take no memory until something reads or writes them."""
     return variables.tensor_on(_aligned(shape, dtype))
 
 
 def leave_pool(handles: Sequence[tf.Tensor], dtype: tf.DType) -> None:
-    """Moves the values behind handles to NumPy's memory. What shared its memory before does so after.
+    """Moves the values behind handles to NumPy's memory. Values that shared memory before still share it afterwards.
 
-    The caller sees to it that nobody writes to the variables meanwhile.
+    The caller makes sure that nothing writes to the variables meanwhile.
     """
     moved: dict[int, tf.Tensor] = {}
     for handle in handles:
         if not variables.is_initialized(handle):
             continue
-        value = np.asarray(variables.read(handle, dtype))  # a view: `numpy` would copy
+        value = np.asarray(variables.read(handle, dtype))  # a view; the tensor's `numpy` method would copy
         address = value.ctypes.data
         if address not in moved:
             moved[address] = outside_pool(value)
@@ -53,6 +54,6 @@ def leave_pool(handles: Sequence[tf.Tensor], dtype: tf.DType) -> None:
 
 def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    raw = np.zeros(size + _ALIGNMENT, np.uint8)  # the system's zero pages, until they are written
+    raw = np.zeros(size + _ALIGNMENT, np.uint8)  # zero pages of the operating system, until something writes to them
     begin = -raw.ctypes.data % _ALIGNMENT
     return raw[begin : begin + size].view(dtype).reshape(shape)

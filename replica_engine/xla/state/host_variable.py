@@ -1,10 +1,11 @@
-"""A variable of a strategy as its host sees it: a TensorFlow variable that is never stale.
+"""A variable of a strategy as the host sees it: a TensorFlow variable that is never stale.
 
-Whatever TensorFlow does with a variable goes through its handle, so the handle is where we look on: whoever
-asks for it in eager mode gets the newest value there, and may write to it, unless the question comes from one of
-the methods below that only read, or that hold off steps while they write. In a host function it is asked for at
-each call (`host_graph`). In a replica body it is the handle itself: the body's program takes the values on the
-devices.
+Everything that TensorFlow does with a variable goes through its handle, so this class watches the handle:
+
+- In eager mode, code that gets the handle finds the newest value there, and may write to it. The exceptions are the
+  methods below that only read, or that keep steps from running while they write.
+- A host function gets the handle at each call (`host_functions`).
+- A replica body gets the handle itself: the body's program takes the values on the devices.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def _only_reading() -> Iterator[None]:
 
 @contextlib.contextmanager
 def handles_compared() -> Iterator[None]:
-    """Inside, handles are asked for to know variables by them; nobody reads or writes through them."""
+    """Inside, handles serve only to tell variables apart; nothing is read or written through them."""
     before = getattr(_thread, "comparing", False)
     _thread.comparing = True
     try:
@@ -65,7 +66,7 @@ def _writes(name: str, whole: bool = False) -> Callable[..., Any]:
     def writing(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not tf.executing_eagerly():
             return method(self, *args, **kwargs)
-        self._check_access()  # before the wait for a step to end, which may be the one that is calling
+        self._check_access()  # before the wait for a step to end: that step may be the caller
         with self._replica_engine[0].host_writes(whole), _only_reading():
             return method(self, *args, **kwargs)
 
@@ -75,25 +76,25 @@ def _writes(name: str, whole: bool = False) -> Callable[..., Any]:
 class HostVariable(variables.ResourceVariable):
     """The host's side of a variable whose values are on devices.
 
-    TensorFlow's own creators make the variable, so that whatever a program has put around variable creation
-    takes part; `adopt` then makes it one of these.
+    TensorFlow's own creators make the variable, so that everything a program has put around variable creation
+    takes part. `adopt` then turns the plain variable into a HostVariable.
     """
 
     @classmethod
     def adopt(cls, component: Any, device_value: DeviceValue, replica: int) -> None:
-        """Makes a plain variable the host's side of `device_value`."""
+        """Turns a plain variable into the host's side of `device_value`."""
         device_value.mark()
         component.__class__ = cls
         component._replica_engine = (device_value, replica)
 
     @classmethod
     def device_value(cls, component: Any) -> tuple[DeviceValue, int] | None:
-        """What `adopt` takes, of a variable that is one of these; None if it is not."""
+        """The device value and replica that `adopt` was given for this variable; None for any other variable."""
         return component._replica_engine if isinstance(component, cls) else None
 
     @classmethod
     def release(cls, component: Any) -> None:
-        """Makes it a plain variable again, with the newest value. After it, `adopt` expects that to have changed."""
+        """Turns it back into a plain variable with the newest value. A later `adopt` assumes that it was written to."""
         device_value, _ = component._replica_engine
         device_value.host_may_write()
         device_value.unmark()
@@ -102,7 +103,7 @@ class HostVariable(variables.ResourceVariable):
 
     @property
     def handle(self) -> tf.Tensor:
-        """The variable's handle, for where it is asked for."""
+        """The variable's handle, prepared for the mode in which the caller asks for it."""
         device_value, replica = self._replica_engine
         self._check_access()
         if tf.executing_eagerly():
@@ -115,7 +116,7 @@ class HostVariable(variables.ResourceVariable):
         return device_value.handles[replica]
 
     def _check_access(self) -> None:
-        """A host call must not touch what is on the devices, least of all wait for it: its own step has it."""
+        """Raises HostAccessError in a host call: it must never touch or wait for a variable that its own step holds."""
         if (side := host_side()) is not None:
             raise HostAccessError.variable(self.name, side.where)
 
@@ -138,15 +139,15 @@ class HostVariable(variables.ResourceVariable):
 
     @property
     def device(self) -> str:
-        """The host; known without a look at the value."""
+        """The host's device; known without a read of the value."""
         return self._replica_engine[0].handles[self._replica_engine[1]].device
 
     def _lazy_read(self, op: Any) -> Any:
-        """TensorFlow's hook for what an assignment returns: in eager mode a view that would go stale."""
+        """TensorFlow's hook for the result of an assignment. In eager mode the usual result goes stale."""
         return self if tf.executing_eagerly() else super()._lazy_read(op)
 
     def _export_to_saved_model_graph(self, object_map: Any, tensor_map: Any, options: Any, **kwargs: Any) -> list:
-        """TensorFlow's hook for saving. What functions have in the place of our handle stands for it there too."""
+        """TensorFlow's hook for saving. The objects that functions hold instead of the handle are saved as it."""
         resources = super()._export_to_saved_model_graph(object_map, tensor_map, options, **kwargs)
         device_value, replica = self._replica_engine
         for at_call in device_value.asked:

@@ -1,14 +1,14 @@
 """Initial values of variables that a body creates, computed on the host while the body is traced.
 
-A variable outlives the body that creates it, so it needs its value before the body runs, and one for all replicas.
-`tf.function` has the same task, and solves it in the same way: the ops that made the value are run once more, outside
-of the function, before its first run. What they come from decides what their values are:
+A variable outlives the body that creates it. So it needs a value before the body runs, the same for all replicas.
+`tf.function` has the same task and solves it in the same way: it runs the ops that made the value once more, outside
+the function, before the function's first run. What these ops depend on has these values:
 
-- random ops are those that the user wrote, with their seeds, and not what replicas draw from (`random_numbers`): so all
-  replicas begin with the same, and `tf.random.set_seed` makes it repeatable;
-- variables have the values of before the run, and a `tf.random.Generator` is moved on;
-- the replica id is 0: replica 0's initial value counts, as under `tf.distribute.MirroredStrategy`;
-- arguments of the body, and what replicas bring together, are not there yet: an error says which it is.
+- Random ops are the ones that the user wrote, with their seeds, instead of the ones that replicas draw from
+  (`random_numbers`). So all replicas begin with the same value, and `tf.random.set_seed` makes it repeatable.
+- Variables have their values from before the run. A `tf.random.Generator` is advanced.
+- The replica id is 0: replica 0's initial value counts, as under `tf.distribute.MirroredStrategy`.
+- Arguments of the body, and results of cross-replica operations, do not exist yet. An error names the one in question.
 
 An op with a state runs once for all variables of a trace: two variables made of one random tensor are equal.
 """
@@ -32,10 +32,10 @@ from replica_engine.xla.state import host_functions
 from replica_engine.xla.state.device_value import home_of
 
 _OF_RUNS = ("Xla", "Iterator")
-"""How the types of ops begin that only a run can carry out: on all replicas, or with an effect on the next step."""
+"""How the types of ops begin that only a run can execute: they need all replicas, or they affect the next step."""
 
 _WRITE = ("Assign", "ResourceScatter")
-"""How those begin that write to variables. In loops and functions random ops do so too, to a state of ours."""
+"""How the types of ops begin that write to variables. Random ops in loops and functions write to a `RandomState`."""
 
 _IN_WORDS = {
     "XlaAllReduce": "all_reduce",
@@ -53,7 +53,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def of_one_trace() -> Iterator[None]:
-    """Ops with a state that initial values are computed of inside run once for all of them."""
+    """Inside, an op with a state runs once for all initial values that depend on it."""
     before = getattr(_thread, "known", None)
     _thread.known = {}
     try:
@@ -66,7 +66,7 @@ def outside(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a variable creator, with an initial value that needs no graph under construction.
 
     Raises:
-        VariableCreationError: there is none.
+        VariableCreationError: the initial value depends on something that is known only when the function runs.
     """
     value = kwargs.get("initial_value")
     if not tf.inside_function() or value is None:
@@ -74,7 +74,7 @@ def outside(kwargs: dict[str, Any]) -> dict[str, Any]:
     name = kwargs.get("name") or "Variable"
     if isinstance(value, FunctionType):
         return {**kwargs, "initial_value": _called_outside(value, name, kwargs.get("dtype"))}
-    if isinstance(value, distribute.UnreadVariable) and not tf.executing_eagerly():  # what an assignment returns
+    if isinstance(value, distribute.UnreadVariable) and not tf.executing_eagerly():  # the result of an assignment
         value = tf.convert_to_tensor(value)
     elif isinstance(value, (list, tuple)) and any(map(tf.is_symbolic_tensor, tf.nest.flatten(value))):
         value = tf.convert_to_tensor(value, kwargs.get("dtype"))
@@ -84,20 +84,20 @@ def outside(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def compute(value: tf.Tensor, name: str) -> tf.Tensor:
-    """The value now, on the host, of a tensor of the function under construction.
+    """Computes a tensor of the function under construction now, on the host.
 
     Args:
         value: the tensor.
-        name: of the variable it is for.
+        name: the name of the variable that it is for.
 
     Raises:
-        VariableCreationError: it depends on something that is known only when the function runs.
+        VariableCreationError: the tensor depends on something that is known only when the function runs.
     """
     return _Computation(name, here()).value(value)
 
 
 def _called_outside(fn: Callable[[], Any], name: str, dtype: Any) -> Callable[[], Any]:
-    """An initial value that is called for, in eager mode; one that uses tensors of the body is called there."""
+    """An initial value as a function, for eager mode. If `fn` uses tensors of the body, it is called in their graph."""
     graph = variables.graph()
 
     def call() -> Any:
@@ -117,7 +117,7 @@ class _Computation:
     """Computes one initial value.
 
     Args:
-        name: of the variable.
+        name: the name of the variable.
         where: the user's line that creates it.
     """
 
@@ -128,7 +128,7 @@ class _Computation:
         self._known: dict[int, tuple[tf.Tensor, tf.Tensor]] = {} if known is None else known
 
     def value(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Computes a tensor of a graph; one with a value is that value."""
+        """Computes a tensor of a graph. A tensor that has a value already is returned."""
         if not tf.is_symbolic_tensor(tensor):
             return tensor
         if id(tensor) in self._known:
@@ -149,7 +149,7 @@ class _Computation:
         return results[next(index for index, each in enumerate(wanted) if each is tensor)]
 
     def _part(self, target: tf.Operation) -> tuple[dict[str, tf.Operation], list[tf.Tensor]]:
-        """The ops that make a value, up to tensors whose values are found first, and these."""
+        """The ops that make a value, back to the tensors that are computed before it; and these tensors."""
         operations: dict[str, tf.Operation] = {}
         inputs: dict[int, tf.Tensor] = {}
         pending = [target]
@@ -168,14 +168,14 @@ class _Computation:
         return operations, list(inputs.values())
 
     def _outside_of(self, placeholder: tf.Tensor) -> tf.Tensor:
-        """What a placeholder stands for."""
+        """The tensor or handle that a placeholder stands for."""
         outside = subgraphs.captured(placeholder)
         if outside is None:
             raise VariableCreationError.of_arguments(self._name, argument_names.of(placeholder), self._where)
         return host_functions.raw(outside)
 
     def _handle(self, placeholder: tf.Tensor, operations: dict[str, tf.Operation]) -> tf.Tensor:
-        """A variable's handle, for these ops, with the newest value on the host."""
+        """A variable's handle, for use by `operations`, with the newest value on the host."""
         handle = self._outside_of(placeholder)
         while tf.is_symbolic_tensor(handle):
             handle = self._outside_of(handle)
@@ -191,7 +191,7 @@ class _Computation:
         return handle
 
     def _check(self, op: tf.Operation) -> None:
-        """Raises VariableCreationError for an op that only a run can carry out."""
+        """Raises VariableCreationError for an op that only a run can execute."""
         for kind in sorted({op.type, *subgraphs.op_types_of_calls(op)}):
             if kind.startswith(_OF_RUNS) or (kind == op.type and kind.startswith(_WRITE)):
                 marker = xla_ops.marker_name(op).removeprefix("replica_engine.") or kind
@@ -206,7 +206,7 @@ def _is_found_first(tensor: tf.Tensor) -> bool:
 
 
 def _has_state(op: tf.Operation) -> bool:
-    """Whether an op is to run once; what makes a handle is run with the ops that use that."""
+    """Whether an op must run only once. An op that makes a handle runs together with the ops that use the handle."""
     return subgraphs.is_stateful(op) and not any(each.dtype in (tf.resource, tf.variant) for each in op.outputs)
 
 

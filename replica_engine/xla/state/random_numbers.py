@@ -1,9 +1,9 @@
-"""Random ops in a replica body: another stream on each replica, and the same run for the same seed.
+"""Random ops in a replica body: a different stream on each replica, the same numbers for the same seed.
 
-XLA's own generator knows no seed of TensorFlow's. So each stateful random op (`tf.random.normal`,
-`tf.nn.dropout`, ...) is replaced, as it is made, by its stateless form. Its seed is a key, a number that counts
-up with each draw, and the seed the op was made with. Key and count are a variable on the devices, like any
-other: the key comes from `tf.random.set_seed`, which also sets the count back, and differs by replica.
+XLA's own generator does not use TensorFlow's seed. So each stateful random op (`tf.random.normal`,
+`tf.nn.dropout`, ...) is replaced by its stateless form when it is made. The seed of that form combines a key, a number
+that counts up with each draw, and the seed that the op was made with. Key and count are a variable on the devices,
+like any other. The key comes from `tf.random.set_seed`, which also resets the count, and differs by replica.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.xla.state.device_value import DeviceValue
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: keys far apart for neighboring replicas
-_MIX = 0xBF58476D1CE4E5B9  # another odd number, so that an op's seed and a replica's key do not make up for each other
+_MIX = 0xBF58476D1CE4E5B9  # another odd number, so that an op's seed and a replica's key cannot cancel each other
 
 
 class RandomState(DeviceValue):
-    """Key and count of the random ops of a strategy.
+    """The key and the count that the random ops of a strategy draw from.
 
     Args:
         devices: where the replicas run.
@@ -36,12 +36,12 @@ class RandomState(DeviceValue):
         with tf.init_scope(), tf.device("CPU:0"):
             self._variable = variables.ResourceVariable([0, 0], dtype=tf.int64, trainable=False, name="random_state")
         super().__init__([variables.raw_handle(self._variable)], devices, None if same else _spread)
-        self._seeded: Any = self  # by nobody yet
+        self._seeded: Any = self  # the object that `tf.random.set_seed` last made; `self` before the first seeding
         self._initial: tf.Variable | None = None
         self._initial_seeded: Any = self
 
     def array(self) -> Array:
-        """As any device value; seeds it anew after `tf.random.set_seed`."""
+        """The value on the devices; seeds it first if `tf.random.set_seed` was called since the last time."""
         seeding, seed = random_ops.seeding()
         if seeding is not self._seeded:
             self._seeded = seeding
@@ -51,13 +51,13 @@ class RandomState(DeviceValue):
         return super().array()
 
     def owns(self, handle: tf.Tensor) -> bool:
-        """Whether a handle is that of this state."""
+        """Whether a handle belongs to this state."""
         return handle is self.handles[0]
 
     def of_initial_values(self) -> tf.Tensor:
-        """The handle of a state like this one, on the host alone, for initial values of variables to draw from.
+        """The handle of a separate state on the host, for initial values of variables to draw from.
 
-        They must not move on the replicas' own stream, of which the host has but the beginning.
+        Initial values must not advance the replicas' streams, of which the host has only the beginning.
         """
         seeding, seed = random_ops.seeding()
         with tf.init_scope(), tf.device("CPU:0"):
@@ -71,7 +71,7 @@ class RandomState(DeviceValue):
 
     @contextlib.contextmanager
     def replacing(self) -> Iterator[None]:
-        """Random ops made inside draw from this state."""
+        """Inside, new random ops draw from this state."""
         with random_ops.intercepted(self._replace):
             yield
 
@@ -95,13 +95,13 @@ def _signed(number: int) -> int:
 
 
 def _shuffled(seed: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
-    """By sorting random keys: XLA has no kernel for the stateless shuffle."""
+    """Shuffles by sorting random keys: XLA has no kernel for the stateless shuffle."""
     keys = tf.random.stateless_uniform([tf.shape(values)[0]], seed, None, None, dtype=tf.int32)
     return tf.gather(values, tf.argsort(keys, stable=True))
 
 
 def _categorical(seed: tf.Tensor, logits: tf.Tensor, count: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """By the Gumbel-max trick: XLA has no kernel for the stateless op. (Gumbel, 1954.)"""
+    """Draws by the Gumbel-max trick: XLA has no kernel for the stateless op. (Gumbel, 1954.)"""
     batch, classes = tf.shape(logits)[0], tf.shape(logits)[1]
     uniform = tf.random.stateless_uniform([batch, count, classes], seed, 1e-20, 1.0)
     noise = -tf.math.log(-tf.math.log(uniform))
@@ -124,7 +124,7 @@ _STATELESS: dict[str, _Make] = {
     ),
     "RandomShuffle": lambda seed, inputs, attribute: _shuffled(seed, inputs[0]),
     "Multinomial": lambda seed, inputs, attribute: _categorical(seed, inputs[0], inputs[1], attribute("output_dtype")),
-    # XLA has no kernels for the stateless forms of these either, so the host computes them from the replica's seed.
+    # XLA has no kernels for the stateless forms of these ops either. The host computes them, from the replica's seed.
     "RandomGamma": lambda seed, inputs, attribute: tf.random.stateless_gamma(
         tf.concat([inputs[0], tf.shape(inputs[1])], 0), seed, inputs[1], dtype=inputs[1].dtype
     ),

@@ -1,4 +1,4 @@
-"""The house rules that a machine can check."""
+"""The rules of the project that a machine can check."""
 
 import ast
 import importlib
@@ -63,7 +63,7 @@ def test_keras_trainer_makes_its_functions_where_we_extend_it():
     assert hasattr(module, keras_trainer.REDUCE), "Keras no longer has it; see replica_engine/_tf/keras_trainer.py"
 
 
-def test_private_names_are_imported_in_compat_only():
+def test_private_names_are_imported_in_tf_only():
     elsewhere = {
         f"{path.relative_to(ROOT)}: {module}"
         for path in MODULES

@@ -1,0 +1,79 @@
+"""Draws a run on a timeline: one track for each replica, and one for the coordinator.
+
+A run has an observer only while a timeline is being recorded. A run that is not recorded pays one comparison with None
+at each place where something could be drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from replica_engine.engine.sync_point import SyncPoint
+from replica_engine.telemetry import timeline
+from replica_engine.telemetry.trace_file import Track
+
+
+class Observer:
+    """Draws one run.
+
+    Args:
+        name: the name under which timelines show the run, such as the name of the strategy.
+        coordinator: the thread that called `run`.
+        began: when the run began, in seconds of `time.perf_counter`, as are all times in this class.
+    """
+
+    def __init__(self, name: str, coordinator: threading.Thread, began: float):
+        self._name = name
+        self._began = began
+        self._coordinator = Track(name, f"coordinator ({coordinator.name})", coordinator.ident or 0, 0)
+
+    def turn(self, track: Track, since: float) -> None:
+        """Draws the wait of a replica for its first turn, which began at `since`."""
+        timeline.add(track, "waiting for its turn", "waiting", self._began, since)
+
+    def ran(self, track: Track, begin: float, end: float) -> None:
+        """Draws the time in which a replica ran the user's code."""
+        timeline.add(track, "run", "run", begin, end)
+
+    def waiting(self, who: object, point: SyncPoint) -> AbstractContextManager[Any]:
+        """A context manager around a replica's wait at a sync point, for TensorFlow's profiler."""
+        return timeline.profiled(f"{who} waiting at {point.name}")
+
+    def running(self, who: object) -> AbstractContextManager[Any]:
+        """A context manager around a replica's body, for TensorFlow's profiler."""
+        return timeline.profiled(f"{who} run")
+
+    def met(self, track: Track, point: SyncPoint) -> None:
+        """Draws a sync point that a replica has left: the merge, and the waits before and after it."""
+        began, ended = point.merged
+        details = {"where": point.where}
+        timeline.add(track, f"waiting at {point.name}", "waiting", point.arrived, began, details)
+        timeline.add(track, point.name, "merge", began, ended, details)
+        timeline.add(track, "waiting for its turn", "waiting", ended, point.left)
+
+    @contextlib.contextmanager
+    def merging(self, point: SyncPoint) -> Iterator[None]:
+        """A context manager around the coordinator's merge, which it draws."""
+        began = time.perf_counter()
+        try:
+            with timeline.profiled(f"merge {point.name}"):
+                yield
+        finally:
+            where = {"where": point.where}
+            timeline.add(self._coordinator, point.name, "merge", began, time.perf_counter(), where)
+
+    def ended(self, replicas: list[tuple[Track, float]]) -> None:
+        """Draws the end of a run that ended well.
+
+        Args:
+            replicas: the track of each replica, and when the replica finished.
+        """
+        now = time.perf_counter()
+        for track, since in replicas:
+            timeline.add(track, "waiting for the end of the run", "waiting", since, now)
+        timeline.add(self._coordinator, "run", "waiting", self._began, now, {"replicas": len(replicas)})
