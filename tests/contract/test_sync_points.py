@@ -137,7 +137,7 @@ def test_a_failed_run_leaves_a_file(make_strategy, tmp_path, monkeypatch):
     with pytest.raises(KeyError, match="mine") as caught:
         strategy.run(step)
     (path,) = folder.iterdir()
-    assert caught.value.__notes__[-1] == f"all that is known of the run: {path}"
+    assert caught.value.__notes__[-1] == f"the full record of the run: {path}"
     data = json.loads(path.read_text())
     assert data["error"]["type"] == "builtins.KeyError"
     assert any("fails" in line for line in data["error"]["traceback"])

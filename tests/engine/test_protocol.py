@@ -279,7 +279,9 @@ class TestTimeout:
             run_bodies(body, body, timeout=0.1)
         release.set()
         assert [row.state for row in raised.value.rows] == ["finished", "running"]
-        assert any(note.startswith("abandoned, it did not come back: replica 1") for note in raised.value.__notes__)
+        assert any(
+            note.startswith("abandoned, because it did not return: replica 1") for note in raised.value.__notes__
+        )
 
     def test_a_loop_in_python_is_interrupted(self):
         ended = threading.Event()

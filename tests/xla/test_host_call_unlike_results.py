@@ -24,7 +24,7 @@ def line_of(text):
         (SCALAR, lambda x: int(x), ["int32", "float32"]),
         (SCALAR, lambda x: None, ["None", "a tensor"]),
         (SCALAR, lambda x: "text", ["string"]),
-        (SCALAR, lambda x: object(), ["object", "no tensor"]),
+        (SCALAR, lambda x: object(), ["object", "not a tensor"]),
         ([SCALAR] * 2, lambda x: (x, x), ["a tuple of length 2", "a list of length 2"]),
         ({"a": {"b": SCALAR}}, lambda x: {"a": {"c": x}}, ["result['a']", "'c'", "'b'"]),
         ({"a": [SCALAR, SCALAR]}, lambda x: {"a": [x, tf.stack([x])]}, ["result['a'][1]", "shape (1,)"]),
