@@ -11,7 +11,7 @@ from tensorflow.python.distribute.values import PerReplica
 
 from replica_engine import xla
 from replica_engine.errors import ReplicaValueError
-from replica_engine.xla.stages import counts
+from replica_engine.xla import counts
 
 INPUTS = [[np.float32([[1, 2], [3, 4]])], [np.float32([[5, 6], [7, 8]])]]
 SMALL = st.integers(-3, 3)

@@ -129,7 +129,7 @@ def test_a_failed_run_leaves_a_file(make_strategy, tmp_path, monkeypatch):
     def step():
         two_meetings()
         if hasattr(strategy.extended, "device_group"):
-            replica_engine.xla.host_calls.outside_compilation(fails)
+            replica_engine.xla.outside_compilation(fails)
         else:
             fails()
 
@@ -160,7 +160,7 @@ def test_a_file_that_cannot_be_written_hides_nothing(make_strategy, tmp_path, mo
 
     def step():
         if hasattr(strategy.extended, "device_group"):
-            replica_engine.xla.host_calls.outside_compilation(fails)
+            replica_engine.xla.outside_compilation(fails)
         else:
             fails()
 

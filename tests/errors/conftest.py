@@ -16,6 +16,6 @@ if sys.version_info < (3, 11):  # which jax needs
         "test_host_calls.py",
         "test_inputs.py",
         "test_models.py",
-        "test_standstill.py",
+        "test_timeouts.py",
         "test_values.py",
     ]
