@@ -207,16 +207,6 @@ def create_variable(
     return _create_mirrored_variable(strategy, components, classes, {}, **kwargs)
 
 
-def _as_number(kind: type) -> Callable[[Any], Any]:
-    return lambda self: kind(self.numpy())
-
-
-# Python numbers of distributed variables, as of plain ones: float(model.optimizer.learning_rate).
-for _kind in (int, float, complex):
-    if not hasattr(DistributedVariable, f"__{_kind.__name__}__"):
-        setattr(DistributedVariable, f"__{_kind.__name__}__", _as_number(_kind))
-
-
 def first_values(structure: Any) -> Any:
     """The structure, with each distributed value replaced by its first value."""
     return select_replica(0, structure)

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine import xla
-from replica_engine._tf import autograph, distribute, keras_trainer
+from replica_engine._tf import autograph, distribute, patches
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.tracebacks import shortened
 from replica_engine.errors.base import positive_int, shown
@@ -324,8 +324,8 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
 
     def scope(self) -> Any:
         """Like the scope of every strategy. Keras models built in it run `steps_per_execution` steps in one launch."""
-        keras_trainer.extend(keras_steps.device_loop, TPUStrategy)
-        keras_trainer.average_logs(TPUStrategy)
+        patches.extend_trainer(keras_steps.device_loop, TPUStrategy)
+        patches.average_logs(TPUStrategy)
         return super().scope()
 
     @autograph.artifact
