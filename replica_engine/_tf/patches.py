@@ -43,7 +43,11 @@ _OUTSIDE = "taken back when the last one ends; passes on to Keras for other mode
 
 PATCHES = (
     Patch(
-        _VALUES, "__float__", "`float(variable)` as of a plain variable; also `int`, `complex`", "import", "only added"
+        _VALUES,
+        "__float__",
+        "`float(variable)` like that of a plain variable; also `int`, `complex`",
+        "import",
+        "only added",
     ),
     Patch(f"{MODULE}.{TRAINER}", METHOD, "`steps_per_execution` steps in one launch", _FIRST_SCOPE, _OTHERS),
     Patch(f"{MODULE}.{TRAINER}", BUILD, "models of strings are built from one replica's part", _FIRST_SCOPE, _OTHERS),

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 
 # Read when TensorFlow, jaxlib and this library start: the server must not have them for a program that has not.
 NOT_FOR_ALL = ("XLA_FLAGS", "TF_NUM_INTEROP_THREADS")
@@ -92,7 +92,7 @@ class Program:
                 self.returncode = int(self._line())
             except TimeoutError:
                 os.kill(self.pid, signal.SIGUSR2)  # the stacks of its threads, see `fork_server_main.py`
-                time.sleep(2.0)
+                threading.Event().wait(2.0)
                 error = subprocess.TimeoutExpired("program", timeout, *(file.read_bytes() for file in self._files))
                 for name, text in (("printed", error.output), ("wrote to stderr", error.stderr)):
                     error.add_note(f"It {name}:\n{text.decode(errors='replace')[-8000:]}")
