@@ -45,7 +45,7 @@ PATCHES = (
     Patch(
         _VALUES,
         "__float__",
-        "`float(variable)` like that of a plain variable; also `int`, `complex`",
+        "`float(variable)` of distributed variables; also `int`, `complex`",
         "import",
         "only added",
     ),

@@ -8,7 +8,8 @@ What is shown: what is printed, the library's warnings, and the exception as Pyt
 the traceback that are not the user's.
 
 Programs that are slow, so that the watchdog warns of them, must not depend on how quick the machine is. So of all
-warnings only the one that the test is about is shown, and `threading.Event().wait(seconds)` in such a program ends when that has come.
+warnings only the one that the test is about is shown, and `threading.Event().wait(seconds)` in such a program ends when
+that has come.
 """
 
 import ast
