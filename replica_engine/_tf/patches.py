@@ -45,7 +45,7 @@ PATCHES = (
     Patch(
         _VALUES,
         "__float__",
-        "`float(variable)` of distributed variables; also `int`, `complex`",
+        "`float(variable)`, `int`, `complex` of distributed variables",
         "import",
         "only added",
     ),
