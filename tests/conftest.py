@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
@@ -27,6 +28,9 @@ QUICK_TO_COMPILE = (
     "--xla_cpu_use_fusion_emitters=false",
 )
 os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_TO_COMPILE))
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell starts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 DEVICES = logical_devices(8)  # at import, before anything starts TensorFlow
 

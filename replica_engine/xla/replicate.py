@@ -13,6 +13,7 @@ from replica_engine.pjrt.devices import device_group
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.process.fork import check_not_forked
 from replica_engine.xla.body import in_body
+from replica_engine.xla.graph_mode import check_mode
 from replica_engine.xla.graph_op import call
 from replica_engine.xla.signature.arguments import Arguments
 from replica_engine.xla.signature.function_spec import FunctionSpec
@@ -95,6 +96,7 @@ def lower(fn: Callable[..., Any], inputs: Inputs | None = None, num_replicas: in
 def _prepare(inputs: Inputs | None, size: int | None) -> tuple[Arguments, ProgramCache]:
     if in_body() is not None:
         raise InputsError.nested()
+    check_mode()  # before anything is made that would belong to the graph, and be found again in eager mode
     if size is not None:
         size, given = positive_int(size), size
         if size is None:

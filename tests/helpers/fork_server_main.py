@@ -55,6 +55,7 @@ def _enter(request):
         file = os.open(name, os.O_RDWR | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in what they start in the background
     faulthandler.register(signal.SIGUSR2)  # for who waits in vain
     for name in BEFORE - set(request["environment"]):
         os.environ.pop(name, None)

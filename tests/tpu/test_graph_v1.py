@@ -63,6 +63,15 @@ def test_every_entrance_says_so(entrance):
         entrance()
 
 
+@pytest.mark.parametrize("use", [xla.replicate, xla.lower])
+def test_eager_mode_works_after_it(use):
+    """Also where the graph was the first to ask for that many devices."""
+    xla.replicate.__globals__["_programs"].cache_clear()
+    with tf.Graph().as_default(), pytest.raises(GraphModeError):
+        use(lambda x: x + 1.0, [[1.0], [2.0]])
+    assert [float(each) for each in xla.replicate(lambda x: x + 1.0, [[1.0], [2.0]])] == [2.0, 3.0]
+
+
 def test_what_was_compiled_outside_says_so():
     compiled = xla.lower(lambda x: x + 1.0, [[1.0], [2.0]]).compile()
     with tf.Graph().as_default(), pytest.raises(GraphModeError):
