@@ -19,6 +19,14 @@ _SIGINT = int(signal.SIGINT)
 MISSED = 0.1  # seconds after which a waiting thread lets Python check for a missed signal
 
 
+def reach_this_thread() -> bool:
+    """Whether an interrupt can end what the calling thread does: only on the main thread, if SIGINT has a handler.
+
+    A shell without job control ignores SIGINT in what it starts in the background.
+    """
+    return threading.current_thread() is threading.main_thread() and callable(_signal.getsignal(_SIGINT))
+
+
 def wait_for_ever(wait: Callable[[float], bool]) -> None:
     """Waits without a limit, and lets Ctrl-C end the wait at any moment.
 

@@ -155,11 +155,20 @@ def test_a_loop_that_does_not_end_on_zeros_ends(make, monkeypatch):
     check_works()
 
 
-def test_a_loop_on_the_devices_that_does_not_end_on_zeros_is_left(programs):
+HOW_IT_IS_RUN = {
+    "on the main thread": "run()",
+    "where SIGINT is ignored": "signal.signal(signal.SIGINT, signal.SIG_IGN)\n            run()",
+    "on another thread": "thread = threading.Thread(target=run)\n            thread.start()\n            thread.join()",
+}
+
+
+@pytest.mark.parametrize("how", HOW_IT_IS_RUN)
+def test_a_loop_on_the_devices_that_does_not_end_on_zeros_is_left(programs, how):
     """It calls the host no more. In a process of its own, since nothing ends it."""
     lines = run_program(
         programs,
         """
+        import signal, threading
         from replica_engine.xla.host_calls import session
         session._STUCK_AFTER = 0.5
 
@@ -173,12 +182,15 @@ def test_a_loop_on_the_devices_that_does_not_end_on_zeros_is_left(programs):
                 x = x * 2.0
             return x
 
-        try:
-            xla.replicate(body, num_replicas=2)
-        except ArithmeticError as error:
-            print(error, len(error.__notes__) > 1)
+        def run():
+            try:
+                xla.replicate(body, num_replicas=2)
+            except ArithmeticError as error:
+                print(error, len(error.__notes__) > 1)
+
+        HOW
         print([int(each) for each in xla.replicate(lambda: xla.replica_id(), num_replicas=2)])
-        """,
+        """.replace("HOW", HOW_IT_IS_RUN[how].replace("            ", "        ")),
     )
     assert lines == ["of the user's own True", "[0, 1]"]
 

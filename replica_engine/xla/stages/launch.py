@@ -41,6 +41,7 @@ from replica_engine.pjrt import abandoned
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.interrupts import held_off
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
+from replica_engine.process import interrupts
 from replica_engine.process.interrupts import raise_in, wait_for_ever
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.stacks import stack_of
@@ -148,6 +149,9 @@ class Launch:
             self._stored = [kept.on_host for kept in self._run.kept]
             if timeline.recording():
                 self._run.draw = self._draw_host_call
+        if isinstance(self._run, Session) and not interrupts.reach_this_thread():
+            self._nobody_waits = threading.Event()  # the session has no other way to end the wait after a failure
+            self._run.wake = self._nobody_waits.set
         if self._body.limits.timeout is None:
             results = self._start_and_wait(execution)
         else:
