@@ -56,6 +56,13 @@ PATCHES = (
     Patch(_LOSSES, "scale_loss_for_distribution", "the losses of shards are scaled once", _FIT, _OUTSIDE),
     Patch(_LOSSES, "unscale_loss_for_distribution", "the losses of shards are scaled once", _FIT, _OUTSIDE),
     Patch(_METRICS, "reduce_to_samplewise_values", "means over shards count by samples", _FIT, _OUTSIDE),
+    Patch(
+        "tensorflow.python.distribute.distribute_lib.StrategyBase",
+        "run",
+        "`check_parity` refuses a step that calls it; also of the classes of strategies that have their own",
+        "each run of `check_parity`",
+        "taken back when the run ends; passes on to TensorFlow on other threads meanwhile",
+    ),
 )
 
 _MARK = "_replica_engine"

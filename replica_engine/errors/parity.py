@@ -70,12 +70,38 @@ class ParityArgumentError(ReplicaEngineError, ValueError):
         return cls("The data has no rows, so there is no batch to compare on.")
 
     @classmethod
-    def not_called_so(cls, step: str, signature: str, given: int) -> ParityArgumentError:
+    def bad_call(cls, form: str, reason: str) -> ParityArgumentError:
+        """An argument of `check_parity` is missing or unknown."""
+        return cls(f"{form}: {reason}")
+
+    @classmethod
+    def no_targets(cls, model: str) -> ParityArgumentError:
+        """The model is compiled with a loss, and there is no `y`."""
+        return cls(
+            f"The model {model!r} is compiled with a loss, and the data has no targets for it. Pass them, "
+            "check_parity(model, x, y), or a dataset of (x, y). A model that is not compiled needs no targets: its "
+            "layers and predictions are compared."
+        )
+
+    @classmethod
+    def bad_variables(cls, given: object) -> ParityArgumentError:
+        """`variables` holds something that has no variables, such as the targets."""
+        shape = getattr(given, "shape", None)
+        got = brief(given) if shape is None else f"{type(given).__name__} of shape {shown(tuple(shape))}"
+        return cls(
+            "variables must be tf.Variables, Keras models, layers, optimizers or metrics, tf.Modules, a structure of "
+            f"them, or a function that makes them; got {got}. All parts of a batch go into the second "
+            "argument: check_parity(step, (x, y), variables)."
+        )
+
+    @classmethod
+    def not_called_so(cls, step: str, signature: str, given: int, reason: str) -> ParityArgumentError:
         """The step does not accept the parts of a batch as its arguments."""
         return cls(
-            f"{step}{signature} cannot be called with a batch of {given} part{'s' * (given != 1)}. check_parity calls "
-            "step(*batch), step(*batch, weights) or step(batch); if `variables` is a function, its result comes first: "
-            "step(made, *batch)."
+            f"{step}{signature} cannot be called with a batch of {given} part{'s' * (given != 1)}: {reason}. "
+            "check_parity calls step(*batch) or step(batch). The batch is the second argument: "
+            "check_parity(step, (x, y), variables). An argument that is named `weights` gets the weights of the rows; "
+            "no other name does. Where `variables` is a function, what it returns comes first: step(made, *batch)."
         )
 
     @classmethod

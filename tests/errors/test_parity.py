@@ -95,6 +95,50 @@ def test_a_step_of_other_arguments():
     check_parity(step, (np.ones([8]), np.ones([8])), strategies="MirroredStrategy")
 
 
+@shows(ParityArgumentError.not_called_so, "forgotten")
+def test_a_part_of_the_batch_that_was_forgotten():
+    w = tf.Variable([1.0], name="w")
+
+    def step(x, y):
+        return tf.reduce_mean((x * w - y) ** 2)
+
+    check_parity(step, (np.ones([8]),), [w], strategies="MirroredStrategy")
+
+
+@shows(ParityArgumentError.bad_variables)
+def test_targets_in_the_place_of_the_variables():
+    """Written like `fit`."""
+
+    def step(x, y):
+        return tf.reduce_mean((x - y) ** 2)
+
+    x, y = np.ones([8, 4], "float32"), np.ones([8, 4], "float32")
+    check_parity(step, x, y, strategies="MirroredStrategy")
+
+
+@shows(ParityArgumentError.bad_call)
+def test_a_misspelt_argument():
+    check_parity(lambda x: 2 * x, np.ones([8]), replica=2)
+
+
+@shows(ParityArgumentError.bad_call, "missing")
+def test_a_model_without_data():
+    check_parity(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), replicas=2)
+
+
+@shows(ParityArgumentError.bad_call, "other")
+def test_an_argument_of_the_other_form():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    check_parity(model, np.ones([8, 4]), reduction="sum")
+
+
+@shows(ParityArgumentError.no_targets)
+def test_a_compiled_model_without_targets():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)], name="small")
+    model.compile("sgd", "mse")
+    check_parity(model, np.ones([8, 4]), strategies="MirroredStrategy")
+
+
 @shows(ParityArgumentError.unreached)
 def test_a_variable_that_the_step_does_not_use():
     w = tf.Variable(1.0, name="w")

@@ -299,3 +299,35 @@ def test_an_exception_leaves_the_model_as_it_was(make, on_threads):
     assert not model.optimizer.built
     assert "call" not in vars(model.layers[0])
     assert all(np.array_equal(one, other) for one, other in zip(weights, model.get_weights(), strict=True))
+
+
+def test_the_log_says_which_part_runs(make, on_threads, caplog):
+    caplog.set_level("INFO", "replica_engine")
+    on_threads(make())
+    texts = [record.getMessage() for record in caplog.records if "check_parity" in record.getMessage()]
+    assert texts[:3] == [
+        f"check_parity: one device, {what}" for what in ("outputs of layers", "predictions", "evaluation")
+    ]
+    assert "check_parity: one device, rows in another order (3 of 3), gradients, batch 2 of 2" in texts
+    assert texts[-1] == "check_parity: MirroredStrategy, training, batch 2 of 2"
+
+
+class WithoutTargets(keras.Model):
+    """Compiled with a loss, and trained to give its own input."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(4)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return keras.ops.mean((x - y_pred) ** 2)
+
+
+def test_a_model_with_a_loss_of_its_own_needs_no_targets():
+    model = WithoutTargets()
+    model.compile("sgd", "mse", run_eagerly=True)
+    report = check_parity(model, X, steps=1, batch_size=8, strategies="MirroredStrategy")
+    assert {row.kind for row in report.compared} >= {"loss", "weight"}

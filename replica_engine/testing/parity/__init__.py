@@ -4,7 +4,9 @@
 - `of_step`: checks a custom training step; `rebinding` gives the step variables of each strategy, `step_causes` finds
   causes of differences.
 - `comparison`: decides when two numbers are the same; `report`: the results.
-- `settings`, `candidates`, `batches`, `state`, `random_draws`: helpers of these modules.
+- `settings`: checks the arguments of `check_parity`; `step_call`: how to call a step; `nested_runs`: refuses a step
+  that calls `strategy.run`.
+- `candidates`, `batches`, `state`, `random_draws`: helpers of these modules.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ from typing import Any, overload
 
 import keras
 
+from replica_engine._tf import distribute
 from replica_engine.errors import ParityArgumentError
 from replica_engine.testing.parity.of_model import check_model
 from replica_engine.testing.parity.of_step import check_step
 from replica_engine.testing.parity.report import Cause, Compared, Difference, ParityReport
-from replica_engine.testing.parity.settings import settings
+from replica_engine.testing.parity.settings import Form, check_call, settings
 
 __all__ = ["Cause", "Compared", "Difference", "ParityReport", "check_parity"]
 
@@ -75,12 +78,12 @@ def check_parity(model_or_step: Any, *args: Any, **kwargs: Any) -> ParityReport:
 
     Args:
         model_or_step: a Keras model: functional, sequential or subclassed, compiled or not. Or a function, which may be
-            a `tf.function`. The function is called as `step(*batch)`. If it takes one more argument, it is called as
-            `step(*batch, weights)`, with the weights of the rows that `replica_engine.split_batch` makes.
+            a `tf.function`. The function is called as `step(*batch)`. If it has an argument named `weights` that is not
+            a part of the batch, this argument gets the weights of the rows that `replica_engine.split_batch` makes.
         x, y, sample_weight: for a model: arrays, or structures of arrays, as `fit` takes them. `x` may instead be a
             `tf.data.Dataset`, a `keras.utils.PyDataset` or an iterator of batches.
         inputs: for a step: a tuple of arrays (the parts of a batch), one array or dictionary, a `tf.data.Dataset`, or a
-            list of batches.
+            list or iterator of batches.
         variables: for a step: the variables to compare, in any structure, which may contain modules, models and
             optimizers; the step uses them through its closure or globals. Or a function that makes the variables; it is
             called in the scope of each strategy, and the step is then called as `step(made, *batch)`.
@@ -127,9 +130,13 @@ def check_parity(model_or_step: Any, *args: Any, **kwargs: Any) -> ParityReport:
         (20, 19)
     """
     if isinstance(model_or_step, keras.Model):
-        return _of_model(model_or_step, *args, **kwargs)
+        check_call(_MODEL, _STEP, (model_or_step, *args), kwargs)
+        with distribute.outside_scopes():  # one device is not the strategy whose scope the caller may be in
+            return _of_model(model_or_step, *args, **kwargs)
     if callable(model_or_step) and not isinstance(model_or_step, (type, keras.Layer)):
-        return _of_step(model_or_step, *args, **kwargs)
+        check_call(_STEP, _MODEL, (model_or_step, *args), kwargs)
+        with distribute.outside_scopes():
+            return _of_step(model_or_step, *args, **kwargs)
     raise ParityArgumentError.not_checkable(model_or_step)
 
 
@@ -171,3 +178,7 @@ def _of_step(
 ) -> ParityReport:
     read = settings(replicas, steps, batch_size, strategies, tolerance, rtol, atol, seed)
     return check_step(step, inputs, variables, read, reduction, uneven)
+
+
+_MODEL = Form("check_parity(model, x, y, sample_weight)", _of_model)
+_STEP = Form("check_parity(step, inputs, variables)", _of_step)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf import keras_model
-from replica_engine.errors import LoweringError
+from replica_engine.errors import LoweringError, ParityArgumentError
 from replica_engine.keras import replicate_model
 from replica_engine.keras.model import original_of
 from replica_engine.testing.parity import batches as cut
@@ -40,10 +41,12 @@ from replica_engine.testing.parity.comparison import (
     tolerance,
 )
 from replica_engine.testing.parity.probes import Gradients, LayerOutputs, is_callable, without_random_layers
-from replica_engine.testing.parity.report import Cause, Difference, ParityReport
+from replica_engine.testing.parity.report import ONE_DEVICE, Cause, Difference, ParityReport
 from replica_engine.testing.parity.settings import Settings
 from replica_engine.testing.parity.state import Attributes, Values, bare_variables, seeded
 from replica_engine.values import samples
+
+_logger = logging.getLogger("replica_engine")
 
 
 @dataclasses.dataclass
@@ -71,6 +74,7 @@ def check_model(
     """Runs the parity check of a model; see `check_parity`."""
     model = original_of(model)
     data = _batches(x, y, sample_weight, settings)
+    _check_targets(model, data[0])
     _build(model, data[0])
     check = _Check(model, data, settings)
     with contextlib.ExitStack() as stack:
@@ -114,7 +118,7 @@ class _Check:
     def report(self, silenced: list[str]) -> ParityReport:
         """Runs on one device and on all strategies, and compares the results."""
         other_orders = [[cut.shuffled(each, seed) for each in self._batches] for seed in range(ORDERS)]
-        expected, *orders = self._run(self._model, [self._batches, *other_orders])
+        expected, *orders = self._run(ONE_DEVICE, self._model, [self._batches, *other_orders])
         limits = tolerance(self._coarsest(), self._settings.rtol, self._settings.atol)
         comparison = Comparison(limits)
         is_finite = self._check_finite(comparison, expected)
@@ -122,7 +126,7 @@ class _Check:
         found: dict[str, Run] = {}
         for name, twins in self._replicated.items():
             try:
-                found[name] = self._run(twins, [self._batches])[0]
+                found[name] = self._run(name, twins, [self._batches])[0]
             except LoweringError as error:
                 if len(self._replicated) == 1:
                     raise
@@ -152,20 +156,26 @@ class _Check:
             seed=self._settings.seed,
         )
 
-    def _run(self, model: Any, orders: list[list[Any]]) -> list[Run]:
-        """Runs all parts, with the batches in one or more orders; `model` is the model or makes replicated models.
+    def _run(self, says: str, model: Any, orders: list[list[Any]]) -> list[Run]:
+        """Runs all parts. Each part uses one model object, so the model is traced once for all orders.
 
-        Each part uses one model object, so the model is traced once for all orders.
+        Args:
+            says: the name of this run in the log.
+            model: the model, or a function that makes replicated models.
+            orders: the batches, in one or more orders of their rows.
         """
         runs = [Run() for _ in orders]
         last = self._batches[-1]
         if is_callable(self._model):
+            _log(says, 0, "outputs of layers")
             with self._part(), self._layers.seen():
                 outputs = _of(model).predict_on_batch(self._even[0])
                 runs[0].layers = {name: outputs[name] for name in self._layers.names or outputs if name in outputs}
+            _log(says, 0, "predictions")
             with self._part():
                 runs[0].predictions = _flat("output", _of(model).predict_on_batch(last[0]))
         if self._can_be_evaluated():
+            _log(says, 0, "evaluation")
             with self._part():
                 runs[0].evaluation = _numbers(_of(model).test_on_batch(*last, return_dict=True))
         if self._has_loss and self._has_optimizer:
@@ -174,7 +184,9 @@ class _Check:
                 with gradients.seen():
                     step = _of(model).train_on_batch
                     for order, (run, batches) in enumerate(zip(runs, orders, strict=True)):
-                        for batch in self._of_each_size(batches):
+                        sizes = self._of_each_size(batches)
+                        for number, batch in enumerate(sizes):
+                            _log(says, order, f"gradients, batch {number + 1} of {len(sizes)}")
                             self._change_last_digits(order)
                             logs = _numbers(step(*batch, return_dict=True))
                             run.gradients.append((logs, gradients.values(self._names)))
@@ -183,7 +195,8 @@ class _Check:
                 step = _of(model).train_on_batch
                 for order, (run, batches) in enumerate(zip(runs, orders, strict=True)):
                     self._change_last_digits(order)
-                    for batch in batches:
+                    for number, batch in enumerate(batches):
+                        _log(says, order, f"training, batch {number + 1} of {len(batches)}")
                         logs = _numbers(step(*batch, return_dict=True))
                         run.steps.append((logs, self._weights()))
                     self._begin()
@@ -315,6 +328,11 @@ class _Check:
         return max(used, key=lambda each: RTOL[each], default="float32")
 
 
+def _log(says: str, order: int, does: str) -> None:
+    other = f", rows in another order ({order} of {ORDERS})" if order else ""
+    _logger.info("check_parity: %s%s, %s", says, other, does)
+
+
 def _agree(expected: Run, other: Run, limits: Tolerance) -> bool:
     """Whether another order of the samples changes the results only by rounding."""
     pairs = [*zip(expected.gradients, other.gradients, strict=True)]
@@ -349,6 +367,15 @@ def _as_fit_does(array: Any) -> Any:
     """Converts arrays of floating-point numbers to Keras' default dtype, as `fit` does."""
     is_float = isinstance(array, np.ndarray) and array.dtype.kind == "f"
     return array.astype(keras.config.floatx()) if is_float else array
+
+
+def _check_targets(model: keras.Model, batch: Any) -> None:
+    """Checks that there are targets for a loss given to `compile`; a custom step or loss may need none."""
+    is_keras_loss = type(model).compute_loss is keras.Model.compute_loss
+    is_keras_step = all(keras_model.has_keras_step(model, name) for name in ("train_step", "test_step"))
+    has_loss = getattr(model, "compiled", False) and getattr(model, "loss", None) is not None
+    if batch[1] is None and has_loss and is_keras_loss and is_keras_step:
+        raise ParityArgumentError.no_targets(model.name)
 
 
 def _build(model: keras.Model, batch: Any) -> None:

@@ -24,6 +24,7 @@ import keras
 import tensorflow as tf
 
 from replica_engine._tf import distribute, keras_model
+from replica_engine._tf.variables import take_identity
 from replica_engine.testing.parity.state import Attributes
 
 _LIBRARIES = {"tensorflow", "keras", "numpy", "jax", "jaxlib", "replica_engine", "absl", *sys.stdlib_module_names}
@@ -219,15 +220,20 @@ def _copy(variable: Any, strategy: tf.distribute.Strategy) -> Any:
         # Replicas cannot assign a variable without aggregation. With this aggregation, the value of replica 0 stays. If
         # replicas assign different values, the result differs from one device.
         aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
+    value = variable.read_value()  # outside of the scope: the variable may be of another strategy
     with strategy.scope():
-        return tf.Variable(
-            variable.read_value(),
+        copy = tf.Variable(
+            value,
             trainable=variable.trainable,
             name=variable.name.split(":")[0],
             dtype=variable.dtype,
             synchronization=synchronization,
             aggregation=aggregation,
         )
+    # A built optimizer finds the index of a variable by its id.
+    first = copy.values[0] if isinstance(copy, distribute.DistributedVariable) else copy
+    take_identity(first, variable)
+    return copy
 
 
 def listed(variables: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:

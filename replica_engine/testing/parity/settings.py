@@ -1,11 +1,13 @@
-"""Reads and checks the arguments of a parity check."""
+"""Reads and checks the arguments of `check_parity`, before any work."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import inspect
 import numbers
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -55,6 +57,44 @@ def settings(
     return Settings(count, number, given, relative, absolute, int(seed), made, left_out)
 
 
+class Form(NamedTuple):
+    """One of the forms of `check_parity`.
+
+    Attributes:
+        name: the call, as users write it.
+        function: a function with the same parameters.
+    """
+
+    name: str
+    function: Callable[..., Any]
+
+    @property
+    def parameters(self) -> list[str]:
+        """The names of its arguments."""
+        return list(inspect.signature(self.function).parameters)
+
+
+def check_call(form: Form, other: Form, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Checks that a form of `check_parity` can be called with these arguments.
+
+    Args:
+        form: the form for this first argument.
+        other: the other form, which may have the argument that this one lacks.
+        args: all positional arguments.
+        kwargs: all keyword arguments.
+
+    Raises:
+        ParityArgumentError: an argument is missing or unknown, or there are too many.
+    """
+    for name in kwargs:
+        if name not in form.parameters:
+            raise ParityArgumentError.bad_call(form.name, _unknown(name, form, other))
+    try:
+        inspect.signature(form.function).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ParityArgumentError.bad_call(form.name, f"{error}.") from None
+
+
 def _positive(name: str, value: Any) -> int:
     number = positive_int(value)
     if number is None:
@@ -68,3 +108,12 @@ def _tolerance(name: str, value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not float(value) >= 0:
         raise ParityArgumentError.bad_tolerance(name, value)
     return float(value)
+
+
+def _unknown(name: str, form: Form, other: Form) -> str:
+    known = form.parameters[1:]  # without the model or step
+    says = f"there is no argument {name!r}"
+    if name in other.parameters[1:]:
+        return f"{says}; {other.name} has it."
+    alike = difflib.get_close_matches(name, known, 1)
+    return f"{says}. Did you mean {alike[0]!r}?" if alike else f"{says}. The arguments are {', '.join(known)}."

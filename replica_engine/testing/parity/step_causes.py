@@ -43,6 +43,8 @@ def found(
             causes += _scaled(changes, _changes(run, weights), replicas, "changes", "a step changes")
             causes += _first_only(changes, on_one, _changes(run, weights))
     for run in runs.values():
+        if not run.results:  # compiled replicas cannot share out even the first batch
+            continue
         one, other = ({name: of.results[0][name] for name in others if name in of.results[0]} for of in (expected, run))
         causes += _scaled(one, other, replicas, "is", "the step returns")
     return tuple(dict.fromkeys(causes))
@@ -84,7 +86,7 @@ def _uneven(differences: Sequence[Difference], batches: Sequence[Any], replicas:
             f"step {uneven[0]}",
             f"Batches that {replicas} divides agree, and the one of {total} rows does not: a mean over replicas counts "
             "each replica once, whatever the number of its rows.",
-            "Sum over replicas what each row counts in the whole batch: take `weights` as the last argument of the "
+            "Sum over replicas what each row counts in the whole batch: take an argument named `weights` in the "
             "step (replica_engine.split_batch makes them), or tf.nn.compute_average_loss with the size of the whole "
             "batch. uneven=False leaves such batches out.",
         )
@@ -97,14 +99,14 @@ def _scaled(
         (
             replicas,
             f"{replicas} times",
-            'Where each replica computes a mean over its rows, take the mean over replicas: all_reduce("mean", ...), '
-            "or divide each row's loss by the size of the whole batch and sum.",
+            'Where each replica computes a mean over its rows, take the mean over replicas: all_reduce("mean", ...) or '
+            'CrossReplicaOptimizer(..., "mean"). Or divide each row\'s loss by the size of the whole batch, and sum.',
         ),
         (
             1 / replicas,
             f"1 / {replicas} of",
             'Where each row\'s loss is divided by the size of the whole batch, sum over replicas: all_reduce("sum", '
-            '...), and check_parity(..., reduction="sum") for what the step returns.',
+            '...) or CrossReplicaOptimizer(..., "sum"). For what the step returns: check_parity(..., reduction="sum").',
         ),
     ):
         names = [name for name, value in expected.items() if name in run and _is_close(value * factor, run[name])]
@@ -119,7 +121,8 @@ def _scaled(
 
 def _first_only(expected: Mapping[str, Any], alone: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[Cause]:
     for name, value in run.items():
-        if name in alone and not _is_close(expected[name], value) and _is_close(alone[name], value):
+        is_known = name in alone and name in expected
+        if is_known and not _is_close(expected[name], value) and _is_close(alone[name], value):
             yield Cause(
                 "not combined",
                 name,
@@ -132,10 +135,11 @@ def _first_only(expected: Mapping[str, Any], alone: Mapping[str, Any], run: Mapp
 
 
 def _changes(run: Any, names: Sequence[str]) -> dict[str, Any]:
+    """The change of each variable in the first step. Variables that this step made, such as momenta, start at zero."""
     if not run.weights:
         return {}
     return {
-        name: np.asarray(run.weights[0][name], "float64") - np.asarray(run.start[name], "float64")
+        name: np.asarray(run.weights[0][name], "float64") - np.asarray(run.start.get(name, 0.0), "float64")
         for name in names
         if name in run.weights[0]
     }
