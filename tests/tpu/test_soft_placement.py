@@ -437,6 +437,35 @@ class TestDeviceLoops:
         last = strategy.experimental_local_results(context.last_step_outputs["last"])
         assert [int(each) for each in last] == [1, 2]
 
+    def test_padded_words_of_the_inputs_have_the_shape_that_they_have_in_a_run(self):
+        words = tf.lookup.KeyValueTensorInitializer(["a", "b"], tf.constant([1, 2], tf.int64))
+        table = tf.lookup.StaticVocabularyTable(words, 1)
+        texts = tf.data.Dataset.from_tensor_slices(["a b", "b", "c a a b a b", "", "b b", "a", "c", "a c b"]).batch(4)
+
+        def step(embeddings, text):
+            indices = table.lookup(tf.strings.split(text).to_tensor("", shape=[None, 6]))
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.gather(embeddings, indices) ** 2)
+            gradient = tape.gradient(loss, embeddings)  # of the words that the text has
+            every = tf.distribute.get_replica_context().all_reduce("SUM", gradient.values)
+            embeddings.scatter_sub(tf.IndexedSlices(0.01 * every, gradient.indices))
+
+        def train(in_a_loop):
+            strategy = TPUStrategy(num_cores=2)
+            with strategy.scope():
+                embeddings = tf.Variable([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
+            batches = iter(strategy.experimental_distribute_dataset(texts))
+            if in_a_loop:
+                before = xla.counts()
+                strategy.run_steps(lambda context, text: step(embeddings, text), batches, iterations=2)
+                assert (xla.counts() - before).launches == 1
+            else:
+                for batch in batches:
+                    strategy.run(step, args=(embeddings, batch))
+            return embeddings.numpy()
+
+        np.testing.assert_allclose(train(in_a_loop=True), train(in_a_loop=False), rtol=1e-6)
+
     def test_a_summary_in_each_step_at_a_step_of_its_own(self, tmp_path):
         strategy = TPUStrategy(num_cores=2)
         with strategy.scope():

@@ -7,6 +7,10 @@ same for all of them is assumed to be fixed. If the assumption is wrong, the run
 is compared with the declared shape. Since guesses can be wrong, at first only ops are tried that pad to a shape that is
 given to them. All other ops are tried only if the body could not be lowered otherwise.
 
+Inputs are made up for the arguments of the body, for values that the devices make, and for the results of host ops that
+must not be tried, such as Python functions. The strings of a step in a device loop are of the last kind: a host call
+brings them.
+
 The made-up inputs differ as much as possible, so that a dimension that depends on data comes out differently. Strings
 have different numbers of words and characters; numbers are all equal or all different.
 """
@@ -51,7 +55,7 @@ class Samples:
         return self._known[value]
 
     def _find(self, value: Value) -> list[Any] | None:
-        if value.maker is not None and value.from_host:
+        if value.maker is not None and value.from_host and host_ops.only_computes(value.maker[0]):
             op, inputs, index = value.maker
             results = self._try(op, inputs)
             return None if results is None else [outputs[index] for outputs in results]
@@ -68,7 +72,7 @@ class Samples:
         key = op, tuple(inputs)
         if key not in self._results:
             self._results[key] = None
-            columns = [self.of(value) for value in inputs] if host_ops.only_computes(op) else [None]
+            columns = [self.of(value) for value in inputs]
             if all(column is not None for column in columns):
                 self._results[key] = _run(op, columns)
         return self._results[key]
