@@ -130,6 +130,40 @@ class TestWhatXlaCannotCompile:
 
         refused(body, LoweringError, "Reshape", line_of(body, "# here"), "Python number")
 
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda n: tf.ones([n]),
+            lambda n: tf.zeros([n, 2]),
+            lambda n: tf.fill([n], 2.0),
+            lambda n: tf.eye(n),
+            lambda n: tf.random.normal([n]),
+            lambda n: tf.cond(n > 0, lambda: tf.ones([n]), lambda: tf.zeros([1])),
+            lambda n: tf.while_loop(lambda n: n < 3, lambda n: (n + tf.size(tf.ones([n])),), [n]),
+        ],
+        ids=["ones", "zeros", "fill", "eye", "normal", "a branch", "a loop"],
+    )
+    def test_a_shape_that_depends_on_data_in_a_function_of_tensorflows(self, refused, make):
+        def body(x):
+            return make(tf.cast(tf.reduce_sum(x), tf.int32))
+
+        refused(body, LoweringError, f"{__file__}:{make.__code__.co_firstlineno} in a lambda")
+
+    def test_sums_of_ragged_rows(self, refused):
+        rows = tf.ragged.constant([[1.0, 2.0], [3.0]])
+        refused(lambda x: tf.reduce_sum(x, axis=1), LoweringError, f"{__file__}:", " in a lambda", inputs=[[rows]] * 2)
+
+    def test_ops_of_one_name_in_two_functions(self, refused):
+        """The name of an op is not enough to find its line."""
+
+        def body(x):
+            size = tf.cast(tf.reduce_sum(x), tf.int32)
+            small = lambda: tf.size(tf.ones([2]))  # noqa: E731
+            large = lambda: tf.size(tf.ones([size]))  # noqa: E731 - here
+            return tf.cond(x[0] > 0.0, small, large)
+
+        refused(body, LoweringError, line_of(body, "- here"))
+
     def test_the_gradient_of_a_loop_without_a_bound(self, refused):
         def body(x):
             with tf.GradientTape() as tape:
