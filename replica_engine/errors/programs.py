@@ -22,6 +22,15 @@ class CollectiveError(ReplicaEngineError, ValueError):
         return cls(f"Values of dtype {dtype} cannot be reduced with {op}. Cast them first: tf.cast(x, tf.int32).")
 
     @classmethod
+    def host_only(cls, name: str, where: str, dtype: str) -> CollectiveError:
+        """Values that no device can have: strings, variants, resources, quantized numbers."""
+        return cls(
+            f"{name}{at(where)} cannot combine values of dtype {dtype}: they stay on the host, and replicas meet on the "
+            "devices. Turn them into numbers first. Strings can also be returned from the body and gathered after the "
+            "run: strategy.gather(result, axis=0)."
+        )
+
+    @classmethod
     def apart(cls, name: str) -> CollectiveError:
         """In a branch that not all replicas take: replicate_model then has each of them run the whole batch."""
         return cls(f"{name} brings all replicas together, and this branch is not taken by all of them.")

@@ -353,12 +353,37 @@ class TestCollectives:
             (lambda x: xla.all_gather(tf.where(x > 1.0)), ["all_gather at ", "needs a shape", "(None, 1)"]),
             (lambda x: xla.all_reduce(x, "PRODUCT"), ["PRODUCT", "MAX, MEAN, MIN, SUM"]),
             (lambda x: xla.cross_replica_sum(x > 1.0), ["bool", "tf.cast"]),
-            (lambda x: xla.all_reduce(tf.constant("a")), ["string"]),
             (lambda x: xla.all_reduce(tf.complex(x, x), "MAX"), ["complex64", "MAX"]),
         ],
     )
     def test_what_does_not_fit_the_values(self, refused, operation, messages):
         refused(operation, CollectiveError, *messages)
+
+    @pytest.mark.parametrize(
+        ("name", "args"),
+        [
+            ("cross_replica_sum", ()),
+            ("all_reduce", ("MAX",)),
+            ("all_gather", ()),
+            ("all_to_all", (0, 0)),
+            ("collective_permute", ([(0, 1)],)),
+        ],
+    )
+    @pytest.mark.parametrize(
+        ("make", "dtype"),
+        [
+            (tf.strings.as_string, "string"),
+            (lambda x: tf.strings.split(tf.strings.as_string(x)).values, "string"),
+            (lambda x: tf.raw_ops.OptionalFromValue(components=[x]), "variant"),
+            (lambda x: tf.quantization.quantize(x, 0.0, 5.0, tf.qint8).output, "qint8"),
+        ],
+        ids=["string", "string of unknown shape", "variant", "quantized"],
+    )
+    def test_values_that_no_device_has(self, refused, name, args, make, dtype):
+        def body(x):
+            return getattr(xla, name)(make(x), *args)  # here
+
+        refused(body, CollectiveError, line_of(body, "# here"), f"dtype {dtype}", "after the run")
 
     @pytest.mark.parametrize(
         "pairs",
