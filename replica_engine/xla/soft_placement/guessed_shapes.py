@@ -12,7 +12,8 @@ must not be tried, such as Python functions. The strings of a step in a device l
 brings them.
 
 The made-up inputs differ as much as possible, so that a dimension that depends on data comes out differently. Strings
-have different numbers of words and characters; numbers are all equal or all different.
+have different numbers of words and characters, with the usual separators between the words; numbers are all equal or
+all different.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from replica_engine._tf import host_ops, xla_ops
 from replica_engine.xla.soft_placement.values import Value
 
 _TRIES = 3
+_BETWEEN = " ,;|:/.-_=\t\n"  # in made-up strings, between two words
 _LARGEST = 1 << 20  # the most elements of a made-up input
 
 
@@ -92,13 +94,13 @@ def _made_up(value: Value, number: int) -> tf.Tensor:
     count = int(np.prod(shape, dtype=np.int64))
     with tf.init_scope(), tf.device("CPU:0"):
         if value.dtype == tf.string:
-            words = [" ".join(["a", f"b{each}", "c"][: ((each + 1) * number) % 4]) for each in range(count)]
+            words = [_BETWEEN.join(["a", f"b{each}", "c"][: ((each + 1) * number) % 4]) for each in range(count)]
             return tf.constant(np.array(words, object).reshape(shape))
         array = np.zeros(count) if number == 0 else (np.arange(count) * number) % 100 + number
         return tf.cast(tf.constant(array.reshape(shape)), value.dtype)
 
 
-def pads(op: tf.Operation, inputs: list[Value]) -> bool:
+def _pads(op: tf.Operation, inputs: list[Value]) -> bool:
     """Whether an op pads to a shape that the body gives, except for the size of the batch."""
     if op.type != "RaggedTensorToTensor" or inputs[0].constant is None:
         return False
@@ -106,6 +108,11 @@ def pads(op: tf.Operation, inputs: list[Value]) -> bool:
     return shape.ndim == 1 and bool(np.all(shape[1:] >= 0))
 
 
-def is_worth_trying(value: Value) -> bool:
-    """Whether the devices could have a value if its shape were known."""
-    return not xla_ops.is_host_only(value.dtype) and not value.shape.is_fully_defined()
+def is_worth_trying(op: tf.Operation, inputs: list[Value], value: Value, tries_all: bool) -> bool:
+    """Whether a result of an op, of unknown shape, is tried for a shape: what the devices could have then, or pads.
+
+    Padded strings are tried too, since the shape of an op on strings follows from the shape of the strings.
+    """
+    if value.shape.is_fully_defined():
+        return False
+    return _pads(op, inputs) or (tries_all and not xla_ops.is_host_only(value.dtype))
