@@ -10,7 +10,7 @@ import tensorflow as tf
 from on_two import on_two
 
 from replica_engine import TPUStrategy, xla
-from replica_engine.errors import CaptureError, LoweringError
+from replica_engine.errors import CaptureError, InputsError, LoweringError
 
 
 @pytest.fixture
@@ -384,6 +384,19 @@ class TestWhatStillCannot:
         iterator = iter(tf.data.Dataset.range(10))
         with pytest.raises(CaptureError, match="Iterator"):
             on_two(lambda: next(iterator))
+
+    @pytest.mark.parametrize("in_function", [False, True])
+    def test_iterators_and_datasets_as_arguments(self, in_function):
+        strategy = TPUStrategy(num_cores=2)
+        dataset = tf.data.Dataset.range(8).batch(2)
+        spread = strategy.experimental_distribute_dataset(dataset)
+        made = strategy.distribute_datasets_from_function(lambda context: dataset)
+        run = lambda given: strategy.run(lambda given: 0, kwargs={"given": {"x": given}})  # noqa: E731
+        for each in (dataset, spread, made):
+            with pytest.raises(InputsError, match=r"^kwargs\['given'\]\['x'\] is a .*Dataset.*for batch in dataset"):
+                (tf.function(run) if in_function else run)(each)
+            with pytest.raises(InputsError, match=r"^kwargs\['given'\]\['x'\] is a .*Iterator.*args=\(next\(iterator"):
+                (tf.function(run) if in_function else run)(iter(each))
 
     def test_a_variable_that_gets_what_cannot_leave_the_host(self):
         strategy = TPUStrategy(num_cores=2)
