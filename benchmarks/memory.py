@@ -61,10 +61,10 @@ def cached_program(programs: int) -> float:
         return tf.reduce_sum(tf.nn.softmax(x) * 2.0)
 
     def run(sizes: range) -> None:
-        before = replica_engine.xla.stages.counts()
+        before = replica_engine.xla.counts()
         for size in sizes:
             strategy.run(body, args=(tf.ones([size]),))
-        if (compiled := (replica_engine.xla.stages.counts() - before).compiles) != len(sizes):
+        if (compiled := (replica_engine.xla.counts() - before).compiles) != len(sizes):
             raise WrongResult(f"{len(sizes)} shapes were compiled {compiled} times")
 
     run(range(1, 4))

@@ -1,4 +1,4 @@
-"""`python -m replica_engine`, and the `replica-engine` command: reads the command line and runs what it names."""
+"""`python -m replica_engine` and the `replica-engine` command: reads the command line and runs its command."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from replica_engine.demo import cli as demo
 from replica_engine.telemetry.report import cli as trace_report
 
 WRONG_FLAGS = 2
-INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
+INTERRUPTED = 130  # the exit status that shells report for a program that Ctrl-C ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Args:
-        argv: the command line without the program; None takes it from `sys.argv`.
+        argv: the command line without the program name; None takes it from `sys.argv`.
 
     Returns:
         The exit status.
 
     Raises:
-        SystemExit: after `--help`, with 0, and after a wrong flag, with 2.
+        SystemExit: with status 0 after `--help`, and with status 2 after a wrong flag.
     """
     parser = OneLineParser(prog="python -m replica_engine", description="Run one TensorFlow function on N replicas.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser that says what is wrong with a flag in one line, without the usage in front of it."""
+    """A parser that reports a wrong flag in one line, without the usage text before it."""
 
     def error(self, message: str) -> NoReturn:
         """Prints the message and exits with status 2."""
@@ -52,7 +52,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def _interrupted(error: BaseException | None) -> bool:
-    """Whether it was Ctrl-C. TensorFlow may raise an error of its own while one passes through it."""
+    """Whether Ctrl-C caused an error. TensorFlow may raise another error while KeyboardInterrupt passes through it."""
     while error is not None:
         if isinstance(error, KeyboardInterrupt):
             return True
@@ -61,7 +61,7 @@ def _interrupted(error: BaseException | None) -> bool:
 
 
 def _leave() -> NoReturn:
-    """Exits at once: TensorFlow may take many seconds to take down a dataset that is distributed."""
+    """Exits at once, because TensorFlow may take many seconds to free a distributed dataset."""
     print("\ninterrupted", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""The names for people who write their own strategy, or call replicas of any strategy.
+"""Names for people who write their own strategy, or who call replicas of any strategy.
 
-`replica_engine.strategies.ReplicaThreads` is the base class; these are what its hooks are given and what they return.
-See docs/custom_strategy.md.
+`replica_engine.strategies.ReplicaThreads` is the base class of such a strategy. These names are the arguments and
+results of its hooks. See docs/custom_strategy.md.
 """
 
 from replica_engine.diagnostics.flight_record import SyncPointRecord

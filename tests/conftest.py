@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import tensorflow as tf
-import warm
+from helpers import fork_server
 
 import replica_engine
 from replica_engine import MirroredStrategy
@@ -160,7 +160,7 @@ def _replica_threads_go(request, caplog):
 @pytest.fixture(scope="session")
 def programs():
     """Programs in processes of their own that have TensorFlow imported: for those that would import it first anyway."""
-    with contextlib.closing(warm.Programs()) as programs:
+    with contextlib.closing(fork_server.Programs()) as programs:
         yield programs
 
 

@@ -3,13 +3,14 @@
 import ast
 import importlib
 import pathlib
+import pkgutil
 import subprocess
 import sys
 
 import pytest
 
 import replica_engine
-from replica_engine._tf import keras_names, keras_state, keras_trainer
+from replica_engine._tf import keras_names, keras_state, patches
 from replica_engine._tf.names import PRIVATE
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -56,11 +57,12 @@ def test_the_private_name_of_keras_exists():
     assert hasattr(module, keras_state.STATE), "Keras no longer has it; see replica_engine/_tf/keras_state.py"
 
 
-def test_keras_trainer_makes_its_functions_where_we_extend_it():
-    module = importlib.import_module(keras_trainer.MODULE)
-    trainer = getattr(module, keras_trainer.TRAINER)
-    assert hasattr(trainer, keras_trainer.METHOD), "Keras no longer has it; see replica_engine/_tf/keras_trainer.py"
-    assert hasattr(module, keras_trainer.REDUCE), "Keras no longer has it; see replica_engine/_tf/keras_trainer.py"
+@pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda patch: patch.name)
+def test_each_thing_that_is_patched_exists_and_is_listed_for_users(patch):
+    owner = pkgutil.resolve_name(patch.owner)
+    assert hasattr(owner, patch.name), f"There is no {patch.owner}.{patch.name}; see _tf/patches.py"
+    row = f"| `{patch.owner}.{patch.name}` | {patch.why} | {patch.since} | {patch.until} |"
+    assert row in (ROOT / "docs" / "reliability.md").read_text()
 
 
 def test_private_names_are_imported_in_tf_only():

@@ -1,18 +1,20 @@
-"""Every private name of TensorFlow, Keras and CPython that this library needs, each with the reason beside its import.
+"""Every private name of TensorFlow and Keras that this library needs, each with the reason next to its import.
 
-Of TensorFlow:
+TensorFlow:
 
-- `thread_state`: what it keeps a copy of for each thread. `quick_scopes`: its scopes, entered in less time.
+- `thread_state`: the state that TensorFlow keeps separately for each thread. `quick_scopes`: faster scopes.
 - `distribute`: distributed values, strategies and collectives.
-- `autograph`, `function`: converting the user's function; `tf.function`, taken apart.
+- `autograph`, `function`: conversion of the user's function; the parts of a `tf.function`.
 - `variables`, `eager`: handles of variables; eager tensors and arrays without ops.
 - `xla_ops`, `host_ops`, `subgraphs`, `random_ops`, `gradients`: graphs that XLA compiles, and ops that it cannot.
-- `profiler`, `tpu_hardware`: small facts. `names`: attributes and hooks, as a list that a test walks through.
+- `profiler`, `tpu_hardware`: the profiler, and the description of TPU hardware.
+- `names`: private attributes and hooks, as a list that a test checks.
 
-Of Keras:
+Keras:
 
-- `keras_model`, `keras_trainer`, `keras_state`: models, training functions, and what Keras keeps for each thread.
-- `keras_names`: attributes and hooks, as a list that a test walks through.
+- `keras_model`, `keras_trainer`: parts of models, and training functions.
+- `keras_state`: the state that Keras keeps separately for each thread.
+- `keras_names`: private attributes and hooks, as a list that a test checks.
 
-Nothing outside this package imports from `tensorflow.python` or `keras.src`. The engine may not use this package.
+Nothing outside this package imports from `tensorflow.python` or `keras.src`. The engine must not import this package.
 """

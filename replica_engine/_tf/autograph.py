@@ -1,4 +1,4 @@
-"""AutoGraph: converting the user's function, leaving ours alone, and keeping a user's exception whole.
+"""AutoGraph: converts the user's function, leaves library code alone, and restores the user's exceptions.
 
 Checked on TensorFlow 2.21.0.
 """
@@ -14,30 +14,30 @@ from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
-# ControlStatusCtx, Status: sets that status; a tf.function that is not converted has it switched off.
+# ControlStatusCtx, Status: set AutoGraph's status; a tf.function that is not converted has the status "disabled".
 from tensorflow.python.autograph.core.ag_ctx import ControlStatusCtx as _ControlStatusCtx
 from tensorflow.python.autograph.core.ag_ctx import Status as _Status
 
 # AutoGraph's status on this thread: whether the caller's own function was converted.
 from tensorflow.python.autograph.core.ag_ctx import control_status_ctx as _control_status
 
-# _TRANSPILER: keeps what it converted, with the maps from generated lines to the user's; those in `tf_stack` below are
-# gone when an exception has left the converted function.
+# _TRANSPILER: keeps converted functions, with the maps from generated lines to the user's lines. The maps in `tf_stack`
+# below are gone when an exception has left the converted function.
 from tensorflow.python.autograph.impl.api import _TRANSPILER as _transpiler
 
-# `tf.autograph.experimental.do_not_convert` on library code would switch AutoGraph off for the user's
-# function that it calls as well; an artifact is left alone, and what it calls is still converted.
+# `tf.autograph.experimental.do_not_convert` on library code would also switch AutoGraph off for the user's function
+# that this code calls. An artifact itself is not converted, but the functions that it calls are.
 from tensorflow.python.autograph.impl.api import autograph_artifact as _artifact
 
-# tf.function stops converting at library code, so whoever calls the user's function converts it.
+# tf.function stops converting at library code, so the code that calls the user's function must convert it.
 from tensorflow.python.autograph.impl.api import tf_convert as _tf_convert
 
-# py_func_from_autograph: how tf.function has its function converted.
+# py_func_from_autograph: converts a function as tf.function does.
 from tensorflow.python.eager.polymorphic_function.autograph_util import (
     py_func_from_autograph as _py_func_from_autograph,
 )
 
-# _source_mapper_stacks: for each thread, how lines of generated code map to the user's own.
+# _source_mapper_stacks: for each thread, maps from lines of generated code to the user's lines.
 from tensorflow.python.util import tf_stack
 
 from replica_engine.errors import add_note
@@ -45,48 +45,48 @@ from replica_engine.errors import add_note
 F = TypeVar("F", bound=Callable)
 E = TypeVar("E", bound=BaseException)
 
-_GENERATED = "__autograph_generated_file"  # how AutoGraph names its files
-_HEAD = "in user code:\n\n"  # how the messages begin that AutoGraph makes, and our notes
+_GENERATED = "__autograph_generated_file"  # the start of names of files that AutoGraph generates
+_HEAD = "in user code:\n\n"  # the start of AutoGraph's messages, and of our notes
 
 OPERATORS = "ag__"
-"""The variable that converted functions close over: AutoGraph's operators."""
+"""The variable that converted functions close over; it holds AutoGraph's operators."""
 
 
 def convert(fn: F) -> F:
-    """`fn` as AutoGraph converts it, if the caller's own function was converted."""
+    """`fn` as converted by AutoGraph if the caller's own function was converted; otherwise `fn` itself."""
     return _tf_convert(fn, _control_status())
 
 
 def is_out_of_play() -> bool:
-    """Whether functions are called as they are: this is eager mode, and no converted function is around."""
+    """Whether AutoGraph converts nothing here: in eager mode, outside converted functions."""
     return tf.executing_eagerly() and _control_status().status is _Status.UNSPECIFIED
 
 
 def convert_always(fn: F) -> F:
-    """`fn` as tf.function converts what it is given."""
+    """Converts `fn` as tf.function converts its function."""
     return _py_func_from_autograph(fn)
 
 
 def as_outside() -> contextlib.AbstractContextManager[Any]:
-    """What is converted inside is so as if nobody around had asked for anything."""
+    """Inside the block, functions are converted as if no caller had set a status for AutoGraph."""
     return _ControlStatusCtx(_Status.UNSPECIFIED)
 
 
 def artifact(fn: F) -> F:
-    """Marks `fn` as library code: AutoGraph calls it as it is, and still converts what it calls."""
+    """Marks `fn` as library code: AutoGraph does not convert it, but still converts the functions that it calls."""
     return _artifact(fn)
 
 
 def is_generated(filename: str) -> bool:
-    """Whether a file holds code that AutoGraph generated."""
+    """Whether AutoGraph generated the file."""
     return _GENERATED in filename
 
 
 def original_location(filename: str, lineno: int, function: str, threads: tuple[int, ...]) -> tuple[str, int, str]:
     """The user's file, line and function for a line that may be in code that AutoGraph generated.
 
-    A function defined in another that was converted was converted with it, so the map may be the one of the
-    thread that called `run`: `threads` are those to ask.
+    A function that is defined inside a converted function is converted with it. So the map may belong to the thread
+    that called `run`; `threads` are the idents of the threads whose maps are searched.
     """
     for thread in threads:
         for mapper in reversed(tf_stack._source_mapper_stacks.get(thread, ())):
@@ -97,7 +97,7 @@ def original_location(filename: str, lineno: int, function: str, threads: tuple[
 
 
 def source_map() -> dict[tuple[str, int], tuple[str, int, str]]:
-    """For lines of code that AutoGraph generated for functions around here: the user's file, line and function."""
+    """Maps each generated line of the converted functions around this call to the user's file, line and function."""
     known: dict[tuple[str, int], tuple[str, int, str]] = {}
     for mapper in tf_stack._source_mapper_stacks.get(threading.get_ident(), ()):
         known.update(mapper.get_effective_source_map())
@@ -105,25 +105,29 @@ def source_map() -> dict[tuple[str, int], tuple[str, int, str]]:
 
 
 def as_user_raised(error: E, is_internal: Callable[[str], bool]) -> E:
-    """The exception that was raised, whatever AutoGraph made of it on its way out.
+    """Returns the exception that user code raised, whatever AutoGraph made of it.
 
-    AutoGraph replaces an exception that leaves a converted function by a new one with a longer message,
-    and gives it another type when it cannot build one of the user's. Here the original is dug out, the
-    user's own source lines become a note, and AutoGraph is told to leave it alone from here on
-    (`ag_pass_through`; our own errors say so from the start). `is_internal` says which files are not the user's.
+    When an exception leaves a converted function, AutoGraph replaces it by a new one with a longer message. If
+    AutoGraph cannot build one of the user's type, the new one has another type. This function finds the original, adds
+    the user's source lines as a note, and tells AutoGraph to leave the exception alone from here on (`ag_pass_through`;
+    the exceptions of this library have that attribute from the start).
+
+    Args:
+        error: the exception that left the function.
+        is_internal: whether a file does not belong to the user.
     """
     original: Any = error
     while _is_copy(original) and isinstance(original.__context__, Exception):
         original = original.__context__
     metadata = getattr(error, "ag_error_metadata", None)
-    note = "" if metadata is None else metadata.get_message().strip()  # where there are no lines
-    with contextlib.suppress(Exception):  # the exception itself is what matters
+    note = "" if metadata is None else metadata.get_message().strip()  # used if no lines are found
+    with contextlib.suppress(Exception):  # a failure here must not hide the exception itself
         note = _lines_of(original, is_internal) or note
     if note:
         _forget_parts_of(note, original)
         add_note(original, note)
     original.__dict__.pop("ag_error_metadata", None)
-    with contextlib.suppress(Exception):  # of one that takes no attributes AutoGraph will change message and type
+    with contextlib.suppress(Exception):  # AutoGraph will change an exception that takes no attributes
         original.ag_pass_through = True
     return original
 
@@ -141,12 +145,12 @@ class _Line(NamedTuple):
 
 
 def _lines_of(error: BaseException, is_internal: Callable[[str], bool]) -> str:
-    """The user's lines that an exception went through, from the first in generated code on; "" if there is none.
+    """The user's lines that an exception passed through, from the first generated one on; "" if there is none.
 
-    Tracebacks show the generated code, in a file that is deleted when the process ends.
+    A traceback shows the generated code, whose file is deleted when the process ends.
     """
     lines: list[_Line] = []
-    for frame, number in traceback.walk_tb(error.__traceback__):  # not extract_tb: TensorFlow mixes up what it goes by
+    for frame, number in traceback.walk_tb(error.__traceback__):  # TensorFlow breaks extract_tb
         code = frame.f_code
         line: _Line | None = None
         if is_generated(code.co_filename):
@@ -159,7 +163,7 @@ def _lines_of(error: BaseException, is_internal: Callable[[str], bool]) -> str:
 
 
 def _written(filename: str, number: int) -> _Line | None:
-    """What the user wrote, for a line of generated code."""
+    """The line that the user wrote, for a line of generated code."""
     with _transpiler._cache_lock:
         converted = [each for factories in _transpiler._cache._cache.values() for each in factories.values()]
     for each in converted:
@@ -168,23 +172,23 @@ def _written(filename: str, number: int) -> _Line | None:
             if origin is None:
                 return None
             file, line = origin.loc.filename, origin.loc.lineno
-            if is_generated(file):  # of a function in a converted one, converted by itself
+            if is_generated(file):  # a function inside a converted one, converted separately
                 return _written(file, line)
             return _Line(file, line, origin.function_name or "a lambda", origin.source_code_line)
     return None
 
 
 def _forget_parts_of(note: str, error: BaseException) -> None:
-    """Takes away what was noted on the way here, which `note` has as its last lines."""
+    """Removes earlier notes that `note` repeats as its last lines."""
     notes = getattr(error, "__notes__", None)
     if isinstance(notes, list):
         notes[:] = [each for each in notes if not (each.startswith(_HEAD) and note.endswith(each[len(_HEAD) :]))]
 
 
 def _is_copy(error: BaseException) -> bool:
-    """Whether AutoGraph made it of the exception that it was handling. What a user raises says no such thing."""
+    """Whether AutoGraph made this exception from the one that it was handling; a user's exception has no such text."""
     if not error.__suppress_context__ or error.__cause__ is not None:
         return False
-    with contextlib.suppress(Exception):  # the user's may have no text
+    with contextlib.suppress(Exception):  # the user's exception may fail to make a text
         return str(error).startswith(_HEAD)
     return False

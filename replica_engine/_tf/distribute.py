@@ -1,4 +1,4 @@
-"""TensorFlow's own distributed values, strategies and collectives, which the strategies here build on.
+"""TensorFlow's distributed values, strategies and collectives, on which the strategies of this library build.
 
 Checked on TensorFlow 2.21.0.
 """
@@ -11,13 +11,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-# _push_per_thread_mode, _pop_per_thread_mode, _get_default_replica_mode: leaving a strategy's scope for a while.
-# _get_per_thread_mode: which is entered. require_replica_context, _require_cross_replica_or_default_context_extended:
-# whether a replica context is, or is not. _get_default_strategy: the strategy outside of all scopes. StrategyBase,
-# StrategyExtendedV2: whose scopes are known. _CrossReplicaThreadMode: what they enter.
+# _push_per_thread_mode, _pop_per_thread_mode, _get_default_replica_mode: leave a strategy's scope for a while.
+# require_replica_context, _require_cross_replica_or_default_context_extended: check which context is entered.
+# _get_default_strategy: the strategy outside all scopes.
 from tensorflow.python.distribute import distribute_lib as _distribute_lib
 
-# The extended half of tf.distribute.MultiWorkerMirroredStrategy, for running it on replica threads.
+# The extended half of tf.distribute.MultiWorkerMirroredStrategy, to run it on replica threads.
 from tensorflow.python.distribute.collective_all_reduce_strategy import (
     CollectiveAllReduceExtended as MultiWorkerMirroredExtended,
 )
@@ -25,15 +24,15 @@ from tensorflow.python.distribute.collective_all_reduce_strategy import (
 # resolve: the full name of a device, as TensorFlow's values and datasets spell it.
 from tensorflow.python.distribute.device_util import resolve
 
-# enter_or_assert_strategy: a strategy's scope, if no other one's is entered. UpdateContext: marks what runs inside
-# as an update of one replica's component.
+# enter_or_assert_strategy: enters a strategy's scope, or checks that no other strategy's scope is entered.
+# UpdateContext: marks the code inside as an update of one replica's component.
 # ReplicaContext: tf.distribute.ReplicaContext.
 from tensorflow.python.distribute.distribute_lib import ReplicaContext as _ReplicaContext
 from tensorflow.python.distribute.distribute_lib import UpdateContext, enter_or_assert_strategy
 
-# create_mirrored_variable: a distributed variable of its components, with the checks on synchronization and
-# aggregation. is_mirrored: of one value for all replicas. select_replica, update_regroup: arguments and results of
-# updates. value_container: below.
+# create_mirrored_variable: makes a distributed variable from its components, and checks synchronization and
+# aggregation. is_mirrored: whether a value is the same on all replicas. select_replica, update_regroup: arguments and
+# results of updates. value_container: below.
 from tensorflow.python.distribute.distribute_utils import (
     create_mirrored_variable as _create_mirrored_variable,
 )
@@ -44,8 +43,9 @@ from tensorflow.python.distribute.distribute_utils import is_mirrored, select_re
 # The extended half of tf.distribute.MirroredStrategy: variables, datasets, updates, reductions.
 from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
 
-# DistributedVariable, PerReplica and Mirrored: what variables are, what `run` returns, and what reductions do. Of the
-# values only the common base, tf.distribute.DistributedValues, is public; this one has the values of a replica.
+# DistributedVariable, PerReplica and Mirrored: the types of variables, of results of `run`, and of results of
+# reductions. Of these only their base class tf.distribute.DistributedValues is public; the class of that name here also
+# has `values`, the value of each replica.
 from tensorflow.python.distribute.values import (
     DistributedValues,
     DistributedVariable,
@@ -55,13 +55,13 @@ from tensorflow.python.distribute.values import (
     SyncOnReadVariable,
 )
 
-# executing_eagerly: as tf.executing_eagerly. get_default_graph: it has the thread's variable creators and strategies.
+# get_default_graph: the graph, which has the thread's variable creators.
 from tensorflow.python.framework import ops as _ops
 
-# _UnreadVariable: what `assign` returns in a graph; it is grouped as a value, not as its variable.
+# _UnreadVariable: the return value of `assign` in a graph; regrouping treats it as a value, not as its variable.
 from tensorflow.python.ops.resource_variable_ops import _UnreadVariable as UnreadVariable
 
-# VariableSynchronization: public too, as tf.VariableSynchronization.
+# VariableSynchronization: also public, as tf.VariableSynchronization.
 from tensorflow.python.ops.variables import VariableSynchronization as _Synchronization
 
 from replica_engine._tf.quick_scopes import EagerScope
@@ -95,13 +95,13 @@ __all__ = [
 
 
 def replica_id_in_sync_group(strategy: tf.distribute.Strategy, index: int) -> int:
-    """The id, among all replicas of all processes, of this process's replica `index`."""
-    hook = getattr(strategy.extended, "_get_replica_id_in_sync_group", None)  # one-device strategies have none
+    """The id of this process's replica `index` among the replicas of all processes."""
+    hook = getattr(strategy.extended, "_get_replica_id_in_sync_group", None)  # one-device strategies have no hook
     return index if hook is None else int(hook(index))
 
 
 def init_context(context: tf.distribute.ReplicaContext, strategy: tf.distribute.Strategy, index: Any) -> None:
-    """What `ReplicaContext.__init__` does. It takes 10 us to find out that an integer is no tensor."""
+    """Does what `ReplicaContext.__init__` does, but without its check whether an integer is a tensor (10 us)."""
     if not isinstance(index, int):
         _ReplicaContext.__init__(context, strategy, index)
         return
@@ -112,25 +112,25 @@ def init_context(context: tf.distribute.ReplicaContext, strategy: tf.distribute.
 
 
 def uses_merge_call(strategy: tf.distribute.Strategy) -> bool:
-    """Whether the replicas of a strategy meet in merge calls, not in collectives of their own."""
+    """Whether the replicas of a strategy meet in merge calls; otherwise each makes its own collectives."""
     return bool(strategy.extended._use_merge_call())
 
 
 def check_cross_replica(extended: Any) -> None:
-    """Raises RuntimeError in replica context, and in the scope of another strategy than the one of `extended`."""
+    """Raises RuntimeError in replica context, and in the scope of a strategy other than the one of `extended`."""
     _distribute_lib._require_cross_replica_or_default_context_extended(extended)
 
 
 def check_in_replica(context: tf.distribute.ReplicaContext) -> None:
-    """Raises RuntimeError unless this is in replica context, and in this one."""
+    """Raises RuntimeError unless `context` is the current replica context."""
     _distribute_lib.require_replica_context(context)
 
 
 def hold_weakly(context: tf.distribute.ReplicaContext) -> None:
-    """Makes a replica context whose run is over refer to its strategy weakly.
+    """Makes a replica context refer to its strategy weakly; called when its run is over.
 
-    TensorFlow's gradient of all_gather refers to the context, and it registers the gradients of every graph
-    for ever: without this no strategy that ever gathered in a graph would be freed, nor its threads.
+    TensorFlow's gradient of all_gather refers to the context, and TensorFlow keeps the registered gradients of every
+    graph forever. Without this, a strategy that ever gathered in a graph would never be freed, nor would its threads.
     """
     strategy = weakref.proxy(context.strategy)
     context._strategy = strategy
@@ -139,7 +139,7 @@ def hold_weakly(context: tf.distribute.ReplicaContext) -> None:
 
 @contextlib.contextmanager
 def no_strategy() -> Iterator[None]:
-    """No strategy's scope is entered inside."""
+    """Leaves all strategy scopes inside the block."""
     _distribute_lib._push_per_thread_mode(_distribute_lib._get_default_replica_mode())
     try:
         yield
@@ -149,9 +149,9 @@ def no_strategy() -> Iterator[None]:
 
 @contextlib.contextmanager
 def outside_scopes() -> Iterator[None]:
-    """As if no strategy's scope were entered: variables that are created inside are plain.
+    """Inside the block, variables are plain, as if no strategy's scope were entered.
 
-    `no_strategy` leaves the scope, but not the variable creator that it put on the graph, which would refuse.
+    `no_strategy` leaves the scope but keeps the scope's variable creator on the graph. That creator would raise.
     """
     with no_strategy():
         graph = _ops.get_default_graph()
@@ -163,22 +163,22 @@ def outside_scopes() -> Iterator[None]:
 
 
 def _is_of_scope(creator: Any) -> bool:
-    """Whether a variable creator is that of a strategy's scope, the default strategy's too, and not a user's."""
+    """Whether a variable creator belongs to the scope of a strategy, including the default one, and not to the user."""
     if isinstance(getattr(creator, "__self__", None), EagerScope):
         return True
     return getattr(creator, "__module__", "") == _distribute_lib.__name__
 
 
 def default_strategy() -> tf.distribute.Strategy:
-    """The strategy of code that has entered no scope."""
+    """The strategy that is current outside all scopes."""
     return _distribute_lib._get_default_strategy()
 
 
 @contextlib.contextmanager
 def merged() -> Iterator[None]:
-    """What runs inside, in cross-replica context, makes no merge calls of its own.
+    """Code inside the block, in cross-replica context, makes no merge calls.
 
-    An optimizer asks the strategy, and makes one unless told that there is no need: it expects replica context.
+    An optimizer expects replica context and makes a merge call, unless the strategy says that none is needed.
     """
     token = _merged.set(True)
     try:
@@ -188,7 +188,7 @@ def merged() -> Iterator[None]:
 
 
 def is_merged() -> bool:
-    """Whether this is inside `merged`."""
+    """Whether the code runs inside `merged`."""
     return _merged.get()
 
 
@@ -202,21 +202,11 @@ def create_variable(
     on_read: type[SyncOnReadVariable],
     kwargs: dict[str, Any],
 ) -> Any:
-    """A distributed variable of what `components(**kwargs)` makes, of one of two classes."""
+    """Makes a distributed variable of one of two classes, from the components that `components(**kwargs)` returns."""
     classes = {_Synchronization.ON_WRITE: mirrored, _Synchronization.ON_READ: on_read}
     return _create_mirrored_variable(strategy, components, classes, {}, **kwargs)
 
 
-def _as_number(kind: type) -> Callable[[Any], Any]:
-    return lambda self: kind(self.numpy())
-
-
-# Plain variables can be turned into Python numbers, and so can these: float(model.optimizer.learning_rate).
-for _kind in (int, float, complex):
-    if not hasattr(DistributedVariable, f"__{_kind.__name__}__"):
-        setattr(DistributedVariable, f"__{_kind.__name__}__", _as_number(_kind))
-
-
 def first_values(structure: Any) -> Any:
-    """The structure with the first value in the place of each distributed value."""
+    """The structure, with each distributed value replaced by its first value."""
     return select_replica(0, structure)

@@ -1,4 +1,4 @@
-"""tf.function, taken apart and put together again. Checked on TensorFlow 2.21.0."""
+"""Takes a `tf.function` apart and puts it together again. Checked on TensorFlow 2.21.0."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# XLA_COMPILE: the attribute that jit_compile=True becomes.
+# XLA_COMPILE: the attribute that stands for jit_compile=True.
 from tensorflow.python.eager.polymorphic_function.attributes import XLA_COMPILE as _XLA_COMPILE
 
-# The class of what tf.function returns; tf.types.experimental.PolymorphicFunction is its public base, which
-# says nothing of python_function and options.
+# The class of a tf.function. Its public base class, tf.types.experimental.PolymorphicFunction, has neither
+# python_function nor the options.
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 
-# _create_concrete_function: where a tf.function is traced; `tracing_options` there has its attributes.
+# _create_concrete_function: traces a tf.function; its `tracing_options` has the function's attributes.
 from tensorflow.python.eager.polymorphic_function.tracing_compilation import (
     _create_concrete_function as _trace_function,
 )
 
 
 def is_tf_function(fn: Any) -> bool:
-    """Whether `fn` is a tf.function."""
+    """Whether `fn` is a `tf.function`."""
     return isinstance(fn, Function)
 
 
 def clone(fn: Any, python_function: Callable) -> Any:
-    """A tf.function with the options of `fn` around another Python function."""
+    """A `tf.function` around another Python function, with the options of `fn`."""
     return fn._clone(python_function=python_function)
 
 
@@ -35,15 +35,15 @@ def is_compiled(fn: Any) -> bool:
 
 
 def options(fn: Any) -> tuple[bool, bool, Any]:
-    """Of a tf.function: whether AutoGraph converts it, whether it is to be traced seldom, its input signature."""
+    """The options of a `tf.function`: `autograph`, `reduce_retracing`, and its input signature."""
     return bool(fn._autograph), bool(fn._reduce_retracing), fn.input_signature
 
 
 def leave_uncompiled() -> None:
-    """Takes `jit_compile=True` off the tf.functions that are being traced around here.
+    """Removes `jit_compile=True` from the tf.functions that are being traced around this call.
 
-    For an op that compiles its own program, and runs it from the host. TensorFlow asks for the attribute after it
-    has traced the function, and it is on this thread's stack and nowhere else.
+    An op that compiles its own program and launches it from the host calls this. TensorFlow reads the attribute after
+    tracing the function. Until then the attribute exists only on this thread's stack.
     """
     frame = sys._getframe(1)
     while frame is not None:

@@ -1,4 +1,4 @@
-"""The gradient of values in a graph, when nobody has to look for variables. Checked on TensorFlow 2.21.0."""
+"""The gradient of values in a graph, without a search for variables. Checked on TensorFlow 2.21.0."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from typing import Any
 
 import tensorflow as tf
 
-# record_operation: tells tapes what the gradient of some tensors with respect to others is.
+# record_operation: tells tapes the gradient of some tensors with respect to others.
 from tensorflow.python.eager import record as _record
 
 
 def with_gradient(
     results: Sequence[tf.Tensor], inputs: Sequence[tf.Tensor], registered: str, gradient: Callable[..., Sequence[Any]]
 ) -> list[tf.Tensor]:
-    """Results of a graph, as tensors whose gradient with respect to `inputs` is known to tapes and to `tf.gradients`.
+    """Returns tensors equal to `results` whose gradient with respect to `inputs` tapes and `tf.gradients` know.
 
-    As `tf.custom_gradient`, which first walks through all that the results are made of, in search of variables. A sum
-    over replicas is made of all that these have done: of ResNet-50, with four, that walk took 10 s.
+    Unlike `tf.custom_gradient`, this function does not search all ops behind the results for variables. All that the
+    replicas have computed is behind a sum over replicas: for ResNet-50 with four replicas, that search took 10 s.
 
     Args:
-        results: of any ops.
-        inputs: which the gradient is with respect to.
-        registered: the name of the gradient, as of `tf.RegisterGradient`, for `tf.gradients`: for an op whose results
-            are `results`, and then `inputs`.
-        gradient: the same, for tapes: given the upstream gradient of each result, returns that of each input.
+        results: tensors of any ops.
+        inputs: the tensors to differentiate with respect to.
+        registered: the name under which `tf.RegisterGradient` registered the gradient, for `tf.gradients`: the gradient
+            of an op whose results are `results`, followed by `inputs`.
+        gradient: the same gradient for tapes: takes the upstream gradient of each result, and returns the gradient of
+            each input.
     """
     originals = [*results, *inputs]
     with tf.compat.v1.get_default_graph().gradient_override_map({"IdentityN": registered}):

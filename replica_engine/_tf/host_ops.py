@@ -1,4 +1,4 @@
-"""Ops that XLA cannot compile: which they are, how to copy the others, and how to run one by itself on the host.
+"""Ops that XLA cannot compile: finds them, copies the other ops, and runs a single op on the host.
 
 Checked on TensorFlow 2.21.0.
 """
@@ -12,19 +12,19 @@ from typing import Any
 
 import tensorflow as tf
 
-# quick_execute: runs an op by the name of its type, with attributes as the op has them.
+# quick_execute: runs an op by its type name and attributes.
 from tensorflow.python.eager import execute as _execute
 
-# get_registered_kernels_for_op: for which devices, and which dtypes, an op has kernels.
+# get_registered_kernels_for_op: the devices and dtypes for which an op has kernels.
 from tensorflow.python.framework import kernels as _kernels
 
-# _py_funcs: the Python functions of tf.py_function and tf.numpy_function, by the token that their op has.
-# tape_cache: what the gradient of a tf.py_function is computed from, by the same token.
+# _py_funcs: the Python functions of tf.py_function and tf.numpy_function, by the token of their op.
+# tape_cache: the data from which the gradient of a tf.py_function is computed, by the same token.
 from tensorflow.python.ops import script_ops as _script_ops
 
 from replica_engine._tf import variables, xla_ops
 
-_XLA_DEVICE = "XLA_CPU_JIT"  # bodies are lowered for this one, whatever platform the program then runs on
+_XLA_DEVICE = "XLA_CPU_JIT"  # bodies are lowered for this device, for every platform
 _PYTHON_OPS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 _FUNCTION_ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "If": ("then_branch", "else_branch"),
@@ -41,7 +41,7 @@ _FUNCTION_ATTRIBUTES: dict[str, tuple[str, ...]] = {
 def functions_of(op: tf.Operation) -> list[Any]:
     """The graphs of the functions that a branch, loop or call runs; an empty list for any other op.
 
-    Those of a branch are in the order of the branches; those of a loop are its condition and its body.
+    For a branch they are in the order of the branches; for a loop they are its condition and its body.
     """
     names: list[str] = []
     for attribute in _FUNCTION_ATTRIBUTES.get(op.type, ()):
@@ -57,9 +57,9 @@ def runs_functions(op: tf.Operation) -> bool:
 
 
 def needed_ops(graph: Any) -> list[tf.Operation]:
-    """The ops that the results and effects of a function graph need, each after all that it depends on.
+    """The ops that the results and effects of a function graph need, each after all ops that it depends on.
 
-    Otherwise they are in the order in which they were made, which is that of the program.
+    Apart from that, the ops are in the order in which they were made, which is the order of the program.
     """
     ops = xla_ops.needed(graph)
     order = {op.name: index for index, op in enumerate(graph.get_operations())}
@@ -84,7 +84,7 @@ def needed_ops(graph: Any) -> list[tf.Operation]:
 
 
 def compiles(op: tf.Operation) -> bool:
-    """Whether XLA has a kernel for an op with its dtypes. It says nothing about shapes."""
+    """Whether XLA has a kernel for an op with its dtypes. The kernel may still refuse the shapes."""
     return any(
         all(_attribute_dtypes(op, name) <= allowed for name, allowed in kernel) for kernel in _xla_kernels(op.type)
     )
@@ -102,7 +102,7 @@ def _attribute_dtypes(op: tf.Operation, name: str) -> frozenset[int]:
 
 @functools.cache
 def _xla_kernels(kind: str) -> tuple[tuple[tuple[str, frozenset[int]], ...], ...]:
-    """For each XLA kernel of a type of op: the dtypes that its attributes may have."""
+    """For each XLA kernel of an op type, the dtypes that its attributes may have."""
     _register_xla_kernels()
     return tuple(
         tuple((each.name, frozenset(each.allowed_values.list.type)) for each in kernel.constraint)
@@ -113,20 +113,20 @@ def _xla_kernels(kind: str) -> tuple[tuple[tuple[str, frozenset[int]], ...], ...
 
 @functools.cache
 def _register_xla_kernels() -> None:
-    """TensorFlow registers them when it compiles for the first time."""
+    """Makes TensorFlow register its XLA kernels, which it does at its first compilation."""
     with tf.init_scope():
         graph = xla_ops.trace("registers_xla_kernels", lambda: [tf.constant(0)], [])
         xla_ops.stablehlo(xla_ops.register("registers_xla_kernels", graph), [], [])
 
 
 def copy_op(op: tf.Operation, inputs: Sequence[tf.Tensor], control_inputs: Sequence[tf.Operation]) -> tf.Operation:
-    """The same op with other inputs, in the graph under construction, under the same name if that is free."""
+    """Copies an op with other inputs into the current graph, under the same name if that name is free."""
     graph = variables.graph()
     for attribute in _FUNCTION_ATTRIBUTES.get(op.type, ()):
         value = op.get_attr(attribute)
         for each in value if isinstance(value, list) else [value]:
             graph._add_function_recursive(op.graph._get_function(each.name))
-    # Ops of the original graph are no neighbours of this one.
+    # Colocation ("_class") refers to ops of the original graph, which do not exist in this one.
     attributes = {name: value for name, value in op.node_def.attr.items() if name != "_class"}
     with tf.control_dependencies(list(control_inputs)), tf.name_scope(""):
         copied = graph._create_op_internal(
@@ -144,7 +144,7 @@ def copy_op(op: tf.Operation, inputs: Sequence[tf.Tensor], control_inputs: Seque
 
 
 def keep_shape(old: tf.Tensor, new: tf.Tensor) -> None:
-    """What is known about a tensor's shape, or about the variable or list behind it, is known about its copy."""
+    """Copies what is known of a tensor's shape, or of the variable or list behind it, to the tensor's copy."""
     if old.dtype in (tf.resource, tf.variant):
         data = getattr(old, "_handle_data", None)
         if data is not None and data.is_set and getattr(new, "_handle_data", None) is None:
@@ -154,7 +154,7 @@ def keep_shape(old: tf.Tensor, new: tf.Tensor) -> None:
 
 
 def runner(op: tf.Operation) -> Callable[[list[Any]], list[Any]]:
-    """A function that does in eager mode, on the host, what an op of a graph does: of its inputs its outputs."""
+    """Makes a function that runs the op eagerly on the host: it takes the inputs and returns the outputs."""
     attributes: list[Any] = []
     for name in op.node_def.attr:
         if not name.startswith("_"):
@@ -169,12 +169,12 @@ def runner(op: tf.Operation) -> Callable[[list[Any]], list[Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """The value of an attribute as eager ops take it."""
+    """The value of an attribute in the form that eager ops take."""
     if isinstance(value, tf.DType):
         return value.as_datatype_enum
     if isinstance(value, list):
         return [_plain(each) for each in value]
-    if hasattr(value, "unknown_rank"):  # a shape, as a message
+    if hasattr(value, "unknown_rank"):  # a shape, as a protocol buffer message
         return None if value.unknown_rank else [size.size for size in value.dim]
     return value
 
@@ -183,9 +183,9 @@ class PythonFunction:
     """The Python function of a `tf.py_function` or a `tf.numpy_function`.
 
     Attributes:
-        is_eager: whether it takes tensors, or arrays.
-        token: what TensorFlow knows it by.
-        gradient_of: the token of the function that it is the gradient of; None if it is none.
+        is_eager: whether the function takes tensors; otherwise it takes arrays.
+        token: the key of the function in TensorFlow.
+        gradient_of: the token of the function whose gradient this is; None if this is not a gradient.
     """
 
     def __init__(self, op: tf.Operation):
@@ -199,14 +199,14 @@ class PythonFunction:
 
     @property
     def is_differentiated(self) -> bool:
-        """Whether a call has to be remembered for its gradient."""
+        """Whether a call must be remembered for its gradient."""
         return bool(getattr(self._function, "_support_graph_mode_gradient", False))
 
     def __call__(self, inputs: list[tf.Tensor], replica: int = 0) -> tuple[list[tf.Tensor], Any]:
-        """Calls it as its op would, except that an exception keeps its type.
+        """Calls the function as its op would, except that an exception keeps its type.
 
         Returns:
-            Its results, and what `differentiate` needs if `is_differentiated`.
+            The results, and the data that `differentiate` needs if `is_differentiated`.
         """
         if self._function is None:
             raise RuntimeError(f"The function of a tf.py_function is gone: {self.token}.")
@@ -217,7 +217,7 @@ class PythonFunction:
         return self._results(value), _script_ops.tape_cache.pop(token.encode(), None)
 
     def _results(self, value: Any) -> list[tf.Tensor]:
-        if not self._dtypes:  # what a function returns that declares nothing is of no use to anybody
+        if not self._dtypes:  # without declared results, the returned value is ignored
             return []
         values = list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
         if len(values) != len(self._dtypes):
@@ -227,7 +227,7 @@ class PythonFunction:
 
     @staticmethod
     def differentiate(taped: Any, upstream: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The gradients with respect to the inputs of a call, of those with respect to its results."""
+        """The gradients with respect to the inputs of a call, from the gradients with respect to its results."""
         tape, inputs, outputs = taped
         found = tape.gradient(outputs, inputs, output_gradients=upstream)
         return [tf.zeros_like(each) if one is None else one for each, one in zip(inputs, found, strict=True)]
@@ -239,7 +239,7 @@ class PythonFunction:
 
 
 def _result(value: Any, dtype: tf.DType) -> tf.Tensor:
-    """A result of a Python function, which must be of the dtype that was declared."""
+    """Converts a result of a Python function to a tensor; it must have the declared dtype."""
     tensor = tf.convert_to_tensor(value)
     if tensor.dtype != dtype:
         raise tf.errors.InvalidArgumentError(
@@ -259,13 +259,13 @@ def _closed_over(fn: Any, name: str) -> str | None:
 
 
 def constant_of(op: tf.Operation) -> tf.Tensor:
-    """The eager tensor that a Const op makes."""
+    """The eager tensor with the value of a Const op."""
     with tf.init_scope(), tf.device("CPU:0"):
         return tf.constant(tf.make_ndarray(op.get_attr("value")), op.outputs[0].dtype)
 
 
 def only_computes(op: tf.Operation) -> bool:
-    """Whether an op can be run for trial: it has no effects, and is no Python function. Reading a table is none."""
+    """Whether an op can be run as a trial: no effects, no Python function. Reading a table has no effect."""
     if PythonFunction.is_of(op):
         return False
     return not op.op_def.is_stateful or op.type in ("LookupTableFindV2", "LookupTableSizeV2")

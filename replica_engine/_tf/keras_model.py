@@ -1,6 +1,6 @@
-"""Parts of Keras that have no public name: the variables under its variables, and what a model counts with.
+"""Parts of Keras models that have no public name: the variables under Keras variables, losses, metrics, optimizers.
 
-Checked on Keras 3.15.1. Keras is imported here, so this module is for those who have a Keras model in hand.
+Checked on Keras 3.15.1. This module imports Keras, so only code that already has a Keras model should import it.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any
 
 import keras
 
-# The trainer of models under TensorFlow: the methods that are one step are its own, or a model's.
+# The trainer of models under TensorFlow; it has Keras' own step methods, which a model may override.
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer as _Trainer
 
-# loss: the module whose functions reduce losses, and scale them for strategies.
+# loss: the module whose functions reduce losses and scale them for strategies.
 from keras.src.losses import loss as _loss
 
-# reduction_metrics: the module whose function makes one value a sample of what a Mean is given.
+# reduction_metrics: the module whose function reduces the values of a Mean to one per sample.
 from keras.src.metrics import reduction_metrics as _metrics
 
-# Functional: the class of models that are made of inputs and outputs.
+# Functional: the class of models that are built from inputs and outputs.
 from keras.src.models.functional import Functional as _Functional
 
-# Tracker: what keeps count of the variables that are among an object's attributes.
+# Tracker: records the variables among an object's attributes.
 from keras.src.utils.tracking import Tracker as _Tracker
 
-# ListWrapper: what TensorFlow makes of a list that is an attribute; the list itself is among its own attributes.
+# ListWrapper: TensorFlow's wrapper of a list that is an attribute; the list itself is an attribute of the wrapper.
 from tensorflow.python.trackable.data_structures import ListWrapper as _ListWrapper
 
 REDUCE = "reduce_weighted_values"
@@ -41,7 +41,7 @@ _CORRELATIONS = (keras.metrics.PearsonCorrelation, keras.metrics.ConcordanceCorr
 _FUNCTIONS = ("train", "test", "predict")
 
 Reduce = Callable[..., Any]
-"""As `reduce_weighted_values`, after the function it stands in for."""
+"""The signature of a replacement of `reduce_weighted_values`: the original function, then its arguments."""
 
 
 def underlying(variable: keras.Variable) -> Any:
@@ -50,7 +50,7 @@ def underlying(variable: keras.Variable) -> Any:
 
 
 def underlying_or_itself(variable: Any) -> Any:
-    """The TensorFlow variable of what may be a Keras variable."""
+    """The TensorFlow variable under a Keras variable; any other variable itself."""
     return underlying(variable) if isinstance(variable, keras.Variable) else variable
 
 
@@ -60,7 +60,7 @@ def put_underneath(variable: keras.Variable, value: Any) -> None:
 
 
 def contain(component: Any, container: Any | None) -> None:
-    """Makes a plain variable a component of a distributed one, as TensorFlow marks it; None: of none."""
+    """Marks a plain variable as a component of a distributed one, as TensorFlow does; None removes the mark."""
     for holder in (component, component._handle):
         if container is None:
             vars(holder).pop("_distributed_container", None)
@@ -69,26 +69,26 @@ def contain(component: Any, container: Any | None) -> None:
 
 
 def keeps_track(value: Any) -> bool:
-    """Whether its attributes are an account of what other objects hold: a tracker, or a list that is tracked."""
+    """Whether a value only records what other objects hold: a tracker, or a tracked list."""
     return isinstance(value, (_Tracker, _ListWrapper))
 
 
 def plain_container(value: Any) -> Any:
-    """The list or dictionary in what TensorFlow makes of one that is an attribute; anything else as it is."""
+    """The list or dictionary inside the wrapper that TensorFlow puts around an attribute; any other value itself."""
     if isinstance(value, _ListWrapper):
         return value._storage
     return getattr(value, "__wrapped__", value) if isinstance(value, dict) else value
 
 
 def compiled_parts(model: keras.Model) -> list[Any]:
-    """What `compile` made for a model, besides optimizers: losses, metrics, and those inside them."""
+    """The losses and metrics that `compile` made for a model, including nested ones, but not optimizers."""
     parts = [getattr(model, name, None) for name in ("_compile_loss", "_compile_metrics", "_loss_tracker")]
     found = [*(part for part in parts if part is not None), *metrics_of(model), *output_losses(model)]
     return list({id(each): each for each in found}.values())
 
 
 def flat_losses(model: keras.Model) -> list[tuple[str, Any, tuple]]:
-    """The losses that `compile` was given, once they are built: name, loss, and path in the structure of outputs."""
+    """The losses of `compile`, once built: for each its name, the loss, and its path in the structure of outputs."""
     flat = getattr(getattr(model, "_compile_loss", None), "_flat_losses", None) or ()
     return [(_loss_name(each), each.loss, tuple(each.path)) for each in flat if each.loss is not None]
 
@@ -99,17 +99,17 @@ def _loss_name(flat: Any) -> str:
 
 
 def index_of(optimizer: keras.optimizers.Optimizer, variable: Any) -> int:
-    """Which of the variables that an optimizer was built for this is."""
+    """The index of a variable among those that an optimizer was built for."""
     return optimizer._get_variable_index(variable)
 
 
 def is_seed(variable: keras.Variable) -> bool:
-    """Whether it is the state of a seed generator."""
+    """Whether the variable is the state of a seed generator."""
     return variable.name == "seed_generator_state"
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """All optimizers that a model and its layers have among their attributes, in lists and dictionaries too."""
+    """All optimizers among the attributes of a model and its layers, also in lists and dictionaries."""
     found = [getattr(model, "optimizer", None)]
     for layer in layers_of(model):
         found += _leaves(vars(layer).values(), 3)
@@ -126,20 +126,20 @@ def _leaves(values: Iterable[Any], depth: int) -> Iterator[Any]:
 
 
 def layers_of(model: keras.Model, include_self: bool = True) -> list[keras.layers.Layer]:
-    """All layers of a model, those inside others too, the model itself first."""
+    """All layers of a model, also nested ones; the model itself comes first."""
     return list(model._flatten_layers(include_self=include_self))
 
 
 def strategy_of(model: keras.Model) -> Any:
-    """The strategy that a model was built under; None if there was none."""
+    """The strategy under which a model was built; None if it was built under none."""
     return model._distribute_strategy
 
 
 def unbuilt_layers(model: keras.Model) -> list[str]:
-    """The names of layers that have no variables yet, the model's own first."""
+    """The names of the layers that have no variables yet; the model's own name comes first."""
     layers = layers_of(model)
     if model.built and isinstance(model, (keras.Sequential, _Functional)):
-        return []  # it has been called: what is not built in it, as in tables of words, needs no building
+        return []  # it has been called: an unbuilt part, such as a table of words, needs no build
     return [layer.name for layer in layers if not layer.built]
 
 
@@ -149,23 +149,23 @@ def trained_by(optimizer: keras.optimizers.Optimizer) -> list[Any]:
 
 
 def strategy_of_optimizer(optimizer: keras.optimizers.Optimizer) -> Any:
-    """The strategy that an optimizer was made under, through which it updates variables."""
+    """The strategy under which an optimizer was made and through which it updates variables."""
     return optimizer._distribution_strategy
 
 
 def set_strategy_of_optimizer(optimizer: keras.optimizers.Optimizer, strategy: Any) -> None:
-    """Has an optimizer update variables through a strategy."""
+    """Makes an optimizer update variables through a strategy."""
     optimizer._distribution_strategy = strategy
 
 
 def with_inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
-    """An optimizer and those that it wraps."""
+    """An optimizer and all optimizers that it wraps."""
     inner = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
     return [optimizer, *(deeper for each in inner if each is not None for deeper in with_inner_optimizers(each))]
 
 
 def apply_across(optimizer: keras.optimizers.Optimizer, apply: Callable[..., Any], grads: Any, variables: Any) -> None:
-    """`apply`, the optimizer's own, in cross-replica context, where one that scales losses refuses to."""
+    """Calls the optimizer's own `apply` in cross-replica context, where LossScaleOptimizer's would raise."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer._common_apply(grads, variables)
     else:
@@ -173,7 +173,7 @@ def apply_across(optimizer: keras.optimizers.Optimizer, apply: Callable[..., Any
 
 
 def touches_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether an optimizer does more with a gradient than to hand it to each variable's update."""
+    """Whether an optimizer processes gradients before it passes each one to the variable's update."""
     return (
         isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         or optimizer.gradient_accumulation_steps is not None
@@ -183,7 +183,7 @@ def touches_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def variables_of(model: keras.Model) -> Iterator[keras.Variable]:
-    """All variables of a model: weights, seeds, metrics, and those of its optimizers."""
+    """All variables of a model: weights, seeds, metric variables, and the variables of its optimizers."""
     seen: set[int] = set()
     groups = [model.variables, model.metrics_variables, *(each.variables for each in optimizers_of(model))]
     for group in groups:
@@ -194,45 +194,45 @@ def variables_of(model: keras.Model) -> Iterator[keras.Variable]:
 
 
 def output_losses(model: keras.Model) -> list[keras.metrics.Metric]:
-    """The metrics that keep the loss of each output, where there are several."""
+    """The metrics that keep the loss of each output if there are several outputs."""
     compiled = getattr(model, "_compile_loss", None)
     return [] if compiled is None else list(compiled.metrics)
 
 
 def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
-    """The metrics of a model, and those inside the one that `compile` makes of several."""
+    """The metrics of a model, including those inside the one that `compile` makes of several."""
     nested = [inner for metric in model.metrics for inner in (metric, *getattr(metric, "metrics", metric._metrics))]
     return list({id(metric): metric for metric in nested}.values())
 
 
 def is_built(model: keras.Model) -> bool:
-    """Whether all variables that a training step needs are there."""
+    """Whether all variables that a training step needs exist."""
     parts = [getattr(model, "_compile_metrics", None), getattr(model, "_compile_loss", None)]
-    if has_keras_step(model, "train_step"):  # others build the optimizers that they use
+    if has_keras_step(model, "train_step"):  # other steps build the optimizers that they use
         parts.append(model.optimizer)
     return all(part is None or part.built for part in parts)
 
 
 def build(model: keras.Model, batch: Any) -> None:
-    """Makes the variables of a model's loss, metrics and optimizer, by the shapes of a batch."""
+    """Makes the variables of a model's loss, metrics and optimizer, from the shapes of a batch."""
     model._symbolic_build(data_batch=batch)
 
 
 def state_of(model: keras.Model) -> Any:
-    """Equal as long as the steps of a model would be traced to the same graphs; by what `compile` and layers set."""
+    """A value that changes whenever the model's steps may trace to other graphs: what `compile` and layers set."""
     parts = [getattr(model, name, None) for name in ("optimizer", "_compile_loss", "_compile_metrics", "_loss_tracker")]
     layers = [(layer, layer.trainable) for layer in layers_of(model)]
     return [*parts, bool(model.run_eagerly), layers]
 
 
 def counts(model: keras.Model) -> list[tuple[keras.optimizers.Optimizer, int]]:
-    """How many variables each optimizer has that is an attribute of a model itself; quick, for each step."""
+    """The number of variables of each optimizer that is an attribute of the model itself; fast enough for each step."""
     found = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]
     return [(optimizer, len(optimizer.variables)) for optimizer in found]
 
 
 def unknown_to(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> list[keras.Variable]:
-    """Of some variables those that an optimizer that is built was not built for."""
+    """The variables among `variables` for which a built optimizer has no state."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if not inner.built:
         return []
@@ -240,11 +240,12 @@ def unknown_to(optimizer: keras.optimizers.Optimizer, variables: list[keras.Vari
 
 
 def exchange_functions(model: keras.Model, others: Any) -> Any:
-    """Puts other functions in the place of those that Keras traced for a model, and returns those.
+    """Replaces the functions that Keras traced for a model; returns the functions that were replaced.
 
     Args:
         model: the model.
-        others: what this returned before; where `compile` was called since, or where it is None, there are none.
+        others: an earlier return value of this function. If it is None, or if `compile` was called since, the model
+            gets no functions.
     """
     names = [f"{name}_function" for name in _FUNCTIONS]
     compiled = [vars(model).get(name) for name in ("optimizer", "_loss_tracker")]
@@ -255,23 +256,23 @@ def exchange_functions(model: keras.Model, others: Any) -> Any:
 
 
 def own_functions(model: keras.Model) -> list[str]:
-    """Which of the methods that make Keras' functions are the model's own."""
+    """The names of the methods for making Keras' functions that the model overrides."""
     names = [f"make_{name}_function" for name in _FUNCTIONS]
     return [name for name in names if getattr(type(model), name) is not getattr(_Trainer, name)]
 
 
 def has_keras_step(model: keras.Model, name: str) -> bool:
-    """Whether `train_step`, say, is Keras' own, and not the model's."""
+    """Whether a step such as `train_step` is Keras' own and not overridden by the model."""
     return getattr(type(model), name) is getattr(_Trainer, name)
 
 
 def masked(sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
-    """The sample weights with the mask in them, as Keras' losses use them."""
+    """The sample weights combined with the mask, as Keras' losses use them."""
     return getattr(_loss, MASKED)(sample_weight, mask, dtype=dtype, reduction=reduction)
 
 
 def mixes_samples(model: keras.Model) -> bool:
-    """Whether a loss or metric of the model is of the batch as a whole, and no mean over its samples."""
+    """Whether a loss or metric of the model depends on the batch as a whole and is not a mean over samples."""
     compiled = getattr(model, "_compile_loss", None)
     losses = [each.loss for each in getattr(compiled, "_flat_losses", None) or ()]
     return any(_is_of_batches(loss) for loss in losses) or any(
@@ -291,14 +292,14 @@ def _axes(metric: keras.metrics.Metric) -> tuple:
 
 
 class Extension:
-    """What Keras' losses and metrics do with a batch, replaced where a share is being computed.
+    """Replacements of functions of Keras' losses and metrics, active while a shard is being computed.
 
-    The functions are those of Keras' modules, so they are replaced for the process; only while `installed`.
+    The functions belong to Keras' modules, so they are replaced for the whole process, but only while `installed`.
 
     Args:
-        reduce: reduces losses, in the place of Keras' own, which it is given.
-        sample_weight: the weight that a `Mean` is to take, of a value and the weight that it was given.
-        is_ours: whether a share is being computed. There losses are not scaled for a strategy.
+        reduce: reduces losses; its first argument is Keras' own function.
+        sample_weight: returns the weight that a `Mean` uses, from a value and the weight that was passed with it.
+        is_ours: whether a shard is being computed; while it is, losses are not scaled for a strategy.
     """
 
     def __init__(self, reduce: Reduce, sample_weight: Callable[[Any, Any], Any], is_ours: Callable[[], bool]):
@@ -311,7 +312,7 @@ class Extension:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, on any thread, Keras calls the replacements; several may be inside."""
+        """Inside the block, Keras calls the replacements on all threads; several threads may be inside."""
         with self._lock:
             self._users += 1
             if self._users == 1:
@@ -334,7 +335,7 @@ class Extension:
 
     def _uninstall(self) -> None:
         for module, name, original, replacement in self._replaced:
-            if getattr(module, name) is replacement:  # someone who has replaced it since calls it: it does nothing then
+            if getattr(module, name) is replacement:  # otherwise other code has replaced it since
                 setattr(module, name, original)
         self._replaced.clear()
 

@@ -1,7 +1,8 @@
-"""Private attributes of Keras that this library relies on, as a list to walk through; `names` has TensorFlow's.
+"""Private attributes of Keras that this library uses, as a list that a test checks; `names` has TensorFlow's.
 
-Imports of private names stand at the top of `keras_model`. What is below would fail later and elsewhere, so
-`tests/test_rules.py` looks each one up and says which is gone. Checked on Keras 3.15.1.
+An import of a vanished private name at the top of `keras_model` fails at once. A vanished attribute of this list would
+fail later and elsewhere, so `tests/test_rules.py` looks each one up and names those that are gone. Checked on Keras
+3.15.1.
 """
 
 from __future__ import annotations
@@ -36,4 +37,4 @@ PRIVATE = (
     Private(_loss, keras_model.MASKED, "what a masked loss is divided by"),
     *(Private(_loss, name, "replaced: shares are weighed elsewhere") for name in keras_model.SCALES),
 )
-"""Every private attribute of Keras that is used."""
+"""Every private attribute of Keras that this library uses."""

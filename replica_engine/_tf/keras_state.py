@@ -1,6 +1,6 @@
-"""What Keras keeps a copy of for each thread. Checked on Keras 3.15.1.
+"""The state that Keras keeps separately for each thread. Checked on Keras 3.15.1.
 
-Keras is not imported here: where nobody has, there is nothing to take over or to forget.
+This module does not import Keras: in a process without Keras there is no state to inherit or to clear.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 MODULE = "keras.src.backend.common.global_state"
 STATE = "GLOBAL_STATE_TRACKER"  # a threading.local with settings, name counters, scopes, a seed generator
-GLOBAL_SEED, GENERATOR = "global_random_seed", "global_seed_generator"  # keys of it
-SETTINGS = ("dtype_policy",)  # what of it a user sets once and means everywhere
+GLOBAL_SEED, GENERATOR = "global_random_seed", "global_seed_generator"  # keys in that state
+SETTINGS = ("dtype_policy",)  # keys that a user sets once and means for all threads
 
 
 def settings() -> dict[str, Any]:
@@ -22,10 +22,10 @@ def settings() -> dict[str, Any]:
 
 
 class entered:
-    """Gives this thread the settings of another, and afterwards forgets all that Keras gathered on it.
+    """Gives this thread the settings of another thread; on leaving, clears all state of Keras on this thread.
 
-    Among that is the default seed generator. It holds variables of a strategy, which would keep the strategy
-    alive for as long as the thread, and so both for ever.
+    That state includes the default seed generator. It holds variables of a strategy, which would keep the strategy
+    alive as long as the thread, and the strategy keeps the thread alive: neither would ever end.
     """
 
     __slots__ = ("_settings",)
@@ -42,10 +42,10 @@ class entered:
 
 
 class seeded:
-    """Inside, Keras' random numbers of this thread begin at a seed; afterwards its state is that of before.
+    """Inside the block, Keras' random numbers on this thread start from a seed; on leaving, the old state returns.
 
     Args:
-        seed: the seed, as `keras.utils.set_random_seed` takes it.
+        seed: the seed, as for `keras.utils.set_random_seed`.
     """
 
     __slots__ = ("_before", "_seed")
@@ -54,11 +54,11 @@ class seeded:
         self._seed = seed
 
     def __enter__(self) -> None:
-        # Name counters are in dictionaries, which are copied, too.
+        # The name counters are dictionaries inside the state, so those are copied too.
         state = _state()
         self._before = {name: copy.copy(each) if isinstance(each, dict) else each for name, each in state.items()}
         state[GLOBAL_SEED] = self._seed
-        state.pop(GENERATOR, None)  # made again of the seed
+        state.pop(GENERATOR, None)  # Keras makes a new one from the seed
 
     def __exit__(self, *_: object) -> None:
         _state().clear()

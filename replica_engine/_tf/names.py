@@ -1,8 +1,8 @@
-"""Private attributes and hooks of TensorFlow that this library relies on, as a list to walk through.
+"""Private attributes and hooks of TensorFlow that this library uses, as a list that a test checks.
 
-Imports of private names stand at the top of the modules beside this one, where a vanished one fails at
-once. What is below would fail later and elsewhere, so `tests/test_rules.py` looks each one up and says
-which is gone. Checked on TensorFlow 2.21.0.
+An import of a vanished private name at the top of the other modules fails at once. A vanished attribute of this list
+would fail later and elsewhere, so `tests/test_rules.py` looks each one up and names those that are gone. Checked on
+TensorFlow 2.21.0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tensorflow.python.util import tf_stack
 
 
 class Private(NamedTuple):
-    """One private attribute: where it is, its name, and what it is needed for."""
+    """One private attribute: the object that has it, its name, and what this library needs it for."""
 
     owner: Any
     name: str
@@ -95,4 +95,4 @@ PRIVATE = (
     Private(Function(lambda: None, "names"), "_reduce_retracing", "a tf.function's options"),
     Private(tf.distribute.MirroredStrategy, "_collective_key_base", "collective keys of a strategy's own"),
 )
-"""Every private attribute that is used, and every hook that is overridden."""
+"""Every private attribute that this library uses, and every hook that it overrides."""

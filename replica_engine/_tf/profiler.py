@@ -1,13 +1,13 @@
-"""TensorFlow's profiler: whether it runs, and a span in it. Checked on TensorFlow 2.21.0."""
+"""TensorFlow's profiler: tells whether it runs, and adds spans. Checked on TensorFlow 2.21.0."""
 
 from __future__ import annotations
 
 import tensorflow as tf
 
-# enabled: whether a profile is being taken now. There is no public way to ask, and making a Trace costs more.
+# enabled: whether a profile is being taken. TensorFlow has no public function for this, and making a Trace costs more.
 from tensorflow.python.profiler.trace import enabled as is_running
 
 Trace = tf.profiler.experimental.Trace
-"""A context manager around what the profiler is to show, by a name."""
+"""A context manager that shows the code inside as a span with a name."""
 
 __all__ = ["Trace", "is_running"]

@@ -1,11 +1,11 @@
-"""Scopes of TensorFlow, entered in less time than TensorFlow takes.
+"""Scopes of TensorFlow that are entered in less time than TensorFlow takes.
 
 An eager run enters a strategy's scope and, on each replica's thread, a graph, a device, a name scope and a variable
-scope. TensorFlow's own context managers for these cost more than the run itself. Those here do the same where nothing
-unusual is set, and leave the rest to TensorFlow's own.
+scope. TensorFlow's own context managers for these cost more than the run itself. The context managers here do the same
+if no unusual state is set; otherwise they use TensorFlow's own.
 
-With REPLICA_ENGINE_QUICK_SCOPES=0 in the environment TensorFlow's own are used everywhere, to find out whether a fault
-is here. The contract suite passes both ways.
+The environment variable REPLICA_ENGINE_QUICK_SCOPES=0 switches to TensorFlow's own context managers everywhere, to find
+out whether a fault is in this module. The contract suite passes both ways.
 
 Checked on TensorFlow 2.21.0.
 """
@@ -22,18 +22,18 @@ import tensorflow as tf
 # TFE_ContextSetThreadLocalDevicePlacementPolicy: see `thread_state`.
 from tensorflow.python import pywrap_tfe as _pywrap_tfe
 
-# _get_per_thread_mode, _get_default_replica_mode: which strategy's scope is entered. StrategyBase, StrategyExtendedV2:
-# whose scopes are known. _CrossReplicaThreadMode: what they enter.
+# _get_per_thread_mode, _get_default_replica_mode: the strategy's scope that is entered. StrategyBase,
+# StrategyExtendedV2: the classes whose scopes are known here. _CrossReplicaThreadMode: the mode that a scope enters.
 from tensorflow.python.distribute import distribute_lib as _distribute_lib
 
-# context: its handle. executing_eagerly: as tf.executing_eagerly.
+# context: has the handle of the eager context. executing_eagerly: tf.executing_eagerly.
 from tensorflow.python.eager import context as _context
 
-# get_default_graph: it has the thread's variable creators and strategies. _default_graph_stack: which graph is the
-# default, on this thread.
+# get_default_graph: the graph with the thread's variable creators and modes. _default_graph_stack: this thread's stack
+# of default graphs.
 from tensorflow.python.framework import ops as _ops
 
-# VariableScope: copied without a check of its arguments.
+# VariableScope: copied here without a check of its arguments.
 from tensorflow.python.ops import variable_scope as _variable_scope
 
 from replica_engine._tf.thread_state import (
@@ -49,7 +49,7 @@ ENABLED = os.environ.get("REPLICA_ENGINE_QUICK_SCOPES", "1") != "0"
 
 
 def in_scope(strategy: tf.distribute.Strategy) -> contextlib.AbstractContextManager[Any]:
-    """`strategy.scope()`, or nothing if it is entered: it takes some time to find that out."""
+    """Enters `strategy.scope()`; skips it if the scope is entered already, and takes a faster one in eager mode."""
     if not ENABLED:
         return strategy.scope()
     mode = _distribute_lib._get_per_thread_mode()
@@ -72,14 +72,14 @@ def in_scope(strategy: tf.distribute.Strategy) -> contextlib.AbstractContextMana
 
 
 def _without_partitioner(getter: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around `tf.compat.v1.get_variable`: distributed variables are whole."""
+    """A getter for `tf.compat.v1.get_variable` that drops the partitioner, because distributed variables are whole."""
     return getter(*args, **kwargs | {"partitioner": None})
 
 
 class EagerScope:
-    """What `strategy.scope()` enters in eager mode; its variable creator is made when a variable is.
+    """The equivalent of `strategy.scope()` in eager mode; it makes the variable creator only when a variable is made.
 
-    A run enters a scope, and scarcely one makes variables.
+    Every run enters a scope, and most runs make no variable.
     """
 
     __slots__ = ("_before", "_graph", "_strategy", "_variable_scope")
@@ -101,7 +101,7 @@ class EagerScope:
         self._variable_scope.__exit__()
 
     def _create(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        """The variable creator, on whichever thread: as the one of the scope, which is made now."""
+        """The variable creator, for any thread: makes the creator of the strategy's scope now, and calls it."""
         strategy = self._strategy
         graph = _ops.get_default_graph()
         with strategy.extended._scope(strategy)._var_creator_scope:
@@ -110,12 +110,12 @@ class EagerScope:
 
 
 class nameless_scope:
-    """What `enter_variable_scope` enters in eager mode where neither scope has a name, in a fifth of the time.
+    """Equivalent to `enter_variable_scope` in eager mode if neither scope has a name, in a fifth of the time.
 
     Args:
-        store: of the default graph.
-        scope: to enter a copy of, so that changes are of this thread.
-        getter: what goes around `get_variable`, if anything does.
+        store: the variable scope store of the default graph.
+        scope: the scope; a copy of it is entered, so that changes affect only this thread.
+        getter: a function to put around `get_variable`, or None.
     """
 
     __slots__ = ("_before", "_getter", "_scope", "_store")
@@ -137,7 +137,7 @@ class nameless_scope:
 
 
 class default_on_thread:
-    """`graph.as_default()` on a thread that is in eager mode and stays in it."""
+    """`graph.as_default()` for a thread that is in eager mode and stays in it."""
 
     __slots__ = ("_graph",)
 
@@ -150,13 +150,13 @@ class default_on_thread:
     def __exit__(self, *_: object) -> None:
         stack = _ops._default_graph_stack.stack
         while stack and stack.pop() is not self._graph:
-            pass  # a body has entered that and not left it
+            pass  # a body entered that graph and did not leave it
 
 
 def stay_eager(policy: int, device: str, name_scope: str) -> None:
-    """Sets, on a thread that is in eager mode and ours, its device policy, device and name scope.
+    """Sets the device policy, device and name scope of this library's thread, which is in eager mode.
 
-    Context managers that nobody leaves would not do: what garbage collection finds of them it leaves, on any thread.
+    A context manager that stays entered would not work: garbage collection would leave it, on any thread.
     """
     _pywrap_tfe.TFE_ContextSetThreadLocalDevicePlacementPolicy(_context.context()._handle, policy)
     tf.device(device).__enter__()
@@ -164,11 +164,11 @@ def stay_eager(policy: int, device: str, name_scope: str) -> None:
 
 
 def leave_eager() -> None:
-    """Undoes `stay_eager`, but for the policy."""
+    """Undoes `stay_eager`, except for the policy."""
     tf.device(None).__enter__()
     tf.name_scope("").__enter__()
 
 
 def variable_scope(store: Any, scope: Any) -> contextlib.AbstractContextManager[Any]:
-    """Re-enters a variable scope in eager mode, where neither it nor the present one has a name."""
+    """Enters a variable scope again in eager mode; neither this scope nor the current one may have a name."""
     return nameless_scope(store, scope) if ENABLED else enter_variable_scope(scope)

@@ -1,4 +1,4 @@
-"""Random ops on their way into a graph, and the global seed. Checked on TensorFlow 2.21.0."""
+"""Replaces random ops while they are added to a graph, and sets the global seed. Checked on TensorFlow 2.21.0."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any
 
 import tensorflow as tf
 
-# global_seed, _rng: what tf.random.set_seed set. It makes a new generator each time, also for the same seed.
-# _seed: the seed itself, to put back what was there without clearing TensorFlow's caches of kernels.
+# global_seed, _rng: the values that tf.random.set_seed set. It makes a new generator each time, even for an equal seed.
+# _seed: the seed itself, to restore it without clearing TensorFlow's caches of kernels.
 from tensorflow.python.eager import context as _context
 
-# add_op_callback: sees each op as it is made and may give another result in its place.
+# add_op_callback: calls a function for each new op; the function may return other results to use instead.
 from tensorflow.python.framework import op_callbacks as _op_callbacks
 
 Replace = Callable[[str, Sequence[Any], Callable[[str], Any]], tf.Tensor | None]
-"""Of an op's type, inputs and attributes (by name): what to take for its result, or None to leave it."""
+"""Takes a random op's type, its inputs and a getter of its attributes; returns a replacement of its result, or None."""
 
 _ASIDE = "_replica_engine_set_aside"
 _ORIGINALS = "_replica_engine_originals"
 
 
 def set_aside(graph: Any) -> frozenset[str]:
-    """Names of the ops of a graph that were replaced, and should not run."""
+    """The names of the ops of a graph that were replaced and must not run."""
     return frozenset(getattr(graph, _ASIDE, ()))
 
 
 def original(tensor: tf.Tensor) -> tf.Tensor | None:
-    """What the random op returned that the user wrote, of the tensor that was put in its place; None of any other."""
+    """The result of the user's random op that `tensor` replaced; None if `tensor` replaced nothing."""
     return getattr(tensor.graph, _ORIGINALS, {}).get(tensor.op.name)
 
 
@@ -41,13 +41,13 @@ def _set_aside(graph: Any, op: tf.Operation, result: tf.Tensor) -> None:
 
 
 def seeding() -> tuple[Any, int | None]:
-    """An object that is another one after each tf.random.set_seed, and the seed."""
-    return getattr(_context.context(), "_rng", None), _context.global_seed()  # none before the first tf.random.set_seed
+    """Returns an object that changes with each tf.random.set_seed, and the seed."""
+    return getattr(_context.context(), "_rng", None), _context.global_seed()  # None before the first call
 
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside, TensorFlow's global seed is another one; afterwards seed and generator are those of before."""
+    """Sets TensorFlow's global seed inside the block; on leaving, the old seed and generator return."""
     context = _context.context()
     before = {name: vars(context)[name] for name in ("_seed", "_rng") if name in vars(context)}
     context._seed, context._rng = seed, random.Random(seed)
@@ -61,7 +61,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def intercepted(replace: Replace) -> Iterator[None]:
-    """Shows random ops that are made inside to `replace`."""
+    """Calls `replace` for each random op that is made inside the block."""
 
     def callback(
         op_type: str, inputs: Any, attributes: Any, outputs: Any, op_name: str | None = None, graph: Any = None

@@ -1,7 +1,7 @@
-"""Running a part of a function graph in eager mode. Checked on TensorFlow 2.21.0.
+"""Runs a part of a function graph in eager mode. Checked on TensorFlow 2.21.0.
 
-TensorFlow's lift_to_graph copies the ops that a tensor needs to another graph; it cannot take other values for tensors
-in between. A function can: its inputs may be any tensors of the graph.
+TensorFlow's lift_to_graph copies the ops that a tensor needs to another graph. It cannot substitute values for tensors
+in the middle. A function can, because its inputs may be any tensors of the graph.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any
 
 import tensorflow as tf
 
-# context: the functions that TensorFlow knows by name; a graph's are registered there too.
+# context: has the functions that TensorFlow knows by name, including those of graphs.
 from tensorflow.python.eager import context as _context
 
-# from_func_graph: registers a part of a graph as a function under a name. call_flat: calls it.
+# from_func_graph: registers a part of a graph as a function under a name. call_flat: calls that function.
 from tensorflow.python.eager.polymorphic_function import atomic_function as _atomic_function
 
 _numbers = itertools.count()
 
 
 def captured(inside: tf.Tensor) -> Any | None:
-    """What a placeholder of a function graph stands for outside of it; None if it is an argument of the function."""
+    """The outside value of a placeholder in a function graph; None if the placeholder is an argument instead."""
     for outside, placeholder in getattr(inside.graph, "captures", ()):
         if placeholder is inside:
             return outside
@@ -30,12 +30,12 @@ def captured(inside: tf.Tensor) -> Any | None:
 
 
 def is_stateful(op: tf.Operation) -> bool:
-    """Whether another run of the op may have other results, or an effect."""
+    """Whether the op has an effect, or may return other results when it runs again."""
     return bool(op._is_stateful)
 
 
 def op_types_of_calls(op: tf.Operation) -> set[str]:
-    """Types of the ops in the functions that an op calls: those of a loop, a branch, the call of a function."""
+    """The types of all ops in the functions that an op calls: a loop, a branch or a function call."""
     found: set[str] = set()
     pending, seen = list(_called(op.node_def)), set()
     while pending:
@@ -54,11 +54,11 @@ def run(
     """Runs ops of a function graph in eager mode, on the host.
 
     Args:
-        graph: their graph.
-        operations: all that `outputs` need, but for those that make `inputs`.
-        inputs: tensors of the graph that are given.
-        values: eager values for them.
-        outputs: tensors of the graph.
+        graph: the graph of the ops.
+        operations: all ops that `outputs` need, except those that make `inputs`.
+        inputs: the tensors of the graph whose values are given.
+        values: their eager values.
+        outputs: the tensors of the graph to compute.
 
     Returns:
         The values of `outputs`.
@@ -70,7 +70,7 @@ def run(
 
 
 class _Part:
-    """What `from_func_graph` asks of a function graph, for some of its ops."""
+    """Some ops of a function graph, with the attributes that `from_func_graph` reads from a graph."""
 
     def __init__(self, graph: Any, operations: Iterable[tf.Operation], inputs: Sequence[Any], outputs: Sequence[Any]):
         self._graph = graph

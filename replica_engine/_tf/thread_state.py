@@ -1,7 +1,7 @@
-"""What TensorFlow keeps a copy of for each thread, and a replica thread takes over from its caller.
+"""The state that TensorFlow keeps separately for each thread, and that a replica thread takes over from its caller.
 
-Each function reads or writes one of TensorFlow's thread-local variables; what is inherited, and why, is
-said in `replica_engine.threads.inherited_state`. Checked on TensorFlow 2.21.0.
+Each function reads or writes one of TensorFlow's thread-local variables. `replica_engine.threads.inherited_state` says
+what is inherited, and why. Checked on TensorFlow 2.21.0.
 """
 
 from __future__ import annotations
@@ -15,38 +15,37 @@ from typing import Any
 
 import tensorflow as tf
 
-# TFE_Context{Get,SetThreadLocal}DevicePlacementPolicy: `context.device_policy(...)` compares with a
-# process-wide variable before it sets the thread's policy, and so never sets it in a second thread.
+# TFE_Context{Get,SetThreadLocal}DevicePlacementPolicy: used because `context.device_policy(...)` compares with a
+# process-wide variable before it sets the thread's policy, and so never sets the policy in a second thread.
 from tensorflow.python import pywrap_tfe as _pywrap_tfe
 
-# caching_scope_local: whether reads of variables are cached (parameter servers).
+# caching_scope_local: whether reads of variables are cached (used with parameter servers).
 from tensorflow.python.distribute.distribute_utils import caching_scope_local as _caching
 
-# context, eager_mode, ensure_initialized: whether TensorFlow has started, and eager mode inside a graph; the
-# thread's op callbacks are on the context.
+# context, eager_mode, ensure_initialized: whether TensorFlow has started, and eager mode inside a graph. The context
+# also has the thread's op callbacks.
 from tensorflow.python.eager import context as _context
 
-# init_scope and get_default_graph return the graph whose stacks are thread-local. _default_graph_stack: which is the
-# default, on this thread.
+# get_default_graph: the graph whose stacks are thread-local.
 from tensorflow.python.framework import ops as _ops
 
-# _summary_state: the default writer, step and recording condition; only the writer can be set publicly.
+# _summary_state: the default writer, step and recording condition. Only the writer can be set publicly.
 from tensorflow.python.ops import summary_ops_v2 as _summary
 
-# variable_scope: tf.compat.v1's, with the scope object itself, re-entered with reuse for replicas after the
-# first.
+# variable_scope: the scope of tf.compat.v1, which takes the scope object itself and is entered again with `reuse` for
+# replicas after the first.
 from tensorflow.python.ops import variable_scope as _variable_scope
 
 SUMMARY_FIELDS = ("step", "writer", "is_recording", "is_recording_distribution_strategy")
 CACHING_FIELDS = ("new_cache_scope_count", "cache_scope_exited_count")
-PRIORITY = 100  # of variable creators that name none
+PRIORITY = 100  # the default priority of variable creators
 _stand_ins = threading.local()
 _summary_fields = operator.attrgetter(*SUMMARY_FIELDS)
 _caching_fields = operator.attrgetter(*CACHING_FIELDS)
 
 
 def ensure_started() -> None:
-    """Starts TensorFlow's eager context, so that threads find it ready."""
+    """Starts TensorFlow's eager context, so that new threads find it ready."""
     if _context.context()._context_handle is None:
         _context.ensure_initialized()
 
@@ -57,23 +56,23 @@ def started() -> bool:
 
 
 def default_graph() -> tf.Graph:
-    """The graph, or function graph, that is the default of this thread."""
+    """The default graph of this thread, which may be a function graph."""
     return _ops.get_default_graph()
 
 
 def make_stacks_thread_local(graph: tf.Graph) -> None:
-    """Gives each thread its own device, colocation and control dependency stacks of `graph`."""
+    """Gives each thread separate device, colocation and control dependency stacks of `graph`."""
     graph.switch_to_thread_local()
 
 
 def eager_mode(eager: bool) -> contextlib.AbstractContextManager[Any]:
-    """Eager mode, or nothing."""
+    """Enters eager mode if `eager`; otherwise does nothing."""
     return _context.eager_mode() if eager else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def graph_and_mode(graph: tf.Graph, eager: bool, creators: list | None = None) -> Iterator[None]:
-    """Enters `graph` as the default, in eager mode if `eager`, with its stack of variable creators."""
+    """Enters `graph` as the default, in eager mode if `eager`, with `creators` as its stack of variable creators."""
     with graph.as_default(), eager_mode(eager):
         if creators is None:
             yield
@@ -86,12 +85,12 @@ def graph_and_mode(graph: tf.Graph, eager: bool, creators: list | None = None) -
 
 
 def creators_with(creators: list, creator: Any) -> list:
-    """A stack of variable creators with one more, as `tf.variable_creator_scope` has it."""
+    """A stack of variable creators with one more, in the order that `tf.variable_creator_scope` makes."""
     return sorted([*creators, (PRIORITY, creator)], key=operator.itemgetter(0))
 
 
 def set_creators(graph: tf.Graph, creators: list) -> list:
-    """Gives this thread another stack of variable creators; returns the one it had."""
+    """Sets this thread's stack of variable creators; returns the previous stack."""
     before = graph._variable_creator_stack
     graph._variable_creator_stack = creators
     return before
@@ -103,34 +102,34 @@ def variable_creators(graph: tf.Graph) -> list:
 
 
 def control_inputs(graph: tf.Graph) -> set:
-    """The operations that new ones depend on, from all `tf.control_dependencies` around."""
+    """The operations that new ops depend on, from all enclosing `tf.control_dependencies`."""
     return graph._current_control_dependencies()
 
 
 def enter_variable_scope(scope: Any, reuse: bool = False) -> contextlib.AbstractContextManager[Any]:
-    """Re-enters a variable scope; with `reuse`, get_variable returns what exists there."""
+    """Enters a variable scope again; with `reuse`, get_variable returns the variables that exist there."""
     return _variable_scope.variable_scope(scope, reuse=reuse)
 
 
 def variable_scope_store() -> Any:
-    """Of the default graph: what has each thread's current variable scope, and counts of the scopes in it."""
+    """The default graph's store of each thread's current variable scope, and of the counts of scopes in it."""
     return _variable_scope.get_variable_scope_store()
 
 
 def device_and_name_scope() -> tuple[Any, Any]:
-    """In eager mode: the device of this thread's ops, and the name scope."""
+    """The device of this thread's ops and the name scope, in eager mode."""
     eager = _context.context()
     return eager.device_name, eager.scope_name
 
 
 def device_policy() -> int:
-    """How this thread's eager ops treat inputs on another device."""
+    """How this thread's eager ops treat inputs that are on another device."""
     return _pywrap_tfe.TFE_ContextGetDevicePlacementPolicy(_context.context()._handle)
 
 
 @contextlib.contextmanager
 def enter_device_policy(policy: int) -> Iterator[None]:
-    """Sets this thread's device policy, for a while."""
+    """Sets this thread's device policy inside the block."""
     handle = _context.context()._handle
     before = _pywrap_tfe.TFE_ContextGetDevicePlacementPolicy(handle)
     if policy == before:
@@ -144,13 +143,13 @@ def enter_device_policy(policy: int) -> Iterator[None]:
 
 
 def summary_state() -> tuple[Any, Any, Any]:
-    """The resource of this thread's default summary writer (None if there is no writer), the step, the condition."""
+    """The resource of this thread's default summary writer (None without one), the step, the recording condition."""
     state = _summary._summary_state
     return getattr(state.writer, "_resource", None), state.step, state.is_recording
 
 
 class _CallersWriter:
-    """In the place of a summary writer: the one that a later caller has. It is that writer but for the resource."""
+    """A stand-in for the summary writer of a later caller; like `writer`, except for the resource."""
 
     def __init__(self, writer: Any):
         self._writer = writer
@@ -162,16 +161,16 @@ class _CallersWriter:
 
 @functools.cache
 def callers_writer() -> Any:
-    """The resource by which ops of a body say that they are for the caller's writer; nobody ever writes to it."""
+    """The resource that marks the ops of a body as meant for the caller's writer; nothing is ever written to it."""
     with tf.init_scope(), tf.device("CPU:0"):
         return tf.raw_ops.SummaryWriter(shared_name="replica_engine_caller", container="")
 
 
 @contextlib.contextmanager
 def summaries_of_caller(step: Any) -> Iterator[None]:
-    """Inside, the default summary writer stands for that of a later caller, and so does the step, if there is one.
+    """Inside the block, the default summary writer represents the writer of a later caller; so does the step, if given.
 
-    What both stand for now is found by `actual_summaries`.
+    `actual_summaries` gives access to the writer and the step that they replace now.
     """
     state = _summary._summary_state
     before = _stand_ins.of = state.writer, state.step
@@ -187,7 +186,7 @@ def summaries_of_caller(step: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def actual_summaries() -> Iterator[None]:
-    """Inside `summaries_of_caller`: the writer and the step that were there before it, for a while."""
+    """Restores, inside `summaries_of_caller`, the writer and the step from before it, for the duration of the block."""
     state = _summary._summary_state
     before = state.writer, state.step
     state.writer, state.step = getattr(_stand_ins, "of", before)
@@ -198,7 +197,7 @@ def actual_summaries() -> Iterator[None]:
 
 
 def locals_of_thread() -> tuple:
-    """Op callbacks, summary state, traceback filtering and caching scope of this thread, to be put elsewhere."""
+    """This thread's op callbacks, summary state, traceback filtering and caching scope, to be set on another thread."""
     return (
         _context.context()._thread_local_data.op_callbacks,
         _summary_fields(_summary._summary_state),
@@ -208,7 +207,7 @@ def locals_of_thread() -> tuple:
 
 
 def of_thread() -> tuple:
-    """What `is_as` compares: this thread's default graph, mode, device and name scope, and its locals."""
+    """This thread's default graph, mode, device, name scope and locals, in the form that `is_as` compares."""
     eager = tf.executing_eagerly()
     return default_graph(), eager, device_and_name_scope() if eager else None, locals_of_thread()
 
@@ -221,7 +220,7 @@ def is_as(before: tuple) -> bool:
 
 
 def enter_locals(values: tuple) -> contextlib.AbstractContextManager[None]:
-    """Puts what `locals_of_thread` returned into this thread, for a while."""
+    """Sets the return value of `locals_of_thread` on this thread inside the block."""
     before = locals_of_thread()
     return _NOTHING if _are_same(before, values) else _changed_locals(before, values)
 
@@ -239,7 +238,7 @@ def _changed_locals(before: tuple, values: tuple) -> Iterator[None]:
 
 
 def _are_same(some: tuple, others: tuple) -> bool:
-    """By identity: a step may be a variable, and comparing that would read it."""
+    """Compares by identity: a step may be a variable, and comparing its value would read it."""
     callbacks, summary, *rest = some
     other_callbacks, other_summary, *other_rest = others
     same_summary = all(map(operator.is_, summary, other_summary))

@@ -1,7 +1,7 @@
-"""What TensorFlow says about the hardware of a TPU.
+"""TensorFlow's description of TPU hardware.
 
-TPUHardwareFeature: the message that a `tf.tpu.experimental.HardwareFeature` is made of; the class has no other
-constructor. An empty message means hardware without an embedding accelerator. Checked on TensorFlow 2.21.0.
+TPUHardwareFeature: the message from which a `tf.tpu.experimental.HardwareFeature` is made; the class has no other
+constructor. An empty message stands for hardware without an embedding accelerator. Checked on TensorFlow 2.21.0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Variables' handles, and variables in host graphs. Checked on TensorFlow 2.21.0."""
+"""Handles of variables, and variables in host graphs. Checked on TensorFlow 2.21.0."""
 
 from __future__ import annotations
 
@@ -9,82 +9,82 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-# stop_recording: for what has no gradient.
+# stop_recording: for code that has no gradient.
 from tensorflow.python.eager import record as _record
 
-# get_read_write_resource_inputs: which variables an op, the call of a function or a loop, may write to; the
-# attribute that says so of calls.
+# get_read_write_resource_inputs: the variables that an op, a function call or a loop may write to. Also the attribute
+# that says this for calls.
 from tensorflow.python.framework import auto_control_deps_utils as _control_deps
 
 # FuncGraph: the graphs of functions.
 from tensorflow.python.framework.func_graph import FuncGraph as _FuncGraph
 
-# get_default_graph: the graph, or function graph, that ops go into.
+# get_default_graph: the graph, or function graph, that new ops are added to.
 from tensorflow.python.framework.ops import get_default_graph as _get_default_graph
 
-# ControlFlowFuncGraph: a branch or a loop's body, which shares the captures of the function around it.
+# ControlFlowFuncGraph: the graph of a branch or loop body; it shares the captures of the function around it.
 from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph as _ControlFlowFuncGraph
 
-# WhileCondFuncGraph: the condition of a loop, which may not write variables.
+# WhileCondFuncGraph: the graph of a loop condition, which must not write variables.
 from tensorflow.python.ops.control_flow_v2_func_graphs import WhileCondFuncGraph as _WhileCondFuncGraph
 
 # ResourceVariable: the class of a plain tf.Variable. default_variable_creator_v2: the last variable creator.
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from tensorflow.python.ops.resource_variable_ops import default_variable_creator_v2 as _default_creator
 
-# in_save_context: a SavedModel is being written.
+# in_save_context: whether a SavedModel is being written.
 from tensorflow.python.saved_model import save_context as _save_context
 
 __all__ = ["ResourceVariable"]
 
 
 def raw_handle(variable: Any) -> tf.Tensor:
-    """The handle itself, past the property."""
+    """The handle itself, without the property `handle`."""
     return variable._handle
 
 
 def read(handle: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """The value behind a handle, read in eager mode."""
+    """Reads the value behind a handle in eager mode."""
     with tf.init_scope(), tf.device("CPU:0"):
         return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
 
 
 def write(handle: tf.Tensor, value: Any) -> None:
-    """Writes a value behind a handle, in eager mode."""
+    """Writes a value behind a handle in eager mode."""
     with tf.init_scope(), tf.device("CPU:0"):
         tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
 
 def tensor_on(array: np.ndarray) -> tf.Tensor:
-    """A tensor that has an array for its memory, which nobody may write to from now on.
+    """Makes a tensor that uses an array's memory; no code may write to the array from now on.
 
-    `tf.constant` copies first, just because somebody might. An array that is not aligned is copied here too. TensorFlow
-    lets go of the array at the first conversion of a NumPy array after the tensor is gone, on a thread of Python's.
+    `tf.constant` always copies the array, because other code might write to it. Here only an unaligned array is copied.
+    After the tensor is gone, TensorFlow releases the array at the next conversion of a NumPy array, on a Python thread.
     TensorFlow must have started.
     """
     return tf.__internal__.EagerTensor(array, None, None)
 
 
 def is_initialized(handle: tf.Tensor) -> bool:
-    """Whether there is a value behind a handle; asked in eager mode."""
+    """Whether a variable's handle has a value; asks in eager mode."""
     with tf.init_scope(), tf.device("CPU:0"):
         return bool(tf.raw_ops.VarIsInitializedOp(resource=handle))
 
 
 def graph() -> Any:
-    """The graph that ops go into here."""
+    """The graph that new ops are added to."""
     return _get_default_graph()
 
 
 def function_graph(inner: Any) -> Any | None:
-    """The graph of the function around a graph, past branches and loops; None in a graph of tf.compat.v1."""
+    """The graph of the function around a graph, outside branches and loops; None in a tf.compat.v1 graph."""
     while isinstance(inner, _ControlFlowFuncGraph):
         inner = inner.outer_graph
     return inner if isinstance(inner, _FuncGraph) else None
 
 
 def is_captured(handle: tf.Tensor) -> bool:
-    """Whether the graph under construction, or one around it, has captured an eager handle."""
+    """Whether the current graph, or a graph around it, has captured an eager handle."""
     inner = _get_default_graph()
     while isinstance(inner, _FuncGraph):
         if any(outside is handle for outside in inner.external_captures):
@@ -94,7 +94,7 @@ def is_captured(handle: tf.Tensor) -> bool:
 
 
 def graphs() -> list[Any]:
-    """The graph under construction, and those around it."""
+    """The current graph, and the graphs around it."""
     inner, found = _get_default_graph(), []
     while inner is not None:
         found.append(inner)
@@ -103,7 +103,7 @@ def graphs() -> list[Any]:
 
 
 def is_in_loop_condition(inner: Any) -> bool:
-    """Whether a graph is the condition of a loop, or in one."""
+    """Whether a graph is the condition of a loop, or inside one."""
     while isinstance(inner, _FuncGraph):
         if isinstance(inner, _WhileCondFuncGraph):
             return True
@@ -119,9 +119,9 @@ def outermost_graph(inner: Any) -> Any:
 
 
 def capture_at_call(graph: Any, raw: tf.Tensor, at_call: Callable[[], tf.Tensor]) -> tf.Tensor:
-    """A handle captured by a function graph, which at each call of the function is what `at_call()` returns.
+    """Captures a handle in a function graph; each call of the function uses the result of `at_call()` as the handle.
 
-    A function asks what is callable among its captures for a value at each call. FuncGraph has a method for such
+    At each call, a function asks the callables among its captures for their values. FuncGraph has a method for such
     captures, but functions that use it cannot be saved.
     """
     placeholder = graph.capture(raw)
@@ -133,17 +133,17 @@ def capture_at_call(graph: Any, raw: tf.Tensor, at_call: Callable[[], tf.Tensor]
 
 
 def is_of_dataset(graph: Any) -> bool:
-    """Whether a function graph is that of a function of a data set, as in `Dataset.map`."""
+    """Whether a function graph belongs to a dataset function, as in `Dataset.map`."""
     return graph.name.startswith("Dataset_") or graph.name.startswith("Dataset.")
 
 
 def is_saving() -> bool:
-    """Whether a function is being traced to be saved."""
+    """Whether a function is being traced for a SavedModel."""
     return _save_context.in_save_context()
 
 
 def may_write(handle: tf.Tensor, besides: set[str]) -> bool:
-    """Whether ops of a finished graph may write to the variable of this handle; `besides` those of these names."""
+    """Whether an op of a finished graph may write to the variable of this handle; `besides` names ops to ignore."""
     return any(
         handle in _control_deps.get_read_write_resource_inputs(op)[1]
         for op in handle.consumers()
@@ -152,17 +152,17 @@ def may_write(handle: tf.Tensor, besides: set[str]) -> bool:
 
 
 def mark_as_writing(op: tf.Operation) -> None:
-    """Makes a call of a function count as one that writes to all variables that it is given."""
+    """Makes a function call count as writing to all variables that are passed to it."""
     op._clear_attr(_control_deps.READ_ONLY_RESOURCE_INPUTS_ATTR)
 
 
 def no_tape() -> contextlib.AbstractContextManager[None]:
-    """No gradient tape records what is done inside."""
+    """Stops all gradient tapes from recording inside the block."""
     return _record.stop_recording()
 
 
 def create(next_creator: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-    """A plain variable that outlives the function that may be being traced.
+    """Makes a plain variable; if a function is being traced, the variable outlives that function.
 
     Its initial value must not be a tensor of that function (see `xla.initial_values`).
     """
@@ -179,7 +179,7 @@ def plain_copy(variable: Any, memo: dict[int, Any]) -> Any:
 
 
 def plain_like(variable: Any) -> Any:
-    """A plain variable with the value and the options of a distributed one, whatever scope is entered."""
+    """A plain variable with the value and the options of a distributed one, in any strategy's scope."""
     with tf.init_scope():
         return _default_creator(
             None,
@@ -193,5 +193,5 @@ def plain_like(variable: Any) -> Any:
 
 
 def take_identity(variable: Any, of: Any) -> None:
-    """Has Keras' optimizers know a variable by the id of another, whose place it takes."""
+    """Makes Keras' optimizers treat `variable` as the variable `of`, which it replaces."""
     variable._unique_id = of._unique_id

@@ -1,4 +1,4 @@
-"""What TensorFlow has for programs that XLA compiles: cross-replica ops, tracing for XLA, StableHLO.
+"""TensorFlow's support for programs that XLA compiles: cross-replica ops, tracing for XLA, StableHLO.
 
 Checked on TensorFlow 2.21.0.
 """
@@ -12,20 +12,21 @@ from typing import Any
 
 import tensorflow as tf
 
-# XlaAllReduce and XlaReplicaId lower on every platform, CPU too, where CrossReplicaSum has no
-# kernel in the wheel. XlaCustomCallV2 is the marker for operations that TensorFlow does not lower.
+# XlaAllReduce and XlaReplicaId lower on every platform, also on CPU, where CrossReplicaSum has no kernel in the wheel.
+# XlaCustomCallV2 marks operations that TensorFlow does not lower.
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops as _ops
 
-# get_compiler_ir, which tf.function's experimental_get_compiler_ir ends in; that takes no function graph.
+# get_compiler_ir: the function behind tf.function's experimental_get_compiler_ir, which does not accept function
+# graphs.
 from tensorflow.python.eager import context as _context
 
-# from_func_graph: registers a function graph under a name, for get_compiler_ir.
+# from_func_graph: registers a function graph under a name for get_compiler_ir.
 from tensorflow.python.eager.polymorphic_function import atomic_function as _atomic_function
 
-# func_graph_from_py_func: traces a Python function, as tf.function does, without its cache and its two traces.
+# func_graph_from_py_func: traces a Python function as tf.function does, but without a cache and without its two traces.
 from tensorflow.python.framework import func_graph as _func_graph
 
-# XLAControlFlowContext: tells TensorFlow's loops and branches that XLA will compile them.
+# XLAControlFlowContext: tells TensorFlow's loops and branches that XLA compiles them.
 from tensorflow.python.ops.control_flow_ops import XLAControlFlowContext as _XLAControlFlowContext
 
 from replica_engine._tf import random_ops
@@ -35,18 +36,18 @@ _HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
 
 class _BodyContext(_XLAControlFlowContext):
     def RequiresUniqueFunctionRetracing(self) -> bool:
-        # A tf.function called in a body is traced for that body: its variables are read from the devices there,
-        # and its collectives belong to that many replicas.
+        # A tf.function that a body calls is traced for that body: there its variables are read from the devices,
+        # and its collectives have that body's number of replicas.
         return True
 
 
-# All there ever were: a tf.function keeps its traces by the id of the context, so an id must not be used again.
+# All contexts are kept: a tf.function keeps its traces by the id of the context, so an id must never be reused.
 _contexts: list[_BodyContext] = []
 
 
 @contextlib.contextmanager
 def xla_context() -> Iterator[None]:
-    """Loops and branches made inside are made for XLA, and tf.functions are traced anew."""
+    """Inside the block, loops and branches are made for XLA, and tf.functions are traced again."""
     context = _BodyContext()
     _contexts.append(context)
     context.Enter()
@@ -62,17 +63,17 @@ def replica_id() -> tf.Tensor:
 
 
 def takes_all_reduce(dtype: tf.DType) -> bool:
-    """Whether `all_reduce` takes a dtype."""
+    """Whether `all_reduce` supports a dtype."""
     return dtype in (tf.float16, tf.bfloat16, tf.float32, tf.int32, tf.uint32)
 
 
 def all_reduce(x: tf.Tensor, groups: Sequence[Sequence[int]], op: str) -> tf.Tensor:
-    """`op` is Add, Min or Max."""
+    """Reduces `x` over the replicas of each group; `op` is "Add", "Min" or "Max"."""
     return _ops.xla_all_reduce(x, group_assignment=groups, reduce_op=op, mode="CrossReplica")
 
 
 def marker(name: str, x: tf.Tensor, parameters: str, shape: Any) -> tf.Tensor:
-    """A custom call that stands for another operation of one operand and one result."""
+    """A custom call that stands for another operation with one operand and one result."""
     (result,) = _ops.xla_custom_call_v2(
         operands=[x],
         call_target_name=name,
@@ -85,14 +86,14 @@ def marker(name: str, x: tf.Tensor, parameters: str, shape: Any) -> tf.Tensor:
 
 
 def marker_name(op: tf.Operation) -> str:
-    """What an op stands for, if it is a marker; or else ""."""
+    """The name of the operation that a marker op stands for; "" for any other op."""
     return op.get_attr("call_target_name").decode() if op.type == "XlaCustomCallV2" else ""
 
 
 def host_marker(
     name: str, operands: Sequence[tf.Tensor], parameters: str, dtypes: Sequence[tf.DType], shapes: Sequence[Any]
 ) -> list[tf.Tensor]:
-    """A custom call that stands for work on the host: it happens each time, whether or not its results are used."""
+    """A custom call that stands for work on the host; it runs each time, even if its results are not used."""
     return list(
         _ops.xla_custom_call_v2(
             operands=list(operands),
@@ -106,20 +107,20 @@ def host_marker(
 
 
 def trace(name: str, fn: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> Any:
-    """The function graph of `fn`, called with a placeholder for each spec; `fn` returns a list of tensors."""
+    """Traces `fn` with one placeholder for each spec; `fn` returns a list of tensors. Returns the function graph."""
     return _func_graph.func_graph_from_py_func(name, fn, tuple(specs), {})
 
 
 def register(name: str, graph: Any) -> Any:
-    """Makes what a function graph needs for its results and effects known under a name, which must be new.
+    """Registers the ops that a function graph's results and effects need as a function under a new name.
 
-    It is known for as long as the result lives.
+    The name stays registered as long as the return value lives.
     """
     return _atomic_function.from_func_graph(name, _Needed(graph), {})
 
 
 def needed(graph: Any, also: Sequence[tf.Tensor] = ()) -> dict[str, tf.Operation]:
-    """The ops that the results and effects of a function graph need, by name; those of the tensors in `also` too."""
+    """By name, the ops that a function graph's results and effects need, and those that the tensors in `also` need."""
     aside = random_ops.set_aside(graph)
     found: dict[str, tf.Operation] = {}
     pending = [*graph.control_outputs, *(tensor.op for tensor in (*graph.outputs, *also))]
@@ -132,7 +133,7 @@ def needed(graph: Any, also: Sequence[tf.Tensor] = ()) -> dict[str, tf.Operation
 
 
 class _Needed:
-    """A function graph without the ops that nothing needs: XLA would compile them, or fail to."""
+    """A function graph without the ops that nothing needs: XLA would compile them, or fail to compile them."""
 
     def __init__(self, graph: Any):
         self._graph = graph
@@ -141,7 +142,7 @@ class _Needed:
         self._needed = needed(graph, graph.inputs)
 
     def get_operations(self) -> list[tf.Operation]:
-        """In the order of the graph."""
+        """The needed ops, in the order of the graph."""
         return [op for op in self._graph.get_operations() if op.name in self._needed]
 
     def __getattr__(self, name: str) -> Any:
@@ -149,15 +150,15 @@ class _Needed:
 
 
 def stablehlo(function: Any, specs: Sequence[tf.TensorSpec], handles: Sequence[tf.Tensor]) -> str:
-    """The StableHLO program of a registered function.
+    """Returns the StableHLO program of a registered function.
 
     Args:
-        function: what `register` returned. Its inputs are tensors first, then variables.
-        specs: static shapes of the tensors.
-        handles: the variables' handles.
+        function: the return value of `register`. Its inputs are first tensors, then variables.
+        specs: the static shapes of the tensors.
+        handles: the handles of the variables.
 
     Raises:
-        ValueError: XLA cannot compile it.
+        ValueError: XLA cannot compile the function.
     """
     return (
         _context.context()
@@ -174,12 +175,12 @@ def stablehlo(function: Any, specs: Sequence[tf.TensorSpec], handles: Sequence[t
 
 
 def eager_context() -> Any:
-    """The context that eager ops run in."""
+    """The context in which eager ops run."""
     return _context.context()
 
 
 def variable_dtype_and_shape(handle: tf.Tensor) -> tuple[tf.DType, tf.TensorShape] | None:
-    """What a variable's handle says of it; None for a resource of another kind."""
+    """The dtype and shape of a variable, as its handle knows them; None for a resource that is not a variable."""
     data = getattr(handle, "_handle_data", None)
     if data is None or not data.is_set or len(data.shape_and_type) != 1:
         return None
@@ -194,5 +195,5 @@ def variable_name(handle: tf.Tensor) -> str:
 
 
 def is_host_only(dtype: tf.DType) -> bool:
-    """Whether no device has values of this dtype. Quantized numbers lose their dtype on the way to NumPy and XLA."""
+    """Whether devices cannot hold values of this dtype. Quantized numbers lose their dtype in NumPy and XLA."""
     return dtype in (tf.string, tf.variant, tf.resource) or dtype.is_quantized

@@ -1,4 +1,4 @@
-"""Names of the past, for programs that were written for them.
+"""Names of earlier TensorFlow versions, for programs that were written for them.
 
-- `contrib`: TensorFlow's contrib TPUStrategy of 2018.
+- `contrib`: the TPUStrategy of TensorFlow's contrib package, 2018.
 """

@@ -1,8 +1,8 @@
-"""TensorFlow's contrib `TPUStrategy` of 2018, by its old names, on today's `TPUStrategy`.
+"""The `TPUStrategy` of TensorFlow's contrib package of 2018: its old names, on today's `TPUStrategy`.
 
-A replica was a tower then, and a reduction was named by a `tf.VariableAggregation`. Everything here is today's method
-under the old name; `docs/from_contrib.md` has the table. In eager mode what were ops to be run in a session has run
-when the method returns.
+In 2018 a replica was called a tower, and a `tf.VariableAggregation` named a reduction. Everything here is a method of
+today under its old name; `docs/from_contrib.md` has the table. Methods that returned ops for a session in 2018 do their
+work in eager mode before they return.
 """
 
 from __future__ import annotations
@@ -56,15 +56,16 @@ _AGGREGATIONS = ("SUM", "MEAN", "ONLY_FIRST_TOWER", "NONE")
     "update_non_slot",
 )
 class TPUStrategy(_TPUStrategy):
-    """Today's `TPUStrategy` with the methods and properties of 2018 as well.
+    """Today's `TPUStrategy` that also has the methods and properties of 2018.
 
     Args:
-        tpu_cluster_resolver: a `replica_engine.xla.PjrtClusterResolver`; None takes the best platform.
-        steps_per_run: how many steps a device loop takes.
-        num_cores: how many devices; None takes all.
+        tpu_cluster_resolver: a `replica_engine.xla.PjrtClusterResolver`; None takes the first of TPUs, GPUs and CPU
+            devices that the machine has.
+        steps_per_run: how many steps one launch of a device loop runs.
+        num_cores: the number of devices; None takes all.
 
     Raises:
-        Exception: as today's.
+        Exception: the exceptions of today's `TPUStrategy`.
 
     Example:
         >>> import tensorflow as tf
@@ -91,7 +92,7 @@ class TPUStrategy(_TPUStrategy):
 
     @autograph.artifact
     def call_for_each_tower(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs `fn` on each tower; `run` today. The option `run_concurrently` has no effect: towers always do."""
+        """Runs `fn` on each tower; `run` today. Ignores the option `run_concurrently`: all towers run at once."""
         kwargs.pop("run_concurrently", None)
         return self.run(fn, args, kwargs)
 
@@ -121,19 +122,20 @@ class TPUStrategy(_TPUStrategy):
         axis: Any = _NOT_GIVEN,
         aggregation: Any = None,
     ) -> Any:
-        """Reduces a value over towers: with SUM, MEAN or ONLY_FIRST_TOWER, to `destinations`.
+        """Reduces a value over towers with SUM, MEAN or ONLY_FIRST_TOWER; the result is on `destinations`.
 
-        With an axis, by name or third, or with a `tf.distribute.ReduceOp` and nothing third, it is today's `reduce`.
+        The call is one of today's `reduce` in two cases: with an axis, by name or as the third argument; and with a
+        `tf.distribute.ReduceOp` and no third argument.
 
         Args:
-            reduce_op: what to reduce with, a `tf.VariableAggregation` or its name; `aggregation` in 2018.
-            value: a value of each tower, a list over towers, or a `MapOutput`.
-            destinations: the host, a variable of this strategy, or, in a body, anything.
-            axis: as of today's `reduce`.
-            aggregation: the same as `reduce_op`.
+            reduce_op: a `tf.VariableAggregation` or its name; this argument was called `aggregation` in 2018.
+            value: one value per tower, a list over towers, or a `MapOutput`.
+            destinations: the host, or a variable of this strategy; in a body, any destination.
+            axis: the axis of today's `reduce`.
+            aggregation: another name of `reduce_op`.
 
         Raises:
-            ContribError: no such aggregation, or the result cannot be there.
+            ContribError: the aggregation does not exist, or the result cannot be on `destinations`.
         """
         how = reduce_op if aggregation is None else aggregation
         if axis is _NOT_GIVEN and (isinstance(destinations, int) or _is_todays(how, destinations)):
@@ -148,12 +150,12 @@ class TPUStrategy(_TPUStrategy):
 
     @autograph.artifact
     def batch_reduce(self, aggregation: Any, value_destination_pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
-        """`reduce` of each pair of a value and its destination."""
+        """Calls `reduce` for each pair of a value and its destination."""
         return [self.reduce(aggregation, value, destinations) for value, destinations in value_destination_pairs]
 
     @autograph.artifact
     def broadcast(self, tensor: Any, destinations: Any = None) -> Any:
-        """The same tensor on every tower; `extended.broadcast_to` today."""
+        """Copies a tensor to every tower; `extended.broadcast_to` today."""
         self._check_destinations(destinations)
         if in_body() is not None:
             return tensor
@@ -161,32 +163,32 @@ class TPUStrategy(_TPUStrategy):
 
     @autograph.artifact
     def unwrap(self, value: Any) -> list[Any]:
-        """Each tower's value; `experimental_local_results` today. A list is a list over towers already."""
+        """The value of each tower; `experimental_local_results` today. A list counts as a list over towers already."""
         if isinstance(value, MapOutput):
             return value.get()
         return value if isinstance(value, list) else list(self.experimental_local_results(value))
 
     def value_container(self, value: Any) -> Any:
-        """The variable that a tower's component belongs to; another value as it is."""
+        """The variable that a tower's component belongs to; any other value itself."""
         return self.extended.value_container(value)
 
     @autograph.artifact
     def group(self, value: Any, name: str | None = None) -> Any:
-        """`tf.group` of each tower's value: in eager mode nothing is left to do."""
+        """`tf.group` of all towers' values; in eager mode the ops have already run."""
         values = self.unwrap(value)
         return values[0] if len(values) == 1 and name is None else tf.group(values, name=name)
 
     # Variables.
 
     def read_var(self, v: Any) -> Any:
-        """The value of a variable, aggregated if towers have their own; `extended.read_var` today."""
+        """The value of a variable; if each tower has a value, their aggregate. `extended.read_var` today."""
         return self.extended.read_var(v)
 
     @autograph.artifact
     def update(self, var: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls `fn(var, *args, **kwargs)` in cross-tower context; `extended.update` today.
 
-        The option `grouped=False` gives a list over towers of what `fn` returned.
+        The option `grouped=False` returns the results of `fn` as a list over towers.
         """
         grouped = kwargs.pop("grouped", True)
         return _listed(self.extended.update(var, fn, args, kwargs, group=grouped), grouped)
@@ -198,11 +200,11 @@ class TPUStrategy(_TPUStrategy):
         return _listed(self.extended.update_non_slot(colocate_with, fn, args, kwargs, group=grouped), grouped)
 
     def non_slot_devices(self, var_list: Sequence[Any]) -> Any:
-        """Where variables are kept that belong to no other, as an optimizer's step count."""
+        """The devices of variables that belong to no other variable, such as an optimizer's step count."""
         return self.extended.non_slot_devices(var_list)
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> contextlib.AbstractContextManager[None]:
-        """Variables made inside are kept where this one is; or on the devices of `non_slot_devices`, as all are."""
+        """Keeps new variables where the given variable is; does nothing for the devices of `non_slot_devices`."""
         if isinstance(colocate_with_variable, (list, tuple)):
             return contextlib.nullcontext()
         return self.extended.colocate_vars_with(colocate_with_variable)
@@ -210,35 +212,35 @@ class TPUStrategy(_TPUStrategy):
     # Input.
 
     def distribute_dataset(self, dataset_fn: Callable[[], tf.data.Dataset]) -> _Dataset:
-        """A data set of which each tower gets another batch; `distribute_datasets_from_function` today.
+        """Distributes a dataset so that each tower gets another batch; `distribute_datasets_from_function` today.
 
-        As in 2018, a batch of the data set is for one tower, and a step takes as many as there are towers.
+        As in 2018, a batch of the dataset is for one tower, so a step takes as many batches as there are towers.
 
         Args:
-            dataset_fn: makes the data set.
+            dataset_fn: makes the dataset.
         """
         return _Dataset(self.distribute_datasets_from_function(lambda _: dataset_fn()))
 
     # The system.
 
     def initialize(self) -> list[Any]:
-        """Nothing: devices are ready when the strategy is made."""
+        """Does nothing: devices are ready when the strategy is made. Returns an empty list of ops."""
         return []
 
     def finalize(self) -> list[Any]:
-        """Nothing: devices are free when the strategy is gone."""
+        """Does nothing: devices become free when the strategy is freed. Returns an empty list of ops."""
         return []
 
     def configure(
         self, session_config: Any = None, cluster_spec: Any = None, task_type: Any = None, task_id: Any = None
     ) -> None:
-        """Nothing: there is no session to be configured."""
+        """Does nothing, because no session exists to configure."""
 
     def get_host_cpu_device(self, host_id: int) -> str:
         """The CPU device of a host.
 
         Raises:
-            ContribError: there is no such host.
+            ContribError: `host_id` is out of range.
         """
         if not 0 <= host_id < self.num_hosts:
             raise ContribError.no_host(host_id, self.num_hosts)
@@ -246,61 +248,61 @@ class TPUStrategy(_TPUStrategy):
 
     @property
     def num_hosts(self) -> int:
-        """How many machines there are."""
+        """The number of machines."""
         return self.extended.num_hosts
 
     @property
     def num_towers(self) -> int:
-        """How many replicas there are; `num_replicas_in_sync` today."""
+        """The number of replicas; `num_replicas_in_sync` today."""
         return self.num_replicas_in_sync
 
     @property
     def num_towers_per_host(self) -> int:
-        """How many replicas each machine runs."""
+        """The number of replicas that each machine runs."""
         return self.num_towers // self.num_hosts
 
     @property
     def is_single_tower(self) -> bool:
-        """Whether there is one replica only."""
+        """Whether there is only one replica."""
         return self.num_towers == 1
 
     @property
     def worker_devices(self) -> list[str]:
-        """Where values of towers are before and after a run: for each tower a device of TensorFlow's."""
+        """For each tower, the TensorFlow device that has its values before and after a run."""
         return list(self.extended.worker_devices)
 
     @property
     def worker_device_index(self) -> Any:
-        """Each tower's number, to be passed to `call_for_each_tower`."""
+        """Each tower's index, to pass to `call_for_each_tower`."""
         return regroup([tf.constant(tower) for tower in range(self.num_towers)], what="The numbers of the towers")
 
     @property
     def parameter_devices(self) -> list[str]:
-        """Where variables are on the host."""
+        """The host devices of variables."""
         return list(self.extended.parameter_devices)
 
     @property
     def between_graph(self) -> bool:
-        """False: all towers are in one program."""
+        """Always False: all towers are in one program."""
         return False
 
     @property
     def should_init(self) -> bool:
-        """Whether this process initializes variables: it does."""
+        """Whether this process initializes variables; always True."""
         return True
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this process writes checkpoints: it does."""
+        """Whether this process writes checkpoints; always True."""
         return True
 
     @property
     def should_save_summary(self) -> bool:
-        """Whether this process writes summaries: it does."""
+        """Whether this process writes summaries; always True."""
         return True
 
     def _is_over_towers(self, value: Any) -> bool:
-        """Whether it is a list of one value of each tower, and not of values that each tower has one of."""
+        """Whether `value` is a list with one element per tower, and not a list of distributed values."""
         if not isinstance(value, list) or len(value) != self.num_towers or in_body() is not None:
             return False
         return not any(isinstance(leaf, distribute.DistributedValues) for leaf in tf.nest.flatten(value))
@@ -320,7 +322,7 @@ class TPUStrategy(_TPUStrategy):
         return _of_first_tower(value)
 
     def _check_destinations(self, destinations: Any) -> None:
-        """Refuses devices that results are not on. In a body the devices have them all."""
+        """Raises for a device that results cannot be on. In a body, every device has all results."""
         if destinations is None or in_body() is not None:
             return
         several = destinations if isinstance(destinations, (list, tuple)) else [destinations]
@@ -330,31 +332,31 @@ class TPUStrategy(_TPUStrategy):
 
 
 class MapOutput:
-    """What `map` returned: a list of values, not one for each tower."""
+    """The result of `map`: a list of values that has nothing to do with towers."""
 
     def __init__(self, values: list[Any]):
         self._values = values
 
     def get(self) -> list[Any]:
-        """The values."""
+        """The values, as a list."""
         return list(self._values)
 
 
 class MultiStepContext(_MultiStepContext):
-    """Today's context of a device loop, with aggregations, and lists over towers of what is not aggregated."""
+    """Today's context of a device loop, with aggregations; outputs without aggregation are lists over towers."""
 
     @autograph.artifact
     def set_last_step_output(self, name: str, output: Any, aggregation: Any = tf.VariableAggregation.NONE) -> None:
         """Passes a value out of the last step.
 
         Args:
-            name: to find it by in `last_step_outputs`.
+            name: the key of the value in `last_step_outputs`.
             output: a tensor, or a structure of tensors.
-            aggregation: SUM, MEAN or ONLY_FIRST_TOWER gives one value, NONE a list over towers. Must not be NONE in
-                tower context.
+            aggregation: SUM, MEAN or ONLY_FIRST_TOWER for one value, NONE for a list over towers. In tower context it
+                must not be NONE.
 
         Raises:
-            ContribError: no such aggregation, or none in tower context.
+            ContribError: the aggregation does not exist, or is NONE in tower context.
         """
         how = _aggregation(aggregation)
         if how == "NONE":
@@ -368,12 +370,12 @@ class MultiStepContext(_MultiStepContext):
 
     @staticmethod
     def of_replicas(name: str, values: list[Any]) -> Any:
-        """What `last_step_outputs` has of an output that is not aggregated."""
+        """The entry of `last_step_outputs` for an output that is not aggregated: a list over towers."""
         return list(values)
 
 
 class TowerContext:
-    """A replica context by its old names."""
+    """A replica context with the names of 2018."""
 
     def __init__(self, context: tf.distribute.ReplicaContext):
         self._context = context
@@ -385,17 +387,17 @@ class TowerContext:
 
     @property
     def num_towers(self) -> int:
-        """How many towers there are."""
+        """The number of towers."""
         return self._context.num_replicas_in_sync
 
     @property
     def is_single_tower(self) -> bool:
-        """Whether there is one tower only."""
+        """Whether there is only one tower."""
         return self.num_towers == 1
 
     @property
     def tower_id(self) -> Any:
-        """The number of this tower: in a compiled body, a tensor."""
+        """The index of this tower; a tensor in a compiled body."""
         return self._context.replica_id_in_sync_group
 
     @property
@@ -410,17 +412,17 @@ class TowerContext:
 
 
 class _Dataset:
-    """A distributed data set with the iterators of 2018."""
+    """A distributed dataset with the iterators of 2018."""
 
     def __init__(self, dataset: Any):
         self._dataset = dataset
 
     def make_one_shot_iterator(self) -> _Iterator:
-        """An iterator that starts now."""
+        """Makes an iterator that starts now."""
         return _Iterator(self._dataset)
 
     def make_initializable_iterator(self) -> _Iterator:
-        """An iterator that starts now, and again with `initialize`."""
+        """Makes an iterator that starts now, and starts again with `initialize`."""
         return _Iterator(self._dataset)
 
     def __iter__(self) -> Iterator[Any]:
@@ -436,18 +438,18 @@ class _Iterator:
 
     @property
     def initializer(self) -> None:
-        """Starts anew: what a session ran has run."""
+        """Starts the iterator again and returns None: in eager mode a session has nothing left to run."""
         self.initialize()
 
     def initialize(self) -> None:
-        """Starts anew."""
+        """Starts the iterator again."""
         self._iterator = iter(self._dataset)
 
     def get_next(self) -> Any:
-        """The next batches, one for each tower.
+        """The next batches, one per tower.
 
         Raises:
-            tf.errors.OutOfRangeError: there are no more.
+            tf.errors.OutOfRangeError: the dataset has ended.
         """
         try:
             return next(self._iterator)
@@ -462,23 +464,23 @@ class _Iterator:
 
 
 def get_tower_context() -> TowerContext | None:
-    """The context of the tower that runs this; None in cross-tower context."""
+    """The context of the tower that runs this code; None in cross-tower context."""
     context = tf.distribute.get_replica_context()
     return None if context is None else TowerContext(context)
 
 
 def in_cross_tower_context() -> bool:
-    """Whether this runs in cross-tower context."""
+    """Whether this code runs in cross-tower context."""
     return tf.distribute.in_cross_replica_context()
 
 
 def get_distribution_strategy() -> Any:
-    """The strategy whose scope is entered."""
+    """The strategy whose scope is current."""
     return tf.distribute.get_strategy()
 
 
 def has_distribution_strategy() -> bool:
-    """Whether a strategy's scope is entered."""
+    """Whether a strategy's scope is current."""
     return tf.distribute.has_strategy()
 
 
@@ -490,7 +492,7 @@ def _aggregation(given: Any) -> str:
 
 
 def _of_first_tower(value: Any) -> tf.Tensor:
-    """In a body: the first tower's value, on all towers."""
+    """In a body: returns the first tower's value on all towers."""
     return xla.all_gather(tf.convert_to_tensor(value)[tf.newaxis])[0]
 
 
@@ -499,7 +501,7 @@ def _is_todays(reduce_op: Any, destinations: Any) -> bool:
 
 
 def _listed(result: Any, grouped: bool) -> Any:
-    """With lists in the place of tuples over towers."""
+    """Replaces tuples over towers by lists, unless `grouped`."""
     if grouped:
         return result
     if type(result) is tuple:

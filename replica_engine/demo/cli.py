@@ -1,4 +1,4 @@
-"""The flags of `python -m replica_engine demo`. TensorFlow is imported only when they are all right."""
+"""The flags of `python -m replica_engine demo`. TensorFlow is imported only if all flags are right."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Callable
 from replica_engine.demo.quiet import quiet_start
 
 STRATEGIES = ("mirrored", "tpu")
-BATCH_SIZE = 64  # samples; rounded down to what splits evenly over the replicas
+BATCH_SIZE = 64  # samples; rounded down to a multiple of the number of replicas
 LOOPS = ("custom", "keras")
-TEST_SAMPLES = 450  # and 1,347 to train on. Keras needs a first batch that splits evenly, in testing too
+TEST_SAMPLES = 450  # 1,347 remain for training. Keras needs an evenly split first batch in tests too
 
 DESCRIPTION = """\
 Trains a classifier of handwritten digits on N replicas, then the same again on one device, and compares.
@@ -34,15 +34,15 @@ exit status:
 
 The two loops are written to be copied: replica_engine/demo/custom_loop.py, replica_engine/demo/keras_fit.py.
 """
-# Import name to the name it is installed by.
+# Import name to install name.
 NEEDED = {"sklearn": "scikit-learn", "tqdm": "tqdm"}
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Adds the `demo` command to those of `python -m replica_engine`.
+    """Adds the `demo` command to `python -m replica_engine`.
 
     Args:
-        subparsers: what `ArgumentParser.add_subparsers` returned.
+        subparsers: the result of `ArgumentParser.add_subparsers`.
     """
     parser = subparsers.add_parser(
         "demo",
@@ -107,7 +107,7 @@ def _run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
 
 
 def _whole(least: int, most: float = math.inf) -> Callable[[str], int]:
-    """Reads whole numbers in a range."""
+    """Makes a reader of whole numbers in a range, for argparse."""
 
     def read(text: str) -> int:
         try:

@@ -1,13 +1,13 @@
-"""A training loop of your own on N replicas, in plain TensorFlow. Copy it, and put in your model.
+"""A custom training loop on N replicas, in plain TensorFlow. Copy it and put in your model.
 
 One step, as every replica sees it:
 
-1. It gets its share of the global batch and computes the gradients on that share.
-2. Merge call: it waits until all replicas have come here. Then `apply_gradients` runs once, for all of them: it sums
+1. The replica gets its shard of the global batch and computes the gradients of that shard.
+2. Merge call: the replica waits until all replicas are here. Then `apply_gradients` runs once for all replicas: it sums
    the gradients over the replicas and gives every replica's copy of each weight the same update.
-3. It goes on, and returns its share of the loss.
+3. The replica continues and returns its part of the loss.
 
-The function never asks how many replicas there are. On one device the same code takes the same steps.
+The function never asks for the number of replicas. On one device the same code takes the same steps.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def train(
     """Trains two dense layers on the digits, with stochastic gradient descent and momentum.
 
     Args:
-        strategy: on whose replicas; any strategy, `tf.distribute.OneDeviceStrategy` too.
+        strategy: the strategy whose replicas train; any strategy works, also `tf.distribute.OneDeviceStrategy`.
         digits: the samples.
         epochs: how many times to go through the training samples.
-        batch_size: samples in a global batch, which is split over the replicas.
-        learning_rate: step size.
-        seed: of the initial weights and the order of the samples.
-        progress: is told of each step and epoch.
+        batch_size: the number of samples in a global batch, which is split over the replicas.
+        learning_rate: the step size.
+        seed: the seed of the initial weights and of the order of the samples.
+        progress: the progress display, which is told of each step and epoch.
 
     Returns:
-        The trained weights, and the share of the test samples that they get right.
+        The trained weights, and the fraction of the test samples that the model classifies correctly.
     """
     # A variable made in the scope has a copy on every replica, and all copies start out equal.
     with strategy.scope():
@@ -52,19 +52,19 @@ def train(
         velocities = [tf.Variable(tf.zeros_like(weight)) for weight in weights]
 
     def replica_step(images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Runs on every replica, with its share of the global batch."""
+        """Runs on every replica, with the replica's shard of the global batch."""
         with tf.GradientTape() as tape:
             logits = predict(weights, images)
             losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-            # Divided by the size of the global batch, not of this share: the sum over the replicas
-            # is then the mean over the global batch, however many replicas there are.
+            # Divide by the size of the global batch, not of this shard. Then the sum over the replicas is the mean
+            # over the global batch, for any number of replicas.
             loss = tf.reduce_sum(losses) / batch_size
         gradients = tape.gradient(loss, weights)
         tf.distribute.get_replica_context().merge_call(apply_gradients, args=(gradients,))
         return loss, count_correct(logits, labels)
 
     def apply_gradients(strategy: tf.distribute.Strategy, gradients: list[tf.distribute.DistributedValues]) -> None:
-        """Runs once, while all replicas wait: `gradients` holds, for each weight, the gradients of all replicas."""
+        """Runs once, while all replicas wait. For each weight, `gradients` has the gradients of all replicas."""
         sums = strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, list(zip(gradients, weights, strict=True)))
         for weight, velocity, gradient in zip(weights, velocities, sums, strict=True):
             strategy.extended.update(weight, update_copy, args=(velocity, gradient))
@@ -74,7 +74,7 @@ def train(
         velocity.assign(MOMENTUM * velocity + gradient)
         weight.assign_sub(learning_rate * velocity)
 
-    # The tf.function goes around `run`: the step of all replicas is one graph.
+    # The tf.function is around `run`, so the step of all replicas is one graph.
     @tf.function
     def train_step(images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         losses, correct = strategy.run(replica_step, args=(images, labels))
@@ -96,16 +96,17 @@ def train(
 
 
 def evaluate(strategy: tf.distribute.Strategy, weights: list[tf.Variable], digits: Digits, *, batch_size: int) -> float:
-    """The share of the test samples that the model gets right.
+    """Returns the fraction of the test samples that the model classifies correctly.
 
     Args:
-        strategy: whose replicas split the work.
-        weights: the model's, made in the strategy's scope.
+        strategy: the strategy whose replicas split the work.
+        weights: the weights of the model, made in the strategy's scope.
         digits: the samples.
-        batch_size: samples in a global batch. The last batch may be smaller, and a replica's share of it empty.
+        batch_size: the number of samples in a global batch. The last batch may be smaller, and a replica's shard of it
+            may be empty.
 
     Returns:
-        From 0.0 to 1.0.
+        A number from 0.0 to 1.0.
     """
 
     def replica_step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
@@ -121,7 +122,7 @@ def evaluate(strategy: tf.distribute.Strategy, weights: list[tf.Variable], digit
 
 
 def initial_weights(seed: int) -> list[np.ndarray]:
-    """Two dense layers, 64 pixels to `HIDDEN` units to 10 digits: kernel, bias, kernel, bias."""
+    """The weights of two dense layers, 64 pixels to `HIDDEN` units to 10 digits: kernel, bias, kernel, bias."""
     rng = np.random.default_rng(seed)
 
     def kernel(rows: int, columns: int) -> np.ndarray:
@@ -131,12 +132,12 @@ def initial_weights(seed: int) -> list[np.ndarray]:
 
 
 def predict(weights: list[tf.Variable], images: tf.Tensor) -> tf.Tensor:
-    """The model: a score for each of the ten digits."""
+    """The model: computes a score for each of the ten digits."""
     kernel, bias, kernel_out, bias_out = weights
     return tf.nn.relu(images @ kernel + bias) @ kernel_out + bias_out
 
 
 def count_correct(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-    """How many samples have their highest score at their label."""
+    """The number of samples whose highest score is at their label."""
     hits = tf.argmax(logits, axis=1, output_type=labels.dtype) == labels
     return tf.reduce_sum(tf.cast(hits, tf.int32))

@@ -1,4 +1,4 @@
-"""scikit-learn's 1,797 handwritten digits, in batches. They come with scikit-learn: nothing is downloaded."""
+"""The 1,797 handwritten digits of scikit-learn, in batches. scikit-learn includes them: nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 import tensorflow as tf
 
 TEST_SHARE = 0.25
-SPLIT_SEED = 0  # fixed, whatever the seed of the training: all trainings are tested on the same samples
+SPLIT_SEED = 0  # fixed, not the seed of the training: all trainings use the same test samples
 
 
 class Digits(NamedTuple):
-    """Images of 8x8 pixels, each a row of 64 numbers from 0 to 1, and the digits on them."""
+    """Images of 8x8 pixels, each as a row of 64 numbers from 0 to 1, and the digits on them."""
 
     train_images: np.ndarray
     train_labels: np.ndarray
@@ -21,7 +21,7 @@ class Digits(NamedTuple):
 
 
 def load_digits() -> Digits:
-    """The digits, a quarter of them set aside for testing, each digit in both parts alike."""
+    """Loads the digits. A quarter is for testing; both parts have the same proportions of the ten digits."""
     from sklearn import datasets
     from sklearn.model_selection import train_test_split
 
@@ -37,22 +37,22 @@ def load_digits() -> Digits:
 
 
 def steps_per_epoch(digits: Digits, batch_size: int) -> int:
-    """How many whole batches there are in an epoch."""
+    """The number of whole batches in an epoch."""
     return len(digits.train_labels) // batch_size
 
 
 def training_batches(digits: Digits, *, batch_size: int, epochs: int, seed: int) -> tf.data.Dataset:
-    """The batches of all epochs, one epoch after the other.
+    """Returns the batches of all epochs, one epoch after the other.
 
-    Each epoch has an order of its own, and drops the samples that are left over when it is cut into whole batches:
-    replicas get equal shares of every batch. The orders are drawn here, and not by `tf.data`, so that they
-    depend on the seed alone, however often and by whom the dataset is opened.
+    Each epoch has a different order. It drops the samples that do not fill a whole batch, so that replicas get equal
+    shards of every batch. This function draws the orders itself instead of using `tf.data`. So the orders depend only
+    on the seed, however often the dataset is opened.
 
     Args:
         digits: the samples.
-        batch_size: samples in a global batch.
-        epochs: how many.
-        seed: of the orders.
+        batch_size: the number of samples in a global batch.
+        epochs: the number of epochs.
+        seed: the seed of the orders.
 
     Returns:
         A dataset of `epochs * steps_per_epoch(digits, batch_size)` batches of images and labels.
@@ -69,5 +69,5 @@ def training_batches(digits: Digits, *, batch_size: int, epochs: int, seed: int)
 
 
 def test_batches(digits: Digits, *, batch_size: int) -> tf.data.Dataset:
-    """The test samples in batches, the last of which may be smaller."""
+    """The test samples in batches; the last batch may be smaller."""
     return tf.data.Dataset.from_tensor_slices((digits.test_images, digits.test_labels)).batch(batch_size)

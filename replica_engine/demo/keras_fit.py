@@ -1,8 +1,8 @@
-"""Keras `fit` on N replicas. Copy it, and put in your model.
+"""Keras `fit` on N replicas. Copy it and put in your model.
 
-A Keras model that is built and compiled under `strategy.scope()` is trained on all replicas of the strategy: `fit`
-splits every batch over them, sums their gradients and gives every replica's copy of a weight the same update. There is
-nothing else to change.
+A Keras model that is built and compiled under `strategy.scope()` is trained on all replicas of the strategy. `fit`
+splits every batch over the replicas, sums their gradients and gives every replica's copy of a weight the same update.
+Nothing else needs to change.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ def train(
     """Trains a small convolutional net on the digits.
 
     Args:
-        strategy: on whose replicas; any strategy, `tf.distribute.OneDeviceStrategy` too.
+        strategy: the strategy whose replicas train; any strategy works, also `tf.distribute.OneDeviceStrategy`.
         digits: the samples.
         epochs: how many times to go through the training samples.
-        batch_size: samples in a global batch, which is split over the replicas.
-        learning_rate: step size.
-        seed: of the initial weights and the order of the samples.
-        progress: is told of each step and epoch.
+        batch_size: the number of samples in a global batch, which is split over the replicas.
+        learning_rate: the step size.
+        seed: the seed of the initial weights and of the order of the samples.
+        progress: the progress display, which is told of each step and epoch.
 
     Returns:
-        The trained weights, and the share of the test samples that they get right.
+        The trained weights, and the fraction of the test samples that the model classifies correctly.
     """
     keras.utils.set_random_seed(seed)
     with strategy.scope():
@@ -50,9 +50,9 @@ def train(
         )
 
     model.fit(
-        # One dataset with the batches of all epochs, one epoch after the other. The usual
-        # `dataset.shuffle(...)` trains as well, but under a strategy Keras opens the dataset once more, to build
-        # the model, and the order of the samples is then not the same in every run.
+        # One dataset with the batches of all epochs, one epoch after the other. The usual `dataset.shuffle(...)`
+        # would train equally well. But under a strategy Keras opens the dataset once more to build the model, and
+        # then the order of the samples would not be the same in every run.
         training_batches(digits, batch_size=batch_size, epochs=epochs, seed=seed),
         epochs=epochs,
         steps_per_epoch=steps_per_epoch(digits, batch_size),
@@ -62,12 +62,12 @@ def train(
     )
     _, accuracy = model.evaluate(test_batches(digits, batch_size=batch_size), verbose=0)
 
-    # `value` of a Keras variable is the tf.Variable underneath, with its copy for every replica.
+    # `value` of a Keras variable is its tf.Variable, which has a copy on every replica.
     return [variable.value for variable in model.trainable_variables], accuracy
 
 
 def build_model() -> keras.Model:
-    """An image of 8x8 pixels, given as a row of 64, to a score for each of the ten digits."""
+    """The model: it takes an image of 8x8 pixels as a row of 64 numbers, and scores each of the ten digits."""
     return keras.Sequential(
         [
             keras.Input((64,)),
@@ -82,7 +82,7 @@ def build_model() -> keras.Model:
 
 
 class ReportProgress(keras.callbacks.Callback):
-    """Passes on what `fit` tells of each step and epoch."""
+    """Reports each step and epoch of `fit` to the progress display."""
 
     def __init__(self, progress: Progress):
         super().__init__()

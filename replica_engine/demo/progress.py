@@ -1,4 +1,4 @@
-"""How far a training is: a bar on the terminal, and a line for each epoch."""
+"""Shows the progress of a training: a bar on the terminal, and a line for each epoch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from tqdm import tqdm
 
 
 class Progress:
-    """A progress bar over all steps, on stderr, with a line on stdout for each epoch above it.
+    """A progress bar over all steps, on stderr, and above it a line on stdout for each epoch.
 
-    Where stderr is no terminal (a pipe, a log file) there is no bar, and the lines remain.
+    If stderr is not a terminal (a pipe, a log file), the bar is not shown, and the lines remain.
 
     Args:
-        label: what is being trained.
-        epochs: how many.
-        steps_per_epoch: steps in each of them.
+        label: the name of the training.
+        epochs: the number of epochs.
+        steps_per_epoch: the number of steps in each epoch.
         epoch_lines: whether to print a line for each epoch.
     """
 
@@ -34,12 +34,12 @@ class Progress:
         )
 
     def step(self, loss: float) -> None:
-        """One step is done, and this was its loss."""
+        """Counts one finished step, with its loss."""
         self._bar.set_postfix_str(f"epoch {self._epoch}/{self._epochs}, loss {loss:.4f}", refresh=False)
         self._bar.update()
 
     def epoch(self, *, loss: float, accuracy: float) -> None:
-        """An epoch is done, with this mean loss and accuracy over its training samples."""
+        """Counts one finished epoch, with its mean loss and accuracy over the training samples."""
         if self._epoch_lines:
             self._bar.clear()
             width = len(str(self._epochs))

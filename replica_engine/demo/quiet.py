@@ -1,4 +1,4 @@
-"""Starting TensorFlow without the notes that its C++ side writes to stderr meanwhile."""
+"""Starts TensorFlow without the messages that its C++ code writes to stderr."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from collections.abc import Iterator
 LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 ERRORS_ONLY = "2"
 
-# What TensorFlow 2.21 writes even so: notes from before its logger is set up, and an error where there is no GPU.
+# The messages that TensorFlow 2.21 writes even then: some before its logger is set up, and an error without a GPU.
 _NOTE = re.compile(rb"WARNING: All log messages before absl::InitializeLog|I\d{4} |E\d{4} .*failed call to cuInit")
 
 
 @contextlib.contextmanager
 def quiet_start() -> Iterator[None]:
-    """For importing TensorFlow and listing its devices: holds stderr back, then passes on all but the notes.
+    """Holds stderr back while TensorFlow is imported and lists its devices; then writes all but the known messages.
 
-    Also sets TensorFlow's C++ log level to errors only. Does nothing if the user has set a level of their own.
+    Also sets TensorFlow's C++ log level to errors only. Does nothing if the user has set a level.
     """
     if LEVEL in os.environ:
         yield
         return
     os.environ[LEVEL] = ERRORS_ONLY
-    # C++ writes to the file descriptor, so replacing `sys.stderr` would not do.
+    # C++ code writes to the file descriptor, so replacing `sys.stderr` would have no effect.
     sys.stderr.flush()
     stderr = os.dup(2)
     with tempfile.TemporaryFile() as held:

@@ -1,4 +1,4 @@
-"""Comparing weights: replica with replica, bit by bit, and N replicas with one device, by distance."""
+"""Compares weights: between replicas bit by bit, and between N replicas and one device by distance."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import tensorflow as tf
 
-# N replicas add up the same numbers as one device, but in another order: float32 sums differ in the last bits, and with
-# the default flags the weights differ by less than 1e-6. Leaving a single sample out of every batch moves them by 3e-2.
+# N replicas add the same numbers as one device, but in another order, so float32 sums differ in the last bits. With the
+# default flags the weights differ by less than 1e-6. Leaving one sample out of every batch moves them by 3e-2.
 TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A weight whose value on one replica is not, bit for bit, that of replica 0."""
+    """A weight whose value on one replica differs from that on replica 0 in at least one bit."""
 
     variable: str
     replica: int
@@ -27,13 +27,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A training on N replicas, held against the same training on one device.
+    """A training on N replicas, compared with the same training on one device.
 
     Attributes:
-        replicas: how many.
+        replicas: the number of replicas.
         weights: how many numbers each replica holds.
-        differences: where replicas differ from one another.
-        distance: the largest absolute difference between a weight after the one training and after the other.
+        differences: the weights that differ between replicas.
+        distance: the largest absolute difference between a weight after one training and after the other.
     """
 
     replicas: int
@@ -42,9 +42,9 @@ class Comparison:
     distance: float
 
     def failures(self) -> list[str]:
-        """What is wrong, a line each; empty if the replicas are equal and near the one device."""
+        """The failures, one line each; empty if the replicas are equal and near the one device."""
         lines = [str(difference) for difference in self.differences]
-        if not self.distance <= TOLERANCE:  # not `>`: a distance of nan is a failure too
+        if not self.distance <= TOLERANCE:  # not `>`: a distance of nan is also a failure
             lines.append(
                 f"weights are {self.distance:.1e} from one device, more than the tolerance {TOLERANCE:.0e}. "
                 "If the default flags pass, rounding was amplified: try a smaller learning rate or fewer epochs"
@@ -55,10 +55,10 @@ class Comparison:
 def compare(
     strategy: tf.distribute.Strategy, variables: Sequence[tf.Variable], on_one_device: Sequence[tf.Variable]
 ) -> Comparison:
-    """Compares weights trained on the replicas of a strategy with each other and with those from one device.
+    """Compares weights that a strategy trained with each other, and with the weights that one device trained.
 
     Args:
-        strategy: whose replicas hold `variables`.
+        strategy: the strategy whose replicas hold `variables`.
         variables: the weights, made in the scope of `strategy`.
         on_one_device: the same weights after the training on one device, in the same order.
 
@@ -88,12 +88,12 @@ def replica_differences(strategy: tf.distribute.Strategy, variables: Sequence[tf
 
 
 def largest_distance(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> float:
-    """The largest absolute difference between two lists of arrays; nan if there is a nan in them."""
+    """The largest absolute difference between two lists of arrays; nan if any array contains nan."""
     return max(float(np.max(np.abs(one - other))) for one, other in zip(some, others, strict=True))
 
 
 def _elements_that_differ(one: np.ndarray, other: np.ndarray) -> int:
-    """Counts elements by their bytes: 0.0 and -0.0 differ, and a nan is equal to itself."""
+    """Counts elements with different bytes: 0.0 and -0.0 differ, and a nan equals itself."""
 
     def as_bytes(array: np.ndarray) -> np.ndarray:
         return np.frombuffer(array.tobytes(), np.uint8).reshape(array.size, array.itemsize)

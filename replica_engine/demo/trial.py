@@ -1,4 +1,4 @@
-"""One run of the demo: train on N replicas, train again on one device, and judge."""
+"""One run of the demo: trains on N replicas, trains again on one device, and compares."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Train = Callable[..., tuple[list[tf.Variable], float]]
 
 STRATEGIES: dict[str, Callable[[list[str]], tf.distribute.Strategy]] = {
     "mirrored": MirroredStrategy,
-    "tpu": lambda devices: replica_engine.TPUStrategy(num_cores=len(devices)),  # imports jax, which the other needs not
+    "tpu": lambda devices: replica_engine.TPUStrategy(num_cores=len(devices)),  # imports jax only if chosen
 }
 LOOPS: dict[str, tuple[str, Train]] = {
     "custom": ("custom training loop (replica_engine/demo/custom_loop.py)", custom_loop.train),
@@ -30,16 +30,16 @@ LOOPS: dict[str, tuple[str, Train]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What the flags say.
+    """The settings from the flags.
 
     Attributes:
         strategy: a key of `STRATEGIES`.
         loops: keys of `LOOPS`.
-        replicas: how many.
+        replicas: the number of replicas.
         epochs: how many times to go through the training samples.
-        batch_size: samples in a global batch, split over the replicas.
-        learning_rate: step size.
-        seed: of the initial weights and the order of the samples.
+        batch_size: the number of samples in a global batch, split over the replicas.
+        learning_rate: the step size.
+        seed: the seed of the initial weights and of the order of the samples.
     """
 
     strategy: str
@@ -52,11 +52,11 @@ class Settings:
 
 
 def run(settings: Settings, devices: list[str]) -> bool:
-    """Runs the demo and prints what it finds.
+    """Runs the demo and prints the results.
 
     Args:
-        settings: from the flags.
-        devices: one for each replica; the first also does the training on one device.
+        settings: the settings from the flags.
+        devices: one device per replica; the training on one device uses the first.
 
     Returns:
         Whether, in every loop, the replicas ended bitwise equal and near the training on one device.
@@ -75,17 +75,17 @@ def run(settings: Settings, devices: list[str]) -> bool:
 
 
 def choose_devices(replicas: int) -> list[str]:
-    """A GPU for each replica where there are enough, or logical CPU devices, of which one CPU can make many."""
+    """Chooses one GPU per replica if there are enough; otherwise logical devices of one CPU."""
     if len(tf.config.list_physical_devices("GPU")) < replicas:
         return logical_devices(replicas, "CPU")
-    # GPUs round float32 factors to 10 bits by default, each kernel in its own way. Full precision makes
-    # N replicas and one device comparable.
+    # By default GPUs round float32 factors to 10 bits, and each kernel rounds differently. Full precision makes N
+    # replicas and one device comparable.
     tf.config.experimental.enable_tensor_float_32_execution(False)
     return logical_devices(replicas, "GPU")
 
 
 def _run_loop(loop: str, settings: Settings, digits: Digits, devices: list[str]) -> list[str]:
-    """Trains twice and prints a paragraph; returns what is wrong."""
+    """Trains twice and prints a paragraph; returns the failures."""
     title, train = LOOPS[loop]
     print(f"\n{title}", flush=True)
 
@@ -94,7 +94,7 @@ def _run_loop(loop: str, settings: Settings, digits: Digits, devices: list[str])
     weights, accuracy = _train(train, strategy, settings, digits, label, epoch_lines=True)
     print(f"  test accuracy    {accuracy:.4f}", flush=True)
 
-    # TensorFlow's own strategy for one device: no code of this library runs in the training that it is compared with.
+    # TensorFlow's own strategy for one device: the training to compare with runs no code of this library.
     reference = tf.distribute.OneDeviceStrategy(devices[0])
     one_weights, one_accuracy = _train(train, reference, settings, digits, "one device", epoch_lines=False)
 

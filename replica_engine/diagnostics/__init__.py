@@ -1,12 +1,14 @@
-"""Where in the user's program something is, and what is left of a run that failed.
+"""Maps events to lines of the user's program, and records what a failed run leaves behind.
 
-- `user_frames`: which frames are the user's, and which are ours, TensorFlow's and Keras'. The one list of these.
+- `user_frames`: decides which frames belong to the user, and which to this library, TensorFlow and Keras. Only this
+  module has that list.
 - `op_lines`: the user's line that made an op.
-- `tracebacks`: exceptions with the user's frames.
-- `flight_record`: the last sync points of each replica as data, on threads and in compiled programs alike.
+- `tracebacks`: exceptions with only the user's frames.
+- `flight_record`: the last sync points of each replica as data, for replica threads and for compiled programs.
 - `failed_run`: the notes and the file that a failed run leaves.
 
-`telemetry` knows no TensorFlow. So this package tells it which frames to hide and how to start TensorFlow's profiler.
+`telemetry` does not depend on TensorFlow. So this package tells it which frames to hide and how to start TensorFlow's
+profiler.
 """
 
 from replica_engine._tf import profiler

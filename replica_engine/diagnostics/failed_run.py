@@ -1,8 +1,8 @@
-"""What is left of a run that failed: its last sync points, on the exception and, if asked for, in a file.
+"""What a failed run leaves: its last sync points, as a note on the exception and optionally in a file.
 
-With the environment variable REPLICA_ENGINE_DUMP_DIR set to a folder, each failed run writes a JSON file there: the
-exception, where each replica was, the last sync points of each replica, and the stacks of all threads. Writing it
-must never hide the exception itself: what goes wrong here is logged.
+If the environment variable REPLICA_ENGINE_DUMP_DIR names a folder, each failed run writes a JSON file there. The file
+has the exception, the position of each replica, the last sync points of each replica, and the stacks of all threads.
+Writing the file must never hide the exception itself, so errors in this module are only logged.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def note_failed_run(error: BaseException, record: Callable[[], Sequence[SyncPoin
 
     Args:
         error: the exception; it gets a note.
-        record: returns the sync points of this run and those before it.
-        run: the number of the run; None if it is not known which of its sync points were reached.
+        record: returns the sync points of this run and of earlier runs.
+        run: the number of the run; None if it is unknown which of its sync points the run reached.
     """
     folder = os.environ.get(VARIABLE)
     if run is None and not folder:

@@ -1,10 +1,10 @@
 """The flight record: the last sync points of each replica as data, to print, compare and write to a file.
 
-A record says what a replica brought to a sync point, when, and from which line. There are two sources:
+A record says what a replica brought to a sync point, when, and from which line. Records have two sources:
 
 - The engine keeps the last sync points of each replica thread as they happen.
-- A compiled program runs on the devices, out of the host's sight. Known are its collectives, in the order in which they
-  were traced, and when it was launched and had ended.
+- A compiled program runs on the devices, where the host cannot observe it. The host knows only its collectives, in the
+  order in which they were traced, and the times of the launch and of its end.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from replica_engine.engine import SyncPoint
 
 
 class Brought(NamedTuple):
-    """A tensor that a replica brought to a sync point: what is known of it without looking at its value.
+    """A tensor that a replica brought to a sync point: what is known without looking at its value.
 
-    Of sparse ones (`sparse`) it says little how much that is; of `tf.IndexedSlices` the shape is that of the values.
+    For a sparse tensor (`sparse`), the shape does not tell its size in bytes. For `tf.IndexedSlices`, the shape is that
+    of the values.
     """
 
     dtype: Any
@@ -34,13 +35,13 @@ class Brought(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A cross-replica operation of a body.
+    """A collective of a compiled body.
 
     Attributes:
         kind: "all_reduce", "all_gather", ...
         where: the user's line.
-        dtype: of its operand.
-        shape: likewise.
+        dtype: the dtype of its operand.
+        shape: the shape of its operand.
     """
 
     kind: str
@@ -50,13 +51,13 @@ class Collective(NamedTuple):
 
 
 class LaunchRecord(NamedTuple):
-    """One launch that is over.
+    """One launch that has ended.
 
     Attributes:
-        number: of the launch.
-        collectives: what its replicas met for.
-        began: in seconds of `time.perf_counter`.
-        ended: likewise.
+        number: the number of the launch.
+        collectives: the collectives of the program.
+        began: the start, in seconds of `time.perf_counter`.
+        ended: the end, in seconds of `time.perf_counter`.
     """
 
     number: int
@@ -70,23 +71,23 @@ class SyncPointRecord:
     """One sync point that one replica reached.
 
     Attributes:
-        replica: its index, from 0.
-        size: how many replicas there are.
-        device: its device, in the short form "CPU:1".
-        run: the number of the run, among those of this strategy.
-        number: the how manieth sync point of the replica in its run, from 1.
+        replica: the index of the replica, from 0.
+        size: the number of replicas.
+        device: the replica's device, in the short form "CPU:1".
+        run: the number of the run, counted for this strategy.
+        number: the 1-based index of this sync point in the replica's run.
         kind: "merge_call", "all_reduce", "all_gather", ...
-        name: of the merge function, or of what the user called.
-        where: the user's line, "file:line in function"; "" if it is not known.
-        dtypes: of the tensors that the replica brought, as names.
-        shapes: of these, a tuple of sizes each, in which None is a size that was not known; None for a shape of
-            unknown rank.
-        bytes: how much that is, as far as it is known.
-        arrived: when the replica came, in seconds since the epoch.
-        waited: seconds until all had come; None if it cannot be seen, as in a compiled program.
-        merge: seconds that bringing them together took; likewise.
-        left: when the replica went on, in seconds since the epoch; None if it did not.
-        traced: whether this was while a function was traced, and so stands for each time that it runs.
+        name: the name of the merge function, or of the function that the user called.
+        where: the user's line, as "file:line in function"; "" if it is unknown.
+        dtypes: the names of the dtypes of the tensors that the replica brought.
+        shapes: for each tensor a tuple of sizes, in which None is an unknown size; None for a shape of unknown rank.
+        bytes: the total size of the tensors, in bytes, as far as it is known.
+        arrived: the time when the replica arrived, in seconds since the epoch.
+        waited: the seconds until all replicas had arrived; 0.0 if the replica did not go on; None if it is unknown, as
+            in a compiled program.
+        merge: the seconds that the merge took; 0.0 and None as for `waited`.
+        left: the time when the replica went on, in seconds since the epoch; None if it did not go on.
+        traced: whether a function was being traced; then the record stands for each execution of the function.
     """
 
     replica: int
@@ -111,16 +112,16 @@ class SyncPointRecord:
 
     @property
     def text(self) -> str:
-        """What it was, without whose: "all_reduce at train.py:12 in step: float32[3], 12 bytes"."""
+        """The sync point without its replica: "all_reduce at train.py:12 in step: float32[3], 12 bytes"."""
         tensors = [dtype + _shape_text(shape) for dtype, shape in zip(self.dtypes, self.shapes, strict=True)]
-        size = f", {self.bytes:,} bytes" if self.bytes else ""  # not known of sparse tensors and strings
+        size = f", {self.bytes:,} bytes" if self.bytes else ""  # unknown for sparse tensors and strings
         values = f": {_shortened(tensors)}{size}" if tensors else ""
         where = f" at {self.where}" if self.where else ""
         return f"{self.name}{where}{values}"
 
 
 def brought(values: Iterable[Any]) -> tuple[Brought, ...]:
-    """What is known of the tensors in arguments of a merge call."""
+    """What is known of the tensors in the arguments of a merge call."""
     found: list[Brought] = []
     _gather(values, found)
     return tuple(found)
@@ -143,18 +144,18 @@ def _gather(values: Iterable[Any], found: list[Brought]) -> None:
 
 
 def records(rings: Sequence[Iterable[SyncPoint]], devices: Sequence[str]) -> list[SyncPointRecord]:
-    """The engine's record as data, in the order in which replicas came.
+    """The engine's record as data, in the order in which replicas arrived.
 
     Args:
-        rings: for each replica its last sync points.
-        devices: of the replicas, in the short form "CPU:1".
+        rings: for each replica, its last sync points.
+        devices: the devices of the replicas, in the short form "CPU:1".
     """
     offset = time.time() - time.perf_counter()
     return sorted(
         (
             _record(point, replica, devices, offset)
             for replica, ring in enumerate(rings)
-            for point in list(ring)  # at once: a replica may be adding to it
+            for point in list(ring)  # copied at once: the replica may be adding to it
         ),
         key=lambda record: (record.arrived, record.replica),
     )
@@ -188,8 +189,8 @@ def launch_records(launches: Iterable[LaunchRecord], devices: Sequence[str], mos
 
     Args:
         launches: the launches, the last one at the end.
-        devices: of the replicas, in the short form "CPU:1".
-        most: how many sync points of each replica are returned at most; the last launch is always whole.
+        devices: the devices of the replicas, in the short form "CPU:1".
+        most: the largest number of sync points to return for each replica.
     """
     offset = time.time() - time.perf_counter()
     chosen: list[tuple[LaunchRecord, int, Collective]] = []
@@ -230,7 +231,7 @@ def _launch_record(
 
 
 def as_data(values: Iterable[Brought]) -> tuple[tuple[str, ...], tuple[tuple[int | None, ...] | None, ...], int]:
-    """Dtypes by name, shapes as tuples, and how many bytes that is."""
+    """Returns the names of the dtypes, the shapes as tuples, and the total size in bytes."""
     dtypes, shapes, total = [], [], 0
     for value in values:
         shape = tf.TensorShape(value.shape)
@@ -243,7 +244,7 @@ def as_data(values: Iterable[Brought]) -> tuple[tuple[str, ...], tuple[tuple[int
 
 
 def lasts(found: Sequence[SyncPointRecord], run: int | None, most: int = 3) -> list[str]:
-    """The last sync points of a run in words: a line for each, by replicas that made the same ones."""
+    """The last `most` sync points of a run as lines of text; replicas with the same sync points share an entry."""
     by_replica: dict[int, list[str]] = {}
     for record in found:
         if record.run == run:
@@ -259,18 +260,18 @@ def lasts(found: Sequence[SyncPointRecord], run: int | None, most: int = 3) -> l
 
 
 def as_json(found: Iterable[SyncPointRecord]) -> list[dict[str, Any]]:
-    """The same, for a file."""
+    """The records as dictionaries, for a JSON file."""
     return [dataclasses.asdict(record) for record in found]
 
 
 def texts(values: Iterable[Brought]) -> list[str]:
-    """Dtype and shape of each: "float32[2, ?]"."""
+    """The dtype and shape of each value, as in "float32[2, ?]"."""
     dtypes, shapes, _ = as_data(values)
     return [f"{dtype}{_shape_text(shape)}" for dtype, shape in zip(dtypes, shapes, strict=True)]
 
 
 def _bytes_of(dtype: Any) -> int:
-    """Of one value; none of a string, whose size is its own."""
+    """The size of one element, in bytes; 0 for strings, whose sizes vary."""
     return (dtype.size or 0) if isinstance(dtype, tf.DType) else dtype.itemsize
 
 

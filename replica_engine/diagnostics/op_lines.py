@@ -1,4 +1,4 @@
-"""The user's own line among the frames that made an op."""
+"""Finds the user's line among the frames that made an op."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from replica_engine.diagnostics.user_frames import is_internal, is_users
 
 
 def user_line(made: Any) -> str:
-    """The user's "file.py:12 in step", or "".
+    """Returns the user's line as "file.py:12 in step", or "" if there is none.
 
     Args:
         made: an op, its tensor, or the frames of a stack trace that XLA printed (file, line, function), the outermost
             first.
     """
     if isinstance(made, tf.Tensor):
-        while made.op.type == "Identity":  # added on the way out
+        while made.op.type == "Identity":  # added when values leave a graph
             made = made.op.inputs[0]
         made = made.op
     if isinstance(made, tf.Operation):
         frames = [
             (frame.filename, frame.lineno, frame.name) for frame in made.traceback or ()
-        ]  # none of a loaded graph
+        ]  # an op of a loaded graph has no frames
     else:
         frames = _with_whole_paths(list(made))
     return _innermost(frames)
 
 
 def here() -> str:
-    """The user's line that this is called from, or ""."""
+    """The user's line that led to this call, or "" if there is none."""
     threads = (threading.get_ident(),)
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

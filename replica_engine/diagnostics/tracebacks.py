@@ -1,7 +1,7 @@
-"""What a run raises: the user's exception, with the user's lines.
+"""Makes the exceptions of a run show the user's lines.
 
-Tracebacks have the user's frames, without the library's and TensorFlow's between them. Where AutoGraph converted the
-function, they show the generated code, and a note has the lines that the user wrote.
+The tracebacks contain the user's frames, without the frames of this library and TensorFlow between them. If AutoGraph
+converted the function, the frames show the generated code, and a note shows the lines that the user wrote.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ E = TypeVar("E", bound=BaseException)
 
 
 def as_raised(error: E) -> E:
-    """The exception that was raised in a function that may have been converted, with a note of the user's lines."""
+    """The exception of a function that AutoGraph may have converted, with a note of the user's lines if it did."""
     return autograph.as_user_raised(error, is_internal)
 
 
 def shortened(error: E) -> E:
-    """The exception, with the frames of its traceback that are the user's; with all if none is.
+    """Reduces an exception's traceback to the user's frames; without such a frame, it ends at the call of the library.
 
-    As TensorFlow's own traceback filtering, which switches this off as well
-    (`tf.debugging.disable_traceback_filtering()`).
+    TensorFlow filters its tracebacks in the same way. `tf.debugging.disable_traceback_filtering()` switches off both.
     """
     if not tf.debugging.is_traceback_filtering_enabled():
         return error
@@ -39,4 +38,4 @@ def shortened(error: E) -> E:
     traceback: TracebackType | None = None
     for each in reversed(frames):
         traceback = TracebackType(traceback, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return error.with_traceback(traceback)  # takes exceptions too that take no attributes
+    return error.with_traceback(traceback)  # this also works for exceptions that take no attributes

@@ -1,4 +1,4 @@
-"""Where in the user's program a sync point is, and which merge function meets there."""
+"""Finds the position of a sync point in the user's program, and tells which merge functions are the same."""
 
 from __future__ import annotations
 
@@ -18,26 +18,33 @@ from replica_engine.engine import Replica, SyncPoint
 from replica_engine.telemetry import stacks
 
 # Packages whose frames can stand between the user's line and an op, a sync point or an exception: TensorFlow, Keras,
-# and what these call through. tf.summary is tensorboard's, map_structure tree's or optree's, and wrapt and absl call
-# what they decorate or run. Any other installed package counts as the user's. So does numpy: its functions may take
-# long, and a thread can be interrupted in the user's code only (`telemetry.interrupt`).
+# and the packages that they call through. tf.summary comes from tensorboard, map_structure from tree or optree, and
+# wrapt and absl call the functions that they decorate or run. Any other installed package counts as the user's. numpy
+# does too: its functions may take long, and a thread can be interrupted only in the user's code
+# (`telemetry.interrupt`).
 _PLUMBING = ("tensorflow", "keras", "tf_keras", "tensorboard", "absl", "jax", "jaxlib", "optree", "tree", "wrapt")
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_DEMO = os.path.join(_OURS, "demo") + os.sep  # a program to read and to copy, so a user's
+_DEMO = os.path.join(_OURS, "demo") + os.sep  # a program to read and to copy, so it counts as the user's
 _STANDARD_LIBRARY = os.path.dirname(functools.__file__) + os.sep
 # Frames between the user's line and the function that it calls.
 _WRAPPERS = frozenset(("error_handler", "wrapper", "converted_call", "_call_unconverted", "op_dispatch_handler"))
-_CONVERTED = "outer_factory.inner_factory.tf__"  # how AutoGraph names what it converted
+_CONVERTED = "outer_factory.inner_factory.tf__"  # the prefix of functions that AutoGraph converted
 _SITE_PACKAGES = os.sep + "site-packages" + os.sep
 
 
 def sync_point(merge_fn: Callable[..., Any], replica: Replica, detail: tuple, values: tuple, eager: bool) -> SyncPoint:
     """The record of a merge call that `replica` is making.
 
-    It goes by the name of the merge function, if that is the user's, or else of what the user called that
-    made the merge call: "all_reduce", "assign_add", "fit". `detail` is what else has to be equal on all
-    replicas; `values` is what the replica brings, and `eager` whether that are values now.
+    The name of the sync point is the name of the merge function if the user wrote that function. Otherwise it is the
+    name of the function that the user called and that made the merge call: "all_reduce", "assign_add", "fit".
+
+    Args:
+        merge_fn: the merge function.
+        replica: the replica.
+        detail: further values that must be equal on all replicas.
+        values: the tensors that the replica brings.
+        eager: whether the merge call is made in eager mode.
     """
     plain = _plain(merge_fn)
     name = getattr(plain, "__qualname__", None) or type(plain).__qualname__
@@ -51,16 +58,16 @@ def sync_point(merge_fn: Callable[..., Any], replica: Replica, detail: tuple, va
 
 
 def user_location(replica: Replica) -> tuple[str, int, str]:
-    """File, line and function of the innermost frame that belongs to the user."""
+    """The file, line and function of the innermost frame that belongs to the user."""
     frame, _, thread = _user_frame(replica)
     return _place(replica, frame, thread)
 
 
 def _user_frame(replica: Replica) -> tuple[FrameType, str, int]:
-    """The innermost frame of the user, the name of what it called, and the thread it is on.
+    """The innermost frame of the user, the name of the function that it called, and the thread of the frame.
 
-    A replica of Keras' `fit` has no frame of the user's; then it is the line that called `fit`, which the
-    thread that called `run` still stands at.
+    In Keras' `fit`, a replica thread has no frame of the user. Then this is the frame that called `fit`, on the
+    thread that called `run`.
     """
     here = sys._getframe(1)
     coordinator = replica.coordinator.ident or 0
@@ -84,11 +91,11 @@ def _place(replica: Replica, frame: FrameType, thread: int) -> tuple[str, int, s
 
 
 def is_users(frame: FrameType, threads: tuple[int, ...]) -> bool:
-    """Whether a frame runs code of the user's, also if AutoGraph has converted it.
+    """Whether a frame runs user code, which AutoGraph may have converted.
 
     Args:
         frame: a frame.
-        threads: the idents of those that may know what was converted; see `autograph.original_location`.
+        threads: the idents of the threads that may know what was converted; see `autograph.original_location`.
     """
     file = frame.f_code.co_filename
     if is_internal(file):
@@ -100,7 +107,7 @@ def is_users(frame: FrameType, threads: tuple[int, ...]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_internal(filename: str) -> bool:
-    """Whether a file is not the user's: Python's own, of this package, TensorFlow's, Keras', or of what these call."""
+    """Whether a file belongs to Python, to this package, to TensorFlow, to Keras or to a package that these call."""
     if filename.startswith(_OURS):
         return not filename.startswith(_DEMO)
     if filename.startswith(_STANDARD_LIBRARY) and _SITE_PACKAGES not in filename:
@@ -110,14 +117,14 @@ def is_internal(filename: str) -> bool:
 
 @functools.cache
 def _plumbing() -> tuple[str, ...]:
-    """The folders of `_PLUMBING`, as far as they are installed. They are found, not imported."""
+    """The folders of the installed packages in `_PLUMBING`. The packages are found without being imported."""
     folders = []
     for name in _PLUMBING:
         spec = None
-        with contextlib.suppress(ImportError):  # of a finder that refuses to look
+        with contextlib.suppress(ImportError):  # raised by a finder that refuses to look
             spec = importlib.util.find_spec(name)
         for folder in (spec and spec.submodule_search_locations) or ():
-            if name == "tensorflow" or any(part in folder for part in _INSTALLED):  # else somebody's own `tree`
+            if name == "tensorflow" or any(part in folder for part in _INSTALLED):  # not another `tree`
                 folders.append(folder + os.sep)
     return tuple(folders)
 
@@ -127,7 +134,7 @@ stacks.hide(is_internal)
 
 def _plain(fn: Callable) -> Callable:
     """The user's function inside partial objects, bound methods and AutoGraph's wrappers."""
-    if type(fn) is FunctionType and not fn.__dict__:  # nothing is wrapped in it
+    if type(fn) is FunctionType and not fn.__dict__:  # it wraps nothing
         return fn
     while True:
         inner = inspect.unwrap(fn)
@@ -141,10 +148,10 @@ def _plain(fn: Callable) -> Callable:
 
 
 def identity(fn: Callable[..., Any]) -> Any:
-    """Equal for what one `def` or `lambda` in the source makes, each time it is executed.
+    """A value that is equal for all functions that the same `def` or `lambda` in the source makes.
 
-    Replicas run the same source, and each makes its own closure of the merge function in it: other
-    functions, equal code.
+    All replicas run the same source, and each replica makes its own closure of the merge function: different function
+    objects with equal code.
     """
     plain = _plain(fn)
     if inspect.isbuiltin(plain):

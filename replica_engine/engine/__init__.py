@@ -1,14 +1,14 @@
 """The engine: replica threads and the sync points where they meet. Standard library only.
 
-- `event`: the binary event that threads hand each other.
-- `thread`: one persistent replica thread, parked between jobs.
-- `group`: the N threads of a run, and the pool that leases them.
-- `sync_point`: where a replica met the others, the record of it, and the states it goes through.
+- `event`: the binary event with which threads wake each other.
+- `thread`: one persistent replica thread, which sleeps between jobs.
+- `group`: the N threads of a run, and the pool that leases them to runs.
+- `sync_point`: a sync point, the record of the last ones, and the states of a replica.
 - `observer`: draws a run on a timeline.
 - `replica`: one replica in one run.
 - `run`: the protocol. Read this one first.
 
-It knows nothing of TensorFlow: a replica's body is any function, a merge any function of N requests.
+The engine does not know TensorFlow: a replica's body can be any function, and a merge any function of N requests.
 """
 
 from replica_engine.engine.group import GroupPool, SyncGroup

@@ -1,4 +1,4 @@
-"""A binary event that the waiter consumes: the one thing that replica threads hand each other."""
+"""The binary event with which replica threads and the coordinator wake each other."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import _thread
 
 
 class Event:
-    """Clear at first; `set` wakes one waiter, and waking clears it again.
+    """An event that is clear at first. `set` wakes one waiting thread, and the wake-up clears the event again.
 
-    An odd use of a lock, in words: the event is clear while the lock is held, and `set` releases it.
-    Whoever waits acquires it, which makes the event clear for the next time. `threading.Event` needs a
-    condition variable, a second lock and a separate `clear` for the same; a hand-over through this one
-    costs a third of that. It may be set from any thread, also twice, which counts as once.
+    The class uses a lock in an unusual way. The event is clear while the lock is held, and `set` releases the
+    lock. The waiting thread acquires the lock, and so clears the event for the next wait. `threading.Event`
+    needs a condition variable, a second lock and a separate `clear` for the same purpose; a hand-over through
+    this class costs a third of that. Any thread may set the event. Setting it twice counts as once.
 
     Example:
         >>> event = Event()
@@ -27,19 +27,19 @@ class Event:
         self._lock.acquire()
 
     def set(self) -> None:
-        """Wakes the waiter, now or as soon as it waits."""
+        """Wakes the waiting thread, now or as soon as a thread waits."""
         try:
             self._lock.release()
         except RuntimeError:
-            return  # It was set already, by us or by another thread a moment ago.
+            return  # The event is already set, by this thread or by another one.
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until the event is set and clears it.
+        """Waits until the event is set, and clears it.
 
-        Signals interrupt the wait in the main thread, so Ctrl-C raises out of it.
+        In the main thread a signal interrupts the wait, so Ctrl-C raises KeyboardInterrupt out of it.
 
         Args:
-            timeout: seconds to wait at most; None waits for ever.
+            timeout: the longest wait, in seconds; None waits for ever.
 
         Returns:
             True if the event was set, False if the time ran out.

@@ -1,4 +1,4 @@
-"""Sync groups: the N threads that run the replicas of one run together, and the pool that leases them."""
+"""Sync groups: the N threads that run the replicas of a run, and the pool that leases them to runs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from replica_engine.engine.thread import ReplicaThread
 
 
 class SyncGroup:
-    """N parked replica threads, one a device, named "replica 1 of 4 (CPU:1)".
+    """N parked replica threads, one for each device, named "replica 1 of 4 (CPU:1)" and so on.
 
-    The threads end when the group is closed or garbage collected: they do not refer to it.
+    The threads end when the group is closed or garbage collected. They hold no reference to the group.
 
     Args:
-        devices: in the short form "CPU:1".
-        record: of the sync points; None begins one.
-        name: of who runs on them, for timelines.
+        devices: the devices, in the short form "CPU:1".
+        record: the record of sync points to continue; None begins a new one.
+        name: the name under which timelines show the threads, such as the name of the strategy.
     """
 
     def __init__(self, devices: Sequence[str], record: SyncRecord | None = None, name: str = "replicas"):
@@ -31,33 +31,34 @@ class SyncGroup:
             ReplicaThread(f"replica {index} of {size} ({device})") for index, device in enumerate(self.devices)
         ]
         self._closer = weakref.finalize(self, _close, self.threads)
-        self._closer.atexit = False  # A run may be on its way then, in a thread that nobody waits for.
+        self._closer.atexit = False  # At exit a daemon thread may still be in a run on these threads.
         for thread in self.threads:
             thread.start()
 
     def close(self) -> None:
-        """Lets the threads end. Does not wait for them."""
+        """Tells the threads to end, and does not wait for them."""
         self._closer()
 
 
 class GroupPool:
-    """Leases sync groups of one set of devices, and keeps a few for later runs.
+    """Leases sync groups on one set of devices to runs, and keeps a few idle groups for later runs.
 
-    Two user threads that call `run` at once, or a `run` inside a merge function, get a group each, so no
-    run ever waits for another's threads. Only a group whose run ended well comes back: then every event
-    that was set has been waited for, every thread is parked, and the next run may trust both. A group
-    whose run failed is closed, so no left-over wake-up can start a later run out of order.
+    Two user threads that call `run` at the same time get a group each, and so does a `run` inside a merge
+    function. So no run ever waits for the threads of another run. A group returns to the pool only if its run
+    ended well: then a thread has waited for every event that was set, and every thread is parked, so the next
+    run can rely on both. A group whose run failed is closed, so that no left-over wake-up starts a later run
+    out of order.
 
     Args:
-        devices: in the short form "CPU:1".
-        name: of who runs on them, for timelines.
+        devices: the devices, in the short form "CPU:1".
+        name: the name under which timelines show the threads, such as the name of the strategy.
 
     Attributes:
-        devices: in the short form.
-        record: the last sync points on them.
+        devices: the devices, in the short form "CPU:1".
+        record: the last sync points on these devices.
     """
 
-    KEPT = 4  # idle groups; enough for nested runs and a few user threads, bounded for many
+    KEPT = 4  # idle groups: enough for nested runs and a few user threads; the limit matters if there are many threads
 
     def __init__(self, devices: Sequence[str], name: str = "replicas"):
         self.devices = tuple(devices)
@@ -68,7 +69,7 @@ class GroupPool:
 
     @contextlib.contextmanager
     def lease(self) -> Iterator[SyncGroup]:
-        """A group for the time of one run."""
+        """Leases a group for one run: a context manager. An exception closes the group."""
         with self._lock:
             group = self._idle.pop() if self._idle else None
         if group is None:
@@ -85,7 +86,7 @@ class GroupPool:
         group.close()
 
     def close(self) -> None:
-        """Closes the idle groups; leased ones go when their run ends and nobody holds them."""
+        """Closes the idle groups. A leased group ends when its run has ended and nothing refers to it."""
         with self._lock:
             idle, self._idle = self._idle, []
         for group in idle:

@@ -1,7 +1,7 @@
-"""What a recorded timeline shows of a run: one track for each replica and one for the coordinator.
+"""Draws a run on a timeline: one track for each replica, and one for the coordinator.
 
-A run has an observer only while a timeline is being recorded. An unrecorded run pays one comparison with None where
-something could be drawn.
+A run has an observer only while a timeline is being recorded. A run that is not recorded pays one comparison with None
+at each place where something could be drawn.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Observer:
     """Draws one run.
 
     Args:
-        name: the name of the strategy that runs, for the timeline.
+        name: the name under which timelines show the run, such as the name of the strategy.
         coordinator: the thread that called `run`.
-        began: when the run began, in seconds of `time.perf_counter`, like all times here.
+        began: when the run began, in seconds of `time.perf_counter`, as are all times in this class.
     """
 
     def __init__(self, name: str, coordinator: threading.Thread, began: float):
@@ -33,23 +33,23 @@ class Observer:
         self._coordinator = Track(name, f"coordinator ({coordinator.name})", coordinator.ident or 0, 0)
 
     def turn(self, track: Track, since: float) -> None:
-        """A replica begins: until now it waited for its turn."""
+        """Draws the wait of a replica for its first turn, which began at `since`."""
         timeline.add(track, "waiting for its turn", "waiting", self._began, since)
 
     def ran(self, track: Track, begin: float, end: float) -> None:
-        """A replica ran the user's code."""
+        """Draws the time in which a replica ran the user's code."""
         timeline.add(track, "run", "run", begin, end)
 
     def waiting(self, who: object, point: SyncPoint) -> AbstractContextManager[Any]:
-        """Around a replica's wait at a sync point, for TensorFlow's profiler."""
+        """A context manager around a replica's wait at a sync point, for TensorFlow's profiler."""
         return timeline.profiled(f"{who} waiting at {point.name}")
 
     def running(self, who: object) -> AbstractContextManager[Any]:
-        """Around a replica's body, for TensorFlow's profiler."""
+        """A context manager around a replica's body, for TensorFlow's profiler."""
         return timeline.profiled(f"{who} run")
 
     def met(self, track: Track, point: SyncPoint) -> None:
-        """A replica has left a sync point: draws the waits before and after, and the merge."""
+        """Draws a sync point that a replica has left: the merge, and the waits before and after it."""
         began, ended = point.merged
         details = {"where": point.where}
         timeline.add(track, f"waiting at {point.name}", "waiting", point.arrived, began, details)
@@ -58,7 +58,7 @@ class Observer:
 
     @contextlib.contextmanager
     def merging(self, point: SyncPoint) -> Iterator[None]:
-        """Around the coordinator's merge."""
+        """A context manager around the coordinator's merge, which it draws."""
         began = time.perf_counter()
         try:
             with timeline.profiled(f"merge {point.name}"):
@@ -68,7 +68,11 @@ class Observer:
             timeline.add(self._coordinator, point.name, "merge", began, time.perf_counter(), where)
 
     def ended(self, replicas: list[tuple[Track, float]]) -> None:
-        """The run has ended well. Of each replica, its track and when it finished."""
+        """Draws the end of a run that ended well.
+
+        Args:
+            replicas: the track of each replica, and when the replica finished.
+        """
         now = time.perf_counter()
         for track, since in replicas:
             timeline.add(track, "waiting for the end of the run", "waiting", since, now)

@@ -1,4 +1,4 @@
-"""One replica in one run: what its own thread and the coordinator both see of it."""
+"""One replica in one run: the state that its thread and the coordinator share."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from replica_engine.errors import ReplicaRow, ReplicaUnwound
 from replica_engine.telemetry.stacks import stack_of
 from replica_engine.telemetry.trace_file import Track
 
-COORDINATOR_CHECK = 30.0  # seconds between looks at whether a paused replica's coordinator still lives
+COORDINATOR_CHECK = 30.0  # seconds between two checks of a paused replica whether its coordinator is alive
 
 
 class Round(Protocol):
-    """What a replica has to know of its run; see `run.Run`.
+    """The part of a run that its replicas use; see `run.Run`.
 
     Attributes:
         coordinator: the thread that called `run`.
-        given_up: whether nothing will come of waiting.
+        given_up: whether the run was given up, so that waiting is useless.
         merged: when the last merge began and ended, in seconds of `time.perf_counter`.
-        name: the name of the strategy that runs, for timelines.
+        name: the name under which timelines show the run, such as the name of the strategy.
         number: the number of the run.
-        observer: draws the run; None where no timeline is being recorded.
+        observer: draws the run on a timeline; None if no timeline is being recorded.
         record: the record of sync points.
         replicas: all replicas of the run, in order.
     """
@@ -46,27 +46,29 @@ class Round(Protocol):
         """Passes the baton on."""
 
     def is_orphaned(self) -> bool:
-        """Whether the coordinator is gone."""
+        """Whether the coordinator has ended."""
 
 
 class Replica:
     """One replica in one run.
 
-    Exactly one thread may touch it at a time: its own while it holds the baton, the coordinator while the
-    replica is paused or finished. The events between them are the only synchronisation, so whoever does
-    not hold the baton must not write here; `state` may be read at any time, for reports.
+    Exactly one thread may use this object at a time: the replica's own thread while it holds the baton, the
+    coordinator while the replica is paused or finished. The events between the two threads are the only
+    synchronization, so a thread that does not hold the baton must never write to the object. Any thread may
+    read `state` at any time, for reports.
 
     Attributes:
-        index: which replica of the run, from 0.
+        index: 0-based index of the replica in the run.
         device: its device, in the short form "CPU:1".
-        state: what it is doing.
-        since: when that began, or when it last came to or went from a sync point, in seconds of `time.perf_counter`.
-        last: the sync point that it reached last in this run.
-        meets: what that was made for: only replicas with equal ones meet.
-        merge_calls: how many it reached in this run.
-        request: what it passed to its latest `pause`, until the coordinator takes it.
-        value: what its body returned.
-        error: what its body raised.
+        state: what the replica is doing.
+        since: when the state began, or when the replica last reached or left a sync point, in seconds of
+            `time.perf_counter`.
+        last: the last sync point that the replica reached in this run.
+        meets: the identity of that sync point: replicas meet only if their identities are equal.
+        merge_calls: the number of sync points that the replica has reached in this run.
+        request: the argument of the latest `pause`, until the coordinator takes it.
+        value: what the body returned.
+        error: what the body raised.
     """
 
     def __init__(self, run: Round, index: int, device: str, thread: ReplicaThread):
@@ -85,14 +87,14 @@ class Replica:
         self._run = run
 
     def pause(self, point: SyncPoint, request: Any) -> Any:
-        """Stops at a sync point until the coordinator has merged. Called on the replica's own thread.
+        """Waits at a sync point until the coordinator has merged. Called on the replica's own thread.
 
         Args:
-            point: where this is, for comparison with the other replicas and for reports.
-            request: what the coordinator's `merge` receives for this replica.
+            point: the sync point; it is compared with those of the other replicas, and shown in reports.
+            request: what the coordinator's `merge` receives from this replica.
 
         Returns:
-            This replica's part of the merge's result.
+            This replica's part of the result of the merge.
 
         Raises:
             ReplicaUnwound: the run was given up.
@@ -102,7 +104,7 @@ class Replica:
             self._unwind()
         self.merge_calls += 1
         point.run, point.number, point.arrived = run.number, self.merge_calls, time.perf_counter()
-        # Not in the record, which outlives the run: it may be an object of the user's.
+        # The identity may be an object of the user. The record outlives the run, so it must not hold the identity.
         self.meets, point.identity = point.identity, None
         self.last = point
         run.record.rings[self.index].append(point)
@@ -124,30 +126,31 @@ class Replica:
         return result
 
     def _wait(self) -> None:
-        """Hands the baton on, and waits for it."""
+        """Passes the baton on, and waits until it comes back."""
         run = self._run
         run.hand_over(self)
         while True:
             woken = self.thread.should_run.wait(COORDINATOR_CHECK)
             if run.given_up or run.is_orphaned():
                 self._unwind()
-            if woken and self.state is State.READY:  # Woken before the merge, it is nobody's turn.
+            if woken and self.state is State.READY:  # A wake-up before the merge is not a turn.
                 return
 
     def _unwind(self) -> NoReturn:
-        """Begins to come down: what the replica has open is closed on the way."""
+        """Raises ReplicaUnwound, which runs the `finally` blocks and context managers of the body."""
         self.state, self.since = State.UNWINDING, time.perf_counter()
         raise ReplicaUnwound
 
     def resume_with(self, result: Any) -> None:
-        """Lays ready what `pause` will return. Called by the coordinator."""
+        """Stores the result that `pause` will return. Called by the coordinator."""
         self.request = None
         self._result = result
-        # Not only when its thread wakes: until then another replica could take it for stopped.
+        # Set here, not when the thread wakes: until then another replica would take this one for paused, and would
+        # conclude that it creates no more variables (`threads/variables.py`).
         self.state = State.READY
 
     def execute(self, body: Callable[[Replica], Any]) -> None:
-        """Runs the replica's body, and keeps its value or exception. Its thread's job; never raises."""
+        """Runs the replica's body and keeps its value or exception. The job of the replica's thread; never raises."""
         run = self._run
         if run.given_up:
             self.state = State.UNWOUND
@@ -180,11 +183,11 @@ class Replica:
 
     @functools.cached_property
     def track(self) -> Track:
-        """Where it is drawn in timelines."""
+        """The track that shows the replica in timelines."""
         return Track(self._run.name, self.thread.name, self.thread.ident or 0, self.index + 1)
 
     def forget(self) -> None:
-        """Lets go of values and exceptions, once the coordinator has taken them."""
+        """Drops the references to values and exceptions, after the coordinator has taken them."""
         self.value = self.request = self.error = self.meets = self._result = None
 
     @property
@@ -194,21 +197,21 @@ class Replica:
 
     @property
     def given_up(self) -> bool:
-        """Whether its run was given up, so that nothing will come of waiting."""
+        """Whether the run was given up, so that waiting is useless."""
         return self._run.given_up
 
     @property
     def over(self) -> bool:
-        """Whether its body has come to its end, one way or another."""
+        """Whether the body has ended: with a value, with an exception, or unwound."""
         return self.state in (State.FINISHED, State.FAILED, State.UNWOUND)
 
     def row(self) -> ReplicaRow:
-        """What is known of it, for an error's table."""
+        """The replica's row in the table of an error."""
         where = "" if self.last is None else str(self.last)
         return ReplicaRow(self.index, len(self._run.replicas), self.device, self.state.value, self.merge_calls, where)
 
     def timed_row(self) -> ReplicaRow:
-        """The same, with how long it has been there, and the stack of its thread if it runs."""
+        """The same row, with the seconds in the state, and with the stack of the thread if the replica runs."""
         row = self.row()
         if self.over or self.state is State.IDLE:
             return row
@@ -221,6 +224,6 @@ class Replica:
 
 
 def current_replica() -> Replica | None:
-    """The replica that the calling thread is running, or None outside any."""
+    """The replica that the calling thread is running; None outside a replica."""
     replica = getattr(threading.current_thread(), "replica", None)
     return replica if isinstance(replica, Replica) else None

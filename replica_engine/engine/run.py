@@ -1,41 +1,43 @@
 """The protocol: how the threads of one run take turns, meet, and come to an end.
 
 **Who holds the baton.** At any moment either the coordinator (the thread that called `run`) or exactly one
-replica runs; the others wait. A round begins when the coordinator hands the baton to replica 0. Replica 0
+replica runs; all others wait. A round begins when the coordinator hands the baton to replica 0. Replica 0
 runs to its next pause, which is a merge call or the end of its body, and hands the baton to replica 1, and
-so on; the last one hands it back to the coordinator. N + 1 hand-overs a round; going through the
-coordinator each time would take 2N. The order is part of the contract: programs rely on replica 0 being
-the first to create a variable, to trace a function, to append to a list.
+so on. The last replica hands the baton back to the coordinator. A round takes N + 1 hand-overs; if each went
+through the coordinator, it would take 2N. The order is part of the contract: programs rely on replica 0 to
+be the first that creates a variable, traces a function, or appends to a list.
 
-**Between rounds** the coordinator looks at where everybody stands:
+**Between rounds** the coordinator checks where each replica is:
 
-- all finished: the run is over, the values are the result;
-- all paused, in the same merge function: it merges their requests, lays each one's part of the result
-  ready, and begins the next round;
-- anything else is a mismatch, and an error.
+- all replicas have finished: the run is over, and their values are the result;
+- all replicas have paused in the same merge function: the coordinator merges their requests, stores each
+  replica's part of the result, and begins the next round;
+- anything else is a mismatch, and raises an error.
 
-**With `concurrent=True`** the coordinator releases all replicas at once, and the last one to pause hands the
-baton back. Where replica 0 may have things to build that the others then find (`builds`), it gets a head
-start: the others are released when it has paused, or when it has built nothing for a while.
+**With `concurrent=True`** the coordinator releases all replicas at once, and the last replica to pause hands
+the baton back. If replica 0 may have to build objects that the other replicas reuse (`builds`), it gets a
+head start: the others are released when replica 0 has paused, or when it has built nothing for a while.
 
-**When something fails** the run is given up: `given_up` is set, and the baton comes back to the coordinator
-at once; replicas that have not had their turn in this round do not get it. The coordinator then wakes the
-others one by one, in order. A paused replica finds `given_up` and raises ReplicaUnwound out of its `pause`,
-so that its `finally` blocks run; one that has not started does not start. Failures on the way down are
-kept and become notes. A replica that still runs (with `concurrent=True`, or after Ctrl-C) is given a while
-to reach its next pause. After that it is abandoned: its thread is never used again.
+**When something fails** the run is given up: `given_up` is set, and the baton returns to the coordinator at
+once. Replicas that have not had their turn in this round do not get it. The coordinator then wakes the other
+replicas one by one, in order. A paused replica finds `given_up` set and raises ReplicaUnwound out of its
+`pause`, so that its `finally` blocks run. A replica that has not started does not start. An exception that a
+replica raises while it unwinds is kept and becomes a note. A replica that still runs (with `concurrent=True`,
+or after Ctrl-C) gets a limited time to reach its next pause. After that time it is abandoned: its thread is
+never used again.
 
 **What must never happen:**
 
-- two replicas running at once without `concurrent=True`;
-- an event set in one run and found set in the next. In a run that ends well each `set` is matched by one
-  `wait`. In any other run stray wake-ups are possible (the baton and the unwinding may both wake a
-  replica), and so its threads are closed, not reused (`group.py`);
-- an outcome lost: a body's value or exception is kept on its replica before the baton moves on;
-- a wait that nobody knows of. The watchdog (`telemetry/watchdog.py`) watches each run, and counts from when the baton
-  last moved. When it has not for long, it logs a table. When there is a `timeout` it ends the wait: it wakes the
-  coordinator, or, if that is in a merge function, has an exception raised in it. A paused replica looks now and then
-  whether its coordinator still lives.
+- Two replicas run at once without `concurrent=True`.
+- An event that was set in one run is found set in the next. In a run that ends well, each `set` is matched by
+  one `wait`. In any other run stray wake-ups are possible, because the baton and the unwinding may both wake
+  a replica. So the threads of such a run are closed and not reused (`group.py`).
+- An outcome is lost. A body's value or exception is kept on its replica before the baton moves on.
+- A thread waits without supervision. The watchdog (`telemetry/watchdog.py`) watches each run, and measures the
+  time since the baton last moved. If that time is long, it logs a table. If it exceeds the `timeout`, the
+  watchdog ends the wait: it wakes the coordinator or, if the coordinator is in a merge function, raises an
+  exception in the coordinator's thread. A paused replica checks from time to time whether its coordinator is
+  alive.
 """
 
 from __future__ import annotations
@@ -59,10 +61,10 @@ from replica_engine.telemetry import timeline
 from replica_engine.telemetry.stacks import stack_of
 from replica_engine.telemetry.watchdog import Watch
 
-UNWIND_GRACE = 30.0  # seconds for the others to come down after a failure
+UNWIND_GRACE = 30.0  # seconds that the other replicas have to unwind after a failure
 HEAD_START = 0.5  # seconds that replica 0 has to begin to build
-INTERRUPT_GRACE = 0.5  # seconds for the same after Ctrl-C, which must be answered within one
-SETTLING = 0.05  # seconds for an exception that is on its way to a thread to arrive
+INTERRUPT_GRACE = 0.5  # seconds to unwind after Ctrl-C, which must end the run within one second
+SETTLING = 0.05  # seconds in which an exception that was requested in a thread arrives there
 
 
 class Run:
@@ -70,24 +72,26 @@ class Run:
 
     Args:
         group: N parked threads.
-        bodies: what each replica does, given its `Replica`, which it uses to pause.
-        merge: called by the coordinator with the N requests of a sync point, in order of the replicas;
-            returns what each replica's `pause` returns.
-        concurrent: release all replicas at once.
-        builds: with `concurrent`, gives replica 0 a head start in each round; called after a while of it,
-            it says whether replica 0 is building and has to be waited for. None: no head start.
-        timeout: seconds a replica may take to reach its next sync point, or a merge to end; None waits on.
-        warn_after: seconds after which, and again after as many, there is a warning; None takes the process' own.
+        bodies: the function that each replica runs; it is called with its `Replica`, whose `pause` it calls.
+        merge: the function that the coordinator calls with the N requests of a sync point, in the order of the
+            replicas; it returns what each replica's `pause` returns, in the same order.
+        concurrent: whether all replicas are released at once.
+        builds: with `concurrent`, gives replica 0 a head start in each round. It is called after `HEAD_START`
+            seconds and returns whether replica 0 is building, so that the others must wait for it. None gives no
+            head start.
+        timeout: seconds that a replica may take to reach its next sync point, or a merge to end; None waits for ever.
+        warn_after: seconds without progress until a warning, which is repeated after each further period of that
+            length; None takes the process-wide default.
 
     Attributes:
-        coordinator: the thread that called.
-        given_up: whether nothing will come of waiting.
-        replicas: in order.
-        record: of sync points.
-        number: of this run.
-        name: of who runs, for timelines.
-        observer: draws the run; None where no timeline is being recorded.
-        began: when it was made, in seconds of `time.perf_counter`.
+        coordinator: the thread that called `run`.
+        given_up: whether the run was given up, so that waiting is useless.
+        replicas: the replicas, in order.
+        record: the record of sync points.
+        number: the number of this run.
+        name: the name under which timelines show the run, such as the name of the strategy.
+        observer: draws the run on a timeline; None if no timeline is being recorded.
+        began: when this object was made, in seconds of `time.perf_counter`.
         merged: when the last merge began and ended, in seconds of `time.perf_counter`.
     """
 
@@ -119,24 +123,25 @@ class Run:
         self._concurrent = concurrent
         self._builds = builds
         self._timeout = timeout
-        self._has_paused = Event()  # the baton, on its way back to the coordinator
-        self._first_has_paused = Event()  # with a head start: replica 0 has
+        self._has_paused = Event()  # the baton returns to the coordinator
+        self._first_has_paused = Event()  # with a head start: replica 0 has paused
         self._watch = Watch(self._describe, warn_after, timeout, self._expire)
         self._merging = False
         self._standstill: tuple[list[errors.ReplicaRow], errors.CoordinatorRow] | None = None  # when time ran out
-        self._broken_off: type[BaseException] | None = None  # what is raised in a merge when time has run out
+        self._broken_off: type[BaseException] | None = None  # the exception raised in a merge when time ran out
         self._lock = threading.Lock()
         self._still_running = 0
 
     def __call__(self) -> list[Any]:
-        """Runs the bodies to their ends.
+        """Runs the bodies until all have ended.
 
         Returns:
-            What each body returned, in order of the replicas.
+            What each body returned, in the order of the replicas.
 
         Raises:
             MergeCallMismatchError: the replicas did not meet at the same sync points.
-            ReplicaTimeoutError: a replica did not come back within `timeout`.
+            ReplicaTimeoutError: a replica did not reach its next sync point, or a merge did not end, within `timeout`
+                seconds.
             Exception: what a body or `merge` raised, with notes.
         """
         try:
@@ -153,15 +158,15 @@ class Run:
             self._give_up(late)
             raise late from None
         finally:
-            # Run, replicas and bodies refer to each other. Cut through, what they hold is freed now; left
-            # to the garbage collector, tensors would outlive the step by many steps.
+            # The run, its replicas and the bodies refer to each other. Breaking the cycle frees what they hold
+            # now; if the garbage collector had to do so, tensors would outlive the step by many steps.
             for replica in self.replicas:
                 replica.forget()
             del self._bodies, self._merge
-            self._builds = None  # Not deleted: an abandoned replica may still hand over.
+            self._builds = None  # Not deleted: an abandoned replica may still call `hand_over`, which reads it.
 
     def _rounds(self) -> list[Any]:
-        """All rounds; the values at the end."""
+        """Runs all rounds, and returns the values of the bodies."""
         for replica, body in zip(self.replicas, self._bodies, strict=True):
             replica.thread.assign(functools.partial(replica.execute, body))
         while True:
@@ -174,7 +179,7 @@ class Run:
             self._meet()
 
     def _meet(self) -> None:
-        """All have paused at one sync point: merges, and lays each one's part of the result ready."""
+        """Merges at a sync point where all replicas have paused, and stores each replica's part of the result."""
         self._watch.beat()
         self._merging = True
         began = time.perf_counter()
@@ -186,11 +191,14 @@ class Run:
             replica.resume_with(result)
 
     def is_orphaned(self) -> bool:
-        """Whether its coordinator is gone. The main thread never is, though Python says so in functions of `atexit`."""
+        """Whether the coordinator has ended.
+
+        The main thread counts as alive: Python reports it as ended while `atexit` functions run on it.
+        """
         return not self.coordinator.is_alive() and self.coordinator is not threading.main_thread()
 
     def hand_over(self, replica: Replica) -> None:
-        """Passes the baton on. Called by a replica's thread when it pauses or ends."""
+        """Passes the baton on. Called by a replica's thread when the replica pauses or ends."""
         self._watch.beat()
         if self._concurrent:
             if replica.index == 0 and self._builds is not None:
@@ -206,10 +214,10 @@ class Run:
             self.replicas[replica.index + 1].thread.should_run.set()
 
     def _round(self) -> None:
-        """Takes every replica to its next pause; raises what one of them raised."""
+        """Runs every replica to its next pause; raises what a replica raised."""
         self._watch.beat()
         self._still_running = len(self.replicas)
-        self._first_has_paused.wait(0)  # Clears it: in the round before, nobody may have waited for it.
+        self._first_has_paused.wait(0)  # Clears the event: perhaps no thread waited for it in the last round.
         first, *others = self.replicas
         first.thread.should_run.set()
         if self._concurrent:
@@ -229,17 +237,17 @@ class Run:
             self._wait(self._first_has_paused)
 
     def _wait(self, event: Event) -> None:
-        """Waits for the event, or for the time to run out."""
+        """Waits for the event; raises ReplicaTimeoutError if the time ran out first."""
         wait_for_ever(event.wait)
         if self._watch.expired:
             raise self._timed_out()
 
     def _describe(self, waited: float) -> str:
-        """The warning; called by the watchdog."""
+        """The text of the warning. Called by the watchdog."""
         return errors.slow_replicas(waited, *self._stand())
 
     def _expire(self, waited: float) -> None:
-        """The time has run out; called by the watchdog."""
+        """Keeps the state of the run and ends the wait, because the time ran out. Called by the watchdog."""
         try:
             self._standstill = self._standstill or self._stand()
         finally:
@@ -247,7 +255,7 @@ class Run:
 
     def _end_wait(self) -> None:
         if self._merging and self.coordinator.ident is not None:
-            again = self._watch.expired > 1  # what is to be done as a whole has had its time, too
+            again = self._watch.expired > 1  # by now code in `held_off` has had a further `timeout` to end
             self._broken_off = break_off(self.coordinator.ident, errors.ReplicaUnwound, at_once=again)
         else:
             self._has_paused.set()
@@ -257,22 +265,22 @@ class Run:
         return errors.ReplicaTimeoutError.after(self._timeout or 0.0, *(self._standstill or self._stand()))
 
     def _as_late(self, error: BaseException) -> errors.ReplicaTimeoutError | None:
-        """What is to be raised in the place of what ended the run, if time had run out."""
+        """The error to raise instead of `error`, which ended the run, if the time ran out; None to raise `error`."""
         if not self._watch.expired or isinstance(error, errors.ReplicaTimeoutError):
             return None
         if self._broken_off is not None and not isinstance(error, self._broken_off):
             self._settle()
-            return None  # it ended by itself, at the last moment
+            return None  # the merge ended on its own account, at the last moment
         return self._timed_out()
 
     def _settle(self) -> None:
-        """What was to be raised in the merge came too late for it: has it arrive here, and go no further."""
+        """Waits here for an exception that was requested in a merge which has ended meanwhile, and drops it."""
         with contextlib.suppress(KeyboardInterrupt, errors.ReplicaUnwound):
             time.sleep(SETTLING)
         take_back(threading.get_ident())
 
     def _stand(self) -> tuple[list[errors.ReplicaRow], errors.CoordinatorRow]:
-        """Where everybody is now."""
+        """A row for each replica and one for the coordinator: where they are now."""
         rows = [replica.timed_row() for replica in self.replicas]
         thread = self.coordinator
         first = self.replicas[0].last
@@ -282,7 +290,7 @@ class Run:
         return rows, errors.CoordinatorRow(thread.name, state, self._watch.waited, stack_of(thread.ident))
 
     def _check_meeting(self) -> None:
-        """All replicas have paused or finished: did they meet?"""
+        """Raises MergeCallMismatchError unless all replicas, which have paused or finished, met at one sync point."""
         if any(replica.state is State.FINISHED for replica in self.replicas):
             raise errors.MergeCallMismatchError.different_counts(self._rows())
         first, *others = self.replicas
@@ -290,15 +298,15 @@ class Run:
             raise errors.MergeCallMismatchError.different_functions(self._rows())
 
     def _give_up(self, error: BaseException) -> None:
-        """Takes down every replica that is not over, and writes what is known onto `error`."""
-        self.given_up = True  # First of all: from here on no replica goes on, whatever else happens.
-        rows = self._rows()  # as they stand now; a moment later all are unwound
+        """Unwinds every replica that has not ended, and adds notes about the failure to `error`."""
+        self.given_up = True  # First of all: from now on no replica continues after a pause.
+        rows = self._rows()  # the states before the replicas are unwound
         culprit = next((replica for replica in self.replicas if replica.error is error), None)
         no_patience = isinstance(error, errors.ReplicaTimeoutError) or (
             culprit is None and isinstance(error, KeyboardInterrupt)
         )
         deadline = time.monotonic() + (INTERRUPT_GRACE if no_patience else UNWIND_GRACE)
-        # Those that wait come down at once. Those that run may take the whole time there is, so they are last.
+        # Waiting replicas unwind at once. Running ones may take all of the available time, so they are last.
         running = [replica for replica in self.replicas if replica.state is State.RUNNING]
         for replica in [replica for replica in self.replicas if replica not in running] + running:
             if replica.over:
@@ -307,11 +315,11 @@ class Run:
                 replica.thread.interrupt()
             replica.thread.should_run.set()
             while not replica.over and time.monotonic() < deadline:
-                # Whoever comes down sets this event; that may be another replica, so look again.
+                # Each replica that unwinds sets this event. It may be another replica, so check again.
                 self._has_paused.wait(deadline - time.monotonic())
         abandoned = [replica for replica in self.replicas if not replica.over]
         stuck = [replica.timed_row() for replica in abandoned]
-        if not no_patience:  # else they have been, and each takes a moment of the second that Ctrl-C has
+        if not no_patience:  # otherwise they were interrupted above, and each interrupt costs part of the second
             for replica in abandoned:
                 replica.thread.interrupt()
         if culprit is not None:
@@ -324,7 +332,7 @@ class Run:
         return [replica.row() for replica in self.replicas]
 
     def sync_point(self) -> list[SyncPoint]:
-        """Where the replicas have paused; for the time of a merge."""
+        """The sync point of each replica. Valid only during a merge, when all replicas have paused."""
         points = [replica.last for replica in self.replicas if replica.last is not None]
         assert len(points) == len(self.replicas), "all have paused"
         return points

@@ -1,4 +1,4 @@
-"""Where replicas meet: a sync point, the record of the last ones, and the states of a replica between two of them."""
+"""Sync points, where the replicas of a run meet; the record of the last ones; and the states of a replica."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 
 class State(enum.Enum):
-    """What a replica is doing in its run. Values are the words that error tables print."""
+    """What a replica is doing in its run. The values are the words that error tables print."""
 
     IDLE = "not started"
     RUNNING = "running"
@@ -28,17 +28,18 @@ class SyncPoint:
     Attributes:
         name: the merge function's qualified name.
         filename: the user's file that made the call.
-        lineno: the line in it.
-        function: the user's function around it.
-        identity: equal for replicas that pass the same merge function, unequal otherwise; None once it has been taken.
-        kind: "merge_call", or what it does if that is known, such as "all_reduce".
-        traced: whether it was reached while a function was traced.
-        values: what is known of each tensor that the replica brought; the engine only keeps it.
-        run: the number of the run, among those of the same devices.
-        number: the how manieth sync point of the replica in its run, from 1.
-        arrived: when the replica came, in seconds of `time.perf_counter`; 0.0 if it has not.
-        merged: when all had come and were merged: beginning and end.
-        left: when the replica went on; 0.0 if it has not.
+        lineno: the line of the call in that file.
+        function: the user's function that made the call.
+        identity: equal for replicas that pass the same merge function, unequal otherwise; None after the replica has
+            taken it.
+        kind: "merge_call", or the operation if it is known, such as "all_reduce".
+        traced: whether a function was being traced when the replica reached the sync point.
+        values: a description of each tensor that the replica brought; the engine keeps it and never reads it.
+        run: the number of the run, among the runs on the same devices.
+        number: 1-based index of this sync point in the replica's run.
+        arrived: when the replica arrived, in seconds of `time.perf_counter`; 0.0 if it has not arrived.
+        merged: when the merge of all replicas began and ended, in the same seconds.
+        left: when the replica continued, in the same seconds; 0.0 if it has not continued.
     """
 
     name: str
@@ -57,7 +58,7 @@ class SyncPoint:
 
     @property
     def where(self) -> str:
-        """The place, as "file:line in function"."""
+        """The place of the call, as "file:line in function"."""
         return f"{self.filename}:{self.lineno} in {self.function}"
 
     def __str__(self) -> str:
@@ -65,18 +66,18 @@ class SyncPoint:
 
 
 class SyncRecord:
-    """The last sync points of each replica on one set of devices, whatever run they were in.
+    """The last sync points of each replica on one set of devices, across all runs there.
 
     Args:
-        size: how many replicas.
+        size: the number of replicas.
     """
 
-    KEPT = 100  # of each replica
+    KEPT = 100  # sync points kept for each replica
 
     def __init__(self, size: int):
         self.rings: tuple[deque[SyncPoint], ...] = tuple(deque(maxlen=self.KEPT) for _ in range(size))
         self._runs = itertools.count()
 
     def new_run(self) -> int:
-        """The number of a run that begins."""
+        """The number for a run that begins."""
         return next(self._runs)

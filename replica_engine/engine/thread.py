@@ -1,4 +1,4 @@
-"""One persistent replica thread: parked until it is given a job, parked again after it."""
+"""One persistent replica thread: parked until it gets a job, and parked again after the job."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from replica_engine.process.interrupts import raise_in
 
 
 class ReplicaThread(threading.Thread):
-    """Runs jobs, one at a time, each when `should_run` is set.
+    """A thread that runs jobs, one at a time, each when `should_run` is set.
 
-    Assigning a job does not start it: `should_run` does, so that the baton of a run (see `run.py`) starts
-    replicas in order. A parked thread refers to nothing but itself, and so keeps no strategy, tensor or
-    function alive. It is a daemon: at interpreter exit nothing waits for it.
+    Assigning a job does not start it. Setting `should_run` does, so that the baton of a run (see `run.py`)
+    starts the replicas in order. A parked thread holds references only to itself, so it keeps no strategy,
+    tensor or function alive. The thread is a daemon: nothing waits for it at interpreter exit.
 
-    A job must not raise; it keeps its outcome as data.
+    A job must never raise; it keeps its outcome as data.
 
     Attributes:
-        should_run: lets it run.
-        replica: the one that it runs.
-        stay: for jobs: what the last one left as it was for the next.
+        should_run: set this event to start or resume the thread.
+        replica: the replica that the thread is running; None while it is parked.
+        stay: state the last job left entered, for the next to reuse; None if there is none.
     """
 
     def __init__(self, name: str):
@@ -34,18 +34,18 @@ class ReplicaThread(threading.Thread):
         self._closed = False
 
     def assign(self, job: Callable[[], None]) -> None:
-        """Lays a job ready. Only for a parked thread."""
+        """Stores the next job. The thread must be parked."""
         self._job = job
 
     def close(self) -> None:
-        """Lets the thread end, as soon as it has no job."""
+        """Tells the thread to end as soon as it has no job."""
         self._closed = True
         self.should_run.set()
 
     def interrupt(self) -> None:
         """Raises ReplicaUnwound in the thread at its next Python instruction.
 
-        Only for threads that will be closed: nobody can tell at which instruction it arrives.
+        Only for threads that will be closed, because the exception may arrive at any instruction.
         """
         if self.ident is not None:
             raise_in(self.ident, ReplicaUnwound)
@@ -55,16 +55,16 @@ class ReplicaThread(threading.Thread):
         try:
             while not self._closed:
                 self.should_run.wait()
-                if not self._closed:  # Being closed is no turn to run.
+                if not self._closed:  # The thread was woken to end, not to run a job.
                     self._run_job()
         except ReplicaUnwound:
-            return  # An interrupt that came too late to find the job: the thread was to end anyway.
+            return  # The interrupt arrived after the job had ended. The thread will be closed anyway.
 
     def _run_job(self) -> None:
-        """Runs the job, if there is one, in a frame that goes away with it.
+        """Runs the job, if there is one, in a frame that ends with the job.
 
-        Some tools look at the local variables of every frame of a thread, and CPython keeps what they saw
-        with the frame. Were the job a local variable of `run`, a parked thread would keep the last run alive.
+        Some tools read the local variables of every frame of a thread, and CPython then keeps the values with
+        the frame. If the job were a local variable of `run`, a parked thread would keep the last run alive.
         """
         job, self._job = self._job, None
         if job is not None:

@@ -1,26 +1,26 @@
-"""Every exception of the package, each with its wording.
+"""All exceptions, warnings and notes of the package, with their wordings.
 
-- `base`: ReplicaEngineError.
-- `timeouts`: replicas and programs that do not come back, and the table of who is where.
-- `threads`: replicas that do not meet, or differ.
-- `devices`: devices that are not there, and jax missing.
-- `inputs`: what replicated functions are called with, and from where.
-- `programs`: bodies that cannot be compiled, and programs that do not end.
+- `base`: ReplicaEngineError, the base class.
+- `timeouts`: replicas and programs that do not return in time, and the table that shows where each replica is.
+- `threads`: replicas that do not meet at the same sync points, or that differ.
+- `devices`: devices that do not exist, and a missing or unsuitable jax.
+- `inputs`: calls of replicated functions with unusable arguments, or from the wrong place.
+- `programs`: bodies that XLA cannot compile, and programs that fail or do not end.
 - `host_calls`: host calls of compiled bodies.
-- `values`: values that replicas cannot be given, or that cannot be brought together.
+- `values`: values that cannot be passed to replicas, reduced or joined.
 - `models`: Keras models, their batches and optimizers.
-- `parity`: numbers that differ between one device and replicas.
-- `contrib`: the names of 2018.
+- `parity`: results that differ between one device and N replicas.
+- `contrib`: TensorFlow's contrib API of 2018.
 
-Three families, so that a reader of a traceback knows whose turn it is:
+The exceptions form three families. The family tells a reader of a traceback what must change:
 
-- misuse (`MergeCallMismatchError`, `StructureMismatchError`, ...): the program has to change;
-- the outside world (`ReplicaTimeoutError`): something did not come back;
-- `ReplicaUnwound`: not an error at all, but how a paused replica is taken down when another failed. It
-  derives from BaseException so that no `except Exception` in user code stops it on its way.
+- misuse (`MergeCallMismatchError`, `StructureMismatchError`, ...): the program must change;
+- the outside world (`ReplicaTimeoutError`, for example): something did not return in time, or does not exist;
+- `ReplicaUnwound`: not an error. It unwinds the stack of a paused replica after another replica failed. It
+  derives from BaseException, so that no `except Exception` in user code catches it.
 
 A user's own exception is never wrapped: it leaves `run` as the object that was raised, and `note_failure`
-adds to it which replica it came from. Nothing here imports anything but the standard library.
+adds a note that names the replica that raised it. These modules import only the standard library.
 """
 
 from replica_engine.errors.base import (
@@ -159,6 +159,6 @@ __all__ = [
     "slow_trace",
 ]
 
-# In tracebacks and to users this package is one module.
+# Users, tracebacks and pickle see one module, `replica_engine.errors`, not the files.
 for _name in __all__:
     globals()[_name].__module__ = __name__

@@ -1,4 +1,4 @@
-"""The base of every error, and what their wordings share."""
+"""The base class of the package's errors, and helpers that their wordings share."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ import traceback
 
 
 class ReplicaEngineError(Exception):
-    """Base of every error that this package raises on its own account.
+    """Base class of the errors that this package raises.
 
-    Every class takes the message and nothing else, and its wordings are class methods: so whoever makes an error anew,
-    `type(error)(message)`, as Keras does of what a layer raises, gets one of the same type.
+    The constructor of each subclass takes the message only; the wordings are class methods. So code that copies an
+    error as `type(error)(message)` gets an error of the same type. Keras does so with an exception that a layer raises.
 
     Example:
         >>> issubclass(MergeCallMismatchError, ReplicaEngineError)
         True
     """
 
-    ag_pass_through = True  # AutoGraph, leave it as it is: another type would hide what it says and holds
+    ag_pass_through = True  # tells AutoGraph to raise it unchanged: a new exception would lose the type and attributes
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """`error.add_note(note)`, for Python 3.10 too, where tracebacks do not print `__notes__`.
+    """Adds a note to an exception, as `error.add_note(note)` does.
 
-    One that takes none, a frozen dataclass say, goes without: the exception itself is what matters.
+    On Python 3.10, which has no `add_note`, the note goes to `__notes__`; tracebacks do not print it there. An
+    exception that accepts no note (a frozen dataclass, for example) stays without it: this function never raises,
+    because the exception matters more than its note.
     """
     with contextlib.suppress(Exception):
         if hasattr(error, "add_note"):
@@ -34,38 +36,45 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def in_words(error: BaseException) -> str:
-    """An exception as the last line of its traceback; of one that cannot be printed its class."""
+    """An exception as the last line of its traceback, or the name of its class if the exception cannot be printed."""
     with contextlib.suppress(Exception):
         return "".join(traceback.format_exception_only(error)).strip()
     return f"{type(error).__module__}.{type(error).__qualname__}"
 
 
 def is_alike(error: BaseException, other: BaseException) -> bool:
-    """Whether two exceptions say the same."""
+    """Whether two exceptions have the same type and the same text."""
     return type(error) is type(other) and in_words(error) == in_words(other)
 
 
 def at(where: str) -> str:
-    """ " at file:line", or nothing where the line is not known."""
+    """ " at file:line", or "" if the line is unknown."""
     return f" at {where}" if where else ""
 
 
 def positive_int(value: object) -> int | None:
-    """A positive int, NumPy's and TensorFlow's too; None for anything else, which an error is to be made of."""
+    """A value as a positive int, or None if it is not one; the caller then raises an error.
+
+    Integers of NumPy and TensorFlow count as ints; bools do not.
+    """
     try:
         number = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except Exception:  # tensors of TensorFlow have errors of their own
+    except Exception:  # not only TypeError: TensorFlow's tensors raise exceptions of TensorFlow's own types
         return None
     return number if number > 0 else None
 
 
 def brief(value: object) -> str:
-    """A value in a few words, with its type."""
+    """The type of a value, and a short form of its repr."""
     return f"{type(value).__name__} {shown(value)}"
 
 
 def shown(value: object) -> str:
-    """A value in a few words; also of one that cannot be shown, since the message it is for is about something else."""
+    """The repr of a value, cut to 80 characters.
+
+    Never raises: if the repr fails, the text says so. The message that contains this text reports another problem,
+    which must not be lost.
+    """
     try:
         text = repr(value)
     except Exception as error:

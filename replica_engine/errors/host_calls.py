@@ -1,4 +1,4 @@
-"""Host calls of compiled bodies (`outside_compilation`): how they may not be made, and what comes out of them."""
+"""Host calls of compiled bodies (`outside_compilation`): wrong calls, wrong results, and notes on failures."""
 
 from __future__ import annotations
 
@@ -12,64 +12,64 @@ class NestedHostCallError(ReplicaEngineError, NotImplementedError):
 
     @classmethod
     def inside(cls, outer: str, inner: str) -> NestedHostCallError:
-        """Where both calls are."""
+        """Names the lines of both calls."""
         return cls(
-            f"outside_compilation{at(inner)} was called in a function that outside_compilation{at(outer)} runs on the "
-            "host already. Calls cannot be nested: call the inner function directly."
+            f"outside_compilation{at(inner)} was called in a function that outside_compilation{at(outer)} already "
+            "runs on the host. Host calls cannot be nested: call the inner function directly."
         )
 
 
 class HostResultError(ReplicaEngineError, ValueError, TypeError):
-    """A host function returned what the body cannot go on with."""
+    """A host function returned a value that the compiled body cannot use."""
 
     @classmethod
     def no_tensor(cls, name: str, value: object) -> HostResultError:
-        """Something that is no tensor, nor a structure of tensors."""
+        """The result is neither a tensor nor a structure of tensors."""
         return cls(
-            f"The host function returned {brief(value)}{_in(name)}, which is no tensor. It can return tensors, arrays, "
-            "numbers, None, and nested structures of them."
+            f"The host function returned {brief(value)}{_in(name)}, which is not a tensor. A host function can return "
+            "tensors, arrays, numbers, None, and nested structures of them."
         )
 
     @classmethod
     def host_only(cls, name: str, dtype: str) -> HostResultError:
-        """A string and the like."""
+        """The result has a dtype that no device can hold, such as string."""
         return cls(
-            f"The host function returned a tensor of dtype {dtype}{_in(name)}, and no device has such values. Use it "
-            "in the host function, and return numbers."
+            f"The host function returned a tensor of dtype {dtype}{_in(name)}, which no device can hold. Use the "
+            "tensor in the host function, and return numbers."
         )
 
     @classmethod
     def unknown_shape(cls, name: str, shape: str) -> HostResultError:
-        """A shape that is not known before the run."""
+        """The shape of the result is not known before the run."""
         return cls(
-            f"The host function's result{_in(name)} has the shape {shape}, and XLA compiles for fixed shapes. Pad it "
-            "to one, and say which: @xla.returns(tf.TensorSpec(shape, dtype))."
+            f"The host function's result{_in(name)} has the shape {shape}, but XLA compiles for fixed shapes. Pad the "
+            "result to a fixed shape, and declare that shape: @xla.returns(tf.TensorSpec(shape, dtype))."
         )
 
     @classmethod
     def unknown_arguments(cls, shape: str) -> HostResultError:
-        """It cannot be called with zeros, since an argument's shape is not known."""
+        """An argument's shape is not known, so the host function cannot be called with zeros before the run."""
         return cls(
-            "To know what the host function returns it is called with zeros before the run, and an argument has the "
-            f"shape {shape}. Batch with drop_remainder=True, or say what it returns: "
-            "@xla.returns(tf.TensorSpec(shape, dtype))."
+            "The host function is called with zeros before the run, to find out what it returns, but one of its "
+            f"arguments has the shape {shape}, which is not fixed. Batch with drop_remainder=True, or declare the "
+            "result: @xla.returns(tf.TensorSpec(shape, dtype))."
         )
 
     @classmethod
     def other_structure(cls, name: str, given: str, wanted: str) -> HostResultError:
-        """Not the structure that the body was compiled for."""
+        """The result has another structure than the body was compiled for."""
         return cls(
-            f"The host function returned {given}{_in(name)}, where the body was compiled for {wanted}. It must return "
-            "the same structure each time."
+            f"The host function returned {given}{_in(name)}, but the body was compiled for {wanted}. A host function "
+            "must return the same structure each time."
         )
 
     @classmethod
     def other_tensor(cls, name: str, given: str, wanted: str, of_zeros: bool) -> HostResultError:
-        """Not the dtype or shape that the body was compiled for."""
-        why = ", which is what it returned for zeros" if of_zeros else ""
+        """The result has another dtype or shape than the body was compiled for."""
+        why = ", which the function returned for zeros" if of_zeros else ""
         return cls(
-            f"The host function returned {given}{_in(name)}, where the body was compiled for {wanted}{why}. It must "
-            "return the same dtype and shape each time: cast or pad the result, or say what the function returns, "
+            f"The host function returned {given}{_in(name)}, but the body was compiled for {wanted}{why}. A host "
+            "function must return the same dtype and shape each time: cast or pad the result, or declare it, "
             "@xla.returns(tf.TensorSpec(shape, dtype))."
         )
 
@@ -94,46 +94,47 @@ class HostResultError(ReplicaEngineError, ValueError, TypeError):
 
 
 class HostAccessError(ReplicaEngineError, RuntimeError):
-    """A host function, or the iterator of a device loop, uses something that is on the devices meanwhile."""
+    """A host function, or the iterator of a device loop, uses what the running program keeps on the devices."""
 
     @classmethod
     def variable(cls, name: str, where: str) -> HostAccessError:
-        """A variable of the devices."""
+        """The host function uses a variable whose values are on the devices."""
         return cls(
             f"The function that outside_compilation{at(where)} runs on the host uses the variable {name!r}, whose "
-            "values are on the devices while the body runs. Pass its value as an argument, "
+            "values are on the devices while the body runs. Pass the variable's value as an argument, "
             "outside_compilation(fn, variable.read_value()), and assign results in the body."
         )
 
     @classmethod
     def of_function(cls, where: str) -> HostAccessError:
-        """A function that uses a variable of the devices."""
+        """The host function calls a tf.function that uses a variable whose values are on the devices."""
         return cls(
             f"The function that outside_compilation{at(where)} runs on the host calls a tf.function that uses a "
-            "variable of a strategy, whose values are on the devices while the body runs. Pass its value."
+            "variable of a strategy, whose values are on the devices while the body runs. Pass the variable's value as "
+            "an argument instead."
         )
 
     @classmethod
     def devices(cls, where: str) -> HostAccessError:
-        """A program was to be run on devices."""
+        """The host function starts another program on devices, or uses a variable of a strategy."""
         return cls(
             f"The function that outside_compilation{at(where)} runs on the host uses devices: it runs a compiled body, "
-            "or looks at a variable of a strategy. Devices run one program at a time, and this one waits for the "
-            "function. Do it before or after the run."
+            "or accesses a variable of a strategy. The devices run one program at a time, and the running program "
+            "waits for this function. Use the devices before or after the run."
         )
 
     @classmethod
     def in_inputs(cls) -> HostAccessError:
-        """The iterator of a device loop uses devices."""
+        """The iterator of a device loop uses devices while the loop runs."""
         return cls(
-            "The iterator of a device loop uses devices: it runs a compiled body, or looks at a variable of a "
-            "strategy. Devices run one program at a time, and the loop waits for the iterator. Do it before or "
-            "after run_steps."
+            "The iterator of a device loop uses devices: it runs a compiled body, or accesses a variable of a "
+            "strategy. The devices run one program at a time, and the loop waits for the iterator. Use the devices "
+            "before or after run_steps."
         )
 
     @classmethod
     def tensor(cls, name: str, where: str) -> HostAccessError:
-        """A tensor of the body that is found neither among the arguments nor in a closure."""
+        """The host function uses a tensor of the body that is neither an argument nor in its closure."""
         return cls(
             f"The function that outside_compilation{at(where)} runs on the host uses the tensor {name!r} of the body "
             "through an attribute or a global variable. Pass it as an argument: outside_compilation(fn, tensor)."
@@ -141,11 +142,11 @@ class HostAccessError(ReplicaEngineError, RuntimeError):
 
 
 def note_unknown_results(error: BaseException, where: str) -> None:
-    """Adds to an exception of a host function that it was raised before the program was there."""
+    """Adds a note to an exception that a host function raised while the body was traced, before any program ran."""
     add_note(
         error,
-        f"raised while the body was traced: to know what the function that outside_compilation{at(where)} runs "
-        "returns, it was called with zeros. It is not if you say what it returns: "
+        f"raised while the body was traced: the function that outside_compilation{at(where)} runs was called with "
+        "zeros, to find out what it returns. Declare the result to avoid this call: "
         "@xla.returns(tf.TensorSpec(shape, dtype)).",
     )
 
@@ -153,7 +154,15 @@ def note_unknown_results(error: BaseException, where: str) -> None:
 def note_host_failure(
     error: BaseException, place: str, call: str, times: int, other: BaseException | None = None
 ) -> None:
-    """Adds to a user's exception which replica's host call raised it; or, if `other` is given, what else failed."""
+    """Adds a note to a user's exception: which replica's host call raised it, or which other host call failed too.
+
+    Args:
+        error: the exception that gets the note.
+        place: the replica and its device, in words.
+        call: the host call, in words.
+        times: 1-based count of this execution of the call on that replica.
+        other: what the host call at `place` raised, if that is not `error`.
+    """
     where = f"{place}, in {call}, execution {times} of it there"
     if other is None:
         add_note(error, where)
@@ -162,12 +171,12 @@ def note_host_failure(
 
 
 def note_stuck(error: BaseException, replicas: int) -> None:
-    """Adds to an exception of a host call that its program has not ended."""
+    """Adds a note to the exception of a host call: its program has not ended."""
     add_note(
         error,
-        f"The program has not ended: it takes long, or its {replicas} replicas wait for each other, since the failed "
-        "call's replica went on with zeros, another way than the others. If the next run does not come through, make a "
-        "new strategy, and load the variables from a checkpoint.",
+        f"The program has not ended. Either it takes long, or its {replicas} replicas wait for each other: the replica "
+        "of the failed call went on with zeros, and may have taken another path than the others. If the next run does "
+        "not return, make a new strategy, and load the variables from a checkpoint.",
     )
 
 
@@ -176,15 +185,20 @@ def _in(name: str) -> str:
 
 
 def moved_to_host(fn: str, pieces: Sequence[tuple[str, str, bool]]) -> str:
-    """The line that is logged once a body whose ops run on the host in part: of each call its ops and its line."""
+    """The warning, logged once for each body, that some ops of the body run on the host.
+
+    Args:
+        fn: the name of the body.
+        pieces: the ops of each host call, the user's line, and whether the call is in a loop.
+    """
     lines = [
-        f"  {ops}{at(where)}" + (": in a loop, so there may be a call in each iteration" if in_loop else "")
+        f"  {ops}{at(where)}" + (": in a loop, so each iteration may make a call" if in_loop else "")
         for ops, where, in_loop in pieces
     ]
     return "\n".join(
         [
             f"XLA cannot compile all of `{fn}`. Each replica's program calls the host for these ops "
-            "(checks only where they fail; soft_placement=False makes the others an error):",
+            "(for checks, only when they fail; soft_placement=False makes the other ops an error):",
             *lines,
         ]
     )

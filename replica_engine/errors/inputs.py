@@ -1,4 +1,4 @@
-"""What replicated functions are called with, and from where."""
+"""Calls of replicated functions: their arguments, and the place of the call."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class NotInBodyError(ReplicaEngineError, RuntimeError):
 
     @classmethod
     def outside(cls, name: str, where: str) -> NotInBodyError:
-        """Where nothing is replicated."""
+        """The call is outside any replicated body."""
         return cls(
-            f"xla.{name}() works inside a function that runs on replicas, and there is none{at(where)}. Call it from "
-            "the function that is passed to xla.replicate(fn, inputs) or to TPUStrategy.run(fn)."
+            f"xla.{name}() works inside a function that runs on replicas, but it was called outside one{at(where)}. "
+            "Call it from the function that is passed to xla.replicate(fn, inputs) or to TPUStrategy.run(fn)."
         )
 
     @classmethod
     def on_host(cls, name: str, where: str) -> NotInBodyError:
-        """In a host call."""
+        """The call is in a host function."""
         return cls(
             f"xla.{name}() was called in a function that outside_compilation runs on the host{at(where)}. Replicas "
             "meet on the devices: call it in the body and pass its result to outside_compilation."
@@ -28,30 +28,30 @@ class NotInBodyError(ReplicaEngineError, RuntimeError):
 
 
 class InputsError(ReplicaEngineError, ValueError, TypeError):
-    """The inputs of a replicated function are no list over replicas."""
+    """A replicated function, compiled body or device loop was called with unusable arguments, or in the wrong place."""
 
     @classmethod
     def no_list(cls, inputs: object) -> InputsError:
-        """Not a list, or an empty one."""
+        """`inputs` is not a list, or is empty."""
         return cls(
-            f"`inputs` is a list over replicas of argument lists; got {brief(inputs)}. "
+            f"`inputs` must be a list with one argument list for each replica; got {brief(inputs)}. "
             "For two replicas of f(x, y): inputs=[[x0, y0], [x1, y1]]."
         )
 
     @classmethod
     def no_argument_list(cls, each: object) -> InputsError:
-        """A list of something else than lists."""
+        """An item of `inputs` is not a list of arguments."""
         return cls(
-            f"`inputs` has, for each replica, a list of arguments; for one it has {brief(each)}. "
+            f"`inputs` must hold a list of arguments for each replica; for one replica it holds {brief(each)}. "
             "For two replicas of f(x): inputs=[[x0], [x1]]."
         )
 
     @classmethod
     def wrong_length(cls, given: int, wanted: int) -> InputsError:
-        """As many lists as there are not replicas."""
+        """The number of argument lists differs from `num_replicas`."""
         return cls(
-            f"`inputs` has argument lists for {given} replicas, and num_replicas is {wanted}. Give as many lists, or "
-            "leave num_replicas out."
+            f"`inputs` has argument lists for {given} replicas, but num_replicas is {wanted}. Pass one list for each "
+            "replica, or leave num_replicas out."
         )
 
     @classmethod
@@ -73,132 +73,134 @@ class InputsError(ReplicaEngineError, ValueError, TypeError):
 
     @classmethod
     def nested(cls) -> InputsError:
-        """Inside another replicated body."""
+        """The call is inside another replicated body."""
         return cls(
-            "A replicated body cannot be replicated again. Call the function itself, and xla.cross_replica_sum and "
-            "its like with `groups` for a part of the replicas."
+            "A replicated body cannot be replicated again. Call the function directly. To combine values of only some "
+            "replicas, pass `groups` to xla.cross_replica_sum or another cross-replica operation."
         )
 
     @classmethod
     def in_function(cls, name: str) -> InputsError:
-        """A compiled body called while a graph is built."""
-        return cls(f"`{name}` is compiled and runs in eager mode. In a tf.function call xla.replicate(fn, inputs).")
+        """A compiled body was called while a graph is built."""
+        return cls(f"`{name}` is compiled and runs in eager mode. In a tf.function, call xla.replicate(fn, inputs).")
 
     @classmethod
     def not_of_signature(cls, fn: str, name: str, given: str, wanted: str) -> InputsError:
-        """An argument that an input signature excludes."""
-        return cls(f"{name} of `{fn}` is {given}, and the input_signature has {wanted}.")
+        """An argument does not match the input signature."""
+        return cls(f"{name} of `{fn}` is {given}, but the input_signature has {wanted}.")
 
     @classmethod
     def not_as_many(cls, fn: str, given: int, wanted: int) -> InputsError:
-        """Another number of arguments than in the input signature."""
-        return cls(f"`{fn}` is called with {given} tensors, and the input_signature has {wanted}.")
+        """The number of arguments differs from the input signature."""
+        return cls(f"`{fn}` was called with {given} tensors, but the input_signature has {wanted}.")
 
     @classmethod
     def other_batch(cls, fn: str, number: int, difference: str) -> InputsError:
-        """A batch of another structure or dtype than the first one of a device loop."""
+        """A batch differs in structure or dtype from the first batch of a device loop."""
         return cls(
-            f"Batch {number} for `{fn}` is unlike the first of this run: {difference}. A device loop is one program "
-            "for all of its batches: give each the same keys, lengths and dtypes."
+            f"Batch {number} for `{fn}` differs from the first batch of this run: {difference}. A device loop is one "
+            "program for all of its batches: give every batch the same keys, lengths and dtypes."
         )
 
     @classmethod
     def other_batch_shape(cls, fn: str, number: int, name: str, given: str, wanted: str) -> InputsError:
-        """A batch of another shape than the first one of a device loop."""
+        """A batch differs in shape from the first batch of a device loop."""
         return cls(
-            f"{name} of batch {number} for `{fn}` has the shape {given}, and that of the first batch of this run has "
-            f"{wanted}. A device loop runs steps of one shape: batch with drop_remainder=True, or pad the last batch."
+            f"{name} of batch {number} for `{fn}` has the shape {given}, but in the first batch of this run it has the "
+            f"shape {wanted}. A device loop runs steps of one shape: batch with drop_remainder=True, or pad the last "
+            "batch."
         )
 
     @classmethod
     def uneven_batch(cls, name: str, shapes: Sequence[str]) -> InputsError:
-        """A batch of which replicas have different shapes."""
+        """The replicas' shares of a batch have different shapes."""
         return cls(
-            f"{name} has the shapes {', '.join(shapes)} on the replicas, and a device loop runs steps of one shape: "
-            "batch with drop_remainder=True, by a multiple of the number of replicas."
+            f"{name} has the shapes {', '.join(shapes)} on the replicas, but a device loop runs steps of one shape. "
+            "Batch with drop_remainder=True and a batch size that is a multiple of the number of replicas."
         )
 
     @classmethod
     def steps_in_function(cls) -> InputsError:
-        """A device loop in a graph."""
+        """A device loop was started while a graph is built."""
         return cls(
-            "run_steps is a loop of its own and runs in eager mode. Call it outside the tf.function; it needs none."
+            "run_steps was called in a tf.function, but it runs in eager mode and is already a compiled loop. Call it "
+            "outside the tf.function; run_steps does not need one."
         )
 
     @classmethod
     def no_iterator(cls, given: object) -> InputsError:
-        """Nothing to iterate over."""
-        return cls(f"run_steps takes an iterator, of a data set for example; got {brief(given)}.")
+        """The argument is not an iterator."""
+        return cls(f"run_steps takes an iterator, for example iter(dataset); got {brief(given)}.")
 
     @classmethod
     def bad_iterations(cls, name: str, value: object) -> InputsError:
-        """No number of steps."""
+        """A number of steps or batches is not a positive int."""
         return cls(f"`{name}` must be a positive int; got {shown(value)}.")
 
     @classmethod
     def bad_initial_values(cls, given: object) -> InputsError:
-        """No values by name."""
+        """`initial_loop_values` is not a mapping of names to values."""
         return cls(f"`initial_loop_values` must be a mapping of names to values, or None; got {brief(given)}.")
 
     @classmethod
     def bad_output_name(cls, name: object) -> InputsError:
-        """A name that nothing can be found by."""
-        return cls(f"An output of a step is found by its name, a string; got {brief(name)}.")
+        """The name of an output is not hashable."""
+        return cls(f"The name of a step's output must be a string; got {brief(name)}, which is not hashable.")
 
     @classmethod
     def other_program(cls, fn: str, difference: str) -> InputsError:
-        """Inputs that a compiled body was not compiled for."""
+        """The inputs do not fit the compiled body."""
         return cls(
-            f"These are not inputs that `{fn}` was compiled for: {difference}. Lower it again with these: "
+            f"`{fn}` was not compiled for these inputs: {difference}. Lower it again with the new inputs: "
             "xla.lower(fn, inputs).compile()."
         )
 
 
 class ReplicaMismatchError(ReplicaEngineError, ValueError):
-    """Replicas were given, or brought to a sync point, tensors of different shapes or dtypes."""
+    """The replicas were given tensors of different shapes or dtypes, or brought such tensors to a sync point."""
 
     @classmethod
     def shapes(cls, name: str, replica: int, first: str, other: str, met: str = "") -> ReplicaMismatchError:
-        """Two shapes; `met` is where the replicas meet: "all_reduce at file.py:3 in step"."""
-        met = met or "cross-replica operations (sums of gradients, say)"
+        """Two replicas have different shapes; `met` is where they meet, such as "all_reduce at file.py:3 in step"."""
+        met = met or "cross-replica operations (sums of gradients, for example)"
         return cls(
             f"{name} has shape {first} on replica 0 and {other} on replica {replica}. The replicas meet in {met}, so "
-            "one program runs on all of them, and shapes must be equal: batch with drop_remainder=True, give Keras fit "
-            "a number of samples that is a multiple of the batch size, or pad the last batch: in a loop of your own, "
-            "replica_engine.split_batch(strategy, batch) makes equal shares, with weights that are 0 for padding."
+            "one program runs on all of them, and their shapes must be equal. Batch with drop_remainder=True, give "
+            "Keras fit a number of samples that is a multiple of the batch size, or pad the last batch: in your own "
+            "loop, replica_engine.split_batch(strategy, batch) makes equal shares, with weights that are 0 for padding."
         )
 
     @classmethod
     def dtypes(cls, name: str, replica: int, first: str, other: str) -> ReplicaMismatchError:
-        """Two dtypes."""
-        return cls(f"{name} is of dtype {first} on replica 0 and {other} on replica {replica}. Cast one of them.")
+        """Two replicas have different dtypes."""
+        return cls(f"{name} has dtype {first} on replica 0 and {other} on replica {replica}. Cast one of them.")
 
     @classmethod
     def at_sync_point(cls, point: str, brought: Sequence[tuple[str, str]], whole: bool) -> ReplicaMismatchError:
-        """What the replicas brought to an all-reduce or all-gather, of each its name and its tensors."""
+        """The replicas brought different tensors to an all-reduce or all-gather; one row for each replica."""
         rows = "\n".join(f"  {replica}: {tensors}" for replica, tensors in brought)
         rule = (
-            "Every replica must bring tensors of equal dtypes and shapes. Where one has a smaller share of the batch, "
-            "reduce over the samples first (tf.reduce_sum) and all-reduce that, or pad the share."
+            "Every replica must bring tensors of equal dtypes and shapes. If one replica has a smaller share of the "
+            "batch, reduce over the samples first (tf.reduce_sum) and all-reduce the result, or pad the share."
             if whole
             else "Every replica must bring tensors of equal dtypes, and shapes that differ along the axis only. Gather "
-            "along the axis in which they differ, or pad them to one size first."
+            "along the axis in which the shapes differ, or pad the tensors to one size first."
         )
         return cls(f"The replicas brought different tensors to {point}:\n{rows}\n{rule}")
 
     @classmethod
     def variables(cls, name: str) -> ReplicaMismatchError:
-        """A variable for each replica."""
+        """Each replica was given another variable."""
         return cls(
-            f"{name} is another variable on each replica, and one program runs on all of them. Pass values, "
-            "`v.read_value()`; or make one variable under a strategy's scope, with ON_READ synchronization if replicas "
-            "are to have values of their own."
+            f"{name} is another variable on each replica, but one program runs on all replicas. Pass values, "
+            "`v.read_value()`; or make one variable under a strategy's scope, with ON_READ synchronization if each "
+            "replica needs its own value."
         )
 
     @classmethod
     def not_tensors(cls, name: str, value: object) -> ReplicaMismatchError:
-        """Values that differ by replica and are no tensors."""
+        """A value differs by replica and is not a tensor."""
         return cls(
-            f"{name} differs by replica and holds {brief(value)}. What differs by replica must be a tensor, since "
-            "one program runs on all replicas; tell them apart with the replica id."
+            f"{name} differs by replica and holds {brief(value)}. A value that differs by replica must be a tensor, "
+            "because one program runs on all replicas. To tell the replicas apart, use the replica id."
         )

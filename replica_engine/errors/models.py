@@ -1,4 +1,4 @@
-"""Keras models that cannot be replicated, batches that cannot be shared out, optimizers out of place."""
+"""Keras models that cannot be replicated, batches that cannot be split, and misused optimizers."""
 
 from __future__ import annotations
 
@@ -8,54 +8,54 @@ from replica_engine.errors.base import ReplicaEngineError, add_note, brief, show
 
 
 class ReplicateError(ReplicaEngineError, ValueError):
-    """`replicate_model` was given what it cannot replicate."""
+    """`replicate_model` cannot replicate this model, or cannot use its other arguments."""
 
     @classmethod
     def not_a_model(cls, given: object) -> ReplicateError:
-        """Something that is no Keras model."""
-        return cls(f"replicate_model takes a Keras 3 model (keras.Model), and got {brief(given)}.")
+        """The argument is not a Keras 3 model."""
+        return cls(f"replicate_model takes a Keras 3 model (keras.Model); got {brief(given)}.")
 
     @classmethod
     def other_backend(cls, backend: str) -> ReplicateError:
-        """Keras runs on another backend."""
+        """Keras runs on a backend other than TensorFlow."""
         return cls(
-            f"Replicas run TensorFlow, and Keras runs on {backend!r} here. Set KERAS_BACKEND=tensorflow in the "
-            "environment before keras is imported."
+            f"Replicas run TensorFlow, but Keras runs on the backend {backend!r} in this process. Set "
+            "KERAS_BACKEND=tensorflow in the environment before keras is imported."
         )
 
     @classmethod
     def unbuilt(cls, name: str, layer: str) -> ReplicateError:
-        """A model that has no variables yet."""
+        """The model, or one of its layers, is not built."""
         whose = "" if layer == name else f" (its layer {layer!r} is not)"
         return cls(
-            f"The model {name!r} is not built{whose}: it has no variables yet that replicas could share. Give it a "
-            "keras.Input, or call it on a batch, model(x[:1]), and then replicate it."
+            f"The model {name!r} is not built{whose}: it has no variables yet that the replicas could share. Give it a "
+            "keras.Input, or call it on a batch, model(x[:1]), before you replicate it."
         )
 
     @classmethod
     def own_function(cls, name: str, method: str) -> ReplicateError:
-        """A model that runs its batches in a way of its own."""
+        """The model overrides a method that makes one of Keras' functions."""
         return cls(
-            f"The model {name!r} has a {method} of its own, and replicate_model puts another one in its place. "
-            "Override train_step, test_step or predict_step: those run on each replica."
+            f"The model {name!r} overrides {method}, but replicate_model replaces this method. Override "
+            "train_step, test_step or predict_step instead: they run on each replica."
         )
 
     @classmethod
     def busy(cls, name: str) -> ReplicateError:
-        """Another replicated model of the same original is running."""
+        """Another replicated model of the same original model is running."""
         return cls(
-            f"The model {name!r} is running on other replicas, on another thread: two replicated models of one "
-            "original take turns. Wait for it, or use one replicated model on both threads."
+            f"The model {name!r} is running on other replicas in another thread. Two replicated models of one original "
+            "model must take turns. Wait for the other one, or use one replicated model in both threads."
         )
 
     @classmethod
     def replicated(cls, name: str) -> ReplicateError:
-        """A model that is a replicated one."""
+        """The model is already a replicated one."""
         return cls(f"The model {name!r} is replicated already. Replicate the original one, with other replicas.")
 
     @classmethod
     def of_strategy(cls, name: str) -> ReplicateError:
-        """A model that was built under a strategy."""
+        """The model was built under a strategy."""
         return cls(
             f"The model {name!r} was built under strategy.scope(), so it already runs on the replicas of that "
             "strategy. Build it outside of the scope to replicate it."
@@ -63,115 +63,117 @@ class ReplicateError(ReplicaEngineError, ValueError):
 
     @classmethod
     def bad_count(cls, given: object) -> ReplicateError:
-        """A number of replicas that is none."""
+        """The number of replicas is not a positive int."""
         return cls(f"replicas must be a positive int, or None for all devices; got {shown(given)}.")
 
     @classmethod
     def bad_strategy(cls, given: object) -> ReplicateError:
-        """A strategy that models are not replicated with."""
+        """The strategy is not one that `replicate_model` can use."""
         return cls(
             "strategy must be a replica_engine.MirroredStrategy or a replica_engine.TPUStrategy (or a subclass, on one "
-            f"machine), or None to have one chosen; got {brief(given)}."
+            f"machine), or None to let replicate_model choose; got {brief(given)}."
         )
 
     @classmethod
     def too_many(cls, replicas: int, strategy: str, present: int) -> ReplicateError:
-        """More replicas than a strategy has."""
+        """More replicas were requested than the strategy has."""
         return cls(
-            f"{replicas} replicas were asked for, and the {strategy} that was given has {present}. Leave out "
-            "`replicas`, or give a strategy of that many devices."
+            f"{replicas} replicas were requested, but the {strategy} that was given has {present}. Leave out "
+            "`replicas`, or pass a strategy with that many devices."
         )
 
     @classmethod
     def too_few_devices(cls, replicas: int, kind: str, present: int) -> ReplicateError:
-        """More replicas than devices."""
+        """More replicas were requested than there are devices."""
         more = (
-            "TensorFlow makes more CPU devices only before it starts: call "
+            "TensorFlow can make more CPU devices only before it starts: call "
             f"replica_engine.testing.logical_devices({replicas}) first in the program"
             if kind == "CPU"
             else f"Ask for {present} or fewer"
         )
-        return cls(f"{replicas} replicas need {replicas} {kind} devices, and this process has {present}. {more}.")
+        return cls(f"{replicas} replicas need {replicas} {kind} devices, but this process has {present}. {more}.")
 
     @classmethod
     def fixed_batch(cls, name: str, size: int, share: int, replicas: int) -> ReplicateError:
-        """An input whose batch size is a part of the model."""
+        """The batch size of an input is fixed in the model."""
         return cls(
-            f"The input {name!r} has a fixed batch size of {size}, and each of {replicas} replicas would get "
+            f"The input {name!r} has a fixed batch size of {size}, but each of {replicas} replicas would get "
             f"{share} samples. Build the model with keras.Input(shape), without a batch size."
         )
 
 
 class BatchError(ReplicaEngineError, ValueError):
-    """A batch that cannot be shared out to replicas."""
+    """A batch cannot be divided among the replicas."""
 
     @classmethod
     def lengths(cls, named: Sequence[tuple[str, int]]) -> BatchError:
-        """Arrays of different lengths."""
+        """The arrays of a batch have different lengths."""
         rows = ", ".join(f"{name} has {rows}" for name, rows in named)
         return cls(f"All arrays of a batch must have the same number of samples: {rows}.")
 
     @classmethod
     def nothing(cls) -> BatchError:
-        """Nothing with samples in it."""
-        return cls("The batch has no array with samples in it, so there is nothing to share out.")
+        """The batch has no array with samples."""
+        return cls("The batch has no array with samples, so there is nothing to divide among the replicas.")
 
     @classmethod
     def too_large(cls, rows: int, size: int) -> BatchError:
-        """More samples than were said to be the most."""
+        """The batch has more samples than `batch_size`."""
         return cls(f"The batch has {rows} samples, more than the batch_size={size} that was given.")
 
 
 def many_batch_sizes(step: str, model: str, sizes: int) -> str:
-    """A warning: a step is compiled again and again."""
+    """The warning that a step has been compiled for many batch sizes."""
     return (
-        f"{step} of {model!r} has been compiled for {sizes} batch sizes, each by itself. Batches of one size "
-        "compile once. replicate_model(model, strategy=replica_engine.MirroredStrategy(...)) has one graph for all."
+        f"{step} of {model!r} has been compiled for {sizes} batch sizes, once for each size. Batches of one size "
+        "compile once. replicate_model(model, strategy=replica_engine.MirroredStrategy(...)) has one graph for all "
+        "sizes."
     )
 
 
 def note_sparse_inputs(error: BaseException, inputs: Sequence[tuple[str, str, str]]) -> None:
-    """Adds to an error of XLA which inputs of the model are sparse or ragged.
+    """Adds a note to an XLA error: which inputs of the model are sparse or ragged.
 
     Args:
-        error: the error.
-        inputs: of each its name in the batch, what it is, and the call that makes it dense.
+        error: the XLA error.
+        inputs: for each such input, its name in the batch, its kind of tensor in words, and the call that makes it
+            dense.
     """
     named = ", ".join(f"{name} is a {kind}" for name, kind, _ in inputs)
     calls = ", ".join(dict.fromkeys(call for _, _, call in inputs))
     add_note(
         error,
         f"{named}. XLA compiles for dense tensors of fixed shapes: make the batches dense in dataset.map, with "
-        f"{calls}. Replicas on threads take them as they are: "
+        f"{calls}. Replicas on threads accept these inputs unchanged: "
         "replicate_model(model, strategy=replica_engine.MirroredStrategy()).",
     )
 
 
 class OptimizerError(ReplicaEngineError, RuntimeError):
-    """An optimizer was used where it cannot work."""
+    """An optimizer was used where or when it cannot work, or was made with unusable arguments."""
 
     @classmethod
     def not_in_replica(cls) -> OptimizerError:
-        """Gradients applied across replicas, where they are reduced already or there are none."""
+        """Gradients were applied in cross-replica context, where they are already reduced or do not exist."""
         return cls(
-            "Gradients are reduced over replicas and applied in replica context: call apply() in the function that is "
-            "given to strategy.run, not in a merge function or under strategy.scope() alone."
+            "The optimizer reduces gradients over the replicas and applies them in replica context: call apply() in "
+            "the function that is given to strategy.run, not in a merge function or under strategy.scope() alone."
         )
 
     @classmethod
     def bad_reduction(cls, given: object) -> OptimizerError:
-        """No reduction of gradients."""
+        """The reduction of gradients is unknown."""
         return cls(f'reduction must be "mean" or "sum"; got {shown(given)}.')
 
     @classmethod
     def no_optimizer(cls, given: object) -> OptimizerError:
-        """Something that is no Keras optimizer."""
+        """The wrapped object is not a Keras optimizer."""
         return cls(f"CrossReplicaOptimizer wraps a Keras optimizer (keras.optimizers.Optimizer); got {brief(given)}.")
 
     @classmethod
     def unknown_weights(cls, layers: Sequence[str]) -> OptimizerError:
-        """Weights that became trainable after the optimizer was built."""
+        """Weights became trainable after the optimizer was built."""
         return cls(
-            f"The optimizer was built before the weights of {', '.join(layers)} became trainable, and has no state for "
-            "them. Call compile() again after changing `trainable`."
+            f"The optimizer was built before the weights of {', '.join(layers)} became trainable, so it has no state "
+            "for them. Call compile() again after changing `trainable`."
         )

@@ -1,4 +1,4 @@
-"""Replicas on threads: what goes wrong between them, and what is added to a user's exception."""
+"""Replicas on threads: replicas that do not meet or differ, and notes on a user's exception."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from replica_engine.errors.timeouts import ReplicaRow, count_of, table
 class MergeCallMismatchError(ReplicaEngineError, RuntimeError):
     """The replicas of one run did not meet at the same merge calls.
 
-    Raised out of `strategy.run` when some replicas finish while others wait in a merge call, or when they
-    wait in different merge functions. `rows` has one `ReplicaRow` a replica.
+    Raised out of `strategy.run` when some replicas finish while others wait in a merge call, or when the
+    replicas wait in different merge functions. `rows` has one `ReplicaRow` for each replica.
 
     Example:
         >>> row = ReplicaRow(0, 1, "CPU:0", "finished", 0, "")
@@ -24,26 +24,26 @@ class MergeCallMismatchError(ReplicaEngineError, RuntimeError):
 
     @classmethod
     def different_counts(cls, rows: Sequence[ReplicaRow]) -> MergeCallMismatchError:
-        """Some replicas finished, others wait for them in a merge call."""
+        """Some replicas finished, while others wait for them in a merge call."""
         error = cls(
             "Some replicas made a different number of merge_call() calls:\n"
             f"{table(rows)}\n"
             "Every replica must make the same merge calls in the same order; all_reduce, all_gather, "
             "optimizer.apply_gradients and assignments to aggregated variables are merge calls too. "
             "Move the call out of the branch that only some replicas take, or let every replica make it "
-            "(with zeros, say, where there is nothing to add)."
+            "(with zeros, for example, if it has nothing to add)."
         )
         error.rows = tuple(rows)
         return error
 
     @classmethod
     def different_functions(cls, rows: Sequence[ReplicaRow]) -> MergeCallMismatchError:
-        """All replicas wait, but not in the same merge function."""
+        """All replicas wait, but in different merge functions."""
         error = cls(
             "The replicas met in different merge functions:\n"
             f"{table(rows)}\n"
-            "A merge call runs one function for all replicas, so every replica must pass the same one. "
-            "Choose the function before the branch on the replica id, or pass what differs as an argument: "
+            "A merge call runs one function for all replicas, so every replica must pass the same function. "
+            "Choose the function before the branch on the replica id, or pass the value that differs as an argument: "
             "merge_call(merge_fn, args=(value,))."
         )
         error.rows = tuple(rows)
@@ -53,8 +53,8 @@ class MergeCallMismatchError(ReplicaEngineError, RuntimeError):
 class StructureMismatchError(ReplicaEngineError, ValueError, AssertionError):
     """Replicas returned, or passed to a merge call, values of different structure.
 
-    It is an AssertionError as well because `tf.distribute` raises that here. `path` says where in the
-    structure, `replicas` names the two that differ.
+    It is an AssertionError as well, because `tf.distribute` raises AssertionError in this case. `path` is the place
+    in the structure, and `replicas` holds the indices of the two replicas that differ.
     """
 
     path = ""
@@ -64,7 +64,7 @@ class StructureMismatchError(ReplicaEngineError, ValueError, AssertionError):
     def between(
         cls, what: str, path: str, replicas: tuple[int, int], details: tuple[str, str]
     ) -> StructureMismatchError:
-        """Two replicas, and what each has there."""
+        """Names two replicas that differ, and what each has at that place of the structure."""
         first, second = replicas
         error = cls(
             f"{what} differ in structure at `{path}`: replica {first} has {details[0]}, "
@@ -76,11 +76,11 @@ class StructureMismatchError(ReplicaEngineError, ValueError, AssertionError):
 
 
 class MergeCallGraphError(ReplicaEngineError, RuntimeError):
-    """merge_call was made while another graph was being built than the one `run` was called in."""
+    """merge_call was called while a graph was being built other than the graph in which `run` was called."""
 
     @classmethod
     def inside(cls, replica: str, where: str) -> MergeCallGraphError:
-        """In a graph that is being built inside of a replica."""
+        """The call is in a graph that is being built inside a replica."""
         return cls(
             f"`merge_call` called while defining a new graph or a tf.function, by {replica}, at {where}. "
             "The merge function runs where `strategy.run` was called and cannot see tensors of a graph that "
@@ -100,11 +100,11 @@ class NotInReplicaError(ReplicaEngineError, RuntimeError):
 
     @classmethod
     def other_thread(cls, thread: str) -> NotInReplicaError:
-        """From a thread of the user's own."""
+        """The call comes from a thread that the user started."""
         return cls(
-            f"merge_call was made from thread {thread!r}, which is not running a replica of this context. Call it "
-            "from the function that strategy.run runs, on the thread that runs it: a thread of your own "
-            "can compute values, and the replica passes them to merge_call."
+            f"merge_call was called on the thread {thread!r}, which is not running a replica of this context. Call it "
+            "from the function that strategy.run runs, on the thread that runs it: another thread can compute values, "
+            "and the replica's thread passes them to merge_call."
         )
 
 
@@ -113,22 +113,22 @@ class VariableMismatchError(ReplicaEngineError, RuntimeError):
 
     @classmethod
     def not_created(cls, name: str | None, replica: str, where: str, created: Sequence[str]) -> VariableMismatchError:
-        """It is to use what the first replica created, and that is not there."""
+        """The replica needs a variable that replica 0 creates, and replica 0 has not created it."""
         name = name or "without a name"
         made = ", ".join(created) if created else "none"
         return cls(
             f"Tried to create variable {name} with mismatching name on {replica}, at {where}: replica 0, which "
             f"creates each variable for all replicas, has not created it in this run (it created: {made}). "
-            "Create the same variables, in the same order and under the same names, on every replica; "
-            "best before the run, under `with strategy.scope():`."
+            "Create the same variables, in the same order and under the same names, on every replica, "
+            "preferably before the run, under `with strategy.scope():`."
         )
 
 
 class ReplicaUnwound(BaseException):
-    """Raised inside a replica whose run is over because another failed. Let it pass.
+    """Raised inside a replica whose run was given up because another replica failed. Do not catch it.
 
-    A replica paused in a merge call is left in no state to go on; this exception takes its stack down, so
-    that `finally` blocks and context managers run. It never leaves `strategy.run`.
+    A replica that is paused in a merge call cannot continue after another replica failed. This exception unwinds its
+    stack, so that `finally` blocks and context managers run. It never leaves `strategy.run`.
     """
 
     def __init__(self, message: str = "This run was given up because another replica, or the merge function, failed."):
@@ -136,9 +136,10 @@ class ReplicaUnwound(BaseException):
 
 
 def note_failure(error: BaseException, row: ReplicaRow, others: Iterable[tuple[ReplicaRow, BaseException]]) -> None:
-    """Adds to a user's exception which replica raised it, and what else failed in the same run."""
+    """Adds notes to a user's exception: which replica raised it, and which other replicas of the run failed."""
     others = list(others)
-    alike = [other for other, raised in others if is_alike(raised, error)]  # before it has notes of its own
+    # Compare now: once `error` has notes, no exception is equal to it.
+    alike = [other for other, raised in others if is_alike(raised, error)]
     calls = count_of(row.merge_calls, row.points)
     where = f" (the last: {row.where})" if row.where else ""
     add_note(error, f"replica {row.replica} of {row.size}, {row.device}, after {calls}{where}")
@@ -150,27 +151,27 @@ def note_failure(error: BaseException, row: ReplicaRow, others: Iterable[tuple[R
 
 
 def note_failed_alike(error: BaseException, replicas: Sequence[int]) -> None:
-    """Adds to an exception which other replicas have raised the same."""
+    """Adds a note to an exception: which other replicas raised an equal one."""
     if replicas:
         numbers = ", ".join(map(str, sorted(set(replicas))))
         add_note(error, f"also failed, in the same way: replica{'s' if len(set(replicas)) > 1 else ''} {numbers}")
 
 
 def note_merge_failure(error: BaseException, name: str, where: str) -> None:
-    """Adds to an exception out of a merge function where the replicas had met."""
+    """Adds a note to an exception of a merge function: where the replicas met."""
     add_note(error, f"raised in merge function {name}, in cross-replica context; the replicas met at {where}")
 
 
 def note_sync_points(error: BaseException, lines: Sequence[str], path: str | None) -> None:
-    """Adds to an exception the last sync points of its run, and in which file the whole record is."""
+    """Adds notes to an exception: the last sync points of its run, and the path of the file with the whole record."""
     if lines:
         add_note(error, "last sync points of the run:\n" + "\n".join(f"  {line}" for line in lines))
     if path:
-        add_note(error, f"all that is known of the run: {path}")
+        add_note(error, f"the full record of the run: {path}")
 
 
 def note_abandoned(error: BaseException, rows: Sequence[ReplicaRow]) -> None:
-    """Adds to an exception which replicas could not be taken down and were left behind."""
+    """Adds a note to an exception for each replica that could not be unwound and was abandoned."""
     for row in rows:
         stack = f"\nStack of {row.name}:\n{row.stack.rstrip()}" if row.stack else ""
-        add_note(error, f"abandoned, it did not come back: {row}{stack}")
+        add_note(error, f"abandoned, because it did not return: {row}{stack}")

@@ -1,4 +1,4 @@
-"""Who is where, as a table: in warnings that something does not come back, and in the error that it did not."""
+"""Warnings and an error about runs that do not return in time, with a table that shows where each replica is."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import dataclass
 from replica_engine.errors.base import ReplicaEngineError
 
 IN_MERGE = "in the merge function "
-"""How a coordinator's state begins that is in one."""
+"""The state of a coordinator that runs a merge function begins with these words."""
 
 FOR_ITS_TURN = "waiting for its turn on the devices"
-"""The state of a coordinator while another program runs there."""
+"""The state of a coordinator while another program runs on the devices."""
 
 
 @dataclass(frozen=True)
 class ReplicaRow:
-    """What is known of one replica when something went wrong; a row in an error's table.
+    """What is known of one replica when something went wrong: a row in an error's table.
 
     Attributes:
         replica: its index in the run, from 0.
-        size: how many replicas the run has.
+        size: the number of replicas of the run.
         device: its device, in the short form "CPU:1".
         state: what it is doing, in words.
-        merge_calls: how many sync points it has reached in this run.
-        where: its last sync point with file and line, or "" when it reached none.
+        merge_calls: the number of sync points that it has reached in this run.
+        where: its last sync point with file and line; "" if it has reached none.
         seconds: how long it has been in that state; None if that does not matter.
-        stack: of its thread, if it runs Python.
-        points: what its sync points are: "merge call", or "host call" of a compiled program.
+        stack: the stack of its thread, if the thread runs Python; "" otherwise.
+        points: the kind of its sync points: "merge call", or "host call" in a compiled program.
     """
 
     replica: int
@@ -42,7 +42,7 @@ class ReplicaRow:
 
     @property
     def name(self) -> str:
-        """Who it is: "replica 1 of 4 (CPU:1)"."""
+        """The replica in words: "replica 1 of 4 (CPU:1)"."""
         return f"replica {self.replica} of {self.size} ({self.device})"
 
     def __str__(self) -> str:
@@ -57,8 +57,8 @@ class CoordinatorRow:
     Attributes:
         thread: its name.
         state: what it is doing, in words.
-        seconds: for how long.
-        stack: of the thread, if it runs what may be the user's.
+        seconds: how long it has been in that state; None if that does not matter.
+        stack: the stack of the thread, if it may be running the user's code; "" otherwise.
     """
 
     thread: str
@@ -68,7 +68,7 @@ class CoordinatorRow:
 
     @property
     def name(self) -> str:
-        """Who it is: "coordinator (MainThread)"."""
+        """The coordinator in words: "coordinator (MainThread)"."""
         return f"coordinator ({self.thread})"
 
     def __str__(self) -> str:
@@ -76,11 +76,11 @@ class CoordinatorRow:
 
 
 class ReplicaTimeoutError(ReplicaEngineError, TimeoutError):
-    """A replica, a merge function, a host call or a compiled program did not come back in `timeout` seconds.
+    """A replica, a merge function, a host call or a compiled program did not return within `timeout` seconds.
 
     Attributes:
-        rows: one `ReplicaRow` a replica, as it was when time ran out.
-        coordinator: of the thread that called `run`, a `CoordinatorRow`.
+        rows: one `ReplicaRow` for each replica, as it was when time ran out.
+        coordinator: the `CoordinatorRow` of the thread that called `run`.
         table: both as text, with the stacks.
     """
 
@@ -92,13 +92,13 @@ class ReplicaTimeoutError(ReplicaEngineError, TimeoutError):
     def after(
         cls, timeout: float, rows: Sequence[ReplicaRow], coordinator: CoordinatorRow | None = None
     ) -> ReplicaTimeoutError:
-        """The time is up, and this is where everybody is."""
+        """The time ran out; the table shows where each replica and the coordinator are."""
         stand = table(rows, coordinator, stacks=True)
         compiled = {row.points for row in rows} == {"host call"}
         kept = (
-            f"variables are as they were before it. {_TOGETHER}"
+            f"variables keep the values from before the run. {_TOGETHER}"
             if compiled
-            else "updates that were merged before stay."
+            else "updates that were merged before stay in the variables."
         )
         error = cls(
             f"{_what(rows, coordinator)} in {timeout:g} s (timeout=):\n{stand}\n"
@@ -109,15 +109,15 @@ class ReplicaTimeoutError(ReplicaEngineError, TimeoutError):
 
 
 def slow_replicas(seconds: float, rows: Sequence[ReplicaRow], coordinator: CoordinatorRow) -> str:
-    """The warning about a run in which nobody has reached a sync point, or come back from it, for `seconds`."""
+    """The warning that no replica of a run has reached or left a sync point for `seconds`."""
     return (
         f"{_what(rows, coordinator)} in {seconds:.3g} s:\n{table(rows, coordinator, stacks=True)}\n"
-        "The run waits on. Ctrl-C ends it, and timeout= of the strategy makes an error of it."
+        "The run continues to wait. Ctrl-C ends it; with timeout= of the strategy such a wait raises an error."
     )
 
 
 def slow_program(name: str, seconds: float, rows: Sequence[ReplicaRow], coordinator: CoordinatorRow) -> str:
-    """The warning about a compiled program that has been running for long."""
+    """The warning that a compiled program has been running, or waiting for its devices, for a long time."""
     doing = "waiting for its turn" if coordinator.state == FOR_ITS_TURN else "running"
     return (
         f"The compiled program of `{name}` has been {doing} on {len(rows)} replicas for {seconds:.3g} s:\n"
@@ -127,22 +127,22 @@ def slow_program(name: str, seconds: float, rows: Sequence[ReplicaRow], coordina
 
 
 _TOGETHER = (
-    "Its replicas may wait for each other: every replica must reach the same cross-replica operations, so there can be "
-    "none in a branch on the replica id."
+    "Its replicas may wait for each other: every replica must reach the same cross-replica operations, so a branch on "
+    "the replica id must not contain one."
 )
 
 
 def slow_trace(name: str, seconds: float, coordinator: CoordinatorRow) -> str:
-    """The warning about a body that is being traced for long."""
+    """The warning that the tracing of a body takes a long time."""
     return (
         f"`{name}` has been traced for {seconds:.3g} s:\n{table([], coordinator, stacks=True)}\n"
-        "While a body is traced all of its Python runs, both sides of a branch too, and functions that run on the host "
-        "are tried once, unless they say what they return (xla.returns)."
+        "While a body is traced, all of its Python code runs, including both sides of a branch. Functions that run on "
+        "the host are called once, unless they declare what they return (xla.returns)."
     )
 
 
 def slow_compile(name: str, replicas: int, seconds: float) -> str:
-    """The warning about a program that is being compiled for long."""
+    """The warning that the compilation of a program takes a long time."""
     return (
         f"XLA has been compiling `{name}` for {replicas} replicas for {seconds:.3g} s. Large convolutional networks "
         "take minutes on CPU; MirroredStrategy compiles nothing."
@@ -150,16 +150,16 @@ def slow_compile(name: str, replicas: int, seconds: float) -> str:
 
 
 def slow_function(name: str, seconds: float, coordinator: CoordinatorRow) -> str:
-    """The warning about a `tf.function` around a run that has not returned for long."""
+    """The warning that a `tf.function` around a run has not returned for a long time."""
     return (
         f"The tf.function `{name}` has not returned for {seconds:.3g} s:\n{table([], coordinator, stacks=True)}\n"
-        "A step that is traced runs inside TensorFlow, out of this library's sight. If it should not take so long: an "
-        "op in it may wait, for a dataset or for another function that needs the same threads."
+        "A step that is traced runs inside TensorFlow, where this library cannot watch it. If the step should not take "
+        "so long, one of its ops may be waiting for a dataset, or for another function that needs the same threads."
     )
 
 
 def table(rows: Iterable[ReplicaRow], coordinator: CoordinatorRow | None = None, stacks: bool = False) -> str:
-    """Rows as text, one a line; with `stacks`, those of the threads after it."""
+    """The rows as text, one on each line; with `stacks`, the stacks of the threads follow."""
     every: list[ReplicaRow | CoordinatorRow] = [*rows]
     if coordinator is not None:
         every.append(coordinator)
@@ -170,11 +170,11 @@ def table(rows: Iterable[ReplicaRow], coordinator: CoordinatorRow | None = None,
 
 
 def _what(rows: Iterable[ReplicaRow], coordinator: CoordinatorRow | None) -> str:
-    """What did not come back, as the beginning of a sentence."""
+    """The beginning of a sentence that says what did not return."""
     if coordinator is not None and coordinator.state.startswith(IN_MERGE):
         return f"The merge function {coordinator.state.removeprefix(IN_MERGE)} did not return"
     if coordinator is not None and coordinator.state == FOR_ITS_TURN:
-        return "The devices did not become free, and the program on them gave no sign of life,"
+        return "The devices did not become free, and the program on them showed no progress,"
     points = {row.points for row in rows}
     if points == {"host call"}:
         return "The compiled program did not end, and no host call was made or returned,"
@@ -182,7 +182,7 @@ def _what(rows: Iterable[ReplicaRow], coordinator: CoordinatorRow | None) -> str
 
 
 def count_of(number: int, what: str) -> str:
-    """ "1 merge call", "2 merge calls"."""
+    """A number with its noun: "1 merge call", "2 merge calls"."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 

@@ -1,13 +1,16 @@
 """Keras models on N replicas.
 
 - `replicate`: `replicate_model`, the one line that a user writes.
-- `choice`: which strategy is faster for a model.
-- `model`: the replicated model, a second object of the same model; `replicas`: what it has that the original has not.
-- `variables`: the variables that both have, and all replicas.
-- `shard`: a replica's share of a batch, and what it counts for.
-- `steps`: one step of a replica; `on_threads` and `on_xla` run it on all of them, `compiling` says that it takes long.
-- `hooks`, `losses`: what of Keras takes shares into account.
-- `optimizer`: gradients of all replicas, reduced and applied; `cross_replica_optimizer`: that for custom loops.
+- `choice`: picks the faster strategy for a model.
+- `model`: the replicated model, a second object of the same model; `replicas`: the state that only this second object
+  has.
+- `variables`: the variables that the original, the replicated model and all replicas share.
+- `shard`: one replica's part of a batch, and its weight in the whole batch.
+- `steps`: one step on one replica; `on_threads` and `on_xla` run it on all replicas; `compiling` reports progress while
+  a step compiles.
+- `hooks`, `losses`: change the parts of Keras that must know about shards.
+- `optimizer`: reduces the gradients of all replicas and applies them; `cross_replica_optimizer` does so in custom
+  loops; `sparse_gradients` prepares the gradients of embedding tables.
 """
 
 from replica_engine.keras.cross_replica_optimizer import CrossReplicaOptimizer

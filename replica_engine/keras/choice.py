@@ -1,4 +1,4 @@
-"""Which strategy is faster for a model on the machine at hand."""
+"""Picks the strategy that is faster for a model on the current machine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ _FAST_IN_XLA = (
 
 
 def choose(model: keras.Model, replicas: int | None) -> tuple[tf.distribute.Strategy, str]:
-    """The strategy for a model, and why.
+    """Returns the strategy for a model, and the reason.
+
+    Args:
+        model: the model.
+        replicas: the number of replicas; None takes all devices.
 
     Raises:
         ReplicateError: there are fewer devices than replicas.
@@ -71,7 +75,7 @@ def choose(model: keras.Model, replicas: int | None) -> tuple[tf.distribute.Stra
 
 
 def _compiled(replicas: int | None) -> tf.distribute.Strategy:
-    from replica_engine.strategies.tpu import TPUStrategy  # not above: without jax it cannot be imported
+    from replica_engine.strategies.tpu import TPUStrategy  # not at module level: it needs jax
 
     return TPUStrategy(num_cores=replicas)
 

@@ -1,4 +1,4 @@
-"""What a user is told while a step is traced and compiled, which may take longer than an epoch."""
+"""Messages to the user while a step is traced and compiled, which may take longer than an epoch."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from replica_engine.errors import LoweringError, ReplicaEngineError, add_note, n
 from replica_engine.values import samples
 
 PROGRESS_EVERY = 10.0
-"""Seconds after which a line says that a compilation goes on, and again after as many."""
+"""Seconds between log lines that report an unfinished compilation."""
 
 _logger = logging.getLogger("replica_engine")
 
 
 @contextlib.contextmanager
 def compiling(what: str) -> Iterator[None]:
-    """Says at level INFO that something was compiled, with its time, and at level WARNING that it takes long.
+    """Logs at level INFO that something was compiled, with the time, and at level WARNING if it takes long.
 
     Args:
-        what: what is traced, compiled and run for the first time inside.
+        what: a description of what the `with` block traces, compiles and runs for the first time.
     """
     started = time.monotonic()
     done = threading.Event()
@@ -48,7 +48,7 @@ def compiling(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def layers_named(model: keras.Model) -> Iterator[None]:
-    """An error of XLA inside gets a note that names the layer of the model, and what to do."""
+    """Adds a note to an XLA error inside the `with` block; the note names the layer of the model and a remedy."""
     try:
         yield
     except LoweringError as error:
@@ -64,7 +64,7 @@ def layers_named(model: keras.Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def sparse_inputs_named(batch: Any) -> Iterator[None]:
-    """An error of the library inside gets a note that names the sparse and ragged tensors of a batch."""
+    """Adds a note to an error of this library inside the `with` block: the sparse and ragged tensors of the batch."""
     try:
         yield
     except ReplicaEngineError as error:
@@ -75,7 +75,7 @@ def sparse_inputs_named(batch: Any) -> Iterator[None]:
 
 
 def _not_dense(leaf: Any) -> list[tuple[str, str]]:
-    """What a leaf of a batch is, and what makes it dense, if it is not."""
+    """The kind of a leaf, and the call that makes the leaf dense; empty if it is dense already."""
     if isinstance(leaf, tf.SparseTensor):
         return [(f"SparseTensor of {leaf.dtype.name}{[None, *leaf.shape[1:]]}", "tf.sparse.to_dense(x)")]
     if isinstance(leaf, tf.RaggedTensor):
@@ -84,7 +84,7 @@ def _not_dense(leaf: Any) -> list[tuple[str, str]]:
 
 
 def _guilty(model: keras.Model, error: LoweringError) -> keras.layers.Layer | None:
-    """The layer that the op is in, or else the first that says that XLA cannot compile it."""
+    """The layer that contains the op; otherwise the first layer that declares that XLA cannot compile it; or None."""
     layers = keras_model.layers_of(model, include_self=False)
     scopes = error.op_name.split("/")
     inside = [layer for layer in layers if any(_is_of(scope, layer.name) for scope in scopes)]
@@ -93,5 +93,5 @@ def _guilty(model: keras.Model, error: LoweringError) -> keras.layers.Layer | No
 
 
 def _is_of(scope: str, name: str) -> bool:
-    """Whether a name scope is a layer's: TensorFlow adds a number to one that is entered again."""
+    """Whether a name scope belongs to a layer; TensorFlow adds a number to a scope that is entered again."""
     return scope == name or (scope.startswith(f"{name}_") and scope[len(name) + 1 :].isdigit())

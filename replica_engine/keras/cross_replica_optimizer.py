@@ -1,4 +1,4 @@
-"""A Keras optimizer for custom loops, which reduces gradients over replicas before it applies them."""
+"""A Keras optimizer for custom training loops that reduces gradients over replicas before it applies them."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from replica_engine.keras.optimizer import REDUCTIONS, apply_across_replicas
 
 @keras.saving.register_keras_serializable(package="replica_engine")
 class CrossReplicaOptimizer(keras.optimizers.Optimizer):
-    """Wraps a Keras optimizer: gradients are summed or averaged over replicas, and then applied.
+    """Wraps a Keras optimizer: gradients are first summed or averaged over replicas, and then applied.
 
-    Keras' own optimizers sum gradients as they update, after clipping, so that each replica clips its own part. This
-    one brings them together first: clipping, gradient accumulation, weight decay and loss scaling see the gradient of
-    the global batch, as on one device.
+    Keras' own optimizers sum gradients as part of the update, after clipping, so each replica clips only its own part.
+    This optimizer reduces first. So clipping, gradient accumulation, weight decay and loss scaling work on the gradient
+    of the global batch, as on one device.
 
-    For custom loops: in the function that is given to `strategy.run`, call `apply` or `apply_gradients` as of any
-    optimizer. Outside of replicas it is the wrapped optimizer. Where each replica computes the mean over its share of
-    the batch, and shares are equal, reduce with "mean"; where losses are divided by the size of the global batch, with
-    "sum". `Model.fit` under a strategy scales its losses for "sum"; `replicate_model` needs no wrapper.
+    This class is for custom loops: in the function that `strategy.run` runs, call `apply` or `apply_gradients`, as with
+    any optimizer. Outside all strategy scopes, each call goes to the wrapped optimizer. Use "mean" if each replica
+    computes the mean over its shard of the batch and all shards have the same size. Use "sum" if losses are divided by
+    the size of the global batch. `Model.fit` under a strategy scales its losses for "sum". `replicate_model` needs no
+    wrapper.
 
     Args:
-        optimizer: any Keras optimizer. Learning rate, variables and settings are its own.
+        optimizer: any Keras optimizer. It keeps its learning rate, variables and settings.
         reduction: "mean" or "sum".
-        name: of this optimizer; None takes that of the wrapped one.
+        name: the name of this optimizer; None takes the name of the wrapped optimizer.
 
     Raises:
-        OptimizerError: `optimizer` is none, or `reduction` is unknown.
-
+        OptimizerError: `optimizer` is not a Keras optimizer, or `reduction` is unknown.
     Example:
         >>> import keras, tensorflow as tf, replica_engine
         >>> from replica_engine.keras import CrossReplicaOptimizer
@@ -61,7 +61,7 @@ class CrossReplicaOptimizer(keras.optimizers.Optimizer):
         self.reduction = reduction
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Makes the wrapped optimizer's variables."""
+        """Makes the variables of the wrapped optimizer."""
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(variables)
         self._trainable_variables = list(variables)
@@ -72,11 +72,11 @@ class CrossReplicaOptimizer(keras.optimizers.Optimizer):
         """Reduces gradients over replicas and applies them.
 
         Args:
-            grads: gradients, one for each variable; None for variables without.
-            trainable_variables: the variables; None for those that `build` was given.
+            grads: one gradient for each variable; None for a variable without a gradient.
+            trainable_variables: the variables; None takes the variables that were passed to `build`.
 
         Raises:
-            OptimizerError: called in cross-replica context, where there is nothing to reduce.
+            OptimizerError: the call is in cross-replica context, where gradients cannot be reduced.
         """
         optimizer = self.inner_optimizer
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
@@ -88,21 +88,21 @@ class CrossReplicaOptimizer(keras.optimizers.Optimizer):
         self.built = True
 
     def scale_loss(self, loss: Any) -> Any:
-        """As of the wrapped optimizer."""
+        """Scales a loss as the wrapped optimizer does."""
         return self.inner_optimizer.scale_loss(loss)
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """As of the wrapped optimizer."""
+        """Sets the final values of variables as the wrapped optimizer does."""
         self.inner_optimizer.finalize_variable_values(var_list)
 
     @property
     def variables(self) -> list[Any]:
-        """Those of the wrapped optimizer."""
+        """The variables of the wrapped optimizer."""
         return self.inner_optimizer.variables
 
     @property
     def learning_rate(self) -> Any:
-        """That of the wrapped optimizer; may be set."""
+        """The learning rate of the wrapped optimizer; it can be set."""
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
@@ -111,11 +111,11 @@ class CrossReplicaOptimizer(keras.optimizers.Optimizer):
 
     @property
     def iterations(self) -> Any:
-        """How many updates were made."""
+        """The number of updates so far."""
         return self.inner_optimizer.iterations
 
     def get_config(self) -> dict[str, Any]:
-        """What `from_config` makes it again of."""
+        """The configuration from which `from_config` makes an equal optimizer."""
         return {
             "optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
             "reduction": self.reduction,
@@ -124,6 +124,6 @@ class CrossReplicaOptimizer(keras.optimizers.Optimizer):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> CrossReplicaOptimizer:
-        """The optimizer of a configuration."""
+        """Makes the optimizer from a configuration."""
         optimizer = keras.saving.deserialize_keras_object(config["optimizer"], custom_objects=custom_objects)
         return cls(optimizer, config["reduction"], config["name"])

@@ -1,22 +1,22 @@
-"""What of a Keras model behaves as a replica's does, while the model runs on replicas.
+"""Hooks that change the behaviour of a Keras model while the model runs on replicas.
 
-Keras' own `train_step` and `test_step`, or the model's, run unchanged on each replica. What they compute for a batch
-they then compute for a share of it; these are the places where that makes a difference:
+The `train_step` and `test_step` of Keras, or of the model, run unchanged on each replica. They are written for a batch
+and run here on a shard of it. In these places the difference matters:
 
-- an optimizer's `apply` reduces gradients over replicas first;
-- its `scale_loss`, which Keras calls before it takes the gradient, weighs the loss by the share. Where a step does not
-  call it, the gradients are weighed;
-- the loss of one of several outputs counts as much as the share is of the batch;
-- a metric notes what its `result` returned, so that in the logs the result of all replicas can stand for it.
+- an optimizer's `apply` first reduces gradients over replicas;
+- an optimizer's `scale_loss`, which Keras calls before it computes gradients, multiplies the loss by the weight of the
+  shard. If a step does not call it, the gradients are multiplied instead;
+- the loss of one of several outputs counts with the shard's fraction of the batch;
+- a metric records the results of its `result`, so that the logs can show the result over all replicas instead.
 
-Between steps a callback may do what it likes with the model. These things that it does are noticed at once:
+Between steps, a callback may change the model. These changes are noticed at once:
 
-- an optimizer that it builds gets plain variables, which are then shared with the replicas;
+- an optimizer that a callback builds gets plain variables, which are then shared with the replicas;
 - `compile` brings another optimizer and other metrics, which get their hooks;
-- before weights are saved or read, replicas agree on moving statistics, so that training goes on from what was saved,
-  and a second process that loads them goes on from the same.
+- before weights are saved or read, the replicas agree on moving statistics. So training continues from exactly what was
+  saved, and a second process that loads the weights continues from the same values.
 
-The hooks are attributes of the objects while a replicated method runs, and are taken away after it.
+The hooks are attributes of the model, optimizers and metrics. They exist only while a replicated method runs.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _READING = ("save", "save_weights", "export", "get_weights")
 
 
 class Listener(Protocol):
-    """Who is told what a callback does to a model."""
+    """The interface of the object that is told what a callback does to a model."""
 
     def build(self, optimizer: keras.optimizers.Optimizer, build: Callable[[], None]) -> None:
-        """An optimizer is to be built; `build` is the rest of its method."""
+        """Called when an optimizer builds its variables; `build` is the optimizer's own method."""
 
     def changed(self) -> None:
-        """The model may have other variables, optimizers or metrics than before."""
+        """Called when the model may have other variables, optimizers or metrics than before."""
 
     def reconcile(self) -> None:
-        """Variables are about to be read."""
+        """Called before variables are read."""
 
 
 class Hooks:
@@ -56,7 +56,7 @@ class Hooks:
 
     Args:
         model: the model.
-        listener: is told what happens to the model.
+        listener: the object to tell what happens to the model.
     """
 
     def __init__(self, model: keras.Model, listener: Listener):
@@ -65,7 +65,7 @@ class Hooks:
         self._there: dict[tuple[int, str], tuple[Any, Any]] = {}
 
     def put(self) -> None:
-        """Puts them where they belong now, and takes those away that were put on what the model has no more."""
+        """Installs the hooks that the model needs now, and removes those on objects that the model no longer has."""
         wanted = {(id(target), name): (target, make) for target, name, make in self._wanted()}
         for key in [key for key in self._there if key not in wanted]:
             self._take(key)
@@ -75,7 +75,7 @@ class Hooks:
                 vars(target)[key[1]] = make(target)
 
     def take_away(self) -> None:
-        """Takes them away; what was there before is there again."""
+        """Removes all hooks, and restores the attributes that they replaced."""
         for key in list(self._there):
             self._take(key)
 
@@ -87,7 +87,7 @@ class Hooks:
             vars(target)[key[1]] = before
 
     def _wanted(self) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
-        """On what they belong, under which name, and what makes each."""
+        """Yields each hook as its target object, its attribute name, and the function that makes it."""
         yield self._model, "compile", lambda model: _then(model.compile, self._listener.changed)
         for name in _READING:
             yield self._model, name, functools.partial(self._reading, name=name)
@@ -128,7 +128,7 @@ def _then(own: Callable[..., Any], after: Callable[[], None]) -> Callable[..., A
 
 
 def _apply(optimizer: keras.optimizers.Optimizer) -> Callable[..., None]:
-    # One that reduces gradients itself, for loops of one's own, is not to do it again.
+    # A CrossReplicaOptimizer reduces gradients itself. It must not do so a second time.
     updated = optimizer.inner_optimizer if isinstance(optimizer, CrossReplicaOptimizer) else optimizer
     own = updated.apply
 
@@ -160,7 +160,7 @@ def _scale_loss(optimizer: keras.optimizers.Optimizer) -> Callable[[Any], Any]:
         if share is None:
             return own(loss)
         share.scaled.add(id(optimizer))
-        # The gradient of a vector is that of its sum: such a loss is a sum over samples, and no mean.
+        # The gradient of a vector is the gradient of its sum: such a loss is a sum over samples, not a mean.
         return own(loss) * (share.weight(loss.dtype) if len(loss.shape) == 0 else share.once(loss.dtype))
 
     return scale_loss
@@ -180,7 +180,7 @@ def _result(metric: keras.metrics.Metric) -> Callable[[], Any]:
 
 
 def _update(metric: keras.metrics.Metric) -> Callable[..., Any]:
-    """Of the loss of one output, which Keras counts once a batch in a graph."""
+    """For the metric of one output's loss: in a graph Keras counts each batch as 1; a shard counts as its fraction."""
     own = metric.update_state
 
     def update_state(values: Any, sample_weight: Any = None) -> Any:

@@ -1,10 +1,11 @@
-"""Losses and means of a share of a batch, such that all replicas together come to those of the whole batch.
+"""Losses and means of a shard, computed so that all replicas together yield the losses and means of the whole batch.
 
-Keras divides the sum of a batch's losses by how many there are. Of a share that is the mean of the share, and counts
-n_r / n. It divides by something else where values are masked or, with one reduction, weighted; or by nothing. Shares
-differ in that, so the divisor is summed over replicas.
+Keras divides the sum of a batch's losses by their number. For a shard, the result is the mean over the shard, which
+counts n_r / n. With masked values, or with weights in one of the reductions, Keras divides by another number; with the
+reduction "sum" it does not divide. Shards have different divisors, so the divisors are summed over the replicas.
 
-A `Mean` that is given one number for a batch counts it once. One for a share counts as much as that is of the batch.
+A `Mean` metric that gets a single number for a batch counts it once. A single number for a shard counts with the
+shard's fraction of the batch.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _weight(values: Any, sample_weight: Any) -> Any:
 
 
 def _divisor(sample_weight: Any, mask: Any, reduction: str, dtype: Any) -> Any:
-    """What a share's losses are divided by; None for the number of its samples, or a multiple of that."""
+    """The divisor of a shard's losses; None if it is the number of samples or a multiple of that number."""
     if reduction == "mean_with_sample_weight":
         if sample_weight is None and mask is None:
             return None
@@ -59,11 +60,11 @@ def _divisor(sample_weight: Any, mask: Any, reduction: str, dtype: Any) -> Any:
 
 
 def _correction(divisor: Any, share: Shard) -> Any:
-    """From the mean of what the share has to the share of what all have, which will be weighted by samples."""
+    """The factor from the shard's mean to its part of the global mean; a later weight by samples is divided out."""
     context = tf.distribute.get_replica_context()
     total = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.stop_gradient(divisor))
     return tf.math.divide_no_nan(divisor, total) / share.weight(divisor.dtype)
 
 
 extension = keras_model.Extension(_reduce, _weight, lambda: current_shard() is not None)
-"""Has Keras' losses and means take the values of a share as described above, while it is installed."""
+"""Makes Keras' losses and means treat the values of a shard as described above, while it is installed."""

@@ -1,9 +1,9 @@
-"""The replicated model: the original one, with other methods to train, evaluate and predict.
+"""The replicated model: the original model with other methods to train, evaluate and predict.
 
-It is a second object with the attributes of the first: one dictionary for both. So whatever is done to either (weights
-set, a layer frozen, `compile`) is done to both, and there is nothing to keep in step. Its class derives from the
-model's own, so that `isinstance`, custom methods and `train_step` stay. What writes the model down is left to the
-original, whose class plain Keras knows.
+The replicated model is a second object that uses the attribute dictionary of the original. So each change of one (new
+weights, a frozen layer, `compile`) is a change of both, and nothing needs to be kept in step. Its class derives from
+the class of the original, so `isinstance`, custom methods and `train_step` keep working. Methods that save or describe
+the model run on the original, because plain Keras knows the original's class.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SLOT = "_replica_engine_replicas"
 
 
 def replicated(model: keras.Model, strategy: tf.distribute.Strategy) -> keras.Model:
-    """A second object of the same model, that runs on the replicas of a strategy."""
+    """Makes a second object of the same model, which runs on the replicas of `strategy`."""
     model_class: Any = type(model)
     kind = _class_of(model_class)
     twin: Any = object.__new__(kind)
@@ -44,12 +44,12 @@ def replicated(model: keras.Model, strategy: tf.distribute.Strategy) -> keras.Mo
 
 
 def is_replicated(model: keras.Model) -> bool:
-    """Whether it is one that `replicated` made."""
+    """Whether `replicated` made the model."""
     return hasattr(type(model), _SLOT)
 
 
 def original_of(model: keras.Model) -> keras.Model:
-    """The model itself, or the original of one that `replicated` made."""
+    """The original of a model that `replicated` made; any other model itself."""
     original: keras.Model = getattr(model, _SLOT).original if is_replicated(model) else model
     return original
 
@@ -67,7 +67,7 @@ def _class_of(kind: Any) -> type:
     members["__deepcopy__"] = lambda self, memo: copy.deepcopy(getattr(self, _SLOT).original, memo)
     members["strategy"] = _Strategy()
     members["from_config"] = classmethod(lambda cls, *args, **kwargs: kind.from_config(*args, **kwargs))
-    # To those who ask an object for its class, such as Keras when it writes a model down, it is the original's.
+    # Code that asks an object for its class, such as Keras when it saves a model, gets the original's class.
     members["__class__"] = property(lambda self: kind)
     return type(kind.__name__, (kind,), members)
 
@@ -122,7 +122,7 @@ def _by_original(kind: type, name: str) -> Callable[..., Any]:
 
 def _make(name: str) -> Callable[..., None]:
     def make(self: Any, force: bool = False) -> None:
-        """As of Keras; what is made is looked after here."""
+        """Replaces the method of Keras and makes nothing; `Replicas` makes its own functions."""
 
     return make
 
@@ -132,6 +132,6 @@ def _function(name: str) -> property:
         return getattr(getattr(self, _SLOT), name)
 
     def put(self: Any, value: Any) -> None:
-        self.__dict__[f"{name}_function"] = value  # that of the original: compile() takes it away
+        self.__dict__[f"{name}_function"] = value  # goes to the original's attribute, which compile() clears
 
     return property(get, put)

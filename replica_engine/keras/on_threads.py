@@ -1,4 +1,4 @@
-"""A model's steps on replica threads: the batch is shared out in the graph of the step."""
+"""The steps of a model on replica threads: the graph of the step splits the batch into shards."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class OnThreads:
         self._is_undivided = False
 
     def step(self, name: str, batches: Sequence[Any]) -> dict[str, Any]:
-        """Runs `train_step` or `test_step` on batches of at least one sample; returns the logs of the last."""
+        """Runs `train_step` or `test_step` on batches of at least one sample; returns the logs of the last batch."""
         for batch in batches:
             is_whole = samples.count(batch) < self._size or keras_model.mixes_samples(self._model)
             function = self._whole if is_whole else self._shared
@@ -42,12 +42,12 @@ class OnThreads:
         return logs
 
     def predict(self, batch: Any) -> Any:
-        """The outputs for a batch of at least one sample, in its order."""
+        """The outputs for a batch of at least one sample, in the order of the samples."""
         if not self._is_undivided:
             outputs, are_of_rows = self._call(self._predict, "predict_step", batch)
             if are_of_rows:
                 return outputs
-            self._is_undivided = True  # outputs that are of the batch, and not of its samples
+            self._is_undivided = True  # the outputs have no row per sample
         return self._call(self._predict_whole, "predict_step", batch)
 
     def _call(self, function: Callable[..., Any], name: str, batch: Any) -> Any:
@@ -65,7 +65,7 @@ class OnThreads:
             return compiled(batch)
         what = f"{name} of {self._model.name!r} for {self._size} replicas, batches of {samples.described(batch)}"
         with compiling(what):
-            # For any number of samples, so that the last batch of a data set needs no graph of its own.
+            # The graph takes any number of samples, so the last batch of a dataset needs no other graph.
             compiled.get_concrete_function(general)
             outputs = compiled(batch)
         self._traced.add(kind)
@@ -107,7 +107,7 @@ class OnThreads:
         shares = [
             tf.nest.map_structure(lambda leaf, r=replica: self._part(leaf, r), outputs) for replica in range(self._size)
         ]
-        # Of outputs that are not of rows nothing is used: they need only be possible to compute.
+        # Outputs without a row per sample are not used here; they only need to be computable.
         if (of_rows := samples.are_of(shares[0], size)) is False:
             return shares[0], False
         return samples.take(samples.join(shares), 0, total), of_rows

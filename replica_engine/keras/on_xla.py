@@ -1,11 +1,11 @@
-"""A model's steps compiled by XLA: one program for each batch size, with the shares' sizes known while it is traced.
+"""The steps of a model, compiled by XLA: one program per batch size, because shard sizes are known while tracing.
 
-A program has one shape on all replicas, and shares of 13 samples on 4 replicas have 4, 3, 3 and 3. So each replica is
-given 4 rows, and takes one of two branches that differ in how many of them they look at: each computes exactly the
-samples that are its own. What brings replicas together comes after the branches. A step that does so in the middle (a
-synchronized batch normalization, a mask, a `train_step` of the model's own, which may go on after its update) cannot
-be divided like this; then every replica computes the whole batch. The same is done where both branches would return
-gradients of an unknown number of rows of a table, as of text: XLA wants them of one shape.
+A program has the same shapes on all replicas, but the shards of 13 samples on 4 replicas have 4, 3, 3 and 3 samples. So
+each replica gets 4 rows and takes one of two branches, which differ in how many of the rows they read. Each branch
+computes exactly the samples of its shard. Every collective comes after the branches. Some steps have a collective in
+the middle: a synchronized batch normalization, a mask, or the model's own `train_step`, which may continue after its
+update. Such steps cannot be divided, so every replica computes the whole batch. The same happens if both branches would
+return gradients of an unknown number of table rows, as with text: XLA needs equal shapes in both.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from replica_engine.values.regroup import regroup, select
 from replica_engine.xla.body import apart
 
 MANY_SIZES = 8
-"""After programs for so many batch sizes of one step there is a warning."""
+"""A warning is logged when programs for this many batch sizes of one step exist."""
 
 _WASTE = 4
-"""Predictions of a batch use a program that is there for up to this many times as many samples."""
+"""A prediction may use an existing program whose batch size is up to this many times as large."""
 
 _logger = logging.getLogger("replica_engine")
 _as_keras_does = tf.autograph.experimental.do_not_convert
@@ -56,18 +56,18 @@ class OnXla:
         self._undivided: set[str] = set()
         self._predicted: set[Any] = set()
         self._compiled: set[Any] = set()
-        self._programs = strategy.extended.own_programs()  # they hold the model, and go with it
+        self._programs = strategy.extended.own_programs()  # they hold the model and are freed with it
 
     def step(self, name: str, batches: Sequence[Any]) -> dict[str, Any]:
-        """Runs `train_step` or `test_step` on batches of at least one sample; returns the logs of the last.
+        """Runs `train_step` or `test_step` on batches of at least one sample each; returns the logs of the last batch.
 
-        Batches of one size that follow each other, as `steps_per_execution` asks for, are one launch: a device loop.
+        Consecutive batches of one size, as `steps_per_execution` requests them, run in one launch: a device loop.
         """
         with sparse_inputs_named(batches[0]):
             return self._first(self._launches(name, batches))
 
     def _launches(self, name: str, batches: Sequence[Any]) -> Any:
-        """Runs the launches of a step; returns the logs of the last, of all replicas."""
+        """Runs the launches of a step; returns the logs of the last batch, for all replicas."""
         logs: Any = None
         for total, same in itertools.groupby(batches, samples.count):
             data = [samples.views(batch) for batch in same]
@@ -85,7 +85,7 @@ class OnXla:
             return self._run(self._step, name, self._shares(data, total), total)
         if total > self._size and name not in self._undivided and self._is_divisible(name):
             try:
-                # One program for all totals between two multiples of N: which shares are the larger ones is a number.
+                # One program serves all totals between two multiples of N: the number of larger shards is an input.
                 size = total // self._size
                 return self._run(self._step_of_unequal_shares, name, (self._shares(data, total), np.int32(total)), size)
             except CollectiveError:
@@ -93,7 +93,7 @@ class OnXla:
         return self._run(self._step_of_whole_batch, name, data, total)
 
     def predict(self, batch: Any) -> Any:
-        """The outputs for a batch of at least one sample, in its order."""
+        """The outputs for a batch of at least one sample, in the order of the samples."""
         with sparse_inputs_named(batch):
             return self._outputs(batch)
 
@@ -109,11 +109,11 @@ class OnXla:
             self._predicted.add((kind, size))
             if samples.are_of(self._first(outputs), size // self._size):
                 return samples.take(samples.join([select(replica, outputs) for replica in range(self._size)]), 0, total)
-            self._undivided.add("predict_step")  # outputs that are of the batch, and not of its samples
+            self._undivided.add("predict_step")  # the outputs have no row per sample
         return self._first(self._run(self._predict_step, "predict_step", data, total))
 
     def _run(self, step: Callable[..., Any], name: str, data: Any, size: int) -> Any:
-        """Runs one of the steps below on all replicas; `size` is what a program is compiled for, of the batch."""
+        """Runs one of the steps below on all replicas; `size` is the batch size for which the program is compiled."""
         run = step if step == self._loop else functools.partial(self._launch, step)
         key = (step.__name__, name, size, samples.described(select(0, data)))
         if key in self._compiled:
@@ -139,7 +139,7 @@ class OnXla:
         return self._strategy.extended.run_of(self._programs, step, (name, data, size))
 
     def _loop(self, name: str, data: list[Any], total: int) -> Any:
-        """A launch of several steps."""
+        """Runs several steps in one launch."""
 
         @_as_keras_does
         def step(context: Any, shares: Any) -> None:
@@ -153,9 +153,9 @@ class OnXla:
         return name != "train_step" or keras_model.has_keras_step(self._model, name)
 
     def _shares(self, data: Any, total: int) -> Any:
-        """Each replica's rows, of one number for all: where a share has one less, the row before it comes first."""
+        """Each replica's rows, equally many for all; a smaller shard also gets the row before its first."""
         size = -(-total // self._size)
-        larger = total - (size - 1) * self._size  # how many shares have `size` rows
+        larger = total - (size - 1) * self._size  # the number of shards with `size` rows
         stops = [replica * (size - 1) + min(replica, larger) for replica in range(1, self._size + 1)]
         return regroup([samples.take(data, stop - size, stop) for stop in stops])
 
@@ -186,14 +186,14 @@ class OnXla:
 
 
 class _Branch:
-    """A step of a share, up to where the replicas come together: its updates are for `finish`.
+    """A step on a shard, up to the first collective; `finish` does the updates of weights.
 
     Args:
-        model: whose step it is.
-        name: of the step.
-        data: rows, of which the last are the share.
-        share: the share.
-        larger: the branch of the larger share, which is traced first; None for that one itself.
+        model: the model whose step it is.
+        name: the name of the step.
+        data: rows; the last ones are the shard.
+        share: the shard.
+        larger: the branch of the larger shard, which is traced first; None if this is that branch.
     """
 
     def __init__(self, model: keras.Model, name: str, data: Any, share: Shard, larger: _Branch | None = None):
@@ -213,7 +213,7 @@ class _Branch:
         if len(self._updates) > 1:
             raise CollectiveError.apart("A second update of weights")
         if any(isinstance(grad, tf.IndexedSlices) and grad.indices.shape[0] is None for grad in self._gradients()):
-            # Text that is looked up: both branches must return as many rows, and how many is not known while tracing.
+            # Text lookup: both branches must return equally many rows, but the number is unknown while tracing.
             raise CollectiveError.apart("A gradient of an unknown number of rows of a table")
         if self._larger is not None:
             self._updates = [
@@ -227,7 +227,7 @@ class _Branch:
         return [grad for _, grads, _ in self._updates for grad in grads]
 
     def finish(self, outputs: tuple[Any, Any]) -> Logs:
-        """Applies the updates, with the gradients of whichever branch ran; returns the logs."""
+        """Applies the updates with the gradients of the branch that ran; returns the logs."""
         self._logs.values, gradients = outputs
         for (apply, traced, variables), grads in zip(self._updates, gradients, strict=True):
             left = iter(grads)
@@ -254,7 +254,7 @@ def _gradient(tensors: Any, like: Any, variable: Any) -> Any:
 
 
 def _like(grad: Any, wanted: Any) -> Any:
-    """A gradient of the shape of another: of rows of a table, with some of them again, and zeros to add to those."""
+    """Pads a gradient to the shape of `wanted`: repeats one table row with zeros as its values."""
     if not isinstance(grad, tf.IndexedSlices):
         return grad
     more = wanted.indices.shape[0] - grad.indices.shape[0]

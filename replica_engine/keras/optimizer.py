@@ -1,9 +1,9 @@
-"""Applying gradients across replicas: reduced first, then applied once, in cross-replica context.
+"""Applies gradients across replicas: they are reduced first, then applied once, in cross-replica context.
 
-Keras sums gradients inside an optimizer's update, after it has clipped them and in the branch that gradient
-accumulation takes: each replica clips its own part, and the threads of a branch cannot meet. Here they are reduced
-before, in a merge call, and the optimizer's own `apply` runs in it, for all replicas at once. So whatever an optimizer
-does with a gradient it does with that of the global batch, as on one device.
+Keras sums gradients inside an optimizer's update. That is after clipping, so each replica clips only its own part. With
+gradient accumulation it is inside a branch, where replica threads cannot meet. Here a merge call reduces gradients
+first, and the optimizer's own `apply` runs inside the merge call, for all replicas at once. So all that an optimizer
+does with a gradient, it does with the gradient of the global batch, as on one device.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ def apply_across_replicas(
     variables: Sequence[Any] | None,
     reduction: str,
 ) -> None:
-    """Reduces the gradients of all replicas, and applies them.
+    """Reduces the gradients of all replicas and applies them.
 
     Args:
-        optimizer: whose update it is.
-        apply: its own `apply`.
-        grads: this replica's gradients; None for variables that have none.
-        variables: of which they are; None for those that the optimizer was built with.
+        optimizer: the optimizer to update with.
+        apply: the optimizer's own `apply`.
+        grads: this replica's gradients; None for a variable without a gradient.
+        variables: the variables of the gradients; None takes the variables that the optimizer was built with.
         reduction: "sum" or "mean".
+
+    Raises:
+        OptimizerError: the call is in cross-replica context.
     """
     context = tf.distribute.get_replica_context()
     if context is None:
@@ -46,7 +49,7 @@ def apply_across_replicas(
 
 
 class _Merge:
-    """The merge function; one for each replica, which are equal, so that replicas can be seen to meet in one."""
+    """The merge function: one object per replica; all run the same code, so the engine sees one merge function."""
 
     def __init__(self, optimizer: Any, apply: Callable[..., Any], variables: Any, reduction: str):
         self._optimizer = optimizer
@@ -56,11 +59,11 @@ class _Merge:
 
     @autograph.artifact
     def run(self, strategy: tf.distribute.Strategy, grads: list[Any]) -> None:
-        """Runs in cross-replica context."""
+        """Reduces and applies the gradients; runs in cross-replica context."""
         optimizer = self._optimizer
         with through_strategy(optimizer, strategy):
             if not optimizer.built:
-                with tf.init_scope(), strategy.scope():  # its variables outlive the function that is being traced
+                with tf.init_scope(), strategy.scope():  # its variables outlive the traced function
                     optimizer.build(self._variables)
             variables = self._variables or keras_model.trained_by(optimizer)
             given = [index for index, grad in enumerate(grads) if grad is not None]
@@ -77,7 +80,7 @@ class _Merge:
 
 @contextlib.contextmanager
 def through_strategy(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """Inside, the optimizer updates variables of `strategy`, wherever it was made."""
+    """Makes the optimizer update variables of `strategy` inside the block, wherever the optimizer was made."""
     before = [(each, keras_model.strategy_of_optimizer(each)) for each in keras_model.with_inner_optimizers(optimizer)]
     for each, _ in before:
         keras_model.set_strategy_of_optimizer(each, strategy)

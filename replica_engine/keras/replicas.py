@@ -1,16 +1,16 @@
-"""What a replicated model has that the original has not: a strategy, and steps on its replicas.
+"""The state that a replicated model has and the original has not: a strategy, and steps on its replicas.
 
-Original and replicated model share their variables, and only one of them has them at a time. A method of the replicated
-model *enters*: variables become those of the replicas, optimizers and metrics get their hooks, Keras' traced functions
-of the original are put aside. When the last thread is out again, all is as before. So nothing of this is seen by who
-uses the original after a method of the replicated model has returned, and a callback that uses it meanwhile works on
-the replicas' variables.
+The original and the replicated model share their variables, and only one of them owns them at a time. A method of the
+replicated model *enters*: the variables become variables of the replicas, optimizers and metrics get their hooks, and
+the functions that Keras traced for the original are put aside. When the last thread leaves, all this is undone. So
+after a method of the replicated model has returned, users of the original see no change. A callback that uses the
+original during such a method works on the replicas' variables.
 
 A callback may change what the model has: build its optimizer, set another one, compile it, add weights. Keras creates
-variables for these outside of any scope, so they are plain. They have to be shared before the next step runs, which
-would otherwise update them once a replica. Three places look for them (`changed`): where Keras tells us at once (an
-optimizer's `build`, `compile`, an optimizer set on the replicated model), at the beginning of each step, and at the
-beginning of each epoch and evaluation, where time suffices to walk through all layers.
+variables for these outside any scope, so they are plain variables. They must be shared before the next step runs;
+otherwise that step would update them once per replica. `changed` shares them. It is called at three times: when Keras
+tells this library at once (an optimizer's `build`, `compile`, an optimizer set on the replicated model), at the
+beginning of each step, and at the beginning of each epoch and evaluation, when there is time to visit all layers.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from replica_engine.telemetry.trace_file import Track
 from replica_engine.values import samples
 
 _lock = threading.RLock()
-_inside: weakref.WeakKeyDictionary[Any, Replicas] = weakref.WeakKeyDictionary()  # by original, who is inside
+_inside: weakref.WeakKeyDictionary[Any, Replicas] = weakref.WeakKeyDictionary()  # the one inside, by original
 
 
 class Replicas:
-    """What a replicated model has that the original has not.
+    """The strategy and the steps of a replicated model.
 
     Args:
         original: the original model.
-        model: the replicated one.
-        strategy: what it runs on.
+        model: the replicated model.
+        strategy: the strategy to run on.
     """
 
     def __init__(self, original: keras.Model, model: keras.Model, strategy: tf.distribute.Strategy):
@@ -67,15 +67,16 @@ class Replicas:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, the model's variables are those of the replicas, and no strategy's scope is entered.
+        """Inside the block, the model's variables belong to the replicas; no strategy's scope is entered.
 
-        In a scope Keras would distribute data a second time, and what callbacks create would be variables of replicas.
+        In a strategy's scope, Keras would distribute data a second time, and a callback would create distributed
+        variables.
 
-        Several threads may be inside. Another replicated model of the same original, in a callback say, takes its turn:
-        this one leaves meanwhile.
+        Several threads may be inside. If another replicated model of the same original enters, for example in a
+        callback, this one leaves until the other has left.
 
         Raises:
-            ReplicateError: that other one is on another thread, which cannot be made to leave.
+            ReplicateError: the other replicated model is inside on another thread, which cannot be made to leave.
         """
         outside = distribute.outside_scopes() if tf.distribute.has_strategy() else contextlib.nullcontext()
         with outside, extension.installed():
@@ -122,7 +123,7 @@ class Replicas:
                 outer._resume()
 
     def _resume(self) -> None:
-        # What Keras traced for the original has the plain variables in it. Inside it is another function.
+        # The functions that Keras traced for the original use the plain variables. Inside, others take their place.
         self._functions = keras_model.exchange_functions(self.original, self._functions)
         self._variables.enter()
         self._hooks.put()
@@ -136,18 +137,18 @@ class Replicas:
             self._functions = keras_model.exchange_functions(self.original, self._functions)
 
     def let_go(self) -> None:
-        """Has what the original keeps refer to it, so that the replicated model can go when nobody else has it."""
+        """Makes the original's history refer to the original, so that it does not keep the replicated model alive."""
         history = vars(self.original).get("history")
         if history is not None and history.model is self._model:
             history.set_model(self.original)
 
     def changed(self) -> None:
-        """The model may have other variables, optimizers or metrics than before: the replicas get to share them."""
+        """Called when the model's variables, optimizers or metrics may differ; replicas then share new variables."""
         with _lock:
             if _inside.get(self.original) is self:
                 with tf.init_scope(), distribute.outside_scopes():
                     if self._renew():
-                        self._known = None  # steps that were traced have the variables of before in them
+                        self._known = None  # traced steps use the old variables
 
     def _renew(self, in_step: bool = False) -> bool:
         has_others = self._variables.renew(in_step)
@@ -156,33 +157,33 @@ class Replicas:
         return has_others
 
     def reconcile(self) -> None:
-        """Has replicas agree on moving statistics; not on a thread other than that of the steps."""
+        """Makes replicas agree on moving statistics; does nothing on any thread but the one that runs the steps."""
         with _lock:
             if _inside.get(self.original) is self and self._thread == threading.get_ident():
                 self._variables.reconcile()
 
     def build(self, optimizer: keras.optimizers.Optimizer, build: Callable[[], None]) -> None:
-        """An optimizer's `build`: in a callback, or in the first step that applies it, while that is traced."""
+        """Builds an optimizer in a callback, or in the first step that applies it, while that step is traced."""
         with _lock, tf.init_scope(), distribute.outside_scopes():
             with through_strategy(optimizer, tf.distribute.get_strategy()):
                 build()
             self._renew(in_step=True)
 
     def metrics_left(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, what replicas count in are plain variables, about to be set to zero."""
+        """Inside the block, metric variables are plain ones, because Keras is about to set them to zero."""
         self.changed()
         return self._variables.metrics_left()
 
     def train(self, iterator: Any) -> dict[str, Any]:
-        """Runs training steps on the next batches; Keras' `train_function`."""
+        """Runs training steps on the next batches; replaces Keras' `train_function`."""
         return self._run("train_step", iterator)
 
     def test(self, iterator: Any) -> dict[str, Any]:
-        """Runs test steps on the next batches; Keras' `test_function`."""
+        """Runs test steps on the next batches; replaces Keras' `test_function`."""
         return self._run("test_step", iterator)
 
     def predict(self, batches: list[Any]) -> Any:
-        """The outputs of some batches, as one; Keras' `predict_function`."""
+        """Returns the outputs of some batches as one batch; replaces Keras' `predict_function`."""
         outputs = [self._predict(samples.as_tensors(batch)) for batch in batches]
         return outputs[0] if len(outputs) == 1 else samples.join(outputs)
 
@@ -197,7 +198,7 @@ class Replicas:
                 if not batches:
                     raise
                 break
-            except Exception as error:  # the steps before it count, as they do one by one
+            except Exception as error:  # the steps before it count, as if they ran one by one
                 failed = error
                 break
         batches = [batch for batch in batches if samples.count(batch)]
@@ -215,7 +216,7 @@ class Replicas:
         return samples.take(outputs, 0, 0)
 
     def _ready(self, batch: Any) -> Any:
-        """What runs steps, with all variables that they need; another one where the model has changed."""
+        """The object that runs steps, with all variables shared; a new object if the model has changed."""
         if batch is not None and not keras_model.is_built(self._model):
             with _lock:
                 self._suspend()
@@ -234,7 +235,7 @@ class Replicas:
     def _make_steps(self) -> Any:
         if not compiles(self.strategy):
             return OnThreads(self._model, self.strategy)
-        from replica_engine.keras.on_xla import OnXla  # not above: without jax there is no xla
+        from replica_engine.keras.on_xla import OnXla  # not at module level: it needs jax
 
         return OnXla(self._model, self.strategy)
 

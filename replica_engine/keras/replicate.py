@@ -1,4 +1,4 @@
-"""`replicate_model`: a Keras model on N replicas, in one line."""
+"""`replicate_model`: runs a Keras model on N replicas, with one line of code."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _logger = logging.getLogger("replica_engine")
 def replicate_model(
     model: keras.Model, replicas: int | None = None, strategy: tf.distribute.Strategy | None = None
 ) -> keras.Model:
-    """A Keras model that trains, evaluates and predicts on N replicas, and shares all it has with the original.
+    """Makes a Keras model that trains, evaluates and predicts on N replicas; it shares everything with the original.
 
     `fit`, `evaluate`, `predict` and their `_on_batch` forms split each batch over the replicas, whatever its size.
-    Losses and metrics are means over all samples, as on one device; predictions come in the order of the inputs.
-    Everything else (weights, layers, optimizer, `compile`, `save`, `summary`) is the original's: what is done to one
-    model is done to both. A `train_step` of the model's own runs on each replica, on its share of the batch; its
-    gradients are averaged over all samples.
+    Losses and metrics are means over all samples, as on one device. Predictions come in the order of the inputs.
+    Everything else (weights, layers, optimizer, `compile`, `save`, `summary`) belongs to both models: each change of
+    one is a change of the other. If the model has its own `train_step`, that step runs on each replica, on the
+    replica's shard of the batch; its gradients are averaged over all samples.
 
     Args:
-        model: a built Keras 3 model, functional, sequential or subclassed; compiled or not.
-        replicas: how many. None takes all devices of the strategy.
-        strategy: a `MirroredStrategy` or `TPUStrategy` to run on. None chooses the one that is faster for the model on
-            this machine; a message at level INFO of the logger "replica_engine" says which, and why.
+        model: a built Keras 3 model: functional, sequential or subclassed, compiled or not.
+        replicas: the number of replicas. None takes all devices of the strategy.
+        strategy: a `MirroredStrategy` or `TPUStrategy` to run on. None picks the faster one for the model on this
+            machine; a message at level INFO of the logger "replica_engine" names it and the reason.
 
     Returns:
-        The replicated model: an instance of the model's class.
+        The replicated model, an instance of the model's class.
 
     Raises:
-        ReplicateError: the model is not built, replicated already or built under a strategy, or there are fewer
+        ReplicateError: the model is not built, is already replicated or was built under a strategy, or there are fewer
             devices than replicas.
 
     Example:
@@ -74,7 +74,7 @@ def replicate_model(
 
 
 def _is_compiled(strategy: Any) -> bool:
-    """Whether it is a TPUStrategy; without jax there is no such class to ask for."""
+    """Whether the strategy is a TPUStrategy. This asks the backend, because the class needs jax to be imported."""
     return isinstance(strategy, tf.distribute.Strategy) and compiles(strategy)
 
 

@@ -1,11 +1,12 @@
-"""A replica's share of a batch, and what a number that it computes counts for in the whole.
+"""The shard: the part of a batch that one replica computes, and the weight of its results in the whole batch.
 
-One device computes the mean of its batch. Replica r has n_r of the n samples and computes the mean of those, and the
-mean of all is the sum of `n_r / n` times that. So a loss, a gradient or a mean of replica r counts `weight = n_r / n`,
-and what comes of all replicas is what one device computes, whatever the sizes of the shares are.
+One device computes the mean over its batch of n samples. Replica r has n_r of these samples and computes the mean over
+them. The sum over the replicas of `n_r / n` times these means is the mean over the batch. So a loss, a gradient or a
+mean of replica r counts with `weight = n_r / n`, and the replicas together compute what one device computes, whatever
+the sizes of their shards are.
 
-Where a batch cannot be shared out (fewer samples than replicas, say) every replica computes the *whole* batch, and what
-replica 0 computed counts.
+Some batches cannot be split, for example a batch with fewer samples than replicas. Then every replica computes
+the *whole* batch, and only the result of replica 0 counts.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ import tensorflow as tf
 
 @dataclasses.dataclass
 class Shard:
-    """What one replica has of a batch.
+    """The part of a batch that one replica computes.
 
     Attributes:
-        rows: how many samples it has.
-        total: how many all replicas have.
-        replicas: how many replicas there are.
+        rows: the number of samples of this replica.
+        total: the number of samples of all replicas.
+        replicas: the number of replicas.
         whole: whether every replica has all samples.
-        scaled: the ids of optimizers that have weighed the loss of this step.
-        results: what metrics returned in this step, with the metric, and the key where that returned a dictionary.
-        deferred: updates that wait for the end of a branch, with their gradients; None where they need not.
+        scaled: the ids of the optimizers that have already weighted the loss of this step.
+        results: the metric results of this step, each as (result, metric, key); the key is None unless the metric
+            returned a dictionary.
+        deferred: optimizer updates, with their gradients, that wait for the end of a branch; None where updates need
+            not wait.
     """
 
     rows: Any
@@ -42,24 +45,24 @@ class Shard:
     deferred: list[tuple[Any, list[Any], Any]] | None = None
 
     def fraction(self, dtype: Any = "float32") -> Any:
-        """How much of the batch this replica has."""
+        """The fraction of the batch that this replica has, as a scalar of `dtype`."""
         if self.whole:
             return tf.ones([], dtype)
         return tf.cast(self.rows, dtype) / tf.cast(self.total, dtype)
 
     def weight(self, dtype: Any = "float32") -> Any:
-        """What a mean over this replica's samples counts in the mean over all."""
+        """The weight of a mean over this replica's samples in the mean over all samples, as a scalar of `dtype`."""
         return self.once(dtype) if self.whole else self.fraction(dtype)
 
     def once(self, dtype: Any = "float32") -> Any:
-        """What a sum over this replica's samples counts in the sum over all."""
+        """The weight of a sum over this replica's samples in the sum over all samples, as a scalar of `dtype`."""
         if not self.whole:
             return tf.ones([], dtype)
         return tf.cast(tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0), dtype)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """What runs inside computes this share."""
+        """Makes this shard the current one for the code inside the `with` block."""
         token = _current.set(self)
         try:
             yield
@@ -68,7 +71,7 @@ class Shard:
 
 
 def current_shard() -> Shard | None:
-    """The share that is being computed; None outside of the steps of a replicated model."""
+    """The shard that is being computed; None outside the steps of a replicated model."""
     return _current.get()
 
 

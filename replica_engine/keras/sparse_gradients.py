@@ -1,8 +1,8 @@
-"""Gradients of embedding tables, which are rows with their indices: a row that was looked up twice is there twice.
+"""Gradients of embedding tables: rows with their indices, where a row that was looked up twice appears twice.
 
-Keras does not add up duplicate rows. Adam squares each of them, and clipping by norm takes the norm of all of them. So
-a row that is split into two parts is another gradient to an optimizer than the row itself, although both add the same
-to the table. Together, the replicas must have the rows that one device has: each once, and otherwise zeros.
+Keras does not add up duplicate rows. Adam squares each duplicate, and clipping by norm takes the norm over all of them.
+So an optimizer treats a row that is split into two parts differently from the whole row, although both add the same to
+the table. Together, the replicas must therefore have the rows that one device has: each row once, and zeros elsewhere.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import tensorflow as tf
 def of_whole_batch(grads: Sequence[Any]) -> list[Any]:
     """Moves the rows of tables to the first replica, for a batch that every replica has computed.
 
-    The loss counts on the first replica only. But in a synchronized batch normalization its gradient goes to all
-    replicas: each gets a part of every row. The parts are added up here.
+    Only the loss of the first replica counts. But a synchronized batch normalization sends its gradient to all
+    replicas, so each replica gets a part of every row. This function adds up the parts.
 
     Args:
         grads: this replica's gradients; their sum over replicas is the gradient of the batch.
 
     Returns:
-        Gradients with the same sum. Where another replica has the same index as the first, its row is zero.
+        Gradients with the same sum. If another replica has the same index as the first replica, its row is zero.
     """
     tables = {
         index: grad

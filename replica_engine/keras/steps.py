@@ -1,4 +1,4 @@
-"""One step of a model on one replica, in replica context: of a share of the batch, or of the whole batch."""
+"""One step of a model on one replica, in replica context, on a shard of the batch or on the whole batch."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ def run_step(model: keras.Model, name: str, data: Any, share: Shard) -> dict[str
     """Runs `train_step` or `test_step` of a model.
 
     Args:
-        model: whose step it is.
-        name: of the step.
+        model: the model whose step runs.
+        name: the name of the step.
         data: this replica's samples.
-        share: what part of the batch they are.
+        share: the part of the batch that these samples are.
 
     Returns:
-        What the step returned, of all replicas together, equal on all replicas.
+        The logs of the step over all replicas; they are equal on all replicas.
     """
     counted = metric_variables(model)
     before = [tf.identity(variable.value) for variable in counted] if share.whole else []
     with share.entered():
         logs = getattr(model, name)(data)
     for variable, value in zip(counted, before, strict=False):
-        # All replicas computed the same samples, which count once.
+        # All replicas computed the same samples, which must count once.
         is_first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
         variable.assign(tf.where(is_first, variable.value, value))
     return across_replicas(model, Logs(logs, share), share.weight())
 
 
 class Logs:
-    """What a step returned.
+    """The logs that a step returned on one replica.
 
     Args:
-        returned: by the step; dictionaries in it are opened, as Keras does.
-        share: of which it was.
+        returned: the return value of the step; nested dictionaries are flattened, as in Keras.
+        share: the shard that the step computed.
 
     Attributes:
         values: the numbers, by name.
-        metrics: of those that are the result of a metric, the metric, and the key of the number in its result.
+        metrics: for each number that is the result of a metric: the metric, and the key of the number in the result.
     """
 
     def __init__(self, returned: Any, share: Shard):
@@ -59,12 +59,12 @@ class Logs:
 
 
 def across_replicas(model: keras.Model, logs: Logs, weight: Any) -> dict[str, Any]:
-    """What a step returned, of all replicas together: results of metrics, and means of everything else.
+    """Combines the logs of all replicas: metric results over all samples, and weighted means of all other numbers.
 
     Args:
-        model: whose step it was.
-        logs: what it returned.
-        weight: what this replica's means count.
+        model: the model whose step ran.
+        logs: the logs of this replica.
+        weight: the weight of this replica's means.
     """
     context = tf.distribute.get_replica_context()
     own = {key: value * weight for key, value in logs.values.items()}
@@ -80,7 +80,7 @@ def across_replicas(model: keras.Model, logs: Logs, weight: Any) -> dict[str, An
 
 
 def metric_variables(model: keras.Model) -> list[keras.Variable]:
-    """The variables that replicas count in, each for itself, to be added up."""
+    """The metric variables that each replica counts in separately and whose values are added up."""
     return [
         variable
         for variable in model.metrics_variables

@@ -1,13 +1,13 @@
 """Variables that a model and its replicas share.
 
-A Keras variable holds a TensorFlow variable. Outside of the replicated methods that is a plain one, so that the
-original model works as it always did. While a replicated method runs, each Keras variable holds a distributed one in
-its place, whose first component is that plain variable:
+A Keras variable holds a TensorFlow variable. Outside the replicated methods it holds a plain one, so that the original
+model works as always. While a replicated method runs, it holds a distributed variable instead, whose first component is
+that plain variable:
 
-- on entering, what the plain variables hold goes to all replicas, so that what was done to the original counts;
-- on leaving, what replicas hold each of their own comes together in the plain variables. Metrics are added up. Weights
-  that a step assigns, such as the moving statistics of a batch normalization, are averaged over replicas. Of a seed,
-  that of replica 0 is kept. Trained weights and the optimizer's variables are equal on all replicas to begin with.
+- on entering, the values of the plain variables go to all replicas, so that changes of the original take effect;
+- on leaving, the replicas' separate values are combined in the plain variables. Metrics are added up. Weights that a
+  step assigns, such as the moving statistics of a batch normalization, are averaged over replicas. Seeds keep the value
+  of replica 0. Trained weights and the optimizer's variables are equal on all replicas anyway.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from replica_engine.threads.variables import SEED_STEP
 
 
 class ReplicatedVariables:
-    """The distributed variables of one model and strategy.
+    """The distributed variables of one model and one strategy.
 
     Args:
-        model: whose variables they are.
-        strategy: whose replicas they are for.
+        model: the model whose variables they are.
+        strategy: the strategy whose replicas they are for.
     """
 
     def __init__(self, model: keras.Model, strategy: tf.distribute.Strategy):
@@ -43,7 +43,7 @@ class ReplicatedVariables:
 
     @contextlib.contextmanager
     def metrics_left(self) -> Iterator[None]:
-        """Inside, those that replicas count in are plain ones, about to be set to zero."""
+        """Inside the block, the metric variables are plain ones, because Keras is about to set them to zero."""
         counted = [shared for shared in self._shared.values() if shared.on_read and self._is_inside]
         for shared in counted:
             shared.gather()
@@ -56,12 +56,12 @@ class ReplicatedVariables:
                 shared.spread()
 
     def reconcile(self) -> None:
-        """Has replicas agree on what each has of its own, other than metrics."""
+        """Makes replicas agree on the values that each has assigned for itself; does not change metrics."""
         for shared in self._shared.values():
             shared.reconcile()
 
     def enter(self) -> None:
-        """Has the model's variables be those of all replicas."""
+        """Puts the distributed variables into the model's Keras variables."""
         self._is_inside = True
         self._find()
         for shared in self._shared.values():
@@ -70,10 +70,10 @@ class ReplicatedVariables:
         self._lend_optimizers()
 
     def leave(self) -> bool:
-        """Has them be plain ones again.
+        """Puts the plain variables back into the model's Keras variables.
 
         Returns:
-            Whether there are variables that a step made, which no step of a later call would share.
+            Whether a step made variables, which steps of a later call would not share.
         """
         self._is_inside = False
         self._return_optimizers(list(self._optimizers.values()))
@@ -85,14 +85,14 @@ class ReplicatedVariables:
         return any(made)
 
     def renew(self, in_step: bool = False) -> bool:
-        """Between `enter` and `leave`: shares variables that the model has now, and gives back those it had.
+        """Shares the variables that the model has now and gives back those it had; called between `enter` and `leave`.
 
         Args:
-            in_step: whether a step is being traced. Distributed variables that it has made stay as they are: there are
-                ops in its graph that use them.
+            in_step: whether a step is being traced. Distributed variables that the step made stay as they are, because
+                ops in its graph use them.
 
         Returns:
-            Whether there were any.
+            Whether the set of variables has changed.
         """
         before = self._shared
         self._find(in_step)
@@ -111,7 +111,7 @@ class ReplicatedVariables:
         return before is not self._shared
 
     def _find(self, in_step: bool = False) -> None:
-        """Looks through the model for its variables; what is known of those that it had before stays."""
+        """Looks through the model for its variables, and keeps what is known of those that it had before."""
         known = {}
         assigned = {id(weight) for weight in self._model.non_trainable_weights}
         for variable in keras_model.variables_of(self._model):
@@ -129,7 +129,7 @@ class ReplicatedVariables:
             self._spread = self._gather = None
 
     def _lend_optimizers(self) -> None:
-        """Has the model's optimizers update variables through the strategy, and others as they did before."""
+        """Makes the model's optimizers update variables through the strategy; gives former optimizers back."""
         optimizers = {id(each): each for each in keras_model.optimizers_of(self._model)}
         self._return_optimizers([lent for key, lent in self._optimizers.items() if key not in optimizers])
         for key, optimizer in optimizers.items():
@@ -143,13 +143,13 @@ class ReplicatedVariables:
     def _return_optimizers(self, lent: list[tuple[Any, Any]]) -> None:
         for optimizer, strategies in lent:
             for each, strategy in strategies:
-                # One that was made under the scope has plain variables by now.
+                # An optimizer that was made under the scope has plain variables now.
                 own = distribute.default_strategy() if strategy is self._strategy else strategy
                 keras_model.set_strategy_of_optimizer(each, own)
             del self._optimizers[id(optimizer)]
 
     def _all(self, do: Callable[[_Shared], None], graph: Callable[[], None] | None) -> Callable[[], None]:
-        """Does it with all variables: as many ops in eager mode, or one call of a graph that does the same."""
+        """Does `do` with all variables: the first time op by op in eager mode, later by one call of a graph."""
 
         def each() -> None:
             for shared in self._shared.values():
@@ -158,20 +158,21 @@ class ReplicatedVariables:
         if graph is None:
             each()
             if any(shared.host_side for shared in self._shared.values()):
-                return each  # variables of XLA have their own ways to see a read or write: a graph wins nothing
-            # Not the tf.function, which would warn that functions of this code are traced often: one a model.
+                return each  # variables of XLA track their own reads and writes: a graph gains nothing
+            # Not a tf.function: TensorFlow would warn that this code is traced often, because each model needs one
+            # trace.
             return tf.function(each, autograph=False).get_concrete_function()
         graph()
         return graph
 
 
 class _Shared:
-    """One Keras variable, with the plain TensorFlow variable and the distributed one that it holds in turn.
+    """One Keras variable, with the plain TensorFlow variable and the distributed variable that it holds in turn.
 
     Attributes:
-        plain: the plain one; a component of the distributed one, if it is on the first device.
-        on_read: whether each replica has a value of its own, which are brought together when they are read.
-        host_side: how the plain variable follows its value on the devices; None where it holds the value itself.
+        plain: the plain variable; it is a component of the distributed one if it is on the first device.
+        on_read: whether each replica has a separate value, and reading the variable combines these values.
+        host_side: links the plain variable to its value on the devices; None if the plain variable holds its value.
     """
 
     def __init__(self, variable: keras.Variable, strategy: tf.distribute.Strategy, is_state: bool):
@@ -189,18 +190,18 @@ class _Shared:
         self.host_side = backend.host_side_of(self.plain) if self._is_component and backend is not None else None
 
     def is_of(self, value: Any) -> bool:
-        """Whether this is what the Keras variable holds now."""
+        """Whether the Keras variable holds one of these two variables now."""
         return value is self.plain or value is self._distributed
 
     def is_one_seed(self) -> bool:
-        """Whether it is a seed that all replicas have: a callback has set it, from a checkpoint, say."""
+        """Whether this is a seed with one value on all replicas: a callback has set it, perhaps from a checkpoint."""
         if not self._is_seed or len(self._components) == 1:
             return False
         values = {component.numpy().tobytes() for component in self._components}
         return len(values) == 1
 
     def put_distributed(self) -> None:
-        """Puts the distributed variable in place."""
+        """Puts the distributed variable into the Keras variable."""
         if self._is_component:
             keras_model.contain(self.plain, self._distributed)
         if self.host_side is not None:
@@ -215,7 +216,7 @@ class _Shared:
         keras_model.put_underneath(self._variable, self.plain)
 
     def spread(self) -> None:
-        """Gives all replicas what the plain variable has; of a sum, all of it to replica 0."""
+        """Gives the plain variable's value to all replicas; a sum goes to replica 0, and the others get 0."""
         others = self._components[1:] if self._is_component else self._components
         if others:
             value = self.plain.read_value()
@@ -229,7 +230,7 @@ class _Shared:
                     other.assign(_seed(value, replica) if self._is_seed else value)
 
     def gather(self) -> None:
-        """Gives the plain variable what the replicas have."""
+        """Combines the values of the replicas in the plain variable."""
         if self.on_read and len(self._components) > 1:
             values = [component.read_value() for component in self._components]
             self.plain.assign(_AGGREGATED.get(self._distributed.aggregation, _first)(values))
@@ -237,7 +238,7 @@ class _Shared:
             self.plain.assign(self._components[0].read_value())
 
     def reconcile(self) -> None:
-        """Averages over replicas what each has assigned for itself; of integers, that of replica 0 counts."""
+        """Averages over replicas the values that each has assigned for itself; integers take the value of replica 0."""
         if not self._is_state or self.on_read:
             return
         values = [value.numpy() for value in self._distributed.values]
@@ -251,7 +252,7 @@ class _Shared:
 
 
 def _make_plain(variable: keras.Variable) -> bool:
-    """Puts a plain variable in the place of a distributed one; returns whether there was one."""
+    """Replaces a distributed variable by a plain one; returns whether the variable was distributed."""
     made = keras_model.underlying(variable)
     if not isinstance(made, distribute.DistributedVariable):
         return False
@@ -260,7 +261,7 @@ def _make_plain(variable: keras.Variable) -> bool:
 
 
 def _seed(value: tf.Tensor, replica: int) -> tf.Tensor:
-    """A replica's own seed: replicas that drew the same would drop the same units of each sample."""
+    """A replica's own seed: replicas with the same seed would drop the same units for each sample."""
     own = tf.math.floormod(tf.cast(value[:1], tf.int64) + replica * SEED_STEP, 2**32)
     return tf.concat([tf.cast(own, value.dtype), value[1:]], 0)
 
@@ -277,7 +278,7 @@ _AGGREGATED = {tf.VariableAggregation.SUM: tf.add_n, tf.VariableAggregation.MEAN
 
 
 def _around(plain: Any, strategy: tf.distribute.Strategy) -> Any:
-    """A distributed variable, with the plain variable as its first component if that is on the first device."""
+    """Makes a distributed variable whose first component is `plain`, if `plain` is on the first device."""
     unused = [plain] if plain.device == strategy.extended.worker_devices[0] else []
 
     def creator(next_creator: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,8 @@
-"""A process that was forked from one in which TensorFlow had started.
+"""Refuses runs in a process that was forked from a process in which TensorFlow had started.
 
-A fork copies the memory of a process and one of its threads. TensorFlow's thread pools, XLA's, and the replica threads
-are not in the child, and whoever waits for them there waits for ever. So a run in such a child is an error.
+A fork copies the memory of a process, but only one of its threads. The child lacks the threads of TensorFlow's and
+XLA's thread pools, and the replica threads. Code that waits for such a thread in the child waits for ever. So a run in
+such a child raises ForkedError.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import os
 from replica_engine._tf import thread_state
 from replica_engine.errors import ForkedError
 
-_parent: int | None = None  # of which process this is such a child
+_parent: int | None = None  # the parent's process id, in such a child; None in any other process
 
 
 def check_not_forked() -> None:
-    """Raises ForkedError in a child in which nothing can run."""
+    """Raises ForkedError in a child process that was forked after TensorFlow had started."""
     if _parent is not None:
         raise ForkedError.of_process(os.getpid(), _parent)
 

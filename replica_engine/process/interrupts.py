@@ -1,8 +1,8 @@
-"""Exceptions that come from outside: raising one in another thread, and holding off Ctrl-C for a moment."""
+"""Interrupts: raising an exception in another thread, and holding off Ctrl-C while a block of code runs."""
 
 from __future__ import annotations
 
-import _signal  # of which `signal` is the public face, that turns every number into an enum and takes 5 us for it
+import _signal  # `signal` wraps it, and takes 5 us to turn each number into an enum
 import ctypes
 import signal
 import threading
@@ -13,21 +13,22 @@ from typing import Any
 
 from replica_engine.telemetry.stacks import in_users_code
 
-_PATIENCE = 0.1  # seconds for a thread to come back to the user's code
-_STEP = 0.001  # seconds between looks
+_PATIENCE = 0.1  # seconds that a thread has to return to the user's code
+_STEP = 0.001  # seconds between two checks
 _SIGINT = int(signal.SIGINT)
-MISSED = 0.1  # seconds until a waiting thread looks again whether there was a signal
+MISSED = 0.1  # seconds after which a waiting thread lets Python check for a missed signal
 
 
 def wait_for_ever(wait: Callable[[float], bool]) -> None:
-    """Waits until something has come, and lets Ctrl-C in at any moment.
+    """Waits without a limit, and lets Ctrl-C end the wait at any moment.
 
-    Python's locks wait without a limit as well, and a signal wakes the main thread from that; but not one that comes
-    between Python's last look for signals and the moment when the thread sleeps. That one would wait with it, for ever
-    if need be. So the wait is cut into pieces, and Python looks between them.
+    Python's locks can also wait without a limit, and a signal wakes the main thread from such a wait. But a signal
+    that arrives between Python's last check for signals and the moment when the thread sleeps does not wake it, and
+    would stay pending as long as the wait lasts. So the wait is cut into pieces, and Python checks for signals between
+    them.
 
     Args:
-        wait: waits for as many seconds as it is given at most, and says whether it has come.
+        wait: a function that waits for at most the given number of seconds, and returns whether the wait is over.
     """
     while not wait(MISSED):
         pass
@@ -36,13 +37,15 @@ def wait_for_ever(wait: Callable[[float], bool]) -> None:
 def raise_in(thread: int, kind: type[BaseException]) -> None:
     """Raises an exception in a thread at its next Python instruction.
 
-    This reaches a loop in Python; a thread that is inside C++, or asleep, sees it only when it comes back. The
-    interpreter offers this to C alone, hence ctypes. Nobody can tell at which instruction it arrives: it is asked for
-    while the thread is in code of the user's: code of TensorFlow in C++ that calls Python does not survive it. A thread
-    that is not for a while is left alone.
+    The exception reaches a loop in Python. A thread that is inside C++, or asleep, gets it only when it returns to
+    Python. CPython offers this function in its C API only, so it is called through ctypes.
+
+    The exception may arrive at any instruction. TensorFlow's C++ code that calls Python does not survive such an
+    exception, so this function requests it only while the thread is in the user's code. If the thread is not in the
+    user's code within 0.1 seconds, nothing is raised.
 
     Args:
-        thread: its ident.
+        thread: the ident of the thread.
         kind: the class of the exception, which is made without arguments.
     """
     until = time.monotonic() + _PATIENCE
@@ -54,20 +57,21 @@ def raise_in(thread: int, kind: type[BaseException]) -> None:
 
 
 def take_back(thread: int) -> None:
-    """Takes back what `raise_in` asked for, if it has not been raised yet."""
+    """Cancels the exception that `raise_in` requested, if it has not been raised yet."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
 
 
 def break_off(thread: int, kind: type[BaseException], at_once: bool = False) -> type[BaseException]:
-    """Raises an exception in a thread, out of a sleep or a wait for a lock too if it is the main thread.
+    """Raises an exception in a thread; in the main thread, also out of a sleep or a wait for a lock.
 
-    Only a signal wakes a thread from those, and only the main thread takes signals; so there the exception is
-    KeyboardInterrupt, as on Ctrl-C. Where the program has a handler of its own for that, it is left alone.
+    Only a signal wakes a thread from a sleep or a wait, and only the main thread receives signals. So in the main
+    thread the exception is KeyboardInterrupt, as on Ctrl-C. If the program has its own handler for SIGINT, this
+    function sends no signal, and uses `raise_in`.
 
     Args:
-        thread: its ident.
+        thread: the ident of the thread.
         kind: the class of the exception.
-        at_once: whether what is to be done as a whole (`held_off`) is broken off as well.
+        at_once: whether to break off code inside `held_off` as well.
 
     Returns:
         The class of the exception that will be raised.
@@ -84,16 +88,14 @@ def break_off(thread: int, kind: type[BaseException], at_once: bool = False) -> 
     return kind
 
 
-_held: dict[int, held_off] = {}  # by thread, the innermost
+_held: dict[int, held_off] = {}  # the innermost one of each thread, by thread ident
 
 
 class held_off:
-    """Ctrl-C, and `break_off`, are raised at the end of what runs inside, if they come while that runs.
-
-    For what must be done as a whole or not at all.
+    """Delays Ctrl-C and `break_off` until the end of the block, for code that must run completely or not at all.
 
     Args:
-        passes: asked when it comes; whether it is to be raised at once all the same.
+        passes: called when Ctrl-C arrives inside the block; returns whether to raise at once nevertheless.
     """
 
     def __init__(self, passes: Callable[[], bool]):
@@ -113,7 +115,7 @@ class held_off:
                 self._handler = handler
 
     def __exit__(self, kind: Any, error: BaseException | None, frames: TracebackType | None) -> None:
-        """Lets it come again."""
+        """Restores the handler, and raises the interrupt that arrived during the block, if any."""
         thread = threading.get_ident()
         if self._outer is None:
             _held.pop(thread, None)
@@ -134,7 +136,7 @@ class held_off:
 
 
 class held_off_once(held_off):
-    """The same, for what may take long: Ctrl-C that comes again is raised at once."""
+    """Like `held_off`, for code that may take long: a second Ctrl-C is raised at once."""
 
     def __init__(self) -> None:
         super().__init__(lambda: self._came is not None)

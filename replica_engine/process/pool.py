@@ -1,15 +1,15 @@
-"""Enough threads for TensorFlow, so that a launch inside a `tf.function` and what it calls do not starve each other.
+"""The size of TensorFlow's inter-op thread pool, which a launch inside a `tf.function` must never exhaust.
 
-TensorFlow runs the ops of a `tf.function` on the threads of its inter-op pool, of which it makes one a core. A launch
-of a compiled program is one op, and holds its thread until the program is back. A host call of that program may run a
-`tf.function` of its own, which needs another thread of the same pool. If launches hold them all, and one that waits
-for its turn holds one, too, it never ends.
+TensorFlow runs the ops of a `tf.function` on the threads of its inter-op pool, and makes one thread for each core. The
+launch of a compiled program is one op, and holds its thread until the program has ended. A host call of that program
+may run another `tf.function`, which needs another thread of the same pool. If launches hold all threads (a launch that
+waits for its turn holds one too), the host call never gets a thread and the program never ends.
 
-Nothing else needs more threads than cores: iterators wait on threads of their own. And on few cores more threads
-make small graph steps slower. So the pool is made larger only where there are compiled programs. Its size is fixed when
-TensorFlow starts; somebody's own choice is kept.
+Nothing else needs more threads than cores, because iterators wait on other threads. On few cores, more threads make
+small graph steps slower. So the pool is enlarged only where compiled programs are used. TensorFlow fixes the size when
+it starts. A size that the user has chosen is kept.
 
-Imports neither TensorFlow nor anything that does: importing this package stays cheap.
+This module imports neither TensorFlow nor a module that imports it, so that importing the package stays cheap.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ import sys
 from replica_engine.process import cores
 
 VARIABLE = "TF_NUM_INTEROP_THREADS"  # TensorFlow reads it when it starts
-FOR_ONE_LAUNCH = 2  # threads: its own, and one for what it calls
-FOR_LAUNCHES = 16  # of as many user threads, but one
+FOR_ONE_LAUNCH = 2  # threads: one for the launch, and one for its host calls
+FOR_LAUNCHES = 16  # threads: enough for launches from up to 15 user threads
 
 _set_here = False
 
 
 def make_room(threads: int) -> None:
-    """Gives TensorFlow's inter-op pool so many threads, if it has fewer, has not started, and nobody chose a number."""
+    """Makes TensorFlow's inter-op pool at least `threads` large.
+
+    Does nothing if the pool is larger already, if TensorFlow has started, or if the user has chosen a size.
+    """
     global _set_here
     if "tensorflow" in sys.modules:
         from replica_engine._tf import thread_state

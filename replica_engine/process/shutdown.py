@@ -1,9 +1,10 @@
 """The exit of the process while daemon threads are in the middle of a run.
 
-When the interpreter ends, it ends each thread that comes back to it, by unwinding the thread's stack; what of that is
-in TensorFlow or jaxlib cannot be unwound, and the process is aborted. Threads that are no daemons end before. Of
-daemons, and of the threads that work for them, it is for us to see that none is in there then. So at exit no run begins
-but on the main thread, and those that are on their way get some seconds to end.
+When the interpreter exits, it ends each daemon thread that returns to Python by unwinding the thread's stack. Frames of
+TensorFlow or jaxlib on that stack cannot be unwound, and the process is aborted. Threads that are not daemons have
+ended by then. So this module must ensure that no daemon thread, and no thread that works for one, is inside a run at
+that moment: once the exit has begun, only the main thread may start a run, and runs that have already started get 5
+seconds to end.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import threading
 from typing import Any
 
-PATIENCE = 5.0  # seconds
+PATIENCE = 5.0  # seconds that the exit waits for runs that have started
 
 _changed = threading.Condition()
 _running = 0
@@ -22,7 +23,10 @@ _thread = threading.local()
 
 
 class running:
-    """A run is on its way inside, on this thread; it may be nested."""
+    """A context manager around a run on the calling thread; it may be nested.
+
+    Once the exit has begun, entering it on a thread other than the main thread blocks until the process ends.
+    """
 
     def __enter__(self) -> None:
         global _running
@@ -32,7 +36,7 @@ class running:
                 comes_late = _closed and threading.current_thread() is not threading.main_thread()
                 _running += not comes_late
             if comes_late:
-                threading.Event().wait()  # to the end of the process, which is near
+                threading.Event().wait()  # blocks until the process ends, which is soon
         _thread.depth = depth + 1
 
     def __exit__(self, *_: Any) -> None:
@@ -46,7 +50,7 @@ class running:
 
 
 def _after_fork() -> None:
-    """A child has none of the other threads, and so none of their runs."""
+    """A forked child has only the forking thread, so the runs of other threads do not exist there."""
     global _running, _changed
     _changed = threading.Condition()
     _running = 1 if getattr(_thread, "depth", 0) else 0

@@ -1,17 +1,22 @@
-"""Strategies, and the base to write your own on.
+"""Strategies, and the base class for your own strategies.
 
 - `mirrored`: MirroredStrategy and its extended half.
-- `tpu`: TPUStrategy and its extended half.
-- `base`: ReplicaThreads, which puts any extended half on this library's threads.
-- `backend`: what both backends offer to the layers above.
-- `devices`: device names, read and checked.
+- `tpu`: TPUStrategy and its extended half; the replica context of a compiled body; variables on the devices.
+- `backend`: the contract that both kinds of strategy fulfil, and that the layers above rely on.
+- `base`: ReplicaThreads, which runs the replicas of any extended half on this library's threads.
+- `multi_step`: the context object of a device loop, which carries the outputs of its steps.
+- `reductions` and `validation`: checks of what users pass to `run` and `reduce`.
+- `devices`: parses and checks device names.
 
-`MultiWorkerMirroredExtended` is TensorFlow's own, to put ReplicaThreads in front of.
+`MultiWorkerMirroredExtended` is TensorFlow's own extended half; put `ReplicaThreads` in front of it.
 """
 
+from replica_engine._tf import patches
 from replica_engine._tf.distribute import MultiWorkerMirroredExtended
 from replica_engine.strategies.base import ReplicaThreads
 from replica_engine.strategies.mirrored import MirroredExtended, MirroredStrategy
 from replica_engine.threads.call import ReplicaOptions
 
 __all__ = ["MirroredExtended", "MirroredStrategy", "MultiWorkerMirroredExtended", "ReplicaOptions", "ReplicaThreads"]
+
+patches.install_numbers()

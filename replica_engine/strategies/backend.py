@@ -1,7 +1,7 @@
-"""The contract of a backend: what this library asks of an extended strategy beyond what `tf.distribute` asks.
+"""The contract of a backend: what this library needs of an extended strategy beyond what `tf.distribute` needs.
 
 There are two backends. `ReplicaThreads` runs each replica's Python code on a thread; `TPUExtended` compiles one trace
-for all replicas. Code above the strategies (Keras, the parity check) asks for this contract and never for a class. The
+for all replicas. Code above the strategies (Keras, the parity check) relies on this contract and never on a class. The
 contract suite (`tests/contract`) runs over every strategy that fulfils it.
 """
 
@@ -20,33 +20,33 @@ class Backend(Protocol):
     """The extended half of a strategy that runs on a backend of this library.
 
     Attributes:
-        compiles: whether one trace stands for all replicas. If not, each replica runs the Python code itself.
+        compiles: whether one trace stands for all replicas; otherwise each replica runs the Python code.
     """
 
     compiles: bool
 
     def call_for_each_replica(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
-        """Calls `fn` once for each replica, in replica context, and returns the regrouped results."""
+        """Calls `fn` once per replica, in replica context, and returns the regrouped results."""
 
     def sync_points(self) -> list[SyncPointRecord]:
         """The last sync points of each replica, in the order of time."""
 
     def host_side_of(self, variable: Any) -> HostSide | None:
-        """How a plain variable follows its value on the devices; None where it holds the value itself."""
+        """The host's side of a variable whose value lives on devices; None if the variable itself holds the value."""
 
 
 class HostSide(Protocol):
     """The host's side of a variable whose value lives on the devices."""
 
     def attach(self) -> None:
-        """The variable shows the value on the devices, and writes to the variable reach the devices."""
+        """Makes the variable show the value on the devices, and makes writes to the variable reach the devices."""
 
     def release(self) -> None:
-        """The variable is a plain one again, with the newest value."""
+        """Makes the variable a plain one again, with the newest value."""
 
 
 def backend_of(strategy: tf.distribute.Strategy) -> Backend | None:
-    """The backend of a strategy, or None for a strategy that is not on one of this library's."""
+    """The backend of a strategy; None for a strategy that does not run on a backend of this library."""
     extended = strategy.extended
     return extended if isinstance(extended, Backend) else None
 

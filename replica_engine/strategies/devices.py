@@ -1,4 +1,4 @@
-"""Which devices a strategy runs on: names read, checked, and spelled out in full."""
+"""The devices of a strategy: parses, checks and completes device names."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ LOCAL_JOBS = (None, "localhost")
 
 
 def resolve_devices(devices: Sequence[str | tf.config.LogicalDevice] | None) -> list[str] | None:
-    """The full names of `devices`.
+    """Returns the full names of `devices`.
 
     Args:
-        devices: names such as "CPU:0", "/gpu:1", "/device:GPU:1", or `tf.config.LogicalDevice`s. None, or
-            none at all, means all GPUs, or all CPUs where there is no GPU.
+        devices: names such as "CPU:0", "/gpu:1", "/device:GPU:1", or `tf.config.LogicalDevice`s. None, or an empty
+            list, means all GPUs, or all CPUs on a machine without GPUs.
 
     Returns:
-        Full names in the order given; None where TensorFlow has to choose, which is in tf.compat.v1 graphs.
+        Full names in the order given; None where TensorFlow must choose, which is the case in tf.compat.v1 graphs.
 
     Raises:
-        DeviceError: a device that does not exist, is named twice, or is of another kind than the rest.
+        DeviceError: a device does not exist, is named twice, or is of another kind than the rest.
     """
     eager = tf.compat.v1.executing_eagerly_outside_functions()
     given = _listed(devices)
@@ -51,7 +51,7 @@ def _listed(devices: object) -> list[Any]:
         raise DeviceError.unreadable(devices)
     try:
         return list(devices)
-    except Exception:  # an array without axes, a tensor that cannot be taken apart
+    except Exception:  # a scalar array, or a tensor that cannot be iterated
         raise DeviceError.unreadable(devices) from None
 
 

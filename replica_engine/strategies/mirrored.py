@@ -1,4 +1,4 @@
-"""MirroredStrategy: synchronous training on the devices of one machine, one replica thread a device."""
+"""MirroredStrategy: synchronous training on the devices of one machine, with one replica thread per device."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from replica_engine.strategies.reductions import Reductions
 from replica_engine.strategies.validation import check_call, check_flags, checked_reduction
 from replica_engine.threads.cpu_reduction import CpuReduction
 
-# Collectives of two groups with one key fail ("joining a group with size 2, but that group has size 4").
-# TensorFlow's own strategies all start at key 1; each of ours starts at one of its own, far above.
+# If two groups of devices use one collective key, TensorFlow fails: "joining a group with size 2, but that group has
+# size 4". TensorFlow's own strategies all start at key 1. Each strategy here starts at a different, much higher key.
 _COLLECTIVE_KEYS = itertools.count(1_000_000, 16)
 
 
 class MirroredExtended(ReplicaThreads, Reductions, distribute.MirroredExtended):
-    """The extended half of `MirroredStrategy`: TensorFlow's own, on this library's replica threads.
+    """The extended half of `MirroredStrategy`: TensorFlow's own extended half, on this library's replica threads.
 
-    Subclass it to change how values are reduced, variables made or datasets distributed, and name your
-    class in a strategy's `extended_class`. `docs/custom_strategy.md` shows one.
+    Subclass it to change how values are reduced, how variables are made or how datasets are distributed. Then name
+    your class in a strategy's `extended_class`. `docs/custom_strategy.md` shows an example.
     """
 
     def _initialize_strategy(self, devices: Sequence[str]) -> None:
-        """The hook that sets up devices and picks the all-reduce when the user gave none."""
+        """The hook that sets up devices; it also picks the all-reduce if the user passed no `cross_device_ops`."""
         self._for_integers = tf.distribute.ReductionToOneDevice()
         default = self._cross_device_ops is None  # type: ignore[has-type]
         super()._initialize_strategy(devices)
@@ -41,11 +41,11 @@ class MirroredExtended(ReplicaThreads, Reductions, distribute.MirroredExtended):
             self._cross_device_ops = CpuReduction()
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
-        """The hook that reduces many values at once, each by the operations that its dtype takes.
+        """The hook that reduces many values at once. It picks the operations for each value by the value's dtype.
 
-        TensorFlow refuses a batch of which some values are int32, or more than one.
+        TensorFlow refuses a batch that mixes int32 with other dtypes, and a batch of several int32 values.
         """
-        if self._sums_on_host():  # for which TensorFlow would copy the options first, one by one
+        if self._sums_on_host():  # TensorFlow would first copy the options, once for each value
             return self._cross_device_ops.batch_reduce(reduce_op, value_destination_pairs, options)
         results: list[Any] = [None] * len(value_destination_pairs)
         by_ops: dict[int, list[int]] = {}
@@ -58,12 +58,12 @@ class MirroredExtended(ReplicaThreads, Reductions, distribute.MirroredExtended):
         return results
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
-        """The hook that updates a variable, one replica's component after the other: all of them or none."""
+        """The hook that updates all components of a variable or none: Ctrl-C waits until all are updated."""
         with held_off_once():
             return super()._update(var, fn, args, kwargs, group)
 
     def _get_cross_device_ops(self, value: Any) -> tf.distribute.CrossDeviceOps:
-        """The operations for one value. One object for all int32, where TensorFlow makes a new one each time."""
+        """The operations that reduce one value. All int32 values share one object; TensorFlow makes one per value."""
         if self._sums_on_host():
             return self._cross_device_ops
         ops = super()._get_cross_device_ops(value)
@@ -72,38 +72,41 @@ class MirroredExtended(ReplicaThreads, Reductions, distribute.MirroredExtended):
         return self._cross_device_ops if isinstance(self._cross_device_ops, type(ops)) else self._for_integers
 
     def _sums_on_host(self) -> bool:
-        """Whether values of any dtype are reduced by `CpuReduction`."""
+        """Whether `CpuReduction` reduces values of all dtypes."""
         return type(self._cross_device_ops) is CpuReduction and self._use_merge_call()
 
     def _use_merge_call(self) -> bool:
-        """The hook that says whether replicas have to meet to update variables; in XLA they cannot."""
+        """The hook that says whether replicas must meet to update a variable; inside XLA programs they cannot meet."""
         return not distribute.is_merged() and (tf.executing_eagerly() or super()._use_merge_call())
 
 
 class MirroredStrategy(tf.distribute.MirroredStrategy):
-    """Runs a function on one replica a device, on one machine, and keeps their variables equal.
+    """Runs a function once per replica, with one replica per device of one machine, and keeps variables equal.
 
-    A drop-in for `tf.distribute.MirroredStrategy`, and an instance of it: `scope`, `run`, `reduce`, `gather`,
-    datasets, Keras `fit`, checkpoints and `extended` work as TensorFlow documents them. Underneath are this
-    library's replica threads: made once and reused, several strategies of any size in one process, several
-    user threads on one strategy, and errors that name the replica and the line.
+    This class is a drop-in replacement for `tf.distribute.MirroredStrategy`, and a subclass of it: `scope`, `run`,
+    `reduce`, `gather`, datasets, Keras `fit`, checkpoints and `extended` work as TensorFlow documents them. Replicas
+    run on this library's threads, which are made once and reused. One process can have several strategies of any size,
+    several user threads can use one strategy, and errors name the replica and the line.
 
     Args:
         devices: device names ("CPU:0", "/gpu:1") or `tf.config.LogicalDevice`s, all of one kind. None takes
-            all GPUs, or all logical CPUs where there is no GPU.
+            all GPUs, or all logical CPUs on a machine without GPUs.
         cross_device_ops: a `tf.distribute.CrossDeviceOps` for reductions. None picks NCCL or ring
             collectives on GPUs, and one shared sum on CPUs.
-        concurrent: release all replicas at once in eager mode, instead of one after another. For functions
-            that do large eager work; Python state that replicas share is then theirs to protect. While a
+        concurrent: in eager mode, release all replicas at once instead of one after another. This helps functions
+            that do large eager work. Such functions must protect the Python state that replicas share. While a
             function still creates variables, replica 0 goes first.
-        timeout: seconds that a replica may take to reach its next sync point, and a merge function to return,
-            before `run` raises ReplicaTimeoutError. None waits on. It counts in eager code and while a
-            function is traced; a traced step runs inside TensorFlow, out of the engine's sight.
-        warn_after: seconds after which a table of who is where is logged, and again after as many. None takes 30,
-            or what the environment variable REPLICA_ENGINE_WARN_AFTER says.
+        timeout: the seconds that a replica may take to reach its next sync point, and that a merge function may take
+            to return, before `run` raises ReplicaTimeoutError. None waits without a limit. The limit applies to eager
+            code and to tracing; a traced step runs inside TensorFlow, where the engine cannot observe it.
+        warn_after: the seconds after which a warning is logged, with a table of where each replica stands; the
+            warning repeats at the same interval. None takes the value of the environment variable
+            REPLICA_ENGINE_WARN_AFTER, or 30 if it is not set.
 
     Raises:
-        DeviceError: a device that does not exist, is named twice, or is of another kind than the rest.
+        DeviceError: a device does not exist, is named twice, or is of another kind than the rest; or
+            `cross_device_ops` is not a `tf.distribute.CrossDeviceOps`.
+        ReplicaValueError: `concurrent` is not True or False.
         ValueError: `timeout` or `warn_after` is not positive.
 
     Example:
@@ -117,7 +120,7 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
     """
 
     extended_class: type[MirroredExtended] = MirroredExtended
-    """The extended half to use; a subclass of the strategy may name its own."""
+    """The class of the extended half; a subclass of the strategy may name another one."""
 
     def __init__(
         self,
@@ -134,52 +137,53 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
             raise DeviceError.no_cross_device_ops(cross_device_ops)
         self._collective_key_base = next(_COLLECTIVE_KEYS)
         extended = self.extended_class(self, resolve_devices(devices), cross_device_ops)
-        options = extended.replica_options  # a subclass may have its own; what is passed here goes before
+        options = extended.replica_options  # a subclass may have its own; the arguments of this call take precedence
         extended.replica_options = dataclasses.replace(
             options,
             concurrent=concurrent or options.concurrent,
             timeout=options.timeout if timeout is None else timeout,
             warn_after=options.warn_after if warn_after is None else warn_after,
         )
-        # Not the parent's __init__, which would make TensorFlow's own extended half.
+        # Not the parent's __init__: it would make TensorFlow's own extended half.
         tf.distribute.Strategy.__init__(self, extended)
 
     @autograph.artifact
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
-        """Runs `fn` on each replica, with the given arguments; as `tf.distribute.Strategy.run`.
+        """Runs `fn` on each replica with the given arguments, like `tf.distribute.Strategy.run`.
 
         Args:
-            fn: the function, called in replica context; a `tf.function` goes around the whole run.
-            args: positional arguments; of a `tf.distribute.DistributedValues` each replica gets its own.
-            kwargs: keyword arguments, likewise.
+            fn: the function, called in replica context. A `tf.function` is lifted: it goes around the whole run.
+            args: its positional arguments; each replica gets its own value of a `tf.distribute.DistributedValues`.
+            kwargs: its keyword arguments, distributed in the same way.
             options: `tf.distribute.RunOptions`.
 
         Raises:
-            MergeCallMismatchError: replicas did not meet at the same merge calls.
-            ReplicaMismatchError: they brought tensors of different dtypes or shapes to an all-reduce.
-            ReplicaTimeoutError: one did not come back within `timeout`.
-            Exception: whatever `fn` or a merge function raised, with notes on which replica it was.
+            ReplicaValueError: `fn`, `args` or `kwargs` is of the wrong kind.
+            MergeCallMismatchError: the replicas did not meet at the same merge calls.
+            ReplicaMismatchError: the replicas brought tensors of different dtypes or shapes to an all-reduce.
+            ReplicaTimeoutError: a replica or a merge function took longer than `timeout`.
+            Exception: any exception of `fn` or of a merge function, with notes that name the replica.
         """
         check_call(fn, args, kwargs)
         try:
             if not autograph.is_out_of_play():
                 return super().run(fn, args, kwargs, options)
-            with quick_scopes.in_scope(self):  # once, and not again in each of the calls on the way
+            with quick_scopes.in_scope(self):  # once here, instead of again in each call on the way
                 return self.extended._call_for_each_replica(fn, args, {} if kwargs is None else kwargs)
         except Exception as error:
             raise shortened(error)
 
     @autograph.artifact
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
-        """As of every strategy; Python numbers count as tensors.
+        """Reduces values over replicas, like `tf.distribute.Strategy.reduce`; accepts Python numbers as tensors.
 
         Raises:
-            ReplicaValueError: `value` cannot be reduced, or `reduce_op` or `axis` is none.
+            ReplicaValueError: `value` cannot be reduced, `reduce_op` is not a reduction, or `axis` is not an axis.
         """
         return super().reduce(*checked_reduction(reduce_op, value, axis))
 
     def sync_points(self) -> list[SyncPointRecord]:
-        """The last sync points of each replica: which, from which line, with what, and when.
+        """The last sync points of each replica: their kind, source line, tensors and times.
 
         See `replica_engine.sync_points`.
         """

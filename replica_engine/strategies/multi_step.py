@@ -1,4 +1,4 @@
-"""The context of a device loop: what its steps pass out."""
+"""The context of a device loop: it collects what the steps pass out."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from replica_engine.values.tensors import as_tensor
 
 
 class MultiStepContext:
-    """What `fn` of a device loop is given first, and what the loop returns.
+    """The first argument of each step of a device loop, and the result of the loop.
 
     Attributes:
-        last_step_outputs: by name, what the last step passed out: one value if it was reduced, or else a
-            `tf.distribute.DistributedValues` of each replica's.
-        non_tensor_outputs: by name, what was passed out while the step was traced; from replica context a tuple over
-            replicas.
+        last_step_outputs: what the last step passed out, by name: one value if the output was reduced, otherwise a
+            `tf.distribute.DistributedValues` with one value per replica.
+        non_tensor_outputs: what was passed out while the step was traced, by name; a tuple over replicas for an
+            output from replica context.
         steps: how many steps ran.
-        run_op: None: the steps have run. For programs that pass it to a session.
+        run_op: None, because the steps have already run. It exists for programs that pass it to a session.
     """
 
     def __init__(self) -> None:
@@ -37,14 +37,14 @@ class MultiStepContext:
         """Passes a value out of the last step.
 
         Args:
-            name: to find it by in `last_step_outputs`.
+            name: the key of the value in `last_step_outputs`.
             output: a tensor, or a structure of tensors.
-            reduce_op: "SUM" or "MEAN", or a `tf.distribute.ReduceOp`, to reduce it over replicas; None passes out
-                each replica's.
+            reduce_op: "SUM" or "MEAN", or a `tf.distribute.ReduceOp`, to reduce the value over replicas; None passes
+                out the value of each replica.
 
         Raises:
-            InputsError: `name` is no name.
-            CollectiveError: `reduce_op` is no reduction.
+            InputsError: `name` is not hashable.
+            CollectiveError: `reduce_op` is not a reduction.
         """
         _check_name(name)
         if reduce_op is None:
@@ -57,7 +57,7 @@ class MultiStepContext:
 
     @autograph.artifact
     def set_non_tensor_output(self, name: str, output: Any) -> None:
-        """Passes out a value that is known while the step is traced: a name, a number, any object."""
+        """Passes out a value that is known while the step is traced: a name, a number or any other object."""
         _check_name(name)
         if tf.distribute.in_cross_replica_context():
             self.non_tensor_outputs[name] = output
@@ -66,7 +66,7 @@ class MultiStepContext:
             self.non_tensor_outputs[name] = (output,) * size
 
     def _pass_out(self, name: str, output: Any, reduce: Callable[[Any, tf.Tensor], Any] | None) -> None:
-        """Passes a value out, reduced by `reduce(strategy, tensor)` in cross-replica context."""
+        """Passes a value out. If `reduce` is given, reduces each tensor by `reduce(strategy, tensor)` first."""
         try:
             tensors = tf.nest.map_structure(lambda leaf: as_tensor(leaf, f"The output {name!r}"), output)
         except RecursionError:
@@ -82,16 +82,21 @@ class MultiStepContext:
 
     @staticmethod
     def of_replicas(name: str, values: list[Any]) -> Any:
-        """What `last_step_outputs` has of an output that is not reduced."""
+        """The entry of `last_step_outputs` for an output that is not reduced: the values of all replicas, regrouped."""
         return regroup(values, what=f"The output {name!r}")
 
     def traced(self) -> tuple[dict[str, Any], Any]:
-        """What a step passed out: tensors, and the rest for `filled`."""
+        """What a step passed out: the tensors, and an object with everything else, which `filled` takes."""
         return self.last_step_outputs, _Rest(dict(self._reduced), dict(self.non_tensor_outputs))
 
     @classmethod
     def filled(cls, steps: int, results: list[Any]) -> MultiStepContext:
-        """Of each replica's values of what `traced` returned."""
+        """Makes the context that the loop returns.
+
+        Args:
+            steps: how many steps ran.
+            results: for each replica, the values of what `traced` returned.
+        """
         context = cls()
         context.steps = steps
         rest: _Rest = results[0][1]
@@ -106,12 +111,12 @@ class MultiStepContext:
 def _check_name(name: Any) -> None:
     try:
         hash(name)
-    except Exception:  # tensors of TensorFlow have errors of their own
+    except Exception:  # TensorFlow's tensors raise errors of other classes here
         raise InputsError.bad_output_name(name) from None
 
 
 class _Rest:
-    """What goes past the program; no structure, so that nothing looks for tensors in it."""
+    """The outputs that bypass the program. Not a structure, so that nothing looks for tensors in it."""
 
     def __init__(self, reduced: dict[str, bool], non_tensor_outputs: dict[str, Any]):
         self.reduced = reduced
@@ -119,7 +124,7 @@ class _Rest:
 
 
 def _in_cross_replica_context(fn: Any, value: Any) -> Any:
-    """`fn(strategy, value)` in cross-replica context, wherever this is called."""
+    """Runs `fn(strategy, value)` in cross-replica context, from replica context or from cross-replica context."""
     if tf.distribute.in_cross_replica_context():
         return fn(tf.distribute.get_strategy(), value)
     return tf.distribute.get_replica_context().merge_call(fn, args=(value,))

@@ -1,6 +1,7 @@
-"""What is reduced outside of replicas: looked at before TensorFlow's own reductions go on with it.
+"""Prepares the values that are reduced outside replicas for TensorFlow's own reductions.
 
-Those take tensors, and stumble over what replicas may return as well: Python numbers, None, ragged tensors, a zero.
+TensorFlow's reductions take tensors. They fail on other values that replicas may return: Python numbers, None, ragged
+tensors, a plain zero.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ _NUMBERS = (bool, int, float, complex, np.generic)
 
 
 class Reductions:
-    """Reduces any structure of tensors and numbers. Mix it in before an extended class of `tf.distribute`."""
+    """Reduces any structure of tensors and numbers. Put it before an extended class of `tf.distribute`."""
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        """The hook of `reduce` and `reduce_to`: one leaf of a structure at a time."""
-        if not isinstance(value, distribute.DistributedValues):  # whose attributes are those of what is being reduced
+        """The hook of `reduce` and `reduce_to`; it reduces one leaf of a structure at a time."""
+        if not isinstance(value, distribute.DistributedValues):  # it may have the attributes of the value that it wraps
             try:
                 level = open_level(value)
                 if level is not None:
                     reduced = [self._reduce_to(reduce_op, child, destinations, options) for child in level.children]
                     return level.rebuild(reduced)
-                if tf.nest.is_nested(value):  # a deque, a range
+                if tf.nest.is_nested(value):  # a structure that only TensorFlow knows: a deque, a range
                     return tf.nest.map_structure(
                         lambda leaf: self._reduce_to(reduce_op, leaf, destinations, options), value
                     )
             except RecursionError:
                 raise ReplicaValueError.endless("the values to reduce") from None
         if isinstance(value, (bool, int, float, complex)) and not value:
-            return value  # the sum of zeros, and their mean
+            return value  # the sum of zeros is zero, and so is their mean
         if distribute.is_mirrored(value) and reduce_op == tf.distribute.ReduceOp.SUM:
             raise ReplicaValueError.sum_of_one(value)
         value = as_tensors(value, self.worker_devices)  # type: ignore[attr-defined]
@@ -44,11 +45,11 @@ class Reductions:
 
 
 def as_tensors(value: Any, devices: Any) -> Any:
-    """A distributed value with tensors for the numbers in it; any other value as it is.
+    """Converts the numbers in a distributed value to tensors; returns any other value unchanged.
 
     Args:
         value: the value.
-        devices: of the replicas.
+        devices: the devices of the replicas, in their order.
 
     Raises:
         ReplicaValueError: a component is neither a tensor nor a number.

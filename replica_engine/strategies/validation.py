@@ -1,4 +1,4 @@
-"""What users pass to `run` and `reduce`, looked at before anything else is done with it."""
+"""Checks the arguments of `run` and `reduce` before anything is done with them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from replica_engine._tf import distribute
 from replica_engine.errors import ReplicaValueError
 from replica_engine.values.tensors import as_tensor
 
-_MOST_AXES = 254  # that a tensor of TensorFlow can have
+_MOST_AXES = 254  # the largest rank of a TensorFlow tensor
 
 
 def check_call(fn: Any, args: Any, kwargs: Any) -> None:
-    """Sees to it that `run` has a function, a list of arguments, and a mapping of others or None.
+    """Checks that `run` gets a function, a list or tuple of arguments, and None or a mapping of keyword arguments.
 
     Raises:
-        ReplicaValueError: it has not.
+        ReplicaValueError: an argument is of another kind.
 
     Example:
         >>> check_call(abs, (1,), None)
@@ -29,17 +29,17 @@ def check_call(fn: Any, args: Any, kwargs: Any) -> None:
         raise ReplicaValueError.no_function(fn)
     if not isinstance(args, (list, tuple)):
         raise ReplicaValueError.no_positional(args)
-    if isinstance(kwargs, distribute.DistributedValues):  # of the replicas' mappings: looked at when it is taken apart
+    if isinstance(kwargs, distribute.DistributedValues):  # one mapping per replica; it is checked when it is split
         return
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
         raise ReplicaValueError.no_keywords(kwargs)
 
 
 def check_flags(**values: object) -> None:
-    """Sees to it that each is True or False.
+    """Checks that each value is True or False.
 
     Raises:
-        ReplicaValueError: one is not.
+        ReplicaValueError: a value is neither.
 
     Example:
         >>> check_flags(concurrent=True)
@@ -50,15 +50,15 @@ def check_flags(**values: object) -> None:
 
 
 def checked_reduction(reduce_op: Any, value: Any, axis: Any) -> tuple[tf.distribute.ReduceOp, Any, Any]:
-    """The operation, value and axis of `reduce`, as TensorFlow takes them.
+    """Returns the operation, value and axis of `reduce` in the form that TensorFlow takes.
 
     Args:
         reduce_op: "SUM", "MEAN" or a `tf.distribute.ReduceOp`.
-        value: what to reduce.
-        axis: a dimension, several, or None.
+        value: the value to reduce.
+        axis: one axis, a list or tuple of axes, or None.
 
     Raises:
-        ReplicaValueError: one of them is something else.
+        ReplicaValueError: one of the arguments is of another kind.
 
     Example:
         >>> checked_reduction("sum", 1.0, 0)
@@ -72,13 +72,13 @@ def checked_reduction(reduce_op: Any, value: Any, axis: Any) -> tuple[tf.distrib
         return reduce_op, value, None
     try:
         axis = tuple(map(operator.index, axis)) if isinstance(axis, (list, tuple)) else operator.index(axis)
-    except Exception:  # tensors of TensorFlow have errors of their own
+    except Exception:  # TensorFlow's tensors raise errors of other classes here
         raise ReplicaValueError.bad_axis(axis) from None
     if any(abs(dimension) > _MOST_AXES for dimension in (axis if isinstance(axis, tuple) else (axis,))):
         raise ReplicaValueError.bad_axis(axis)
     if isinstance(value, Mapping):
         raise ReplicaValueError.no_tensor("A value to reduce along an axis", value, "it is a mapping")
-    if reduce_op == tf.distribute.ReduceOp.MEAN:  # TensorFlow asks for the shape
+    if reduce_op == tf.distribute.ReduceOp.MEAN:  # TensorFlow reads the shape of the value
         value = _with_shape(value)
     return reduce_op, value, axis
 

@@ -1,8 +1,9 @@
-"""Who is late, and where the time goes: what watches over runs while they run. Standard library only.
+"""Shows which replica is late and where the time goes, while runs are in progress. Standard library only.
 
-- `watchdog`: reports what does not come back, and ends the wait for it where there is a limit.
+- `watchdog`: reports operations that do not return, and ends the wait for them if there is a timeout.
 - `stacks`: where threads are in the user's program.
-- `timeline`, `trace_file`: spans of time, one track a replica, and the file that a browser draws.
+- `timeline`, `trace_file`: spans of time on one track for each replica, and the file that trace viewers draw.
+- `report`: the command that draws a recorded timeline.
 
-It knows no replica and no program: the engine and the runtime, which do, tell it what to watch and what to say.
+The package does not know replicas or programs. The engine and the runtime tell it what to watch and what to report.
 """

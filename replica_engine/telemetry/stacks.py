@@ -1,4 +1,4 @@
-"""Stacks of threads, for reports: where they are in the user's program."""
+"""Stacks of threads, for reports: where each thread is in the user's program."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ _is_internal: Callable[[str], bool] = _nothing
 
 
 def hide(is_internal: Callable[[str], bool]) -> None:
-    """Says which files are no user's, so that frames of them need not be shown."""
+    """Sets the function that tells internal files from the user's files. Stacks leave out frames of internal files."""
     global _is_internal
     _is_internal = is_internal
 
 
 def in_users_code(thread: int) -> bool:
-    """Whether the innermost frame of a thread is none of those that need not be shown, but for Python's own library."""
+    """Whether the innermost frame of a thread is in the user's code or in Python's standard library.
+
+    True as well if the thread has no frame, because it has ended. Files in site-packages do not count as the standard
+    library.
+    """
     frame = sys._current_frames().get(thread)
     if frame is None:
         return True
@@ -33,9 +37,9 @@ def in_users_code(thread: int) -> bool:
 
 
 def stack_of(thread: int | None) -> str:
-    """The stack of a thread as text, the innermost frame last; "" if there is no such thread.
+    """The stack of a thread as text, with the innermost frame last; "" if the thread does not exist.
 
-    Frames of the user's, and where the thread is in the end.
+    The text has the frames of the user's files and the innermost frame, also if that is internal.
     """
     frame = sys._current_frames().get(thread or 0)
     if frame is None:

@@ -1,10 +1,10 @@
-"""The timeline: who did what when, as spans of time on tracks, in a file that trace viewers draw.
+"""The timeline: spans of time on tracks, written to a file that trace viewers draw.
 
-Whoever does something worth seeing asks `recording()` first, or uses `span`, which does. While nobody records, that is
-all there is. A span is appended to a list when it is over, with both its times, so recording takes no lock.
+Code that records a span first asks `recording()`, or uses `span`, which asks. While no timeline records, this question
+is the only cost. A span is appended to a list when it is over, with its begin and its end, so recording takes no lock.
 
-The spans are in TensorFlow's profiler too, while that runs. It wants to be told when a span begins and when it ends, on
-the thread that it is of; `profiled` does that.
+While TensorFlow's profiler runs, it gets the spans too. The profiler must be told when a span begins and when it ends,
+on the thread of the span; `profiled` does so.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import Any, NamedTuple
 from replica_engine.telemetry.trace_file import Track, write
 
 MOST = 1_000_000
-"""Spans that one timeline keeps, about 300 bytes each; it counts the rest."""
+"""The most spans that one timeline keeps, about 300 bytes each; further spans are counted and dropped."""
 
 now = time.perf_counter
 
 
 class Span(NamedTuple):
-    """Something that took time.
+    """One activity, with its begin and end.
 
     Attributes:
-        track: where it is drawn.
-        name: of what was done.
+        track: the track that shows the span.
+        name: the name of the activity.
         kind: "run", "waiting", "merge", "compile", "launch", "host call" or "feeding".
-        begin: in seconds of `now`.
-        end: likewise.
-        details: what else to show.
+        begin: when the activity began, in seconds of `now`.
+        end: when the activity ended, in seconds of `now`.
+        details: further values that a viewer shows, by name; None for none.
     """
 
     track: Track
@@ -46,7 +46,7 @@ class Span(NamedTuple):
 
 
 class Recorder:
-    """What one timeline has seen so far."""
+    """The spans that one timeline has recorded so far, and the number of dropped ones."""
 
     def __init__(self) -> None:
         self.began = now()
@@ -55,7 +55,12 @@ class Recorder:
 
 
 class Profiler(NamedTuple):
-    """TensorFlow's profiler: is it running, and a context manager around what it is to show."""
+    """Access to TensorFlow's profiler.
+
+    Attributes:
+        is_running: whether the profiler runs.
+        trace: makes a context manager; the profiler shows its block as a span of the given name.
+    """
 
     is_running: Callable[[], bool]
     trace: Callable[[str], contextlib.AbstractContextManager[Any]]
@@ -68,19 +73,19 @@ _nothing = contextlib.nullcontext()
 
 
 class timeline:
-    """Records who did what when, and writes it to a file at the end of the block.
+    """Records what each replica and the runtime do and when, and writes a file at the end of the block.
 
-    The file is a Chrome trace: Perfetto (ui.perfetto.dev) and chrome://tracing open it. Each replica has a track with
-    when it ran, waited for the others, and was merged; so has the thread that called `run`, and there are tracks for
-    compiling, launches, host calls and feeding. `python -m replica_engine timeline run.json` draws a picture of it and
-    prints a table. The file is written too if the block raises. A million spans are kept; if there are more, the file
-    says how many it lacks.
+    The file is a Chrome trace: Perfetto (ui.perfetto.dev) and chrome://tracing open it. Each replica has a track that
+    shows when the replica ran, waited for the others, and was merged. The thread that called `run` has such a track
+    too, and further tracks show compiling, launches, host calls and feeding. `python -m replica_engine timeline
+    run.json` draws a picture of the file and prints a table. The file is also written if the block raises. At most a
+    million spans are kept; the file says how many further spans it lacks.
 
     Args:
-        path: of the file. Its folder must exist.
+        path: the path of the file. Its folder must exist.
 
     Raises:
-        OSError: the file cannot be written, which is found out before the block begins.
+        OSError: the file cannot be written. This is checked before the block begins.
 
     Example:
         >>> import os, tempfile
@@ -99,7 +104,7 @@ class timeline:
         self._recorder: Recorder | None = None
 
     def __enter__(self) -> timeline:
-        with open(self._path, "a"):  # so that a day's run does not end in "No such file or directory"
+        with open(self._path, "a"):  # fails now, not at the end of a long run, if the file cannot be written
             pass
         self._recorder = Recorder()
         _change(lambda recorders: (*recorders, self._recorder))
@@ -119,18 +124,18 @@ def _change(how: Callable[[tuple], tuple]) -> None:
 
 
 def set_profiler(profiler: Profiler) -> None:
-    """Says how to reach TensorFlow's profiler, of which this package may know nothing."""
+    """Sets the access to TensorFlow's profiler. This package must not import TensorFlow, so its caller provides it."""
     global _profiler
     _profiler = profiler
 
 
 def recording() -> bool:
-    """Whether anybody wants to see spans."""
+    """Whether a timeline records spans or TensorFlow's profiler runs."""
     return bool(_recorders) or (_profiler is not None and _profiler.is_running())
 
 
 def add(track: Track, name: str, kind: str, begin: float, end: float, details: dict[str, Any] | None = None) -> None:
-    """Adds a span that is over."""
+    """Adds a span that is over to each timeline that records. `begin` and `end` are in seconds of `now`."""
     for recorder in _recorders:
         if end <= recorder.began:
             continue
@@ -141,20 +146,20 @@ def add(track: Track, name: str, kind: str, begin: float, end: float, details: d
 
 
 def profiled(name: str) -> contextlib.AbstractContextManager[Any]:
-    """A span on this thread in TensorFlow's profiler, if that runs."""
+    """A context manager: a span on the calling thread in TensorFlow's profiler, if the profiler runs."""
     if _profiler is not None and _profiler.is_running():
         return _profiler.trace(f"replica_engine: {name}")
     return _nothing
 
 
 class span:
-    """A span around a block, on a track that many threads may share.
+    """A context manager that records its block as a span, on a track that many threads may share.
 
     Args:
-        track: where it is drawn.
-        name: of what is done.
-        kind: as of `Span`.
-        details: what else to show.
+        track: the track that shows the span.
+        name: the name of the activity.
+        kind: the kind of the activity, as in `Span`.
+        details: further values that a viewer shows, by name; None for none.
     """
 
     __slots__ = ("_args", "_begin", "_profiled")

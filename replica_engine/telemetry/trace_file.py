@@ -1,8 +1,8 @@
 """Timelines as files, in the Trace Event Format of Chrome ("JSON Object Format"), which Perfetto reads too.
 
 Source of the format: "Trace Event Format", Google, 2016. Times are in microseconds from the beginning of the recording.
-A process of the format is a group of tracks here: the replicas and the thread that called `run`, or what happens beside
-them.
+A "process" of the format is a group of tracks here: the replicas and the thread that called `run`, or other activities
+such as compiling.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 
 class Track(NamedTuple):
-    """One line of spans.
+    """One line of spans in the picture.
 
     Attributes:
-        group: the tracks that are drawn together, such as "MirroredStrategy".
-        name: "replica 0 of 2 (CPU:0)", "coordinator", "compile", ...
-        number: tells tracks of one name apart: the ident of a thread, say.
-        order: where in its group it is drawn.
+        group: the name of the group of tracks that are drawn together, such as "MirroredStrategy".
+        name: "replica 0 of 2 (CPU:0)", "coordinator (MainThread)", "compile", ...
+        number: tells tracks of the same name apart, such as the ident of a thread.
+        order: the position of the track in its group, lowest first.
     """
 
     group: str
@@ -31,14 +31,17 @@ class Track(NamedTuple):
 
 
 def write(path: str, spans: Iterable[Any], began: float, ended: float, dropped: int) -> None:
-    """Writes a trace, as a whole or not at all.
+    """Writes a trace file, completely or not at all.
 
     Args:
-        path: of the file.
-        spans: `timeline.Span`s.
-        began: when the recording did, on their clock, in seconds.
-        ended: likewise.
-        dropped: how many spans are missing.
+        path: the path of the file.
+        spans: the `timeline.Span`s.
+        began: when the recording began, in seconds of the spans' clock.
+        ended: when the recording ended, in seconds of the same clock.
+        dropped: the number of spans that the recording dropped.
+
+    Raises:
+        OSError: the file cannot be written.
     """
     groups: dict[str, int] = {}
     tracks: dict[Track, tuple[int, int]] = {}
@@ -70,7 +73,7 @@ def write(path: str, spans: Iterable[Any], began: float, ended: float, dropped: 
 
 
 def _names(groups: dict[str, int], tracks: dict[Track, tuple[int, int]]) -> list[dict[str, Any]]:
-    """The events that give groups and tracks their names and order."""
+    """The events that give the groups and tracks their names and their order."""
     named: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": group}}
         for group, number in groups.items()

@@ -1,13 +1,16 @@
-"""The watchdog: one thread that looks, now and then, at what should have come back.
+"""The watchdog: one thread that checks from time to time for operations that should have returned.
 
-Whoever starts something that may take long puts a `Watch` around it. That is an entry in a dictionary and its
-removal; nobody is asked for anything, and no thread wakes up, while things come back in time. The watchdog sleeps until
-the first of the watches is due. When one is, it logs what that watch says of itself, and again after as long; where
-there is a limit it calls the watch's `expire`, and again after as long, on its own thread.
+Code that starts an operation which may take long puts a `Watch` around it. A watch adds an entry to a dictionary and
+removes it again. As long as all operations return in time, no function is called for a report and no thread wakes up.
+The watchdog sleeps until the first watch is due. When a watch is due, the watchdog logs the watch's description of
+itself, and logs again after each further period of the same length. If the watch has a timeout, the watchdog calls
+`expire` on its own thread when the timeout has passed, and again after each further period of that length.
 
-What must never happen: that a report which fails ends the watchdog; that a watch which is over expires (`expire` runs
-under the lock that leaving takes); that a watch is due and the watchdog sleeps on (a new watch that is due earlier than
-all others wakes it).
+What must never happen:
+
+- A report that fails ends the watchdog.
+- A watch expires after its block has ended. `expire` runs under the lock that leaving the block takes.
+- The watchdog sleeps although a watch is due. A new watch that is due earlier than all others wakes the watchdog.
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ from collections.abc import Callable
 from types import TracebackType
 
 VARIABLE = "REPLICA_ENGINE_WARN_AFTER"
-"""The environment variable that says after how many seconds to warn, where a strategy does not."""
+"""The environment variable with the seconds after which to warn, if the strategy sets no number."""
 
-_FAR = 3600.0  # seconds; the watchdog looks at least so often
+_FAR = 3600.0  # the longest sleep of the watchdog, in seconds
 
 log = logging.getLogger("replica_engine")
 
@@ -40,21 +43,24 @@ def _default() -> float:
 
 
 WARN_AFTER = _default()
-"""Seconds after which there is a warning, unless somebody asks for another number."""
+"""Seconds after which a watch warns, unless it is given another number."""
 
 
 class Watch:
-    """Something that should come back; a context manager around it.
+    """A context manager around an operation that should return.
 
     Args:
-        describe: says what has not come back, after so many seconds; called by the watchdog. None says nothing now.
-        warn_after: seconds until it is logged, and again after as many; None takes `WARN_AFTER`.
-        timeout: seconds until it expires; None never.
-        expire: called then, and again after as long, by the watchdog, with the seconds; it must be quick.
+        describe: returns the text of the warning, given the seconds that the operation has taken; None for no warning
+            this time. The watchdog calls it on its thread.
+        warn_after: seconds until the warning is logged, and until it is logged again; None takes `WARN_AFTER`.
+        timeout: seconds until the watch expires; None for no timeout.
+        expire: called when the watch expires, and again after each further `timeout`, with the seconds that the
+            operation has taken. The watchdog calls it on its thread, so it must be quick.
 
     Attributes:
-        since: when the wait began, of `time.perf_counter`; set it anew (`beat`) when there was a sign of life.
-        expired: how often it has.
+        since: when the wait began, in seconds of `time.perf_counter`; `beat` sets it to the current time when the
+            operation shows progress.
+        expired: how often the watch has expired.
     """
 
     __slots__ = ("_describe", "_expire", "_said", "_timeout", "_warn_after", "expired", "since")
@@ -70,7 +76,7 @@ class Watch:
         self._warn_after = WARN_AFTER if warn_after is None else warn_after
         self._timeout = timeout
         self._expire = expire
-        self._said = (0.0, 0)  # since when it was the last time, and how often
+        self._said = (0.0, 0)  # `since` at the last warning, and the periods of `warn_after` passed then
         self.since = 0.0
         self.expired = 0
 
@@ -81,33 +87,37 @@ class Watch:
 
     def __exit__(self, kind: object, error: BaseException | None, frames: TracebackType | None) -> None:
         _watchdog.remove(self)
-        self._describe, self._expire = _nothing, None  # the watchdog may hold on to this until it looks again
+        self._describe, self._expire = _nothing, None  # the watchdog may refer to this watch until its next check
 
     @property
     def waited(self) -> float:
-        """Seconds since it began, or since the last sign of life."""
+        """Seconds since the operation began, or since its last progress."""
         return time.perf_counter() - self.since
 
     def beat(self) -> None:
-        """There was a sign of life: the time counts from now."""
+        """Reports progress: the time is measured from now on."""
         self.since = time.perf_counter()
 
     @property
     def first_due(self) -> float:
-        """Seconds from the beginning until the watchdog has to look."""
+        """Seconds from the beginning until the watchdog must check this watch."""
         return self._warn_after if self._timeout is None else min(self._warn_after, self._timeout)
 
     def look(self) -> float:
-        """Reports if that is due. Called by the watchdog; returns when it is due next, of `time.perf_counter`."""
-        since = self.since  # once: it may be set anew meanwhile, and then all counts from there
+        """Logs a warning or expires, if that is due. Called by the watchdog.
+
+        Returns:
+            When the watch is due next, in seconds of `time.perf_counter`.
+        """
+        since = self.since  # read once: `beat` on another thread may change it meanwhile
         waited = time.perf_counter() - since
         said_since, times = self._said
         if said_since != since:
             times = 0
         if self._timeout is not None and waited >= self._timeout * (self.expired + 1):
             if not self._let_expire(since, waited):
-                return time.perf_counter()  # there was a sign of life a moment ago
-            self._said = since, int(waited / self._warn_after)  # that says it all
+                return time.perf_counter()  # the operation has just shown progress or ended
+            self._said = since, int(waited / self._warn_after)  # the expiry is the report, so a warning is not due now
             return time.perf_counter() + self._timeout
         if waited >= self._warn_after * (times + 1):
             times = int(waited / self._warn_after)
@@ -129,17 +139,17 @@ class Watch:
 
 
 def _nothing(waited: float) -> None:
-    """What a watch that is over says."""
+    """The description of a watch whose block has ended: no warning."""
 
 
 class _Watchdog:
-    """The thread, and what it watches."""
+    """The watchdog's thread, and the watches that it checks."""
 
     def __init__(self) -> None:
-        self.leaving = threading.Lock()  # a watch that expires is not left meanwhile
+        self.leaving = threading.Lock()  # while a watch expires, its block cannot be left
         self._watches: dict[int, Watch] = {}
-        self._next = 0.0  # when it will look, of `time.perf_counter`
-        self._planning = threading.Lock()  # for changing that
+        self._next = 0.0  # when the thread will check, in seconds of `time.perf_counter`
+        self._planning = threading.Lock()  # held while `_next` changes
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
@@ -151,13 +161,13 @@ class _Watchdog:
         due = watch.since + watch.first_due
         if due < self._next:
             with self._planning:
-                self._next = min(self._next, due)  # and stays, when the watch has gone: no need to wake it for the next
+                self._next = min(self._next, due)  # stays when the watch is over: the next one need not wake the thread
             self._wake.set()
 
     def remove(self, watch: Watch) -> None:
         self._watches.pop(id(watch), None)
         if watch._timeout is not None:
-            with self.leaving:  # it may be expiring
+            with self.leaving:  # waits until a running `expire` has returned
                 pass
 
     def has(self, watch: Watch) -> bool:
@@ -179,7 +189,7 @@ class _Watchdog:
 
     def _look(self, now: float) -> None:
         with self._planning:
-            due = self._next = now + _FAR  # before it looks: what comes while it does and is due earlier changes it
+            due = self._next = now + _FAR  # set before the check: a watch added meanwhile may lower it
         for watch in list(self._watches.values()):
             if watch.since + watch.first_due > now:
                 due = min(due, watch.since + watch.first_due)
@@ -197,7 +207,7 @@ _watchdog = _Watchdog()
 
 
 def _after_fork() -> None:
-    """A child process has no other threads, and nobody in it waits for what the parent's threads do."""
+    """A forked child has none of the parent's other threads, so it needs a new watchdog without watches."""
     global _watchdog
     _watchdog = _Watchdog()
 

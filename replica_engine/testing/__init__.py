@@ -1,11 +1,11 @@
-"""Helpers for tests, ours and yours.
+"""Helpers for tests: this library's own tests and yours.
 
-- `check_parity(model, x, y)`: whether N replicas compute the numbers of one device, and where they do not.
+- `check_parity(model, x, y)`: checks whether N replicas compute the same numbers as one device, and shows where not.
 - `logical_devices(n)`: several devices on a machine that has one.
 - `no_leaked_threads()`: fails if a block leaves threads behind.
 - `Sequencer`: fixes the order in which threads pass marked places, without sleeping.
 
-TensorFlow and Keras are imported when a name that needs them is first used.
+TensorFlow and Keras are imported only when a name that needs them is first used.
 """
 
 import importlib

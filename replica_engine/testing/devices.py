@@ -1,4 +1,4 @@
-"""Several devices on a machine that has one."""
+"""Makes several devices on a machine that has one."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ GPU_SHARE = 1024  # MiB of memory for each logical GPU
 
 
 def logical_devices(n: int, kind: str = "CPU") -> list[str]:
-    """Makes sure there are at least `n` logical devices of a kind, and names the first `n`.
+    """Ensures that at least `n` logical devices of a kind exist, and returns the names of the first `n`.
 
-    Divides the first physical device, which TensorFlow allows before it runs its first op. May be called
-    again, with the same `n` or a smaller one.
+    Divides the first physical device, which TensorFlow allows only before it runs its first op. It may be called
+    again with the same `n` or a smaller one.
 
     Args:
-        n: how many devices.
+        n: the number of devices.
         kind: "CPU" or "GPU"; a logical GPU gets 1024 MiB.
 
     Returns:
-        Their names, `["CPU:0", "CPU:1", ...]`.
+        The names, `["CPU:0", "CPU:1", ...]`.
 
     Raises:
-        DeviceError: TensorFlow has started with fewer, the machine has no device of this kind, or `n` is no number.
+        DeviceError: TensorFlow has started with fewer devices, the machine has no device of this kind, or an argument
+            is invalid.
 
     Example:
         >>> from replica_engine.testing import logical_devices
         >>> logical_devices(1)
         ['CPU:0']
     """
-    # Imported here, so that the other helpers can be used without TensorFlow.
+    # Imported here, so that the other helpers work without TensorFlow.
     import tensorflow as tf
 
     from replica_engine._tf import thread_state

@@ -1,4 +1,4 @@
-"""Did a piece of code leave threads behind?"""
+"""Checks whether a piece of code leaves threads behind."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import threading
 import time
 from collections.abc import Iterator
 
-_STEP = 0.01  # seconds between looks
-_LOOKS = 5  # at least: on a busy machine one collection of garbage may take longer than the whole grace
+_STEP = 0.01  # seconds between checks
+_LOOKS = 5  # at least: on a busy machine one garbage collection may take longer than the grace period
 
 
 @contextlib.contextmanager
 def no_leaked_threads(grace: float = 5.0, prefix: str = "replica ") -> Iterator[None]:
-    """Fails if replica threads that a block started are still there after it.
+    """Fails if replica threads that started in the block still run after it.
 
-    Strategies made in the block have to be gone too: their threads go with them.
+    Strategies made in the block must be freed too, because their threads end with them.
 
     Args:
-        grace: seconds to give threads that are on their way out.
-        prefix: how the names of the threads that count begin; "" counts all.
+        grace: the seconds to wait for threads that are about to end.
+        prefix: the start of the names of the threads that count; "" counts all threads.
 
     Raises:
-        AssertionError: naming the threads that stayed.
+        AssertionError: threads are left; the message names them.
 
     Example:
         >>> from replica_engine.testing import no_leaked_threads

@@ -1,4 +1,4 @@
-"""Scripted interleavings: threads pass marked places in the order that a test lays down."""
+"""Scripted interleavings: threads pass marked places in the order that a test defines."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 
 class Sequencer:
-    """Lets threads pass marks in one fixed order, whichever comes first.
+    """Makes threads pass marks in one fixed order, whichever thread arrives first.
 
-    Each `pass_(mark)` waits until all marks before it in the script have been passed. A test that uses it
-    plays one interleaving out of many, the same each time, without sleeping.
+    Each `pass_(mark)` waits until all earlier marks of the script have been passed. So a test runs one interleaving
+    out of many, the same each time, without sleeping.
 
     Args:
-        script: the marks in the order to keep; each is passed once.
-        timeout: seconds to wait for one's turn.
+        script: the marks in the required order; each mark is passed once.
+        timeout: the seconds to wait for the turn of a mark.
 
     Example:
         >>> import threading
@@ -39,10 +39,10 @@ class Sequencer:
         self._changed = threading.Condition()
 
     def pass_(self, mark: str) -> None:
-        """Waits for the mark's turn and passes it.
+        """Waits for the turn of `mark` and passes it.
 
         Raises:
-            TimeoutError: its turn did not come; says which mark the script waits for.
+            TimeoutError: the turn did not come; the message names the mark that the script waits for.
             ValueError: the mark is not in the script, or was passed before.
         """
         with self._changed:

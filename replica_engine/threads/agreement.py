@@ -1,8 +1,8 @@
-"""Whether the tensors that replicas bring to an all-reduce or all-gather fit together.
+"""Checks that the tensors which replicas bring to an all-reduce or all-gather fit together.
 
-What is known when the replicas meet, dtypes and static shapes, is compared then, and a mismatch raises before anything
-is reduced. In a graph a size may be known only when the graph runs. An all-gather of such tensors gets an assertion, so
-that the error names the replicas and their shapes; TensorFlow's own would name an op, ConcatV2.
+When the replicas meet, dtypes and static shapes are compared, and a mismatch raises before anything is reduced. In a
+graph, a size may be unknown until the graph runs. An all-gather of such tensors gets an assertion, so that the error
+names the replicas and their shapes. TensorFlow's own error would name only an op, ConcatV2.
 """
 
 from __future__ import annotations
@@ -19,36 +19,38 @@ from replica_engine.errors import ReplicaMismatchError
 
 
 def check_alike(points: Sequence[SyncPoint], replicas: Sequence[Replica]) -> None:
-    """Compares what the replicas brought to a sync point. A merge function of the user's may take anything.
+    """Compares the tensors that the replicas brought to a sync point.
+
+    Only all-reduce and all-gather are checked; a merge function of the user may take any values.
 
     Args:
-        points: the sync point, of each replica.
+        points: the sync point of each replica.
         replicas: the replicas.
 
     Raises:
-        ReplicaMismatchError: one has another dtype or shape than replica 0.
+        ReplicaMismatchError: a replica has another dtype or shape than replica 0.
     """
     first = points[0]
     if first.kind not in ("all_reduce", "all_gather"):
         return
     axis = _axis(replicas[0])
     for point in points[1:]:
-        if len(point.values) == len(first.values):  # else they differ in structure, which is told elsewhere
+        if len(point.values) == len(first.values):  # different structures are reported by `regroup`
             for one, other in zip(first.values, point.values, strict=True):
                 if not _fit(one, other, first.kind == "all_gather", axis):
                     raise _mismatch(first, replicas, [", ".join(texts(each.values)) for each in points])
 
 
 def assertions(point: SyncPoint, replicas: Sequence[Replica], args: Sequence[Any]) -> list[tf.Operation]:
-    """Ops of the graph under construction that check the shapes of an all-gather where they are not static.
+    """Adds ops to the current graph that check the shapes of an all-gather where these are not static.
 
     Args:
         point: the sync point of replica 0.
         replicas: the replicas.
-        args: of each replica, what it passed to the merge function.
+        args: for each replica, the arguments that it passed to the merge function.
 
     Returns:
-        The ops. They raise tf.errors.InvalidArgumentError, with the words of ReplicaMismatchError.
+        The ops. They raise tf.errors.InvalidArgumentError with the text of ReplicaMismatchError.
     """
     axis = _axis(replicas[0])
     if point.kind != "all_gather" or axis is None:
@@ -67,8 +69,8 @@ def assertions(point: SyncPoint, replicas: Sequence[Replica], args: Sequence[Any
 
 
 def _axis(replica: Replica) -> int | None:
-    """The axis of the all-gather that a replica waits in; None if it is unknown, or not an all-gather."""
-    detail: tuple = replica.meets[1]  # type: ignore[index]  # what the engine compares, and does not look into
+    """The axis of the all-gather in which a replica waits; None if it is unknown, or if this is no all-gather."""
+    detail: tuple = replica.meets[1]  # type: ignore[index]  # the engine compares `meets` and never looks inside
     if len(detail) < 2 or detail[0] != "all_gather":
         return None
     axis = tf.get_static_value(detail[1]) if tf.is_tensor(detail[1]) else detail[1]
@@ -96,18 +98,18 @@ def _fit(one: Brought, other: Brought, gathered: bool, axis: int | None) -> bool
 
 
 def _shapes_fit(one: tf.TensorShape, other: tf.TensorShape, axis: int | None) -> bool:
-    """Whether static shapes are of one rank, and of compatible sizes off an axis."""
+    """Whether static shapes have the same rank, and compatible sizes in every dimension except `axis`."""
     if one.rank is None or other.rank is None:
         return True
     if one.rank != other.rank:
         return False
-    if axis is None or not -one.rank <= axis < one.rank:  # an axis that there is not has an error of its own
+    if axis is None or not -one.rank <= axis < one.rank:  # an axis out of range raises its own error
         return True
     return _rest(one, axis).is_compatible_with(_rest(other, axis))
 
 
 def _known_to_fit(tensors: Sequence[tf.Tensor], axis: int) -> bool:
-    """Whether all sizes off the axis are static, and so compared already, or the axis does not exist."""
+    """Whether the check needs no ops: all sizes except along the axis are static, or the axis is out of range."""
     shapes = [tensor.shape for tensor in tensors]
     if any(shape.rank is None for shape in shapes):
         return False
@@ -123,12 +125,12 @@ def _rest(shape: tf.TensorShape, axis: int) -> tf.TensorShape:
 
 
 def _without(shape: tf.Tensor, axis: int) -> tf.Tensor:
-    """A shape, a vector, without the size of one axis."""
+    """A shape, given as a vector, without the size of one axis."""
     index = axis if axis >= 0 else tf.size(shape) + axis
     return tf.concat([shape[:index], shape[index + 1 :]], 0)
 
 
 def _equal(one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
-    """Whether two vectors are equal; they may be of different lengths."""
+    """Whether two vectors are equal; their lengths may differ."""
     sizes = tf.raw_ops.Equal(x=one, y=other, incompatible_shape_error=False)
     return tf.reduce_all(sizes) & tf.equal(tf.size(one), tf.size(other))

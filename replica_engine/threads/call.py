@@ -1,9 +1,9 @@
-"""Calling a function once per replica: the TensorFlow side of a run.
+"""Calls a function once per replica: the TensorFlow side of a run.
 
-The engine knows bodies and requests; here they become functions in replica context and merge functions in
-cross-replica context. The path of one call: `call_for_each_replica` lifts a tf.function, `_run` leases
-threads and makes the bodies, each body enters the inherited state and calls the function, `_merge` runs the
-merge function for all of them.
+The engine handles bodies and requests. This module turns functions in replica context into bodies, and merge functions
+in cross-replica context into requests. The path of one call: `call_for_each_replica` lifts a `tf.function`; `_run`
+leases threads and makes the bodies; each body enters the inherited state and calls the function; `_merge` runs the
+merge function once for all replicas.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from replica_engine.values.regroup import parts, regroup, spread
 
 _pools: weakref.WeakKeyDictionary[tf.distribute.Strategy, GroupPool] = weakref.WeakKeyDictionary()
 _pools_lock = threading.Lock()
-# The sources of functions that a strategy has run, concurrently, without a variable being created.
+# For each strategy, the functions (by `identity`) that ran with `concurrent=True` and created no variable.
 _creates_nothing: weakref.WeakKeyDictionary[tf.distribute.Strategy, set] = weakref.WeakKeyDictionary()
 
 
@@ -53,25 +53,24 @@ def call_for_each_replica(
 ) -> Any:
     """Runs `fn` once per replica of `strategy`, on this library's replica threads.
 
-    Works for any `tf.distribute.Strategy` that has devices, such as TensorFlow's own MirroredStrategy; one
-    replica runs on each of `strategy.extended.worker_devices`. A `tf.function` is lifted: it goes around
-    the whole call, keeps its options, and is traced once per signature.
+    Works for any `tf.distribute.Strategy` that has devices, such as TensorFlow's own MirroredStrategy. One replica
+    runs on each of `strategy.extended.worker_devices`. A `tf.function` is lifted: it goes around the whole call,
+    keeps its options, and is traced once per signature.
 
     Args:
-        strategy: whose devices, variables and merge functions are used.
+        strategy: the strategy whose devices, variables and merge functions are used.
         fn: the function, called in replica context.
-        args: its positional arguments; of a `tf.distribute.DistributedValues` among them each replica gets its own. It
-            may be one itself, of the replicas' lists of arguments.
+        args: its positional arguments. Each replica gets its own value of a `tf.distribute.DistributedValues`.
+            `args` itself may be a `DistributedValues` that holds one list of arguments per replica.
         kwargs: its keyword arguments, in the same way.
 
     Returns:
-        What `fn` returned, in the same structure, with a `tf.distribute.DistributedValues` where replicas
-        differ.
+        The results of `fn`, in their structure, with a `tf.distribute.DistributedValues` wherever replicas differ.
 
     Raises:
-        MergeCallMismatchError: replicas did not meet at the same merge calls.
-        StructureMismatchError: replicas returned different structures.
-        Exception: whatever `fn` or a merge function raised, with a note on which replica it was.
+        MergeCallMismatchError: the replicas did not meet at the same merge calls.
+        StructureMismatchError: the replicas returned different structures.
+        Exception: any exception of `fn` or of a merge function, with a note that names the replica.
 
     Example:
         >>> import tensorflow as tf
@@ -96,15 +95,15 @@ def call_for_each_replica(
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """How a strategy's replicas run; a strategy on this engine has them as `extended.replica_options`.
+    """How the replicas of a strategy run: the `extended.replica_options` of every strategy on this engine.
 
     Attributes:
-        concurrent: release all replicas at once, in eager mode. A graph is always built in order.
-        timeout: seconds a replica may take to its next sync point, or a merge function to return, then a
-            ReplicaTimeoutError; None only warns.
-        warn_after: seconds after which that is warned of, and again after as many; None takes 30, or what the
-            environment variable REPLICA_ENGINE_WARN_AFTER says.
-        context_class: makes each replica's context.
+        concurrent: release all replicas at once in eager mode. A graph is always built one replica after another.
+        timeout: the seconds that a replica may take to its next sync point, and a merge function to return, before
+            ReplicaTimeoutError is raised; None only warns.
+        warn_after: the seconds after which a slow replica is logged; the warning repeats at the same interval. None
+            takes the environment variable REPLICA_ENGINE_WARN_AFTER, or 30 if it is not set.
+        context_class: the class of each replica's context.
     """
 
     concurrent: bool = False
@@ -114,7 +113,7 @@ class ReplicaOptions:
 
 
 def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """One run of the engine: `fn` on every replica, its results regrouped."""
+    """Does one run of the engine: runs `fn` on every replica and regroups the results."""
     options = _options(strategy)
     devices = strategy.extended.worker_devices
     of_replicas = [*zip(parts(args, len(devices), "args"), parts(kwargs, len(devices), "kwargs"), strict=True)]
@@ -127,7 +126,7 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
     source = identity(fn)
 
     def body(replica: Replica) -> Any:
-        """`fn`, in the inherited state and in replica context."""
+        """Runs `fn` in the inherited state and in replica context."""
         index = replica.index
         context = options.context_class(strategy, distribute.replica_id_in_sync_group(strategy, index))
         context.attach(replica, state, devices[index])
@@ -168,7 +167,7 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
 
 @contextlib.contextmanager
 def _function_watched(strategy: tf.distribute.Strategy, name: str) -> Iterator[None]:
-    """Around a call of a `tf.function`, which the engine sees only while it is traced."""
+    """Watches a call of a `tf.function`, because the engine observes the function only while it is traced."""
     thread = threading.current_thread()
 
     def describe(seconds: float) -> str:
@@ -185,17 +184,17 @@ def _options(strategy: tf.distribute.Strategy) -> ReplicaOptions:
 
 
 def _described(source: Any) -> str:
-    """The function that replicas run, by what `identity` says of it."""
+    """Names the function that replicas run, for an error message; `source` is the result of `identity`."""
     if not isinstance(source, CodeType):
         return "the replicas"
     return f"`{source.co_name}` ({source.co_filename}:{source.co_firstlineno})"
 
 
 def _merge(strategy: tf.distribute.Strategy, requests: list[MergeRequest], run: Run) -> list[Any]:
-    """Runs the merge function once, on the thread that called `run`, for the requests of all replicas.
+    """Runs the merge function once for the requests of all replicas, on the thread that called `run`.
 
-    It continues where replica 0 stands: in its name scope and variable scope, and in eager mode if the call
-    was made under `tf.init_scope`. Ops in it depend on the control inputs of all replicas.
+    The merge function continues where replica 0 paused: in its name scope and variable scope, and in eager mode if the
+    merge call was made under `tf.init_scope`. Ops of the merge function depend on the control inputs of all replicas.
     """
     first, points = requests[0], run.sync_point()
     point = points[0]
@@ -216,12 +215,12 @@ def _merge(strategy: tf.distribute.Strategy, requests: list[MergeRequest], run: 
 
 
 def sync_points(strategy: tf.distribute.Strategy) -> list[SyncPointRecord]:
-    """The last sync points of each replica of a strategy, in the order in which they were reached.
+    """Returns the last sync points of each replica of a strategy, in the order in which they were reached.
 
-    Up to 100 are kept for each replica. Those of a step inside a `tf.function` are from when it was traced.
+    Up to 100 are kept for each replica. For a step inside a `tf.function`, they are from the time of its trace.
 
     Args:
-        strategy: any that runs on this library's replica threads.
+        strategy: any strategy that runs on this library's replica threads.
 
     Example:
         >>> import replica_engine, tensorflow as tf
@@ -236,12 +235,12 @@ def sync_points(strategy: tf.distribute.Strategy) -> list[SyncPointRecord]:
 
 
 def _collectives_inside_xla(strategy: tf.distribute.Strategy, fn: Any) -> bool:
-    """Whether `fn` is compiled as a whole on each GPU, with collectives in place of merge calls."""
+    """Whether `fn` is compiled as a whole on each GPU, with collectives instead of merge calls."""
     return function.is_compiled(fn) and all("GPU" in device for device in strategy.extended.worker_devices)
 
 
 def _pool(strategy: tf.distribute.Strategy, devices: Sequence[str]) -> GroupPool:
-    """The strategy's replica threads. They go when the strategy goes."""
+    """The strategy's replica threads. They end when the strategy is freed."""
     with _pools_lock:
         pool = _pools.get(strategy)
         if pool is None:
@@ -250,7 +249,7 @@ def _pool(strategy: tf.distribute.Strategy, devices: Sequence[str]) -> GroupPool
 
 
 def short_name(device: str) -> str:
-    """The short form of a device's name, for people: "CPU:1", and "worker:0/CPU:1" for a device of another task."""
+    """The short form of a device's name, for messages: "CPU:1", or "worker:0/CPU:1" for a device of another task."""
     spec = tf.DeviceSpec.from_string(device)
     name = f"{spec.device_type}:{spec.device_index}"
     return name if spec.job in (None, "localhost") else f"{spec.job}:{spec.task}/{name}"

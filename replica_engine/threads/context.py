@@ -1,4 +1,4 @@
-"""The replica context: what `tf.distribute.get_replica_context()` returns inside a replica."""
+"""The replica context: the object that `tf.distribute.get_replica_context()` returns inside a replica."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DEFAULT_OPTIONS = tf.distribute.experimental.CommunicationOptions()
 
 
 class MergeRequest(NamedTuple):
-    """What one replica brings to a merge call, and the state the merge function continues in."""
+    """What one replica brings to a merge call, and the state in which the merge function continues."""
 
     merge_fn: Callable[..., Any]
     args: Any
@@ -34,7 +34,7 @@ class MergeRequest(NamedTuple):
     eager: bool
 
     def continued(self, requests: Sequence[MergeRequest]) -> contextlib.AbstractContextManager[Any]:
-        """Continues where the replica of this one stands, after the control inputs of all."""
+        """Continues where this request's replica paused, after the control inputs of all requests."""
         nameless = not self.name_scope and not self.variable_scope.name and not tf.get_current_name_scope()
         if nameless and self.eager and tf.executing_eagerly():
             return quick_scopes.variable_scope(self.scope_store, self.variable_scope)
@@ -54,12 +54,12 @@ class MergeRequest(NamedTuple):
 class ReplicaContext(tf.distribute.ReplicaContext):
     """A `tf.distribute.ReplicaContext` whose merge calls pause a replica thread of this library.
 
-    Replicas get it from `tf.distribute.get_replica_context()`; whoever writes a strategy may subclass it
-    and name it in `ReplicaOptions.context_class`.
+    Replicas get it from `tf.distribute.get_replica_context()`. The author of a strategy may subclass it and name the
+    subclass in `ReplicaOptions.context_class`.
 
     Args:
         strategy: the strategy whose replica this is.
-        replica_id_in_sync_group: which one, from 0.
+        replica_id_in_sync_group: the index of the replica, from 0.
 
     Example:
         >>> import tensorflow as tf, replica_engine
@@ -81,30 +81,30 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         distribute.init_context(self, strategy, replica_id_in_sync_group)
 
     def attach(self, replica: Replica, state: InheritedState, device: str) -> None:
-        """Says which replica of the engine this is, in which state `run` was called, and the full device name."""
+        """Binds the context to an engine replica, to the state of the caller of `run`, and to a device (full name)."""
         self._replica = replica
         self._graph, self._scope_store = state.graph, state.scope_store
         self._device = device
 
     def detach(self) -> None:
-        """Lets go of the run and, but for a weak reference, of the strategy: the replica's body is over."""
+        """Unbinds the context at the end of the replica's body; it keeps only a weak reference to the strategy."""
         self._replica = self._graph = self._scope_store = None
         distribute.hold_weakly(self)
 
     @autograph.artifact
     def merge_call(self, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
-        """Waits for all replicas, runs `merge_fn` once for all of them, and returns this replica's part.
+        """Waits for all replicas, runs `merge_fn` once for all of them, and returns this replica's part of the result.
 
-        As `tf.distribute.ReplicaContext.merge_call`.
+        Works like `tf.distribute.ReplicaContext.merge_call`.
 
         Args:
-            merge_fn: called in cross-replica context with the strategy and the regrouped arguments; the same
-                function on every replica.
-            args: positional arguments after the strategy.
-            kwargs: keyword arguments.
+            merge_fn: the function to call in cross-replica context, with the strategy and the regrouped arguments; it
+                must be the same function on every replica.
+            args: the positional arguments after the strategy.
+            kwargs: the keyword arguments.
 
         Raises:
-            MergeCallMismatchError: out of `run`, if the replicas do not meet here.
+            MergeCallMismatchError: the replicas do not meet here. `run` raises it, not this call.
         """
         with _detailed(self, *self._detail, identity(merge_fn)):
             if not autograph.is_out_of_play():
@@ -113,11 +113,11 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             return self._merge_call(merge_fn, args, {} if kwargs is None else kwargs)
 
     def _merge_call(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Pauses this replica until all have come here and `merge_fn` has run; returns this one's part.
+        """Pauses this replica until all replicas are here and `merge_fn` has run; returns this replica's part.
 
         Raises:
-            MergeCallGraphError: made while a graph is built that the merge function could not see.
-            NotInReplicaError: made from a thread that is not running this replica.
+            MergeCallGraphError: the call is inside an inner graph, whose tensors the merge function could not see.
+            NotInReplicaError: the calling thread is not running this replica.
         """
         replica = self._replica
         if replica is None or current_replica() is not replica:
@@ -142,14 +142,14 @@ class ReplicaContext(tf.distribute.ReplicaContext):
 
     @autograph.artifact
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        """Reduces `value` over all replicas; each gets the result.
+        """Reduces `value` over all replicas; each replica gets the result.
 
-        As `tf.distribute.ReplicaContext.all_reduce`, except that a tensor that is the very same object on
-        all replicas counts once for each of them, and that Python numbers are taken as tensors.
+        Like `tf.distribute.ReplicaContext.all_reduce`, with two differences: a tensor that is the very same object on
+        all replicas counts once per replica, and Python numbers count as tensors.
 
         Args:
             reduce_op: "SUM" or "MEAN", or a `tf.distribute.ReduceOp`.
-            value: a tensor, `tf.IndexedSlices` or nested structure of them, of equal shapes on all replicas.
+            value: a tensor, `tf.IndexedSlices` or nested structure of them, with equal shapes on all replicas.
             options: `tf.distribute.experimental.CommunicationOptions`.
 
         Returns:
@@ -169,13 +169,13 @@ class ReplicaContext(tf.distribute.ReplicaContext):
 
     @staticmethod
     def _needs_gradient(tensors: list[Any]) -> bool:
-        """Whether somebody may ask for the gradient of an all-reduce; of sparse values nobody may."""
+        """Whether a tape may need the gradient of an all-reduce; never for sparse values."""
         if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
             return False
         return not all(map(eager.is_eager, tensors)) or eager.is_watched(tensors)
 
     def _merged_with_gradient(self, operation: Any, tensors: list[Any], options: Any) -> list[Any]:
-        """As `_merged`; the gradient of a sum over replicas is a sum over replicas, and so with a mean."""
+        """Like `_merged`, with a gradient: an all-reduce of the upstream gradients with the same operation."""
         if not tf.executing_eagerly():
             return differentiable(self, operation, tensors, self._merged(operation, tensors, options))
 
@@ -189,7 +189,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         return tf.nest.flatten(reduced_eagerly(*tensors))
 
     def _merged(self, operation: Any, tensors: list[Any], options: Any) -> list[Any]:
-        """Reduces in a merge call: in the same one whether this replica needs a gradient or not."""
+        """Reduces in a merge call; the merge call is the same one whether or not this replica needs a gradient."""
         chosen = options or _DEFAULT_OPTIONS
 
         def batch_all_reduce(strategy: tf.distribute.Strategy, *values: Any) -> Any:
@@ -197,7 +197,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
 
         distribute.check_in_replica(self)
         reduced = self._merge_call(batch_all_reduce, tensors, {})
-        # With one replica it may be what it was made of, which a tape tells from its sum.
+        # With one replica the result may be the input itself. A tape needs two tensors to tell them apart.
         return [
             tf.identity(new) if new is old and isinstance(new, tf.Tensor) else new
             for new, old in zip(reduced, tensors, strict=True)
@@ -205,12 +205,12 @@ class ReplicaContext(tf.distribute.ReplicaContext):
 
     @autograph.artifact
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-        """Concatenates `value` of all replicas along `axis`; each gets the result.
+        """Concatenates `value` of all replicas along `axis`; each replica gets the result.
 
-        As `tf.distribute.ReplicaContext.all_gather`, with the exceptions of `all_reduce`.
+        Like `tf.distribute.ReplicaContext.all_gather`, with the differences that `all_reduce` describes.
 
         Args:
-            value: a tensor or nested structure of tensors; shapes may differ along `axis` only.
+            value: a tensor or nested structure of tensors; shapes may differ only along `axis`.
             axis: the dimension to concatenate along.
             options: `tf.distribute.experimental.CommunicationOptions`.
         """
@@ -218,26 +218,26 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             return super().all_gather(tf.nest.map_structure(self._own, value), axis, options)
 
     def _own(self, value: Any) -> Any:
-        """`value` as a tensor of this replica's own.
+        """Returns `value` as a tensor that only this replica has.
 
-        Regrouping takes one object on all replicas for one value, not for N equal ones, and a sum over
-        replicas of one value is that value: TensorFlow returns x where N * x is meant.
+        Regrouping treats one object on all replicas as one value, not as N equal values, and the sum over replicas of
+        one value is that value: TensorFlow returns x where the caller means N * x.
         """
         if isinstance(value, tf.IndexedSlices):
             return tf.IndexedSlices(self._own(value.values), value.indices, value.dense_shape)
         tensor = as_tensor(value, "A value of all_reduce")
         if tensor.device == self._device and (tf.executing_eagerly() or not eager.is_eager(tensor)):
-            return tensor  # No other replica runs on this device, so none can own it as well.
+            return tensor  # Only this replica runs on this device, so no other replica has this tensor.
         return tf.identity(tensor)
 
     @property
     def devices(self) -> list:
-        """The device this replica runs on, in a list of one list, as `tf.distribute` has it."""
+        """The device of this replica, in a list inside a list, as `tf.distribute` has it."""
         return super().devices if self._device is None else [[self._device]]
 
 
 class _detailed:
-    """Merge calls that a context makes inside meet only those of the same detail: a SUM does not meet a MEAN."""
+    """Adds a detail to the merge calls inside; calls with different details do not meet: a SUM never meets a MEAN."""
 
     __slots__ = ("_before", "_context", "_detail")
 

@@ -1,6 +1,6 @@
-"""All-reduces between CPU devices: one sum, made once, which every replica is given.
+"""All-reduces between CPU devices: the sum is computed once and given to every replica.
 
-CPU devices share one memory. So this takes fewer copies than a ring, has no op that blocks a thread of TensorFlow's
+CPU devices share one memory. So one sum needs fewer copies than a ring, has no op that blocks a thread of TensorFlow's
 pool until its peers arrive, and leaves replicas bitwise equal by construction.
 """
 
@@ -16,33 +16,33 @@ import tensorflow as tf
 from replica_engine._tf import distribute, eager
 
 MOST_BYTES = 1 << 16
-"""Of a tensor that is added up by NumPy; larger ones gain more from TensorFlow's threads than its ops cost."""
+"""Largest tensor, in bytes, that NumPy adds; above it TensorFlow's threads save more time than its ops cost."""
 
 FEWEST = 16
-"""Tensors that are worth packing; a few lose more by waiting for each other than their transfers take."""
+"""Smallest number of tensors to pack; fewer tensors lose more by waiting for each other than transfers cost."""
 
 MOST_PACKED = 1 << 20
-"""Bytes that travel together in a graph, about: what comes early need not wait for all the rest."""
+"""Approximate size of a pack in a graph, in bytes; tensors that are ready early need not wait for all the others."""
 
-_DTYPES = frozenset((tf.float32, tf.float64, tf.int32, tf.int64))  # which NumPy and TensorFlow add alike
-_NORMAL = {np.dtype(kind): np.finfo(kind).tiny for kind in ("float32", "float64")}  # the smallest number that is
+_DTYPES = frozenset((tf.float32, tf.float64, tf.int32, tf.int64))  # NumPy and TensorFlow add these alike
+_NORMAL = {np.dtype(kind): np.finfo(kind).tiny for kind in ("float32", "float64")}  # the smallest normal number
 _OPERATIONS = (tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN)
 
 
 class CpuReduction(tf.distribute.ReductionToOneDevice):
-    """TensorFlow's reduction to one device, but for small tensors.
+    """TensorFlow's reduction to one device, with a faster path for small tensors.
 
-    In eager mode they are added up without ops, in a graph many at a time. The order of the additions is that of
-    TensorFlow's own, and so are the results.
+    In eager mode NumPy adds small tensors, without ops. In a graph many small tensors are reduced at a time. The
+    additions have the same order as in TensorFlow's own reduction, so the results are equal.
     """
 
     def reduce(self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any = None) -> Any:
-        """As of `tf.distribute.CrossDeviceOps`."""
+        """Reduces one value, like `tf.distribute.CrossDeviceOps.reduce`."""
         small = _reduced_if_small(reduce_op, per_replica_value, destinations)
         return super().reduce(reduce_op, per_replica_value, destinations, options) if small is None else small
 
     def batch_reduce(self, reduce_op: Any, value_destination_pairs: Any, options: Any = None) -> list[Any]:
-        """As of `tf.distribute.CrossDeviceOps`."""
+        """Reduces many values, like `tf.distribute.CrossDeviceOps.batch_reduce`."""
         results = [_reduced_if_small(reduce_op, *pair) for pair in value_destination_pairs]
         rest = [pair for pair, small in zip(value_destination_pairs, results, strict=True) if small is None]
         if not rest:
@@ -51,9 +51,10 @@ class CpuReduction(tf.distribute.ReductionToOneDevice):
         return [next(reduced) if small is None else small for small in results]
 
     def batch_reduce_implementation(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
-        """The hook of TensorFlow; in a graph, small tensors travel packed, those of a kind together.
+        """The hook of TensorFlow; in a graph, small tensors of the same kind are packed and travel together.
 
-        Else there are two transfers for each tensor and each device but one, which take longer than the sums.
+        Without packing, each tensor needs two transfers for each device except the first. These take longer than the
+        sums.
         """
         packs: dict[Any, list[int]] = {}
         sizes: dict[Any, int] = {}
@@ -74,7 +75,7 @@ class CpuReduction(tf.distribute.ReductionToOneDevice):
 
 
 def _packs_as(value: Any, destinations: Any) -> Any:
-    """What a value of a graph has to have in common with others to travel with them; None if it travels alone."""
+    """The key that values of a graph must share to travel in one pack; None for a value that travels alone."""
     if tf.executing_eagerly():
         return None
     devices = tuple(_destinations(value, destinations))
@@ -92,12 +93,12 @@ def _packs_as(value: Any, destinations: Any) -> Any:
 
 
 def _reduced_packed(reduce_op: tf.distribute.ReduceOp, values: Sequence[Any], devices: Sequence[str]) -> list[Any]:
-    """Reduces many small values as one: a sum and a copy to each device for all of them."""
+    """Reduces many small values as one: one sum, and one copy to each device, for all of them."""
     shapes = [value.values[0].shape for value in values]
     packed = []
     for replica, device in enumerate(devices):
         with tf.device(device):
-            flat = tf.constant([-1])  # one for all, since each op of a large graph takes time to make and to optimize
+            flat = tf.constant([-1])  # one for all: each op of a large graph takes time to make and to optimize
             parts = [value.values[replica] for value in values]
             packed.append(tf.concat([part if part.shape.rank == 1 else tf.reshape(part, flat) for part in parts], 0))
     with tf.device(devices[0]):
@@ -118,7 +119,7 @@ def _reduced_packed(reduce_op: tf.distribute.ReduceOp, values: Sequence[Any], de
 
 
 def _reduced_if_small(reduce_op: Any, value: Any, destinations: Any) -> Any:
-    """The reduced value, if NumPy may add it up; or else None."""
+    """The reduced value if NumPy may add it up; otherwise None."""
     if reduce_op not in _OPERATIONS:
         return None
     devices = _destinations(value, destinations)
@@ -127,17 +128,17 @@ def _reduced_if_small(reduce_op: Any, value: Any, destinations: Any) -> Any:
     arrays = [eager.array_of(tensor) for tensor in value.values]
     if reduce_op == tf.distribute.ReduceOp.MEAN and arrays[0].dtype.kind != "f":
         return None
-    with np.errstate(all="ignore"):  # infinities are for the user to find, as ever
+    with np.errstate(all="ignore"):  # the user sees infinities without warnings, as always
         total = _sum(arrays)
         if reduce_op == tf.distribute.ReduceOp.MEAN:
             total /= total.dtype.type(len(arrays))
-        if total.dtype.kind == "f":  # denormal numbers are zeros, as in TensorFlow's ops
+        if total.dtype.kind == "f":  # denormal numbers become zeros, as in TensorFlow's ops
             np.multiply(total, 0, out=total, where=np.abs(total) < _NORMAL[total.dtype])
     return distribute.Mirrored(eager.on_devices(total, devices))
 
 
 def _destinations(value: Any, destinations: Any) -> list[str]:
-    """The devices that a reduced value goes to, if they are several CPUs and the value is one a replica; else none."""
+    """The devices that the reduced value goes to; empty unless they are several CPUs and the value is per replica."""
     if not isinstance(value, distribute.PerReplica) or not isinstance(destinations, distribute.DistributedValues):
         return []
     devices = [component.device for component in destinations.values]
@@ -145,7 +146,7 @@ def _destinations(value: Any, destinations: Any) -> list[str]:
 
 
 def _is_small(tensors: Sequence[Any]) -> bool:
-    """Whether tensors are eager, small, alike and in the host's memory, and nobody watches them."""
+    """Whether tensors are eager, small, equal in dtype and shape, in host memory, and not watched by a tape."""
     if not all(eager.is_eager(tensor) and "device:CPU:" in tensor.device for tensor in tensors):
         return False
     dtype, shape = tensors[0].dtype, eager.shape_of(tensors[0])
@@ -156,7 +157,7 @@ def _is_small(tensors: Sequence[Any]) -> bool:
 
 
 def _sum(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """The sum in the order of TensorFlow's `add_n`: one after the other up to nine, the rest by eights."""
+    """Adds in the order of TensorFlow's `add_n`: up to nine arrays one after the other, then the rest in eights."""
     first = len(arrays) % 8
     first = first + 8 if first < 2 else first
     total = _one_after_the_other(arrays[:first])

@@ -1,8 +1,8 @@
 """The gradient of an all-reduce in a graph: on a replica, an all-reduce of the upstream gradients.
 
-That is for tapes of the replica, and for `tf.gradients` in it. Who differentiates the graph from outside, with a tape
-around a `tf.function` say, has all replicas before them at once. There the gradient goes through the ops that the
-all-reduce is made of, as it does through any others, and comes to what the replicas' gradients add up to.
+This gradient is for tapes inside a replica, and for `tf.gradients` inside it. A tape outside the replicas, for example
+around a `tf.function`, sees all replicas at once. Such a tape differentiates through the ops that the all-reduce
+consists of, as through any other ops. Its result is the sum of the gradients of the replicas.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import tensorflow as tf
 
 from replica_engine._tf import gradients
 
-_STRATEGIES = "_replica_engine_all_reduces"  # of a graph: whose an all-reduce is, by the name of an op, weakly
-_names = map(f"ReplicaEngineAllReduce_{uuid.uuid4().hex}_{{}}".format, itertools.count())  # a reload registers anew
+_STRATEGIES = "_replica_engine_all_reduces"  # of a graph: op name -> weak reference to the all-reduce's strategy
+_names = map(f"ReplicaEngineAllReduce_{uuid.uuid4().hex}_{{}}".format, itertools.count())  # unique also after a reload
 
 
 def differentiable(
@@ -28,13 +28,13 @@ def differentiable(
     tensors: Sequence[tf.Tensor],
     reduced: Sequence[tf.Tensor],
 ) -> list[tf.Tensor]:
-    """The results of an all-reduce in a graph, with a gradient.
+    """Returns the results of an all-reduce in a graph as tensors that have a gradient.
 
     Args:
-        context: of the replica.
-        operation: of the all-reduce.
-        tensors: what it was of.
-        reduced: what it came to.
+        context: the replica's context.
+        operation: the operation of the all-reduce.
+        tensors: the inputs of the all-reduce.
+        reduced: the results of the all-reduce.
     """
     name = _registered(operation, tuple((tensor.dtype, str(tensor.shape)) for tensor in tensors))
     known = gradients.with_gradient(
@@ -49,13 +49,13 @@ def differentiable(
 
 @functools.cache
 def _registered(operation: tf.distribute.ReduceOp, signature: tuple) -> str:
-    """The name of the gradient for `tf.gradients`. One for each signature: a saved model has one function for each."""
+    """The name of the gradient for `tf.gradients`: one per signature, as a saved model has one function for each."""
     name = next(_names)
     count = len(signature)
 
     @tf.RegisterGradient(name)
     def gradient(op: tf.Operation | None, *upstream: Any) -> list[Any]:
-        """Of an op whose results are the reduced values, and then what they are of."""
+        """The gradient of an op that passes on the reduced values, followed by the tensors that were reduced."""
         wanted = upstream[:count]
         context = tf.distribute.get_replica_context()
         if op is None or context is None or context.strategy is not _strategy_of(op):

@@ -1,12 +1,13 @@
-"""What a replica thread takes over from the thread that called `run`.
+"""The state that a replica thread takes over from the thread that called `run`.
 
-TensorFlow keeps much of its state a copy for each thread. What of it is inherited, and what breaks without:
+TensorFlow keeps much of its state in thread-local copies. A replica thread inherits the following; after each entry,
+what it controls or what breaks without it:
 
-- default graph, and eager or graph mode, `tf.init_scope`'s too: ops would be added nowhere or elsewhere;
+- default graph and mode (eager or graph), also inside `tf.init_scope`: ops would go to no graph or to a wrong graph;
 - variable creators: `strategy.scope()` and the user's own `tf.variable_creator_scope`;
-- name scope: re-entered, so that names continue the caller's; replicas after the first add `replica_1/`;
-- variable scope: tf.compat.v1's; with reuse for replicas after the first;
-- device policy: how eager ops treat inputs that lie on another device;
+- name scope: entered again, so that names continue the caller's; replicas after the first add `replica_1/`;
+- variable scope of tf.compat.v1, with reuse for replicas after the first;
+- device policy: how eager ops treat inputs that are on another device;
 - op callbacks: debuggers that watch every op;
 - summaries: default writer, step, whether to record;
 - traceback filtering: whether tracebacks show TensorFlow's own frames;
@@ -14,12 +15,12 @@ TensorFlow keeps much of its state a copy for each thread. What of it is inherit
 - Keras' dtype policy, for layers made in a replica;
 - context variables: each replica runs in a copy of the caller's `contextvars` context.
 
-Control dependencies are not inherited by a replica's ops, but travel with a merge call (`context.py`).
+A replica's ops do not inherit control dependencies; a merge call takes them along (`context.py`).
 
-Replica threads are reused, so whatever is entered here is left again when the replica's body ends, and what
-Keras has gathered on the thread is forgotten. With one exception: in eager mode most of the state is the same in one
-run after the other, and entering it takes longer than a small body does. So what refers to no strategy, tensor or
-function of the user's stays entered (`_Stay`), and the next run that has the same goes on from there.
+Replica threads are reused. When the replica's body ends, the thread leaves everything that it entered here and forgets
+what Keras gathered on it. There is one exception. In eager mode most of the state is the same from run to run, and
+entering it takes longer than a small body does. So the thread keeps the part that refers to no strategy, no tensor and
+no user function (`_Stay`), and the next run with the same state starts from there.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from replica_engine.engine import ReplicaThread
 
 
 class InheritedState(NamedTuple):
-    """The caller's state, taken by `capture` on its thread and entered on each replica's."""
+    """The state of the thread that called `run`: `capture` takes it there, `entered` enters it on a replica thread."""
 
     graph: tf.Graph
     eager: bool
@@ -57,7 +58,7 @@ class InheritedState(NamedTuple):
         thread_state.ensure_started()
         graph, eager = thread_state.default_graph(), tf.executing_eagerly()
         init_graph, init_eager = graph, eager
-        if not eager:  # else there is nothing to come out of
+        if not eager:  # outside eager mode only: in eager mode `tf.init_scope` changes nothing
             with tf.init_scope():
                 init_graph, init_eager = thread_state.default_graph(), tf.executing_eagerly()
         store = thread_state.variable_scope_store()
@@ -92,7 +93,7 @@ class InheritedState(NamedTuple):
 
     @property
     def _may_stay(self) -> bool:
-        """Whether threads may stay in what there is of it."""
+        """Whether a thread may keep this state for the next run: eager mode, no name scope, no function being built."""
         nameless = not self.name_scope and not self.variable_scope.name
         return quick_scopes.ENABLED and self.eager and nameless and not self.graph.building_function
 
@@ -100,7 +101,7 @@ class InheritedState(NamedTuple):
     def _whole(
         self, replica: int, context: tf.distribute.ReplicaContext, device: str, creators: list
     ) -> Iterator[None]:
-        """All of it."""
+        """Enters all of the state: for graph mode, and for state that no thread may keep."""
         with (
             thread_state.enter_locals(self.thread_locals),
             keras_state.entered(self.keras_settings),
@@ -116,7 +117,7 @@ class InheritedState(NamedTuple):
 
     @contextlib.contextmanager
     def _rest(self, context: tf.distribute.ReplicaContext, creators: list) -> Iterator[None]:
-        """What `_Stay` leaves out: it may hold on to a strategy, or to what else is the user's."""
+        """Enters the part of the state that `_Stay` leaves out, because it may hold a strategy or a user object."""
         before = thread_state.set_creators(self.graph, creators)
         try:
             with (
@@ -132,14 +133,14 @@ class InheritedState(NamedTuple):
 
 
 class _Stay(NamedTuple):
-    """What a replica's thread stays in, from one run in eager mode to the next.
+    """The state that a replica thread keeps from one eager run to the next.
 
-    Nothing is to be undone for it when the thread ends, or when the interpreter does: it is set, not entered. Of what a
-    body has entered and not left, the next run sees nothing.
+    The thread sets this state and does not enter it as a context manager. So nothing needs to be undone when the thread
+    or the interpreter ends. If a body enters some state and does not leave it, the next run does not see that state.
 
     Attributes:
         policy: the device policy.
-        device_and_scope: the device of ops, and the name scope.
+        device_and_scope: the device on which ops run, and the name scope.
     """
 
     policy: int
@@ -147,12 +148,12 @@ class _Stay(NamedTuple):
 
     @classmethod
     def of(cls, state: InheritedState, replica: int, device: str) -> _Stay:
-        """Puts this thread, the one of a replica, in a state."""
+        """Sets the state on the calling thread, which belongs to `replica`."""
         quick_scopes.stay_eager(state.device_policy, device, _name_scope("", replica))
         return cls(state.device_policy, thread_state.device_and_name_scope())
 
     def is_for(self, state: InheritedState) -> bool:
-        """Whether a run asks for it, and this thread is still in it: a body may have changed something."""
+        """Whether `state` needs these settings and the calling thread still has them; a body may have changed them."""
         return (
             self.policy == state.device_policy == thread_state.device_policy()
             and thread_state.device_and_name_scope() == self.device_and_scope
@@ -160,6 +161,7 @@ class _Stay(NamedTuple):
 
 
 def _name_scope(callers: str, replica: int) -> str:
-    # A trailing "/" makes TensorFlow re-enter the scope instead of making a new one beside it.
+    # A trailing "/" makes TensorFlow re-enter the scope; without it TensorFlow would open a new scope of a similar
+    # name.
     scope = callers + "/" if callers else ""
     return scope + f"replica_{replica}/" if replica > 0 else scope

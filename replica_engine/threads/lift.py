@@ -1,9 +1,9 @@
 """Lifting a `tf.function`: `run(tf.function(f))` becomes `tf.function(run(f))`.
 
-Each replica tracing its own copy could not work: a trace holds the function's lock, so the first replica to
-pause at a merge call inside it would keep all others out, and the merge function could not see tensors of
-the replicas' graphs. So the function is taken off, all replicas trace into one graph, and the function,
-with all its options, goes around the whole.
+Each replica could not trace its own copy. A trace holds the function's lock, so the first replica that pauses at a
+merge call inside the function would keep all other replicas out. The merge function could not see tensors of the
+replicas' graphs either. So the library unwraps the function, all replicas trace into one graph, and the
+`tf.function`, with all its options, goes around the whole run.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _lock = threading.Lock()
 
 
 class _LiftedFunctions:
-    """The lifted forms of one tf.function, one a strategy.
+    """The lifted forms of one `tf.function`, one for each strategy.
 
-    Kept on the function itself, so that traces live as long as the function does and no longer. Holds the
-    strategies weakly; a trace that was given a variable of a strategy holds that one, as any trace does.
+    The function itself holds this object, so traces live exactly as long as the function. The object holds strategies
+    weakly. A trace that uses a variable of a strategy holds that strategy, as any trace does.
     """
 
     def __init__(self) -> None:
@@ -35,13 +35,13 @@ class _LiftedFunctions:
 
 
 def lift(strategy: tf.distribute.Strategy, fn: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-    """The function `fn`, which is a tf.function, around a run of what is inside it.
+    """Returns a `tf.function` like `fn` that runs the Python function of `fn` on all replicas.
 
-    The same one for the same strategy and function, so that it keeps its traces.
+    The same strategy and function give the same result each time, so that it keeps its traces.
 
     Args:
-        strategy: whose replicas run it.
-        fn: a tf.function.
+        strategy: the strategy whose replicas run the function.
+        fn: a `tf.function`.
         run: `call_for_each_replica`.
     """
     with _lock:

@@ -1,22 +1,22 @@
-"""Variables that replicas create inside a run: replica 0 creates each one, the others are given the same.
+"""Variables that replicas create inside a run: replica 0 creates each one, the other replicas get the same variable.
 
-Under a strategy's scope, one call of `tf.Variable` makes a distributed variable with a component on every
-device. If each of N replicas made its own there would be N of them, so a variable creator on each replica
-thread lets the first through and hands its variable to the rest.
+Under a strategy's scope, one call of `tf.Variable` makes a distributed variable with a component on every device. If
+each of N replicas made its own, there would be N distributed variables. So each replica thread has a variable creator.
+On replica 0 it creates the variable; on the other replicas it returns that variable.
 
-Which of replica 0's variables is meant by a replica's k-th request under a name? The k-th of that name: a
-replica runs the same code, so it asks in the same order. Names are compared without the numbers that
+Which of replica 0's variables does the k-th request of a replica under a name mean? It means the k-th variable of that
+name: all replicas run the same code, so they ask in the same order. Names are compared without the numbers that
 TensorFlow adds to make them unique.
 
-With `concurrent=True` code such as `if self.v is None: self.v = tf.Variable(...)`, run by several replicas at
-once, finds some variables made and others not, and which request is meant cannot be told in every case. So
-a function that has not yet run without creating variables is not run all at once: replica 0 gets a head
-start, and when it creates a variable in it, the others wait for its next pause (`Run`, `builds`).
+With `concurrent=True`, several replicas may run `if self.v is None: self.v = tf.Variable(...)` at once. Some of them
+find the variable made and others do not, and in some cases nothing shows which request means which variable. So a
+function that has not yet run without creating variables does not run on all replicas at once. Replica 0 gets a head
+start. If replica 0 creates a variable during it, the other replicas wait for its next pause (`Run`, `builds`).
 
-What is left is a variable created later than that, by a function that created none before. A request that
-comes before replica 0 has made the variable waits, until it is there or replica 0 cannot make it any more.
-Requests are matched by the calls that led to them as well as by name, and by order only when no variable
-came from the same calls.
+One case remains: a function that created no variable before creates one after the head start. A request that arrives
+before replica 0 has made the variable waits until the variable exists, or until replica 0 cannot make it any more.
+Requests are then matched by their name and by the calls that led to them. They are matched by order only if no
+variable came from the same calls.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from replica_engine.engine import Replica, State
 from replica_engine.errors import ReplicaUnwound, VariableMismatchError
 
 _ADDED_NUMBER = re.compile(r"_\d+(?=/|$)")
-_LOOK_AGAIN = 0.05  # seconds between looks at whether replica 0 can still make a variable
+_LOOK_AGAIN = 0.05  # seconds between checks of whether replica 0 can still make a variable
 
 SEED_STEP = 0x9E3779B9
-"""Between the seeds of neighbouring replicas: 2**32 / golden ratio, so that they are far apart."""
+"""The difference between the seeds of neighbouring replicas: 2**32 / golden ratio, which keeps seeds far apart."""
 
 
 class _Created(NamedTuple):
@@ -45,10 +45,10 @@ class _Created(NamedTuple):
 
 
 class SharedVariables:
-    """The variables created in one run, by replica 0, for all.
+    """The variables that replica 0 creates in one run, for all replicas.
 
     Args:
-        concurrent: whether replicas run at the same time, and so have to wait for each other here.
+        concurrent: whether replicas run at the same time, so that they must wait for each other here.
     """
 
     def __init__(self, concurrent: bool):
@@ -91,7 +91,8 @@ class SharedVariables:
     def _find(self, name: str, calls: tuple, taken: set[int], first: Replica) -> int | None:
         with self._changed:
             while True:
-                # Read first: what replica 0 created before it stopped must be seen below.
+                # Checked before the list is read: the list must show everything that replica 0 created before it
+                # stopped.
                 no_more = not self._concurrent or first.over or first.state is State.PAUSED
                 same_name = [
                     index for index, created in enumerate(self._created) if created.name == name and index not in taken
@@ -111,7 +112,7 @@ def _plain_name(name: str | None) -> str:
 
 
 def _calls() -> tuple:
-    """The calls that led here on this thread, as code and line."""
+    """The calls on this thread that led here, each as code object and line."""
     calls = []
     frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_name != "execute":

@@ -1,8 +1,8 @@
-"""From N values, one a replica, to one distributed value, and back.
+"""Converts N values, one per replica, to one distributed value, and back.
 
-`regroup` turns what N replicas returned (or passed to a merge call) into one structure of the same shape
-whose leaves are distributed values. `select` is its inverse: one replica's part. For every list `values`
-of N like structures, `select(i, regroup(values, ...))` equals `values[i]`.
+`regroup` turns the N values that replicas returned (or passed to a merge call) into one structure of the same shape
+whose leaves are distributed values. `select` is its inverse: it returns one replica's part. For every list `values` of
+N structures of the same shape, `select(i, regroup(values, ...))` equals `values[i]`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from replica_engine.values.structure import Level, open_level
 
 
 def regroup(values: Sequence[Any], what: str = "The values of the replicas", name: str = "result") -> Any:
-    """Groups N like structures into one.
+    """Groups N structures of the same shape into one.
 
-    A leaf that is the very same object on all replicas stays as it is (None, small integers, a mirrored
-    variable, a value from outside); components of one distributed variable become that variable; anything
-    else becomes a `PerReplica` of the N leaves.
+    A leaf that is the very same object on all replicas stays unchanged (None, a small integer, a mirrored variable, a
+    value from outside). The components of one distributed variable become that variable. All other leaves become a
+    `PerReplica` of the N leaves.
 
     Args:
-        values: one structure a replica.
-        what: what these are, for an error.
-        name: how an error's path begins.
+        values: one structure per replica.
+        what: a description of the values, for errors.
+        name: the start of the path that an error shows.
 
     Raises:
-        StructureMismatchError: two replicas differ in structure; it says where.
+        StructureMismatchError: two replicas differ in structure; the error says where.
         ReplicaValueError: a structure contains itself.
 
     Example:
@@ -44,11 +44,11 @@ def regroup(values: Sequence[Any], what: str = "The values of the replicas", nam
 
 
 def select(replica: int, value: Any) -> Any:
-    """One replica's part of a structure of distributed and ordinary values.
+    """Returns one replica's part of a structure of distributed and ordinary values.
 
-    Distributed variables stay whole: inside a replica they stand for that replica's component. A dataclass
-    with nothing to select stays the same object; lists, tuples and mappings are always new ones, so that a
-    replica may change its own.
+    A distributed variable stays whole: inside a replica it stands for that replica's component. A dataclass without
+    distributed values stays the same object. Lists, tuples and mappings are always new objects, so that a replica may
+    change them.
     """
     if isinstance(value, distribute.DistributedVariable):
         return value
@@ -63,15 +63,15 @@ def select(replica: int, value: Any) -> Any:
 
 
 def parts(value: Any, size: int, name: str) -> list[Any]:
-    """What each of `size` replicas gets of a structure: all that `select` gives, checked before any of them starts.
+    """Splits a structure into the parts of `size` replicas, as `select` does, and checks it before a replica starts.
 
     Args:
         value: the structure.
-        size: how many replicas there are.
-        name: how an error's path begins: "args".
+        size: the number of replicas.
+        name: the start of the path that an error shows, such as "args".
 
     Raises:
-        ReplicaValueError: a distributed value is of another number of replicas, or the structure contains itself.
+        ReplicaValueError: a distributed value has another number of components, or the structure contains itself.
 
     Example:
         >>> parts({"rate": 0.1}, 2, "kwargs")
@@ -84,18 +84,18 @@ def parts(value: Any, size: int, name: str) -> list[Any]:
 
 
 def spread(value: Any, size: int, name: str) -> Any:
-    """The arguments of a call, where all of them are one distributed value: a structure of distributed values.
+    """Converts arguments that are one distributed value as a whole to a structure of distributed values.
 
     `call_for_each_replica(fn, args=PerReplica([[a], [b]]))` is `call_for_each_replica(fn, args=[PerReplica([a, b])])`.
 
     Args:
         value: the positional or the keyword arguments.
-        size: how many replicas there are.
+        size: the number of replicas.
         name: "args" or "kwargs".
 
     Raises:
-        ReplicaValueError: it is of another number of replicas, or of something else than lists or mappings.
-        StructureMismatchError: two replicas have other numbers of arguments, or arguments of other structures.
+        ReplicaValueError: `value` has another number of components, or they are not lists or not mappings.
+        StructureMismatchError: two replicas have different numbers of arguments, or arguments of different structures.
     """
     if not isinstance(value, distribute.DistributedValues):
         return value
@@ -113,7 +113,7 @@ def _parts(value: Any, size: int, name: str) -> list[Any]:
             raise ReplicaValueError.other_size(name, len(value.values), size)
         return list(value.values)
     kind = type(value)
-    if kind is list or kind is tuple:  # the most common ones, in a third of the time
+    if kind is list or kind is tuple:  # the most common types; this takes a third of the time
         of_children = [_parts(child, size, f"{name}[{index}]") for index, child in enumerate(value)]
         return [kind(each) for each in zip(*of_children, strict=True)] if value else [kind() for _ in range(size)]
     if kind is dict:
@@ -130,7 +130,7 @@ def _regroup(values: Sequence[Any], what: str, name: str) -> Any:
     first = values[0]
     kind = type(first)
     if (kind is list or kind is tuple) and all(type(value) is kind and len(value) == len(first) for value in values):
-        columns = enumerate(zip(*values, strict=True))  # the most common ones, in a third of the time
+        columns = enumerate(zip(*values, strict=True))  # the most common types; this takes a third of the time
         return kind([_regroup(column, what, f"{name}[{index}]") for index, column in columns])
     if kind is dict and all(type(value) is dict and value.keys() == first.keys() for value in values):
         return {key: _regroup([value[key] for value in values], what, f"{name}[{key!r}]") for key in first}
@@ -152,9 +152,9 @@ def _regroup(values: Sequence[Any], what: str, name: str) -> Any:
 
 
 def _differs(value: Any, inside: frozenset[int]) -> bool:
-    """Whether there is anything in a structure of which each replica gets its own.
+    """Whether a structure contains a value that differs between replicas.
 
-    `inside` has the ids of the values around it: dataclasses may refer to each other in circles.
+    `inside` has the ids of the structures around `value`, because dataclasses may refer to each other in cycles.
     """
     if isinstance(value, distribute.DistributedValues):
         return not isinstance(value, distribute.DistributedVariable)
@@ -178,14 +178,14 @@ def _open_like(level: Level, first: Any, value: Any, what: str, name: str, repli
 def _regroup_leaf(values: Sequence[Any]) -> Any:
     first = values[0]
     same = all(value is first for value in values[1:])
-    if type(first) is EagerTensor:  # belongs to no variable
+    if type(first) is EagerTensor:  # an eager tensor belongs to no variable
         return first if same else distribute.PerReplica(tuple(values))
     if same and isinstance(first, distribute.DistributedVariable):
         return first
     container = distribute.value_container(first)
     if same and container is first:
         return first
-    # With one replica a component is the same on "all" of them, and still stands for its variable.
+    # With one replica, a component is the same object on "all" replicas, but it still represents its variable.
     is_component = container is not first and not isinstance(first, distribute.UnreadVariable)
     if is_component and all(distribute.value_container(value) is container for value in values):
         return container

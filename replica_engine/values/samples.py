@@ -1,6 +1,7 @@
-"""Samples of a batch: how many there are, and some of them. Of any structure of tensors, ragged and sparse ones too.
+"""The samples of a batch: how many there are, and how to take, pad and join them.
 
-What has no rows (None, a scalar) is the same for every part of a batch.
+A batch is any structure of tensors, which may be ragged or sparse. A leaf without rows (None, a scalar) is the same in
+every part of a batch.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ _PARTS = ("x", "y", "sample_weight")
 
 
 def as_tensors(batch: Any) -> Any:
-    """The batch with tensors for its arrays, and None for what Keras has an empty optional for.
+    """Converts the arrays of a batch to tensors, and the empty optionals of Keras to None.
 
     Raises:
-        ReplicaValueError: something in it is no tensor and cannot become one.
+        ReplicaValueError: a leaf is not a tensor and cannot become one.
     """
     try:
         tensors = tf.nest.map_structure(_as_tensor, batch)
     except RecursionError:
         raise ReplicaValueError.endless("the arrays of a batch") from None
     for leaf in tf.nest.flatten(tensors):
-        if isinstance(leaf, int):  # a bytearray is a sequence to tf.nest, and takes tensors for ints
+        if isinstance(leaf, int):  # tf.nest treats a bytearray as a sequence, and returns its bytes as ints
             raise ReplicaValueError.no_tensor("An array of a batch", batch, "it has a bytearray in it")
     return tensors
 
 
 def count(batch: Any) -> int:
-    """How many samples an eager batch has.
+    """The number of samples of an eager batch.
 
     Raises:
-        BatchError: its arrays have different numbers of samples, or it has none.
+        BatchError: the arrays have different numbers of samples, or the batch has no array.
     """
     found = []
     for name, part in zip(_PARTS, _parts(batch), strict=False):
@@ -55,7 +56,7 @@ def count(batch: Any) -> int:
 
 
 def named(batch: Any) -> list[tuple[str, Any]]:
-    """The leaves of a batch, each with its name: "x['words']", "y"."""
+    """The leaves of a batch, each with its name, for example "x['words']" or "y"."""
     return [leaf for name, part in zip(_PARTS, _parts(batch), strict=False) for leaf in _leaves(name, part)]
 
 
@@ -72,22 +73,22 @@ def _parts(batch: Any) -> tuple:
 
 
 def count_in_graph(batch: Any) -> Any:
-    """How many samples a batch has; a Python int where that is known while a graph is built."""
+    """The number of samples of a batch; a Python int if it is known while a graph is built, otherwise a tensor."""
     return next(_rows(leaf) for leaf in tf.nest.flatten(batch) if _has_rows(leaf))
 
 
 def take(batch: Any, start: Any, stop: Any) -> Any:
-    """The samples from `start` up to `stop`, ints or scalar tensors."""
+    """The samples from `start` up to but not including `stop`; both are ints or scalar tensors."""
     return _map(lambda leaf: _take(leaf, start, stop), batch)
 
 
 def pad(batch: Any, more: Any) -> Any:
-    """The batch with its last sample `more` times again."""
+    """The batch with `more` copies of its last sample appended."""
     return _map(lambda leaf: _pad(leaf, more), batch)
 
 
 def blank(batch: Any) -> Any:
-    """A batch of one sample of zeros, like those of a batch that has none."""
+    """A batch of one sample of zeros, with the shapes and dtypes of `batch`, which has no samples."""
 
     def zeros(leaf: Any) -> Any:
         return tf.zeros([1, *leaf.shape[1:]], leaf.dtype) if isinstance(leaf, tf.Tensor) else leaf
@@ -96,7 +97,7 @@ def blank(batch: Any) -> Any:
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """One batch of several, in order.
+    """Concatenates several batches, in order, to one batch.
 
     Raises:
         ReplicaValueError: a leaf has no rows.
@@ -105,12 +106,12 @@ def join(parts: Sequence[Any]) -> Any:
 
 
 def views(batch: Any) -> Any:
-    """The batch with NumPy arrays that look at its tensors, where there can be such."""
+    """The batch with NumPy arrays instead of dense tensors; an array shares the tensor's memory where it can."""
     return tf.nest.map_structure(lambda leaf: leaf.numpy() if isinstance(leaf, tf.Tensor) else leaf, batch)
 
 
 def generalized(batch: Any) -> Any:
-    """The specification of batches of any number of samples that are otherwise like this one."""
+    """The specification of batches that are like this one except for their number of samples."""
 
     def spec(leaf: Any) -> Any:
         if not isinstance(leaf, tf.Tensor) or not _has_rows(leaf):
@@ -121,12 +122,12 @@ def generalized(batch: Any) -> Any:
 
 
 def on_device(batch: Any) -> Any:
-    """The batch with tensors of its own, on the device in whose scope it is called."""
+    """The batch with copies of its tensors on the device whose scope is current."""
     return tf.nest.map_structure(lambda leaf: tf.identity(leaf) if isinstance(leaf, tf.Tensor) else leaf, batch)
 
 
 def are_of(outputs: Any, count: Any) -> Any:
-    """Whether all outputs have a row for each of `count` samples; a tensor where that is not known in a graph."""
+    """Whether all outputs have `count` rows; a tensor if a graph is built and does not yet know."""
     leaves = tf.nest.flatten(outputs)
     if not all(_has_rows(leaf) for leaf in leaves):
         return False
@@ -134,7 +135,7 @@ def are_of(outputs: Any, count: Any) -> Any:
 
 
 def described(batch: Any) -> str:
-    """The shapes of a batch, without the number of samples, for messages."""
+    """The shapes of a batch without the number of samples, for messages."""
     leaves = [leaf for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
     return ", ".join(f"{tf.as_dtype(leaf.dtype).name}{[None, *leaf.shape[1:]]}" for leaf in leaves)
 
@@ -185,7 +186,7 @@ def _pad(leaf: Any, more: Any) -> Any:
 
 
 def _pad_sparse(leaf: tf.SparseTensor, more: Any) -> tf.SparseTensor:
-    """The last row again, in as many rows after it."""
+    """Appends the last row `more` times."""
     more = tf.cast(more, tf.int64)
     total = leaf.dense_shape[0]
     in_last = leaf.indices[:, 0] == total - 1

@@ -1,8 +1,8 @@
-"""Nested structures, one level at a time: what a value contains, and how to build it again.
+"""Nested structures, one level at a time: the values that a structure contains, and how to rebuild it.
 
-Knows lists, tuples, namedtuples, mappings, dataclasses, attrs classes, and classes that take part in
-`tf.nest` through `__tf_flatten__`. Everything else is a leaf: tensors, variables, composite tensors, None,
-Python scalars, strings.
+This module handles lists, tuples, namedtuples, mappings, dataclasses, attrs classes, and classes that take part in
+`tf.nest` through `__tf_flatten__`. Every other value is a leaf: tensors, variables, composite tensors, None, Python
+scalars, strings.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Level(NamedTuple):
     """One level of a structure.
 
     Attributes:
-        kind: what it is, in words that are equal for structures that may be grouped.
-        names: how the path goes on to each child: "[0]", "['loss']", ".field".
-        children: the values there.
-        rebuild: makes the like structure of other children.
-        static: what is rebuilt along with the children and is none of them.
+        kind: a description; structures whose descriptions are equal may be grouped.
+        names: for each child, the next part of the path to it: "[0]", "['loss']", ".field".
+        children: the values at this level.
+        rebuild: makes the same structure from other children.
+        static: data that `rebuild` keeps and that is not a child.
     """
 
     kind: str
@@ -40,7 +40,7 @@ def open_level(value: Any, like: Any = None) -> Level | None:
 
     Args:
         value: the structure.
-        like: a mapping whose order of keys to follow, so that mappings that differ only in order compare.
+        like: a mapping whose order of keys to follow, so that mappings which differ only in order can be compared.
     """
     if type(value) in _LEAVES:
         return None
@@ -52,7 +52,7 @@ def open_level(value: Any, like: Any = None) -> Level | None:
         return _open_mapping(value, like)
     if isinstance(value, type):
         return None
-    if hasattr(type(value), "__tf_flatten__"):  # of the class: a distributed variable reads its value to answer
+    if hasattr(type(value), "__tf_flatten__"):  # asked of the class: a distributed variable would read its value
         metadata, children = value.__tf_flatten__()
         return Level(
             f"a {type(value).__name__}",
@@ -68,7 +68,7 @@ def open_level(value: Any, like: Any = None) -> Level | None:
     return None
 
 
-# The most common ones, which take the longest to be told from structures.
+# The most common leaves, which the checks above would recognize last.
 _LEAVES = frozenset((type(None), bool, int, float, str, EagerTensor, PerReplica, Mirrored))
 
 
@@ -108,8 +108,8 @@ def _open_fields(value: Any, names: list[str]) -> Level:
     names = [name for name in names if hasattr(value, name)]
 
     def rebuild(children: Sequence[Any]) -> Any:
-        # Not through __init__, which may have other arguments, defaults and side effects; and past the
-        # __setattr__ of frozen classes.
+        # Not through __init__, which may have other arguments, defaults and side effects. object.__setattr__ also sets
+        # the fields of frozen classes.
         new = copy.copy(value)
         for name, child in zip(names, children, strict=True):
             object.__setattr__(new, name, child)

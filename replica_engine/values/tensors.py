@@ -1,4 +1,4 @@
-"""Values become tensors, or an error names the one that cannot."""
+"""Converts values to tensors; if a value cannot become a tensor, the error names it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from replica_engine.errors import ReplicaValueError
 
 
 def as_tensor(value: Any, name: str) -> tf.Tensor:
-    """`tf.convert_to_tensor`, whose errors come from wherever its attempts ended.
+    """Converts a value like `tf.convert_to_tensor`, with one clear error instead of TensorFlow's many.
 
     Args:
-        value: a tensor, or anything that may become one.
-        name: what it is, for the error: "args[0]".
+        value: a tensor, or a value that may become one.
+        name: the name of the value for the error, such as "args[0]".
 
     Raises:
-        ReplicaValueError: it cannot become one, or contains itself.
+        ReplicaValueError: the value cannot become a tensor, or contains itself.
     """
     if isinstance(value, tf.Tensor):
         return value
     if isinstance(value, tf.Variable):
-        return tf.convert_to_tensor(value)  # reading one has errors of its own
+        return tf.convert_to_tensor(value)  # a variable that cannot be read raises its own error
     try:
         return tf.convert_to_tensor(value)
     except RecursionError:

@@ -1,9 +1,9 @@
-"""Batches of any number of samples in custom loops: shared out evenly, with weights that leave the padding out.
+"""Batches of any size in custom training loops: split evenly, with weights that exclude the padding.
 
-A compiled program has one shape on all replicas, and 13 samples on 4 replicas make shares of 4, 3, 3 and 3. So the
-batch is padded to 16 with copies of its last sample, and each row has a weight: one in 13 for a sample, nothing for a
-copy. A loss that is the sum of the rows' losses times the weights, summed over replicas, is the mean over the 13
-samples, and its gradients, summed over replicas, are those of the mean.
+A compiled program needs the same shapes on all replicas, but 13 samples on 4 replicas make shares of 4, 3, 3 and 3. So
+the batch is padded to 16 rows with copies of its last sample, and each row gets a weight: 1/13 for a sample, 0 for a
+copy. A loss that sums the rows' losses times the weights, summed over replicas, is the mean over the 13 samples. The
+gradients of this loss, summed over replicas, are the gradients of the mean.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from replica_engine.values.regroup import parts, regroup
 
 
 def split_batch(strategy: tf.distribute.Strategy, batch: Any, batch_size: int | None = None) -> tuple[Any, Any]:
-    """Shares a batch out to the replicas of a strategy, whatever its size: not divisible, smaller than N, or empty.
+    """Splits a batch over the replicas of a strategy, also if its size is not divisible by N, less than N, or 0.
 
     Args:
-        strategy: on whose replicas it will run.
-        batch: a structure of arrays or tensors whose first dimension is the samples'; None in it stays None.
-        batch_size: how many samples the largest batch has. A smaller one, such as the last of a data set, is padded to
-            the same shapes, so that the same compiled program serves. None pads to the next multiple of N only.
+        strategy: the strategy whose N replicas will process the batch.
+        batch: a structure of arrays or tensors whose first dimension is the samples; None stays None.
+        batch_size: the number of samples of the largest batch. A smaller batch, such as the last one of a dataset, is
+            padded to the same shapes, so that the same compiled program can run it. None pads only to the next multiple
+            of N.
 
     Returns:
-        The shares, with N equal numbers of rows and in the order of the samples, and the weights of the rows: float32
-        vectors with 1 / n for each of the n samples, and 0 for padding. Both are for the `args` of `strategy.run`.
+        The shares and the weights, both for the `args` of `strategy.run`. The shares have equal numbers of rows, in the
+        order of the samples. The weights are a float32 vector per replica: 1 / n for each of the n samples, 0 for
+        padding.
 
     Raises:
-        BatchError: arrays of different lengths, none at all, or more samples than `batch_size`.
-        ReplicaValueError: something in it cannot become a tensor, or `batch_size` is no number of samples.
+        BatchError: arrays have different lengths, the batch has no array, or it has more than `batch_size` samples.
+        ReplicaValueError: a leaf cannot become a tensor, or `batch_size` is not a number of samples.
 
     Example:
         >>> import tensorflow as tf, replica_engine
@@ -68,19 +70,20 @@ def split_batch(strategy: tf.distribute.Strategy, batch: Any, batch_size: int | 
 
 
 def join_outputs(strategy: tf.distribute.Strategy, outputs: Any, count: int | None = None) -> Any:
-    """What replicas returned for their shares, as one batch in the order of the samples.
+    """Joins the outputs of the replicas for their shares to one batch, in the order of the samples.
 
     Args:
-        strategy: on whose replicas it ran.
-        outputs: what `strategy.run` returned: of each replica a structure of tensors, with a row for each of its rows.
-        count: how many samples the batch had; what comes after is padding. None keeps all rows.
+        strategy: the strategy whose replicas processed the shares.
+        outputs: the result of `strategy.run`: for each replica a structure of tensors, with one row per row of its
+            share.
+        count: the number of samples of the batch; rows after it are padding and are dropped. None keeps all rows.
 
     Returns:
         The structure with the rows of all replicas.
 
     Raises:
-        StructureMismatchError: replicas returned different structures.
-        ReplicaValueError: they returned what has no rows, or `count` is no number of rows.
+        StructureMismatchError: the replicas returned different structures.
+        ReplicaValueError: an output has no rows, or `count` is not a number of rows.
 
     Example:
         >>> import tensorflow as tf, replica_engine
@@ -102,12 +105,12 @@ def _check_strategy(strategy: Any) -> None:
 
 
 def _number(name: str, value: Any) -> Any:
-    """A number of rows; integers of NumPy and TensorFlow too, also those of a graph."""
+    """Checks a number of rows: an int, an integer of NumPy or TensorFlow, or an integer tensor of a graph."""
     if value is None or _is_symbolic_number(value):
         return value
     try:
         number = operator.index(value)
-    except Exception:  # tensors of TensorFlow have errors of their own
+    except Exception:  # TensorFlow's tensors raise errors of other classes here
         raise ReplicaValueError.bad_rows(name, value) from None
     if isinstance(value, bool) or number < 0:
         raise ReplicaValueError.bad_rows(name, value)

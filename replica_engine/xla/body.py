@@ -18,6 +18,7 @@ from replica_engine._tf import autograph, eager, xla_ops
 from replica_engine.diagnostics.flight_record import Collective, LaunchRecord
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import CollectiveError, NotInBodyError
+from replica_engine.xla import growing_arrays
 
 _thread = threading.local()
 _OF_ONE_REPLICA = ("replica_id", "num_replicas")
@@ -139,7 +140,7 @@ class Body:
         before = in_body(), getattr(_thread, "calls", None), getattr(_thread, "collectives", None)
         _thread.body, _thread.calls, _thread.collectives = self, host_calls, collectives
         try:
-            with xla_ops.xla_context(), self.random.replacing():
+            with xla_ops.xla_context(), self.random.replacing(), growing_arrays.checked(self.moves_ops):
                 yield
         finally:
             _thread.body, _thread.calls, _thread.collectives = before

@@ -16,11 +16,11 @@ if sys.version_info >= (3, 11):  # which jax needs
 else:
     collect_ignore = ["test_collectives.py", "test_replicate.py", "test_run_steps.py"]
 
-pytest.register_assert_rewrite("outcomes")
+pytest.register_assert_rewrite("helpers.outcomes")
 
 
 def _witness(kind):
-    from outcomes import Witness  # not above: its assertions have to be rewritten first
+    from helpers.outcomes import Witness  # not above: its assertions have to be rewritten first
 
     witness = Witness(KINDS[kind]())
     witness.check()

@@ -2,16 +2,16 @@
 
 import numpy as np
 import pytest
-from catalog import endless
+from helpers.bad_inputs import endless
+from helpers.bad_values import examples, garbage
+from helpers.outcomes import attempt
 from hypothesis import given
 from hypothesis import strategies as st
-from outcomes import attempt
 from tensorflow.python.distribute.values import PerReplica
-from values import examples, garbage
 
 from replica_engine import xla
 from replica_engine.errors import ReplicaValueError
-from replica_engine.xla.stages import counts
+from replica_engine.xla import counts
 
 INPUTS = [[np.float32([[1, 2], [3, 4]])], [np.float32([[5, 6], [7, 8]])]]
 SMALL = st.integers(-3, 3)

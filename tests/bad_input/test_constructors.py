@@ -4,11 +4,11 @@ import sys
 
 import pytest
 import tensorflow as tf
-from catalog import PYTHON
+from helpers.bad_inputs import PYTHON
+from helpers.bad_values import examples, garbage, of
+from helpers.outcomes import attempt
 from hypothesis import given
 from hypothesis import strategies as st
-from outcomes import attempt
-from values import examples, garbage, of
 
 from replica_engine import MirroredStrategy
 from replica_engine.errors import DeviceError, ReplicaEngineError

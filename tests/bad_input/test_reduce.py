@@ -5,13 +5,13 @@ import math
 import numpy as np
 import pytest
 import tensorflow as tf
-from catalog import ENDLESS
+from helpers.bad_inputs import ENDLESS
+from helpers.bad_values import examples, garbage, structures
+from helpers.outcomes import attempt
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from outcomes import attempt
 from tensorflow.python.distribute.values import PerReplica
-from values import examples, garbage, structures
 
 from replica_engine.errors import ReplicaEngineError, ReplicaValueError
 
@@ -143,7 +143,7 @@ def test_the_operation_is_sum_or_mean(both, op):
 
 @pytest.mark.parametrize("axis", ["0", 0.5, [None], tf.constant([1.0])])
 def test_the_axis_is_an_int(both, axis):
-    with pytest.raises(ReplicaValueError, match="`axis` is an int"):
+    with pytest.raises(ReplicaValueError, match="`axis` must be an int"):
         both.strategy.reduce("MEAN", PerReplica([tf.ones([2]), tf.ones([2])]), axis=axis)
 
 

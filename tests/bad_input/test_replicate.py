@@ -2,11 +2,11 @@
 
 import pytest
 import tensorflow as tf
-from catalog import ENDLESS, OTHER_NUMBERS
+from helpers.bad_inputs import ENDLESS, OTHER_NUMBERS
+from helpers.bad_values import examples, garbage, of, structures
+from helpers.outcomes import assert_same, attempt, leaves, part
 from hypothesis import given
 from hypothesis import strategies as st
-from outcomes import assert_same, attempt, leaves, part
-from values import examples, garbage, of, structures
 
 from replica_engine import xla
 from replica_engine.errors import ReplicaEngineError

@@ -7,12 +7,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from catalog import ARRAYS, COMPOSITES, ENDLESS, PYTHON, TENSORS
+from helpers.bad_inputs import ARRAYS, COMPOSITES, ENDLESS, PYTHON, TENSORS
+from helpers.bad_values import examples, garbage, of
+from helpers.outcomes import attempt
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from outcomes import attempt
-from values import examples, garbage, of
 
 from replica_engine.errors import ReplicateError, ReplicaValueError
 from replica_engine.keras import replicate_model

@@ -5,10 +5,10 @@ import contextlib
 import numpy as np
 import pytest
 import tensorflow as tf
-from catalog import DISTRIBUTED, ENDLESS, OTHER_NUMBERS, PYTHON, Refusal
+from helpers.bad_inputs import DISTRIBUTED, ENDLESS, OTHER_NUMBERS, PYTHON, Refusal
+from helpers.bad_values import examples, garbage, of, structures
+from helpers.outcomes import assert_same, attempt, leaves, part
 from hypothesis import given
-from outcomes import assert_same, attempt, leaves, part
-from values import examples, garbage, of, structures
 
 from replica_engine.errors import ReplicaEngineError
 

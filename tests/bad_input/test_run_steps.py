@@ -5,11 +5,21 @@ import itertools
 import numpy as np
 import pytest
 import tensorflow as tf
-from catalog import ARRAYS, COMPOSITES, DISTRIBUTED, ENDLESS, OTHER_NUMBERS, PYTHON, TENSORS, Refusal, endless
+from helpers.bad_inputs import (
+    ARRAYS,
+    COMPOSITES,
+    DISTRIBUTED,
+    ENDLESS,
+    OTHER_NUMBERS,
+    PYTHON,
+    TENSORS,
+    Refusal,
+    endless,
+)
+from helpers.bad_values import arrays, examples, garbage, of, structures
+from helpers.outcomes import attempt
 from hypothesis import given
 from hypothesis import strategies as st
-from outcomes import attempt
-from values import arrays, examples, garbage, of, structures
 
 from replica_engine.errors import ReplicaEngineError
 

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from catalog import ENDLESS, OTHER_NUMBERS
+from helpers.bad_inputs import ENDLESS, OTHER_NUMBERS
+from helpers.bad_values import arrays, examples, garbage, of, structures
+from helpers.outcomes import attempt
 from hypothesis import given
 from hypothesis import strategies as st
-from outcomes import attempt
 from tensorflow.python.distribute.values import PerReplica
-from values import arrays, examples, garbage, of, structures
 
 import replica_engine
 from replica_engine.errors import ReplicaEngineError, ReplicaValueError

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import sonnet as snt
 import tensorflow as tf
-from comparing import assert_close
-from sonnet_modules import MODULES, batch_of, on_one_device, on_replicas
-from sonnet_replicators import REPLICAS, REPLICATORS
+from helpers.comparing import assert_close
+from helpers.sonnet_modules import MODULES, batch_of, on_one_device, on_replicas
+from helpers.sonnet_replicators import REPLICAS, REPLICATORS
 
 # Convolutions, statistics that a call updates, a gather, a loop, and one of several layers.
 QUICK = ["BatchNorm", "Conv2D", "Embed", "LayerNorm", "dynamic_unroll(GRU)", "nets.VectorQuantizerEMA"]

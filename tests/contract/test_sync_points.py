@@ -129,7 +129,7 @@ def test_a_failed_run_leaves_a_file(make_strategy, tmp_path, monkeypatch):
     def step():
         two_meetings()
         if hasattr(strategy.extended, "device_group"):
-            replica_engine.xla.host_calls.outside_compilation(fails)
+            replica_engine.xla.outside_compilation(fails)
         else:
             fails()
 
@@ -137,7 +137,7 @@ def test_a_failed_run_leaves_a_file(make_strategy, tmp_path, monkeypatch):
     with pytest.raises(KeyError, match="mine") as caught:
         strategy.run(step)
     (path,) = folder.iterdir()
-    assert caught.value.__notes__[-1] == f"all that is known of the run: {path}"
+    assert caught.value.__notes__[-1] == f"the full record of the run: {path}"
     data = json.loads(path.read_text())
     assert data["error"]["type"] == "builtins.KeyError"
     assert any("fails" in line for line in data["error"]["traceback"])
@@ -160,7 +160,7 @@ def test_a_file_that_cannot_be_written_hides_nothing(make_strategy, tmp_path, mo
 
     def step():
         if hasattr(strategy.extended, "device_group"):
-            replica_engine.xla.host_calls.outside_compilation(fails)
+            replica_engine.xla.outside_compilation(fails)
         else:
             fails()
 

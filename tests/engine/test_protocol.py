@@ -6,7 +6,7 @@ import sys
 import threading
 
 import pytest
-from meeting import MEETING, meet
+from helpers.meeting import MEETING, meet
 
 from replica_engine.engine import GroupPool, Run, SyncGroup, SyncPoint, SyncRecord, current_replica
 from replica_engine.errors import MergeCallMismatchError, ReplicaTimeoutError, ReplicaUnwound
@@ -279,7 +279,9 @@ class TestTimeout:
             run_bodies(body, body, timeout=0.1)
         release.set()
         assert [row.state for row in raised.value.rows] == ["finished", "running"]
-        assert any(note.startswith("abandoned, it did not come back: replica 1") for note in raised.value.__notes__)
+        assert any(
+            note.startswith("abandoned, because it did not return: replica 1") for note in raised.value.__notes__
+        )
 
     def test_a_loop_in_python_is_interrupted(self):
         ended = threading.Event()

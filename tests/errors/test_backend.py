@@ -6,7 +6,7 @@ import jax
 import jaxlib
 import pytest
 import tensorflow as tf
-from golden import shows
+from helpers.golden import shows
 
 import replica_engine
 from replica_engine import TPUStrategy, xla

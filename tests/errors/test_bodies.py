@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 import tensorflow as tf
-from golden import shows
+from helpers.golden import shows
 
 from replica_engine import TPUStrategy, xla
 from replica_engine.errors import (
@@ -342,3 +342,14 @@ def test_a_variable_of_a_program_that_fails():
     except RuntimeError as error:
         print(type(error).__name__)
     print(weight.numpy())
+
+
+@shows(LoweringError.growing_array)
+def test_an_array_that_grows_without_soft_placement():
+    strategy = TPUStrategy(num_cores=2, soft_placement=False)
+
+    def step(x):
+        array = tf.TensorArray(tf.float32, size=0, dynamic_size=True)
+        return array.write(0, x).stack()
+
+    strategy.run(step, args=(tf.constant(1.0),))

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import tensorflow as tf
-from golden import shows
+from helpers.golden import shows
 
 from replica_engine import TPUStrategy, xla
 from replica_engine.errors import CollectiveError

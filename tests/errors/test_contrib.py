@@ -1,7 +1,7 @@
 """The names of 2018."""
 
 import tensorflow as tf
-from golden import shows
+from helpers.golden import shows
 
 from replica_engine.compat.contrib import TPUStrategy
 from replica_engine.errors import ContribError

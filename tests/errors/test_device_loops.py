@@ -1,7 +1,7 @@
 """Device loops: what `run_steps` cannot take, and what it adds to what ends its inputs."""
 
 import tensorflow as tf
-from golden import shows
+from helpers.golden import shows
 
 from replica_engine import TPUStrategy
 from replica_engine.errors import HostAccessError, InputsError, note_kept_steps

@@ -2,7 +2,7 @@
 
 import pytest
 import tensorflow as tf
-from golden import shows
+from helpers.golden import shows
 
 import replica_engine
 from replica_engine import MirroredStrategy

@@ -3,7 +3,7 @@
 import importlib.util
 import pathlib
 
-from golden import FOLDER
+from helpers.golden import FOLDER
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -5,7 +5,7 @@ import pickle
 import re
 
 import pytest
-from golden import FOLDER, compare, shown_by, shows, wordings
+from helpers.golden import FOLDER, compare, shown_by, shows, wordings
 
 from replica_engine import errors
 from replica_engine.errors import ContribError, DeviceError

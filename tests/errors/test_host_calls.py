@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import tensorflow as tf
-from golden import shows
+from helpers.golden import shows
 
 from replica_engine import TPUStrategy, xla
 from replica_engine.errors import (

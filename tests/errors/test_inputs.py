@@ -1,7 +1,7 @@
 """What replicated functions are called with, and from where."""
 
 import tensorflow as tf
-from golden import shows
+from helpers.golden import shows
 
 from replica_engine import MirroredStrategy, TPUStrategy, xla
 from replica_engine.errors import GraphModeError, InputsError, NotInBodyError, ReplicaMismatchError

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from golden import shows
+from helpers.golden import shows
 
 from replica_engine import MirroredStrategy, TPUStrategy, split_batch
 from replica_engine.errors import BatchError, OptimizerError, ReplicateError, many_batch_sizes, note_sparse_inputs

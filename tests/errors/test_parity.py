@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from golden import shows
+from helpers.golden import shows
 
 from replica_engine import MirroredStrategy
 from replica_engine.errors import DeviceError, ParityArgumentError, ParityError

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import tensorflow as tf
-from golden import shows
+from helpers.golden import shows
 
 from replica_engine import MirroredStrategy
 from replica_engine.engine import run

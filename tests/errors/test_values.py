@@ -2,7 +2,7 @@
 
 import numpy as np
 import tensorflow as tf
-from golden import shows
+from helpers.golden import shows
 
 from replica_engine import MirroredStrategy, TPUStrategy, join_outputs, split_batch
 from replica_engine.errors import ReplicaValueError

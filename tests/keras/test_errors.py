@@ -46,7 +46,7 @@ def test_a_model_that_was_called_is_replicated(both):
 
 @pytest.mark.parametrize("given", [None, 3, "model", keras.layers.Dense(1), small, keras.Sequential, tf.Module()])
 def test_only_keras_models_are_replicated(given):
-    with pytest.raises(ReplicateError, match=r"takes a Keras 3 model \(keras\.Model\), and got "):
+    with pytest.raises(ReplicateError, match=r"takes a Keras 3 model \(keras\.Model\); got "):
         replicate_model(given)
 
 

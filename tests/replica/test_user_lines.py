@@ -136,7 +136,7 @@ def test_of_what_is_used_where_there_is_no_body():
     def total(x):
         return add_up(x)
 
-    with pytest.raises(errors.NotInBodyError, match=f"there is none at {__file__}:[0-9]+ in add_up"):
+    with pytest.raises(errors.NotInBodyError, match=f"was called outside one at {__file__}:[0-9]+ in add_up"):
         total(tf.constant(1.0))
 
 

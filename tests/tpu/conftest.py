@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from loop_steps import THREAD, Noting
+from helpers.loop_steps import THREAD, Noting
 
 from replica_engine import TPUStrategy, xla
 from replica_engine.compat import contrib

@@ -31,6 +31,7 @@ def test_numbers_may_be_of_numpy():
     strategy = TPUStrategy(num_cores=np.int64(3), steps_per_run=np.int64(2))
     assert strategy.num_replicas_in_sync == 3
     assert strategy.steps_per_run == 2
+    assert TPUStrategy(num_cores=1, steps_per_run=7).extended.steps_per_run == 7  # of a strategy that is gone
 
 
 def test_there_is_an_end_to_cpu_devices():

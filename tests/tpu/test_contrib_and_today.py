@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from towers import SUM, spread, variable
+from helpers.towers import SUM, spread, variable
 
 import replica_engine
 from replica_engine import xla

@@ -5,7 +5,7 @@ import collections
 import numpy as np
 import pytest
 import tensorflow as tf
-from towers import FIRST, HOST, MEAN, NONE, SUM, make, numbers, one_shot, sums, variable
+from helpers.towers import FIRST, HOST, MEAN, NONE, SUM, make, numbers, one_shot, sums, variable
 
 from replica_engine.compat import contrib
 from replica_engine.errors import ContribError
@@ -57,7 +57,7 @@ def test_an_output_in_tower_context_needs_an_aggregation(distribution):
 
 def test_an_output_with_no_such_aggregation_says_which_there_are(distribution):
     step_fn = lambda context, x: context.set_last_step_output("x", x, "MEDIAN")  # noqa: E731
-    with pytest.raises(ContribError, match=r"MEDIAN; it is one of SUM, MEAN, ONLY_FIRST_TOWER"):
+    with pytest.raises(ContribError, match=r"MEDIAN\. The aggregation must be one of SUM, MEAN, ONLY"):
         distribution.run_steps_on_dataset(step_fn, one_shot(distribution, numbers(2)))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import tensorflow as tf
-from towers import FIRST, HOST, MEAN, SUM, each, make, numbers, one_shot, spread
+from helpers.towers import FIRST, HOST, MEAN, SUM, each, make, numbers, one_shot, spread
 
 from replica_engine import xla
 from replica_engine.compat import contrib

@@ -2,7 +2,7 @@
 
 import pytest
 import tensorflow as tf
-from towers import FIRST, HOST, MEAN, NONE, SUM, each, merged, named, spread, variable
+from helpers.towers import FIRST, HOST, MEAN, NONE, SUM, each, merged, named, spread, variable
 
 from replica_engine.errors import ContribError
 
@@ -62,7 +62,7 @@ def test_batch_reduce_reduces_each(distribution):
 @pytest.mark.parametrize("aggregation", [NONE, "NONE", "MEDIAN", None, 7], ids=repr)
 def test_an_aggregation_that_does_not_reduce_says_which_do(distribution, aggregation):
     value = spread(distribution, 1.0, 3.0)
-    reason = r"cannot be reduced with the aggregation .*; it is one of SUM, MEAN, ONLY_FIRST_TOWER\."
+    reason = r"cannot be reduced with the aggregation .*\. The aggregation must be one of SUM, MEAN, ONLY_FIRST_TOWER\."
     with pytest.raises(ContribError, match=reason):
         distribution.reduce(aggregation, value, HOST)
     with pytest.raises(ContribError, match=reason):
@@ -74,7 +74,7 @@ def test_an_aggregation_that_does_not_reduce_says_which_do(distribution, aggrega
 @pytest.mark.parametrize("destinations", ["/device:GPU:0", "/device:CPU:1", [HOST, "/job:worker/device:CPU:0"]])
 def test_a_destination_that_is_not_the_host_says_what_to_write(distribution, destinations):
     value = spread(distribution, 1.0, 3.0)
-    reason = r"cannot be put on '/.*: outside a step all values are on the host\. Write '/job:localhost"
+    reason = r"cannot be put on '/.*: outside a step all values are on the host\. Pass '/job:localhost"
     for use in (
         lambda: distribution.reduce(SUM, value, destinations),
         lambda: distribution.batch_reduce(SUM, [(value, destinations)]),

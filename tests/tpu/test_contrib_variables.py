@@ -1,7 +1,7 @@
 """Variables with the contrib `TPUStrategy` of 2018: read, updated and colocated."""
 
 import tensorflow as tf
-from towers import HOST, MEAN, SUM, each, merged, spread, variable
+from helpers.towers import HOST, MEAN, SUM, each, merged, spread, variable
 
 
 def test_read_var_aggregates_what_towers_have_on_their_own(distribution):

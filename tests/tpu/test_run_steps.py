@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 import pytest
 import tensorflow as tf
-from loop_steps import SUM, at_once, hosted, numbers, total_of
+from helpers.loop_steps import SUM, at_once, hosted, numbers, total_of
 
 from replica_engine import xla
 

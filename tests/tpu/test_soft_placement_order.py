@@ -5,7 +5,7 @@ import collections
 import numpy as np
 import pytest
 import tensorflow as tf
-from on_two import on_two, plain
+from helpers.on_two import on_two, plain
 
 from replica_engine import TPUStrategy, xla
 from replica_engine.errors import LoweringError

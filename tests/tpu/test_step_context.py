@@ -2,7 +2,7 @@
 
 import pytest
 import tensorflow as tf
-from loop_steps import SUM, CustomError, numbers, replica_context, total_of
+from helpers.loop_steps import SUM, CustomError, numbers, replica_context, total_of
 
 from replica_engine.errors import LoweringError
 

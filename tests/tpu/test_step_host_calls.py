@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 import tensorflow as tf
-from loop_steps import SUM, CustomError, hosted, numbers, replica_context
+from helpers.loop_steps import SUM, CustomError, hosted, numbers, replica_context
 
 from replica_engine import xla
 

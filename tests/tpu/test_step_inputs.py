@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from loop_steps import PAIR, Counted, GetNext, floats, numbers
+from helpers.loop_steps import PAIR, Counted, GetNext, floats, numbers
 
 
 def test_of_a_distributed_data_set_each_replica_gets_its_share(two, noting):

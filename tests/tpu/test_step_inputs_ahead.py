@@ -11,7 +11,7 @@ import weakref
 import numpy as np
 import pytest
 import tensorflow as tf
-from loop_steps import SUM, THREAD, Noting, numbers, then_fail
+from helpers.loop_steps import SUM, THREAD, Noting, numbers, then_fail
 
 from replica_engine import xla
 from replica_engine.errors import ReplicaEngineError

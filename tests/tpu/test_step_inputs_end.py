@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from loop_steps import SUM, GetNext, floats, numbers, then_fail
+from helpers.loop_steps import SUM, GetNext, floats, numbers, then_fail
 
 from replica_engine import xla
 from replica_engine.errors import InputsError, ReplicaEngineError

@@ -2,7 +2,7 @@
 
 import pytest
 import tensorflow as tf
-from loop_steps import PAIR, Counted, numbers
+from helpers.loop_steps import PAIR, Counted, numbers
 
 from replica_engine.errors import InputsError
 

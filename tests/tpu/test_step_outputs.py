@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from loop_steps import looped, numbers, total_of
+from helpers.loop_steps import looped, numbers, total_of
 
 from replica_engine import xla
 from replica_engine.errors import LoweringError

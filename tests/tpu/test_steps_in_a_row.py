@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from loop_steps import FIRST, SUM, numbers, replica_context, total_of
+from helpers.loop_steps import FIRST, SUM, numbers, replica_context, total_of
 
 from replica_engine import xla
 from replica_engine.errors import VariableCreationError

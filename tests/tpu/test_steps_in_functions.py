@@ -2,7 +2,7 @@
 
 import pytest
 import tensorflow as tf
-from loop_steps import SUM
+from helpers.loop_steps import SUM
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from loop_steps import hosted, numbers, total_of
+from helpers.loop_steps import hosted, numbers, total_of
 
 from replica_engine.pjrt.executable import Executable
 

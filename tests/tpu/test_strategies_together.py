@@ -8,7 +8,7 @@ import numpy as np
 import psutil
 import pytest
 import tensorflow as tf
-from loop_steps import SUM, at_once
+from helpers.loop_steps import SUM, at_once
 
 from replica_engine import MirroredStrategy, TPUStrategy, xla
 from replica_engine.testing import logical_devices

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 import tensorflow as tf
-import weights
+from helpers import weights
 
 import replica_engine
 from benchmarks.fresh import in_fresh_process

@@ -344,11 +344,11 @@ class TestCollectives:
     @pytest.mark.parametrize(
         ("operation", "messages"),
         [
-            (lambda x: xla.all_gather(x, 1), ["all_gather along dimension 1", "(2,)"]),
-            (lambda x: xla.all_gather(x, -2), ["all_gather along dimension -2"]),
-            (lambda x: xla.all_gather(x[0], 1), ["dimension 1"]),
-            (lambda x: xla.all_to_all(x, 0, 5), ["all_to_all along dimension 5"]),
-            (lambda x: xla.all_to_all(x[0], 0, 0), ["all_to_all along dimension 0", "()"]),
+            (lambda x: xla.all_gather(x, 1), ["all_gather: axis 1", "(2,)"]),
+            (lambda x: xla.all_gather(x, -2), ["all_gather: axis -2"]),
+            (lambda x: xla.all_gather(x[0], 1), ["axis 1"]),
+            (lambda x: xla.all_to_all(x, 0, 5), ["all_to_all: axis 5"]),
+            (lambda x: xla.all_to_all(x[0], 0, 0), ["all_to_all: axis 0", "()"]),
             (lambda x: xla.all_to_all(tf.zeros([3]), 0, 0), ["length 3", "2 equal parts"]),
             (lambda x: xla.all_gather(tf.where(x > 1.0)), ["all_gather at ", "needs a shape", "(None, 1)"]),
             (lambda x: xla.all_reduce(x, "PRODUCT"), ["PRODUCT", "MAX, MEAN, MIN, SUM"]),

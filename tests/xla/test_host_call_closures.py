@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import tensorflow as tf
-from host_work import Point, add_one, on_two, values
+from helpers.host_work import Point, add_one, on_two, values
 
 from replica_engine import xla
 

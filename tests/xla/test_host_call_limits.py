@@ -2,7 +2,7 @@
 
 import pytest
 import tensorflow as tf
-from host_work import on_two, values
+from helpers.host_work import on_two, values
 
 from replica_engine import TPUStrategy, xla
 from replica_engine.errors import HostAccessError, HostResultError, NestedHostCallError, NotInBodyError
@@ -137,7 +137,7 @@ def test_tensors_that_it_cannot_see_are_an_error():
     [
         (lambda x: "text", r"dtype string,.*no device"),
         (lambda x: {"a": [x, tf.strings.as_string(x)]}, r"dtype string at result\['a'\]\[1\]"),
-        (lambda x: {"a": object()}, r"result\['a'\], which is no tensor"),
+        (lambda x: {"a": object()}, r"result\['a'\], which is not a tensor"),
         (xla.returns(tf.TensorSpec([None], tf.float32))(lambda x: x), r"shape \(None,\)"),
     ],
     ids=["text", "string", "object", "shape"],

@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 import tensorflow as tf
-from host_work import SCALAR, Point, on_two, values
+from helpers.host_work import SCALAR, Point, on_two, values
 
 from replica_engine import xla
 

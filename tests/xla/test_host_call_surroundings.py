@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import tensorflow as tf
-from host_work import on_two, values
+from helpers.host_work import on_two, values
 
 from replica_engine import xla
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from host_work import SCALAR, X, check_works
+from helpers.host_work import SCALAR, X, check_works
 
 from replica_engine import xla
 from replica_engine.errors import HostResultError
@@ -24,7 +24,7 @@ def line_of(text):
         (SCALAR, lambda x: int(x), ["int32", "float32"]),
         (SCALAR, lambda x: None, ["None", "a tensor"]),
         (SCALAR, lambda x: "text", ["string"]),
-        (SCALAR, lambda x: object(), ["object", "no tensor"]),
+        (SCALAR, lambda x: object(), ["object", "not a tensor"]),
         ([SCALAR] * 2, lambda x: (x, x), ["a tuple of length 2", "a list of length 2"]),
         ({"a": {"b": SCALAR}}, lambda x: {"a": {"c": x}}, ["result['a']", "'c'", "'b'"]),
         ({"a": [SCALAR, SCALAR]}, lambda x: {"a": [x, tf.stack([x])]}, ["result['a'][1]", "shape (1,)"]),

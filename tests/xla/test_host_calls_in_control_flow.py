@@ -2,7 +2,7 @@
 
 import pytest
 import tensorflow as tf
-from host_work import noting, on_two, values
+from helpers.host_work import noting, on_two, values
 
 from replica_engine import xla
 

@@ -5,7 +5,7 @@ import traceback
 
 import pytest
 import tensorflow as tf
-from host_work import SCALAR, Failing, X, check_works, fails_on, raised_by, values
+from helpers.host_work import SCALAR, Failing, X, check_works, fails_on, raised_by, values
 
 from replica_engine import TPUStrategy, xla
 

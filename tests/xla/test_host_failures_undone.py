@@ -7,7 +7,7 @@ import textwrap
 import numpy as np
 import pytest
 import tensorflow as tf
-from host_work import (
+from helpers.host_work import (
     Failing,
     X,
     check_strategy_works,

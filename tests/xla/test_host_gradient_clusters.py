@@ -5,7 +5,7 @@ import collections
 import numpy as np
 import pytest
 import tensorflow as tf
-from host_work import cubes, direct, example, gradients
+from helpers.host_work import cubes, direct, example, gradients
 
 from replica_engine import TPUStrategy, xla
 

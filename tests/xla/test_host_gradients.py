@@ -6,7 +6,7 @@ import weakref
 import numpy as np
 import pytest
 import tensorflow as tf
-from host_work import cubes, example, gradients, same_without
+from helpers.host_work import cubes, example, gradients, same_without
 
 from replica_engine import xla
 from replica_engine.errors import LoweringError

@@ -2,7 +2,7 @@
 
 import pytest
 import tensorflow as tf
-from host_work import cubes, example, gradients, same_without
+from helpers.host_work import cubes, example, gradients, same_without
 
 from replica_engine import xla
 

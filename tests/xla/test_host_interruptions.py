@@ -9,7 +9,7 @@ import time
 
 import pytest
 import tensorflow as tf
-from host_work import check_strategy_works, check_works
+from helpers.host_work import check_strategy_works, check_works
 
 from replica_engine import TPUStrategy, xla
 

@@ -2,7 +2,7 @@
 
 import pytest
 import tensorflow as tf
-from host_work import check_strategy_works
+from helpers.host_work import check_strategy_works
 
 from replica_engine import TPUStrategy, xla
 from replica_engine.errors import HostAccessError

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from host_work import values
+from helpers.host_work import values
 
 from replica_engine import xla
 from replica_engine.errors import LoweringError

@@ -4,7 +4,7 @@ import collections
 
 import pytest
 import tensorflow as tf
-from host_work import SCALAR, Point, noting, on_two, values
+from helpers.host_work import SCALAR, Point, noting, on_two, values
 
 from replica_engine import TPUStrategy, xla
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from host_work import Point, values
+from helpers.host_work import Point, values
 
 from replica_engine import xla
 from replica_engine.errors import InputsError, LoweringError

@@ -6,13 +6,13 @@ import sys
 import numpy as np
 import pytest
 import tensorflow as tf
-from host_work import values
+from helpers.host_work import values
 
 from replica_engine import xla
 from replica_engine.errors import InputsError, LoweringError, ReplicaEngineError
 from replica_engine.pjrt.devices import device_group
 from replica_engine.xla import Counts
-from replica_engine.xla.stages.program_cache import Programs
+from replica_engine.xla.stages.program_cache import ProgramCache
 
 ONCE = Counts(traces=1, lowerings=1, compiles=1, launches=1)
 FOUND = Counts(launches=1)
@@ -261,7 +261,7 @@ class TestFoundAgain:
 
 
 def test_caches_are_bounded(monkeypatch):
-    programs = Programs(device_group("cpu", 2), most=2)
+    programs = ProgramCache(device_group("cpu", 2), most=2)
     monkeypatch.setattr(REPLICATE, "_programs", lambda devices: programs)
     call = lambda k: xla.replicate(lambda x: x * float(k), X)  # noqa: E731
     for k in range(5):
@@ -274,7 +274,7 @@ def test_caches_are_bounded(monkeypatch):
 
 
 def test_what_a_cache_drops_can_still_be_used(monkeypatch):
-    programs = Programs(device_group("cpu", 2), most=1)
+    programs = ProgramCache(device_group("cpu", 2), most=1)
     monkeypatch.setattr(REPLICATE, "_programs", lambda devices: programs)
     step = tf.function(lambda x: xla.replicate(lambda x: x * 2.0, [[x], [x]]))
     assert values(step(X[0][0])) == [[2.0, 4.0]] * 2

@@ -1,10 +1,10 @@
-"""TPUStrategy: the replica body compiled to one program that runs on N devices.
+"""TPUStrategy: the replica body, compiled to one program that runs on N devices.
 
 - `strategy`: TPUStrategy and its extended half.
 - `context`: the replica context of a compiled body.
 - `variables`: distributed variables whose values live on the devices.
 - `device_loops`: `run_steps`. `keras_steps`: `steps_per_execution` of Keras.
-- `api`: what libraries ask a `tf.distribute.TPUStrategy` for.
+- `api`: attributes and methods that libraries expect of a `tf.distribute.TPUStrategy`.
 """
 
 from replica_engine.strategies.tpu.strategy import TPUExtended, TPUStrategy

@@ -1,13 +1,15 @@
 """What programs ask a `tf.distribute.TPUStrategy` about its TPUs, answered for devices of any PJRT platform.
 
-`replica_engine.TPUStrategy` is a subclass of TensorFlow's class, so programs that ask `isinstance(strategy,
-tf.distribute.TPUStrategy)` take the branch that they take on TPUs. Such branches then ask for more. TensorFlow's class
-reads the answers from a TPU system, which is not there. The answers here hold on every platform:
+`replica_engine.TPUStrategy` is a subclass of TensorFlow's class. So a program that checks `isinstance(strategy,
+tf.distribute.TPUStrategy)` takes the branch that it takes on TPUs, and in that branch asks the strategy for more.
+TensorFlow's class reads the answers from a TPU system, which does not exist here. The answers here hold on every
+platform:
 
-- One machine, which has all replicas.
-- One device a replica. TensorFlow's model parallelism (several logical devices a replica) has nothing to do then.
-- No embedding accelerator, also on real TPUs, because TensorFlow's embedding ops need its own TPU runtime. Layers that
-  ask (`tensorflow_recommenders.layers.embedding.TPUEmbedding`) then do lookups with ops that XLA compiles.
+- One machine has all replicas.
+- Each replica has one device. TensorFlow's model parallelism (several logical devices per replica) then has no effect.
+- No embedding accelerator exists, also on real TPUs, because TensorFlow's embedding ops need TensorFlow's own TPU
+  runtime. Layers that ask for one (`tensorflow_recommenders.layers.embedding.TPUEmbedding`) then do lookups with ops
+  that XLA compiles.
 """
 
 from __future__ import annotations
@@ -25,12 +27,13 @@ from replica_engine.xla.graph_mode import refuses_graphs
 
 
 class TPUFacts:
-    """Attributes of TensorFlow's extended half of a TPUStrategy. Mix it in before an extended class."""
+    """Attributes of the extended half of TensorFlow's TPUStrategy. Put it before an extended class.
 
-    @property
-    def steps_per_run(self) -> int:
-        """How many steps one launch of a device loop takes, if the call does not say."""
-        return self._container_strategy().steps_per_run  # type: ignore[attr-defined]
+    Attributes:
+        steps_per_run: how many steps one launch of a device loop runs if the call does not say.
+    """
+
+    steps_per_run = 1
 
     @property
     def num_hosts(self) -> int:
@@ -54,10 +57,10 @@ class TPUFacts:
     "experimental_split_to_logical_devices",
 )
 class OneLogicalDevice:
-    """The model parallelism of `tf.distribute.TPUStrategy`, for replicas of one device. Mix it in before that class."""
+    """The model parallelism of `tf.distribute.TPUStrategy`, for one device per replica. Put it before that class."""
 
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> tf.Tensor:
-        """Places a tensor on a device of its replica; there is one, 0.
+        """Places a tensor on a device of its replica; the only device is 0.
 
         Args:
             tensor: any tensor.
@@ -67,7 +70,7 @@ class OneLogicalDevice:
             The tensor.
 
         Raises:
-            DeviceError: another device.
+            DeviceError: `logical_device_id` is not 0.
         """
         if _as_int(logical_device_id) != 0:
             raise DeviceError.one_a_replica(
@@ -76,17 +79,17 @@ class OneLogicalDevice:
         return tf.identity(tensor)
 
     def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> tf.Tensor:
-        """Splits a tensor over the devices of its replica; there is one, so the only split is into one part.
+        """Splits a tensor over the devices of its replica. A replica has one device, so each dimension stays whole.
 
         Args:
             tensor: any tensor.
-            partition_dimensions: for each dimension of the tensor the number of parts, 1.
+            partition_dimensions: the number of parts for each dimension of the tensor; each must be 1.
 
         Returns:
             The tensor.
 
         Raises:
-            DeviceError: more parts.
+            DeviceError: a number of parts is not 1, or there are more or fewer numbers than dimensions.
         """
         tensor = tf.convert_to_tensor(tensor)
         parts = list(map(_as_int, partition_dimensions))
@@ -97,12 +100,12 @@ class OneLogicalDevice:
         return tf.identity(tensor)
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> tf.Tensor:
-        """Copies a tensor to all devices of its replica, which is one; returns the tensor."""
+        """Copies a tensor to all devices of its replica. A replica has one device, so this returns the tensor."""
         return tf.identity(tensor)
 
 
 def _as_int(value: Any) -> int:
-    """An int; -1 for anything else, which an error then names."""
+    """The value as an int; -1 for a value that is not an integer, which the caller's check then refuses."""
     try:
         return operator.index(value)
     except TypeError:

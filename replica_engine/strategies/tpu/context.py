@@ -1,8 +1,8 @@
-"""The replica context of a compiled body, which stands for all replicas at once.
+"""The replica context of a compiled body; this one context stands for all replicas.
 
-A body is traced once, so a value in it is N values, one on each replica, and bringing them together is an
-operation of the program. A merge call runs its function while the body is traced: what a merge function does
-in cross-replica context (reduce, update, local results) becomes a collective or a plain op.
+A body is traced once, so each tensor in it stands for N values, one on each replica, and a collective is an op of the
+program. A merge call runs its function while the body is traced: everything that the merge function does in
+cross-replica context (reduce, update, local results) becomes a collective or a plain op.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from replica_engine.values.tensors import as_tensor
 
 
 class BodyReplicaContext(tf.distribute.ReplicaContext):
-    """What `tf.distribute.get_replica_context()` returns in a compiled body.
+    """The object that `tf.distribute.get_replica_context()` returns in a compiled body.
 
-    TensorFlow's distributed variables ask the context for an index; to them this is replica 0, whose variable
-    stands for all. To the user, the replica id is a tensor.
+    TensorFlow's distributed variables ask the context for a replica index. The context answers 0, because the variable
+    of replica 0 stands for the variables of all replicas. User code gets the replica id as a tensor.
 
     Args:
         strategy: the strategy.
-        is_step: whether it is that of a step of `run_steps`, in which `run` and `reduce` of the strategy work too.
+        is_step: whether the body is a step of `run_steps`, in which `run` and `reduce` of the strategy also work.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, is_step: bool = False):
@@ -39,37 +39,37 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
 
     @autograph.artifact
     def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs `merge_fn` in cross-replica context, where its arguments stand for those of all replicas.
+        """Runs `merge_fn` in cross-replica context; each tensor argument stands for the values of all replicas.
 
-        As `tf.distribute.ReplicaContext.merge_call`, except that it may be called in branches, loops and nested
-        functions, and that the arguments are tensors, not `PerReplica`s.
+        Like `tf.distribute.ReplicaContext.merge_call`, with two differences: it may be called in branches, loops and
+        nested functions, and the arguments are tensors instead of `PerReplica`s.
         """
         return distribute.first_values(super().merge_call(merge_fn, args, kwargs))
 
     @autograph.artifact
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        """As `tf.distribute.ReplicaContext.all_reduce`; "MIN" and "MAX" work too.
+        """Reduces `value` over all replicas, like `tf.distribute.ReplicaContext.all_reduce`; "MIN" and "MAX" work too.
 
         Args:
-            reduce_op: "SUM" or "MEAN", or a `tf.distribute.ReduceOp`.
+            reduce_op: "SUM", "MEAN", "MIN" or "MAX", or a `tf.distribute.ReduceOp`.
             value: a tensor, `tf.IndexedSlices` or nested structure of them.
-            options: of no effect: XLA decides how.
+            options: ignored; XLA decides how to reduce.
         """
         return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, leaf), value)
 
     @autograph.artifact
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-        """As `tf.distribute.ReplicaContext.all_gather`, for shapes that are equal on all replicas."""
+        """Like `tf.distribute.ReplicaContext.all_gather`; shapes must be equal on all replicas."""
         return tf.nest.map_structure(lambda leaf: gather_leaf(leaf, axis), value)
 
     @property
     def devices(self) -> list:
-        """The host, where values are before and after a run."""
+        """The host, because values are on the host before and after a run."""
         return ["/device:CPU:0"]
 
 
 def reduce_leaf(reduce_op: Any, value: Any) -> Any:
-    """One value reduced over replicas; sparse ones stay sparse."""
+    """Reduces one value over replicas; a sparse value stays sparse if its rank is known."""
     if isinstance(value, tf.IndexedSlices) and value.values.shape.rank is None:
         value = tf.convert_to_tensor(value)
     if isinstance(value, tf.IndexedSlices):
@@ -79,12 +79,12 @@ def reduce_leaf(reduce_op: Any, value: Any) -> Any:
         return tf.IndexedSlices(values, xla.all_gather(value.indices, axis=0), value.dense_shape)
     tensor = as_tensor(value, "The value to all_reduce")
     if tensor.dtype.is_integer and str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN":
-        return xla.cross_replica_sum(tensor) / xla.num_replicas()  # a fraction, as of tf.distribute
+        return xla.cross_replica_sum(tensor) / xla.num_replicas()  # a fraction, as in tf.distribute
     return xla.all_reduce(tensor, reduce_op)
 
 
 def gather_leaf(value: Any, axis: int) -> tf.Tensor:
-    """One value of each replica, concatenated."""
+    """Concatenates the values of all replicas along `axis`."""
     if isinstance(value, (tf.IndexedSlices, tf.SparseTensor)):
         raise NotImplementedError("all_gather does not support IndexedSlices/SparseTensor")
     tensor = as_tensor(value, "The value to all_gather")

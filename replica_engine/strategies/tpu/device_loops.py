@@ -1,4 +1,4 @@
-"""Device loops of a strategy: `iterations` steps of a function in one launch, with inputs from an iterator."""
+"""Device loops of a strategy: `iterations` steps of a function in one launch, with batches from an iterator."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class LoopSettings:
 
     Attributes:
         iterations: the number of steps; None takes the strategy's `steps_per_run`.
-        initial_values: `last_step_outputs` where no step runs, by name.
-        in_replica: whether a step runs in replica context, or in cross-replica context.
-        spread: whether a batch that is a tuple is several arguments of the step, or one. A function that does not take
-            that many arguments gets the other form.
-        prefetch: the largest number of batches that are fetched ahead; None takes two, or more of small ones: up to
-            256, or as many as fit into half a megabyte for a replica.
-        context_class: the class of the context that a step gets.
-        programs: where the compiled programs are kept; None keeps them with the strategy.
+        initial_values: by name, the content of `last_step_outputs` if no step runs.
+        in_replica: whether a step runs in replica context; otherwise it runs in cross-replica context.
+        spread: whether a batch that is a tuple becomes several arguments of the step; otherwise it is one argument. If
+            the signature of the step does not fit, the other form is used.
+        prefetch: the largest number of batches to fetch ahead. None means two, or more if batches are small: up to
+            256, as long as they take no more than half a megabyte on a replica.
+        context_class: the class of the context that collects what a step passes out.
+        programs: the cache that keeps the compiled programs; None takes the strategy's.
     """
 
     iterations: int | None = None
@@ -45,7 +45,7 @@ class LoopSettings:
     programs: ProgramCache | None = None
 
     def checked(self, strategy: tf.distribute.Strategy) -> LoopSettings:
-        """The settings with a number of iterations.
+        """Fills in the number of iterations and checks the settings.
 
         Raises:
             InputsError: a number of steps or batches is not a positive int, or the initial values are not a mapping.
@@ -71,9 +71,9 @@ def run_steps(
 
     Args:
         strategy: the strategy whose replicas run the steps.
-        programs: the strategy's programs.
-        fn: a step; it is called with a `MultiStepContext` and a batch.
-        iterator: the inputs: an iterator of a dataset, distributed or not, or any iterable.
+        programs: the strategy's cache of compiled programs.
+        fn: a step, called with a `MultiStepContext` and a batch.
+        iterator: the iterator of a dataset, distributed or not, or any iterable; it yields the batches.
         settings: how the steps run.
     """
     settings = settings.checked(strategy)
@@ -118,7 +118,7 @@ def run_steps(
 
 
 def _positive(name: str, value: Any) -> int:
-    """A number of steps or batches."""
+    """Checks a number of steps or batches; returns it as an int."""
     number = positive_int(value)
     if number is None:
         raise InputsError.bad_iterations(name, value)
@@ -126,7 +126,7 @@ def _positive(name: str, value: Any) -> int:
 
 
 def _batches(fn: Callable[..., Any], iterator: Any, spread: bool) -> Iterator[tuple]:
-    """For each step its arguments after the context."""
+    """For each step, the arguments after the context."""
     parameters = inspect.signature(fn)
     is_spread: bool | None = None
     for element in _elements(iterator):
@@ -136,7 +136,7 @@ def _batches(fn: Callable[..., Any], iterator: Any, spread: bool) -> Iterator[tu
 
 
 def _elements(iterator: Any) -> Iterator[Any]:
-    """What an iterator yields; one that only knows `get_next`, too. It goes on where this one stops."""
+    """Yields the elements of an iterator, which may have only `get_next`; takes each element only on request."""
     following: Any
     if hasattr(iterator, "__iter__"):
         following = iter(iterator).__next__
@@ -153,7 +153,7 @@ def _elements(iterator: Any) -> Iterator[Any]:
 
 
 def _spreads(parameters: inspect.Signature, element: tuple, preferred: bool) -> bool:
-    """Whether a tuple is several arguments of a step, whose first is the context."""
+    """Whether a tuple becomes several arguments of a step; the first argument of a step is the context."""
     for spread in (preferred, not preferred):
         try:
             parameters.bind(None, *(element if spread else (element,)))
@@ -172,8 +172,8 @@ def _out_of_range(context: MultiStepContext, iterations: int) -> tf.errors.OutOf
 
 
 def _keep(error: Any, context: MultiStepContext, iterations: int) -> None:
-    """Adds to an exception how many steps ran, if any did."""
+    """Attaches the context to an exception, and a note with the number of kept steps if any step ran."""
     if context.steps:
         note_kept_steps(error, context.steps, iterations)
-    with contextlib.suppress(Exception):  # one that takes no attributes; the exception itself is what matters
+    with contextlib.suppress(Exception):  # an exception that takes no attributes is raised without the context
         error.context = context

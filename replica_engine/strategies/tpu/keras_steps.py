@@ -1,7 +1,7 @@
 """Keras' `steps_per_execution` as a device loop: that many steps of `fit` and `evaluate` in one launch.
 
-A device loop runs steps of one shape. So a batch of another shape than the one before it (the last of a data set)
-ends a launch and begins the next one, and a batch that does not split evenly is run by itself.
+A device loop runs steps of one shape. So a batch of a new shape (such as the last batch of a dataset) ends one launch
+and begins the next one. A batch that does not split evenly over the replicas runs as a single step.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from replica_engine.strategies.tpu.device_loops import LoopSettings
 
 
 def device_loop(model: Any, step_function: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that `fit` or `evaluate` calls for `steps_per_execution` steps.
+    """Returns the function that `fit` or `evaluate` calls for `steps_per_execution` steps.
 
     Args:
-        model: whose steps they are.
-        step_function: one step, of a batch.
-        plain: Keras' own function, for where there is one step only, or no device loop.
+        model: the model whose steps run.
+        step_function: runs one step on one batch.
+        plain: Keras' own function, used if there is only one step or no device loop.
     """
     strategy = keras_trainer.strategy_of(model)
     if not hasattr(strategy, "run_steps") or model.run_eagerly:
@@ -33,13 +33,13 @@ def device_loop(model: Any, step_function: Callable[..., Any], plain: Callable[.
         context.set_last_step_output("logs", step_function(data))
 
     source: _Batches | None = None
-    programs = strategy.extended.own_programs()  # for as long as the model lives
+    programs = strategy.extended.own_programs()  # they live as long as the model
 
     def function(iterator: Any) -> Any:
         nonlocal source
         if model.steps_per_execution == 1 or not isinstance(iterator, tf.distribute.DistributedIterator):
             return plain(iterator)
-        if source is None or not source.is_of(iterator):  # another epoch
+        if source is None or not source.is_of(iterator):  # a new epoch
             source = _Batches(iterator)
         logs = None
         left = model.steps_per_execution
@@ -69,13 +69,13 @@ def _launch(strategy: Any, programs: Any, step: Callable[..., Any], batches: Ite
 
 
 class _Batches:
-    """The batches of an iterator, with a look at the next one.
+    """The batches of an iterator; the next batch can be read without taking it.
 
-    It holds the iterator while it is read, and not between: Keras lets go of one when an epoch is over, and to free one
-    that is old may take TensorFlow long.
+    The object holds the iterator only during `reading`. Keras drops an iterator when an epoch is over, and TensorFlow
+    may take long to free an old one.
 
     Args:
-        iterator: of a distributed data set.
+        iterator: the iterator of a distributed dataset.
     """
 
     def __init__(self, iterator: Any):
@@ -84,12 +84,12 @@ class _Batches:
         self._next: list[Any] = []
 
     def is_of(self, iterator: Any) -> bool:
-        """Whether they are its batches."""
+        """Whether the batches come from `iterator`."""
         return self._of() is iterator
 
     @contextlib.contextmanager
     def reading(self, iterator: Any) -> Iterator[None]:
-        """It is read inside."""
+        """Holds the iterator inside the `with` block, so that batches can be read."""
         self._iterator = iterator
         try:
             yield
@@ -97,7 +97,7 @@ class _Batches:
             self._iterator = None
 
     def peek(self) -> Any:
-        """The next batch, which stays the next one; None at the end."""
+        """The next batch, without taking it; None at the end."""
         if not self._next:
             try:
                 self._next.append(tf.nest.map_structure(_without_optional, next(self._iterator)))
@@ -106,18 +106,18 @@ class _Batches:
         return self._next[0]
 
     def take(self) -> Any:
-        """The next batch; there is one."""
+        """Takes the next batch, which `peek` must have returned before."""
         return self._next.pop()
 
     def alike(self) -> Iterator[Any]:
-        """The next batches, up to one of other shapes than the first."""
+        """Takes the next batches, up to the first one with other shapes."""
         shapes = _shapes(self.peek())
         while (batch := self.peek()) is not None and _shapes(batch) == shapes:
             yield self.take()
 
 
 def _shapes(batch: Any) -> list[tuple]:
-    """Of each part of a batch its shapes on the replicas."""
+    """For each leaf of a batch, its shapes on the replicas."""
     leaves = tf.nest.flatten(batch)
     return [tuple(getattr(part, "shape", None) for part in getattr(leaf, "values", (leaf,))) for leaf in leaves]
 
@@ -127,5 +127,5 @@ def _is_even(batch: Any) -> bool:
 
 
 def _without_optional(value: Any) -> Any:
-    """Keras has an empty optional where there is no data, of sample weights say."""
+    """Replaces an empty optional by None. Keras passes one where data is missing, for example sample weights."""
     return None if isinstance(value, tf.experimental.Optional) else value

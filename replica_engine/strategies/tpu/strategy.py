@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine import xla
-from replica_engine._tf import autograph, distribute, keras_trainer
+from replica_engine._tf import autograph, distribute, patches
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.tracebacks import shortened
 from replica_engine.errors.base import positive_int, shown
@@ -61,12 +61,12 @@ from replica_engine.xla.state.host_variable import handles_compared
 class TPUExtended(TPUFacts, Reductions, distribute.MirroredExtended):
     """The extended half of `TPUStrategy`.
 
-    Values before and after a run are on the host, and what is done with them there, in cross-replica context,
-    is TensorFlow's own (`MirroredExtended`, with the host as the device of every replica). What is done inside
-    a body, by merge functions, is an operation of the compiled program.
+    Before and after a run, values are on the host. In cross-replica context, TensorFlow's own code
+    (`MirroredExtended`, with the host as the device of every replica) works on them there. Inside a body, every
+    operation of a merge function becomes an op of the compiled program.
 
     Attributes:
-        device_group: the devices that replicas run on.
+        device_group: the devices that the replicas run on.
     """
 
     compiles = True
@@ -89,21 +89,21 @@ class TPUExtended(TPUFacts, Reductions, distribute.MirroredExtended):
         super().__init__(strategy, [host] * devices.size, tf.distribute.ReductionToOneDevice())
 
     def _initialize_strategy(self, devices: list[str]) -> None:
-        """The hook that sets up devices; TensorFlow's own would want a different one for each replica."""
+        """The hook that sets up devices; TensorFlow's own hook requires a different device for each replica."""
         self._initialize_single_worker(tuple(devices))
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The hook that runs replicas."""
-        if in_body() is not None:  # by a merge function, or strategy.reduce(axis=...) in one
+        """The hook that runs `fn` on the replicas."""
+        if in_body() is not None:  # called by a merge function, or by strategy.reduce(axis=...) in one
             with BodyReplicaContext(self._container_strategy()):
                 return fn(*args, **kwargs)
         check_not_forked()
         return self.run_of(self._programs, fn, args, kwargs)
 
     def run_of(self, programs: ProgramCache, fn: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
-        """As `strategy.run`, with programs of one's own (`own_programs`)."""
+        """Like `strategy.run`, with a program cache of the caller (see `own_programs`)."""
         source, size = FunctionSpec.of(fn), self.device_group.size
-        # In eager mode nothing is done here that needs the scope; a trace enters it.
+        # In eager mode no code below needs the scope; a trace enters it.
         with contextlib.nullcontext() if tf.executing_eagerly() else self._container_strategy().scope():
             args, kwargs = spread(args, size, "args"), spread(kwargs or {}, size, "kwargs")
             results = call_with_numbers(programs, source, args, kwargs)
@@ -115,7 +115,7 @@ class TPUExtended(TPUFacts, Reductions, distribute.MirroredExtended):
             yield
 
     def call_for_each_replica(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
-        """As of every strategy; in a step of `run_steps`, which is in replica context, it calls `fn`."""
+        """Same as in every strategy; in a step of `run_steps`, which is in replica context, it calls `fn` directly."""
         context = tf.distribute.get_replica_context()
         if isinstance(context, BodyReplicaContext) and context.is_step:
             return fn(*args, **kwargs or {})
@@ -125,26 +125,26 @@ class TPUExtended(TPUFacts, Reductions, distribute.MirroredExtended):
         return self._call_for_each_replica(fn, args, kwargs or {})
 
     def sync_points(self) -> list[SyncPointRecord]:
-        """As `TPUStrategy.sync_points`."""
+        """Same as `TPUStrategy.sync_points`."""
         return self._programs.sync_points()
 
     def host_side_of(self, variable: Any) -> HostSide | None:
-        """How a plain variable follows its value on the devices; None for a variable that is only on the host."""
+        """The host's side of a variable whose value lives on devices; None if the variable itself holds the value."""
         return variables.host_side_of(variable)
 
     def own_programs(self) -> ProgramCache:
-        """A place for compiled programs apart from the strategy's, for `run_steps`; it goes with whoever keeps it."""
+        """A new program cache for `run_steps`, separate from the strategy's; the strategy does not keep it alive."""
         return self._programs.beside()
 
     def experimental_run_steps_on_iterator(
         self, fn: Callable[..., Any], iterator: Any, iterations: int | None = None, initial_loop_values: Any = None
     ) -> MultiStepContext:
-        """As of every strategy: steps in cross-replica context; `iterations` is `steps_per_run` if not given."""
+        """Runs steps in cross-replica context, as in every strategy; `iterations` defaults to `steps_per_run`."""
         settings = LoopSettings(iterations, initial_loop_values, in_replica=False, spread=False)
         return self.run_steps(fn, iterator, settings)
 
     def run_steps(self, fn: Callable[..., Any], iterator: Any, settings: LoopSettings) -> Any:
-        """As `TPUStrategy.run_steps`, with all settings that there are."""
+        """Same as `TPUStrategy.run_steps`, with all settings of a device loop."""
         return run_steps(self._container_strategy(), self._programs, fn, iterator, settings)
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
@@ -175,7 +175,7 @@ class TPUExtended(TPUFacts, Reductions, distribute.MirroredExtended):
         return super()._broadcast_to(tensor, destinations) if in_body() is None else tensor
 
     def _local_results(self, value: Any) -> tuple:
-        """The hook of `experimental_local_results`: in a body, of a tensor, those of all replicas."""
+        """The hook of `experimental_local_results`; for a tensor in a body, the values of all replicas."""
         if isinstance(value, distribute.DistributedVariable):
             return value.values
         if in_body() is None or isinstance(value, (distribute.DistributedValues, tf.Variable)):
@@ -185,7 +185,7 @@ class TPUExtended(TPUFacts, Reductions, distribute.MirroredExtended):
         return tuple(tf.unstack(xla.all_gather(value[tf.newaxis], axis=0)))
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
-        """The hook of `update`: once where all replicas have one value, once for each on-read component."""
+        """The hook of `update`: one call if all replicas share one value, one call per component of on-read ones."""
         components = list({id(component): component for component in var._values}.values())
         if in_body() is not None:
             with distribute.UpdateContext(0), tf.name_scope("update_0"):
@@ -202,13 +202,13 @@ class TPUExtended(TPUFacts, Reductions, distribute.MirroredExtended):
         return self._updated(updates, group)
 
     def _update_non_slot(self, colocate_with: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
-        """The hook of `update_non_slot`: once, since all replicas have the one variable on the host."""
+        """The hook of `update_non_slot`: one call, because all replicas share one variable on the host."""
         with distribute.UpdateContext(0), tf.name_scope("update_0"):
             result = fn(*distribute.select_replica(0, args), **distribute.select_replica(0, kwargs))
         return self._updated([result], group)
 
     def _updated(self, updates: list[Any], group: bool) -> Any:
-        """What an update returns: of one result for all replicas, or of one for each."""
+        """The return value of an update: from one result for all replicas, or from one result per replica."""
         size = self.device_group.size
         if len(updates) == 1 and not group:
             return tf.nest.map_structure(lambda leaf: (leaf,) * size, updates[0])
@@ -216,16 +216,16 @@ class TPUExtended(TPUFacts, Reductions, distribute.MirroredExtended):
             return distribute.update_regroup(self, updates * (size // len(updates)), group)
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        """The hook of all-reduces that TensorFlow makes itself, in replica context."""
+        """The hook of the all-reduces that TensorFlow itself makes in replica context."""
         return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, leaf), value)
 
     def _use_merge_call(self) -> bool:
-        """The hook that says whether replicas have to meet to update variables."""
+        """The hook that says whether replicas must meet to update a variable."""
         return not distribute.is_merged()
 
 
 def _own(value: Any) -> Any:
-    """In a body: each replica's own value of a variable; read as a whole it would be reduced already."""
+    """In a body, each replica's own value of a variable; reading the distributed variable would reduce it first."""
     return value._values[0] if isinstance(value, distribute.DistributedVariable) else value
 
 
@@ -235,39 +235,43 @@ def _as_value(result: Any) -> Any:
 
 @refuses_graphs("reduce", "run", "run_steps", "scope")
 class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
-    """Runs a function on N devices as one compiled program: on TPUs, GPUs, or CPU devices of a laptop.
+    """Runs a function on N devices as one compiled program: on TPUs, on GPUs, or on the CPU devices of a laptop.
 
-    An instance of `tf.distribute.TPUStrategy`, so libraries that ask for one take the branch that they take on TPUs;
-    `docs/libraries.md` lists them.
+    This class is a subclass of `tf.distribute.TPUStrategy`, so libraries that check for that class take the branch that
+    they take on TPUs; `docs/libraries.md` lists them.
 
-    The function is traced once, whatever N is, compiled by XLA for N replicas, and run through PJRT. `scope`,
-    `run`, `reduce`, datasets, Keras `fit`, checkpoints and `extended` work as TensorFlow documents them for
-    strategies. Variables live on the devices between steps, and whoever reads one on the host sees the value of
-    the last step.
+    The function is traced once, whatever N is. XLA compiles it for N replicas, and PJRT runs it. `scope`, `run`,
+    `reduce`, datasets, Keras `fit`, checkpoints and `extended` work as TensorFlow documents them for strategies.
+    Variables live on the devices between steps. Reading a variable on the host returns its value after the last step.
 
-    `run` compiles for you: no `tf.function` is needed, and in one it is a part of that function's graph. As in a
-    `tf.function`, Python code runs while tracing only, arguments that are no tensors are compiled in, and
-    shapes that change mean another compilation.
+    `run` compiles without a `tf.function`; inside a `tf.function`, the run is a part of that function's graph. As in a
+    `tf.function`, Python code runs only while tracing, arguments that are not tensors become constants of the program,
+    and a change of shapes causes another compilation.
 
     Args:
-        tpu_cluster_resolver: a `replica_engine.xla.PjrtClusterResolver` that says which platform to run on. None
-            takes TPUs, or else GPUs, or else CPU devices.
-        steps_per_run: how many steps one launch of a device loop takes (`run_steps`), if it is not said there.
-        num_cores: how many devices. None takes all; of CPU devices, which are made as they are asked for, one for
-            each core.
+        tpu_cluster_resolver: a `replica_engine.xla.PjrtClusterResolver` that names the platform to run on. None
+            takes the first of TPUs, GPUs and CPU devices that the machine has.
+        steps_per_run: how many steps one launch of a device loop runs if the call of `run_steps` does not say.
+        num_cores: the number of devices. None takes all TPUs or GPUs; CPU devices are made on request, so None makes
+            one for each core that the process may use.
         same_random_numbers: let random ops draw the same numbers on all replicas. By default each replica draws
-            its own.
+            different numbers.
         soft_placement: let ops that XLA cannot compile (strings, tables, summaries, `tf.print`, `tf.py_function`,
             assertions) run on the host, between the ops that run on the devices. False makes them a LoweringError.
-            None does what `tf.config.set_soft_device_placement` says, which is True unless it was changed.
-        timeout: seconds that a launch may take without a sign of life (a host call that is made or returns, a batch
-            that is taken) before it raises ReplicaTimeoutError. None waits on. Compiling does not count.
-        warn_after: seconds after which a table of who is where is logged, and again after as many. None takes 30,
-            or what the environment variable REPLICA_ENGINE_WARN_AFTER says.
+            None follows `tf.config.set_soft_device_placement`, which is True by default.
+        timeout: the seconds that a launch may take without a sign of life (a host call that starts or returns, a batch
+            that is taken) before it raises ReplicaTimeoutError. None waits without a limit. The time to compile does
+            not count.
+        warn_after: the seconds after which a warning is logged, with a table of where each replica stands; the
+            warning repeats at the same interval. None takes the value of the environment variable
+            REPLICA_ENGINE_WARN_AFTER, or 30 if it is not set.
 
     Raises:
-        BackendMissingError: jax is not installed, or of a version that does not work. It names the command.
-        DeviceError: there are fewer devices than `num_cores`, or none of the platform.
+        BackendMissingError: jax is not installed, or its version does not work. The message names the command to run.
+        DeviceError: the platform has fewer devices than `num_cores`, or none.
+        ValueError: `steps_per_run`, `timeout` or `warn_after` is not positive.
+        TypeError: `tpu_cluster_resolver` is not a `replica_engine.xla.PjrtClusterResolver`.
+        ReplicaValueError: `same_random_numbers` or `soft_placement` is not True or False.
 
     Example:
         >>> import tensorflow as tf, replica_engine
@@ -282,7 +286,7 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
         ([6.0, 6.0], 6.0)
     """
 
-    _collective_key_base = 0  # TensorFlow's extended class asks for one; no collective of TensorFlow's is used
+    _collective_key_base = 0  # TensorFlow's extended class asks for a key; no collective of TensorFlow is used
 
     def __init__(
         self,
@@ -312,31 +316,34 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
         devices = device_group(platform, num_cores)
         pool.make_room(pool.FOR_LAUNCHES)
         limits = Limits(timeout, warn_after)
-        # Not the parent's __init__, which would connect to a TPU system of TensorFlow.
-        tf.distribute.Strategy.__init__(self, TPUExtended(self, devices, same_random_numbers, limits, soft_placement))
-        self._steps_per_run = steps
+        # Not the parent's __init__: it would connect to TensorFlow's TPU system.
+        extended = TPUExtended(self, devices, same_random_numbers, limits, soft_placement)
+        extended.steps_per_run = steps
+        tf.distribute.Strategy.__init__(self, extended)
         self._resolver = tpu_cluster_resolver
 
     def scope(self) -> Any:
-        """As of every strategy. Keras models built in it run `steps_per_execution` steps in one launch."""
-        keras_trainer.extend(keras_steps.device_loop, TPUStrategy)
-        keras_trainer.average_logs(TPUStrategy)
+        """Like the scope of every strategy. Keras models built in it run `steps_per_execution` steps in one launch."""
+        patches.extend_trainer(keras_steps.device_loop, TPUStrategy)
+        patches.average_logs(TPUStrategy)
         return super().scope()
 
     @autograph.artifact
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
-        """Runs `fn` on each replica, with the given arguments; as `tf.distribute.Strategy.run`.
+        """Runs `fn` on each replica with the given arguments, like `tf.distribute.Strategy.run`.
 
         Args:
             fn: the function; a `tf.function` is compiled as a part of the body.
-            args: positional arguments; of a `tf.distribute.DistributedValues` each replica gets its own.
-            kwargs: keyword arguments, likewise.
-            options: of no effect.
+            args: its positional arguments; each replica gets its own value of a `tf.distribute.DistributedValues`.
+            kwargs: its keyword arguments, distributed in the same way.
+            options: ignored.
 
         Raises:
-            LoweringError: XLA cannot compile it: the op and your line.
-            ReplicaMismatchError: replicas have tensors of different shapes or dtypes.
-            Exception: whatever `fn` raised while it was traced.
+            ReplicaValueError: `fn`, `args` or `kwargs` is of the wrong kind.
+            LoweringError: XLA cannot compile an op; the message names the op and your line.
+            ReplicaMismatchError: the replicas have tensors of different shapes or dtypes.
+            ReplicaTimeoutError: the launch gave no sign of life for longer than `timeout`.
+            Exception: any exception that `fn` raised while it was traced.
         """
         check_call(fn, args, kwargs)
         try:
@@ -354,30 +361,31 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
         initial_loop_values: Any = None,
         prefetch: int | None = None,
     ) -> MultiStepContext:
-        """Runs `fn` on each replica, `iterations` times, in one launch: a loop on the devices.
+        """Runs `fn` `iterations` times on each replica, in one launch: a loop on the devices.
 
-        Batches are fetched from `iterator` by a thread while steps run. All must have the structure and shapes of the
-        first.
+        A thread fetches batches from `iterator` while steps run. All batches must have the structure and shapes of the
+        first batch.
 
         Args:
             fn: a step, called as `fn(context, *inputs)` in replica context; `context` is a `MultiStepContext`. It is
-                traced once. `run`, `reduce` and `experimental_local_results` of the strategy work in it too.
-            iterator: of a data set (a distributed one gives each replica its share, another one gives all the same),
-                or anything that can be iterated over. No more than `iterations` batches are taken from it.
-            iterations: how many steps; None takes `steps_per_run`.
-            initial_loop_values: by name, what `last_step_outputs` is if there is no batch at all.
-            prefetch: how many batches are fetched ahead at most; None for two, or more of small ones: up to 256, or as
-                many as half a megabyte has for a replica.
+                traced once. `run`, `reduce` and `experimental_local_results` of the strategy also work in a step.
+            iterator: an iterator of a dataset, or any iterable. An iterator of a distributed dataset gives each replica
+                its shard of a batch; any other iterator gives all replicas the same batch. `run_steps` takes at most
+                `iterations` batches from it.
+            iterations: how many steps to run; None takes `steps_per_run`.
+            initial_loop_values: by name, the content of `last_step_outputs` if the iterator yields no batch.
+            prefetch: the largest number of batches to fetch ahead. None means two, or more if batches are small: up to
+                256, as long as they take no more than half a megabyte on a replica.
 
         Returns:
-            The context, with what the last step passed out.
+            The context, with the values that the last step passed out.
 
         Raises:
-            tf.errors.OutOfRangeError: there were fewer batches. The steps that ran are kept; the error's `context`
-                says how many (`steps`), and has the outputs of the last.
-            InputsError: a batch is unlike the first. The steps before it are kept, as above.
+            tf.errors.OutOfRangeError: the iterator ended early. The results of the steps that ran are kept. The error's
+                attribute `context` has the number of these steps (`steps`) and the outputs of the last one.
+            InputsError: a batch is unlike the first one. The steps before it are kept, as above.
             Exception: what the iterator raised (the steps before are kept, as above), what `fn` raised while it was
-                traced, or a host call in it raised (no step is kept).
+                traced, or what a host call in `fn` raised (no step is kept).
 
         Example:
             >>> import tensorflow as tf, replica_engine
@@ -400,16 +408,16 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
             raise shortened(error)
 
     def sync_points(self) -> list[SyncPointRecord]:
-        """The last sync points of each replica: the collectives of the last launches, in order, up to 100.
+        """The last sync points of each replica: the collectives of the last launches in order, up to 100.
 
-        A program runs out of the host's sight: a record's times are those of its launch, and each collective stands
-        once, also where it is in a loop.
+        A program runs where the host cannot observe it. So the times of a record are the times of its launch, and
+        each collective appears once, even if it is in a loop.
         """
         return self.extended.sync_points()
 
     @autograph.artifact
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
-        """As of every strategy; in a step of `run_steps` too. Python numbers count as tensors."""
+        """Reduces values over replicas, like every strategy; works in steps of `run_steps`. Takes Python numbers."""
         reduce_op, value, axis = checked_reduction(reduce_op, value, axis)
         context = tf.distribute.get_replica_context()
         if isinstance(context, BodyReplicaContext) and context.is_step:
@@ -420,10 +428,10 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
 
     @property
     def steps_per_run(self) -> int:
-        """How many steps one launch of a device loop takes, if it is not said there."""
-        return self._steps_per_run
+        """How many steps one launch of a device loop runs if the call of `run_steps` does not say."""
+        return self.extended.steps_per_run
 
     @property
     def cluster_resolver(self) -> PjrtClusterResolver | None:
-        """The resolver that was passed."""
+        """The resolver that was passed to the constructor; None if none was passed."""
         return self._resolver

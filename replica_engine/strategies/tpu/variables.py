@@ -1,7 +1,7 @@
 """Variables of TPUStrategy: TensorFlow's distributed variables, with their values on the devices.
 
-A mirrored variable has one variable on the host, an on-read variable one for each replica; `DeviceValue` moves
-values between them and the devices.
+A mirrored variable has one variable on the host; an on-read variable has one variable on the host per replica.
+`DeviceValue` moves values between these variables and the devices.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _KERAS_SEED = "seed_generator_state"
 
 
 class _OnDevices:
-    """What both kinds of variable share."""
+    """The code that both kinds of variable share."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy on the same devices. As in `tf.distribute`, only under the scope of the variable's strategy."""
+        """Copies the variable on its devices. As in `tf.distribute`, this works only under its strategy's scope."""
         variable: Any = self
         strategy = variable.distribute_strategy
         with distribute.enter_or_assert_strategy(strategy):
@@ -47,13 +47,13 @@ class _OnDevices:
 class MirroredDeviceVariable(_OnDevices, distribute.MirroredVariable):
     """A variable with one value on all replicas.
 
-    Without aggregation replicas may assign different values, and then there are some; the host has that of
-    replica 0.
+    A variable without aggregation lets replicas assign different values. Then each replica keeps its value on its
+    device, and the host has the value of replica 0.
     """
 
     @property
     def values(self) -> tuple:
-        """For each replica the variable on the host, or a copy of the value where that differs."""
+        """For each replica, the variable on the host, or a copy of the replica's value where the values differ."""
         if self._aggregation != tf.VariableAggregation.NONE or not tf.executing_eagerly():
             return self._values
         values = self._values[0]._replica_engine[0].on_replicas()
@@ -63,11 +63,11 @@ class MirroredDeviceVariable(_OnDevices, distribute.MirroredVariable):
 
 
 class OnReadDeviceVariable(_OnDevices, distribute.SyncOnReadVariable):
-    """A variable with a value for each replica, aggregated when it is read across replicas."""
+    """A variable with one value per replica; reading it in cross-replica context aggregates the values."""
 
 
 class _HostSide:
-    """See `strategies.backend.HostSide`."""
+    """Implements `strategies.backend.HostSide`."""
 
     def __init__(self, variable: Any, device_value: DeviceValue, replica: int):
         self._variable = variable
@@ -83,13 +83,13 @@ class _HostSide:
 
 
 def host_side_of(variable: Any) -> HostSide | None:
-    """See `strategies.backend.Backend.host_side_of`."""
+    """Implements `strategies.backend.Backend.host_side_of`."""
     found = HostVariable.device_value(variable)
     return None if found is None else _HostSide(variable, *found)
 
 
 def create(strategy: Any, next_creator: Callable[..., Any], kwargs: dict[str, Any], same_random: bool) -> Any:
-    """Makes a variable of a strategy; the keyword arguments are those of a variable creator."""
+    """Makes a variable of a strategy; `kwargs` are the keyword arguments of a variable creator."""
     devices: DeviceGroup = strategy.extended.device_group
     name = kwargs.get("name") or "Variable"
     spread = spread_seed if name.endswith(_KERAS_SEED) and not same_random else None
@@ -109,7 +109,7 @@ def create(strategy: Any, next_creator: Callable[..., Any], kwargs: dict[str, An
 
 
 def make_device_value(values: Any, devices: DeviceGroup, spread: Spread | None) -> DeviceValue:
-    """Puts the host's variables in charge of values on the devices."""
+    """Makes the device value of a distributed variable, and gives its host variables access to that device value."""
     unique = list({id(value): value for value in values}.values())
     device_value = DeviceValue([variables.raw_handle(value) for value in unique], devices, spread)
     for replica, value in enumerate(unique):
@@ -119,7 +119,7 @@ def make_device_value(values: Any, devices: DeviceGroup, spread: Spread | None) 
 
 
 def spread_seed(value: np.ndarray, size: int) -> list[np.ndarray]:
-    """A seed for each replica, of one for all: that of replica 0 is the one on the host."""
+    """Derives one seed per replica from one seed: replica 0 keeps the host's seed."""
     seeds = []
     for replica in range(size):
         seed = value.copy()

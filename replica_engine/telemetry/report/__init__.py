@@ -1,9 +1,9 @@
 """The command `python -m replica_engine timeline`: a recorded timeline as a picture and a table.
 
-- `cli`: its flags.
-- `spans`: the file as tracks of spans, each with the time that is its own.
+- `cli`: the flags of the command.
+- `spans`: reads the file as tracks of spans, and computes each span's own time, without the spans inside it.
 - `shares`: the table.
-- `picture`: the picture, with matplotlib.
+- `picture`: the picture, drawn with matplotlib.
 
-It reads files that `replica_engine.timeline` wrote, and needs no TensorFlow.
+The command reads files that `replica_engine.timeline` wrote. It does not need TensorFlow.
 """

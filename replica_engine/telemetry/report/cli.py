@@ -26,7 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Adds the `timeline` command to those of `python -m replica_engine`.
 
     Args:
-        subparsers: what `ArgumentParser.add_subparsers` returned.
+        subparsers: the object that `ArgumentParser.add_subparsers` returned.
     """
     parser = subparsers.add_parser(
         "timeline",
@@ -44,7 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status."""
+    """Runs the command, and returns the exit status: 0, or 1 after a failure."""
     try:
         timeline = spans.read(flags.path)
     except (OSError, ValueError) as error:

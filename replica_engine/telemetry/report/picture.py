@@ -1,4 +1,4 @@
-"""The picture of a timeline: a line for each track, coloured by what was done."""
+"""The picture of a timeline: one line for each track, coloured by the kind of activity."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ COLOURS = {
     "host call": "#e45756",
     "feeding": "#72b7b2",
 }
-_COLUMNS = 2000  # of the picture: what is narrower than one of them, and next to its like, is drawn with it
+_COLUMNS = 2000  # of the picture; neighbouring spans of one kind that are narrower than a column are drawn as one bar
 
 
 def draw(timeline: Timeline, path: str, begin: float = 0.0, end: float | None = None) -> None:
-    """Writes the picture; the ending of `path` says of which kind (.png, .svg, .pdf).
+    """Writes the picture.
 
     Args:
-        timeline: what to draw.
-        path: of the picture.
-        begin: from which second of the recording.
-        end: to which; None to its end.
+        timeline: the timeline to draw.
+        path: the path of the picture; its suffix (.png, .svg, .pdf) selects the format.
+        begin: the second of the recording at which the picture begins.
+        end: the second at which the picture ends; None for the end of the recording.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: there is nothing in that time.
+        OSError: the picture cannot be written.
+        ValueError: no span lies in that time, or matplotlib does not know the format.
     """
-    from matplotlib import figure, patches  # not above: the table needs none
+    from matplotlib import figure, patches  # imported here, because the table works without matplotlib
 
     last = max((span.end for track in timeline.tracks for span in track.spans), default=0.0)
     end = last if end is None else min(end, last)
@@ -61,7 +62,10 @@ def _within(span: DrawnSpan, begin: float, end: float) -> bool:
 
 
 def _bars(track: DrawnTrack, begin: float, end: float) -> dict[str, list[tuple[float, float]]]:
-    """By kind, what to draw: (beginning, width). Inner spans come after those around them, and so over them."""
+    """The bars to draw for each kind, as (beginning, width) in seconds.
+
+    Inner spans come after the spans that contain them, and so are drawn over them.
+    """
     column = (end - begin) / _COLUMNS
     bars: dict[str, list[tuple[float, float]]] = {}
     for span in track.spans:

@@ -1,4 +1,4 @@
-"""The table of a timeline: what each replica spent its time on, and which one the others waited for."""
+"""The table of a timeline: how each replica spent its time, and which replica was the slowest."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ OTHERS = ("compile", "launch", "feeding")
 def table(timeline: Timeline) -> str:
     """The table as text.
 
-    Shares are of the whole recording. A replica that neither runs nor waits is outside a run. Merges are counted on the
-    replica's track; what a group has none of is a "-".
+    Shares are relative to the time of the whole recording. A replica that neither runs nor waits is outside a run.
+    Merges are counted on the replica's track. A "-" stands for a kind of span that the group does not have.
     """
     lines = []
     for group in dict.fromkeys(track.group for track in timeline.tracks):
@@ -28,7 +28,7 @@ def table(timeline: Timeline) -> str:
 
 
 def _by_name(tracks: list[DrawnTrack]) -> list[DrawnTrack]:
-    """One for each replica: it has a track for each thread that it ran on."""
+    """One track for each replica, joined from its tracks: a replica has one for each thread that it ran on."""
     joined: dict[str, DrawnTrack] = {}
     for track in tracks:
         known = joined.setdefault(track.name, DrawnTrack(track.group, track.name, track.order, []))
@@ -50,7 +50,10 @@ def _replicas(tracks: list[DrawnTrack], seconds: float) -> list[str]:
 
 
 def _slowest(tracks: list[DrawnTrack]) -> list[str]:
-    """Who computed longest, if anybody did for longer than the others."""
+    """The line about the replica that computed longest.
+
+    It names the replica only if the replica took at least 5 % longer than the others on average.
+    """
     busy = [(_own(track, "run") + _own(track, "host call"), track.name) for track in tracks]
     most, name = max(busy)
     if len(busy) < 2 or most <= 0:

@@ -1,4 +1,4 @@
-"""A timeline's file as tracks of spans, each with the time that is its own."""
+"""Reads the file of a timeline as tracks of spans, and computes each span's own time, without the spans inside it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ NOT_A_TIMELINE = "{path} is no timeline of replica_engine; `with replica_engine.
 
 @dataclasses.dataclass
 class DrawnSpan:
-    """Something that took time, in seconds from the beginning of the recording.
+    """One activity. Times are in seconds from the beginning of the recording.
 
     Attributes:
-        name: of what was done.
+        name: the name of the activity.
         kind: "run", "waiting", "merge", "launch", ...
-        begin: when it began.
-        end: when it ended.
-        own: seconds of it that are in no span inside it.
+        begin: when the activity began.
+        end: when the activity ended.
+        own: the duration without the time of the spans inside this span, in seconds.
     """
 
     name: str
@@ -30,7 +30,7 @@ class DrawnSpan:
 
 @dataclasses.dataclass
 class DrawnTrack:
-    """A line of spans, in the order of their beginnings, the longer first."""
+    """A line of spans, sorted by their beginning; of spans that begin together the longest comes first."""
 
     group: str
     name: str
@@ -39,7 +39,7 @@ class DrawnTrack:
 
     @property
     def is_replica(self) -> bool:
-        """Whether it is of a replica, and not of the coordinator or of compiling, say."""
+        """Whether the track belongs to a replica, and not to the coordinator or to compiling, for example."""
         return self.name.startswith("replica ")
 
 
@@ -48,9 +48,9 @@ class Timeline:
     """A recording.
 
     Attributes:
-        tracks: by group, and in order in each.
-        seconds: how long it was.
-        dropped: how many spans it lacks.
+        tracks: the tracks, sorted by group and by their order in the group.
+        seconds: the duration of the recording.
+        dropped: the number of spans that the recording dropped.
     """
 
     tracks: list[DrawnTrack]
@@ -62,8 +62,8 @@ def read(path: str) -> Timeline:
     """Reads a file that `replica_engine.timeline` wrote.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no timeline.
+        OSError: the file cannot be read.
+        ValueError: the file is not a timeline.
     """
     with open(path) as file:
         try:
@@ -103,7 +103,7 @@ def _describe(track: DrawnTrack, event: dict[str, Any]) -> None:
 
 
 def _share_out(spans: list[DrawnSpan]) -> None:
-    """Takes from each span's own time what spans inside it took."""
+    """Subtracts from each span's own time the time of the spans directly inside it."""
     spans.sort(key=lambda span: (span.begin, -span.end))
     around: list[DrawnSpan] = []
     for span in spans:

@@ -1,9 +1,10 @@
-"""`check_parity`: do N replicas compute the numbers of one device?
+"""`check_parity`: do N replicas compute the same numbers as one device?
 
-- `of_model`: the check of a Keras model; `probes` looks into it, `model_causes` knows why models differ.
-- `of_step`: the check of a training step of one's own; `rebinding` gives it variables of each strategy.
-- `comparison`: when two numbers are the same; `report`: what was found.
-- `settings`, `candidates`, `batches`, `state`, `random_draws`: what they need.
+- `of_model`: checks a Keras model; `probes` reads values inside the model, `model_causes` finds causes of differences.
+- `of_step`: checks a custom training step; `rebinding` gives the step variables of each strategy, `step_causes` finds
+  causes of differences.
+- `comparison`: decides when two numbers are the same; `report`: the results.
+- `settings`, `candidates`, `batches`, `state`, `random_draws`: helpers of these modules.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def check_parity(
     seed: int = 0,
     random_layers: bool = True,
 ) -> ParityReport:
-    """Of a model."""
+    """The form for a Keras model."""
 
 
 @overload
@@ -59,56 +60,59 @@ def check_parity(
     reduction: str | None = None,
     uneven: bool | None = None,
 ) -> ParityReport:
-    """Of a step."""
+    """The form for a training step."""
 
 
 def check_parity(model_or_step: Any, *args: Any, **kwargs: Any) -> ParityReport:
-    """Compares N replicas with one device: the same weights, the same batches, and which numbers differ.
+    """Compares N replicas with one device on equal weights and batches, and reports the numbers that differ.
 
-    Two forms. `check_parity(model, x, y)` takes a Keras model and runs it by itself and as `replicate_model` runs it.
-    `check_parity(step, inputs, variables)` takes a function that is one training step, and runs it by `strategy.run`
-    on shares of each batch. Both run on one device, on N threads (`MirroredStrategy`) and on N compiled replicas
-    (`TPUStrategy`). The model or the variables are left as they were: weights, optimizer, metrics, traced functions,
-    and the state of all random numbers. A model that is not built is built, as `fit` does.
+    There are two forms. `check_parity(model, x, y)` takes a Keras model and runs it as it is and as `replicate_model`
+    runs it. `check_parity(step, inputs, variables)` takes a function that does one training step, and runs it by
+    `strategy.run` on shards of each batch. Both forms run on one device, on N threads (`MirroredStrategy`) and on N
+    compiled replicas (`TPUStrategy`). The check leaves the model or the variables as they were: weights, optimizer,
+    metrics, traced functions, and the state of all random number generators. A model that is not built is built, as
+    `fit` does.
 
     Args:
         model_or_step: a Keras model: functional, sequential or subclassed, compiled or not. Or a function, which may be
-            a `tf.function`; it is called as `step(*batch)`, or as `step(*batch, weights)` if it takes one argument
-            more, with the weights of the rows that `replica_engine.split_batch` makes.
-        x, y, sample_weight: of a model: arrays, or structures of arrays, as `fit` takes them. Or `x` is a
-            `tf.data.Dataset`, `keras.utils.PyDataset` or iterator of batches.
-        inputs: of a step: a tuple of arrays (the parts of a batch), one array or dictionary, a `tf.data.Dataset`, or a
+            a `tf.function`. The function is called as `step(*batch)`. If it takes one more argument, it is called as
+            `step(*batch, weights)`, with the weights of the rows that `replica_engine.split_batch` makes.
+        x, y, sample_weight: for a model: arrays, or structures of arrays, as `fit` takes them. `x` may instead be a
+            `tf.data.Dataset`, a `keras.utils.PyDataset` or an iterator of batches.
+        inputs: for a step: a tuple of arrays (the parts of a batch), one array or dictionary, a `tf.data.Dataset`, or a
             list of batches.
-        variables: of a step: the variables to compare, in any structure, with modules, models and optimizers among
-            them; the step uses them by its closure or globals. Or a function that makes them, called in the scope of
-            each strategy; then the step is called as `step(made, *batch)`.
-        replicas: how many replicas.
-        steps: how many training steps. The last one has a batch whose shares are not of equal size: of a model always,
-            of a step if it takes weights, or if the data leaves such a rest.
-        batch_size: rows of a batch. None takes up to 32.
-        strategies: what to compare with one device: "MirroredStrategy", "TPUStrategy" or strategies of this library.
-            None takes all that can run here; the report names those that cannot.
-        tolerance: the same as `rtol`.
-        rtol: what counts as rounding, relative to the largest element of a tensor; of a weight, to its largest change.
-            None takes 1e-4 for float32, which is 1000 roundings, 1e-8 for float64, 2e-2 for float16 and 8e-2 for
-            bfloat16. What rounding does to a quantity is also measured, on one device with the samples in another
-            order and other last digits, and 10 times that is allowed.
-        atol: added to it.
-        seed: where all random numbers begin.
-        random_layers: of a model: False has layers that draw random numbers behave as in inference, so that everything
-            else can be compared.
-        reduction: of a step: "mean" or "sum", how numbers that the step returns are brought together where replicas
-            return different ones. None takes "sum" for a step that takes weights, and "mean" for others.
-        uneven: of a step: True takes an uneven last batch, False none; None is described at `steps`.
+        variables: for a step: the variables to compare, in any structure, which may contain modules, models and
+            optimizers; the step uses them through its closure or globals. Or a function that makes the variables; it is
+            called in the scope of each strategy, and the step is then called as `step(made, *batch)`.
+        replicas: the number of replicas.
+        steps: the number of training steps. The last batch has shards of unequal size: for a model always; for a step
+            if it takes weights, or if the data leaves such a rest.
+        batch_size: the number of rows of a batch. None takes up to 32.
+        strategies: the strategies to compare with one device: "MirroredStrategy", "TPUStrategy" or strategies of this
+            library. None takes all that can run here; the report names those that cannot.
+        tolerance: another name of `rtol`.
+        rtol: the largest error that counts as rounding, relative to the largest element of a tensor; for a weight,
+            relative to its largest change. None takes 1e-4 for float32, which is 1000 roundings, 1e-8 for float64, 2e-2
+            for float16 and 8e-2 for bfloat16. The check also measures how rounding affects each quantity: it runs one
+            device with the samples in another order and with other last digits, and allows 10 times that difference.
+        atol: the absolute tolerance, which is added to the relative one.
+        seed: the seed of all random numbers.
+        random_layers: for a model: False makes layers that draw random numbers behave as in inference, so that
+            everything else can be compared.
+        reduction: for a step: "mean" or "sum", how to combine numbers that the step returns if they differ between
+            replicas. None takes "sum" for a step that takes weights, and "mean" for other steps.
+        uneven: for a step: True makes the last batch uneven, False makes no batch uneven; for None see `steps`.
 
     Returns:
-        The report. `report.ok` says whether all that was compared agrees; `print(report)` shows what differs, where
-        first, and the known causes that were found; `report.raise_if_different()` is for tests.
+        The report. `report.ok` says whether all compared numbers agree. `print(report)` shows which numbers differ,
+        where they differ first, and the known causes that were found. `report.raise_if_different()` is for tests.
 
     Raises:
-        ParityArgumentError: an argument is not what it has to be, or no strategy can run here.
+        ParityArgumentError: an argument is invalid, or no strategy can run here.
         ReplicateError: the model cannot be replicated.
         DeviceError: a strategy was named, and there are fewer devices than replicas.
+        BackendMissingError: a `TPUStrategy` was named, and jax is missing.
+        BatchError: arrays have different lengths.
 
     Example:
         >>> import keras, numpy as np

@@ -1,4 +1,4 @@
-"""The batches of a check: cut from the data, an uneven last one among them."""
+"""Cuts the batches of a check from the data, including an uneven last batch."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from replica_engine.errors import ParityArgumentError
 from replica_engine.values import samples
 
 DEFAULT_ROWS = 32
-"""Rows of a batch, where neither the user nor the data says how many."""
+"""The number of rows of a batch if neither the user nor the data gives it."""
 
 
 def of_arrays(data: Any, steps: int, batch_size: int | None, replicas: int, uneven: bool) -> list[Any]:
-    """Cuts batches from arrays, from the first row on; at the end it begins again.
+    """Cuts batches from arrays, starting at the first row; after the last row it continues with the first.
 
     Args:
         data: a structure of arrays with the same number of rows.
-        steps: how many batches.
-        batch_size: rows of a batch. None takes 32, or what there is, and makes it divisible by `replicas`.
-        replicas: how many replicas share a batch.
-        uneven: whether the last batch has to be one that `replicas` does not divide.
+        steps: the number of batches.
+        batch_size: the number of rows of a batch. None takes 32, or all rows if there are fewer, rounded down to a
+            multiple of `replicas`.
+        replicas: the number of replicas that share a batch.
+        uneven: whether to make the last batch one that `replicas` does not divide.
 
     Raises:
-        BatchError: arrays of different lengths.
-        ParityArgumentError: no rows.
+        BatchError: the arrays have different lengths.
+        ParityArgumentError: the arrays have no rows.
     """
     data = samples.as_tensors(data)
     total = samples.count(data)
@@ -38,13 +39,13 @@ def of_arrays(data: Any, steps: int, batch_size: int | None, replicas: int, unev
 
 
 def as_they_come(data: Any, steps: int, batch_size: int | None, replicas: int) -> list[Any]:
-    """Cuts batches from arrays as an epoch does: full ones, and last what is left, if anything is.
+    """Cuts batches from arrays as an epoch does: full batches, and last the rest, if there is one.
 
-    What is left has at least a row for each replica. Without `batch_size` a full batch is divisible by `replicas`.
+    The rest has at least one row per replica. Without `batch_size`, `replicas` divides a full batch.
 
     Raises:
-        BatchError: arrays of different lengths.
-        ParityArgumentError: no rows.
+        BatchError: the arrays have different lengths.
+        ParityArgumentError: the arrays have no rows.
     """
     made = of_arrays(data, steps, batch_size, replicas, uneven=False)
     size, total = samples.count(made[0]), samples.count(samples.as_tensors(data))
@@ -56,10 +57,10 @@ def as_they_come(data: Any, steps: int, batch_size: int | None, replicas: int) -
 
 
 def of_dataset(data: Any, steps: int, replicas: int, uneven: bool) -> list[Any]:
-    """The first batches of a dataset or list of batches; it begins again where it has fewer.
+    """The first batches of a dataset or list of batches; after the last batch it continues with the first.
 
     Raises:
-        ParityArgumentError: it has no batch.
+        ParityArgumentError: there is no batch with rows.
     """
     batches = [samples.as_tensors(batch) for batch in itertools.islice(iter(data), steps)]
     batches = [batch for batch in batches if samples.count(batch)]
@@ -73,7 +74,7 @@ def of_dataset(data: Any, steps: int, replicas: int, uneven: bool) -> list[Any]:
 
 
 def even(batch: Any, replicas: int) -> Any:
-    """The batch with as many of its rows as `replicas` divide; a batch of fewer with the last one again."""
+    """Shortens a batch to a multiple of `replicas` rows; fills up a smaller batch with copies of its last row."""
     total = samples.count(batch)
     if total < replicas:
         return samples.pad(batch, replicas - total)
@@ -86,7 +87,7 @@ def shuffled(batch: Any, seed: int) -> Any:
 
 
 def shares(batch: Any, count: int) -> list[Any]:
-    """A batch in parts, as evenly as it goes; the first ones have one row more."""
+    """Splits a batch into `count` parts as evenly as possible; the first parts have one row more."""
     total = samples.count(batch)
     sizes = [total // count + (replica < total % count) for replica in range(count)]
     stops = list(itertools.accumulate(sizes))

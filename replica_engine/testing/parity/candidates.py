@@ -1,4 +1,4 @@
-"""The strategies that are compared with one device: those that can run here, and why the others cannot."""
+"""The strategies to compare with one device: makes those that can run here, and says why others cannot."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ def candidates(
 
     Args:
         strategies: names or strategies; None for all.
-        replicas: how many replicas each has.
+        replicas: the number of replicas of each strategy.
 
     Returns:
-        Strategies by name, and for each that cannot be had the reason. Where the user named it, the reason is raised.
+        The strategies by name, and for each strategy that cannot run here the reason. If the user named the strategy,
+        the reason is raised instead.
 
     Raises:
-        ParityArgumentError: none can run here, or one is unknown or of another size.
-        DeviceError: too few devices for one that was named.
-        BackendMissingError: no jax for a `TPUStrategy` that was named.
+        ParityArgumentError: no strategy can run here, a strategy is unknown, or its number of replicas is different.
+        DeviceError: there are too few devices for a strategy that was named.
+        BackendMissingError: a `TPUStrategy` was named, and jax is missing.
     """
     made: dict[str, tf.distribute.Strategy] = {}
     left_out: dict[str, str] = {}
@@ -86,6 +87,6 @@ def _mirrored(replicas: int) -> tf.distribute.Strategy:
 
 
 def _compiled(replicas: int) -> tf.distribute.Strategy:
-    from replica_engine.strategies.tpu import TPUStrategy  # not above: without jax it cannot be imported
+    from replica_engine.strategies.tpu import TPUStrategy  # not at module level: it needs jax
 
     return TPUStrategy(num_cores=replicas)

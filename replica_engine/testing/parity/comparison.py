@@ -1,20 +1,21 @@
-"""When two numbers are the same, and the list of those that are not.
+"""Decides when two numbers are the same, and lists the numbers that are not.
 
-N replicas add the same numbers in another order than one device, and a compiled program computes `exp` or a matrix
-product by other instructions. Both round differently. What is allowed has to be larger than that and smaller than any
-mistake, which shows in the second or third digit. Three rules:
+N replicas add the same numbers as one device, in another order. A compiled program computes `exp` or a matrix product
+with other instructions. Both round differently. The allowed difference must be larger than rounding and smaller than a
+mistake, which shows in the second or third digit. The rules:
 
-- A tensor is compared as a whole: the largest difference of an element against the *largest* element. An element near
-  zero is a difference of larger numbers, and has their rounding error.
-- A weight is compared by its *change* since the start: a learning rate of 1e-5 would hide any mistake in the digits
-  that do not change.
-- A loss that has come down to nothing is a sum of rounded squares: 7e-15 on one device and 0 on another. So what is
-  allowed of a loss or a metric is never less than the rounding of its largest value so far, and of the square of one.
-- Rounding may be amplified. A bias before a batch normalization has a gradient of exactly 0, which rounding makes 1e-9,
-  and Adam divides that by its own size. So the check measures what rounding does on one device: it runs the same
-  batches with their samples in another order and the weights changed in their last digits, and allows `NOISE` times
-  the difference that this makes. A gradient may profit from it only up to 1e-5 of the largest gradient in the model, so
-  that it cannot hide a mistake in a gradient.
+- A tensor is compared as a whole: the largest difference of an element, relative to the *largest* element. An element
+  near zero is the difference of larger numbers and has their rounding error.
+- A weight is compared by its *change* since the start. Otherwise a learning rate of 1e-5 would hide every mistake in
+  the digits that do not change.
+- A loss that has become almost zero is a sum of rounded squares, for example 7e-15 on one device and 0 on another. So
+  the allowed difference of a loss or a metric is at least the rounding of its largest value so far, and at least the
+  square of one rounding.
+- Rounding may be amplified. A bias before a batch normalization has a gradient of exactly 0, which rounding turns into
+  1e-9, and Adam divides that by its own size. So the check measures the effect of rounding on one device: it runs the
+  same batches with their samples in another order and the last digits of the weights changed, and allows `NOISE` times
+  the difference that this makes. For a gradient, this allowance is at most 1e-5 of the largest gradient in the model,
+  so that it cannot hide a mistake in a gradient.
 """
 
 from __future__ import annotations
@@ -30,25 +31,25 @@ import numpy as np
 from replica_engine.testing.parity.report import ONE_DEVICE, Compared, Difference
 
 NOISE = 10
-"""How many times the measured rounding of one device is allowed."""
+"""The allowed multiple of the rounding that was measured on one device."""
 
 ORDERS = 3
-"""How many times one device runs like that."""
+"""How many times one device runs with another order of samples and other last digits."""
 
 _LAST_DIGITS = 4
-"""By how many units in the last place weights are changed, at most."""
+"""The largest change of a weight in such a run, in units in the last place."""
 
 CAP = 1e-5
-"""What measured rounding can be in a gradient, relative to the largest gradient of all variables."""
+"""The largest measured rounding that counts for a gradient, relative to the largest gradient of all variables."""
 
 RTOL = {"float64": 1e-8, "float32": 1e-4, "bfloat16": 8e-2, "float16": 2e-2}
-"""By the coarsest type that is computed in: about 1000 times the rounding of one operation, 20 and 10 of the halves."""
+"""By the coarsest dtype in the computation: for float32 about 1000 roundings, for float16 20, for bfloat16 10."""
 
 EPSILON = {"float64": 2.3e-16, "float32": 1.2e-7, "bfloat16": 7.9e-3, "float16": 9.8e-4}
-"""The rounding of one operation."""
+"""The relative rounding error of one operation, by dtype."""
 
 KINDS = ("layer output", "prediction", "loss", "gradient", "metric", "result", "weight")
-"""In the order in which a step computes them."""
+"""The kinds of numbers, in the order in which a step computes them."""
 
 Arrays = Mapping[str, Any]
 """Arrays or numbers by name."""
@@ -56,12 +57,12 @@ Arrays = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """What counts as rounding.
+    """The largest difference that counts as rounding.
 
     Attributes:
         rtol: relative to the largest value of a tensor.
-        atol: added to it.
-        dtype: the coarsest type that is computed in, of which the default comes.
+        atol: an absolute difference that is added.
+        dtype: the coarsest dtype in the computation; the default tolerance depends on it.
         given: whether the user chose `rtol`.
     """
 
@@ -77,12 +78,12 @@ class Tolerance:
 
 
 def tolerance(dtype: str, rtol: float | None, atol: float | None) -> Tolerance:
-    """The tolerance of a check.
+    """Makes the tolerance of a check.
 
     Args:
-        dtype: the coarsest type that is computed in.
-        rtol: what the user chose, or None.
-        atol: what the user chose, or None.
+        dtype: the coarsest dtype in the computation.
+        rtol: the user's relative tolerance, or None.
+        atol: the user's absolute tolerance, or None.
     """
     return Tolerance(RTOL[dtype] if rtol is None else rtol, atol or 0.0, dtype, rtol is not None)
 
@@ -94,17 +95,17 @@ class _Verdict(enum.Enum):
 
 
 class Comparison:
-    """Compares strategies with one device, and keeps what it finds.
+    """Compares strategies with one device, and keeps the results.
 
     Args:
-        tolerance: what counts as rounding.
+        tolerance: the largest difference that counts as rounding.
     """
 
     def __init__(self, tolerance: Tolerance):
         self._tolerance = tolerance
         self._rows: dict[tuple[str, str], list[tuple[Difference, _Verdict]]] = {}
         self._found: list[tuple[tuple[int, int], Difference]] = []
-        self._largest: dict[tuple[str, str], float] = {}  # of losses and metrics of one device, by kind and name
+        self._largest: dict[tuple[str, str], float] = {}  # of one device: for losses and metrics, by kind and name
 
     def compare(
         self,
@@ -121,14 +122,14 @@ class Comparison:
         """Compares tensors of one kind, in the order of `expected`.
 
         Args:
-            strategy: what computed them.
+            strategy: the name of the strategy.
             kind: see `Difference`.
-            batch: on which batch, in words.
-            expected: those of one device.
-            found: those of the strategy.
-            step: index of the training step.
-            noise: the rounding of each that was measured on one device.
-            start: of weights: their values before the first step.
+            batch: a description of the batch.
+            expected: the tensors of one device.
+            found: the tensors of the strategy.
+            step: the index of the training step.
+            noise: the rounding of each tensor, as measured on one device.
+            start: for weights: their values before the first step.
         """
         largest = max((_largest(value) for value in expected.values()), default=0.0)
         for name in [*expected, *(name for name in found if name not in expected)]:
@@ -147,7 +148,7 @@ class Comparison:
             self._note(difference, verdict)
 
     def not_finite(self, kind: str, batch: str, values: Arrays, step: int | None = None) -> bool:
-        """Notes what is not finite on one device, where equal numbers mean nothing; returns whether there was any."""
+        """Notes values of one device that are not finite and so cannot be compared; returns whether there are any."""
         bad = [name for name, value in values.items() if not _is_finite(value)]
         for name in bad:
             detail = "not finite on one device already, so that there is nothing to compare with"
@@ -156,7 +157,7 @@ class Comparison:
         return bool(bad)
 
     def rows(self) -> tuple[Compared, ...]:
-        """What was compared, by strategy and kind."""
+        """A summary of all comparisons, one row per strategy and kind."""
         made = []
         for (strategy, kind), each in sorted(self._rows.items(), key=lambda item: KINDS.index(item[0][1])):
             verdicts = [verdict for _, verdict in each]
@@ -210,7 +211,7 @@ class Comparison:
                 return dataclasses.replace(difference, error=0.0), _Verdict.EQUAL
             return difference, _Verdict.DIFFERENT
         one, other = _wide(one), _wide(other)
-        with np.errstate(invalid="ignore"):  # infinity minus infinity
+        with np.errstate(invalid="ignore"):  # infinity minus infinity is invalid
             error = np.where((one == other) | (np.isnan(one) & np.isnan(other)), 0.0, np.abs(one - other))
         error = np.where(np.isnan(error), np.inf, error)
         index = np.unravel_index(int(np.argmax(error)), error.shape)
@@ -243,7 +244,7 @@ class Comparison:
 
 
 def noise(expected: Arrays, others: Sequence[Arrays]) -> dict[str, float]:
-    """The largest difference of each tensor to others that differ from it in rounding alone."""
+    """For each tensor, its largest difference from `others`, which differ from it only by rounding."""
     return {
         name: max((_distance(value, other[name]) for other in others if name in other), default=0.0)
         for name, value in expected.items()
@@ -251,7 +252,7 @@ def noise(expected: Arrays, others: Sequence[Arrays]) -> dict[str, float]:
 
 
 def changed_in_last_digits(value: np.ndarray, seed: int) -> np.ndarray:
-    """An array with other roundings; one that is not of floating-point numbers as it is."""
+    """Changes the last digits of an array of floating-point numbers; returns any other array unchanged."""
     epsilon = EPSILON.get(value.dtype.name)
     if epsilon is None:
         return value
@@ -260,7 +261,7 @@ def changed_in_last_digits(value: np.ndarray, seed: int) -> np.ndarray:
 
 
 def is_within(expected: Arrays, other: Arrays, rtol: float) -> bool:
-    """Whether all tensors are equal, relative to the largest element of all."""
+    """Whether all tensors are equal up to `rtol` times the largest element of all tensors."""
     largest = max((_largest(value) for value in expected.values()), default=0.0)
     return all(name in other and _distance(value, other[name]) <= rtol * largest for name, value in expected.items())
 
@@ -292,7 +293,7 @@ def _wide(array: np.ndarray) -> np.ndarray:
 
 
 def _is_number(array: np.ndarray) -> bool:
-    return array.dtype.kind in "biufc" or array.dtype.name in RTOL  # bfloat16 is of NumPy's kind "V"
+    return array.dtype.kind in "biufc" or array.dtype.name in RTOL  # NumPy gives bfloat16 the kind "V"
 
 
 def _unlike(strategy: str, kind: str, name: str, batch: str, step: int | None, detail: str) -> Difference:
@@ -301,5 +302,5 @@ def _unlike(strategy: str, kind: str, name: str, batch: str, step: int | None, d
 
 
 def _rank(difference: Difference) -> tuple[int, int]:
-    """Outputs of layers and predictions come before training steps; of a step the loss first and the weights last."""
+    """The order of a step: outputs of layers and predictions come first, then the loss, and the weights last."""
     return difference.step or 0, KINDS.index(difference.kind)

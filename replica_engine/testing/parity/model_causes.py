@@ -1,6 +1,6 @@
-"""Known causes of differences, looked for in a model. Each is tried on one device before it is named.
+"""Known causes of differences, searched for in a model. A loss or metric is tried on one device before it is named.
 
-Looked for only where there is a difference: a model with Dropout is not wrong.
+The search runs only if numbers differ: a model with Dropout is not wrong.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def found(
     differences: Sequence[Difference],
     limits: Tolerance,
 ) -> tuple[Cause, ...]:
-    """The known causes in a model whose numbers differ.
+    """Finds the known causes in a model whose numbers differ.
 
     Args:
         model: the model, at its initial weights.
-        batch: one that `replicas` divide.
-        replicas: how many.
-        differences: all of them.
+        batch: a batch that `replicas` divides.
+        replicas: the number of replicas.
+        differences: all differences.
         limits: the tolerance.
     """
     causes = list(_normalizations(model))
@@ -96,7 +96,7 @@ def _random_numbers(model: keras.Model, batch: Any) -> Iterator[Cause]:
 
 
 def _losses(model: keras.Model, batch: Any, replicas: int) -> Iterator[Cause]:
-    """Losses whose value for a batch is not the mean of those for its equal shares, of the same predictions."""
+    """Losses whose value for a batch is not the mean of their values for equal shards, with the same predictions."""
     x, y, _ = batch
     if y is None or not keras_model.flat_losses(model) or keras_model.mixes_samples(model):
         outputs, y = None, None
@@ -104,7 +104,7 @@ def _losses(model: keras.Model, batch: Any, replicas: int) -> Iterator[Cause]:
         outputs = keras.tree.map_structure(tf.identity, model(x, training=False))
     for name, loss, path in keras_model.flat_losses(model) if outputs is not None else ():
         if getattr(loss, "reduction", "mean") in ("sum", "none", None):
-            continue  # a sum over the samples is brought together as one
+            continue  # a sum over samples is summed over replicas
         pair = (_at(y, path), _at(outputs, path))
         if not _is_mean(lambda pair, loss=loss: loss(*pair), pair, replicas):
             yield Cause(
@@ -128,7 +128,7 @@ def _losses(model: keras.Model, batch: Any, replicas: int) -> Iterator[Cause]:
 
 
 def _metrics(model: keras.Model, batch: Any, replicas: int, names: set[str]) -> Iterator[Cause]:
-    """Metrics that come to another result when the samples come in several equal batches."""
+    """Metrics whose result changes when the same samples come in several equal batches."""
     x, y, _ = batch
     outputs = None if y is None else model(x, training=False)
     is_one = isinstance(outputs, tf.Tensor) and isinstance(y, tf.Tensor)
@@ -183,7 +183,7 @@ def _halves(limits: Tolerance) -> Iterator[Cause]:
 def _is_mean(loss: Any, data: Any, replicas: int) -> bool:
     whole = np.asarray(loss(data))
     if whole.ndim:
-        return True  # a loss for each sample
+        return True  # one loss per sample
     return _is_close(whole, _mean([np.asarray(loss(part)) for part in cut.shares(data, replicas)]))
 
 

@@ -1,15 +1,15 @@
 """The parity check of a Keras model: on one device, and on the replicas that `replicate_model` makes.
 
-All runs use the same model object, from the same weights, one after the other. Between them everything is put back, and
-at the end as well (`state`). A run is four parts, each from the initial weights:
+All runs use the same model object and start from the same weights, one run after the other. Between the runs, and at
+the end, everything is restored (`state`). A run has four parts, each from the initial weights:
 
-1. one forward pass in training mode, of a batch that the replicas divide evenly: what each layer gives;
-2. predictions and metrics of the uneven batch;
-3. a step whose optimizer keeps the gradients and changes nothing, for the first batch and for the uneven one;
-4. the training steps: losses, metrics and weights after each.
+1. one forward pass in training mode, on a batch that the replicas divide evenly, for the output of each layer;
+2. predictions and metrics on the uneven batch;
+3. a step on the first batch and on the uneven one, with an optimizer that keeps the gradients and changes nothing;
+4. the training steps: losses, metrics and weights after each step.
 
-One device runs three times more, with the samples of each batch in another order and the weights changed in their last
-digits, which tells how much of a difference is rounding (`comparison`).
+One device runs three more times, with the samples of each batch in another order and the last digits of the weights
+changed. This shows how much of a difference is rounding (`comparison`).
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from replica_engine.values import samples
 
 @dataclasses.dataclass
 class Run:
-    """What one run computed.
+    """The results of one run.
 
     Attributes:
-        layers: what layers gave.
-        predictions: of the uneven batch.
-        evaluation: losses and metrics of the uneven batch.
-        gradients: of the first batch and of the uneven one: losses, and gradients by variable.
-        steps: of each training step: what the model logs, and the weights after it.
+        layers: the outputs of layers.
+        predictions: the predictions for the uneven batch.
+        evaluation: the losses and metrics of the uneven batch.
+        gradients: for the first batch and for the uneven one: the losses, and the gradients by variable.
+        steps: for each training step: the logs of the model, and the weights after the step.
     """
 
     layers: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -68,7 +68,7 @@ class Run:
 def check_model(
     model: keras.Model, x: Any, y: Any, sample_weight: Any, settings: Settings, random_layers: bool
 ) -> ParityReport:
-    """The parity check of a model; see `check_parity`."""
+    """Runs the parity check of a model; see `check_parity`."""
     model = original_of(model)
     data = _batches(x, y, sample_weight, settings)
     _build(model, data[0])
@@ -91,12 +91,12 @@ class _Check:
             model, "train_step"
         )
         self._has_loss = getattr(model, "compiled", False)
-        # Those that cannot be replicated say so before anything runs.
+        # A model that cannot be replicated raises here, before anything runs.
         self._replicated = {name: _replicated(model, strategy) for name, strategy in settings.strategies.items()}
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
-        """Inside, the model is used; afterwards it is as before."""
+        """Prepares the model inside the block; on leaving, the model is as before."""
         first = self._attributes()
         values = Values(self._variables())
         try:
@@ -112,7 +112,7 @@ class _Check:
             values.restore()
 
     def report(self, silenced: list[str]) -> ParityReport:
-        """Runs on one device and on all strategies, and compares."""
+        """Runs on one device and on all strategies, and compares the results."""
         other_orders = [[cut.shuffled(each, seed) for each in self._batches] for seed in range(ORDERS)]
         expected, *orders = self._run(self._model, [self._batches, *other_orders])
         limits = tolerance(self._coarsest(), self._settings.rtol, self._settings.atol)
@@ -136,7 +136,7 @@ class _Check:
             try:
                 with self._part():
                     causes = model_causes.found(self._model, self._even, self._settings.replicas, differences, limits)
-            except Exception as error:  # a model that runs eagerly may be one that cannot be traced
+            except Exception as error:  # a model with run_eagerly may not be traceable
                 notes.append(f"Known causes could not be looked for: {type(error).__name__}: {error}")
         return ParityReport(
             subject=f"model {self._model.name!r}",
@@ -153,9 +153,9 @@ class _Check:
         )
 
     def _run(self, model: Any, orders: list[list[Any]]) -> list[Run]:
-        """All parts of a run, with the batches in one or more orders; `model` is the model, or makes replicated ones.
+        """Runs all parts, with the batches in one or more orders; `model` is the model or makes replicated models.
 
-        Each part uses one model object, so that it is traced once for all orders.
+        Each part uses one model object, so the model is traced once for all orders.
         """
         runs = [Run() for _ in orders]
         last = self._batches[-1]
@@ -190,15 +190,15 @@ class _Check:
         return runs
 
     def _of_each_size(self, batches: list[Any]) -> list[Any]:
-        """The first batch, and the last where it is of another size."""
+        """The first batch, and also the last batch if its size differs."""
         return batches[:1] if samples.count(batches[0]) == samples.count(batches[-1]) else [batches[0], batches[-1]]
 
     @contextlib.contextmanager
     def _part(self) -> Iterator[None]:
-        """Inside, the model is as at the start of the check; afterwards as well."""
+        """Inside the block, the model starts from its state at the start of the check, which is restored on leaving."""
         try:
             with seeded(self._settings.seed):
-                # One device runs op by op: XLA draws other random numbers, and rounds differently.
+                # One device runs op by op: XLA would draw other random numbers and round differently.
                 self._model.jit_compile = False
                 yield
         finally:
@@ -206,14 +206,14 @@ class _Check:
             self._values.restore()
 
     def _change_last_digits(self, order: int) -> None:
-        """Of the weights, in all orders but the first, which is the reference."""
+        """Changes the last digits of the weights, except in the first order, which is the reference."""
         if order:
             for number, variable in enumerate(self._model.trainable_variables):
                 value = variable.numpy()
                 variable.assign(changed_in_last_digits(value, seed=1000 * order + number))
 
     def _begin(self) -> None:
-        """Begins again in the middle of a part: with the same values, by the same functions."""
+        """Starts again in the middle of a part: from the same values, with the same traced functions."""
         self._values.restore()
         self._model.reset_metrics()
 
@@ -264,7 +264,7 @@ class _Check:
             )
 
     def _unexplained(self, differences: Sequence[Difference], causes: Sequence[Cause]) -> Iterator[str]:
-        """Layers that are the first to differ, and in which no known cause was found."""
+        """Notes for each strategy whose first differing layer has no known cause, while other layers have one."""
         named = {cause.name.split("/")[0] for cause in causes}
         first: dict[str, Difference] = {}
         for each in differences:
@@ -298,7 +298,7 @@ class _Check:
         return list({id(each): each for each in [*known, *bare]}.values())
 
     def _make_variables(self) -> None:
-        """Those of metrics, losses and the optimizer, which a first step would make."""
+        """Makes the variables of metrics, losses and the optimizer, which the first step would otherwise make."""
         if self._has_loss and is_callable(self._model) and not keras_model.is_built(self._model):
             keras_model.build(self._model, self._batches[0])
 
@@ -316,7 +316,7 @@ class _Check:
 
 
 def _agree(expected: Run, other: Run, limits: Tolerance) -> bool:
-    """Whether the order of the samples makes a difference that is rounding."""
+    """Whether another order of the samples changes the results only by rounding."""
     pairs = [*zip(expected.gradients, other.gradients, strict=True)]
     return all(
         is_within(_losses(one[0]), _losses(two[0]), limits.rtol) and is_within(one[1], two[1], limits.rtol)
@@ -325,7 +325,7 @@ def _agree(expected: Run, other: Run, limits: Tolerance) -> bool:
 
 
 def _replicated(model: keras.Model, strategy: tf.distribute.Strategy) -> Any:
-    """What makes replicated models: each part of a run has one of its own, and so programs of its own."""
+    """A function that replicates the model: each part of a run uses a new replicated model with its own programs."""
     replicate_model(model, strategy=strategy)
     return lambda: replicate_model(model, strategy=strategy)
 
@@ -346,7 +346,7 @@ def _batches(x: Any, y: Any, sample_weight: Any, settings: Settings) -> list[Any
 
 
 def _as_fit_does(array: Any) -> Any:
-    """Arrays of floating-point numbers come to a model as its default type."""
+    """Converts arrays of floating-point numbers to Keras' default dtype, as `fit` does."""
     is_float = isinstance(array, np.ndarray) and array.dtype.kind == "f"
     return array.astype(keras.config.floatx()) if is_float else array
 
@@ -362,7 +362,7 @@ def _build(model: keras.Model, batch: Any) -> None:
 
 
 def _names(model: keras.Model) -> dict[int, str]:
-    """Names of a model's variables, by id, in its order; equal ones are numbered."""
+    """The names of a model's variables by id, in the model's order; equal names are numbered."""
     names: dict[int, str] = {}
     counts: dict[str, int] = {}
     for variable in model.variables:

@@ -1,10 +1,10 @@
-"""The parity check of a training step of one's own: on one device, and by `strategy.run` on shares of each batch.
+"""The parity check of a custom training step: on one device, and by `strategy.run` on shards of each batch.
 
-A run makes the variables of its strategy (`rebinding`, or the user's function that makes them), gives them the same
-values, and runs the step on batch after batch. What the step returns and what its variables hold is compared each time.
+A run makes the variables of its strategy (by `rebinding`, or by the user's function), gives them the same values, and
+runs the step on each batch. After each step, the results of the step and the values of its variables are compared.
 
-The step says itself how replicas come together, as under any `tf.distribute` strategy: it calls `all_reduce`, or an
-optimizer that does, or assigns variables that have an aggregation. On one device the same calls do nothing.
+The step itself must combine the replicas, as under any `tf.distribute` strategy: it calls `all_reduce`, or an optimizer
+that does, or assigns variables that have an aggregation. On one device the same calls do nothing.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ _NO_WEIGHTS = (
 )
 
 
-# What TensorFlow says where `strategy.run` is called on a replica.
+# A part of TensorFlow's message when `strategy.run` is called on a replica.
 _IN_CROSS_REPLICA = 'Need to be inside "with strategy.scope()"'
 
 
 @dataclasses.dataclass
 class Run:
-    """What one run computed.
+    """The results of one run.
 
     Attributes:
-        results: of each step what it returned, by name.
-        weights: of each step the variables after it.
+        results: for each step, its return values by name.
+        weights: for each step, the variables after it.
         start: the variables before the first step.
     """
 
@@ -73,7 +73,7 @@ def check_step(
     reduction: str | None,
     uneven: bool | None,
 ) -> ParityReport:
-    """The parity check of a step; see `check_parity`."""
+    """Runs the parity check of a step; see `check_parity`."""
     if reduction not in (None, "mean", "sum"):
         raise ParityArgumentError.bad_reduction(reduction)
     return _Check(step, inputs, variables, settings, reduction, uneven).report()
@@ -99,7 +99,7 @@ class _Check:
             raise ParityArgumentError.unreached(unreached)
 
     def report(self) -> ParityReport:
-        """Runs on one device and on all strategies, and compares."""
+        """Runs on one device and on all strategies, and compares the results."""
         one = tf.distribute.get_strategy()
         expected = self._run(one, self._batches)
         if not expected.start and not any(expected.results):
@@ -133,7 +133,7 @@ class _Check:
             )
             try:
                 causes += step_causes.random_numbers(self._call.name, self._graph())
-            except Exception as error:  # a step may well be one that cannot be traced by itself
+            except Exception as error:  # some steps cannot be traced alone
                 notes.append(f"The step was not searched for random numbers: it cannot be traced alone ({error}).")
         return ParityReport(
             subject=f"step {self._call.name!r}",
@@ -167,7 +167,7 @@ class _Check:
     def _run(
         self, strategy: tf.distribute.Strategy, batches: list[Any], first: Run | None = None, order: int = 0
     ) -> Run:
-        """Runs the step on batch after batch; stops where a compiled strategy cannot share one out."""
+        """Runs the step on each batch; stops at a batch that a compiled strategy cannot split."""
         run = Run()
         with seeded(self._settings.seed), self._ready(strategy, first) as (function, tracked):
             run.start = _values(tracked())
@@ -191,7 +191,7 @@ class _Check:
 
     @contextlib.contextmanager
     def _ready(self, strategy: tf.distribute.Strategy, first: Run | None) -> Iterator[tuple[Any, Any]]:
-        """Gives the function to run, and what lists the variables to compare."""
+        """Yields the function to run, and a function that lists the variables to compare."""
         step = python_function(self._call.step)
         with self._rebinding.entered(strategy) as copy_of:
             if self._makes is None:
@@ -209,7 +209,7 @@ class _Check:
             yield on_replica, lambda: listed(made)
 
     def _shared(self, strategy: tf.distribute.Strategy, batch: Any) -> tuple[Any, Any] | None:
-        """Arguments of `strategy.run`; None where a compiled program cannot have shares of these sizes."""
+        """The arguments of `strategy.run`; None if a compiled program cannot have shards of these sizes."""
         replicas = strategy.num_replicas_in_sync
         total = samples.count(batch)
         if replicas == 1 and not compiles(strategy):
@@ -225,7 +225,7 @@ class _Check:
         return self._call.arguments(regroup(made), None)
 
     def _results(self, strategy: tf.distribute.Strategy, returned: Any, batch: Any) -> dict[str, Any]:
-        """What the step returned, of all replicas together, by name."""
+        """The results of the step by name, combined over all replicas."""
         count = strategy.num_replicas_in_sync
         each = [_named(part) for part in parts(returned, count, "results")]
         sizes = [samples.count(share) for share in cut.shares(batch, count)]
@@ -241,7 +241,7 @@ class _Check:
             return np.concatenate(arrays)[:total]
         if all(array.shape == arrays[0].shape for array in arrays):
             if all(array.tobytes() == arrays[0].tobytes() for array in arrays) or arrays[0].dtype.kind not in "fcV":
-                return arrays[0]  # replicas have brought it together themselves
+                return arrays[0]  # the step itself has combined the replicas
             whole = np.sum([array.astype("float64") for array in arrays], axis=0)
             return (whole if self._reduction == "sum" else whole / len(arrays)).astype(arrays[0].dtype)
         return np.concatenate(arrays) if len(arrays[0].shape) else arrays[0]
@@ -286,7 +286,7 @@ class _Check:
             raise ParityArgumentError.nothing_to_compare(self._left_out)
 
     def _alone(self, replica: int) -> Run:
-        """One device on the rows of one replica, of the first batch."""
+        """Runs one device on one replica's rows of the first batch."""
         share = cut.shares(self._batches[0], self._settings.replicas)[replica]
         return self._run(tf.distribute.get_strategy(), [share])
 
@@ -298,17 +298,18 @@ class _Check:
 
 
 class _Call:
-    """How a step is called with a batch.
+    """How to call a step with a batch.
 
     Args:
         step: the step.
-        count: how many parts a batch has.
-        is_given_variables: whether the first argument is what `variables` made.
+        count: the number of parts of a batch.
+        is_given_variables: whether the first argument is the result of the function `variables`.
 
     Attributes:
         step: the step.
-        name: of it.
-        weights: the name of the argument for the weights of rows; "" for the one after the batch, None for none.
+        name: the name of the step.
+        weights: the name of the argument for the weights of rows; "" if it is the argument after the batch; None if
+            the step takes no weights.
     """
 
     def __init__(self, step: Callable[..., Any], count: int, is_given_variables: bool):
@@ -332,7 +333,7 @@ class _Call:
         raise ParityArgumentError.not_called_so(self.name, str(signature), count)
 
     def arguments(self, batch: Any, weights: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments and keyword arguments for a batch."""
+        """The positional and keyword arguments for a batch."""
         args: tuple[Any, ...] = (batch,) if self._is_whole or not isinstance(batch, tuple) else batch
         if self.weights == "":
             return (*args, weights), {}
@@ -358,7 +359,7 @@ def _is_dataset(inputs: Any) -> bool:
 
 
 def _parts_of(inputs: Any) -> tuple[int, Any]:
-    """How many parts a batch has, and the source of batches."""
+    """The number of parts of a batch, and the source of batches."""
     if _is_dataset(inputs):
         if isinstance(inputs, tf.data.Dataset):
             element: Any = inputs.element_spec

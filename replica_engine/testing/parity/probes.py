@@ -1,7 +1,7 @@
-"""Looking into one step of a model: what each layer gives, and the gradient of each variable.
+"""Probes of one step of a model: the output of each layer, and the gradient of each variable.
 
-Both use what a model has for anybody: a `predict_step` that returns what layers gave, whose rows the replicated model
-puts into the order of the batch, and an optimizer that keeps gradients and changes nothing.
+Both probes use ordinary features of a model: a `predict_step` that returns the outputs of layers, whose rows the
+replicated model puts into the order of the batch, and an optimizer that keeps gradients and changes nothing.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _NOTHING = object()
 
 
 class LayerOutputs:
-    """Has a model's `predict_step` return what each layer gave, innermost layers first.
+    """Makes a model's `predict_step` return the output of each layer, innermost layers first.
 
-    Only what has a row for each sample, and is made by the model's own call (not inside a loop), is returned.
+    It returns only outputs that have a row per sample and that the model's own call makes (not inside a loop).
 
     Args:
         model: the model.
 
     Attributes:
-        names: of what was found, by the first run. Later runs return only these.
-        layers: for each name the layer.
+        names: the names of the outputs that the first run found. Later runs return only these.
+        layers: the layer of each name.
     """
 
     def __init__(self, model: keras.Model):
@@ -42,7 +42,7 @@ class LayerOutputs:
 
     @contextlib.contextmanager
     def seen(self) -> Iterator[None]:
-        """Inside, `predict_step` of the model is this one, and its layers can be seen."""
+        """Inside the block, the model has the `predict_step` of this class, and its layers report their outputs."""
         places = [(layer, "call", _reporting(layer)) for layer in keras_model.layers_of(self._model)]
         places.append((self._model, "predict_step", self._step))
         with _put(places):
@@ -82,10 +82,10 @@ class LayerOutputs:
 
 
 class Gradients:
-    """Keeps the gradients that a training step applies, of the whole batch, and leaves the weights as they are.
+    """Keeps the gradients of the whole batch that a training step applies, and does not change the weights.
 
     Args:
-        model: the model. Its optimizers, and those that its layers have as attributes, are exchanged while seen.
+        model: the model. Inside `seen`, its optimizers are replaced, also those that are attributes of layers.
     """
 
     def __init__(self, model: keras.Model):
@@ -94,7 +94,7 @@ class Gradients:
 
     @contextlib.contextmanager
     def seen(self) -> Iterator[None]:
-        """Inside, the optimizers keep gradients."""
+        """Inside the block, optimizers that keep gradients replace the model's optimizers."""
         places = [
             (layer, name, self._kept[id(value)])
             for layer in keras_model.layers_of(self._model)
@@ -102,12 +102,12 @@ class Gradients:
             if id(value) in self._kept
         ]
         for keeper in self._kept.values():
-            keeper.build(self._model.trainable_variables)  # which of them an optimizer trains is known in a step only
+            keeper.build(self._model.trainable_variables)  # only the step shows which of them it trains
         with _put(places):
             yield
 
     def values(self, names: dict[int, str]) -> dict[str, Any]:
-        """The gradients of the last step by the names of the variables, in the order of the names."""
+        """The gradients of the last step by the names of the variables, in the order of `names`."""
         found: dict[int, Any] = {}
         for keeper in self._kept.values():
             for variable, gradient in keeper.kept():
@@ -116,13 +116,13 @@ class Gradients:
 
 
 class _Slots:
-    """Variables and what keeps their gradients: in an object, where Keras does not look for variables to track."""
+    """Variables and the variables that keep their gradients, in an object that Keras does not search for variables."""
 
     pairs: Sequence[tuple[Any, Any]] = ()
 
 
 class _GradientKeeper(keras.optimizers.Optimizer):
-    """An optimizer that changes nothing, and keeps the gradient of each variable."""
+    """An optimizer that changes nothing and keeps the gradient of each variable."""
 
     def __init__(self, optimizer: keras.optimizers.Optimizer):
         super().__init__(learning_rate=0.0, name="gradient_keeper")
@@ -145,7 +145,7 @@ class _GradientKeeper(keras.optimizers.Optimizer):
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         slot = self._slots.pairs[keras_model.index_of(self, variable)][1]
-        dense = tf.convert_to_tensor(gradient)  # of rows of a table, too: each row the sum of its gradients
+        dense = tf.convert_to_tensor(gradient)  # for rows of a table too: each row is the sum of its gradients
         self.assign(slot, tf.cast(dense, slot.dtype) / self._scale)
 
     def get_config(self) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class _GradientKeeper(keras.optimizers.Optimizer):
 
 @contextlib.contextmanager
 def without_random_layers(model: keras.Model) -> Iterator[list[str]]:
-    """Inside, layers that draw random numbers behave as in inference; gives their names."""
+    """Makes layers that draw random numbers behave as in inference inside the block; yields their names."""
     layers = [layer for layer in keras_model.layers_of(model, include_self=False) if _draws(layer)]
     with _put([(layer, "call", _in_inference(layer)) for layer in layers]):
         yield [layer.name for layer in layers]
@@ -190,18 +190,18 @@ def _in_inference(layer: keras.layers.Layer) -> Callable[..., Any]:
 
 
 def _draws(layer: keras.layers.Layer) -> bool:
-    """Whether a layer has random numbers of its own, and can be told that it is not being trained."""
+    """Whether a layer has a random seed generator, and a `training` argument to switch it off."""
     has_seed = any(isinstance(value, keras.random.SeedGenerator) for value in vars(layer).values())
     return has_seed and "training" in inspect.signature(layer.call).parameters
 
 
 def is_callable(model: keras.Model) -> bool:
-    """Whether a model has a forward pass of its own, and not only a `train_step` that runs other models."""
+    """Whether a model defines a forward pass, and not only a `train_step` that runs other models."""
     return type(model).call is not keras.Model.call
 
 
 def called(model: keras.Model, x: Any) -> Any:
-    """What a model gives in training mode."""
+    """The outputs of a model in training mode."""
     return model(x, training=True) if _takes_training(model) else model(x)
 
 
@@ -217,7 +217,7 @@ def _has_rows_of(leaf: tf.Tensor, x: Any) -> bool:
 
 @contextlib.contextmanager
 def _put(places: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Inside, objects have other attributes."""
+    """Replaces attributes of objects inside the block."""
     places = list(places)
     before = [vars(target).get(name, _NOTHING) for target, name, _ in places]
     for target, name, value in places:

@@ -1,4 +1,4 @@
-"""Which layers of a traced model draw random numbers, and how: read from the ops of its graph."""
+"""Finds the layers of a traced model that draw random numbers, from the ops of the model's graph."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _PASSES_ON = ("Identity", "Cast", "Pack", "Bitcast", "StopGradient")
 
 
 class Draw(NamedTuple):
-    """Random numbers that are drawn.
+    """One way to draw random numbers.
 
     Attributes:
-        layer: the innermost layer that draws them; "" if none does.
+        layer: the innermost layer that draws them; "" if no layer does.
         op: the type of the op.
-        is_stateless: whether they come of a constant seed, by the algorithm that the device chooses.
+        is_stateless: whether the numbers depend on a constant seed and on the algorithm that the device chooses.
     """
 
     layer: str
@@ -32,24 +32,24 @@ class Draw(NamedTuple):
 
 
 def draws(graph: Any, layers: Sequence[str]) -> list[Draw]:
-    """The random numbers that a graph draws, one for each layer and way to draw.
+    """Finds the random numbers that a graph draws, one entry for each layer and way to draw.
 
     Args:
-        graph: a `tf.Graph`; the functions that it calls are looked into.
-        layers: names of layers, which their ops have in their scopes.
+        graph: a `tf.Graph`; functions that the graph calls are searched too.
+        layers: names of layers, which appear in the name scopes of the layers' ops.
     """
     found: dict[Draw, None] = {}
     for scope, kind, is_fixed in _random_ops(graph.as_graph_def()):
         inside = [part for part in scope.split("/") for name in layers if _is_of(part, name)]
         named = [name for part in inside[-1:] for name in layers if _is_of(part, name)]
-        # The op that makes a key of the seed comes first, and says no more than the one that draws.
+        # The op that makes a key from the seed comes first and tells no more than the op that draws.
         if kind not in _CHOOSES:
             found[Draw(max(named, key=len, default=""), kind, is_fixed)] = None
     return list(found)
 
 
 def _random_ops(definition: Any) -> Iterator[tuple[str, str, bool]]:
-    """Name with scopes, type, and whether a fixed seed goes to an algorithm of the device's choice."""
+    """For each random op: its name with scopes, its type, and whether a fixed seed meets the device's own algorithm."""
     functions = {function.signature.name: function for function in definition.library.function}
 
     def walk(nodes: Any, prefix: str, around: tuple[str, ...]) -> Iterator[tuple[str, str, bool]]:
@@ -76,7 +76,7 @@ def _called(node: Any) -> Iterator[str]:
 
 
 def _is_fixed(node: Any, by_name: dict[str, Any]) -> bool:
-    """Whether the key comes of a constant seed, through an op that leaves the algorithm to the device."""
+    """Whether the key comes from a constant seed, through an op that lets the device choose the algorithm."""
     sources = [by_name[name] for name in map(_plain, node.input) if name in by_name]
     for source in sources:
         if source.op in _CHOOSES and source.input:
@@ -92,5 +92,5 @@ def _plain(name: str) -> str:
 
 
 def _is_of(scope: str, name: str) -> bool:
-    """Whether a name scope is a layer's: TensorFlow adds a number to one that is entered again."""
+    """Whether a name scope belongs to a layer; TensorFlow adds a number to a scope that is entered again."""
     return scope == name or (scope.startswith(f"{name}_") and scope[len(name) + 1 :].isdigit())

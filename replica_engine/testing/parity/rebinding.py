@@ -1,14 +1,14 @@
-"""A step's variables, as each strategy needs them.
+"""Gives a step the variables of each strategy.
 
-A step of one's own uses variables that it finds by its closure, its globals, or attributes of objects that it finds
-there. Under a strategy these have to be variables of that strategy. So for the time of a run, each place that holds a
-plain variable holds a copy instead, made in the strategy's scope with the same value; afterwards it holds the plain one
-again. Nothing that the step does changes the originals.
+A custom step finds its variables through its closure, its globals, or attributes of objects in them. Under a strategy
+these must be variables of that strategy. So during a run, each place that holds a plain variable holds a copy instead,
+which is made in the strategy's scope with the same value. After the run the place holds the plain variable again.
+Nothing that the step does changes the originals.
 
-Places are looked for as Python would: cells of the closure, globals that the code names, defaults, the object of a
-bound method, what `functools.partial` holds; from there lists, dictionaries, attributes of modules, Keras objects and
-objects of the user's classes, and helper functions of the user's. A `tf.function` among them stands for its Python
-function, since what it has traced is bound to the originals.
+The search for places follows Python: the cells of the closure, the globals that the code names, defaults, the object
+of a bound method, and the contents of `functools.partial`. From there it follows lists, dictionaries, attributes of
+modules, Keras objects and objects of the user's classes, and the user's helper functions. A `tf.function` among them is
+replaced by its Python function, because its traces are bound to the original variables.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Rebinding:
 
     Args:
         step: the step.
-        variables: more objects to begin at.
+        variables: more objects from which to start the search.
     """
 
     def __init__(self, step: Callable[..., Any], variables: Any):
-        self._places: list[tuple[Put, Any]] = []  # of plain TensorFlow variables, and of tf.functions
+        self._places: list[tuple[Put, Any]] = []  # those that hold plain TensorFlow variables or tf.functions
         self._variables: dict[int, tf.Variable] = {}
         self._keras: dict[int, keras.Variable] = {}
         self._objects: dict[int, Any] = {}
@@ -52,12 +52,12 @@ class Rebinding:
         self._look(variables, None)
 
     def reaches(self, variable: Any) -> bool:
-        """Whether the step itself leads to a variable."""
+        """Whether the step itself reaches a variable."""
         return id(variable) in self._reached
 
     @contextlib.contextmanager
     def entered(self, strategy: tf.distribute.Strategy) -> Iterator[Callable[[Any], Any]]:
-        """Inside, all places hold variables of a strategy; gives a function that finds the one for an original."""
+        """Inside the block, all places hold variables of a strategy; yields a function from an original to its copy."""
         objects = list(self._objects.values())
         attributes = Attributes(objects)
         copies = {key: _copy(variable, strategy) for key, variable in self._variables.items()}
@@ -85,7 +85,7 @@ class Rebinding:
             yield copy_of
 
     def _look(self, value: Any, put: Put | None) -> None:
-        """Notes what is at a place, and looks on from there; `put` puts something else there."""
+        """Notes the value of a place and continues the search from it; `put` replaces the value of the place."""
         if isinstance(value, keras.Variable):
             if keras_model.underlying(value) is not None:
                 self._keras.setdefault(id(value), value)
@@ -99,7 +99,7 @@ class Rebinding:
             value = python_function(value)
         if id(value) in self._seen or isinstance(value, (type, types.ModuleType, str, bytes, int, float, tf.Tensor)):
             return
-        if not isinstance(value, tuple):  # one tuple in two places is two places for each of its parts
+        if not isinstance(value, tuple):  # a tuple in two places means two places for each part
             self._seen[id(value)] = value
         for inner, put_inner in _inside(value, put):
             self._look(inner, put_inner)
@@ -115,7 +115,7 @@ class Rebinding:
 
 
 def _inside(value: Any, put: Put | None) -> Iterator[tuple[Any, Put | None]]:
-    """What an object holds, each with what puts something else in its place."""
+    """The parts of an object, each with a function that replaces the part."""
     value = keras_model.plain_container(value)
     if isinstance(value, dict):
         for key, inner in list(value.items()):
@@ -163,7 +163,7 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[Any, Put | None
 
 
 class _Tuple:
-    """Puts something in one place of a tuple, by putting another tuple where that was."""
+    """Replaces a part of a tuple, by putting a new tuple where the old one was."""
 
     def __init__(self, value: tuple, put: Put):
         self._original, self._now, self._put = value, list(value), put
@@ -185,7 +185,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def python_function(value: Any) -> Any:
-    """The Python function of a `tf.function`; anything else as it is."""
+    """The Python function of a `tf.function`; any other value itself."""
     while _is_function_of_tensorflow(value):
         value = value.python_function
     return value
@@ -216,8 +216,8 @@ def _set_attribute(owner: Any, name: str, value: Any) -> None:
 def _copy(variable: Any, strategy: tf.distribute.Strategy) -> Any:
     aggregation, synchronization = variable.aggregation, variable.synchronization
     if aggregation == tf.VariableAggregation.NONE and synchronization != tf.VariableSynchronization.ON_READ:
-        # Replicas cannot assign a variable without aggregation. Of what they assign, that of replica 0 stays: if they
-        # assign different values, this differs from one device.
+        # Replicas cannot assign a variable without aggregation. With this aggregation, the value of replica 0 stays. If
+        # replicas assign different values, the result differs from one device.
         aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
     with strategy.scope():
         return tf.Variable(
@@ -231,7 +231,7 @@ def _copy(variable: Any, strategy: tf.distribute.Strategy) -> Any:
 
 
 def listed(variables: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Names and variables in a structure of variables, modules, and Keras layers, optimizers and metrics."""
+    """The names and variables in a structure of variables, modules, and Keras layers, optimizers and metrics."""
     if isinstance(variables, (tf.Variable, keras.Variable)):
         path = variables.path if isinstance(variables, keras.Variable) else variables.name.split(":")[0]
         yield prefix or path, variables

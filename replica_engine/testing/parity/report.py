@@ -1,4 +1,4 @@
-"""What a parity check found: data, and a table to read."""
+"""The results of a parity check: as data, and as a table to read."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ _AMPLIFIED = (
     "samples and other last digits of the weights make on one device: a gradient that is 0 but for rounding, say, "
     "which Adam divides by its own size."
 )
-_SHOWN = 4  # differences of one strategy
+_SHOWN = 4  # the largest number of differences to show for one strategy
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One tensor, or number, that differs by more than the tolerance.
+    """One tensor or number that differs by more than the tolerance.
 
     Attributes:
-        strategy: the strategy that computed it, "MirroredStrategy"; "one device" where the reference is not finite.
+        strategy: the strategy that computed it, such as "MirroredStrategy"; "one device" if the reference value is not
+            finite.
         kind: "layer output", "prediction", "loss", "gradient", "metric", "weight" or "result".
-        name: of the layer, variable, loss or metric.
-        batch: on which batch, in words.
-        step: 1-based index of the training step; None outside of the training steps.
-        error: largest absolute difference of an element; infinity where shapes differ, or one of both is not a number.
-        scale: what the tolerance is relative to: the largest value of the tensor; of a weight, its largest change.
+        name: the name of the layer, variable, loss or metric.
+        batch: a description of the batch.
+        step: the 1-based index of the training step; None outside the training steps.
+        error: the largest absolute difference of an element; infinity if shapes differ, or if one of the two values is
+            not a number.
+        scale: the size that the tolerance is relative to: the largest value of the tensor; for a weight, its largest
+            change.
         allowed: the largest error that counts as rounding.
         expected: the element with the largest difference, on one device.
         found: the same element on replicas.
-        index: where in the tensor that element is.
-        detail: what else there is to say, such as two shapes.
+        index: the position of that element in the tensor.
+        detail: further information, such as two shapes.
     """
 
     strategy: str
@@ -74,7 +77,7 @@ class Cause:
     Attributes:
         kind: "batch normalization", "random numbers", "stateless algorithm", "loss", "metric", "assigned weight",
             "float16", "scaled by replicas", "not combined" or "unequal shares".
-        name: the layer, loss, metric or variable that it is about.
+        name: the name of the layer, loss, metric or variable.
         why: why one device and replicas then differ.
         remedy: what to write instead.
     """
@@ -93,13 +96,13 @@ class Compared:
     """All comparisons of one kind under one strategy.
 
     Attributes:
-        strategy: the strategy.
-        kind: what was compared; see `Difference`.
-        count: how many tensors or numbers.
+        strategy: the name of the strategy.
+        kind: the kind of the compared numbers; see `Difference`.
+        count: the number of compared tensors or numbers.
         differing: how many of them differ by more than is allowed.
-        amplified: how many more exceed the tolerance, and not what rounding was seen to do on one device.
-        worst: the largest error relative to its scale, of those that are not amplified.
-        worst_name: of what that is.
+        amplified: how many more of them exceed the tolerance, but not the effect of rounding measured on one device.
+        worst: the largest relative error, without the errors that count as `amplified`.
+        worst_name: the name of the tensor or number with that error.
     """
 
     strategy: str
@@ -113,20 +116,20 @@ class Compared:
 
 @dataclasses.dataclass(frozen=True)
 class ParityReport:
-    """What `check_parity` found. `print(report)` shows a table.
+    """The results of `check_parity`. `print(report)` shows a table.
 
     Attributes:
         subject: what was checked, in words.
-        replicas: how many replicas it ran on.
+        replicas: the number of replicas.
         strategies: the names of the strategies that were compared with one device.
         left_out: strategies and comparisons that could not be made, with the reason.
         batches: the number of rows of each training batch.
         tolerance: the tolerance in words.
-        compared: what was compared, a row for each strategy and kind.
+        compared: a summary of the comparisons, one row per strategy and kind.
         differences: all differences beyond the tolerance, in the order in which a step computes them.
-        causes: known causes that were found; empty where nothing differs.
-        notes: what else a reader should know.
-        seed: of the random numbers.
+        causes: the known causes that were found; empty if nothing differs.
+        notes: further information for the reader.
+        seed: the seed of the random numbers.
     """
 
     subject: str
@@ -143,7 +146,7 @@ class ParityReport:
 
     @property
     def ok(self) -> bool:
-        """Whether all that was compared agrees."""
+        """Whether all compared numbers agree."""
         return not self.differences
 
     @property
@@ -155,14 +158,14 @@ class ParityReport:
         return found
 
     def first_of(self, kind: str, strategy: str | None = None) -> Difference | None:
-        """The first difference of a kind, of one strategy or of any; None if there is none."""
+        """The first difference of a kind, under one strategy or under any; None without such a difference."""
         for difference in self.differences:
             if difference.kind == kind and strategy in (None, difference.strategy):
                 return difference
         return None
 
     def raise_if_different(self) -> None:
-        """Raises if anything differs.
+        """Raises ParityError if any number differs.
 
         Raises:
             ParityError: an AssertionError, with this report as its text.
@@ -231,7 +234,7 @@ def _cell(row: Compared | None) -> str:
 
 
 def _runs(batches: tuple[int, ...]) -> str:
-    """[32, 32, 31] as "2 of 32, 1 of 31"."""
+    """Describes the sizes of batches: [32, 32, 31] as "2 of 32, 1 of 31"."""
     runs: list[list[int]] = []
     for rows in batches:
         if runs and runs[-1][1] == rows:

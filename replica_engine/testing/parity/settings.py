@@ -1,4 +1,4 @@
-"""What a user asked of a check, read and checked."""
+"""Reads and checks the arguments of a parity check."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from replica_engine.testing.parity.candidates import candidates
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a user asked for.
+    """The arguments of a parity check, after they are read.
 
     Attributes:
-        replicas: how many replicas.
-        steps: how many training steps.
-        batch_size: rows of a batch, or None.
-        rtol: relative tolerance, or None for the default.
-        atol: absolute tolerance, or None.
-        seed: of the random numbers.
-        strategies: what is compared with one device, by name.
+        replicas: the number of replicas.
+        steps: the number of training steps.
+        batch_size: the number of rows of a batch, or None.
+        rtol: the relative tolerance, or None for the default.
+        atol: the absolute tolerance, or None.
+        seed: the seed of the random numbers.
+        strategies: the strategies to compare with one device, by name.
         left_out: strategies that cannot run here, with the reason.
     """
 
@@ -41,10 +41,10 @@ class Settings:
 def settings(
     replicas: Any, steps: Any, batch_size: Any, strategies: Any, tolerance: Any, rtol: Any, atol: Any, seed: Any
 ) -> Settings:
-    """Reads the arguments that both forms of `check_parity` have.
+    """Reads the arguments that both forms of `check_parity` share.
 
     Raises:
-        ParityArgumentError: one of them is not what it has to be.
+        ParityArgumentError: an argument is invalid.
     """
     count = _positive("replicas", replicas)
     given = None if batch_size is None else _positive("batch_size", batch_size)

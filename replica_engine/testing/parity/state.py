@@ -1,10 +1,10 @@
-"""What a check changes and puts back: values of variables, attributes of Keras objects, random numbers.
+"""The state that a check changes and restores: values of variables, attributes of Keras objects, random numbers.
 
-A model is checked as it is: a copy cannot be made of every model. Training changes it in three ways. Variables get
-other values. Optimizers, metrics and losses that are used for the first time make variables, and keep them in
-attributes, lists and dictionaries. Keras keeps the functions that it traced. `Attributes` notes the last two: the
-attributes of each object, and what is in the containers among them. Restored, an optimizer that was not built is not
-built again.
+The check uses the model itself, because some models cannot be copied. Training changes a model in three ways. Variables
+get other values. Optimizers, metrics and losses that are used for the first time make variables, and keep them in
+attributes, lists and dictionaries. Keras keeps the functions that it traced. `Attributes` restores the last two: it
+notes the attributes of each object and the contents of their containers. So an optimizer that was not built before is
+not built after the check.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import tensorflow as tf
 
 from replica_engine._tf import keras_model, keras_state, random_ops
 
-_DEPTH = 4  # of containers in containers
+_DEPTH = 4  # the depth of nested containers
 
 
 class Attributes:
-    """The attributes of some objects, and what is in their lists, dictionaries and sets.
+    """The attributes of some objects, and the contents of the lists, dictionaries and sets among them.
 
     Args:
         objects: the objects.
@@ -36,7 +36,7 @@ class Attributes:
             self._note_attributes(each, _DEPTH)
 
     def restore(self) -> None:
-        """Puts back what was there."""
+        """Restores the attributes and contents."""
         for each, attributes in self._objects.values():
             vars(each).clear()
             vars(each).update(attributes)
@@ -55,7 +55,7 @@ class Attributes:
         if keras_model.keeps_track(value):
             self._note_attributes(value, depth - 1)
         elif kind := next((kind for kind in (list, dict, set) if issubclass(type(value), kind)), None):
-            # The methods of list, dict and set themselves: those of Keras' own kinds track what is added.
+            # Calls the methods of list, dict and set themselves: Keras' subclasses would track what is added.
             content: Any = kind.copy(value)
             self._containers[id(value)] = value, content
             for inner in content.values() if kind is dict else content:
@@ -76,7 +76,7 @@ class Values:
         self._values = [(variable, variable.numpy()) for variable in variables]
 
     def restore(self) -> None:
-        """Puts back those that have changed."""
+        """Restores the values that have changed."""
         for variable, value in self._values:
             if variable.numpy().tobytes() != value.tobytes():
                 variable.assign(value)
@@ -84,7 +84,7 @@ class Values:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside, all random numbers begin at a seed; afterwards they go on as if nothing had drawn any."""
+    """Starts all random numbers from a seed inside the block; on leaving, restores the old state of the generators."""
     python, numpy = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -97,7 +97,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def bare_variables(objects: Iterable[Any]) -> list[tf.Variable]:
-    """TensorFlow variables that are attributes of objects, in lists and dictionaries too."""
+    """The TensorFlow variables among the attributes of objects, also in lists and dictionaries."""
     found: dict[int, tf.Variable] = {}
 
     def look(value: Any, depth: int) -> None:

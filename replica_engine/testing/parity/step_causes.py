@@ -1,4 +1,4 @@
-"""Known causes of differences of a training step of one's own, looked for in its numbers and in its ops."""
+"""Known causes of differences of a custom training step, searched for in its numbers and in its ops."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def found(
     replicas: int,
     alone: Callable[[int], Any],
 ) -> tuple[Cause, ...]:
-    """The known causes in the numbers of a step.
+    """Finds the known causes in the numbers of a step.
 
     Args:
-        differences: all of them.
+        differences: all differences.
         expected: the run on one device.
-        runs: those of the strategies.
-        batches: what they ran on.
-        replicas: how many.
-        alone: runs one device on the rows of one replica, of the first batch.
+        runs: the runs of the strategies, by name.
+        batches: the batches of the runs.
+        replicas: the number of replicas.
+        alone: runs one device on the rows of one replica, from the first batch.
     """
     first = [each for each in differences if each.step == 1 and each.strategy in runs]
     weights = list(dict.fromkeys(each.name for each in first if each.kind == "weight"))
@@ -49,7 +49,7 @@ def found(
 
 
 def random_numbers(step: str, graph: Any) -> tuple[Cause, ...]:
-    """The random numbers that a step draws."""
+    """Finds the random numbers that a step draws."""
     return tuple(_random_numbers(step, graph))
 
 

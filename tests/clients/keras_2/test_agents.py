@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from comparing import ONE_DEVICE, assert_close
+from helpers.comparing import ONE_DEVICE, assert_close
 from tf_agents.agents.dqn import dqn_agent
 from tf_agents.networks import q_network
 from tf_agents.specs import tensor_spec

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tensorflow_gnn as tfgnn
-from comparing import ONE_DEVICE, assert_close
+from helpers.comparing import ONE_DEVICE, assert_close
 
 pytestmark = [pytest.mark.replicas(2), pytest.mark.graphs]
 

@@ -4,7 +4,7 @@ import numpy as np
 import orbit
 import pytest
 import tensorflow as tf
-from comparing import ONE_DEVICE, assert_close
+from helpers.comparing import ONE_DEVICE, assert_close
 from orbit.examples.single_task.single_task_evaluator import SingleTaskEvaluator
 from orbit.examples.single_task.single_task_trainer import SingleTaskTrainer
 

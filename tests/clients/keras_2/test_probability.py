@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tensorflow_probability as tfp
-from comparing import ONE_DEVICE, assert_close
+from helpers.comparing import ONE_DEVICE, assert_close
 
 tfd, tfb = tfp.distributions, tfp.bijectors
 pytestmark = [pytest.mark.replicas(2), pytest.mark.graphs]

@@ -4,7 +4,7 @@ import gpflow
 import numpy as np
 import pytest
 import tensorflow as tf
-from comparing import ONE_DEVICE, assert_close
+from helpers.comparing import ONE_DEVICE, assert_close
 
 pytestmark = [pytest.mark.replicas(2), pytest.mark.graphs]
 

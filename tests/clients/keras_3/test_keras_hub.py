@@ -4,7 +4,7 @@ import keras
 import keras_hub
 import numpy as np
 import pytest
-from comparing import assert_close
+from helpers.comparing import assert_close
 
 from replica_engine.keras import replicate_model
 

@@ -6,9 +6,9 @@ are not in the wheel: those here are made by the installed one, as Sonnet's own 
 
 import pytest
 import tensorflow as tf
+from helpers.sonnet_replicators import REPLICATORS
 from sonnet.src.conformance import goldens
 from sonnet.src.distribute import replicator_test_utils
-from sonnet_replicators import REPLICATORS
 
 replicator_test_utils.named_replicators = lambda: tuple(REPLICATORS.items())  # before the tests below are made
 

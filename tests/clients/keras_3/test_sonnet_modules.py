@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from comparing import assert_close
-from sonnet_modules import MODULES, RANDOM, WHOLE_BATCH, batch_of, on_one_device, on_replicas
-from sonnet_replicators import REPLICAS, REPLICATORS
+from helpers.comparing import assert_close
+from helpers.sonnet_modules import MODULES, RANDOM, WHOLE_BATCH, batch_of, on_one_device, on_replicas
+from helpers.sonnet_replicators import REPLICAS, REPLICATORS
 
 # Layers of batch normalization over 72 numbers and fewer: rounding grows from layer to layer. Gradients of the biases
 # before them are zero, but for rounding.

@@ -5,7 +5,11 @@ import os
 import types
 
 import numpy as np
-from catalog import (
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from helpers.bad_inputs import (
     ARRAYS,
     COMPOSITES,
     DISTRIBUTED,
@@ -19,9 +23,6 @@ from catalog import (
     Record,
     Slotted,
 )
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 EXAMPLES = int(os.environ.get("BAD_INPUT_EXAMPLES", "0"))
 """How many examples each property is tried on, for long runs; 0 leaves each property its own small number."""

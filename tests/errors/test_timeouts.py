@@ -1,11 +1,10 @@
 """Replicas and programs that do not come back: warnings, timeouts, and what they leave behind."""
 
 import threading
-import time
 
 import pytest
 import tensorflow as tf
-from golden import shows
+from helpers.golden import shows
 
 from replica_engine import MirroredStrategy, TPUStrategy, xla
 from replica_engine.errors import (
@@ -100,7 +99,7 @@ def test_a_replica_that_takes_long():
         context = tf.distribute.get_replica_context()
         total = context.all_reduce("SUM", x)
         if tf.get_static_value(context.replica_id_in_sync_group) == 1:
-            time.sleep(1.5)
+            threading.Event().wait(1.5)
         return context.all_reduce("SUM", total)
 
     strategy.run(step, args=(tf.constant(1.0),))
@@ -112,7 +111,7 @@ def test_a_program_that_takes_long():
 
     def save(x):
         if xla.replica_id() == 1:
-            time.sleep(1.5)
+            threading.Event().wait(1.5)
         return x
 
     def step(x):
@@ -145,7 +144,7 @@ def test_a_run_that_fails_after_some_sync_points():
 @pytest.fixture
 def _slow_to_compile(monkeypatch):
     def slow(program, platform):
-        time.sleep(1.5)
+        threading.Event().wait(1.5)
         return markers.expand_markers(program, platform)
 
     monkeypatch.setattr(executable, "expand_markers", slow)
@@ -167,7 +166,7 @@ def test_a_body_that_takes_long_to_trace():
     strategy = TPUStrategy(num_cores=2, warn_after=1.0)
 
     def step(x):
-        time.sleep(1.5)
+        threading.Event().wait(1.5)
         return 2.0 * x
 
     strategy.run(step, args=(tf.constant(1.0),))
@@ -178,7 +177,7 @@ def test_a_function_that_takes_long():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"], warn_after=1.0)
 
     def wait():
-        time.sleep(1.5)
+        threading.Event().wait(1.5)
 
     @tf.function
     def step(x):

@@ -8,7 +8,8 @@ What is shown: what is printed, the library's warnings, and the exception as Pyt
 the traceback that are not the user's.
 
 Programs that are slow, so that the watchdog warns of them, must not depend on how quick the machine is. So of all
-warnings only the one that the test is about is shown, and `time.sleep` in such a program ends when that has come.
+warnings only the one that the test is about is shown, and `threading.Event().wait(seconds)` in such a program ends when
+that has come.
 """
 
 import ast
@@ -31,7 +32,7 @@ from unittest import mock
 
 from replica_engine import errors
 
-FOLDER = pathlib.Path(__file__).with_name("golden")
+FOLDER = pathlib.Path(__file__).parents[1] / "errors" / "golden"
 UPDATE = "UPDATE_GOLDEN" in os.environ
 LINE = " what the user sees ".center(120, "=")
 
@@ -154,6 +155,13 @@ class _Warnings(logging.Handler):
                 return
 
 
+class _Threading:
+    """What a slow program has for `threading`."""
+
+    def __init__(self, wait: Callable[[float], None]):
+        self.Event = lambda: types.SimpleNamespace(wait=wait)
+
+
 def _about(warning: str) -> str:
     """What a warning is about: its first line."""
     return warning.partition("\n")[0]
@@ -167,7 +175,7 @@ def _shown_when_warned(program: Callable[..., None], name: str, **fixtures: Any)
     logger = logging.getLogger("replica_engine")
     logger.addHandler(warnings)
     try:
-        with mock.patch.dict(program.__globals__, time=types.SimpleNamespace(sleep=warnings.sleep)):
+        with mock.patch.dict(program.__globals__, threading=_Threading(warnings.sleep)):
             program(**fixtures)
     finally:
         logger.removeHandler(warnings)

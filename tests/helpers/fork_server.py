@@ -1,4 +1,4 @@
-"""Programs in processes of their own that need not wait for TensorFlow to be imported. See `warm_server.py`."""
+"""Programs in processes of their own that need not wait for TensorFlow to be imported. See `fork_server_main.py`."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 
 # Read when TensorFlow, jaxlib and this library start: the server must not have them for a program that has not.
 NOT_FOR_ALL = ("XLA_FLAGS", "TF_NUM_INTEROP_THREADS")
@@ -48,7 +48,7 @@ class Programs:
         path = os.path.join(self._directory.name, "socket")
         if self._server is None:
             env = {name: value for name, value in os.environ.items() if name not in NOT_FOR_ALL}
-            script = pathlib.Path(__file__).with_name("warm_server.py")
+            script = pathlib.Path(__file__).with_name("fork_server_main.py")
             self._server = subprocess.Popen(
                 [sys.executable, script, path],
                 env=env,
@@ -91,8 +91,8 @@ class Program:
             try:
                 self.returncode = int(self._line())
             except TimeoutError:
-                os.kill(self.pid, signal.SIGUSR2)  # the stacks of its threads, see `warm_server.py`
-                time.sleep(2.0)
+                os.kill(self.pid, signal.SIGUSR2)  # the stacks of its threads, see `fork_server_main.py`
+                threading.Event().wait(2.0)
                 error = subprocess.TimeoutExpired("program", timeout, *(file.read_bytes() for file in self._files))
                 for name, text in (("printed", error.output), ("wrote to stderr", error.stderr)):
                     error.add_note(f"It {name}:\n{text.decode(errors='replace')[-8000:]}")

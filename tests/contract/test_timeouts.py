@@ -93,7 +93,7 @@ def test_a_replica_that_is_stuck_in_python(release):
     assert (first.state, first.merge_calls) == ("waiting in a merge call", 2)
     assert (second.state, second.merge_calls) == ("running", 1)
     assert second.seconds >= LIMIT / 2  # it began a moment after the wait did
-    assert "test_standstill.py" in second.where
+    assert "test_timeouts.py" in second.where
     assert "release.wait()" in second.stack
     assert "release.wait()" in caught.value.table
     assert caught.value.coordinator.state == "waiting for the replicas"
@@ -169,7 +169,7 @@ def test_the_warning_has_the_same_table(said):
     strategy.run(lambda: tf.distribute.get_replica_context().merge_call(merge_fn))
     text = said.text
     assert "replica 1 of 2 (CPU:1): waiting in a merge call for 0." in text
-    assert "test_standstill.py" in text
+    assert "test_timeouts.py" in text
     assert "assert said.wait(20)" in text
     assert "site-packages/tensorflow" not in text
 
@@ -219,7 +219,7 @@ class TestCompiled:
         for row in caught.value.rows:
             assert (row.state, row.merge_calls, row.points) == ("in a host call", 1, "host call")
             assert "outside_compilation '0'" in row.where
-            assert "test_standstill.py" in row.where
+            assert "test_timeouts.py" in row.where
             assert "release.wait(0.001)" in row.stack
         assert caught.value.coordinator.state == "waiting for the program"
         assert count.numpy() == 1.0

@@ -4,7 +4,8 @@ import numpy as np
 import sonnet as snt
 import tensorflow as tf
 from sonnet.src.conformance import descriptors
-from sonnet_replicators import REPLICAS
+
+from helpers.sonnet_replicators import REPLICAS
 
 STEPS = 3
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import numpy as np
 import tensorflow as tf
-from catalog import Refusal
 from tensorflow.python.distribute.values import DistributedValues, DistributedVariable
 
+from helpers.bad_inputs import Refusal
 from replica_engine.errors import ReplicaEngineError
 
 _KINDS = (ReplicaEngineError, TypeError, ValueError, NotImplementedError, tf.errors.InvalidArgumentError, Refusal)

@@ -1,0 +1,1 @@
+"""What tests share. Fixtures are in the `conftest.py` of the folder whose tests use them."""
