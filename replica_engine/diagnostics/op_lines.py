@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -19,7 +19,8 @@ def user_line(made: Any) -> str:
     """Returns the user's line as "file.py:12 in step", or "" if there is none.
 
     Args:
-        made: an op, its tensor, or frames (file, line, function) with the outermost first.
+        made: an op, its tensor, or the frames of a stack trace that XLA printed (file, line, function), the outermost
+            first.
     """
     if isinstance(made, tf.Tensor):
         while made.op.type == "Identity":  # added when values leave a graph
@@ -30,7 +31,7 @@ def user_line(made: Any) -> str:
             (frame.filename, frame.lineno, frame.name) for frame in made.traceback or ()
         ]  # an op of a loaded graph has no frames
     else:
-        frames = [(_absolute(file), line, name) for file, line, name in made]
+        frames = _with_whole_paths(list(made))
     return _innermost(frames)
 
 
@@ -52,9 +53,28 @@ def _innermost(frames: Iterable[tuple[str, Any, str]]) -> str:
     if not users:
         return ""
     file, line, name = users[-1]
-    return f"{file}:{line} in {name.removeprefix('tf__') or 'a lambda'}"
+    return f"{file}:{line} in {'a lambda' if name in ('', '<lambda>') else name.removeprefix('tf__')}"
 
 
-def _absolute(file: str) -> str:
-    """Restores the leading slash of a path, which XLA drops."""
-    return file if os.path.isabs(file) or not os.path.exists(os.sep + file) else os.sep + file
+def _with_whole_paths(frames: Sequence[tuple[str, Any, str]]) -> list[tuple[str, Any, str]]:
+    """Frames of a stack trace that XLA printed, with the beginning of the paths, which XLA drops.
+
+    XLA drops the folders that all files of a trace have in common. Files of TensorFlow or of this package are among
+    them, so this is a folder above those.
+    """
+    files = [file for file, _, _ in frames]
+    folders = ["", *_folders_above(os.path.dirname(tf.__file__)), *_folders_above(os.path.dirname(__file__))]
+    found = [sum(_is_whole(os.path.join(folder, file)) for file in files) for folder in folders]
+    folder = folders[found.index(max(found))]
+    # A cell of a notebook, "<ipython-input-1>", is no file.
+    return [(os.path.join(folder, file) if file[:1] != "<" else file, line, name) for file, line, name in frames]
+
+
+def _is_whole(path: str) -> bool:
+    return os.path.isabs(path) and os.path.exists(path)
+
+
+def _folders_above(folder: str) -> Iterator[str]:
+    while folder != os.path.dirname(folder):
+        folder = os.path.dirname(folder)
+        yield folder

@@ -55,6 +55,23 @@ class InputsError(ReplicaEngineError, ValueError, TypeError):
         )
 
     @classmethod
+    def iterator(cls, name: str, kind: str) -> InputsError:
+        """An iterator where a batch is expected."""
+        return cls(
+            f"{name} is a {kind}, and a compiled body takes the values of a batch: "
+            "strategy.run(step, args=(next(iterator),)). For many steps in one launch, "
+            "strategy.run_steps(step, iterator, iterations=100) takes the iterator itself."
+        )
+
+    @classmethod
+    def dataset(cls, name: str, kind: str) -> InputsError:
+        """A dataset where a batch is expected."""
+        return cls(
+            f"{name} is a {kind}, and a compiled body takes the values of a batch: "
+            "for batch in dataset: strategy.run(step, args=(batch,))."
+        )
+
+    @classmethod
     def nested(cls) -> InputsError:
         """The call is inside another replicated body."""
         return cls(

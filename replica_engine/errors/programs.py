@@ -24,6 +24,15 @@ class CollectiveError(ReplicaEngineError, ValueError):
         return cls(f"Values of dtype {dtype} cannot be reduced with {op}. Cast the values first: tf.cast(x, tf.int32).")
 
     @classmethod
+    def host_only(cls, name: str, where: str, dtype: str) -> CollectiveError:
+        """Values that no device can have: strings, variants, resources, quantized numbers."""
+        return cls(
+            f"{name}{at(where)} cannot combine values of dtype {dtype}: they stay on the host, and replicas meet on "
+            "the devices. Turn them into numbers first. Strings can also be returned from the body and gathered after "
+            "the run: strategy.gather(result, axis=0)."
+        )
+
+    @classmethod
     def apart(cls, name: str) -> CollectiveError:
         """Not all replicas take this branch; `replicate_model` then lets every replica run the whole batch."""
         return cls(f"{name} needs all replicas, but not all of them take this branch.")
@@ -195,6 +204,15 @@ class LoweringError(ReplicaEngineError, ValueError):
         return cls(
             f"In `{fn}`, {call}, needs a value from the devices whose shape depends on data, such as the result of "
             "tf.where(mask), tf.unique or tf.boolean_mask. Use a mask, or pad the values to a fixed size."
+        )
+
+    @classmethod
+    def tried_shape(cls, fn: str, op: str, where: str, shape: str, tried_with: str, message: str) -> LoweringError:
+        """An op does not accept a shape that was found by a trial."""
+        return cls(
+            f"In `{fn}`, {op}{at(where)} does not accept the shape {shape}. That shape was found by a trial of an op "
+            f"on the host with {tried_with}. If the shape is another one in a run, declare it: "
+            f"tf.ensure_shape(y, shape). TensorFlow says: {message}"
         )
 
     @classmethod

@@ -80,11 +80,11 @@ def all_reduce(x: Any, op: Any = "SUM", groups: Groups | None = None) -> tf.Tens
     """
     size = current("all_reduce").size
     rows = _rows(groups, size)
-    tensor = as_tensor(x, "The value to all_reduce")
+    tensor = _operand("all_reduce", x)
     name = str(getattr(op, "value", op)).upper()
     if name not in _REDUCTIONS:
         raise CollectiveError.unknown_reduction(name, sorted(_REDUCTIONS))
-    if tensor.dtype == tf.bool or xla_ops.is_host_only(tensor.dtype) or (tensor.dtype.is_complex and name in _EXTREMES):
+    if tensor.dtype == tf.bool or (tensor.dtype.is_complex and name in _EXTREMES):
         raise CollectiveError.wrong_dtype(name, tensor.dtype.name)
     return _REDUCTIONS[name](tensor, rows)
 
@@ -100,7 +100,8 @@ def all_gather(x: Any, axis: int = 0, groups: Groups | None = None) -> tf.Tensor
 
     Raises:
         NotInBodyError: called outside a replicated body.
-        CollectiveError: `x` has no dimension `axis`, or its shape is unknown, or `groups` do not divide the replicas.
+        CollectiveError: `x` has no dimension `axis`, or its shape is unknown, or it holds strings, or `groups` do
+            not divide the replicas.
 
     Example:
         >>> from replica_engine import xla
@@ -108,7 +109,7 @@ def all_gather(x: Any, axis: int = 0, groups: Groups | None = None) -> tf.Tensor
         [[1, 2], [1, 2]]
     """
     rows = _rows(groups, current("all_gather").size, "all_gather")
-    tensor = as_tensor(x, "The value to all_gather")
+    tensor = _operand("all_gather", x)
     if tensor.shape.rank == 0:
         tensor = tensor[tf.newaxis]
     return _gather(tensor, _axis("all_gather", tensor, axis), rows)
@@ -126,7 +127,8 @@ def all_to_all(x: Any, split_axis: int, concat_axis: int, groups: Groups | None 
 
     Raises:
         NotInBodyError: called outside a replicated body.
-        CollectiveError: `x` has no such dimension, or its size does not divide, or `groups` do not divide the replicas.
+        CollectiveError: `x` has no such dimension, or its size does not divide, or it holds strings, or `groups`
+            do not divide the replicas.
 
     Example:
         >>> from replica_engine import xla
@@ -135,7 +137,7 @@ def all_to_all(x: Any, split_axis: int, concat_axis: int, groups: Groups | None 
         [[1, 3], [2, 4]]
     """
     rows = _rows(groups, current("all_to_all").size, "all_to_all")
-    tensor = as_tensor(x, "The value to all_to_all")
+    tensor = _operand("all_to_all", x)
     split, concat = (_axis("all_to_all", tensor, axis) for axis in (split_axis, concat_axis))
     if tensor.shape[split] % len(rows[0]):
         raise CollectiveError.not_divisible(split, tensor.shape[split], len(rows[0]))
@@ -153,7 +155,7 @@ def collective_permute(x: Any, pairs: Sequence[tuple[int, int]]) -> tf.Tensor:
 
     Raises:
         NotInBodyError: called outside a replicated body.
-        CollectiveError: a replica sends twice, receives twice, or does not exist.
+        CollectiveError: a replica sends twice, receives twice, or does not exist, or `x` holds strings.
 
     Example:
         >>> from replica_engine import xla
@@ -169,11 +171,18 @@ def collective_permute(x: Any, pairs: Sequence[tuple[int, int]]) -> tf.Tensor:
     for side in zip(*links, strict=True):
         if len(set(side)) < len(side) or not set(side) <= set(range(size)):
             raise CollectiveError.bad_pairs(links, size)
-    return _permute(as_tensor(x, "The value to collective_permute"), links)
+    return _permute(_operand("collective_permute", x), links)
 
 
 ppermute = collective_permute
 """JAX's name for `collective_permute`."""
+
+
+def _operand(name: str, x: Any) -> tf.Tensor:
+    tensor = as_tensor(x, f"The value to {name}")
+    if xla_ops.is_host_only(tensor.dtype):
+        raise CollectiveError.host_only(name, here(), tensor.dtype.name)
+    return tensor
 
 
 def _reduced(x: tf.Tensor, rows: list[list[int]], op: str) -> tf.Tensor:

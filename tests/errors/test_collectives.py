@@ -26,6 +26,17 @@ def test_a_sum_of_truth_values():
     xla.replicate(step, inputs=[[tf.constant(1.0)], [tf.constant(2.0)]])
 
 
+@shows(CollectiveError.host_only)
+def test_a_gathering_of_text():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x):
+        names = tf.strings.as_string(x)
+        return tf.distribute.get_replica_context().all_gather(names, axis=0)
+
+    strategy.run(step, args=(tf.constant([1, 2]),))
+
+
 @shows(CollectiveError.apart)
 def test_an_operation_in_a_model_whose_shares_are_of_two_sizes():
     """It is caught: each replica then takes the whole batch of 7."""

@@ -127,6 +127,33 @@ def test_a_host_function_that_returns_what_a_mask_leaves():
     xla.replicate(step, inputs=[[tf.constant([0.0, 1.0])], [tf.constant([1.0, 2.0])]])
 
 
+@shows(HostResultError.other_shape)
+def test_a_python_function_that_returns_what_a_mask_leaves():
+    def step(x):
+        large = tf.numpy_function(lambda x: x[x > 1.0], [x], tf.float32)
+        return tf.reduce_sum(large)
+
+    xla.replicate(step, inputs=[[tf.constant([0.0, 1.0])], [tf.constant([1.0, 2.0])]])
+
+
+@shows(HostResultError.other_shape, "declared")
+def test_a_python_function_that_returns_another_shape_than_the_body_says():
+    def step(x):
+        large = tf.numpy_function(lambda x: x[x > 1.0], [x], tf.float32)
+        return tf.reduce_sum(tf.ensure_shape(large, [1]))
+
+    xla.replicate(step, inputs=[[tf.constant([1.0, 2.0])], [tf.constant([2.0, 3.0])]])
+
+
+@shows(HostResultError.other_shape, "of_words")
+def test_more_words_than_a_trial_finds():
+    def step(text):
+        words = tf.strings.split(text, sep=" and ").to_tensor()
+        return xla.all_gather(tf.strings.length(words))
+
+    xla.replicate(step, inputs=[[tf.constant(["a", "b"])], [tf.constant(["a and b", "c"])]])
+
+
 @shows(HostAccessError.variable)
 def test_a_host_function_that_uses_a_variable():
     strategy = TPUStrategy(num_cores=2)

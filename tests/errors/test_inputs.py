@@ -48,6 +48,28 @@ def test_inputs_for_fewer_replicas():
     xla.replicate(double, inputs=[[tf.constant(1.0)], [tf.constant(2.0)]], num_replicas=4)
 
 
+@shows(InputsError.iterator)
+def test_an_iterator_as_an_argument():
+    strategy = TPUStrategy(num_cores=2)
+    dataset = tf.data.Dataset.from_tensor_slices([1.0, 2.0, 3.0, 4.0]).batch(2)
+
+    def step(iterator):
+        return 2.0 * next(iterator)
+
+    strategy.run(step, args=(iter(strategy.experimental_distribute_dataset(dataset)),))
+
+
+@shows(InputsError.dataset)
+def test_a_dataset_as_an_argument():
+    strategy = TPUStrategy(num_cores=2)
+    dataset = tf.data.Dataset.from_tensor_slices([1.0, 2.0, 3.0, 4.0]).batch(2)
+
+    def step(batch):
+        return 2.0 * batch
+
+    strategy.run(step, args=(strategy.experimental_distribute_dataset(dataset),))
+
+
 @shows(InputsError.nested)
 def test_a_replicated_function_in_another():
     def double(x):

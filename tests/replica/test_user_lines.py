@@ -1,6 +1,7 @@
 """Whatever AutoGraph and Keras do on the way: an error keeps its type and contents, and says the user's own line."""
 
 import inspect
+import os
 import pathlib
 
 import keras
@@ -277,6 +278,17 @@ def test_of_the_ops_of_a_summary(tmp_path):
     with tf.summary.create_file_writer(str(tmp_path)).as_default():
         summarize(tf.ones([3]))
     assert set(seen) == {f"{__file__}:{line_with('# a summary')} in summarize"}
+
+
+@pytest.mark.parametrize("cut", ["the first slash", "the folders that all files share"])
+def test_of_a_trace_whose_paths_lack_their_beginning(cut):
+    """XLA prints such traces. The function of a lambda has no name in them."""
+    files = [__file__, replica_engine.xla.__file__, tf.__file__]
+    shared = "/" if cut == "the first slash" else os.path.commonpath(files)
+    mine, ours, tensorflows = (os.path.relpath(file, shared) for file in files)
+    frames = [(mine, "1", "main"), (ours, "2", "run"), (mine, "12", ""), (tensorflows, "34", "ones")]
+    assert user_line(frames) == f"{__file__}:12 in a lambda"
+    assert user_line([("<ipython-input-1>", "1", "step"), *frames[1:2]]) == "<ipython-input-1>:1 in step"
 
 
 def test_the_whole_package_is_not_the_users_but_for_the_demo():

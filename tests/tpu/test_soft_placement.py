@@ -10,7 +10,7 @@ import tensorflow as tf
 from helpers.on_two import on_two
 
 from replica_engine import TPUStrategy, xla
-from replica_engine.errors import CaptureError, LoweringError
+from replica_engine.errors import CaptureError, InputsError, LoweringError
 
 
 @pytest.fixture
@@ -385,6 +385,19 @@ class TestWhatStillCannot:
         with pytest.raises(CaptureError, match="Iterator"):
             on_two(lambda: next(iterator))
 
+    @pytest.mark.parametrize("in_function", [False, True])
+    def test_iterators_and_datasets_as_arguments(self, in_function):
+        strategy = TPUStrategy(num_cores=2)
+        dataset = tf.data.Dataset.range(8).batch(2)
+        spread = strategy.experimental_distribute_dataset(dataset)
+        made = strategy.distribute_datasets_from_function(lambda context: dataset)
+        run = lambda given: strategy.run(lambda given: 0, kwargs={"given": {"x": given}})  # noqa: E731
+        for each in (dataset, spread, made):
+            with pytest.raises(InputsError, match=r"^kwargs\['given'\]\['x'\] is a .*Dataset.*for batch in dataset"):
+                (tf.function(run) if in_function else run)(each)
+            with pytest.raises(InputsError, match=r"^kwargs\['given'\]\['x'\] is a .*Iterator.*args=\(next\(iterator"):
+                (tf.function(run) if in_function else run)(iter(each))
+
     def test_a_variable_that_gets_what_cannot_leave_the_host(self):
         strategy = TPUStrategy(num_cores=2)
         with strategy.scope():
@@ -436,6 +449,35 @@ class TestDeviceLoops:
         assert float(total) == 0 * 1 + 1 * 2 + 2 * 3 + 3 * 4 + 4 * 1 + 5 * 2
         last = strategy.experimental_local_results(context.last_step_outputs["last"])
         assert [int(each) for each in last] == [1, 2]
+
+    def test_padded_words_of_the_inputs_have_the_shape_that_they_have_in_a_run(self):
+        words = tf.lookup.KeyValueTensorInitializer(["a", "b"], tf.constant([1, 2], tf.int64))
+        table = tf.lookup.StaticVocabularyTable(words, 1)
+        texts = tf.data.Dataset.from_tensor_slices(["a b", "b", "c a a b a b", "", "b b", "a", "c", "a c b"]).batch(4)
+
+        def step(embeddings, text):
+            indices = table.lookup(tf.strings.split(text).to_tensor("", shape=[None, 6]))
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.gather(embeddings, indices) ** 2)
+            gradient = tape.gradient(loss, embeddings)  # of the words that the text has
+            every = tf.distribute.get_replica_context().all_reduce("SUM", gradient.values)
+            embeddings.scatter_sub(tf.IndexedSlices(0.01 * every, gradient.indices))
+
+        def train(in_a_loop):
+            strategy = TPUStrategy(num_cores=2)
+            with strategy.scope():
+                embeddings = tf.Variable([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
+            batches = iter(strategy.experimental_distribute_dataset(texts))
+            if in_a_loop:
+                before = xla.counts()
+                strategy.run_steps(lambda context, text: step(embeddings, text), batches, iterations=2)
+                assert (xla.counts() - before).launches == 1
+            else:
+                for batch in batches:
+                    strategy.run(step, args=(embeddings, batch))
+            return embeddings.numpy()
+
+        np.testing.assert_allclose(train(in_a_loop=True), train(in_a_loop=False), rtol=1e-6)
 
     def test_a_summary_in_each_step_at_a_step_of_its_own(self, tmp_path):
         strategy = TPUStrategy(num_cores=2)

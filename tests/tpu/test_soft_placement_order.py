@@ -2,6 +2,7 @@
 
 import collections
 
+import numpy as np
 import pytest
 import tensorflow as tf
 from helpers.on_two import on_two, plain
@@ -120,6 +121,15 @@ class TestShapes:
 
         assert on_two(body, [["x|y", "y"], ["y|y|x", "z"]]) == [[3, 2], [5, 0]]
 
+    @pytest.mark.parametrize("separator", [None, "|", " and "])
+    def test_padded_words_meet_on_the_devices(self, separator):
+        def body(text):
+            words = tf.strings.split(text, sep=separator).to_tensor(shape=[None, 3])
+            return xla.all_gather(tf.strings.length(words))
+
+        texts = [(separator or " ").join(words) for words in (["a", "bb"], ["c"], [""], ["a", "b", "c", "d"])]
+        assert on_two(body, [texts[:2], texts[2:]]) == [[[1, 2, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1]]] * 2
+
     def test_lists_of_strings_and_of_numbers(self):
         def body(x):
             texts = tf.TensorArray(tf.string, 2).write(0, tf.strings.as_string(x)).write(1, "b")
@@ -129,6 +139,43 @@ class TestShapes:
         assert on_two(body, [1, 2]) == [([b"1", b"b"], [1.0, 2.0]), ([b"2", b"b"], [1.0, 2.0])]
         alone = lambda x: tf.TensorArray(tf.float32, 2).write(0, x).write(1, x).stack()  # noqa: E731
         assert xla.lower(alone, [[1.0], [2.0]]).host_calls == ()
+
+
+class TestShapesOfPythonFunctions:
+    """`positive` returns no value for zeros, with which it would be tried."""
+
+    @pytest.fixture(params=[tf.numpy_function, tf.py_function])
+    def positive(self, request):
+        return lambda x: request.param(lambda x: x[x > 0], [x], tf.float32)
+
+    def test_one_that_is_returned_may_be_another_each_time(self, positive):
+        body = lambda x: {"found": positive(x), "twice": x * 2.0, "again": tf.identity(positive(-x))}  # noqa: E731
+        assert on_two(body, [[1.0, 2.0], [-3.0, 4.0]]) == [
+            {"found": [1.0, 2.0], "twice": [2.0, 4.0], "again": []},
+            {"found": [4.0], "twice": [-6.0, 8.0], "again": [3.0]},
+        ]
+
+    def test_one_that_is_returned_is_not_tried(self):
+        seen = []
+        body = lambda x: tf.numpy_function(lambda x: seen.append(float(x)) or x, [x], tf.float32)  # noqa: E731
+        assert on_two(body, [1.0, 2.0]) == [1.0, 2.0]
+        assert sorted(seen) == [1.0, 2.0]
+
+    def test_one_that_the_body_ensures(self, positive):
+        def body(x):
+            for _ in tf.range(2):
+                x = tf.ensure_shape(positive(x), [2]) * 2.0
+            return xla.all_gather(tf.ensure_shape(positive(x - 4.0), [1]))
+
+        assert on_two(body, [[1.0, 2.0], [0.5, 3.0]]) == [[4.0, 8.0]] * 2
+
+    def test_one_that_the_body_sets_among_several(self):
+        def body(x):
+            found, count = tf.numpy_function(lambda x: (x[x > 0], np.sum(x > 0)), [x], [tf.float32, tf.int64])
+            found.set_shape([1])
+            return found * 2.0, count + 1
+
+        assert on_two(body, [[1.0, 0.0], [0.0, 3.0]]) == [([2.0], 2), ([6.0], 2)]
 
 
 class TestOddPythonFunctions:

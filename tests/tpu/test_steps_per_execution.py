@@ -146,6 +146,20 @@ def test_training_comes_to_the_same_in_fewer_launches(replicas, alone, one_by_on
         np.testing.assert_allclose(found, expected, **CLOSE)
 
 
+def test_text_that_a_layer_splits_and_looks_up(scoped):
+    texts = tf.constant(["a b c", "b a", "c c a b a b a", "d", "", "a", "c b", "b b"])
+
+    def make(steps):
+        vectorize = keras.layers.TextVectorization(output_sequence_length=6, vocabulary=["a", "b", "c"])
+        embed = keras.layers.Embedding(5, 1, keras.initializers.GlorotUniform(1))
+        model = keras.Sequential([keras.Input((), dtype="string"), vectorize, embed, keras.layers.Flatten()])
+        model.compile("adam", "mse", steps_per_execution=steps)
+        return model
+
+    one, two = (fit(scoped(make, steps), texts, tf.zeros([8, 6]), 4)["loss"] for steps in (1, 2))
+    np.testing.assert_allclose(two, one, rtol=1e-6)
+
+
 def test_what_is_random_is_what_it_is_step_by_step(scoped):
     histories, weights = [], []
     for steps in (1, 3):

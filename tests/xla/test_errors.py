@@ -130,6 +130,40 @@ class TestWhatXlaCannotCompile:
 
         refused(body, LoweringError, "Reshape", line_of(body, "# here"), "Python number")
 
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda n: tf.ones([n]),
+            lambda n: tf.zeros([n, 2]),
+            lambda n: tf.fill([n], 2.0),
+            lambda n: tf.eye(n),
+            lambda n: tf.random.normal([n]),
+            lambda n: tf.cond(n > 0, lambda: tf.ones([n]), lambda: tf.zeros([1])),
+            lambda n: tf.while_loop(lambda n: n < 3, lambda n: (n + tf.size(tf.ones([n])),), [n]),
+        ],
+        ids=["ones", "zeros", "fill", "eye", "normal", "a branch", "a loop"],
+    )
+    def test_a_shape_that_depends_on_data_in_a_function_of_tensorflows(self, refused, make):
+        def body(x):
+            return make(tf.cast(tf.reduce_sum(x), tf.int32))
+
+        refused(body, LoweringError, f"{__file__}:{make.__code__.co_firstlineno} in a lambda")
+
+    def test_sums_of_ragged_rows(self, refused):
+        rows = tf.ragged.constant([[1.0, 2.0], [3.0]])
+        refused(lambda x: tf.reduce_sum(x, axis=1), LoweringError, f"{__file__}:", " in a lambda", inputs=[[rows]] * 2)
+
+    def test_ops_of_one_name_in_two_functions(self, refused):
+        """The name of an op is not enough to find its line."""
+
+        def body(x):
+            size = tf.cast(tf.reduce_sum(x), tf.int32)
+            small = lambda: tf.size(tf.ones([2]))  # noqa: E731
+            large = lambda: tf.size(tf.ones([size]))  # noqa: E731 - here
+            return tf.cond(x[0] > 0.0, small, large)
+
+        refused(body, LoweringError, line_of(body, "- here"))
+
     def test_the_gradient_of_a_loop_without_a_bound(self, refused):
         def body(x):
             with tf.GradientTape() as tape:
@@ -319,12 +353,37 @@ class TestCollectives:
             (lambda x: xla.all_gather(tf.where(x > 1.0)), ["all_gather at ", "needs a shape", "(None, 1)"]),
             (lambda x: xla.all_reduce(x, "PRODUCT"), ["PRODUCT", "MAX, MEAN, MIN, SUM"]),
             (lambda x: xla.cross_replica_sum(x > 1.0), ["bool", "tf.cast"]),
-            (lambda x: xla.all_reduce(tf.constant("a")), ["string"]),
             (lambda x: xla.all_reduce(tf.complex(x, x), "MAX"), ["complex64", "MAX"]),
         ],
     )
     def test_what_does_not_fit_the_values(self, refused, operation, messages):
         refused(operation, CollectiveError, *messages)
+
+    @pytest.mark.parametrize(
+        ("name", "args"),
+        [
+            ("cross_replica_sum", ()),
+            ("all_reduce", ("MAX",)),
+            ("all_gather", ()),
+            ("all_to_all", (0, 0)),
+            ("collective_permute", ([(0, 1)],)),
+        ],
+    )
+    @pytest.mark.parametrize(
+        ("make", "dtype"),
+        [
+            (tf.strings.as_string, "string"),
+            (lambda x: tf.strings.split(tf.strings.as_string(x)).values, "string"),
+            (lambda x: tf.raw_ops.OptionalFromValue(components=[x]), "variant"),
+            (lambda x: tf.quantization.quantize(x, 0.0, 5.0, tf.qint8).output, "qint8"),
+        ],
+        ids=["string", "string of unknown shape", "variant", "quantized"],
+    )
+    def test_values_that_no_device_has(self, refused, name, args, make, dtype):
+        def body(x):
+            return getattr(xla, name)(make(x), *args)  # here
+
+        refused(body, CollectiveError, line_of(body, "# here"), f"dtype {dtype}", "after the run")
 
     @pytest.mark.parametrize(
         "pairs",

@@ -262,8 +262,12 @@ class HostCall:
         for index, (value, wanted) in enumerate(zip(values, self.zeros, strict=True)):
             if getattr(value, "shape", None) != wanted.shape or value.dtype != wanted.dtype:
                 given, declared = _described(results[index]), _described(self.results[index])
-                raise HostResultError.other_tensor(self.name_of(index), given, declared, self.of_zeros)
+                raise self.unlike(index, given, declared)
         return values
+
+    def unlike(self, result: int, given: str, wanted: str) -> HostResultError:
+        """The error for a result that is not as the body was compiled for; `given` and `wanted` describe tensors."""
+        return HostResultError.other_tensor(self.name_of(result), given, wanted, self.of_zeros)
 
     def name_of(self, result: int) -> str:
         """The path of a result in the structure that the user's function returned."""

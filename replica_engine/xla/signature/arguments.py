@@ -81,6 +81,7 @@ class Arguments:
         summary_step: the slot with the caller's step for summaries; None if the body must find the step itself.
 
     Raises:
+        InputsError: an argument is an iterator or a dataset.
         ReplicaMismatchError: replicas have tensors of different dtypes, or different structures.
         ReplicaValueError: an array cannot become a tensor, a distributed value is for another number of replicas, or
             a structure contains itself.
@@ -193,6 +194,10 @@ class Arguments:
 
     def _open_composite(self, name: str, parts: list[Any]) -> tuple[Callable[[Sequence[Any]], Any], Any]:
         first = parts[0]
+        if isinstance(first, (tf.data.Iterator, tf.distribute.DistributedIterator)):
+            raise InputsError.iterator(name, type(first).__name__)
+        if isinstance(first, (tf.data.Dataset, tf.distribute.DistributedDataset)):
+            raise InputsError.dataset(name, type(first).__name__.lstrip("_"))
         try:
             columns = [tf.nest.flatten(part, expand_composites=True) for part in parts]
         except (AttributeError, TypeError, ValueError) as error:  # its components are not tensors

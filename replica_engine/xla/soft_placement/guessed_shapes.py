@@ -7,8 +7,13 @@ same for all of them is assumed to be fixed. If the assumption is wrong, the run
 is compared with the declared shape. Since guesses can be wrong, at first only ops are tried that pad to a shape that is
 given to them. All other ops are tried only if the body could not be lowered otherwise.
 
+Inputs are made up for the arguments of the body, for values that the devices make, and for the results of host ops that
+must not be tried, such as Python functions. The strings of a step in a device loop are of the last kind: a host call
+brings them.
+
 The made-up inputs differ as much as possible, so that a dimension that depends on data comes out differently. Strings
-have different numbers of words and characters; numbers are all equal or all different.
+have different numbers of words and characters, with the usual separators between the words; numbers are all equal or
+all different.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from replica_engine._tf import host_ops, xla_ops
 from replica_engine.xla.soft_placement.values import Value
 
 _TRIES = 3
+_BETWEEN = " ,;|:/.-_=\t\n"  # in made-up strings, between two words
 _LARGEST = 1 << 20  # the most elements of a made-up input
 
 
@@ -51,7 +57,7 @@ class Samples:
         return self._known[value]
 
     def _find(self, value: Value) -> list[Any] | None:
-        if value.maker is not None and value.from_host:
+        if value.maker is not None and value.from_host and host_ops.only_computes(value.maker[0]):
             op, inputs, index = value.maker
             results = self._try(op, inputs)
             return None if results is None else [outputs[index] for outputs in results]
@@ -68,7 +74,7 @@ class Samples:
         key = op, tuple(inputs)
         if key not in self._results:
             self._results[key] = None
-            columns = [self.of(value) for value in inputs] if host_ops.only_computes(op) else [None]
+            columns = [self.of(value) for value in inputs]
             if all(column is not None for column in columns):
                 self._results[key] = _run(op, columns)
         return self._results[key]
@@ -88,13 +94,13 @@ def _made_up(value: Value, number: int) -> tf.Tensor:
     count = int(np.prod(shape, dtype=np.int64))
     with tf.init_scope(), tf.device("CPU:0"):
         if value.dtype == tf.string:
-            words = [" ".join(["a", f"b{each}", "c"][: ((each + 1) * number) % 4]) for each in range(count)]
+            words = [_BETWEEN.join(["a", f"b{each}", "c"][: ((each + 1) * number) % 4]) for each in range(count)]
             return tf.constant(np.array(words, object).reshape(shape))
         array = np.zeros(count) if number == 0 else (np.arange(count) * number) % 100 + number
         return tf.cast(tf.constant(array.reshape(shape)), value.dtype)
 
 
-def pads(op: tf.Operation, inputs: list[Value]) -> bool:
+def _pads(op: tf.Operation, inputs: list[Value]) -> bool:
     """Whether an op pads to a shape that the body gives, except for the size of the batch."""
     if op.type != "RaggedTensorToTensor" or inputs[0].constant is None:
         return False
@@ -102,6 +108,11 @@ def pads(op: tf.Operation, inputs: list[Value]) -> bool:
     return shape.ndim == 1 and bool(np.all(shape[1:] >= 0))
 
 
-def is_worth_trying(value: Value) -> bool:
-    """Whether the devices could have a value if its shape were known."""
-    return not xla_ops.is_host_only(value.dtype) and not value.shape.is_fully_defined()
+def is_worth_trying(op: tf.Operation, inputs: list[Value], value: Value, tries_all: bool) -> bool:
+    """Whether a result of an op, of unknown shape, is tried for a shape: what the devices could have then, or pads.
+
+    Padded strings are tried too, since the shape of an op on strings follows from the shape of the strings.
+    """
+    if value.shape.is_fully_defined():
+        return False
+    return _pads(op, inputs) or (tries_all and not xla_ops.is_host_only(value.dtype))

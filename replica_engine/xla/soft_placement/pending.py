@@ -112,7 +112,8 @@ class Pending:
                     value.source = Source("stored", self.calls.new_number())
                     stores.append((value.source.what, register))
         self._emitted = True
-        piece = Piece(self.calls, ops, sources, len(registers), results, stores, self.in_loop)
+        tried = [value.tried_with for value in returned]
+        piece = Piece(self.calls, ops, sources, len(registers), results, stores, self.in_loop, tried)
         _, tensors = self.calls.emit(piece, operands)
         for value, tensor in zip(returned, tensors, strict=True):
             value.tensor = tensor
@@ -134,7 +135,7 @@ class Pending:
         source = value.source
         assert source is not None, "a value that is stored"
         spec = tf.TensorSpec(value.shape, value.dtype)
-        piece = Piece(self.calls, [], {0: source}, 1, [(0, spec)], [], self.in_loop)
+        piece = Piece(self.calls, [], {0: source}, 1, [(0, spec)], [], self.in_loop, [value.tried_with])
         return self.calls.emit(piece, [])[1][0]
 
 

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from replica_engine._tf import host_ops, thread_state
 from replica_engine.diagnostics.op_lines import user_line
+from replica_engine.errors import HostResultError
 from replica_engine.errors.base import at
 from replica_engine.xla.host_calls.call import HostCall, HostCalls
 from replica_engine.xla.host_calls.session import Kept
@@ -62,6 +63,7 @@ class Piece(HostCall):
         results: the registers of the values that the program goes on with, and their specs.
         stores: the values that stay on the host, each as a pair of number and register.
         in_loop: whether the piece is in a loop.
+        tried_with: for each result, `Value.tried_with`.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Piece(HostCall):
         results: list[tuple[int, tf.TensorSpec]],
         stores: list[tuple[int, int]],
         in_loop: bool,
+        tried_with: Sequence[str] = (),
     ):
         # An Identity stands for the way out of the body or of a branch; its line is the line of the user's `run` call.
         written = [op for op in ops if op.kind != "Identity"] or ops
@@ -84,6 +87,7 @@ class Piece(HostCall):
         self._registers = registers
         self._taken = [register for register, _ in results]
         self._stores = stores
+        self._tried_with = tried_with
 
     def describe(self) -> str:
         """The piece in words, for messages."""
@@ -119,10 +123,12 @@ class Piece(HostCall):
             return tf.constant(run.argument(what, replica))
         return thread_state.summary_state()[0] if kind == "writer" else what
 
-    def name_of(self, result: int) -> str:
-        """In words, the op that made a result, and its line."""
+    def unlike(self, result: int, given: str, wanted: str) -> HostResultError:
+        """The error for a result that is not as the body was compiled for."""
         register = self._taken[result]
-        return next((f" of {op.kind}{at(op.where)}" for op in self.ops if register in op.outputs), "")
+        made_by = next((f"{op.kind}{at(op.where)}" for op in self.ops if register in op.outputs), "A host op")
+        tried_with = self._tried_with[result] if self._tried_with else ""
+        return HostResultError.other_shape(made_by, given, wanted, tried_with)
 
 
 def in_words(ops: Sequence[HostOp]) -> str:

@@ -1,7 +1,8 @@
 """The shapes of the results of Python functions, which `tf.py_function` and `tf.numpy_function` do not declare.
 
-If the devices use a result, XLA must know its shape. If the body does not set the shape (`y.set_shape(...)`), the
-function is called once with zeros while the body is lowered, as in `outside_compilation`.
+If the devices use a result, XLA must know its shape. The body can set it, with `y.set_shape(...)` or
+`tf.ensure_shape(y, ...)`. Otherwise the function is called once with zeros while the body is lowered, as in
+`outside_compilation`. A result that the body only returns stays on the host, and may have another shape each time.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from replica_engine.xla.soft_placement.values import Value
 
 
 def shapes(
-    op: tf.Operation, inputs: Sequence[Value], seen: dict[str, list[tf.TensorShape]], size: int
-) -> list[tf.TensorShape]:
-    """The shapes of the results of a Python function, as far as they are known or can be found out.
+    op: tf.Operation, inputs: Sequence[Value], seen: dict[str, list[tf.TensorShape]], size: int, in_body: bool
+) -> list[tuple[tf.TensorShape, bool]]:
+    """The shapes of the results of a Python function, and whether each was found by a call with zeros.
+
+    Shapes that are neither known nor can be found out are as TensorFlow knows them.
 
     Args:
         op: the call of the function.
@@ -28,30 +31,49 @@ def shapes(
         seen: a dictionary; the shapes of the inputs are added to it, by the function's token. The results of the
             function's gradient have these shapes.
         size: the number of replicas.
+        in_body: whether the call is in the graph of the body itself, and not in a function of it.
     """
     function = host_ops.PythonFunction(op)
-    declared = [output.shape for output in op.outputs]
+    declared = [_declared(output) for output in op.outputs]
     if function.gradient_of is not None:
         known = seen.get(function.gradient_of, declared)
-        return [shape if shape.is_fully_defined() else other for shape, other in zip(declared, known, strict=True)]
+        return [
+            (shape if shape.is_fully_defined() else other, False) for shape, other in zip(declared, known, strict=True)
+        ]
     seen[function.token] = [value.shape for value in inputs]
-    if not any(map(_is_asked_for, op.outputs)) or not all(value.shape.is_fully_defined() for value in inputs):
-        return declared
+    asked_for = any(
+        not shape.is_fully_defined() and _is_asked_for(output, in_body)
+        for shape, output in zip(declared, op.outputs, strict=True)
+    )
+    if not asked_for or not all(value.shape.is_fully_defined() for value in inputs):
+        return [(shape, False) for shape in declared]
     try:
         with tf.init_scope(), tf.device("CPU:0"), tf.summary.record_if(False), on_host(_first_replica(size, op)):
             results, _ = function([tf.zeros(value.shape, value.dtype) for value in inputs])
     except Exception:  # it needs other values: its results stay on the host, or an error is raised later
-        return declared
-    return [result.shape for result in results]
+        return [(shape, False) for shape in declared]
+    return [
+        (shape, False) if shape.is_fully_defined() else (result.shape, True)
+        for shape, result in zip(declared, results, strict=True)
+    ]
 
 
-def _is_asked_for(output: tf.Tensor) -> bool:
-    """Whether the devices use a result whose shape is not declared."""
-    if output.shape.is_fully_defined() or xla_ops.is_host_only(output.dtype):
+def _declared(output: tf.Tensor) -> tf.TensorShape:
+    """The shape of a result that the body declares."""
+    ensured = (op.outputs[0].shape for op in output.consumers() if op.type == "EnsureShape")
+    return next((shape for shape in (output.shape, *ensured) if shape.is_fully_defined()), output.shape)
+
+
+def _is_asked_for(output: tf.Tensor, in_body: bool) -> bool:
+    """Whether the devices use a result."""
+    if xla_ops.is_host_only(output.dtype):
         return False
-    if any(output is returned for returned in output.graph.outputs):
+    if not in_body and any(output is returned for returned in output.graph.outputs):
         return True
-    return any(not kinds.is_for_host(op) for op in output.consumers())
+    return any(
+        _is_asked_for(op.outputs[0], in_body) if op.type == "Identity" else not kinds.is_for_host(op)
+        for op in output.consumers()
+    )
 
 
 def _first_replica(size: int, op: tf.Operation) -> HostSide:

@@ -50,6 +50,7 @@ class Rewriter:
         self.order: Value | None = None  # the handle of the variable that keeps host calls in order
         self._python_calls: dict[str, int] = {}
         self._scratch = tf.Graph()
+        self._body: Any = None  # the graph of the body
 
     def copy(self, graph: Any, values: dict[int, Value]) -> tuple[list[tf.Tensor], dict[int, int]]:
         """Copies a graph into the one under construction.
@@ -65,6 +66,7 @@ class Rewriter:
         Raises:
             LoweringError: the devices need a value that cannot leave the host.
         """
+        self._body = graph
         pending = Pending(self.calls, in_loop=False)
         frame = Frame(self, pending, graph, values)
         frame.run()
@@ -98,10 +100,25 @@ class Rewriter:
         elif self._python_calls.get(function.gradient_of, 0) > 1:
             raise LoweringError.python_gradient(self.name, user_line(op))
 
-    def shapes(self, op: tf.Operation, inputs: Sequence[Value]) -> list[tf.TensorShape]:
-        """The shapes of the outputs of a host op, for these inputs."""
+    def outputs(self, op: tf.Operation, inputs: list[Value]) -> list[Value]:
+        """The outputs of a host op, for these inputs."""
+        outputs = []
+        for index, (tensor, (shape, is_tried)) in enumerate(zip(op.outputs, self._shapes(op, inputs), strict=True)):
+            value = Value(tensor.dtype, shape)
+            value.maker, value.from_host = (op, inputs, index), True
+            value.made_by = (op.type, user_line(op))
+            value.tried_with = "zeros" if is_tried else _tried_with(inputs)
+            if guessed_shapes.is_worth_trying(op, inputs, value, self.tries_all):
+                value.shape = self.samples.shape(value)
+                value.tried_with = "made-up values"
+            outputs.append(value)
+        return outputs
+
+    def _shapes(self, op: tf.Operation, inputs: Sequence[Value]) -> list[tuple[tf.TensorShape, bool]]:
+        """The shapes of the outputs, and whether each was found by a call with zeros."""
         if host_ops.PythonFunction.is_of(op):
-            return python_results.shapes(op, inputs, self._python_inputs, self.calls.size)
+            in_body = op.graph is self._body
+            return python_results.shapes(op, inputs, self._python_inputs, self.calls.size, in_body)
         with self._scratch.as_default():
             stand_ins = [
                 tf.constant(tf.make_ndarray(value.constant.get_attr("value")), value.dtype)
@@ -109,7 +126,7 @@ class Rewriter:
                 else tf.compat.v1.placeholder(value.dtype, value.shape)
                 for value in inputs
             ]
-            return [output.shape for output in host_ops.copy_op(op, stand_ins, []).outputs]
+            return [(output.shape, False) for output in host_ops.copy_op(op, stand_ins, []).outputs]
 
 
 class MoveToHost(Exception):
@@ -201,12 +218,23 @@ class Frame:
             self._pending.flush()  # the waiting calls come before the read of the next call's position
         tensors = [self.on_devices(value) for value in inputs]
         before = [self._copied[each.name] for each in op.control_inputs if each.name in self._copied]
-        copied = self._copied[op.name] = host_ops.copy_op(op, tensors, before)
+        try:
+            copied = self._copied[op.name] = host_ops.copy_op(op, tensors, before)
+        except ValueError as error:
+            tried = next((value for value in inputs if value.tried_with), None)
+            if tried is None:
+                raise
+            message = str(error).partition(" for '{{node")[0]  # the rest has names of the copy
+            shape = str(tried.shape)
+            raise LoweringError.tried_shape(
+                self._rewriter.name, op.type, user_line(op), shape, tried.tried_with, message
+            ) from None
         self._rewriter.originals[copied.name] = op
         by_data = op.type in kinds.SHAPED_BY_DATA or any(value.depends_on_data for value in inputs)
         for index, (old, new) in enumerate(zip(op.outputs, copied.outputs, strict=True)):
             value = self._values[id(old)] = Value.of(new)
             value.maker = op, list(inputs), index
+            value.tried_with = _tried_with(inputs)
             value.depends_on_data = by_data and not new.shape.is_fully_defined()
             value.from_host = op.type not in kinds.KNOWN_TO_XLA and any(each.from_host for each in inputs)
 
@@ -214,16 +242,8 @@ class Frame:
         self._rewriter.check_gradients(op, self._pending.in_loop)
         for tensor, value in zip(op.inputs, inputs, strict=True):
             self._check_operand(op, tensor, value)
-        outputs = []
-        for index, (tensor, shape) in enumerate(zip(op.outputs, self._rewriter.shapes(op, inputs), strict=True)):
-            value = Value(tensor.dtype, shape)
-            value.maker, value.from_host = (op, inputs, index), True
-            value.made_by = (op.type, user_line(op))
-            tried = self._rewriter.tries_all or guessed_shapes.pads(op, inputs)
-            if tried and guessed_shapes.is_worth_trying(value):
-                value.shape = self._rewriter.samples.shape(value)
-            outputs.append(value)
-            self._values[id(tensor)] = value
+        outputs = self._rewriter.outputs(op, inputs)
+        self._values.update((id(tensor), value) for tensor, value in zip(op.outputs, outputs, strict=True))
         self._pending.add(Waiting(op, inputs, outputs))
 
     def _check_operand(self, op: tf.Operation, tensor: tf.Tensor, value: Value) -> None:
@@ -399,6 +419,11 @@ class Frame:
                 tensor = next(on_devices)
                 host_ops.keep_shape(output, tensor)
                 self._values[id(output)] = Value.of(tensor)
+
+
+def _tried_with(inputs: Sequence[Value]) -> str:
+    """What the shape of an op's result was found with, if the shapes of its inputs were."""
+    return next((value.tried_with for value in inputs if value.tried_with), "")
 
 
 def _alias(op: tf.Operation, value: Value, number: int) -> Waiting:

@@ -25,6 +25,8 @@ class Value:
         maker: the op that makes it, the inputs of that op, and the index among its outputs.
         made_by: the type of the host op that makes it, and the user's line, for messages.
         depends_on_data: whether the devices have it, in a shape that depends on data.
+        tried_with: "zeros" if the shape was found by calling a Python function with zeros, or comes from such a shape;
+            "made-up values" for a host op (`guessed_shapes`); otherwise "".
         pending: whether the op that makes it still waits to become part of a piece.
     """
 
@@ -39,6 +41,7 @@ class Value:
         "shape",
         "source",
         "tensor",
+        "tried_with",
     )
 
     def __init__(
@@ -59,6 +62,7 @@ class Value:
         self.depends_on_data = False
         self.from_host = False
         self.pending = False
+        self.tried_with = ""
 
     @classmethod
     def of(cls, tensor: tf.Tensor) -> Value:

@@ -31,6 +31,7 @@ from replica_engine.xla.soft_placement.piece import Piece
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.counts import count
+from replica_engine.xla.stages.explain import explain, original
 from replica_engine.xla.stages.program import Program, Shape
 from replica_engine.xla.state.device_value import pinned
 
@@ -159,12 +160,9 @@ def lower(traced: BodyGraph, slots: list[tf.TensorSpec], tensors: list[tf.Tensor
     except (ValueError, tf.errors.OpError) as error:
         if "compile-time constant" in str(error) and traced.bake_in():
             return lower(traced, slots, tensors)
-        if moved and "compile-time constant" in str(error) and traced.also_move(_original(moved, str(error))):
+        if moved and "compile-time constant" in str(error) and traced.also_move(original(moved, str(error))):
             return lower(traced, slots, tensors)
-        explained = _explain(traced, error, moved)
-        if node := re.search(r"\{\{node ([^}]+)\}\}", str(error)):
-            explained.op_name = node.group(1)
-        raise explained from None
+        raise explain(traced, error, moved) from None
     _check_collectives(traced, text)
     if moved and (found := _DYNAMIC_OPERAND.search(text)):
         call = traced.host_calls.calls[int(found.group(1))]
@@ -219,29 +217,3 @@ def _held_weakly(call: HostCall) -> Callable[..., Any]:
         return alive(*arrays)
 
     return run
-
-
-def _original(moved: soft_placement.MovedBody, message: str) -> tf.Operation | None:
-    """The op of the body that XLA's message is about."""
-    found = re.search(r"to node `([^`]+)`|\{\{node ([^}]+)\}\}", message)
-    return moved.originals.get(found.group(1) or found.group(2)) if found else None
-
-
-def _explain(traced: BodyGraph, error: Any, moved: soft_placement.MovedBody | None) -> LoweringError:
-    text = str(error)
-    unsupported = re.search(r"on XLA_\w+: (\w+) \(", text) or re.search(r"with op (\w+)", text)
-    # XLA prints one stack for the op and others for the calls around it. The op's stack is the first.
-    stack = re.split(r"The op is created at:|Stack trace for op definition:", text)[1:2]
-    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', stack[0] if stack else text)
-    where = user_line(frames)
-    if not where and moved and (op := _original(moved, text)) is not None:
-        where = user_line(op)  # the frames belong to the moved copy of the op
-    if "Detected unsupported operations" in text and unsupported:
-        return LoweringError.unsupported_op(traced.name, unsupported.group(1), where)
-    if "compile-time constant" in text:
-        return LoweringError.not_constant(traced.name, unsupported.group(1) if unsupported else "an op", where)
-    if "fixed tensor list size" in text or "tensor list" in text.lower():
-        return LoweringError.unbounded_loop(traced.name, where)
-    message = text.removeprefix("Failed getting HLO text: ").strip("'").split("\n\n")[0].split("Stack trace")[0]
-    message = message.split("tf2xla conversion failed")[0]  # the rest is about TensorFlow's internals
-    return LoweringError.other(traced.name, message.strip(), where)

@@ -1,0 +1,79 @@
+"""An error of XLA's compiler, in terms of the user's program: which op, at which line, and what to write instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._tf import host_ops
+from replica_engine.diagnostics.op_lines import user_line
+from replica_engine.errors import LoweringError
+from replica_engine.xla.soft_placement import MovedBody
+from replica_engine.xla.stages.body_graph import BodyGraph
+
+_NODE = re.compile(r"to node `([^`]+)`|\{\{node ([^}]+)\}\}")
+
+
+def original(moved: MovedBody, message: str) -> tf.Operation | None:
+    """The op of the body that XLA's message is about."""
+    return moved.originals.get(_node(message))
+
+
+def explain(traced: BodyGraph, error: Exception, moved: MovedBody | None) -> LoweringError:
+    """The error that the user gets for an error of XLA's compiler."""
+    text = str(error)
+    explained = _explain(traced.name, text, _line(traced, text, moved))
+    explained.op_name = _node(text)
+    return explained
+
+
+def _explain(name: str, text: str, where: str) -> LoweringError:
+    unsupported = re.search(r"on XLA_\w+: (\w+) \(", text) or re.search(r"with op (\w+)", text)
+    if "Detected unsupported operations" in text and unsupported:
+        return LoweringError.unsupported_op(name, unsupported.group(1), where)
+    if "compile-time constant" in text:
+        return LoweringError.not_constant(name, unsupported.group(1) if unsupported else "an op", where)
+    if "fixed tensor list size" in text or "tensor list" in text.lower():
+        return LoweringError.unbounded_loop(name, where)
+    message = text.removeprefix("Failed getting HLO text: ").strip("'").split("\n\n")[0].split("Stack trace")[0]
+    message = message.split("tf2xla conversion failed")[0]  # the rest is about TensorFlow's internals
+    return LoweringError.other(name, message.strip(), where)
+
+
+def _node(message: str) -> str:
+    found = _NODE.search(message)
+    return found.group(1) or found.group(2) if found else ""
+
+
+def _line(traced: BodyGraph, message: str, moved: MovedBody | None) -> str:
+    """The user's line of the op that XLA's message is about.
+
+    The op itself knows it best. But the message gives only the op's name, and functions of the body may have ops of
+    one name. Then the stack trace in the message decides. For an op of a body with moved ops this is the last choice:
+    the op is a copy, and its trace is of the copying.
+    """
+    if moved and (op := original(moved, message)) is not None:
+        return user_line(op)
+    lines = {user_line(op) for op in _named(traced.graph, _node(message))}
+    if len(lines) == 1:
+        return lines.pop()
+    # XLA prints one stack for the op and others for the calls around it. The op's stack is the first. The name of a
+    # lambda is left out.
+    stack = re.split(r"The op is created at:|Stack trace for op definition:", message)[1:2]
+    return user_line(re.findall(r'File "([^"]+)", line (\d+), in (\S*)', stack[0] if stack else message))
+
+
+def _named(graph: Any, name: str) -> Iterator[tf.Operation]:
+    """The ops of this name in a graph, and in the functions that it runs."""
+    pending, seen = [graph], {id(graph)}
+    while pending:
+        for op in pending.pop().get_operations():
+            if op.name == name:
+                yield op
+            for inner in host_ops.functions_of(op):
+                if id(inner) not in seen:
+                    seen.add(id(inner))
+                    pending.append(inner)
