@@ -64,9 +64,10 @@ def ready_uneven(
     """
     constants = [tensor.numpy() for tensor in traced.tensors] if captured is None else list(captured)
     shares = [[values[replica % len(values)] for values in slots] for replica in range(devices.size)]
+    captured_shapes = None if captured is None else [value.shape for value in captured]
     parts = []
     for replica, share in enumerate(shares):
-        lowered = lower([value.shape for value in share], captured and [value.shape for value in captured])
+        lowered = lower([value.shape for value in share], captured_shapes)
         text = lowered.as_text()
         if _COLLECTIVE.search(text):
             raise _mismatch(traced, slots)
