@@ -134,7 +134,7 @@ def _little_garbage():
     # The leak check collects garbage after most tests. What is there before a module's first one stays anyway,
     # so the collector need not look at it each time: 200 ms a test without. Tracing makes many objects that stay
     # for as long as the graph: by itself the collector looks at them less often than Python's 700 would have it.
-    # TensorFlow's global graph must not be there: it lists each variable that is made, and once frozen it is never freed.
+    # TensorFlow's global graph must not be there: it lists each variable that is made, and once frozen it never goes.
     tf.compat.v1.reset_default_graph()
     gc.collect()
     gc.freeze()

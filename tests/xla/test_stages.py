@@ -281,3 +281,19 @@ def test_what_a_cache_drops_can_still_be_used(monkeypatch):
     for k in range(3):
         xla.replicate(lambda x, k=k: x + float(k), X)
     assert values(step(X[1][0])) == [[6.0, 8.0]] * 2
+
+
+def test_a_lowered_body_says_what_its_program_takes_and_gives():
+    variable = tf.Variable([1.0, 2.0])
+
+    def body(x, text):
+        variable.assign_add(x)
+        return tf.reduce_sum(x), tf.strings.upper(text)
+
+    lowered = xla.lower(body, [[tf.ones([2]), tf.constant("a")], [tf.ones([2]), tf.constant("b")]])
+    assert lowered.shapes == ((2,), ())
+    assert lowered.captured == []
+    assert [shape for shape, _ in lowered.results][:2] == [(), (2,)]
+    assert lowered.writes[0] == (0, 1)
+    assert lowered.host_slots == {1}
+    assert list(lowered.host_results) == [1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,6 +86,36 @@ class Lowered:
             host_results=host_results,
             replicas_results=traced.replicas_results,
         )
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The shapes of the slots, the tensors among the arguments."""
+        return self.program.shapes
+
+    @property
+    def captured(self) -> Sequence[int]:
+        """Which of the captured tensors are parameters of the program."""
+        return self.program.captured
+
+    @property
+    def results(self) -> Sequence[tuple[Shape, np.dtype]]:
+        """The shape and the dtype of each result."""
+        return self.program.results
+
+    @property
+    def writes(self) -> Sequence[tuple[int, int]]:
+        """For each variable that is written: its index among the captured variables and its index among the results."""
+        return self.program.writes
+
+    @property
+    def host_slots(self) -> frozenset[int]:
+        """Which slots are not parameters, since no device can have them."""
+        return self.program.host_slots
+
+    @property
+    def host_results(self) -> Mapping[int, int]:
+        """Which results of the body stay on the host, and their numbers there."""
+        return self.program.host_results
 
     def as_text(self) -> str:
         """The StableHLO program.
