@@ -13,6 +13,7 @@ import tensorflow as tf
 from replica_engine._tf import made_ops
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import LoweringError
+from replica_engine.errors.programs import WRITTEN_BEYOND_ITS_SIZE
 
 _WRITE = "TensorListSetItem"
 _GROWS = "resize_if_index_out_of_bounds"
@@ -33,14 +34,6 @@ def checked(raises: bool) -> contextlib.AbstractContextManager[None]:
             raise LoweringError.growing_array(here())
         array, index = op.inputs[:2]
         size = tf.raw_ops.TensorListLength(input_handle=array)
-        tf.debugging.Assert(
-            index < size,
-            [
-                "A tf.TensorArray with dynamic_size=True was written beyond its size, and arrays of a compiled program "
-                "do not grow. Pass the largest size: tf.TensorArray(dtype, size=n). Index and size:",
-                index,
-                size,
-            ],
-        )
+        tf.debugging.Assert(index < size, [WRITTEN_BEYOND_ITS_SIZE, index, size])
 
     return made_ops.seen(_WRITE, see)
