@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from replica_engine.errors.base import ReplicaEngineError, add_note, at, shown
 
 WRITTEN_BEYOND_ITS_SIZE = (
-    "A tf.TensorArray with dynamic_size=True was written beyond its size, and arrays of a compiled program do not grow. "
-    "Pass the largest size: tf.TensorArray(dtype, size=n). Index and size:"
+    "A tf.TensorArray with dynamic_size=True was written beyond its size, and arrays of a compiled program do not "
+    "grow. Pass the largest size: tf.TensorArray(dtype, size=n). Index and size:"
 )
 """The text of the tf.errors.InvalidArgumentError that a check in the program raises; index and size follow it."""
 
