@@ -10,7 +10,9 @@ import sys
 import pytest
 
 import replica_engine
-from replica_engine._tf import keras_names, keras_state, patches
+from replica_engine._tf import patches
+from replica_engine._tf.keras import names as keras_names
+from replica_engine._tf.keras import state as keras_state
 from replica_engine._tf.names import PRIVATE
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -29,7 +31,7 @@ def imports(path):
 PRIVATE_IMPORTS = sorted(
     {
         (module, name)
-        for path in (PACKAGE / "_tf").glob("*.py")
+        for path in (PACKAGE / "_tf").rglob("*.py")
         for module, name in imports(path)
         if module.startswith(("tensorflow.python", "tensorflow.compiler", "keras.src"))
     }
@@ -54,7 +56,7 @@ def test_each_private_attribute_exists(private):
 
 def test_the_private_name_of_keras_exists():
     module = importlib.import_module(keras_state.MODULE)
-    assert hasattr(module, keras_state.STATE), "Keras no longer has it; see replica_engine/_tf/keras_state.py"
+    assert hasattr(module, keras_state.STATE), "Keras no longer has it; see replica_engine/_tf/keras/state.py"
 
 
 @pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda patch: patch.name)

@@ -2,19 +2,18 @@
 
 TensorFlow:
 
-- `thread_state`: the state that TensorFlow keeps separately for each thread. `quick_scopes`: faster scopes.
+- `graphs/`: function graphs and their ops: conversion by AutoGraph, tracing, StableHLO, ops that XLA cannot compile.
 - `distribute`: distributed values, strategies and collectives.
-- `autograph`, `function`: conversion of the user's function; the parts of a `tf.function`.
+- `thread_state`: the state that TensorFlow keeps separately for each thread. `quick_scopes`: faster scopes.
 - `variables`, `eager`: handles of variables; eager tensors and arrays without ops.
-- `xla_ops`, `host_ops`, `subgraphs`, `random_ops`, `gradients`: graphs that XLA compiles, and ops that it cannot.
 - `profiler`, `tpu_hardware`: the profiler, and the description of TPU hardware.
 - `names`: private attributes and hooks, as a list that a test checks.
 
 Keras:
 
-- `keras_model`, `keras_trainer`: parts of models, and training functions.
-- `keras_state`: the state that Keras keeps separately for each thread.
-- `keras_names`: private attributes and hooks, as a list that a test checks.
+- `keras/`: models, training functions, the state of a thread, and the list of private attributes.
+
+Both: `patches`, everything that this library changes in TensorFlow and Keras.
 
 Nothing outside this package imports from `tensorflow.python` or `keras.src`. The engine must not import this package.
 """

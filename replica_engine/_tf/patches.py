@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from replica_engine._tf import distribute
-from replica_engine._tf.keras_trainer import BUILD, METHOD, MODULE, REDUCE, TRAINER, strategy_of
+from replica_engine._tf.keras.trainer import BUILD, METHOD, MODULE, REDUCE, TRAINER, strategy_of
 
 
 class Patch(NamedTuple):

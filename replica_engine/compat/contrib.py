@@ -14,7 +14,8 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine import xla
-from replica_engine._tf import autograph, distribute
+from replica_engine._tf import distribute
+from replica_engine._tf.graphs import autograph
 from replica_engine.errors import ContribError
 from replica_engine.strategies.multi_step import MultiStepContext as _MultiStepContext
 from replica_engine.strategies.tpu import TPUStrategy as _TPUStrategy

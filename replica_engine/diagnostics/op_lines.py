@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import autograph
+from replica_engine._tf.graphs import autograph
 from replica_engine.diagnostics.user_frames import is_internal, is_users
 
 

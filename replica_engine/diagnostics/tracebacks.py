@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import tensorflow as tf
 
-from replica_engine._tf import autograph
+from replica_engine._tf.graphs import autograph
 from replica_engine.diagnostics.user_frames import is_internal
 
 E = TypeVar("E", bound=BaseException)

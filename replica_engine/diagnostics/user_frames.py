@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType, FunctionType
 from typing import Any
 
-from replica_engine._tf import autograph
+from replica_engine._tf.graphs import autograph
 from replica_engine.engine import Replica, SyncPoint
 from replica_engine.telemetry import stacks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from replica_engine._tf import keras_model
+from replica_engine._tf.keras import model as keras_model
 from replica_engine.errors import BackendMissingError, ReplicateError
 from replica_engine.strategies import MirroredStrategy
 

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine._tf import keras_model
+from replica_engine._tf.keras import model as keras_model
 from replica_engine.errors import LoweringError, ReplicaEngineError, add_note, note_sparse_inputs
 from replica_engine.values import samples
 

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine._tf import autograph
+from replica_engine._tf.graphs import autograph
 from replica_engine.errors import OptimizerError
 from replica_engine.keras.optimizer import REDUCTIONS, apply_across_replicas
 

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from replica_engine._tf import keras_model
+from replica_engine._tf.keras import model as keras_model
 from replica_engine.keras.cross_replica_optimizer import CrossReplicaOptimizer
 from replica_engine.keras.optimizer import apply_across_replicas
 from replica_engine.keras.shard import current_shard

@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 from keras import ops
 
-from replica_engine._tf import keras_model
+from replica_engine._tf.keras import model as keras_model
 from replica_engine.keras.shard import Shard, current_shard
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")

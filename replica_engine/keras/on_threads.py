@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine._tf import keras_model
+from replica_engine._tf.keras import model as keras_model
 from replica_engine.keras.compiling import compiling
 from replica_engine.keras.shard import Shard
 from replica_engine.keras.steps import run_step

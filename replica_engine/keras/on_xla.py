@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine import xla
-from replica_engine._tf import keras_model
+from replica_engine._tf.keras import model as keras_model
 from replica_engine.errors import CollectiveError, many_batch_sizes
 from replica_engine.keras.compiling import compiling, layers_named, sparse_inputs_named
 from replica_engine.keras.shard import Shard

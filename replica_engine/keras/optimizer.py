@@ -15,7 +15,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine._tf import autograph, distribute, keras_model
+from replica_engine._tf import distribute
+from replica_engine._tf.graphs import autograph
+from replica_engine._tf.keras import model as keras_model
 from replica_engine.errors import OptimizerError
 
 REDUCTIONS = ("mean", "sum")

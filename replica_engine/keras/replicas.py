@@ -24,7 +24,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine._tf import distribute, keras_model
+from replica_engine._tf import distribute
+from replica_engine._tf.keras import model as keras_model
 from replica_engine.errors import OptimizerError, ReplicateError
 from replica_engine.keras.hooks import Hooks
 from replica_engine.keras.losses import extension

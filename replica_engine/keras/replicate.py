@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine._tf import keras_model
+from replica_engine._tf.keras import model as keras_model
 from replica_engine.errors import ReplicateError, positive_int
 from replica_engine.keras.choice import choose
 from replica_engine.keras.model import is_replicated, replicated

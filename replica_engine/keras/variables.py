@@ -19,7 +19,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine._tf import distribute, keras_model, variables
+from replica_engine._tf import distribute, variables
+from replica_engine._tf.keras import model as keras_model
 from replica_engine.strategies.backend import backend_of
 from replica_engine.threads.variables import SEED_STEP
 

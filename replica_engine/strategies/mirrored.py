@@ -9,7 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import autograph, distribute, quick_scopes
+from replica_engine._tf import distribute, quick_scopes
+from replica_engine._tf.graphs import autograph
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.tracebacks import shortened
 from replica_engine.errors import DeviceError

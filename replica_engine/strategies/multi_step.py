@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import autograph
+from replica_engine._tf.graphs import autograph
 from replica_engine.errors import CollectiveError, InputsError, ReplicaValueError
 from replica_engine.values.regroup import regroup
 from replica_engine.values.tensors import as_tensor

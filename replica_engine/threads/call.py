@@ -18,7 +18,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import autograph, distribute, function, quick_scopes, thread_state
+from replica_engine._tf import distribute, quick_scopes, thread_state
+from replica_engine._tf.graphs import autograph, function
 from replica_engine.diagnostics.failed_run import note_failed_run
 from replica_engine.diagnostics.flight_record import SyncPointRecord, records
 from replica_engine.diagnostics.tracebacks import as_raised

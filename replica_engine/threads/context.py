@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._tf import autograph, distribute, eager, quick_scopes, thread_state
+from replica_engine._tf import distribute, eager, quick_scopes, thread_state
+from replica_engine._tf.graphs import autograph
 from replica_engine.diagnostics.flight_record import brought
 from replica_engine.diagnostics.user_frames import identity, sync_point, user_location
 from replica_engine.engine import Replica, current_replica

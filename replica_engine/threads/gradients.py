@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import gradients
+from replica_engine._tf.graphs import gradients
 
 _STRATEGIES = "_replica_engine_all_reduces"  # of a graph: op name -> weak reference to the all-reduce's strategy
 _names = map(f"ReplicaEngineAllReduce_{uuid.uuid4().hex}_{{}}".format, itertools.count())  # unique also after a reload

@@ -32,7 +32,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._tf import keras_state, quick_scopes, thread_state
+from replica_engine._tf import quick_scopes, thread_state
+from replica_engine._tf.keras import state as keras_state
 from replica_engine.engine import ReplicaThread
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import autograph, function
+from replica_engine._tf.graphs import autograph, function
 
 _lock = threading.Lock()
 

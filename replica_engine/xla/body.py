@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
-from replica_engine._tf import autograph, eager, xla_ops
+from replica_engine._tf import eager
+from replica_engine._tf.graphs import autograph, xla_ops
 from replica_engine.diagnostics.flight_record import Collective, LaunchRecord
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import CollectiveError, NotInBodyError

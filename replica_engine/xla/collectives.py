@@ -24,7 +24,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import autograph, xla_ops
+from replica_engine._tf.graphs import autograph, xla_ops
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import CollectiveError
 from replica_engine.values.tensors import as_tensor

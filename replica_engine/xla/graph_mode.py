@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from replica_engine._tf import autograph
+from replica_engine._tf.graphs import autograph
 from replica_engine.errors import GraphModeError
 
 C = TypeVar("C", bound=type)

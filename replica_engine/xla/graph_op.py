@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import function, thread_state, variables
+from replica_engine._tf import thread_state, variables
+from replica_engine._tf.graphs import function
 from replica_engine.errors import add_note
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.process import shutdown

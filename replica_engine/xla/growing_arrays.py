@@ -10,7 +10,7 @@ import contextlib
 
 import tensorflow as tf
 
-from replica_engine._tf import made_ops
+from replica_engine._tf.graphs import made_ops
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import LoweringError
 from replica_engine.errors.programs import WRITTEN_BEYOND_ITS_SIZE

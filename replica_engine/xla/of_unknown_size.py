@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from replica_engine._tf import xla_ops
+from replica_engine._tf.graphs import xla_ops
 
 _NARROW = {tf.float16: tf.uint16, tf.bfloat16: tf.uint16}
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from replica_engine._tf import autograph
+from replica_engine._tf.graphs import autograph
 from replica_engine.diagnostics.tracebacks import shortened
 from replica_engine.errors import DeviceError, InputsError, positive_int
 from replica_engine.pjrt.devices import device_group

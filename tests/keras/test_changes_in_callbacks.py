@@ -320,7 +320,7 @@ def test_plain_keras_runs_none_of_this_library_afterwards(two_replicas):
 
     def note(frame, event, _):
         name = frame.f_code.co_filename
-        if "replica_engine/keras/" in name or "_tf/keras_model" in name:
+        if "replica_engine/keras/" in name or "_tf/keras/model" in name:
             ours.add(f"{name}:{frame.f_code.co_name}")
 
     sys.setprofile(note)

@@ -12,7 +12,8 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine import xla
-from replica_engine._tf import autograph, distribute
+from replica_engine._tf import distribute
+from replica_engine._tf.graphs import autograph
 from replica_engine.errors import CollectiveError
 from replica_engine.values.tensors import as_tensor
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import autograph
+from replica_engine._tf.graphs import autograph
 from replica_engine.errors import InputsError, note_kept_steps, positive_int
 from replica_engine.process import shutdown
 from replica_engine.strategies.multi_step import MultiStepContext

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import keras_trainer
+from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.strategies.tpu.device_loops import LoopSettings
 
 

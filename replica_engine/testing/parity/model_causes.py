@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import keras_model
+from replica_engine._tf.keras import model as keras_model
 from replica_engine.testing.parity import batches as cut
 from replica_engine.testing.parity.comparison import RTOL, Tolerance
 from replica_engine.testing.parity.probes import called, is_callable

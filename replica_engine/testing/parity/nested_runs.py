@@ -19,7 +19,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import autograph, distribute
+from replica_engine._tf import distribute
+from replica_engine._tf.graphs import autograph
 from replica_engine.errors import ParityArgumentError
 
 

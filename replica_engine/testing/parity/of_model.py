@@ -24,7 +24,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import keras_model
+from replica_engine._tf.keras import model as keras_model
 from replica_engine.errors import LoweringError, ParityArgumentError
 from replica_engine.keras import replicate_model
 from replica_engine.keras.model import original_of

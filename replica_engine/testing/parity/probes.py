@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine._tf import keras_model
+from replica_engine._tf.keras import model as keras_model
 
 _NOTHING = object()
 

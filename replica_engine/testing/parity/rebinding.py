@@ -23,7 +23,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine._tf import distribute, keras_model
+from replica_engine._tf import distribute
+from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.variables import take_identity
 from replica_engine.testing.parity.state import Attributes
 

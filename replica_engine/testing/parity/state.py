@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import keras_model, keras_state, random_ops
+from replica_engine._tf.graphs import random_ops
+from replica_engine._tf.keras import model as keras_model
+from replica_engine._tf.keras import state as keras_state
 
 _DEPTH = 4  # the depth of nested containers
 

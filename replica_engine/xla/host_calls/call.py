@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import eager, variables, xla_ops
+from replica_engine._tf import eager, variables
+from replica_engine._tf.graphs import xla_ops
 from replica_engine.errors import HostAccessError, HostResultError
 from replica_engine.pjrt import abandoned
 from replica_engine.pjrt.group import Array, DeviceGroup, needed_by_a_program

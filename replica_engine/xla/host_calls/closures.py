@@ -15,7 +15,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import distribute, function, variables
+from replica_engine._tf import distribute, variables
+from replica_engine._tf.graphs import function
 from replica_engine.values.structure import open_level
 from replica_engine.xla.host_calls.originals import original_of
 from replica_engine.xla.signature.function_spec import assigns

@@ -13,7 +13,7 @@ import linecache
 from collections.abc import Iterator
 from types import CodeType, FunctionType
 
-from replica_engine._tf import autograph
+from replica_engine._tf.graphs import autograph
 
 
 def original_of(fn: FunctionType) -> FunctionType:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._tf import autograph, distribute, variables
+from replica_engine._tf import distribute, variables
+from replica_engine._tf.graphs import autograph
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import HostResultError, NestedHostCallError
 from replica_engine.xla.body import HostSide, host_side, in_body

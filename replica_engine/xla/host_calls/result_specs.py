@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from replica_engine._tf import autograph, distribute, function, thread_state, variables, xla_ops
+from replica_engine._tf import distribute, thread_state, variables
+from replica_engine._tf.graphs import autograph, function, xla_ops
 from replica_engine.errors import HostAccessError, HostResultError, NestedHostCallError, note_unknown_results
 from replica_engine.xla.body import HostSide, on_host
 from replica_engine.xla.host_calls.closures import Closure

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import distribute, xla_ops
+from replica_engine._tf import distribute
+from replica_engine._tf.graphs import xla_ops
 from replica_engine.errors import InputsError
 from replica_engine.xla.signature.arguments import Arguments, difference, view
 

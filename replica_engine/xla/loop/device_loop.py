@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import autograph, xla_ops
+from replica_engine._tf.graphs import autograph, xla_ops
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import HostAccessError, InputsError, LoweringError
 from replica_engine.pjrt.group import needed_by_a_program

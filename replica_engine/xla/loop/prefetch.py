@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import ClassVar
 
-from replica_engine._tf import keras_state, thread_state
+from replica_engine._tf import thread_state
+from replica_engine._tf.keras import state as keras_state
 from replica_engine.errors import HostAccessError
 from replica_engine.pjrt.group import needed_by_a_program
 from replica_engine.pjrt.interrupts import held_off

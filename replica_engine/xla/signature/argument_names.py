@@ -11,7 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import subgraphs, variables
+from replica_engine._tf import variables
+from replica_engine._tf.graphs import subgraphs
 
 _PLACE = re.compile(r"(args|kwargs)\[(?:(\d+)|'(\w+)')\](.*)", re.DOTALL)
 _thread = threading.local()

@@ -12,7 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import distribute, function
+from replica_engine._tf import distribute
+from replica_engine._tf.graphs import function
 from replica_engine.errors import InputsError, ReplicaValueError
 from replica_engine.errors.base import brief
 from replica_engine.xla.signature.arguments import Arguments, ById, Shapes, constant_key

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import host_ops, xla_ops
+from replica_engine._tf.graphs import host_ops, xla_ops
 from replica_engine.xla.soft_placement.values import Value
 
 _TRIES = 3

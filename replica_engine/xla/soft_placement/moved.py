@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._tf import variables, xla_ops
+from replica_engine._tf import variables
+from replica_engine._tf.graphs import xla_ops
 from replica_engine.errors import LoweringError
 from replica_engine.xla.host_calls.call import HostCall, HostCalls
 from replica_engine.xla.soft_placement.piece import Piece, Source

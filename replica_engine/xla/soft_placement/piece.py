@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._tf import host_ops, thread_state
+from replica_engine._tf import thread_state
+from replica_engine._tf.graphs import host_ops
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import HostResultError
 from replica_engine.errors.base import at

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from replica_engine._tf import host_ops, xla_ops
+from replica_engine._tf.graphs import host_ops, xla_ops
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.xla.body import HostSide, on_host
 from replica_engine.xla.soft_placement import kinds

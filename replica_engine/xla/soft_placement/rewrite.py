@@ -19,7 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import host_ops, xla_ops
+from replica_engine._tf.graphs import host_ops, xla_ops
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import LoweringError
 from replica_engine.xla.host_calls.call import HostCalls

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import host_ops, xla_ops
+from replica_engine._tf.graphs import host_ops, xla_ops
 from replica_engine.xla.soft_placement.piece import Source
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import eager, xla_ops
+from replica_engine._tf import eager
+from replica_engine._tf.graphs import xla_ops
 from replica_engine.diagnostics.flight_record import Collective
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import CaptureError, HostAccessError, LoweringError, moved_to_host

@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import autograph, xla_ops
+from replica_engine._tf.graphs import autograph, xla_ops
 from replica_engine.diagnostics.flight_record import Collective
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.diagnostics.tracebacks import as_raised

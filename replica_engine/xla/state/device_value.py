@@ -29,7 +29,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import variables, xla_ops
+from replica_engine._tf import variables
+from replica_engine._tf.graphs import xla_ops
 from replica_engine.errors import LostVariableError
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.xla.state import host_memory

@@ -23,7 +23,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import distribute, random_ops, subgraphs, variables, xla_ops
+from replica_engine._tf import distribute, variables
+from replica_engine._tf.graphs import random_ops, subgraphs, xla_ops
 from replica_engine.diagnostics.op_lines import here, user_line
 from replica_engine.errors import VariableCreationError
 from replica_engine.xla.body import in_body

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import random_ops, variables
+from replica_engine._tf import variables
+from replica_engine._tf.graphs import random_ops
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.xla.state.device_value import DeviceValue
 

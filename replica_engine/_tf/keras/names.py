@@ -1,8 +1,7 @@
-"""Private attributes of Keras that this library uses, as a list that a test checks; `names` has TensorFlow's.
+"""Private attributes of Keras that this library uses, as a list that a test checks; `_tf.names` has TensorFlow's.
 
-An import of a vanished private name at the top of `keras_model` fails at once. A vanished attribute of this list would
-fail later and elsewhere, so `tests/test_rules.py` looks each one up and names those that are gone. Checked on Keras
-3.15.1.
+An import of a vanished private name at the top of `model` fails at once. A vanished attribute of this list would fail
+later and elsewhere, so `tests/test_rules.py` looks each one up and names those that are gone. Checked on Keras 3.15.1.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import keras
 from keras.src.losses import loss as _loss
 from keras.src.metrics import reduction_metrics as _metrics
 
-from replica_engine._tf import keras_model
+from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.names import Private
 
 _optimizer = keras.optimizers.SGD()

@@ -22,7 +22,8 @@ from tensorflow.python.framework import kernels as _kernels
 # tape_cache: the data from which the gradient of a tf.py_function is computed, by the same token.
 from tensorflow.python.ops import script_ops as _script_ops
 
-from replica_engine._tf import variables, xla_ops
+from replica_engine._tf import variables
+from replica_engine._tf.graphs import xla_ops
 
 _XLA_DEVICE = "XLA_CPU_JIT"  # bodies are lowered for this device, for every platform
 _PYTHON_OPS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")

@@ -29,7 +29,7 @@ from tensorflow.python.framework import func_graph as _func_graph
 # XLAControlFlowContext: tells TensorFlow's loops and branches that XLA compiles them.
 from tensorflow.python.ops.control_flow_ops import XLAControlFlowContext as _XLAControlFlowContext
 
-from replica_engine._tf import random_ops
+from replica_engine._tf.graphs import random_ops
 
 _HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
 
