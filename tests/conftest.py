@@ -1,24 +1,29 @@
-"""Devices, the table of strategies, and a check on every test that no replica thread stays behind.
+"""The table of strategies, and a check on every test that no replica thread stays behind.
 
-A new strategy joins the contract suite with a row in `STRATEGIES`.
+A new strategy joins the contract suite with a row in `STRATEGIES`. The tests in `tests/engine` run without TensorFlow,
+so nothing here imports it before a test module of another folder is collected.
 """
 
+from __future__ import annotations
+
 import contextlib
-import functools
 import gc
+import importlib
 import os
+import pathlib
 import signal
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
-import tensorflow as tf
 from helpers import fork_server
 
 import replica_engine
-from replica_engine import MirroredStrategy
-from replica_engine.testing import logical_devices, no_leaked_threads
+from replica_engine.testing import no_leaked_threads
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 # Tests compile many small programs and run each a few times: LLVM need not spend long on them, in subprocesses either,
 # nor XLA on fused loops of its newer kind. With XLA_FLAGS= in the environment they are compiled as users' are.
@@ -31,20 +36,6 @@ os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_TO_COMPILE))
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell starts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-DEVICES = logical_devices(8)  # at import, before anything starts TensorFlow
-
-
-def _no_tuning():
-    """Has no iterator of tf.data tune itself: deleting one that does waits for that, the longer the older it is."""
-    options, iterate = tf.data.experimental.AutotuneOptions, tf.data.Dataset.__iter__
-    enabled = options.enabled
-    options.enabled = property(lambda self: bool(enabled.fget(self)), enabled.fset)
-    # Iterators that have no options of their own: one for each device of a strategy.
-    tf.data.Dataset.__iter__ = lambda self: iterate(self.with_options(tf.data.Options()))
-
-
-_no_tuning()
 
 SIZES = (1, 4)  # 2 where a test asks for it: the suite has 6 minutes
 OF_ANY_SIZE = ("test_run", "test_merge_call", "test_collectives", "test_uneven_batches", "test_cross_replica_optimizer")
@@ -68,19 +59,21 @@ class Row(NamedTuple):
     threads: bool = True
 
 
-def _tpu(devices: list[str]) -> tf.distribute.Strategy:
-    return replica_engine.TPUStrategy(num_cores=len(devices))
-
-
 STRATEGIES = {
-    "mirrored": Row(MirroredStrategy),
+    "mirrored": Row(lambda devices: replica_engine.MirroredStrategy(devices)),
     # Eager mode only: graphs are built in order with and without `concurrent` (test_options.py sees to that).
-    "mirrored-concurrent": Row(functools.partial(MirroredStrategy, concurrent=True), ("eager",), (4,)),
+    "mirrored-concurrent": Row(
+        lambda devices: replica_engine.MirroredStrategy(devices, concurrent=True), ("eager",), (4,)
+    ),
 }
 if sys.version_info >= (3, 11):  # which jax needs
-    STRATEGIES["tpu"] = Row(_tpu, sizes=(4,), threads=False)  # of 1 and 2 see tests/xla and tests/tpu
+    STRATEGIES["tpu"] = Row(  # tests/xla and tests/tpu have 1 and 2 replicas
+        lambda devices: replica_engine.TPUStrategy(num_cores=len(devices)), sizes=(4,), threads=False
+    )
 else:
     collect_ignore = ["xla", "tpu"]
+
+WITHOUT_TENSORFLOW = pathlib.Path(__file__).with_name("engine")
 
 _FAILED = pytest.StashKey[bool]()
 
@@ -93,6 +86,12 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "graphs: replicas run in graphs alone, so for strategies that differ from the others in those"
     )
+
+
+def pytest_collectstart(collector):
+    """Sets TensorFlow up before a test module that may start it is imported."""
+    if isinstance(collector, pytest.Module) and WITHOUT_TENSORFLOW not in collector.path.parents:
+        importlib.import_module("helpers.devices")
 
 
 def pytest_generate_tests(metafunc):
@@ -135,7 +134,7 @@ def _little_garbage():
     # so the collector need not look at it each time: 200 ms a test without. Tracing makes many objects that stay
     # for as long as the graph: by itself the collector looks at them less often than Python's 700 would have it.
     # TensorFlow's global graph must not be there: it lists each variable that is made, and once frozen it never goes.
-    tf.compat.v1.reset_default_graph()
+    _reset_global_graph()
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
@@ -154,11 +153,11 @@ def _replica_threads_go(request, caplog):
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_leaked_threads(grace=2.0))
         yield
-        # What holds on to strategies after the test, and is none of theirs: pytest the fixtures' values and the
-        # arguments of log messages, TensorFlow's global graph the variables made inside a tf.function.
+        # Three things outlive the test and hold its strategies: pytest has the fixtures' values and the arguments of
+        # log messages, and TensorFlow's global graph has the variables made inside a tf.function.
         request.node.funcargs.clear()
         caplog.get_records("call").clear()
-        tf.compat.v1.reset_default_graph()
+        _reset_global_graph()
         if request.node.stash.get(_FAILED, False):
             stack.pop_all()  # the traceback holds on to everything; one failure is enough
 
@@ -173,13 +172,13 @@ def programs():
 @pytest.fixture
 def strategy(request):
     name, size = request.param
-    return STRATEGIES[name].make(DEVICES[:size])
+    return _make(name, size)
 
 
 @pytest.fixture
 def make_strategy(request):
     """`make_strategy(size)`, for tests that need several strategies."""
-    return lambda size: STRATEGIES[request.param].make(DEVICES[:size])
+    return lambda size: _make(request.param, size)
 
 
 @pytest.fixture
@@ -187,3 +186,15 @@ def traces(strategy, request):
     """How often a function is traced for one signature: once for each replica, or once for all."""
     name, size = request.node.callspec.params["strategy"]
     return size if STRATEGIES[name].threads else 1
+
+
+def _make(name, size):
+    from helpers.devices import DEVICES  # not above: it imports TensorFlow
+
+    return STRATEGIES[name].make(DEVICES[:size])
+
+
+def _reset_global_graph():
+    """Empties TensorFlow's global graph. There is none before TensorFlow is imported."""
+    if "tensorflow" in sys.modules:
+        sys.modules["tensorflow"].compat.v1.reset_default_graph()

@@ -6,6 +6,7 @@ import pathlib
 import pkgutil
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -98,6 +99,18 @@ def test_public_names_are_there():
 def test_importing_the_package_does_not_import_tensorflow():
     code = "import sys, replica_engine; sys.exit('tensorflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_the_engine_is_tested_without_tensorflow():
+    """Neither the engine nor what runs its tests imports TensorFlow, NumPy or Keras."""
+    code = """
+        import sys, pytest
+        failed = pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", "tests/engine", "-k", "test_returns_each"])
+        print(failed, [name for name in ("tensorflow", "numpy", "keras") if name in sys.modules])
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.splitlines()[-1] == "0 []", done.stdout
 
 
 def test_every_public_error_has_a_docstring_and_the_base():

@@ -3,11 +3,10 @@
 import sys
 
 import pytest
+from helpers.devices import DEVICES
 
 from replica_engine import MirroredStrategy
-from replica_engine.testing import logical_devices
 
-DEVICES = logical_devices(8)
 KINDS = {"mirrored": lambda: MirroredStrategy(DEVICES[:2])}
 if sys.version_info >= (3, 11):  # which jax needs
     from replica_engine import TPUStrategy
@@ -35,5 +34,5 @@ def both(request):
 
 @pytest.fixture
 def compiled():
-    """A new TPUStrategy, likewise."""
+    """A new TPUStrategy, with its known-good step taken once."""
     return _witness("tpu")

@@ -10,12 +10,10 @@ from collections.abc import Mapping, Sequence
 import keras
 import numpy as np
 import pytest
+from helpers.devices import DEVICES
 
 from replica_engine import MirroredStrategy, TPUStrategy
 from replica_engine.keras import replicate_model
-from replica_engine.testing import logical_devices
-
-DEVICES = logical_devices(8)
 
 MAKERS = {"mirrored": lambda size: MirroredStrategy(DEVICES[:size])}
 if sys.version_info >= (3, 11):  # which jax needs

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import tensorflow as tf
-from conftest import DEVICES
+from helpers.devices import DEVICES
 
 from replica_engine import MirroredStrategy
 

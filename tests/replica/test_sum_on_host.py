@@ -6,7 +6,7 @@ import weakref
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import DEVICES
+from helpers.devices import DEVICES
 from tensorflow.python.framework import op_callbacks
 
 from replica_engine import MirroredStrategy
