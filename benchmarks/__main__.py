@@ -1,12 +1,12 @@
-"""All benchmarks, one after the other, each in a process of its own; one table at the end.
+"""Runs all benchmarks, each in a separate process, and prints one table.
 
-    python -m benchmarks                      all of it, into docs/: the figures, the pictures and the page
-    python -m benchmarks --only eager_run     one group; it replaces its part in docs/
-    python -m benchmarks --quick              only to see that all works; docs/ stays as it is
-    python -m benchmarks --docs               the pictures and the page again, from the figures in docs/
+    python -m benchmarks                      all groups; writes figures, pictures and the page into docs/
+    python -m benchmarks --only eager_run     one group; replaces its part in docs/
+    python -m benchmarks --quick              a quick trial of all groups; does not write into docs/
+    python -m benchmarks --docs               draws the pictures and writes the page from the figures in docs/
 
-A group that fails is named in the table with the reason; the others still run, and the exit status is 1. A target that
-was missed is no failure: the table says so.
+If a group fails, the table names it with the reason, the other groups still run, and the exit status is 1. A missed
+target is not a failure; the table shows it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GROUPS = (
     "memory",
     "growth",
 )
-"""In the order of the table. Each is a module that `command.main` runs."""
+"""The groups in the order of the table. Each is a module that calls `command.main`."""
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -47,16 +47,16 @@ FIGURES, RATIOS, GROWTH, PAGE = (
 
 
 def run_group(group: str, options: list[str], patience: float, on: dict[str, str]) -> Report:
-    """Measures a group in a process of its own.
+    """Measures a group in a separate process.
 
     Returns:
-        Its rows, and why it failed, if it did.
+        The rows of the group, and the reason if it failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         figures, log = pathlib.Path(folder, "rows.json"), pathlib.Path(folder, "log")
         arguments = [sys.executable, "-m", f"benchmarks.{group}", "--json", str(figures), *options]
         with log.open("w") as errors:
-            # In a session of its own, so that what it has started ends with it.
+            # A session of its own: the processes that the group started end with it.
             process = subprocess.Popen(
                 arguments, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
             )
@@ -78,12 +78,12 @@ def run_group(group: str, options: list[str], patience: float, on: dict[str, str
 
 
 def _last_line(log: pathlib.Path) -> str:
-    """What a traceback ends with."""
-    return (log.read_text(errors="replace").strip().splitlines() or ["nothing was said"])[-1]
+    """The last line of a traceback."""
+    return (log.read_text(errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
 
 
 def measure(groups: list[str], options: list[str], patience: float) -> Report:
-    """All these groups, in turn; says on stderr how it goes."""
+    """Measures the groups in turn, and reports progress on stderr."""
     report = Report(machine())
     for group in groups:
         begin = time.perf_counter()
@@ -95,7 +95,7 @@ def measure(groups: list[str], options: list[str], patience: float) -> Report:
 
 
 def kept(groups: list[str]) -> Report:
-    """What docs/ has of groups besides these.
+    """The report in docs/, without the given groups.
 
     Raises:
         ValueError: it was measured on another machine, or with other versions.
@@ -116,37 +116,39 @@ def publish(report: Report) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Reads the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default=",".join(GROUPS), help="groups (default %(default)s)")
-    parser.add_argument("--repeats", type=command.positive, help="interleaved repeats (default 7)")
-    parser.add_argument("--quick", action="store_true", help="small and few, only to see that it works")
-    parser.add_argument("--json", type=command.writable, help="write the figures to this file, and nothing into docs/")
+    parser.add_argument("--only", default=",".join(GROUPS), help="groups to measure (default %(default)s)")
+    parser.add_argument("--repeats", type=command.positive, help="number of interleaved repeats (default 7)")
+    parser.add_argument("--quick", action="store_true", help="a quick trial with small sizes and few repeats")
+    parser.add_argument("--json", type=command.writable, help="write the figures to this file instead of docs/")
+    parser.add_argument("--picture", type=command.writable, help="draw the ratios into this file instead of docs/")
+    parser.add_argument("--growth", type=command.writable, help="draw the growth into this file instead of docs/")
     parser.add_argument(
-        "--picture", type=command.writable, help="draw the ratios into this file, and nothing into docs/"
+        "--docs",
+        action="store_true",
+        help="measure nothing; draw the pictures and write the page from the figures in docs/",
     )
     parser.add_argument(
-        "--growth", type=command.writable, help="draw the growth into this file, and nothing into docs/"
+        "--patience", type=float, default=3600, help="longest time for a group, in seconds (default %(default)s)"
     )
-    parser.add_argument("--docs", action="store_true", help="measure nothing; draw and write what docs/ has figures of")
-    parser.add_argument("--patience", type=float, default=3600, help="seconds for a group (default %(default)s)")
     flags = parser.parse_args()
     flags.only = flags.only.split(",")
     if unknown := set(flags.only) - set(GROUPS):
-        parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}")
+        parser.error(f"unknown group {', '.join(sorted(unknown))}; the groups are {', '.join(GROUPS)}")
     return flags
 
 
 def main() -> int:
-    """Measures, prints the table, and writes what it was told to; 1 if a group failed."""
+    """Measures, prints the table and writes the files; returns 1 if a group failed, and 0 otherwise."""
     flags = parse()
     if flags.docs:
         publish(Report.read(FIGURES))
         return 0
     into_docs = not (flags.quick or flags.json or flags.picture or flags.growth)
-    before = kept(flags.only) if into_docs else None  # it fails now, and not after an hour
+    before = kept(flags.only) if into_docs else None  # before measuring: it may fail
     options = ["--quick"] * flags.quick + ([] if flags.repeats is None else ["--repeats", str(flags.repeats)])
     report = measure(flags.only, options, flags.patience)
     print(report.table())
@@ -160,7 +162,7 @@ def main() -> int:
         publish(before.updated(report.succeeded()))
         print(f"Written: {FIGURES}, {PAGE}, {RATIOS}, {GROWTH}.", file=sys.stderr)
         for group in report.failures:
-            print(f"{group} failed: they have what they had of it.", file=sys.stderr)
+            print(f"{group} failed: the files keep its earlier figures.", file=sys.stderr)
     return 1 if report.failures else 0
 
 

@@ -1,4 +1,4 @@
-"""The command line that all benchmarks have: `python -m benchmarks.<group>` measures one, and prints its rows.
+"""The command line of each benchmark: `python -m benchmarks.<group>` measures one group and prints its rows.
 
 python -m benchmarks.<group> [--repeats 7] [--quick] [--json out.json] [and its own options]
 """
@@ -16,37 +16,37 @@ from benchmarks.report import COLUMNS, Report, cells, described, machine
 
 
 def positive(text: str) -> int:
-    """A whole number above 0."""
+    """Reads a positive integer."""
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
 def numbers(text: str) -> list[int]:
-    """Such numbers with commas between them."""
+    """Reads positive integers, separated by commas."""
     return [positive(part) for part in text.split(",")]
 
 
 def writable(text: str) -> str:
-    """A file in a folder that is there: it is written after an hour, maybe."""
+    """Reads the path of a file to write. The folder must exist: the file may be written an hour later."""
     if not pathlib.Path(text).absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {str(pathlib.Path(text).parent)!r}")
+        raise argparse.ArgumentTypeError(f"the folder {str(pathlib.Path(text).parent)!r} does not exist")
     return text
 
 
 def counts(text: str) -> list[int]:
-    """As `numbers`, or 0."""
+    """Reads integers, 0 or larger, separated by commas."""
     return [0 if part == "0" else positive(part) for part in text.split(",")]
 
 
 def some_of(*known: str) -> Callable[[str], list[str]]:
-    """Some of these words, with commas between them."""
+    """Makes a reader of some of the known words, separated by commas."""
 
     def parse(text: str) -> list[str]:
         words = text.split(",")
         for word in words:
             if word not in known:
-                raise argparse.ArgumentTypeError(f"there is no {word!r}; there are {', '.join(known)}")
+                raise argparse.ArgumentTypeError(f"unknown {word!r}; choose from {', '.join(known)}")
         return words
 
     return parse
@@ -57,11 +57,11 @@ class Option:
     """An option of a benchmark.
 
     Attributes:
-        name: on the command line.
-        full: what it is unless said.
-        quick: what it is unless said, with `--quick`.
-        about: its help.
-        of: makes its value of the text.
+        name: the name on the command line.
+        full: the default.
+        quick: the default with `--quick`.
+        about: the help text.
+        of: converts the text to the value.
     """
 
     name: str
@@ -71,19 +71,19 @@ class Option:
     of: Callable[[str], Any] = positive
 
 
-REPEATS = Option("repeats", "7", "2", "interleaved repeats")
+REPEATS = Option("repeats", "7", "2", "number of interleaved repeats")
 
 Measure = Callable[[argparse.Namespace], Iterable[Row]]
-"""Makes the rows, each as soon as it is measured."""
+"""Yields each row as soon as it is measured."""
 
 
 def main(doc: str | None, measure: Measure, *options: Option) -> None:
-    """Measures, prints the rows, and writes them to a file after each, so that a crash loses none.
+    """Measures and prints the rows. Rewrites the file after each row, so that a crash loses none.
 
     Args:
-        doc: of the module, for `--help`.
-        measure: makes the rows; called before any framework is imported.
-        options: of this benchmark, besides those that all have. One with the name of one of these replaces it.
+        doc: the docstring of the module, for `--help`.
+        measure: yields the rows; it is called before any framework is imported.
+        options: the options of this benchmark. An option with the name of a common option replaces it.
     """
     flags = parse(doc, options)
     report = Report(machine())
@@ -98,14 +98,14 @@ def main(doc: str | None, measure: Measure, *options: Option) -> None:
 
 
 def parse(doc: str | None, options: Sequence[Option], arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line, with what was not said filled in."""
+    """Reads the command line, and fills in the defaults."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     every = {option.name: option for option in (REPEATS, *options)}
     for name, option in every.items():
         about = f"{option.about} (default {option.full}, quick {option.quick})"
         parser.add_argument("--" + name.replace("_", "-"), type=option.of, help=about)
-    parser.add_argument("--quick", action="store_true", help="only to see that it works")
-    parser.add_argument("--json", type=writable, help="write the rows to this file as well")
+    parser.add_argument("--quick", action="store_true", help="a quick trial with small sizes and few repeats")
+    parser.add_argument("--json", type=writable, help="also write the rows to this file")
     flags = parser.parse_args(arguments)
     for name, option in every.items():
         if getattr(flags, name) is None:

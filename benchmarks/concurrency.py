@@ -1,11 +1,11 @@
-"""What `MirroredStrategy(concurrent=True)` wins: large eager matrix products of two replicas, at once and in turn.
+"""The gain of `MirroredStrategy(concurrent=True)`: large eager matrix products on two replicas, at once and in turn.
 
     python -m benchmarks.concurrency [--replicas 2] [--size 1000] [--products 5] [--repeats 7] [--quick]
         [--json out.json]
 
-TensorFlow's own threads spread one matrix product over all cores, which leaves nothing for replicas to win. So this
-process sets `tf.config.threading.set_intra_op_parallelism_threads(1)`: each product takes one core, as an operation
-does that TensorFlow cannot spread.
+TensorFlow's own threads spread one matrix product over all cores, so concurrent replicas cannot be faster. Therefore
+this process sets `tf.config.threading.set_intra_op_parallelism_threads(1)`: each product takes one core, like an op
+that TensorFlow cannot spread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TARGET = {PEER: 0.6}
 
 
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
-    """One row."""
+    """Measures one row."""
     import numpy as np
     import tensorflow as tf
 
@@ -38,7 +38,7 @@ def measure(flags: argparse.Namespace) -> Iterator[Row]:
     matrices = []
     for device in devices:
         with tf.device(device):
-            # Of a size that keeps products of products about 1.
+            # Scaled so that products of products stay near 1.
             scaled = random.standard_normal((flags.size, flags.size), dtype=np.float32) / np.sqrt(flags.size)
             matrices.append(tf.identity(scaled))
 
@@ -68,7 +68,7 @@ if __name__ == "__main__":
     command.main(
         __doc__,
         measure,
-        command.Option("replicas", "2", "2", "how many"),
+        command.Option("replicas", "2", "2", "number of replicas"),
         command.Option("size", "1000", "500", "rows and columns of a matrix"),
-        command.Option("products", "5", "2", "products of a run"),
+        command.Option("products", "5", "2", "matrix products in a run"),
     )

@@ -1,7 +1,8 @@
-"""Ways to train a model on N replicas of this machine: the library's, TensorFlow's own, and JAX.
+"""Ways to train a model on N replicas of this machine: with this library, with tf.distribute, and with JAX.
 
-Each does the same: gradients of each replica's mean loss, summed over replicas, and plain gradient descent on
-variables that are equal on all. Batches lie ready in the form that each likes best before the clock starts.
+Each contender does the same: it sums the gradients of each replica's mean loss over replicas, and applies plain
+gradient descent to variables that are equal on all replicas. The batches are converted before the clock starts, for
+each contender to the form that it handles fastest.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from benchmarks.models import JaxOps, Model, TensorFlowOps
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """One of them, with its weights at the start of training.
+    """One way to train, with the initial weights.
 
     Attributes:
-        name: for the table.
-        step: one training step on the batch of this number, finished when it returns; returns the losses.
+        name: the name in the table.
+        step: runs one training step on the batch with the given index, waits for its end, and returns the losses.
         mean: the mean of the losses that `step` returned.
     """
 
@@ -33,10 +34,10 @@ class Contender:
 
 
 def start(most: int) -> None:
-    """Gives TensorFlow and jax `most` CPU devices each, before either has started.
+    """Starts TensorFlow and jax with `most` CPU devices each.
 
-    jax gets more threads than replicas, for safety. The library's clients get what they have by themselves.
-    TensorFlow is started here, before a `TPUStrategy` gives its pool more threads than are best for tf.distribute.
+    jax gets more threads than replicas, for safety. TensorFlow starts here, before a `TPUStrategy` gives its pool more
+    threads than are best for tf.distribute.
     """
     import jax
 
@@ -50,7 +51,7 @@ def start(most: int) -> None:
 
 
 def contenders(model: Model, replicas: int) -> list[Contender]:
-    """All of them, for no more replicas than `start` was told."""
+    """All contenders. `replicas` must not exceed the number that `start` was given."""
     return [
         tpu_strategy(model, replicas),
         tpu_strategy(model, replicas, in_function=True),
@@ -61,7 +62,7 @@ def contenders(model: Model, replicas: int) -> list[Contender]:
 
 
 def tpu_strategy(model: Model, replicas: int, in_function: bool = False) -> Contender:
-    """The library's replicated XLA: `run` in eager mode, or in a `tf.function` that also reads its results."""
+    """`TPUStrategy`: `run` in eager mode, or in a `tf.function` that also reads the results."""
     import replica_engine
 
     name = "TPUStrategy in tf.function" if in_function else "TPUStrategy"
@@ -69,7 +70,7 @@ def tpu_strategy(model: Model, replicas: int, in_function: bool = False) -> Cont
 
 
 def mirrored_strategy(model: Model, replicas: int) -> Contender:
-    """The library's threads, which trace the graph of a `tf.function`."""
+    """`MirroredStrategy`, whose replica threads trace the graph of a `tf.function`."""
     import replica_engine
     from replica_engine.testing import logical_devices
 
@@ -77,7 +78,7 @@ def mirrored_strategy(model: Model, replicas: int) -> Contender:
 
 
 def tf_distribute(model: Model, replicas: int) -> Contender:
-    """TensorFlow's own, with the quickest all-reduce that it has for CPUs."""
+    """`tf.distribute.MirroredStrategy`, with its fastest all-reduce for CPUs."""
     import tensorflow as tf
 
     from replica_engine.testing import logical_devices
@@ -97,7 +98,7 @@ def _strategy(name: str, strategy: Any, model: Model, in_function: bool) -> Cont
     def replica_step(x: Any, labels: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = model.loss(ops, weights, x, labels)
-        # Of a table of words the gradient is sparse; JAX's is dense.
+        # The gradient of a word table is sparse here, and dense in JAX.
         gradients = [tf.convert_to_tensor(gradient) for gradient in tape.gradient(loss, weights)]
         totals = tf.distribute.get_replica_context().all_reduce("SUM", gradients)
         for weight, total in zip(weights, totals, strict=True):
@@ -124,7 +125,7 @@ def _strategy(name: str, strategy: Any, model: Model, in_function: bool) -> Cont
 
 
 def jax_shard_map(model: Model, replicas: int) -> Contender:
-    """JAX, the same program: each device has its part of the batch, and gradients are summed with `psum`."""
+    """The same program in JAX: each device has its part of the batch, and `psum` sums the gradients."""
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -138,7 +139,7 @@ def jax_shard_map(model: Model, replicas: int) -> Contender:
         updated = [weight - model.rate / replicas * total for weight, total in zip(weights, totals, strict=True)]
         return updated, loss[None]
 
-    # Checked, shard_map would sum the gradients by itself, and psum once more.
+    # With check_vma, shard_map would sum the gradients itself, and psum would sum them again.
     mapped = jax.shard_map(
         replica_step, mesh=mesh, in_specs=(same, split, split), out_specs=(same, split), check_vma=False
     )
@@ -149,7 +150,7 @@ def jax_shard_map(model: Model, replicas: int) -> Contender:
     def step(index: int) -> Any:
         nonlocal weights
         weights, losses = compiled(weights, *batches[index % len(batches)])
-        # With two programs in flight on CPU, their replicas can wait for each other for ever.
+        # The replicas of two programs that run on CPU at once can deadlock.
         return jax.block_until_ready(losses)
 
     return Contender("JAX", step, lambda losses: float(np.mean(losses)))

@@ -1,13 +1,13 @@
-"""What a training step costs with many steps in one launch, beside one launch a step, and JAX in the same process.
+"""The cost of a training step with many steps per launch, beside one step per launch and JAX in the same process.
 
     python -m benchmarks.device_loop [--models linear,mlp] [--steps 1,10,100] [--replicas 2] [--repeats 7] [--quick]
         [--json out.json]
 
-`run_steps`, and `run` in a Python loop, get the same inputs: NumPy arrays, of which a generator hands out a few in
-turn, or batches of a distributed data set. JAX's `fori_loop` goes over batches that lie on the devices before the
-clock starts, so it waits for no input: it is the limit. Fed as `run_steps` is, it gets NumPy arrays by an ordered
-`io_callback`. All replicas see the same batches, which is what plain arrays mean to a strategy. All start from the
-same weights, and after the first launch their losses must agree, or there is nothing to compare.
+`run_steps`, and `run` in a Python loop, get the same inputs: NumPy arrays from a generator that repeats a few of them,
+or batches of a distributed dataset. JAX's `fori_loop` reads batches that are on the devices before the clock starts, so
+it never waits for input: it is the lower limit. In another row it gets NumPy arrays through an ordered `io_callback`,
+as `run_steps` does. All replicas see the same batches, as with any plain arrays that a strategy is given. All
+contenders start from the same weights, and their losses must agree after the first launch.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from benchmarks.models import BATCHES, MODELS, JaxOps, Model, Ops, TensorFlowOps
 from benchmarks.train_step import TOLERANCE
 
 AT_LEAST = 20
-"""Steps that are timed together, in as many launches as they take."""
+"""The number of steps that are timed together, in one or more launches."""
 
 FED, LIMIT = "JAX, NumPy", "JAX"
-"""Names of JAX with and without inputs."""
+"""The names of the two JAX contenders."""
 
 MOST = {"linear": 1000, "mlp": 100}
-"""Steps in a launch of each model at most: more take long, and say nothing new."""
+"""The largest number of steps per launch for each model: more take long and show nothing new."""
 
 
 def _linear(ops: Ops, weights: Sequence[Any], x: Any, labels: Any) -> Any:
@@ -41,9 +41,9 @@ def _linear(ops: Ops, weights: Sequence[Any], x: Any, labels: Any) -> Any:
 
 
 TRAINED = {
-    # Logistic regression of 10 numbers: what its step costs is all that is around a step.
+    # Logistic regression with 10 weights: almost all of the cost is around the step.
     "linear": Model("linear", _linear, shapes=((10, 2), (2,)), batch=8, example=(10,), classes=2),
-    # With a rate at which 1000 steps do not make the loss so small that it consists of rounding errors.
+    # At this learning rate the loss after 1000 steps is still larger than rounding errors.
     "mlp": dataclasses.replace(MODELS["mlp"], rate=0.002),
 }
 """The models, by name."""
@@ -51,13 +51,13 @@ TRAINED = {
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """One of them, with its weights at the start of training.
+    """One way to train, with the initial weights.
 
     Attributes:
-        name: for the table.
-        peer: the name of what gets the same inputs with one launch a step; None for JAX.
-        launch: steps in a launch.
-        train: makes so many launches, finished when it returns; returns the losses of the last step.
+        name: the name in the table.
+        peer: the name of the contender that gets the same inputs with one step per launch; None for JAX.
+        launch: the number of steps per launch.
+        train: makes the given number of launches, waits for their end, and returns the losses of the last step.
         mean: the mean of the losses that `train` returned.
     """
 
@@ -69,7 +69,7 @@ class Contender:
 
 
 def contenders(model: Model, replicas: int, launch: int) -> list[Contender]:
-    """All of them; those with device loops take `launch` steps in a launch."""
+    """All contenders. Those with device loops take `launch` steps per launch."""
     return [
         *(tpu_strategy(model, replicas, inputs, launch) for inputs in INPUTS),
         *(tpu_strategy(model, replicas, inputs) for inputs in INPUTS),
@@ -79,7 +79,7 @@ def contenders(model: Model, replicas: int, launch: int) -> list[Contender]:
 
 
 def tpu_strategy(model: Model, replicas: int, inputs: str, launch: int | None = None) -> Contender:
-    """The library: `run_steps` with `launch` steps in a launch, or `run` for each step."""
+    """`TPUStrategy`: `run_steps` with `launch` steps per launch, or `run` for each step."""
     import tensorflow as tf
 
     import replica_engine
@@ -121,7 +121,7 @@ def tpu_strategy(model: Model, replicas: int, inputs: str, launch: int | None = 
 
 
 def jax_fori_loop(model: Model, replicas: int, launch: int, fed: bool = False) -> Contender:
-    """JAX: a loop on the devices, over batches that are there before it begins, or that the host feeds in."""
+    """JAX: a loop on the devices, over batches that are on the devices before, or that the host feeds in."""
     import jax
     from jax.experimental import io_callback
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -149,7 +149,7 @@ def jax_fori_loop(model: Model, replicas: int, launch: int, fed: bool = False) -
         weights, loss = jax.lax.fori_loop(0, launch, step, (weights, np.float32(0)))
         return weights, loss[None]
 
-    # Checked, shard_map would sum the gradients by itself, and psum once more.
+    # With check_vma, shard_map would sum the gradients itself, and psum would sum them again.
     mapped = jax.shard_map(
         replica_loop, mesh=mesh, in_specs=(same, same, stacked, stacked), out_specs=(same, split), check_vma=False
     )
@@ -164,7 +164,7 @@ def jax_fori_loop(model: Model, replicas: int, launch: int, fed: bool = False) -
         for _ in range(launches):
             weights, losses = compiled(weights, np.int32(done % BATCHES), *batches)
             done += launch
-            # With two programs in flight on CPU, their replicas can wait for each other for ever.
+            # The replicas of two programs that run on CPU at once can deadlock.
             jax.block_until_ready(losses)
         return losses
 
@@ -172,14 +172,14 @@ def jax_fori_loop(model: Model, replicas: int, launch: int, fed: bool = False) -
 
 
 def numpy_batches(model: Model, strategy: Any) -> Iterator[Any]:
-    """Arrays, which all replicas get."""
+    """Arrays; every replica gets the same one."""
     batches = [(x[0], labels[0]) for x, labels in model.data(1)]
     while True:
         yield from batches
 
 
 def distributed_batches(model: Model, strategy: Any) -> Iterator[Any]:
-    """The same, from a distributed data set: its batch is one for each replica, and each gets its share."""
+    """The same arrays from a distributed dataset, whose batch has one part for each replica."""
     import tensorflow as tf
 
     replicas = strategy.num_replicas_in_sync
@@ -194,17 +194,17 @@ def distributed_batches(model: Model, strategy: Any) -> Iterator[Any]:
 
 
 INPUTS = {"NumPy": numpy_batches, "tf.data": distributed_batches}
-"""Where batches come from, by name."""
+"""The sources of batches, by name."""
 
 
 def per_step(contender: Contender) -> float:
-    """Milliseconds a step."""
+    """Milliseconds per step."""
     launches = -(-AT_LEAST // contender.launch)
     return milliseconds(lambda: contender.train(launches)) / (launches * contender.launch)
 
 
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
-    """A row for `run_steps` with each kind of input, model and number of steps."""
+    """Yields a row for `run_steps` with each kind of input, model and number of steps."""
     from benchmarks.contenders import start
 
     start(flags.replicas)
@@ -230,9 +230,9 @@ if __name__ == "__main__":
     command.main(
         __doc__,
         measure,
-        command.Option("models", "linear,mlp", "linear", "which", command.some_of("linear", "mlp")),
+        command.Option("models", "linear,mlp", "linear", "models to train", command.some_of("linear", "mlp")),
         command.Option(
             "steps", "1,10,100,1000", "1,10", f"steps in a launch, of a model at most {MOST}", command.numbers
         ),
-        command.Option("replicas", "2", "2", "how many"),
+        command.Option("replicas", "2", "2", "number of replicas"),
     )

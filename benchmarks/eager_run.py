@@ -1,10 +1,10 @@
-"""What one eager `strategy.run` costs, beside tf.distribute.MirroredStrategy in the same process.
+"""The cost of one eager `strategy.run`, beside tf.distribute.MirroredStrategy in the same process.
 
     python -m benchmarks.eager_run [--replicas 2,4,8] [--runs 100] [--repeats 7] [--quick] [--json out.json]
 
-Bodies that do next to nothing, on logical CPU devices, so that the cost is the engine's. tf.distribute is given its
-quickest all-reduce for CPUs; its default one, a ring of collectives, takes twice as long. The other peer is the
-limit: N + 1 bare hand-overs between threads, which is what a round takes at least.
+The bodies do almost nothing, on logical CPU devices, so the cost is that of the engine. tf.distribute uses its fastest
+all-reduce for CPUs; its default, a ring of collectives, takes twice as long. The other peer is the lower limit of a
+round: N + 1 bare hand-overs between threads.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from benchmarks.measure import Row, WrongResult, interleaved, milliseconds
 TARGET = {"tf.distribute": 0.20}
 
 WARM_UP = 10
-"""Runs before the clock starts."""
+"""The number of runs before the clock starts."""
 
 
 def empty(_: Any) -> None:
-    """Nothing."""
+    """Does nothing."""
 
 
 def one_merge_call(_: Any) -> None:
-    """One merge call of nothing."""
+    """Makes one empty merge call."""
     import tensorflow as tf
 
     tf.distribute.get_replica_context().merge_call(lambda strategy: None)
 
 
 def four_all_reduces(value: Any) -> Any:
-    """Four all-reduces of 1 KiB."""
+    """Makes four all-reduces of 1 KiB."""
     import tensorflow as tf
 
     context = tf.distribute.get_replica_context()
@@ -49,7 +49,7 @@ BODIES = {"empty": empty, "one merge call": one_merge_call, "four all-reduces of
 
 
 def ready(strategy: Any) -> Any:
-    """What the bodies take: 1 KiB, another on each replica."""
+    """The argument of the bodies: 1 KiB, different on each replica."""
     import tensorflow as tf
 
     return strategy.experimental_distribute_values_from_function(
@@ -58,7 +58,7 @@ def ready(strategy: Any) -> Any:
 
 
 def strategies(replicas: int) -> tuple[Any, Any]:
-    """Ours, and TensorFlow's with the all-reduce that is quickest here."""
+    """This library's strategy, and TensorFlow's with its fastest all-reduce for CPUs."""
     import tensorflow as tf
 
     import replica_engine
@@ -69,10 +69,10 @@ def strategies(replicas: int) -> tuple[Any, Any]:
 
 
 def check_same(ours: Any, theirs: Any, body: Callable[[Any], Any] = four_all_reduces) -> str:
-    """Says that both compute the same of a body.
+    """Checks that both strategies compute the same for a body, and says so.
 
     Raises:
-        WrongResult: they do not.
+        WrongResult: they compute different results.
     """
     results = [
         [value.numpy() for value in strategy.experimental_local_results(strategy.run(body, args=(ready(strategy),)))]
@@ -84,14 +84,14 @@ def check_same(ours: Any, theirs: Any, body: Callable[[Any], Any] = four_all_red
 
 
 def run(strategy: Any, body: Callable[[Any], Any], runs: int) -> Callable[[], float]:
-    """Milliseconds a run, after some that are not timed."""
+    """Milliseconds per run, after some runs that are not timed."""
     args = (ready(strategy),)
     milliseconds(lambda: strategy.run(body, args=args), WARM_UP)
     return lambda: milliseconds(lambda: strategy.run(body, args=args), runs)
 
 
 def hand_overs(replicas: int, runs: int) -> float:
-    """Milliseconds that N + 1 bare hand-overs between threads take."""
+    """Milliseconds for N + 1 bare hand-overs between threads."""
     from replica_engine.engine.event import Event
     from replica_engine.engine.thread import ReplicaThread
 
@@ -113,13 +113,13 @@ def hand_overs(replicas: int, runs: int) -> float:
 
 
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
-    """A row for each body and number of replicas."""
+    """Yields a row for each body and number of replicas."""
     import tensorflow as tf
 
     import replica_engine
 
     replica_engine.testing.logical_devices(max(flags.replicas))
-    tf.get_logger().setLevel("ERROR")  # tf.distribute warns about eager overhead, which is what is measured
+    tf.get_logger().setLevel("ERROR")  # tf.distribute warns of the overhead that is measured here
     for replicas in flags.replicas:
         ours, theirs = strategies(replicas)
         check = check_same(ours, theirs)
@@ -137,6 +137,6 @@ if __name__ == "__main__":
     command.main(
         __doc__,
         measure,
-        command.Option("replicas", "2,4,8", "2", "how many", command.numbers),
-        command.Option("runs", "100", "10", "runs a repeat"),
+        command.Option("replicas", "2,4,8", "2", "numbers of replicas", command.numbers),
+        command.Option("runs", "100", "10", "runs per repeat"),
     )

@@ -1,11 +1,11 @@
-"""What the first training step costs, for 1 replica and for 8: tracing, lowering, compiling and running it.
+"""The cost of the first training step, for 1 replica and for 8: tracing, lowering, compiling and running it.
 
     python -m benchmarks.first_step [--layers 30] [--replicas 1,8] [--repeats 7] [--quick] [--json out.json]
 
-A deep residual network. TPUStrategy traces its step once, whatever the number of replicas, so its first step should
-take about as long for 8 as for 1; tf.distribute, beside it, traces and optimizes the step for each replica. The stages
-are those of `replica_engine.xla`. Each repeat does all of it anew, with the sizes in turn, and each row is of the
-largest size with the smallest as its peer.
+The model is a deep residual network. TPUStrategy traces the step once for any number of replicas, so the first step
+should take about as long for 8 as for 1. tf.distribute traces and optimizes the step for each replica. The stages are
+those of `replica_engine.xla`. Each repeat makes everything again, with the numbers of replicas in turn. Each row shows
+the largest number of replicas, with the smallest as its peer.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def deep(layers: int) -> Model:
 
 
 class Size:
-    """The first steps with a number of replicas, and what came out of them.
+    """The first steps with one number of replicas, and their results.
 
     Attributes:
-        replicas: how many.
-        losses: of the last first step, by contender.
-        counts: how often the library traced, lowered and compiled for the last one.
-        stages: seconds for each stage, one a repeat.
+        replicas: the number of replicas.
+        losses: the losses of the latest first step, by contender.
+        counts: how often the library traced, lowered and compiled for the latest first step.
+        stages: for each stage, the seconds of each repeat.
     """
 
     def __init__(self, model: Model, replicas: int):
@@ -58,7 +58,7 @@ class Size:
         self._model = model
 
     def first_step(self, make: Callable[[Model, int], Any]) -> float:
-        """Seconds for a new contender's first step."""
+        """Seconds for the first step of a new contender."""
         from replica_engine import xla
 
         contender = make(self._model, self.replicas)
@@ -72,7 +72,7 @@ class Size:
         return taken
 
     def _measure_stages(self) -> None:
-        """Seconds for each stage of the way of a training step."""
+        """Seconds for each stage of a training step."""
         import tensorflow as tf
 
         from replica_engine import xla
@@ -96,17 +96,18 @@ class Size:
 
 
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
-    """A row for the first step of each contender, and for each stage.
+    """Yields a row for the first step of each contender, and for each stage.
 
     Raises:
-        WrongResult: sizes were traced, lowered or compiled differently often, or losses differ.
+        WrongResult: the numbers of traces, lowerings or compilations depend on the number of replicas, or losses
+            differ.
     """
     from benchmarks.contenders import start, tf_distribute, tpu_strategy
 
     start(max(flags.replicas))
     makers = {"TPUStrategy": tpu_strategy, "tf.distribute": tf_distribute}
     ordered = sorted(flags.replicas, reverse=True)
-    for replicas in ordered:  # makes the devices, and loads what is loaded once
+    for replicas in ordered:  # makes the devices, and loads modules that are loaded once
         for make in makers.values():
             Size(deep(1), replicas).first_step(make)
     sizes = [Size(deep(flags.layers), replicas) for replicas in ordered]
@@ -141,6 +142,6 @@ if __name__ == "__main__":
     command.main(
         __doc__,
         measure,
-        command.Option("layers", "30", "4", "layers of the network"),
-        command.Option("replicas", "1,8", "1,2", "how many", command.numbers),
+        command.Option("layers", "30", "4", "number of layers"),
+        command.Option("replicas", "1,8", "1,2", "numbers of replicas", command.numbers),
     )

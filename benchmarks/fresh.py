@@ -1,4 +1,4 @@
-"""Measuring in a process of its own: what only the first time costs, and how much memory something takes."""
+"""Measures in a new process: the cost of doing something for the first time, and memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 def in_fresh_process(function: Callable[..., T], *args: Any) -> T:
-    """Calls a function of a module in a new process, which ends with it.
+    """Calls a function of a module in a new process, which ends afterwards. Arguments and result are pickled.
 
     Returns:
-        Its result; both it and the arguments can be pickled.
+        The result of the function.
 
     Raises:
         Exception: what the function raised, or `BrokenProcessPool` if the process died.
@@ -30,9 +30,9 @@ def in_fresh_process(function: Callable[..., T], *args: Any) -> T:
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory, without what it has freed and the C library has kept for later."""
+    """The resident set of this process in bytes, without freed memory that the C library keeps."""
     gc.collect()
-    with contextlib.suppress(AttributeError):  # glibc has it
+    with contextlib.suppress(AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,11 +1,11 @@
-"""How the cost of a run grows: with the replicas, with the size of a model, and with the merge calls of a run.
+"""How the cost of a run grows with the number of replicas, the size of the model and the number of merge calls.
 
     python -m benchmarks.growth [--replicas 1,2,4,8,16,32,64] [--sizes 1,10,100,1000,10000,100000]
         [--merge-calls 0,1,2,5,10,20,50,100] [--runs 100] [--repeats 7] [--quick] [--json out.json]
 
-The points of three plots, which `picture` draws, and for each line of a plot the straight line through its points: what
-one more replica, MB or merge call adds. Points weigh by the inverse of their height, so that the line meets small and
-large ones equally well; it is fitted to each repeat, so that what it says has a spread too.
+Measures the points of three plots, which `picture` draws. Fits a straight line to the points of each contender: its
+slope is the cost of one more replica, MB or merge call. A point is weighted by the inverse of its value, so that the
+line fits small and large values equally well. The line is fitted for each repeat, so that the slope has a spread too.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ GROUP = "growth"
 OURS, COMPILED, THEIRS = "MirroredStrategy", "TPUStrategy", "tf.distribute"
 
 TRAINING = 2
-"""Replicas, where their number is not what is varied."""
+"""The number of replicas in plots that vary something else."""
 
 MOST_STEPS = 20
 """Of the smallest model, a repeat; larger ones take fewer."""
 
 
 def by_replicas(counts: Sequence[int], runs: int, repeats: int) -> Iterator[Row]:
-    """An eager run of nothing."""
+    """An eager run of an empty body."""
     for replicas in counts:
         pair = dict(zip((OURS, THEIRS), strategies(replicas), strict=True))
         few = max(2, runs // replicas)
@@ -42,7 +42,7 @@ def by_replicas(counts: Sequence[int], runs: int, repeats: int) -> Iterator[Row]
 
 
 def by_size(kilobytes: Sequence[int], repeats: int) -> Iterator[Row]:
-    """A step in a `tf.function`: one variable is updated by the all-reduced mean of a tensor of its size."""
+    """A step in a `tf.function` that updates one variable with the all-reduced mean of a tensor of its size."""
     for size in kilobytes:
         steps, totals = {}, {}
         for who, strategy in _trainers().items():
@@ -65,7 +65,7 @@ def by_size(kilobytes: Sequence[int], repeats: int) -> Iterator[Row]:
 
 
 def by_merge_calls(counts: Sequence[int], runs: int, repeats: int) -> Iterator[Row]:
-    """An eager run that makes so many merge calls of nothing."""
+    """An eager run with the given number of empty merge calls."""
     import tensorflow as tf
 
     pair = dict(zip((OURS, THEIRS), strategies(TRAINING), strict=True))
@@ -85,7 +85,7 @@ def by_merge_calls(counts: Sequence[int], runs: int, repeats: int) -> Iterator[R
 
 
 def slopes(rows: Iterable[Row]) -> Iterator[Row]:
-    """For each line of a plot that has two points, what one more unit of its axis adds."""
+    """For each line with at least two points, the cost of one more unit of its axis."""
     lines: dict[tuple[str, str], dict[str, list[Row]]] = {}
     for row in rows:
         for who in row.figures:
@@ -118,7 +118,7 @@ def _trainers() -> dict[str, Any]:
 
 
 def _update(strategy: Any, kilobytes: int) -> tuple[Callable[[], Any], Callable[[], float]]:
-    """A step of a variable of this size, and the mean of its elements."""
+    """A step that updates a variable of this size, and a function for the mean of its elements."""
     import tensorflow as tf
 
     with strategy.scope():
@@ -137,20 +137,20 @@ def _update(strategy: Any, kilobytes: int) -> tuple[Callable[[], Any], Callable[
 
 
 def _timed(contenders: dict[str, Callable[[], Any]], times: int, repeats: int) -> dict[str, list[float]]:
-    """The milliseconds of each call, after some that are not timed."""
+    """Milliseconds per call, after some calls that are not timed."""
     for call in contenders.values():
         milliseconds(call, 2)
     return interleaved({who: functools.partial(milliseconds, call, times) for who, call in contenders.items()}, repeats)
 
 
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
-    """The points of each plot, and then the slopes."""
+    """Yields the points of each plot, and then the slopes."""
     import tensorflow as tf
 
     import replica_engine
 
     replica_engine.testing.logical_devices(max(*flags.replicas, TRAINING))
-    tf.get_logger().setLevel("ERROR")  # tf.distribute warns about eager overhead, which is what is measured
+    tf.get_logger().setLevel("ERROR")  # tf.distribute warns of the overhead that is measured here
     rows = []
     for plot in (
         by_replicas(flags.replicas, flags.runs, flags.repeats),
@@ -167,8 +167,10 @@ if __name__ == "__main__":
     command.main(
         __doc__,
         measure,
-        command.Option("replicas", "1,2,4,8,16,32,64", "1,2,4", "how many", command.numbers),
-        command.Option("sizes", "1,10,100,1000,10000,100000", "1,100", "KB of a model", command.numbers),
-        command.Option("merge_calls", "0,1,2,5,10,20,50,100", "0,1,10", "merge calls of a run", command.counts),
-        command.Option("runs", "100", "5", "runs a repeat, fewer where they take long"),
+        command.Option("replicas", "1,2,4,8,16,32,64", "1,2,4", "numbers of replicas", command.numbers),
+        command.Option("sizes", "1,10,100,1000,10000,100000", "1,100", "sizes of the model in KB", command.numbers),
+        command.Option(
+            "merge_calls", "0,1,2,5,10,20,50,100", "0,1,10", "numbers of merge calls in a run", command.counts
+        ),
+        command.Option("runs", "100", "5", "runs per repeat; fewer if they take long"),
     )

@@ -1,15 +1,15 @@
-"""What a call from a compiled program to Python costs, beside JAX's callbacks in the same process.
+"""The cost of a call from a compiled program to Python, beside JAX's callbacks in the same process.
 
     python -m benchmarks.host_call [--replicas 1,2,4] [--payloads scalar,1KB,1MB] [--calls 100] [--launches 10]
         [--repeats 7] [--quick] [--json out.json]
 
-Each replica's program is a loop that hands an array to a Python function, which returns it as it is, and adds 1. A
-call costs the time of a launch, less that of the same program without the function, over the number of calls. All
-replicas call at once, and Python runs one at a time, so it is about N times a replica's own. The other figure is a
-launch of a program with one call. `outside_compilation` is told by `returns` what comes back, as JAX's callbacks are;
-it hands the function a tensor of TensorFlow, they an array of JAX.
+Each replica's program is a loop that passes an array to a Python function, which returns it unchanged, and adds 1. The
+cost of a call is the time of a launch, minus that of the same program without the function, divided by the number of
+calls. All replicas call at once and Python runs one call at a time, so the cost is about N times that of one replica.
+The other figure is a launch of a program with one call. `outside_compilation` gets the result's spec through
+`returns`, as JAX's callbacks do. It passes a TensorFlow tensor to the function; JAX's callbacks pass a JAX array.
 
-All must have the same results, or there is nothing to compare.
+All contenders must have the same results.
 
 JAX copies what its functions get with a thread of its client, and without a free one a program waits for ever;
 `contenders.start` gives it enough. In case it does, or dies, a process of its own measures: then the row says which
@@ -31,7 +31,7 @@ from benchmarks import command
 from benchmarks.measure import Row, WrongResult, interleaved, milliseconds
 
 PAYLOADS = {"scalar": (), "1KB": (256,), "1MB": (512, 512)}
-"""Shapes of what is sent, of float32, by name."""
+"""The shapes of the payloads by name; the dtype is float32."""
 
 PATIENCE = 60
 """Seconds without a sign of life from the process that measures."""
@@ -41,12 +41,12 @@ OURS, PEERS = "outside_compilation", ("pure_callback", "ordered io_callback")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is sent, and how often at once.
+    """A payload and a number of replicas.
 
     Attributes:
-        replicas: how many.
-        payload: name of what is sent.
-        failed: names of contenders, and why they are left out.
+        replicas: the number of replicas.
+        payload: the name of the payload.
+        failed: contenders that are left out, with the reason.
     """
 
     replicas: int
@@ -54,7 +54,7 @@ class Case:
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def sent(self) -> list[np.ndarray]:
-        """What each replica's first call sends."""
+        """The payload of each replica's first call."""
         return [np.full(PAYLOADS[self.payload], replica, np.float32) for replica in range(self.replicas)]
 
 
@@ -66,7 +66,7 @@ Make = Callable[[bool, int], Program]
 
 
 def outside_compilation(case: Case) -> Make:
-    """The library's host calls."""
+    """This library's host calls."""
     import tensorflow as tf
 
     import replica_engine
@@ -94,14 +94,14 @@ def outside_compilation(case: Case) -> Make:
 
 
 def pure_callback(case: Case) -> Make:
-    """JAX's callback for functions without effects; XLA may leave it out, or call twice."""
+    """JAX's callback for functions without effects; XLA may omit or repeat such a call."""
     import jax
 
     return _jax(case, jax.pure_callback)
 
 
 def io_callback(case: Case) -> Make:
-    """JAX's callback that keeps its order, as ours does."""
+    """JAX's ordered callback; this library's host calls are ordered too."""
     from jax.experimental import io_callback
 
     return _jax(case, functools.partial(io_callback, ordered=True))
@@ -137,7 +137,7 @@ CONTENDERS = {OURS: outside_compilation, **dict(zip(PEERS, (pure_callback, io_ca
 
 
 def microseconds(program: Program, launches: int) -> float:
-    """Microseconds a launch."""
+    """Microseconds per launch."""
     return milliseconds(program, launches) * 1e3
 
 
@@ -145,15 +145,15 @@ def measure_case(case: Case, flags: argparse.Namespace, begin: Callable[[str], N
     """Checks all contenders that have not failed, and times them in turn.
 
     Args:
-        case: what is measured.
-        flags: of the command line.
-        begin: is told whose turn it is.
+        case: the payload and the number of replicas.
+        flags: the flags of the command line.
+        begin: called with the name of each contender before its turn.
 
     Returns:
         A row for a call, and one for a launch with one call.
 
     Raises:
-        WrongResult: one has other results.
+        WrongResult: a contender has other results.
     """
     programs = {}
     for name in [name for name in CONTENDERS if name not in case.failed]:
@@ -190,7 +190,7 @@ def measure_case(case: Case, flags: argparse.Namespace, begin: Callable[[str], N
 
 
 def measure_all(cases: Sequence[Case], flags: argparse.Namespace, tell: Any) -> None:
-    """What the other process does: tells whose turn it is, and each case's rows."""
+    """Runs in the other process: sends whose turn it is, and the rows of each case."""
     from benchmarks.contenders import start
 
     start(max(case.replicas for case in cases))
@@ -199,10 +199,10 @@ def measure_all(cases: Sequence[Case], flags: argparse.Namespace, tell: Any) -> 
 
 
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
-    """The rows of each payload and number of replicas.
+    """Yields the rows of each payload and number of replicas.
 
     Raises:
-        RuntimeError: it could not be measured, and that was no peer's fault.
+        RuntimeError: the measurement failed in a contender that is not a peer.
     """
     waiting = [Case(replicas, payload) for payload in flags.payloads for replicas in flags.replicas]
     context = multiprocessing.get_context("spawn")
@@ -236,8 +236,8 @@ if __name__ == "__main__":
     command.main(
         __doc__,
         measure,
-        command.Option("replicas", "1,2,4", "2", "how many", command.numbers),
-        command.Option("payloads", ",".join(PAYLOADS), "scalar", "what is sent", command.some_of(*PAYLOADS)),
-        command.Option("calls", "100", "10", "calls of a launch with many"),
-        command.Option("launches", "10", "2", "launches of other programs, a repeat"),
+        command.Option("replicas", "1,2,4", "2", "numbers of replicas", command.numbers),
+        command.Option("payloads", ",".join(PAYLOADS), "scalar", "payloads", command.some_of(*PAYLOADS)),
+        command.Option("calls", "100", "10", "calls in a launch with many calls"),
+        command.Option("launches", "10", "2", "launches per repeat of a program with one call"),
     )

@@ -1,13 +1,13 @@
-"""What an epoch of Keras `fit` costs on N replicas, beside one device and `tf.distribute`, in one process.
+"""The cost of an epoch of Keras `fit` on N replicas, beside one device and `tf.distribute`, in one process.
 
     python -m benchmarks.keras_fit [--models dense,conv,lstm,transformer] [--replicas 2,4] [--repeats 7] [--quick]
         [--json out.json]
 
-One device is plain Keras, which uses all cores too. `tf.distribute` is Keras under its MirroredStrategy, which gets
-`ReductionToOneDevice`, its best on CPUs, and batches that split evenly. All get the same NumPy arrays and initial
-weights, and after the first epoch their losses must agree, or there is nothing to compare. The rows of
-`replicate_model` are of the strategy that it chooses by itself; threads and XLA are the two that it chooses from, and
-`replica_engine.keras.choice` rests on them.
+One device is plain Keras, which also uses all cores. `tf.distribute` is Keras under its MirroredStrategy with
+`ReductionToOneDevice`, the fastest on CPUs, and batches that split evenly. All contenders get the same NumPy arrays and
+initial weights, and their losses must agree after the first epoch. The rows of `replicate_model` use the strategy that
+it chooses itself. The rows for threads and XLA are the two that it chooses from; `replica_engine.keras.choice` is based
+on them.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Trained:
     """A model of this benchmark.
 
     Attributes:
-        build: makes it, with weights of a fixed seed.
-        batch: samples in a global batch.
-        batches: batches in an epoch.
+        build: makes the model, with weights from a fixed seed.
+        batch: the number of samples in a global batch.
+        batches: the number of batches in an epoch.
         sample: the shape of an input.
-        classes: how many classes there are.
-        tokens: of how many the inputs are; None for floats.
+        classes: the number of classes.
+        tokens: the number of different tokens in the inputs; None for inputs of floats.
     """
 
     build: Callable[[], Any]
@@ -107,7 +107,7 @@ MODELS = {
 
 
 def contenders(trained: Trained, replicas: int) -> dict[str, Any]:
-    """The models to fit, by who runs them."""
+    """The models to fit, by contender."""
     import tensorflow as tf
 
     import replica_engine
@@ -136,7 +136,7 @@ def _compiled(trained: Trained) -> Any:
 
 
 def rows(name: str, replicas: int, repeats: int) -> Iterator[Row]:
-    """A row for each of the library's contenders."""
+    """Yields a row for each contender of this library."""
     trained = MODELS[name]
     x, y = trained.data()
     models = contenders(trained, replicas)
@@ -164,7 +164,7 @@ def rows(name: str, replicas: int, repeats: int) -> Iterator[Row]:
 
 
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
-    """The rows of each model and number of replicas."""
+    """Yields the rows of each model and number of replicas."""
     import replica_engine
 
     replica_engine.testing.logical_devices(max(flags.replicas))
@@ -177,6 +177,6 @@ if __name__ == "__main__":
     command.main(
         __doc__,
         measure,
-        command.Option("models", ",".join(MODELS), "dense", "which", command.some_of(*MODELS)),
-        command.Option("replicas", "2,4", "2", "how many", command.numbers),
+        command.Option("models", ",".join(MODELS), "dense", "models to train", command.some_of(*MODELS)),
+        command.Option("replicas", "2,4", "2", "numbers of replicas", command.numbers),
     )

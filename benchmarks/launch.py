@@ -1,11 +1,11 @@
-"""What Python costs around one launch of a compiled program, beside a call of `jax.jit` in the same process.
+"""The cost of Python around one launch of a compiled program, beside a call of `jax.jit` in the same process.
 
     python -m benchmarks.launch [--replicas 2,4,8] [--runs 200] [--iterations 100] [--repeats 7] [--quick]
         [--json out.json]
 
-The body adds 1 to a number and returns it, so a launch is nothing but what is around it. JAX runs the same program:
-`shard_map` over as many CPU devices, the number donated, and finished before the next. With many steps in a launch,
-`run_steps` should cost a fraction of that a step.
+The body adds 1 to a number and returns it, so almost all of the cost is around the launch. JAX runs the same program:
+`shard_map` over the same number of CPU devices, with the number donated, each call finished before the next. With many
+steps per launch, a step of `run_steps` should cost a fraction of that.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ WARM_UP = 10
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """One of them.
+    """One way to launch the program.
 
     Attributes:
-        launch: one launch, finished when it returns.
-        steps: of a launch.
-        total: how often 1 was added, as it says itself.
+        launch: makes one launch and waits for its end.
+        steps: the number of steps per launch.
+        total: the current value of the number: how often 1 was added.
     """
 
     launch: Callable[[], Any]
@@ -44,11 +44,11 @@ class Contender:
     total: Callable[[], float]
 
     def timed(self, runs: int) -> float:
-        """Milliseconds a step."""
+        """Milliseconds per step."""
         return milliseconds(self.launch, runs) / self.steps
 
     def checked(self) -> float:
-        """How often it added 1 in `WARM_UP` launches, a step of each."""
+        """How often each step of `WARM_UP` launches added 1."""
         before = self.total()
         for _ in range(WARM_UP):
             self.launch()
@@ -56,7 +56,7 @@ class Contender:
 
 
 def run(replicas: int) -> Contender:
-    """One step a launch."""
+    """One step per launch."""
     strategy, number = _number(replicas)
 
     def add_one() -> Any:
@@ -66,7 +66,7 @@ def run(replicas: int) -> Contender:
 
 
 def run_steps(replicas: int, iterations: int) -> Contender:
-    """Many steps a launch, without inputs."""
+    """Many steps per launch, without inputs."""
     strategy, number = _number(replicas)
     no_inputs = itertools.repeat(())
 
@@ -79,7 +79,7 @@ def run_steps(replicas: int, iterations: int) -> Contender:
 
 
 def jax_jit(replicas: int) -> Contender:
-    """JAX."""
+    """The same program in JAX."""
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -104,7 +104,7 @@ def jax_jit(replicas: int) -> Contender:
 
 
 def _number(replicas: int) -> tuple[Any, Any]:
-    """A strategy, and a variable of it."""
+    """A strategy, and a variable in its scope."""
     import tensorflow as tf
 
     import replica_engine
@@ -115,7 +115,7 @@ def _number(replicas: int) -> tuple[Any, Any]:
 
 
 def rows(replicas: int, flags: argparse.Namespace) -> Iterator[Row]:
-    """A row for a launch, and one for a step of many in a launch."""
+    """Yields a row for a launch, and one for a step in a launch with many steps."""
     contenders = {
         "run": run(replicas),
         "run_steps": run_steps(replicas, flags.iterations),
@@ -141,7 +141,7 @@ def rows(replicas: int, flags: argparse.Namespace) -> Iterator[Row]:
 
 
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
-    """The rows of each number of replicas."""
+    """Yields the rows of each number of replicas."""
     from benchmarks.contenders import start
 
     start(max(flags.replicas))
@@ -153,7 +153,7 @@ if __name__ == "__main__":
     command.main(
         __doc__,
         measure,
-        command.Option("replicas", "2,4,8", "2", "how many", command.numbers),
-        command.Option("runs", "200", "20", "steps a repeat"),
-        command.Option("iterations", "100", "100", "steps of a launch with many"),
+        command.Option("replicas", "2,4,8", "2", "numbers of replicas", command.numbers),
+        command.Option("runs", "200", "20", "steps per repeat"),
+        command.Option("iterations", "100", "100", "steps in a launch with many steps"),
     )

@@ -1,8 +1,8 @@
-"""What a benchmark measures: rows of figures, interleaved, and the ratio to each peer.
+"""The results of a benchmark: rows of interleaved figures, and the ratio to each peer.
 
-A row has one figure a repeat for each contender. The first contender is what the row is about; the others are its
-peers. Within a repeat all contenders follow each other at once, so a change in the machine's speed meets all of them.
-The ratio to a peer is the median over repeats of the ratio within a repeat.
+A row has one figure per repeat for each contender. The first contender is the one that the row measures; the others are
+its peers. Within a repeat the contenders run directly one after another, so a change of the machine's speed affects all
+of them. The ratio to a peer is the median over repeats of the ratio within a repeat.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 class WrongResult(Exception):
-    """Contenders came to different results: there is nothing to compare."""
+    """Contenders have different results, so their times cannot be compared."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Comparison:
     """A row beside one of its peers.
 
     Attributes:
-        peer: its name.
-        ratios: of the row's figure to the peer's, one a repeat.
-        target: what the ratio should be at most; None if nobody said.
+        peer: the name of the peer.
+        ratios: for each repeat, the figure of the row divided by that of the peer.
+        target: the largest ratio that meets the target; None without a target.
     """
 
     peer: str
@@ -36,12 +36,12 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """Their median."""
+        """The median of the ratios."""
         return statistics.median(self.ratios)
 
     @property
     def met(self) -> bool | None:
-        """Whether the target was met; None if there is none."""
+        """Whether the target was met; None without a target."""
         return None if self.target is None else self.ratio <= self.target
 
 
@@ -50,16 +50,16 @@ class Row:
     """One thing that was measured.
 
     Attributes:
-        group: the benchmark that it is a part of.
-        name: what is measured.
-        figures: one a repeat, by contender; the first contender is what the row is about, the others are its peers.
-        unit: of the figures.
-        replicas: how many; None where the number means nothing.
-        targets: what the ratio to a peer should be at most, by peer.
-        check: what was found equal before anything was timed.
-        note: what else there is to say.
-        axis: what is varied, where the row is a point of a plot.
-        at: where on that axis the point lies.
+        group: the benchmark to which the row belongs.
+        name: the name of the measured operation.
+        figures: by contender, one figure per repeat. The row measures the first contender; the others are its peers.
+        unit: the unit of the figures.
+        replicas: the number of replicas; None if it does not apply.
+        targets: by peer, the largest ratio that meets the target.
+        check: the results that were compared and found equal before the timing.
+        note: further information.
+        axis: for a point of a plot, the varied quantity.
+        at: the position of the point on that axis.
     """
 
     group: str
@@ -74,10 +74,10 @@ class Row:
     at: float | None = None
 
     def __post_init__(self) -> None:
-        """Says at once what a table could not show.
+        """Checks the fields.
 
         Raises:
-            ValueError: there are no figures, not equally many, or there is a target without its peer.
+            ValueError: figures are missing, contenders have different numbers of figures, or a target has no peer.
         """
         repeats = {len(figures) for figures in self.figures.values()}
         if len(repeats) != 1 or 0 in repeats:
@@ -87,48 +87,48 @@ class Row:
 
     @property
     def title(self) -> str:
-        """The name, with the point where it was measured."""
+        """The name, with the position on the axis."""
         return self.name if self.at is None else f"{self.name}, {self.at:,.0f} {self.axis}"
 
     @property
     def contender(self) -> str:
-        """What the row is about."""
+        """The contender that the row measures."""
         return next(iter(self.figures))
 
     @property
     def ours(self) -> list[float]:
-        """Its figures."""
+        """The figures of that contender."""
         return self.figures[self.contender]
 
     @property
     def peers(self) -> dict[str, list[float]]:
-        """The others' figures."""
+        """The figures of the peers."""
         return {name: figures for name, figures in self.figures.items() if name != self.contender}
 
     @property
     def comparisons(self) -> list[Comparison]:
-        """The row beside each of its peers."""
+        """A comparison with each peer."""
         return [
             Comparison(peer, [mine / its for mine, its in zip(self.ours, figures, strict=True)], self.targets.get(peer))
             for peer, figures in self.peers.items()
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """The fields that say something, with figures to five digits."""
+        """The fields that are set, with figures of five digits."""
         fields = {key: value for key, value in dataclasses.asdict(self).items() if value not in ("", {}, None)}
         fields["figures"] = {name: [float(f"{figure:.5g}") for figure in each] for name, each in self.figures.items()}
         return fields
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Row:
-        """What `to_json` made."""
+        """Reads the result of `to_json`."""
         return cls(**fields)
 
 
 def interleaved(contenders: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """The figures of each contender: all in turn, then all in turn again.
+    """The figures of each contender: in each repeat, all contenders run in turn.
 
-    A repeat begins with another one each time, so that none always follows the same neighbour.
+    Each repeat begins with another contender, so that none always follows the same neighbour.
     """
     figures: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
@@ -141,14 +141,14 @@ def interleaved(contenders: Mapping[str, Callable[[], float]], repeats: int) -> 
 
 
 def seconds(do: Callable[[], Any]) -> tuple[float, Any]:
-    """How long it takes, and its result."""
+    """The seconds that a call takes, and its result."""
     begin = time.perf_counter()
     result = do()
     return time.perf_counter() - begin, result
 
 
 def milliseconds(do: Callable[[], Any], times: int = 1) -> float:
-    """Milliseconds a call, of so many calls."""
+    """Milliseconds per call, over the given number of calls."""
     begin = time.perf_counter()
     for _ in range(times):
         do()
@@ -156,15 +156,15 @@ def milliseconds(do: Callable[[], Any], times: int = 1) -> float:
 
 
 def same(what: str, results: Mapping[str, float], tolerance: float = 0.0) -> str:
-    """Says that contenders came to the same number.
+    """Checks that contenders computed the same number, and returns a text that says so.
 
     Args:
-        what: the number is.
-        results: by contender.
-        tolerance: how far they may be apart, relative to their size.
+        what: the name of the number.
+        results: the numbers, by contender.
+        tolerance: the largest difference, relative to the numbers.
 
     Raises:
-        WrongResult: they did not; a NaN is equal to nothing.
+        WrongResult: the numbers differ, or one is NaN.
     """
     middle = statistics.median(results.values())
     if not all(abs(result - middle) <= tolerance * abs(middle) for result in results.values()):
@@ -173,9 +173,10 @@ def same(what: str, results: Mapping[str, float], tolerance: float = 0.0) -> str
 
 
 def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The straight line through points: what it is at 0, and how much a unit adds.
+    """Fits a straight line to points: returns its value at 0 and its slope.
 
-    Each point weighs by the inverse of its height, so that small and large ones are met equally well in percent.
+    Each point is weighted by the inverse of its value, so that the relative errors of small and large values count
+    equally.
     """
     weights = [1 / y**2 for _, y in points]
     total = math.fsum(weights)

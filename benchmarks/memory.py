@@ -1,12 +1,11 @@
-"""How much memory the library takes: a replica thread, a compiled program, and variables on N devices.
+"""The memory that the library takes: for a replica thread, a compiled program, and variables on N devices.
 
     python -m benchmarks.memory [--threads 64] [--programs 20] [--megabytes 256] [--replicas 2] [--repeats 7] [--quick]
         [--json out.json]
 
-The figure is what the process has in memory (its resident set) after, less before, in a process of its own each time,
-which has loaded everything and done the same on a small scale first. There are no peers: these are the numbers
-themselves. Of variables it is told in copies: what memory has grown by, over the sum of the variables' bytes. N devices
-take N copies; what is above N is a copy of the host's.
+The figure is the growth of the resident set of a new process, which has loaded everything and done the same on a small
+scale before. There are no peers: the table shows the numbers themselves. The unit for variables is copies: the growth
+divided by the bytes of the variables. N devices take N copies; more than N means a copy on the host.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ KIB = 1024
 MIB = 1024 * KIB
 
 VARIABLES = 2
-"""Into how many variables the state is divided: large ones, whose memory goes back to the system when it is freed."""
+"""The number of variables. They are large, so their memory goes back to the system when it is freed."""
 
 
 def grown(do: Callable[[], Any]) -> tuple[int, Any]:
-    """Bytes by which memory grows, and the result, which lives on."""
+    """The growth of memory in bytes during a call, and the result of the call, which keeps its memory."""
     before = resident()
     result = do()
     return resident() - before, result
 
 
 def replica_thread(threads: int) -> float:
-    """KiB of each replica thread of a strategy that has run once."""
+    """KiB for each replica thread of a strategy that has run once."""
     import replica_engine
 
     devices = replica_engine.testing.logical_devices(threads)
@@ -50,7 +49,7 @@ def replica_thread(threads: int) -> float:
 
 
 def cached_program(programs: int) -> float:
-    """KiB of each compiled program that a strategy keeps: a small body, for inputs of so many shapes."""
+    """KiB for each compiled program that a strategy keeps: a small body, compiled for many shapes."""
     import tensorflow as tf
 
     import replica_engine
@@ -73,7 +72,7 @@ def cached_program(programs: int) -> float:
 
 
 def copies(who: str, replicas: int, megabytes: int) -> list[float]:
-    """Copies of variables in memory: after updates of all of them on the replicas, and after the host read them."""
+    """Copies of variables in memory: after updates of all of them on the replicas, and after reads on the host."""
     import tensorflow as tf
 
     import replica_engine
@@ -110,7 +109,7 @@ def copies(who: str, replicas: int, megabytes: int) -> list[float]:
 
 
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
-    """A row for each thing that takes memory."""
+    """Yields a row for threads, for programs and for variables."""
 
     def fresh(function: Callable[..., Any], *args: Any) -> list[Any]:
         return [in_fresh_process(function, *args) for _ in range(flags.repeats)]
@@ -149,8 +148,8 @@ if __name__ == "__main__":
     command.main(
         __doc__,
         measure,
-        command.Option("threads", "64", "16", "replica threads"),
-        command.Option("programs", "20", "5", "compiled programs"),
-        command.Option("megabytes", "256", "128", "of all variables"),
-        command.Option("replicas", "2", "2", "that have the variables"),
+        command.Option("threads", "64", "16", "number of replica threads"),
+        command.Option("programs", "20", "5", "number of compiled programs"),
+        command.Option("megabytes", "256", "128", "size of all variables together, in MB"),
+        command.Option("replicas", "2", "2", "number of replicas"),
     )

@@ -1,8 +1,8 @@
 """The models of the training benchmarks, each written once for TensorFlow and JAX.
 
-A model is a loss of weights and a batch, written in terms of `Ops`, of which each framework has its own: what
-differs between contenders is then the framework, and never the mathematics. Weights and batches are NumPy's,
-seeded, so that everybody starts from the same numbers.
+A model is a function from weights and a batch to a loss. It calls `Ops`, which each framework implements, so contenders
+differ in the framework and never in the mathematics. Weights and batches are NumPy arrays from a fixed seed, so all
+contenders start from the same numbers.
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ from typing import Any, Protocol
 import numpy as np
 
 BATCHES = 4
-"""Different batches for each model, taken in turn."""
+"""The number of different batches for each model, used in turn."""
 
 
 class Ops(Protocol):
-    """What a framework has to offer for a model; anything else is written with Python's operators."""
+    """The operations that a model needs from a framework, besides Python's operators."""
 
     def relu(self, x: Any) -> Any:
-        """The positive part."""
+        """max(x, 0)."""
 
     def softmax(self, x: Any) -> Any:
-        """Over the last dimension."""
+        """Softmax over the last dimension."""
 
     def standardized(self, x: Any) -> Any:
-        """Mean 0 and variance 1 over the last dimension."""
+        """x with mean 0 and variance 1 over the last dimension."""
 
     def reshape(self, x: Any, shape: Sequence[int]) -> Any:
-        """The same numbers in another shape."""
+        """x in another shape."""
 
     def einsum(self, equation: str, *operands: Any) -> Any:
-        """Einstein's sum."""
+        """Einstein summation."""
 
     def dense(self, x: Any, weight: Any) -> Any:
-        """The last dimension of x times a matrix."""
+        """The product of the last dimension of x and a matrix."""
 
     def conv(self, x: Any, kernel: Any) -> Any:
-        """A convolution of images, with stride 1 and padding to the same size."""
+        """A 2D convolution with stride 1 and "SAME" padding."""
 
     def max_pool(self, x: Any) -> Any:
-        """The largest of each 2 x 2 pixels."""
+        """Max pooling over 2 x 2 pixels."""
 
     def take(self, table: Any, ids: Any) -> Any:
         """Rows of a table."""
 
     def cross_entropy(self, logits: Any, labels: Any) -> Any:
-        """The mean over all labels."""
+        """The mean cross entropy over all labels."""
 
 
 class TensorFlowOps:
@@ -65,24 +65,24 @@ class TensorFlowOps:
         self.take = tf.gather
 
     def standardized(self, x: Any) -> Any:
-        """As `Ops.standardized`."""
+        """See `Ops.standardized`."""
         centered = x - self._tf.reduce_mean(x, -1, keepdims=True)
         return centered * self._tf.math.rsqrt(self._tf.reduce_mean(centered * centered, -1, keepdims=True) + 1e-5)
 
     def dense(self, x: Any, weight: Any) -> Any:
-        """As `Ops.dense`; with `@` the gradient would be made of a product for each example, as Keras knows."""
+        """See `Ops.dense`. `@` would compute the gradient with one product for each example."""
         return self._tf.tensordot(x, weight, 1)
 
     def conv(self, x: Any, kernel: Any) -> Any:
-        """As `Ops.conv`."""
+        """See `Ops.conv`."""
         return self._tf.nn.conv2d(x, kernel, strides=1, padding="SAME")
 
     def max_pool(self, x: Any) -> Any:
-        """As `Ops.max_pool`."""
+        """See `Ops.max_pool`."""
         return self._tf.nn.max_pool2d(x, 2, strides=2, padding="VALID")
 
     def cross_entropy(self, logits: Any, labels: Any) -> Any:
-        """As `Ops.cross_entropy`."""
+        """See `Ops.cross_entropy`."""
         each = self._tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
         return self._tf.reduce_mean(each)
 
@@ -101,36 +101,36 @@ class JaxOps:
         self.einsum = jnp.einsum
 
     def standardized(self, x: Any) -> Any:
-        """As `Ops.standardized`."""
+        """See `Ops.standardized`."""
         centered = x - self._jnp.mean(x, -1, keepdims=True)
         return centered * self._jax.lax.rsqrt(self._jnp.mean(centered * centered, -1, keepdims=True) + 1e-5)
 
     def dense(self, x: Any, weight: Any) -> Any:
-        """As `Ops.dense`."""
+        """See `Ops.dense`."""
         return x @ weight
 
     def conv(self, x: Any, kernel: Any) -> Any:
-        """As `Ops.conv`."""
+        """See `Ops.conv`."""
         numbers = ("NHWC", "HWIO", "NHWC")
         return self._jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
 
     def max_pool(self, x: Any) -> Any:
-        """As `Ops.max_pool`."""
+        """See `Ops.max_pool`."""
         window = (1, 2, 2, 1)
         return self._jax.lax.reduce_window(x, -np.inf, self._jax.lax.max, window, window, "VALID")
 
     def take(self, table: Any, ids: Any) -> Any:
-        """As `Ops.take`."""
+        """See `Ops.take`."""
         return self._jnp.take(table, ids, axis=0)
 
     def cross_entropy(self, logits: Any, labels: Any) -> Any:
-        """As `Ops.cross_entropy`; a sum over one-hot rows, whose gradient needs no scatter."""
+        """See `Ops.cross_entropy`. It sums over one-hot rows, whose gradient needs no scatter."""
         chosen = self._jax.nn.one_hot(labels, logits.shape[-1]) * self._jax.nn.log_softmax(logits)
         return -self._jnp.mean(self._jnp.sum(chosen, -1))
 
 
 Loss = Callable[[Ops, Sequence[Any], Any, Any], Any]
-"""The loss of weights and a batch (x, labels)."""
+"""Computes the loss from weights and a batch (x, labels)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,14 +138,14 @@ class Model:
     """A model, its weights and its data.
 
     Attributes:
-        name: for the table.
-        loss: its mean over a batch.
-        shapes: of the weights.
-        batch: examples for each replica.
-        example: shape of one example.
-        labels: shape of the labels of one example.
-        classes: how many classes a label has.
-        ids: how many different ids an example is made of; 0 if it is made of real numbers.
+        name: the name in the table.
+        loss: the mean loss of a batch.
+        shapes: the shapes of the weights.
+        batch: the number of examples for each replica.
+        example: the shape of one example.
+        labels: the shape of the labels of one example.
+        classes: the number of classes.
+        ids: the number of different ids in the examples; 0 for examples of real numbers.
         rate: the learning rate.
     """
 
@@ -160,7 +160,7 @@ class Model:
     rate: float = 0.05
 
     def weights(self) -> list[np.ndarray]:
-        """The first weights: random, of the size that keeps activations about 1; biases are 0."""
+        """The initial weights: random, scaled so that activations are about 1; biases are 0."""
         random = np.random.default_rng(0)
         return [
             (random.standard_normal(shape) / np.sqrt(np.prod(shape[:-1]))).astype(np.float32)
@@ -261,7 +261,7 @@ MODELS = {
             classes=_WORDS,
             ids=_WORDS,
         ),
-        # Many small gradients: what its step costs is their all-reduces.
+        # Many small gradients, so most of the cost is their all-reduces.
         Model(
             "small",
             _small,

@@ -1,4 +1,4 @@
-"""The part of docs/benchmarks.md that is made of figures."""
+"""Makes the part of docs/benchmarks.md that shows the figures."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ BEGIN, END = "<!-- made by python -m benchmarks: begin -->", "<!-- end -->"
 
 
 def with_table(page: str, report: Report) -> str:
-    """A page, with a report in the place of the one that it has between its two comments.
+    """The page with the report between its two comments replaced.
 
     Raises:
-        ValueError: the page has no such place.
+        ValueError: the page does not have the two comments.
     """
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"The page has no {BEGIN} followed by {END}")
+        raise ValueError(f"The page does not have {BEGIN} followed by {END}")
     return f"{before}{BEGIN}\n\n{tables(report)}\n\n{END}{after}"
 
 
 def tables(report: Report) -> str:
-    """The machine, and a section for each group."""
+    """A line for the machine, and a section for each group."""
     met, targets = report.targets
     told = [f"Measured on: {described(report.machine)}.", f"{met} of {targets} targets met."]
     for group in report.groups:
@@ -38,6 +38,6 @@ def tables(report: Report) -> str:
 
 
 def _about(group: str) -> str:
-    """The first line of its module."""
+    """The first line of the docstring of its module."""
     doc = importlib.import_module(f"benchmarks.{group}").__doc__ or ""
     return doc.partition("\n")[0]

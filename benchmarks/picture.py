@@ -1,4 +1,4 @@
-"""The pictures of the documentation: ratios to the peers, and how cost grows."""
+"""Draws the pictures of the documentation: ratios to the peers, and how the cost grows."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MET, MISSED, PLAIN = "#2a9d5c", "#c8553d", "#6c8ebf"
-"""Colours: of a target that was met, one that was missed, and a bar without a target."""
+"""Colours of bars: target met, target missed, no target."""
 
 BAR, HEAD, WIDTH = 0.19, 0.65, 9.5
-"""Inches: of a bar, around the bars of a group, and across."""
+"""Sizes in inches: the height of a bar, the space around the bars of a group, and the width."""
 
 LINES = {"MirroredStrategy": MET, "TPUStrategy": PLAIN, "tf.distribute": MISSED}
-"""Colours of the lines of a plot, by contender."""
+"""The colour of each contender's line."""
 
 
 def draw_ratios(report: Report, path: str | pathlib.Path) -> None:
-    """Bars, for each group, of the ratio to a peer; left of 1 is faster than the peer.
+    """Draws bars with the ratio to a peer for each group; left of 1 is faster than the peer.
 
-    A row that has a target is drawn beside the peer of the target; of the rows of a group without targets, each is
-    drawn beside its first peer. The table has the rest. The thin line is from the smallest ratio of a repeat to the
-    largest.
+    A row with a target is compared with the peer of the target. In a group without targets, each row is compared with
+    its first peer. The table has all other peers. The thin line spans the smallest to the largest ratio of a repeat.
     """
     pyplot = _pyplot()
     groups = {group: list(_shown(report.of(group))) for group in report.groups}
@@ -43,7 +42,7 @@ def draw_ratios(report: Report, path: str | pathlib.Path) -> None:
 
 
 def draw_growth(report: Report, path: str | pathlib.Path) -> None:
-    """A plot for each thing that is varied, with a line for each contender."""
+    """Draws a plot for each varied quantity, with a line for each contender."""
     pyplot = _pyplot()
     plots: dict[tuple[str, str], list[Row]] = {}
     for row in report.rows:
@@ -65,7 +64,7 @@ def draw_growth(report: Report, path: str | pathlib.Path) -> None:
 
 
 def _shown(rows: list[Row]) -> Iterator[tuple[Row, Comparison]]:
-    """The bars of a group."""
+    """The comparisons of a group that are drawn as bars."""
     targets = any(row.targets for row in rows)
     for row in rows:
         if row.at is None:
@@ -108,7 +107,7 @@ def _lines(axis: Axes, rows: list[Row]) -> None:
 
 
 def _pyplot() -> Any:
-    """matplotlib without a window, whose text stays text, and whose file is the same for the same figures."""
+    """matplotlib without a window. It writes text as text, and the same file for the same figures."""
     import matplotlib
 
     matplotlib.use("Agg")

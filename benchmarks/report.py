@@ -1,4 +1,4 @@
-"""What came out: the machine, the rows, the groups that failed; as a table and as JSON."""
+"""The results as a table and as JSON: the machine, the rows, and the groups that failed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.measure import Comparison, Row
 
 PACKAGES = ("replica-engine", "tensorflow", "jax", "jaxlib", "keras", "numpy")
-"""Whose versions are told."""
+"""The packages whose versions the report shows."""
 
 COLUMNS = (
     "group",
@@ -36,7 +36,7 @@ COLUMNS = (
 
 
 def machine() -> dict[str, str]:
-    """What it was measured on, and with which versions."""
+    """Describes this machine and the versions of packages."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     described = {
         "processor": _processor(),
@@ -49,18 +49,18 @@ def machine() -> dict[str, str]:
 
 
 def described(machine: dict[str, str]) -> str:
-    """In a line."""
+    """The machine in one line."""
     return ", ".join(f"{name} {value}" for name, value in machine.items())
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What came out.
+    """The results of one or more groups.
 
     Attributes:
-        machine: what it was measured on.
-        rows: of all groups.
-        failures: why a group has no rows, or not all, by group.
+        machine: the machine and versions that were measured.
+        rows: the rows of all groups.
+        failures: by group, the reason why rows are missing.
     """
 
     machine: dict[str, str]
@@ -73,20 +73,20 @@ class Report:
 
     @property
     def groups(self) -> list[str]:
-        """All that are in it, in order."""
+        """The groups of the report, in order."""
         return list(dict.fromkeys([row.group for row in self.rows] + list(self.failures)))
 
     @property
     def targets(self) -> tuple[int, int]:
-        """How many targets were met, and how many there are."""
+        """The number of targets that were met, and the number of targets."""
         met = [each.met for row in self.rows for each in row.comparisons if each.met is not None]
         return sum(met), len(met)
 
     def updated(self, newer: Report) -> Report:
-        """This one, with the groups of a newer one in the place of its own.
+        """This report, with its groups replaced by those of a newer report.
 
         Raises:
-            ValueError: they are of different machines or versions.
+            ValueError: the reports have different machines or versions.
         """
         if self.machine != newer.machine:
             raise ValueError(f"Measured on {self.machine}, and now on {newer.machine}; write to another file.")
@@ -97,15 +97,15 @@ class Report:
         )
 
     def succeeded(self) -> Report:
-        """This one, without the groups that failed."""
+        """This report without the groups that failed."""
         return Report(self.machine, [row for row in self.rows if row.group not in self.failures], {})
 
     def sorted(self, order: Sequence[str]) -> Report:
-        """This one, with its groups in this order."""
+        """This report with its groups in the given order."""
         return dataclasses.replace(self, rows=sorted(self.rows, key=lambda row: order.index(row.group)))
 
     def write(self, path: str | pathlib.Path) -> None:
-        """As JSON, with a line for each row."""
+        """Writes the report as JSON, one line for each row."""
         rows = ",\n".join("  " + json.dumps(row.to_json(), ensure_ascii=False) for row in self.rows)
         head = json.dumps({"machine": self.machine, "failures": self.failures}, indent=1, ensure_ascii=False)
         text = head.removesuffix("\n}") + f',\n "rows": [\n{rows}\n ]\n}}\n'
@@ -113,12 +113,12 @@ class Report:
 
     @classmethod
     def read(cls, path: str | pathlib.Path) -> Report:
-        """What `write` made."""
+        """Reads a file that `write` wrote."""
         found: dict[str, Any] = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
         return cls(found["machine"], [Row.from_json(row) for row in found["rows"]], found["failures"])
 
     def table(self) -> str:
-        """All of it, in Markdown: the machine, a line for each row and peer, and what failed."""
+        """The report in Markdown: the machine, a line for each row and peer, and the failures."""
         lines = [line for row in self.rows for line in cells(row)]
         lines += [[group, "FAILED", *[""] * (len(COLUMNS) - 3), _cell(why)] for group, why in self.failures.items()]
         met, targets = self.targets
@@ -126,7 +126,7 @@ class Report:
 
 
 def cells(row: Row) -> list[list[str]]:
-    """The lines of a row in the table: one for each peer, or one without."""
+    """The lines of a row in the table: one for each peer, or one if the row has no peers."""
     told = "; ".join(filter(None, (row.check, row.note)))
     about = [row.group, row.title, "" if row.replicas is None else str(row.replicas), row.contender]
     mine = [*_figures(row.ours), row.unit]
@@ -135,16 +135,16 @@ def cells(row: Row) -> list[list[str]]:
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, whose first line is the head, and whose columns are as wide as they must be."""
+    """A Markdown table with aligned columns; the first line is the header."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    widths[-1] = len(lines[0][-1])  # nothing comes after it
+    widths[-1] = len(lines[0][-1])  # the last column needs no padding
     padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
     padded.insert(1, ["-" * width for width in widths])
     return "\n".join(f"| {' | '.join(line)} |" for line in padded)
 
 
 def digits(figure: float) -> str:
-    """Three significant digits, or all before the point."""
+    """A number with three significant digits, or with all digits before the point."""
     return f"{figure:,.0f}" if abs(figure) >= 100 else f"{figure:#.3g}"
 
 
@@ -160,12 +160,12 @@ def _beside(comparison: Comparison, figures: Iterable[float]) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    """What can stand in a cell: a line, without what ends a cell."""
+    """A text for a cell: in one line, without characters that end a cell."""
     return " ".join(text.replace("|", "/").split())
 
 
 def _processor() -> str:
-    """Its name, as the kernel says it."""
+    """The name of the processor, from the kernel."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -1,11 +1,11 @@
-"""What the first training step of a large Keras model costs, beside tf.distribute, each in a process of its own.
+"""The cost of the first training step of a large Keras model, beside tf.distribute, each in a new process.
 
     python -m benchmarks.start_up [--replicas 4] [--repeats 7] [--quick] [--json out.json]
 
-ResNet-50 of Keras, a `tf.function` step with `strategy.run`, and a Keras optimizer, as a user writes it. A fresh
-process for each figure, ours and theirs in turn, since only the first time is slow. The first step is traced,
-optimized and run; the other row adds what comes before it: the strategy, the model and the optimizer. The second step
-is not timed, but its loss, after an update of all weights, must be the same too. tf.distribute has its quickest
+The program is a user's: Keras' ResNet-50, a `tf.function` step with `strategy.run`, and a Keras optimizer. Each figure
+has a new process, of this library and of tf.distribute in turn, because only the first time is slow. The first step is
+traced, optimized and run. The other row also includes making the strategy, the model and the optimizer. The second step
+is not timed, but its loss, after an update of all weights, must be the same too. tf.distribute uses its fastest
 all-reduce for CPUs.
 """
 
@@ -21,13 +21,13 @@ from benchmarks.fresh import in_fresh_process
 from benchmarks.measure import Row, interleaved, same, seconds
 
 BATCH = 8
-"""Images of a replica."""
+"""The number of images for each replica."""
 
 SHAPE = (64, 64, 3)
 """Of an image."""
 
 TOLERANCE = 1e-3
-"""How far losses may be apart, relative to their size: after an update of 50 layers."""
+"""The largest relative difference of losses, after an update of 50 layers."""
 
 OURS, THEIRS = "MirroredStrategy", "tf.distribute"
 
@@ -35,7 +35,7 @@ TARGET = {THEIRS: 0.5}
 
 
 def start_up(who: str, replicas: int) -> dict[str, float]:
-    """Seconds before the first step and for it, and the losses of two steps; in a process that has done nothing."""
+    """Seconds before and for the first step, and the losses of two steps. Called in a new process."""
     import keras
     import numpy as np
     import tensorflow as tf
@@ -83,7 +83,7 @@ def start_up(who: str, replicas: int) -> dict[str, float]:
 
 
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
-    """A row for the first step, and one with what comes before it."""
+    """Yields a row for the first step, and one that includes building the model."""
     found: dict[str, list[dict[str, float]]] = {OURS: [], THEIRS: []}
 
     def first(who: str) -> float:
@@ -105,6 +105,6 @@ if __name__ == "__main__":
     command.main(
         __doc__,
         measure,
-        command.Option("repeats", "7", "3", "processes of each, in turn"),
-        command.Option("replicas", "4", "2", "how many"),
+        command.Option("repeats", "7", "3", "processes of each strategy"),
+        command.Option("replicas", "4", "2", "number of replicas"),
     )

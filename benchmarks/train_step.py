@@ -1,13 +1,13 @@
-"""What one training step costs, beside tf.distribute and JAX in the same process.
+"""The cost of one training step, beside tf.distribute and JAX in the same process.
 
     python -m benchmarks.train_step [--models mlp,conv,transformer,small] [--replicas 2,4,8] [--steps 10]
         [--figure-ms 500] [--repeats 7] [--quick] [--json out.json]
 
-`models` has what is trained and `contenders` by whom. All start from the same weights and see the same batches; after
-the first steps their losses must agree, or there is nothing to compare.
+`models` has the models, and `contenders` the ways to train them. All contenders start from the same weights and see the
+same batches, and their losses must agree after the first steps.
 
-A figure is the mean of at least ten steps, and of as many as take the quickest contender half a second: means of ten
-steps of 8 ms differed by a quarter from one time to the next.
+A figure is the mean of at least ten steps, and of as many as the fastest contender makes in half a second. Means of ten
+steps of 8 ms each differed by a quarter from one time to the next.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from benchmarks.measure import Row, WrongResult, interleaved, milliseconds, same
 from benchmarks.models import MODELS
 
 TOLERANCE = 1e-4
-"""How far losses may be apart, relative to their size: frameworks add up in different orders."""
+"""The largest relative difference of losses: frameworks add numbers in different orders."""
 
 PEERS = ("JAX", "tf.distribute")
 
 TARGETS = {"TPUStrategy": {"JAX": 1.0}, "MirroredStrategy": {"tf.distribute": 1.0}}
-"""By contender and peer."""
+"""The largest ratio that meets the target, by contender and peer."""
 
 MANY_ALL_REDUCES = {"MirroredStrategy": {"tf.distribute": 0.9}}
-"""Targets where all-reduces are most of a step."""
+"""The targets for a model whose steps are mostly all-reduces."""
 
 
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
-    """A row for each of the library's contenders, with each model and number of replicas."""
+    """Yields a row for each contender of this library, with each model and number of replicas."""
     from benchmarks.contenders import Contender, contenders, start
 
     start(max(flags.replicas))
@@ -53,8 +53,9 @@ def measure(flags: argparse.Namespace) -> Iterator[Row]:
             quickest = min(timed(each, flags.steps) for each in every)
             steps = max(flags.steps, round(flags.figure_ms / quickest))
             figures = interleaved({each.name: functools.partial(timed, each, steps) for each in every}, flags.repeats)
-            if not all(math.isfinite(each.mean(each.step(0))) for each in every):  # else it was other arithmetic
-                raise WrongResult(f"{model} on {replicas} replicas came to a loss that is no number")
+            # Arithmetic with NaN or infinity has another speed.
+            if not all(math.isfinite(each.mean(each.step(0))) for each in every):
+                raise WrongResult(f"{model} on {replicas} replicas computed a loss that is not finite")
             for name in figures:
                 if name not in PEERS:
                     shown = {who: figures[who] for who in (name, *PEERS)}
@@ -72,8 +73,10 @@ if __name__ == "__main__":
     command.main(
         __doc__,
         measure,
-        command.Option("models", ",".join(MODELS), "mlp,small", "which", command.some_of(*MODELS)),
-        command.Option("replicas", "2,4,8", "2", "how many", command.numbers),
-        command.Option("steps", "10", "2", "steps before losses are compared, and steps a figure, at least"),
-        command.Option("figure_ms", "500", "1", "milliseconds a figure, about, of the quickest"),
+        command.Option("models", ",".join(MODELS), "mlp,small", "models to train", command.some_of(*MODELS)),
+        command.Option("replicas", "2,4,8", "2", "numbers of replicas", command.numbers),
+        command.Option(
+            "steps", "10", "2", "steps before losses are compared, and the smallest number of steps per figure"
+        ),
+        command.Option("figure_ms", "500", "1", "milliseconds per figure for the fastest contender, about"),
     )

@@ -48,7 +48,7 @@ Three families say whose turn it is:
 
 - **misuse**: the program has to change;
 - **outside world**: something did not come back, or is not there;
-- **unwinding**: `ReplicaUnwound` is no error, but how a waiting replica is taken down when another has failed.
+- **unwinding**: `ReplicaUnwound` is not an error: it ends a waiting replica when another replica has failed.
 
 The programs begin with `import tensorflow as tf`, `from replica_engine import ...` and the like, and with
 `replica_engine.testing.logical_devices(8)` where they name CPU devices. Messages name the line

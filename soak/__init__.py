@@ -1,1 +1,1 @@
-"""Faults and load, many of them: what docs/reliability.md says was counted here. `python -m soak --help`."""
+"""Many faults and much load: measures the figures in docs/reliability.md. `python -m soak --help`."""

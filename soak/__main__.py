@@ -1,4 +1,4 @@
-"""`python -m soak`: faults in one process, faults that take a process each, and load; then docs/reliability.md."""
+"""`python -m soak`: faults in one process, faults in separate processes, and load; then writes docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ SUITES = ("faults", "processes", "load")
 
 
 def main() -> int:
-    """Runs what was asked for; returns 1 if anything was wrong."""
+    """Runs the suites; returns 1 if a check failed, and 0 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m soak", description=__doc__)
-    parser.add_argument("--only", choices=SUITES, action="append", help="one suite, instead of all")
-    parser.add_argument("--injections", type=int, default=10_000, help="random faults (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="the first is drawn from it (default %(default)s)")
-    parser.add_argument("--seconds", type=float, help="stop injecting faults after so many")
-    parser.add_argument("--moments", type=int, default=6, help="random moments a signal (default %(default)s)")
-    parser.add_argument("--runs", type=int, default=100_000, help="small runs in a row (default %(default)s)")
-    parser.add_argument("--json", default="build/soak.json", help="where the figures go (default %(default)s)")
+    parser.add_argument("--only", choices=SUITES, action="append", help="run only this suite")
+    parser.add_argument("--injections", type=int, default=10_000, help="number of random faults (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first fault (default %(default)s)")
+    parser.add_argument("--seconds", type=float, help="stop injecting faults after this many seconds")
+    parser.add_argument(
+        "--moments", type=int, default=6, help="number of random moments for each signal (default %(default)s)"
+    )
+    parser.add_argument("--runs", type=int, default=100_000, help="number of small runs in a row (default %(default)s)")
+    parser.add_argument("--json", default="build/soak.json", help="file for the figures (default %(default)s)")
     parser.add_argument("--report", action="store_true", help="write docs/reliability.md from the figures")
     flags = parser.parse_args()
 
@@ -69,7 +71,7 @@ def _suite(name: str, flags: argparse.Namespace) -> Iterator[Outcome]:
 
 
 def _save(path: str, outcomes: list[Outcome], machine: dict[str, str], seconds: float) -> None:
-    """Writes the figures; those of suites that were not run now stay."""
+    """Writes the figures. Suites that were not run keep their earlier figures."""
     suites = {outcome.suite for outcome in outcomes}
     data: dict[str, Any] = {"machine": machine, "seconds": {}, "outcomes": []}
     if os.path.exists(path):

@@ -1,4 +1,4 @@
-"""One strategy with a model on it, in every form of `run`, and what its variables must hold."""
+"""One strategy with a model, in every form of `run`, and a ledger of the values that its variables must have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Runner = Callable[[Any], Any]
 
 
 class Bench:
-    """One strategy with its model, its ledger, and its functions, which serve many injections."""
+    """One strategy with its model, its ledger and its functions, used for many injections."""
 
     def __init__(self, strategy: str, size: int):
         self.compiled = strategy == points.COMPILED
@@ -35,12 +35,12 @@ class Bench:
         self._known: dict[str, Runner] = {}
 
     def runner(self, form: str, body: Callable[[Any], Any], new: bool) -> Runner:
-        """What runs a body in a form: one that ran before, or one that was never traced."""
+        """A function that runs a body in a form: one that ran before, or one that was never traced."""
         known = f"{form} {body.__name__}"
         if not new and known in self._known:
             return self._known[known]
 
-        mark = object()  # or it would be taken for one that is known
+        mark = object()  # makes the function differ from those that were traced before
 
         def fresh(x: Any) -> Any:
             str(mark)
@@ -66,7 +66,7 @@ class Bench:
 
     @functools.cached_property
     def loop_step(self) -> Callable[[Any, Any], None]:
-        """The model's step, in a device loop."""
+        """Runs the model's step in a device loop."""
 
         def step(context: Any, x: Any) -> None:
             self.model.step(x)
@@ -74,7 +74,7 @@ class Bench:
         return step
 
     def step(self, form: str, draw: random.Random, runner: Runner | None = None) -> list[str]:
-        """A step that nothing befalls; what is wrong after it."""
+        """Runs a step without a fault; returns the problems after it."""
         self.model.arm.disarm()
         self.model.hosted = self.compiled or form != points.EAGER
         x = numbers(draw, self.size)
@@ -86,11 +86,11 @@ class Bench:
         return self.wrong_results(result, x) + [f"after the next run {each}" for each in self.differences()]
 
     def differences(self) -> list[str]:
-        """In what the variables differ from the ledger."""
+        """The differences between the variables and the ledger."""
         return self.ledger.differences(self.model)
 
     def wrong_results(self, result: Any, x: np.ndarray) -> list[str]:
-        """What is wrong about the next run's results."""
+        """The problems in the results of the next run."""
         found, wanted = self.model.values(result), 2 * x.sum(axis=0)
         if len(found) == self.size and all(value.tobytes() == wanted.tobytes() for value in found):
             return []
@@ -98,12 +98,12 @@ class Bench:
 
 
 def numbers(draw: random.Random, size: int) -> np.ndarray:
-    """Small whole numbers, a row for each replica."""
+    """Small integers, one row for each replica."""
     return np.array([[draw.randint(-8, 8) for _ in range(WIDTH)] for _ in range(size)], np.float32)
 
 
 def described(error: BaseException | None) -> str:
-    """An exception in a few words, also one that cannot be printed."""
+    """A short text for an exception, even for one that cannot be printed."""
     if error is None:
         return "nothing"
     try:

@@ -1,8 +1,8 @@
-"""Exceptions of every kind that a program can raise, the odd ones too.
+"""Exceptions of every kind that a program can raise, including unusual ones.
 
-One kind is left out: those that refuse a `__traceback__`, such as frozen dataclasses. Since Python 3.11 none can pass a
-context manager that contextlib makes of a generator, and TensorFlow has many: what comes out of `strategy.scope()`, of
-TensorFlow's own strategies too, is another exception, and the scope may stay entered.
+One kind is left out: exceptions that refuse a `__traceback__`, such as frozen dataclasses. Since Python 3.11 they
+cannot pass through a context manager that contextlib makes from a generator, and TensorFlow has many of those: another
+exception leaves `strategy.scope()`, also with TensorFlow's own strategies, and the scope may stay entered.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TEXT = "injected"
 
 
 class OddConstructor(Exception):
-    """One that cannot be made of its message."""
+    """An exception that cannot be made from its message."""
 
     def __init__(self, code: int, *, reason: str):
         super().__init__()
@@ -29,7 +29,7 @@ class OddConstructor(Exception):
 
 
 class NoText(Exception):
-    """One that fails when it is printed."""
+    """An exception that raises when it is printed."""
 
     def __str__(self) -> str:
         raise RuntimeError("this exception cannot be printed")
@@ -39,13 +39,13 @@ class NoText(Exception):
 
 @dataclasses.dataclass
 class Unhashable(Exception):
-    """One that is compared by value, and so cannot be put into a set."""
+    """An exception that is compared by value, so it cannot be in a set."""
 
     code: int
 
 
 class EqualToNothing(Exception):
-    """One that fails when it is compared, or asked whether it is true."""
+    """An exception that raises when it is compared or converted to bool."""
 
     def __eq__(self, other: object) -> bool:
         raise RuntimeError("this exception cannot be compared")
@@ -57,23 +57,23 @@ class EqualToNothing(Exception):
 
 
 class NoNotes(Exception):
-    """One that takes no notes."""
+    """An exception that refuses notes."""
 
     def add_note(self, note: str) -> None:
         raise RuntimeError("no notes")
 
 
 class OfItsOwn(BaseException):
-    """One that `except Exception` does not see."""
+    """An exception that `except Exception` does not catch."""
 
 
 def _recursion() -> NoReturn:
     _recursion()
 
 
-@tf.autograph.experimental.do_not_convert  # which takes half a minute for so deep a stack
+@tf.autograph.experimental.do_not_convert  # converting a stack this deep takes half a minute
 def _real_recursion() -> BaseException:
-    """One that the interpreter raised."""
+    """An exception that the interpreter raises."""
     try:
         _recursion()
     except RecursionError as error:
@@ -87,7 +87,7 @@ def _with_cause() -> BaseException:
 
 
 def _from_none() -> BaseException:
-    """As `raise ... from None` makes it."""
+    """An exception as `raise ... from None` leaves it."""
     error = NoText()
     error.__cause__ = None  # which sets __suppress_context__
     return error
@@ -113,7 +113,7 @@ KINDS: dict[str, Callable[[], BaseException]] = {
     "BaseException of the user's": lambda: OfItsOwn(TEXT),
     "with a cause": _with_cause,
 }
-"""How to make one of each kind."""
+"""For each kind, a function that makes an exception."""
 
 if sys.version_info >= (3, 11):
     KINDS["exception group"] = lambda: ExceptionGroup(  # noqa: F821 (of Python 3.11)
@@ -121,7 +121,7 @@ if sys.version_info >= (3, 11):
     )
 
 NO_NOTES = ("refuses notes",)
-"""Those to which no note can be added."""
+"""The kinds that refuse notes."""
 
 NO_TEXT = ("no text", "no text, from None", "not comparable")
-"""Those of which no text can be made with their notes in it."""
+"""The kinds whose text with notes cannot be made."""

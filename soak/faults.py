@@ -1,14 +1,14 @@
-"""Thousands of random faults in one process, and what must hold after each.
+"""Injects thousands of random faults in one process, and checks the state after each.
 
     python -m soak --only faults [--injections 10000] [--seed 0]
 
-Injection k is drawn from the number seed + k: strategy, number of replicas, form of `run`, point, kind of exception,
-replicas, thread. After each:
+Injection k is drawn with the seed `seed + k`: strategy, number of replicas, form of `run`, point, kind of exception,
+replicas, thread. After each injection:
 
-- the very exception came out of `run`, or what is documented in its place, and says which replica it was;
-- all variables hold, bit by bit, what the ledger (`model.Ledger`) says;
-- the next run, on the same strategy, returns the right number and makes a whole step;
-- no thread is left that was not there before.
+- `run` has raised the same exception object, or the documented one in its place, and it names the replica;
+- all variables have the values in the ledger (`model.Ledger`), bit by bit;
+- the next run on the same strategy returns the right number and makes a whole step;
+- there are no new threads.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from soak.model import WIDTH
 from soak.outcome import Outcome
 
 GRACE = 5.0
-"""Seconds that threads have to end."""
+"""Seconds in which threads must end."""
 
 
 class _ThreadLost(Exception):
-    """A fault has left a thread in a state in which nothing works on it. Its arguments are the problems."""
+    """After a fault, nothing works on this thread any more. The arguments are the problems."""
 
 
 class Injector:
-    """Injects faults, one after another, and checks after each."""
+    """Injects faults one after another, and checks the state after each."""
 
     def __init__(self) -> None:
         self._benches: dict[tuple[str, int], Bench] = {}
@@ -53,19 +53,19 @@ class Injector:
         """Injects one fault.
 
         Returns:
-            What is wrong after it; empty if all is well.
+            The problems after it; empty if every check passed.
         """
         key = injection.strategy, injection.size
         if key not in self._benches:
             self._benches[key] = Bench(*key)
         bench, draw = self._benches[key], random.Random(f"numbers {injection.seed}")
         if injection.form not in bench.warm:
-            problems = bench.step(injection.form, draw)  # makes threads, traces and compiles, as it need not after this
+            problems = bench.step(injection.form, draw)  # makes the threads, traces and compiles, before the fault
             if problems:
                 return [f"before the fault {each}" for each in problems]
             bench.warm.add(injection.form)
         if not bench.compiled:
-            bench.strategy.run(lambda: None)  # then there are threads, as after any run
+            bench.strategy.run(lambda: None)  # makes the threads, as any run does
         threads = count_threads()
         bench.model.hosted = bench.compiled or injection.form != points.EAGER
         inject = _inputs if injection.point == points.INPUTS else _body
@@ -78,14 +78,14 @@ class Injector:
             raise _ThreadLost(problems)
         problems += bench.step(injection.form, draw)
         problems += left_threads(threads)
-        if problems:  # so that one fault is not counted many times
+        if problems:  # a new bench: one fault must not count many times
             del self._benches[key], bench
             gc.collect()
         return problems
 
 
 def _body(bench: Bench, injection: Injection, draw: random.Random) -> list[str]:
-    """Has a body fail; what is wrong after it."""
+    """Makes a body fail; returns the problems after it."""
     model, arm = bench.model, bench.model.arm
     creates = injection.point in points.CREATIONS
     model.held = []
@@ -120,7 +120,7 @@ def _body(bench: Bench, injection: Injection, draw: random.Random) -> list[str]:
 
 
 def _outside(injection: Injection, arm: places.Arm) -> contextlib.ExitStack:
-    """Faults outside the user's code: in the compiler, and on the devices; a context manager."""
+    """A context manager with a fault outside the user's code: in the compiler, or on the devices."""
     place = executable.Executable
 
     def fail(*_: Any) -> Any:
@@ -131,7 +131,7 @@ def _outside(injection: Injection, arm: places.Arm) -> contextlib.ExitStack:
         raise arm.new()
 
     wait = place.wait
-    patches = contextlib.ExitStack()  # no generator: that would change an exception that passes
+    patches = contextlib.ExitStack()  # not a generator, which would change an exception that passes
     if injection.point == points.COMPILE:
         patches.enter_context(mock.patch.object(executable, "expand_markers", fail))
     elif injection.point == points.LAUNCH:
@@ -142,7 +142,7 @@ def _outside(injection: Injection, arm: places.Arm) -> contextlib.ExitStack:
 
 
 def _inputs(bench: Bench, injection: Injection, draw: random.Random) -> list[str]:
-    """Has the input pipeline of a loop fail; what is wrong after it."""
+    """Makes the input pipeline of a loop fail; returns the problems after it."""
     batches = [numbers(draw, bench.size) for _ in range(draw.randint(0, 3))]
     make, raised = KINDS[injection.error], []
     model = bench.model
@@ -177,7 +177,7 @@ def _inputs(bench: Bench, injection: Injection, draw: random.Random) -> list[str
 
 
 def wrong_exception(injection: Injection, found: BaseException | None, raised: list[BaseException]) -> list[str]:
-    """What is wrong about what came out of `run`."""
+    """The problems with the exception that `run` raised."""
     mismatch = {places.SKIPS: errors.MergeCallMismatchError, places.STRUCTURE: errors.StructureMismatchError}
     wanted = mismatch.get(injection.point)
     if injection.point == places.LOWERING:
@@ -187,7 +187,7 @@ def wrong_exception(injection: Injection, found: BaseException | None, raised: l
     if not raised:
         return [f"nothing was raised, and {described(found)} came out"]
     if injection.point in points.HOSTS and injection.form != points.EAGER:
-        # TensorFlow makes an error of its own of it, with its text.
+        # TensorFlow raises an error of its own with this exception's text.
         if not isinstance(found, tf.errors.OpError):
             return [f"{described(found)} came out, not an error of TensorFlow"]
         if injection.is_compiled and injection.error not in NO_NOTES + NO_TEXT:
@@ -203,7 +203,7 @@ def wrong_exception(injection: Injection, found: BaseException | None, raised: l
 
 
 def out_of_function(make: Callable[[], BaseException]) -> BaseException:
-    """What becomes of an exception that is raised in a plain tf.function."""
+    """The exception that a plain tf.function raises when this one is raised inside."""
 
     def fail() -> None:
         raise make()
@@ -216,7 +216,7 @@ def out_of_function(make: Callable[[], BaseException]) -> BaseException:
 
 
 def wrong_text(injection: Injection, text: str, name: str = "") -> list[str]:
-    """What an exception should say, and does not: its class, and which replica it came from."""
+    """The texts that an exception should have and lacks: its class, and the replica that raised it."""
     parts = [name]
     of = f" of {injection.size}, CPU:"
     if injection.point in points.OF_MERGES and not injection.is_compiled:
@@ -229,7 +229,7 @@ def wrong_text(injection: Injection, text: str, name: str = "") -> list[str]:
 
 
 def in_thread(work: Callable[[], list[str]]) -> list[str]:
-    """Does it on another thread."""
+    """Calls a function on another thread."""
     results: list[list[str]] = []
     thread = threading.Thread(target=lambda: results.append(work()), name="user thread")
     thread.start()
@@ -238,12 +238,12 @@ def in_thread(work: Callable[[], list[str]]) -> list[str]:
 
 
 def count_threads() -> int:
-    """How many threads there are, but for those that Python knows only from calls out of C++."""
+    """The number of threads, without those that Python knows only from calls from C++."""
     return sum("Dummy" not in thread.name for thread in threading.enumerate())
 
 
 def left_threads(before: int) -> list[str]:
-    """Threads that are there and were not; waits for those on their way out."""
+    """The new threads; waits for threads that are about to end."""
     deadline = time.monotonic() + GRACE
     while count_threads() > before:
         if time.monotonic() > deadline:
@@ -254,13 +254,13 @@ def left_threads(before: int) -> list[str]:
 
 
 def run(injections: int, seed: int, seconds: float | None = None, only_quick: bool = False) -> Iterator[Outcome]:
-    """Injects faults, and yields what became of them: one outcome for each strategy and point.
+    """Injects faults, and yields one outcome for each strategy and point.
 
     Args:
-        injections: how many.
-        seed: the first is drawn from it, the next from the number after it.
-        seconds: when to stop at the latest.
-        only_quick: nothing that is traced or compiled.
+        injections: the number of faults.
+        seed: the seed of the first fault; each further fault takes the next integer.
+        seconds: the longest time, in seconds.
+        only_quick: whether to leave out faults that need tracing or compiling.
     """
     injector = Injector()
     outcomes: dict[tuple[str, str], Outcome] = {}
@@ -282,7 +282,7 @@ def run(injections: int, seed: int, seconds: float | None = None, only_quick: bo
 
 
 def _problems(injector: Injector, injection: Injection) -> list[str]:
-    """What is wrong after a fault; if the injector itself failed, that. On the main thread while that works."""
+    """The problems after a fault, or the failure of the injector itself. Runs on the main thread while that works."""
 
     def work() -> list[str]:
         try:

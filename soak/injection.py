@@ -1,4 +1,4 @@
-"""One fault: what goes wrong, where, on which replicas. Drawn from a number, and the same number draws it again."""
+"""One fault: the exception, the point and the replicas. A seed determines the fault."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PATHS = (*OF_REPLICAS, model.UNWINDING, model.CREATING, *OF_MERGES, *MISMATCHES)
 """Points in the Python code of a body, on threads: where it runs eagerly, and where it is traced."""
 
 TRACED = (model.BEFORE, model.BETWEEN, model.AFTER, model.END, *OF_MERGES, model.CREATING, model.BETWEEN_CREATIONS)
-"""The same where the code is traced once for all replicas."""
+"""The same points in a body that is traced once for all replicas."""
 
 HOSTS = (model.HOST, model.HOST_LATE)
 CREATIONS = (model.CREATING, model.BETWEEN_CREATIONS)
 
-# What is drawn how often. Tracing takes a tenth of a second and compiling most of one, a run some milliseconds.
+# The weights of the draws. Tracing takes a tenth of a second, compiling almost a second, a run some milliseconds.
 _WAYS = (
     (48, THREADS, EAGER, PATHS),
     (22, CONCURRENT, EAGER, PATHS),
@@ -54,15 +54,15 @@ class Injection:
     """A fault to inject.
 
     Attributes:
-        seed: what it was drawn from.
+        seed: the seed that determines the fault.
         strategy: the kind of strategy.
-        size: how many replicas.
-        form: how the body is run.
-        point: where it goes wrong.
-        error: which kind of exception.
-        who: the replicas that raise, where they run code of their own.
-        in_thread: whether another thread than the main one calls `run`.
-        again: whether the next run is of the very function that failed.
+        size: the number of replicas.
+        form: the form of `run`.
+        point: the place in the program where the fault happens.
+        error: the kind of exception.
+        who: the replicas that raise, if each replica runs its own Python code.
+        in_thread: whether a thread other than the main one calls `run`.
+        again: whether the next run calls the function that failed.
     """
 
     seed: int
@@ -77,17 +77,17 @@ class Injection:
 
     @classmethod
     def drawn(cls, seed: int, only_quick: bool = False) -> Injection:
-        """The fault of a number.
+        """The fault that a seed determines.
 
         Args:
-            seed: the number.
-            only_quick: nothing that is traced or compiled.
+            seed: the seed.
+            only_quick: whether to leave out faults that need tracing or compiling.
         """
         draw = random.Random(seed)
         ways = [way for way in _WAYS if way[3] is PATHS and way[2] == EAGER] if only_quick else _WAYS
         ((_, strategy, form, points),) = draw.choices(ways, [way[0] for way in ways])
         point = draw.choice(points)
-        alone = point not in MISMATCHES  # whether all replicas may do it
+        alone = point not in MISMATCHES  # whether all replicas may raise
         size = draw.randint(1 if alone else 2, 4)
         many = draw.choice((1, 1, draw.randint(1, size if alone else size - 1)))
         who = tuple(sorted(draw.sample(range(size), many)))
@@ -108,7 +108,7 @@ class Injection:
 
     @property
     def traces(self) -> bool:
-        """Whether it needs a function that was not traced before."""
+        """Whether the fault needs a function that was not traced before."""
         if self.point in (INPUTS, LAUNCH, DEVICE, *HOSTS):
             return False
         return self.is_compiled or self.form != EAGER

@@ -22,10 +22,10 @@ from replica_engine.testing import logical_devices
 from soak.outcome import Outcome
 
 MANY = 64
-"""Replicas, on however many cores there are."""
+"""The number of replicas, on any number of cores."""
 
 GROWTH = 100
-"""Bytes a run that memory may grow by, in a hundred thousand of them: 10 MB."""
+"""The largest growth of memory in bytes per run: 10 MB in a hundred thousand runs."""
 
 Make = Callable[[int], Any]
 
@@ -36,12 +36,12 @@ STRATEGIES: dict[str, Make] = {
 
 
 def meet(x: Any) -> tf.Tensor:
-    """A sum over replicas, and nothing else."""
+    """Returns a sum over replicas, and does nothing else."""
     return tf.distribute.get_replica_context().all_reduce("SUM", x)
 
 
 def many_replicas(make: Make) -> tuple[int, list[str], str]:
-    """Trains on 64 replicas for a while; all copies stay equal bit by bit, and are what one replica comes to."""
+    """Trains on 64 replicas for a while; all copies stay bitwise equal, and equal to a training on one replica."""
     strategy = make(MANY)
     with strategy.scope():
         weight = tf.Variable(tf.ones([8]))
@@ -78,7 +78,7 @@ def many_replicas(make: Make) -> tuple[int, list[str], str]:
 
 
 def many_runs(make: Make, runs: int) -> tuple[int, list[str], str]:
-    """Very many small runs: neither memory nor threads grow."""
+    """Makes very many small runs; memory and the number of threads must not grow."""
     strategy, process = make(2), psutil.Process()
     x = tf.ones([64])
 
@@ -151,7 +151,7 @@ def many_threads() -> tuple[int, list[str], str]:
 
 
 def run(runs: int) -> Iterator[Outcome]:
-    """Runs all, and yields an outcome for each."""
+    """Runs each load, and yields an outcome for each."""
     both = "MirroredStrategy, TPUStrategy"
     yield _outcome(both, "16 user threads call run on 4 strategies at once", many_threads)
     for name, make in STRATEGIES.items():

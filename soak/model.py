@@ -1,6 +1,6 @@
-"""A step with variables of every kind around sync points, and the ledger of what they must hold.
+"""A step with variables of every kind around sync points, and a ledger of the values that they must have.
 
-All numbers are whole, so sums are exact in any order and variables can be compared bit by bit.
+All numbers are integers, so sums are exact in any order and variables can be compared bit by bit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOWERING = "lowering: an op that XLA does not know"
 
 
 class Arm:
-    """What is to go wrong in a run, and what did.
+    """The fault to raise in a run, and the exceptions that were raised.
 
     Args:
         for_all: whether Python code of a body runs once for all replicas.
@@ -45,7 +45,7 @@ class Arm:
         self.disarm()
 
     def disarm(self) -> None:
-        """Nothing goes wrong."""
+        """Removes the fault."""
         self.point = ""
         self.who: tuple[int, ...] = ()
         self.make: Callable[[], BaseException] = ValueError
@@ -53,36 +53,36 @@ class Arm:
         self.made: list[tuple[str, int]] = []
 
     def set(self, point: str, who: Sequence[int], make: Callable[[], BaseException]) -> None:
-        """At this point these replicas raise; where Python code runs once for all replicas, that does."""
+        """Sets the point and the replicas that raise. Code that runs once for all replicas raises for all."""
         self.disarm()
         self.point, self.who, self.make = point, tuple(who), make
 
     def at(self, point: str) -> None:
-        """The program has come to a point, on a replica or in a merge function."""
+        """Called at each point, on a replica or in a merge function; raises if the fault is there."""
         if point == self.point:
             replica = None if self._for_all else replica_id()
             if replica is None or replica in self.who:
                 raise self.new()
 
     def new(self) -> BaseException:
-        """The exception, noted down."""
+        """Makes the exception, and remembers it."""
         error = self.make()
         self.raised.append(error)
         return error
 
     def on_host(self, point: str, replica: int) -> None:
-        """A host call has come to a point."""
+        """Called when a host call reaches a point."""
         if point == self.point and replica in self.who:
             raise self.new()
 
     def note(self, update: str) -> None:
-        """A replica has made an update that is its own."""
+        """Called when a replica has updated its own component of a variable."""
         if not self._for_all:
             self.made.append((update, replica_id() or 0))
 
 
 def replica_id() -> int | None:
-    """The replica whose Python code this is; None in cross-replica context, and where it is the code of all."""
+    """The replica that runs this Python code; None in cross-replica context, and in code that runs once for all."""
     context = tf.distribute.get_replica_context()
     if context is None or context.strategy.num_replicas_in_sync == 1:
         return None if context is None else 0
@@ -94,8 +94,8 @@ class Model:
     """The variables and the steps of one strategy.
 
     Args:
-        strategy: of any of the kinds.
-        compiled: whether it compiles bodies.
+        strategy: a strategy of any kind.
+        compiled: whether the strategy compiles bodies.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, compiled: bool):
@@ -125,7 +125,7 @@ class Model:
         self._early, self._late = returns(early), returns(late)
 
     def step(self, x: Any) -> Any:
-        """All replicas' updates, and twice the sum of `x`."""
+        """Makes the updates of all replicas, and returns twice the sum of `x`."""
         try:
             return self._step(x)
         except BaseException:
@@ -180,7 +180,7 @@ class Model:
         if self.arm.point == NESTED:
             strategy.run(self._nested, args=(x,))
         merged = strategy.reduce("SUM", x, axis=None)
-        with tf.control_dependencies([merged]):  # in a graph, that is all that orders host calls and updates
+        with tf.control_dependencies([merged]):  # in a graph, nothing else orders host calls and updates
             strategy.extended.update(self.count, lambda variable: variable.assign_add(1))
         self.arm.at(MERGE_ENDS)
         return merged
@@ -191,7 +191,7 @@ class Model:
         return total
 
     def creating(self, x: Any) -> Any:
-        """Twice the sum of `x`, with two variables made on the way; in a graph, if they are not there."""
+        """Creates two variables (in a graph only the first time), and returns twice the sum of `x`."""
         total = tf.distribute.get_replica_context().all_reduce("SUM", x)
         if not self.held or tf.executing_eagerly():
             first = tf.Variable(self._initial, shape=[WIDTH], dtype=tf.float32)
@@ -217,7 +217,7 @@ class Model:
 
 @dataclasses.dataclass
 class Ledger:
-    """What the variables of a model must hold, for each replica."""
+    """The values that the variables of a model must have on each replica."""
 
     weight: np.ndarray
     count: int
@@ -226,31 +226,31 @@ class Ledger:
 
     @classmethod
     def new(cls, size: int) -> Ledger:
-        """Of a new model."""
+        """The ledger of a new model."""
         rows = np.zeros([size, WIDTH], np.float32)
         return cls(np.zeros([WIDTH], np.float32), 0, rows.copy(), rows.copy())
 
     def whole_step(self, x: np.ndarray) -> None:
-        """A step was made."""
+        """Records a whole step."""
         self.weight = self.weight + x.sum(axis=0)
         self.count += 1
         self.plain = self.plain + x.sum(axis=0)
         self.seen = self.seen + x
 
     def part_of_step(self, x: np.ndarray, point: str, made: Sequence[tuple[str, int]]) -> None:
-        """An eager step failed on the way: what was merged before is made, on all replicas; the rest on none."""
+        """Records a failed eager step: earlier merges count on all replicas, the rest on none."""
         if point not in (BEFORE, BETWEEN, UNWINDING, SKIPS):
             self.weight = self.weight + x.sum(axis=0)
         if point in (MERGE_ENDS, AFTER, END, STRUCTURE):
             self.count += 1
-        for update, replica in made:  # its own, which nobody else makes or undoes
+        for update, replica in made:  # updates of a replica's own component
             if update == "plain":
                 self.plain[replica] += x.sum(axis=0)
             else:
                 self.seen[replica] += x[replica]
 
     def differences(self, model: Model) -> list[str]:
-        """In what the model's variables differ from it, bit by bit."""
+        """The differences between the model's variables and the ledger, bit by bit."""
         size = len(self.plain)
         wanted = {
             "weight": [self.weight] * size,
@@ -259,7 +259,7 @@ class Ledger:
             "seen": list(self.seen),
         }
         found = {name: model.values(getattr(model, name)) for name in wanted}
-        if model.compiled:  # the host has one copy of each but of `seen`, of which it has all
+        if model.compiled:  # the host has one copy of each variable, and all copies of `seen`
             wanted = {name: rows if len(found[name]) == size else rows[:1] for name, rows in wanted.items()}
             found = {name: rows[: len(wanted[name])] for name, rows in found.items()}
         return [

@@ -1,4 +1,4 @@
-"""What became of one kind of fault or load: how often, how long, and what was wrong."""
+"""The outcome of one kind of fault or load: its number, its time and its problems."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class Outcome:
 
     Attributes:
         suite: "faults", "processes" or "load".
-        where: the strategy, or what kind of program.
-        what: what was done to it.
-        count: how often.
-        seconds: how long that took altogether.
-        problems: what was wrong.
-        found: what was measured, in words.
+        where: the strategy, or the kind of program.
+        what: the fault or load.
+        count: how often it was run.
+        seconds: the time for all of them.
+        problems: the failed checks.
+        found: the measurements as text.
     """
 
     suite: str
@@ -29,11 +29,11 @@ class Outcome:
     found: str = ""
 
     def add(self, seconds: float, problems: list[str], count: int = 1) -> None:
-        """It was done once more."""
+        """Counts one more."""
         self.count += count
         self.seconds += seconds
         self.problems += problems
 
     def as_json(self) -> dict[str, Any]:
-        """For a file."""
+        """The outcome as JSON."""
         return dataclasses.asdict(self)

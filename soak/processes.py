@@ -1,8 +1,8 @@
-"""Faults that take a process of their own: signals, exits, forks, full disks, no memory, replicas that are stuck.
+"""Faults that need a new process each: signals, exits, forks, full disks, lack of memory, stuck replicas.
 
     python -m soak --only processes [--moments 6] [--seed 0]
 
-Each is a program of `soak/programs`. What it prints, how it ends and how long that takes is checked. Two run at a time.
+Each is a program in `soak/programs`. Its output, its exit status and its time are checked. Two run at a time.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ STRATEGIES = {
 TRAINS = {name: STRATEGIES[name] for name in ("threads", "compiled")}
 
 LONGEST = 120.0
-"""Seconds that a program may take altogether; it is killed then, and has failed."""
+"""The longest time of a program, in seconds. Then it is killed and counts as failed."""
 
 ANSWER = 2.0
-"""Seconds from a signal to the answer: the program says "interrupted", or the process is gone."""
+"""The longest time from a signal to the answer, in seconds: the line "interrupted", or the end of the process."""
 
 AT_ONCE = 2
-"""Programs that run at a time."""
+"""The number of programs that run at a time."""
 
 
 @dataclasses.dataclass
@@ -43,10 +43,10 @@ class Ended:
     """How a program ended.
 
     Attributes:
-        code: its return code; negative is the signal.
-        output: what it printed.
-        errors: what it printed as errors.
-        seconds: from the signal to the answer; 0.0 if there was none.
+        code: its return code; for a signal, minus its number.
+        output: its stdout.
+        errors: its stderr.
+        seconds: the seconds from the signal to the answer; 0.0 without a signal.
     """
 
     code: int
@@ -56,12 +56,12 @@ class Ended:
 
     @property
     def last(self) -> str:
-        """The line before "done", where a program says what it found."""
+        """The line before "done", which has the results of a program."""
         lines = self.output.strip().split("\n")
         return lines[-2] if lines[-1] == "done" and len(lines) > 1 else ""
 
     def wrong(self, code: int = 0, said: str = "done") -> list[str]:
-        """What is wrong about how it ended."""
+        """The problems with its end."""
         if self.code == code and said in self.output.split("\n"):
             return []
         return [f"ended with {self.code}, not {code}; printed {self.output!r}; {self.errors[-1500:]}"]
@@ -74,10 +74,10 @@ def program(
 
     Args:
         name: its module in `soak.programs`.
-        arguments: its command line.
-        send: a signal for it.
-        after: seconds from when it says "ready" to that.
-        longest: seconds it may take.
+        arguments: its arguments.
+        send: the signal to send to it.
+        after: the seconds from its line "ready" to the signal.
+        longest: the longest time in seconds.
     """
     command = [sys.executable, "-m", f"soak.programs.{name}", *map(str, arguments)]
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -103,16 +103,16 @@ def program(
 
 
 def _hear_interrupts() -> None:
-    """A process started in the background of a shell ignores Ctrl-C, and so would its children."""
+    """Restores Ctrl-C: a process in the background of a shell ignores it, and so would its children."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 Scenario = tuple[str, str, Callable[[], tuple[list[str], str]]]
-"""Where, what, and what does it: returns what is wrong, and what was found."""
+"""The place, the fault, and a function that causes it and returns the problems and the results."""
 
 
 def stopped_in_training(strategy: str, number: int, after: float) -> tuple[list[str], str]:
-    """Stops a training by a signal, goes on from its last checkpoint, and compares with one that was left alone."""
+    """Stops a training with a signal, resumes it from its last checkpoint, and compares with an undisturbed one."""
     with tempfile.TemporaryDirectory() as directory:
         ended = program("training", strategy, directory, "--steps", 4000, send=number, after=after)
         wrong = ended.wrong(-number, "ready")
@@ -138,7 +138,7 @@ def _last_step(directory: str) -> int:
 
 
 def full_disk(strategy: str) -> tuple[list[str], str]:
-    """Saving fails in the middle of a training, which goes on and comes to the same."""
+    """Makes saving fail in the middle of a training, which continues and has the same result."""
     ended = []
     for flags in ([], ["--full-disk"]):
         with tempfile.TemporaryDirectory() as directory:
@@ -150,13 +150,13 @@ def full_disk(strategy: str) -> tuple[list[str], str]:
 
 
 def one(name: str, *arguments: object, code: int = 0, longest: float = 60.0) -> tuple[list[str], str]:
-    """A program that checks everything itself."""
+    """Runs a program that does all checks itself."""
     ended = program(name, *arguments, longest=longest)
     return ended.wrong(code), ended.last
 
 
 def not_left(strategy: str) -> tuple[list[str], str]:
-    """A merge function in an op of TensorFlow that never ends, on the main thread: Python cannot end the wait."""
+    """Runs a merge function in an endless TensorFlow op on the main thread: Python cannot end the wait."""
     ended = program("stuck", strategy, "merge op", "--timeout", 0.5, longest=30.0)
     return [], "left" if not ended.wrong() else "not left, a known limit: killed after 30 s"
 
@@ -166,11 +166,11 @@ def _of(where: str, what: str, name: str, *arguments: object, code: int = 0, lon
 
 
 def scenarios(moments: int, seed: int, rounds: int = 200) -> Iterator[Scenario]:
-    """All of them.
+    """All scenarios.
 
     Args:
-        moments: how many random moments for each signal and strategy.
-        seed: what they are drawn from.
+        moments: the number of random moments for each signal and strategy.
+        seed: the seed of the moments.
         rounds: how often each process that catches Ctrl-C is interrupted.
     """
     draw = random.Random(f"moments {seed}")
@@ -219,7 +219,7 @@ def scenarios(moments: int, seed: int, rounds: int = 200) -> Iterator[Scenario]:
 
 
 def run(all_of_them: Sequence[Scenario]) -> Iterator[Outcome]:
-    """Runs scenarios, and yields what became of them: an outcome for each strategy and kind."""
+    """Runs scenarios, and yields an outcome for each strategy and kind."""
     outcomes: dict[tuple[str, str], Outcome] = {}
 
     def timed(scenario: Scenario) -> tuple[float, tuple[list[str], str]]:

@@ -1,4 +1,4 @@
-"""The table of docs/reliability.md, written from the figures of a soak."""
+"""Writes the table of docs/reliability.md from the figures of a soak."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BEGIN, END = "<!-- begin: make soak -->", "<!-- end: make soak -->"
 
 
 def machine() -> dict[str, str]:
-    """Where and with what."""
+    """Describes the machine and the versions."""
     names = ("tensorflow", "jax", "keras", "numpy")
     return {
         "date": datetime.date.today().isoformat(),
@@ -24,7 +24,7 @@ def machine() -> dict[str, str]:
 
 
 def write(figures: str, page: str = PAGE) -> None:
-    """Puts the table between its two marks on the page; the prose around it stays."""
+    """Writes the table between its two marks on the page; the text around it stays."""
     with open(figures) as file:
         data = json.load(file)
     with open(page) as file:
@@ -36,7 +36,7 @@ def write(figures: str, page: str = PAGE) -> None:
 
 
 def _table(data: dict[str, Any]) -> str:
-    """All of it, as Markdown."""
+    """The whole table in Markdown."""
     about, outcomes = data["machine"], data["outcomes"]
     of = {suite: [each for each in outcomes if each["suite"] == suite] for suite in ("faults", "processes", "load")}
     lines = [
@@ -72,5 +72,5 @@ def _summary(of: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def _lost(rows: Any) -> int:
-    """After how many something did not hold."""
+    """The number of faults after which a check failed."""
     return sum(len({problem.split(":")[0] for problem in each["problems"]}) for each in rows)

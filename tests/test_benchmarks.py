@@ -129,10 +129,10 @@ def test_the_page_gets_the_tables_and_keeps_the_rest():
     text = PAGE.read_text(encoding="utf-8")
     once = page.with_table(text, report())
     assert once.partition(page.BEGIN)[0] == text.partition(page.BEGIN)[0]
-    assert "### eager_run\n\nWhat one eager `strategy.run` costs" in once
+    assert "### eager_run\n\nThe cost of one eager `strategy.run`" in once
     assert "**Failed:** exit status 1" in once
     assert page.with_table(once, report()) == once
-    with pytest.raises(ValueError, match="has no <!--"):
+    with pytest.raises(ValueError, match="does not have <!--"):
         page.with_table("a page", report())
 
 
@@ -146,10 +146,10 @@ def test_options_have_a_quick_default():
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--repeats 0", "'0' is no whole number above 0"),
-        ("--replicas 2,x", "'x' is no whole number above 0"),
-        ("--models mlp,resnet", "there is no 'resnet'; there are mlp, conv"),
-        ("--json nowhere/figures.json", "there is no folder 'nowhere'"),
+        ("--repeats 0", "'0' is not a positive integer"),
+        ("--replicas 2,x", "'x' is not a positive integer"),
+        ("--models mlp,resnet", "unknown 'resnet'; choose from mlp, conv"),
+        ("--json nowhere/figures.json", "the folder 'nowhere' does not exist"),
     ],
 )
 def test_bad_options_are_told_before_anything_is_measured(line, words, capsys):

@@ -174,7 +174,7 @@ def test_help_shows_an_example(capsys):
     out, err = capsys.readouterr()
     assert (exit_.value.code, err) == (0, "")
     assert "example:\n  python -m replica_engine demo --strategy mirrored --replicas 4 --epochs 5" in out
-    assert "(default: 64, or a little less)" in out
+    assert "(default: 64, or the multiple below it)" in out
 
 
 def test_without_a_command_it_lists_them(capsys):

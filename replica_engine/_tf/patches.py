@@ -72,7 +72,7 @@ Make = Callable[[Any, Callable[..., Any], Callable[..., Any]], Callable[..., Any
 
 
 def install_numbers() -> None:
-    """Python numbers of distributed variables, as of plain ones: float(model.optimizer.learning_rate)."""
+    """Lets float() and int() take distributed variables, as in float(model.optimizer.learning_rate)."""
     for kind in (int, float, complex):
         name = f"__{kind.__name__}__"
         if not hasattr(distribute.DistributedVariable, name):

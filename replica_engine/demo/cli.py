@@ -16,23 +16,23 @@ LOOPS = ("custom", "keras")
 TEST_SAMPLES = 450  # 1,347 remain for training. Keras needs an evenly split first batch in tests too
 
 DESCRIPTION = """\
-Trains a classifier of handwritten digits on N replicas, then the same again on one device, and compares.
+Trains a classifier of handwritten digits on N replicas, trains it again on one device, and compares the two.
 
-It prints the loss and accuracy of each epoch, the accuracy on test samples, whether all replicas ended with
-bitwise equal weights, and how far these are from the weights that one device ends with.
-Replicas are GPUs where there are enough of them, and logical CPU devices otherwise.
+Prints the loss and accuracy of each epoch, the accuracy on test samples, whether the weights of all replicas are
+bitwise equal, and the distance between these weights and those of one device.
+The replicas run on GPUs if there are enough, and otherwise on logical CPU devices.
 """
 EPILOG = """\
 example:
   python -m replica_engine demo --strategy mirrored --replicas 4 --epochs 5
 
 exit status:
-  0    the replicas are bitwise equal, and near the one device
-  1    they are not, or the demo could not run
-  2    a flag is wrong
+  0    the weights of the replicas are bitwise equal, and close to those of one device
+  1    they are not, or the demo failed
+  2    a flag is invalid
   130  interrupted with Ctrl-C
 
-The two loops are written to be copied: replica_engine/demo/custom_loop.py, replica_engine/demo/keras_fit.py.
+Copy the two training loops into your program: replica_engine/demo/custom_loop.py, replica_engine/demo/keras_fit.py.
 """
 # Import name to install name.
 NEEDED = {"sklearn": "scikit-learn", "tqdm": "tqdm"}
@@ -61,16 +61,22 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="N",
         help="number of replicas (default: %(default)s)",
     )
-    add("--epochs", type=_whole(1), default=5, metavar="N", help="times through the data (default: %(default)s)")
+    add("--epochs", type=_whole(1), default=5, metavar="N", help="number of epochs (default: %(default)s)")
     add(
         "--batch-size",
         type=_whole(1, TEST_SAMPLES),
         metavar="N",
-        help="samples in a global batch, split evenly over the replicas (default: 64, or a little less)",
+        help="samples in a global batch, a multiple of --replicas (default: 64, or the multiple below it)",
     )
     add("--loop", choices=("both", *LOOPS), default="both", help="which training loop to run (default: %(default)s)")
-    add("--learning-rate", type=_positive, default=0.1, metavar="RATE", help="step size (default: %(default)s)")
-    add("--seed", type=_whole(0, 2**32 - 1), default=0, metavar="N", help="of weights and order (default: %(default)s)")
+    add("--learning-rate", type=_positive, default=0.1, metavar="RATE", help="learning rate (default: %(default)s)")
+    add(
+        "--seed",
+        type=_whole(0, 2**32 - 1),
+        default=0,
+        metavar="N",
+        help="seed for weights and sample order (default: %(default)s)",
+    )
     parser.set_defaults(run=lambda flags: _run(parser, flags))
 
 

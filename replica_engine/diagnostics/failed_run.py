@@ -46,7 +46,7 @@ def note_failed_run(error: BaseException, record: Callable[[], Sequence[SyncPoin
         if folder:
             path = _dump(folder, error, found)
     except Exception:
-        _log.exception("What is known of a failed run could not be gathered, or written to %s (%s).", folder, VARIABLE)
+        _log.exception("The record of a failed run could not be collected or written to %s (%s).", folder, VARIABLE)
     if lines or path:
         note_sync_points(error, lines, path)
 

@@ -23,7 +23,7 @@ from replica_engine.engine import SyncPoint
 
 
 class Brought(NamedTuple):
-    """A tensor that a replica brought to a sync point: what is known without looking at its value.
+    """A tensor that a replica brought to a sync point, described without its value.
 
     For a sparse tensor (`sparse`), the shape does not tell its size in bytes. For `tf.IndexedSlices`, the shape is that
     of the values.
@@ -121,7 +121,7 @@ class SyncPointRecord:
 
 
 def brought(values: Iterable[Any]) -> tuple[Brought, ...]:
-    """What is known of the tensors in the arguments of a merge call."""
+    """Describes the tensors in the arguments of a merge call."""
     found: list[Brought] = []
     _gather(values, found)
     return tuple(found)

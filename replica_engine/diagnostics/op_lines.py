@@ -66,7 +66,7 @@ def _with_whole_paths(frames: Sequence[tuple[str, Any, str]]) -> list[tuple[str,
     folders = ["", *_folders_above(os.path.dirname(tf.__file__)), *_folders_above(os.path.dirname(__file__))]
     found = [sum(_is_whole(os.path.join(folder, file)) for file in files) for folder in folders]
     folder = folders[found.index(max(found))]
-    # A cell of a notebook, "<ipython-input-1>", is no file.
+    # A cell of a notebook, "<ipython-input-1>", is not a file.
     return [(os.path.join(folder, file) if file[:1] != "<" else file, line, name) for file, line, name in frames]
 
 

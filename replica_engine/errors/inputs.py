@@ -149,7 +149,7 @@ class InputsError(ReplicaEngineError, ValueError, TypeError):
 
     @classmethod
     def other_program(cls, fn: str, difference: str) -> InputsError:
-        """The inputs do not fit the compiled body."""
+        """The inputs differ from those that the body was compiled for."""
         return cls(
             f"`{fn}` was not compiled for these inputs: {difference}. Lower it again with the new inputs: "
             "xla.lower(fn, inputs).compile()."

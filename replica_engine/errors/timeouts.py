@@ -16,7 +16,7 @@ FOR_ITS_TURN = "waiting for its turn on the devices"
 
 @dataclass(frozen=True)
 class ReplicaRow:
-    """What is known of one replica when something went wrong: a row in an error's table.
+    """The state of one replica when something went wrong: a row in an error's table.
 
     Attributes:
         replica: its index in the run, from 0.
@@ -52,7 +52,7 @@ class ReplicaRow:
 
 @dataclass(frozen=True)
 class CoordinatorRow:
-    """What is known of the thread that called `run`.
+    """The state of the thread that called `run`.
 
     Attributes:
         thread: its name.

@@ -38,7 +38,7 @@ def _default() -> float:
             seconds = float(given)
             if seconds > 0:
                 return seconds
-        log.warning("%s is no positive number of seconds: %r. It is taken for 30.", VARIABLE, given)
+        log.warning("%s=%s is not a positive number of seconds; using 30.", VARIABLE, given)
     return 30.0
 
 
@@ -197,7 +197,7 @@ class _Watchdog:
             try:
                 due = min(due, watch.look())
             except Exception:
-                log.exception("The watchdog could not report on something that has not come back.")
+                log.exception("The watchdog failed to report an operation that has not returned.")
                 due = min(due, now + 1.0)
         with self._planning:
             self._next = min(self._next, due)

@@ -69,7 +69,7 @@ def assertions(point: SyncPoint, replicas: Sequence[Replica], args: Sequence[Any
 
 
 def _axis(replica: Replica) -> int | None:
-    """The axis of the all-gather in which a replica waits; None if it is unknown, or if this is no all-gather."""
+    """The axis of the all-gather in which a replica waits; None if it is unknown, or if this is not an all-gather."""
     detail: tuple = replica.meets[1]  # type: ignore[index]  # the engine compares `meets` and never looks inside
     if len(detail) < 2 or detail[0] != "all_gather":
         return None

@@ -1,4 +1,4 @@
-"""Programs that something happens to, each run in a process of its own. What they print is what is checked.
+"""Programs that suffer a fault, each in a new process. The soak checks their output.
 
-They say "ready" when they are in the middle of it, and "done" when all that they check themselves held.
+A program prints "ready" when it is in the middle of its work, and "done" when all its own checks have passed.
 """

@@ -1,4 +1,4 @@
-"""What the programs share."""
+"""Helpers of the programs."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def all_reduce_ones() -> tf.Tensor:
 
 
 def check_works(strategy: Any) -> None:
-    """The next run gives the right number."""
+    """Checks that the next run returns the right number."""
     values = [float(value) for value in strategy.experimental_local_results(strategy.run(all_reduce_ones))]
     check(values == [float(SIZE)] * SIZE, f"the next run returned {values}")
 
 
 def check(holds: bool, text: str) -> None:
-    """Ends the process, at once and with code 70, where something does not hold."""
+    """Ends the process at once with status 70 if a condition is false."""
     if not holds:
         print(f"FAILED: {text}", file=sys.stderr, flush=True)
         os._exit(70)

@@ -1,14 +1,14 @@
-"""Ways for a process to end while replicas are at work.
+"""Ends a process while replicas are at work, in several ways.
 
     python -m soak.programs.exits threads atexit
 
 - atexit: runs once more in a function registered with atexit;
-- error: raises on replica 1, and nobody catches it;
+- error: raises on replica 1, and nothing catches it;
 - exit: calls sys.exit(3) on replica 1;
 - daemon: leaves daemon threads in the middle of their runs;
-- main dies: raises on the main thread while another one goes on with its runs;
-- parked: just ends, with replica threads parked;
-- del: ends with the strategy in a reference cycle that has a finaliser.
+- main dies: raises on the main thread while another thread continues its runs;
+- parked: ends with parked replica threads;
+- del: ends with the strategy in a reference cycle that has a finalizer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from soak.programs.common import check_works, make_strategy, say
 
 
 def main() -> None:
-    """Ends in one of the ways."""
+    """Ends in one of these ways."""
     strategy: Any = make_strategy(sys.argv[1])
     check_works(strategy)
     _WAYS[sys.argv[2]](strategy)

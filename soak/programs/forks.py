@@ -1,4 +1,4 @@
-"""A fork before TensorFlow has started works; after that, `run` in the child says why it cannot.
+"""Forks: before TensorFlow has started, `run` works in the child; afterwards, `run` in the child raises ForkedError.
 
 python -m soak.programs.forks threads before
 python -m soak.programs.forks threads after
@@ -34,12 +34,15 @@ def main() -> None:
     if sys.argv[2] == "after":
         check_works(strategy)  # the parent goes on
         _, status = os.waitpid(_spawned(), 0)
-        check(os.waitstatus_to_exitcode(status) == 0, "what was forked and began anew ended otherwise")
+        check(
+            os.waitstatus_to_exitcode(status) == 0,
+            "the forked process that started another program has another exit status",
+        )
     say("done")
 
 
 def _spawned() -> int:
-    """A fork that starts another program works at any time."""
+    """Checks that a fork which starts another program works at any time."""
     return os.posix_spawn(sys.executable, [sys.executable, "-c", "import os; os._exit(0)"], os.environ)
 
 

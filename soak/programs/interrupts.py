@@ -1,9 +1,9 @@
-"""Ctrl-C at random moments, many times in one process: each time it catches KeyboardInterrupt, looks around, goes on.
+"""Ctrl-C at random moments, many times in one process, which catches KeyboardInterrupt, checks its state and goes on.
 
     python -m soak.programs.interrupts threads [--rounds 100] [--seed 0]
 
-Where Ctrl-C comes while Python is in a callback of a weak reference or in a `__del__`, Python itself prints it and goes
-on. That is counted, and the round is over.
+If Ctrl-C arrives in a callback of a weak reference or in a `__del__`, Python prints the exception and continues. Such a
+round is counted and ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from soak.model import Ledger, Model  # isort: skip
 
 
 def main() -> None:
-    """Runs steps until it is interrupted, again and again."""
+    """Runs steps until it is interrupted; repeats that."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("strategy")
     parser.add_argument("--rounds", type=int, default=100)
@@ -50,7 +50,7 @@ def main() -> None:
     for number in range(flags.rounds):
         moment = draw.uniform(0, 4 * usual)
         sent: list[float] = []
-        made: list[None] = []  # a step each; to append is one instruction, which Ctrl-C cannot divide
+        made: list[None] = []  # one item per step; append is one instruction, which Ctrl-C cannot interrupt halfway
         killer = threading.Thread(target=_interrupt_after, args=(moment, sent))
         before = time.perf_counter()
         try:
@@ -89,11 +89,11 @@ def _interrupt_after(seconds: float, sent: list[float]) -> None:
 
 
 def _look(model: Model, ledger: Ledger, x: np.ndarray, number: int, compiled: bool) -> int:
-    """Checks the variables, and takes over into the ledger what the interrupted step had made.
+    """Checks the variables, and records in the ledger what the interrupted step has done.
 
-    Each variable that is merged holds the value from before the step or from after it, on all replicas the same; one
-    that each replica writes by itself, either, on each of them. Compiled, all variables are from before, or all from
-    after it.
+    A merged variable has its value from before or after the step, the same on all replicas. A variable that each
+    replica writes itself has either value on each replica. In a compiled step, all variables have their values from
+    before the step, or all from after it.
 
     Returns:
         1 if some variables are from before and some from after, else 0.

@@ -1,4 +1,4 @@
-"""One replica runs out of memory: asked for more than there is, and under a limit of the operating system.
+"""One replica runs out of memory: it asks for more than the machine has, or meets a limit of the operating system.
 
 python -m soak.programs.memory threads huge
 python -m soak.programs.memory threads limit
@@ -17,12 +17,12 @@ from soak.programs.common import check, check_works, make_strategy, say
 HUGE = 10**12
 """Elements: 4 TB."""
 
-ROOM = 2**30
-"""Bytes that the process may still take, under the limit."""
+SPARE = 2**30
+"""The bytes that the process may still take under the limit."""
 
 
 def main() -> None:
-    """Runs out of memory on replica 1, and goes on."""
+    """Runs out of memory on replica 1, and continues."""
     strategy = make_strategy(sys.argv[1])
     with strategy.scope():
         count = tf.Variable(0, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
@@ -31,8 +31,8 @@ def main() -> None:
     if sys.argv[2] == "limit":
         with open("/proc/self/statm") as file:
             size = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, resource.RLIM_INFINITY))
-        elements = ROOM  # of 4 bytes each
+        resource.setrlimit(resource.RLIMIT_AS, (size + SPARE, resource.RLIM_INFINITY))
+        elements = SPARE  # of 4 bytes each
 
     def body() -> Any:
         context = tf.distribute.get_replica_context()

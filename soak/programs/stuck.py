@@ -1,4 +1,4 @@
-"""Replicas and merge functions that do not come back, and how `run` is left all the same.
+"""Replicas and merge functions that do not return, and how `run` still ends.
 
     python -m soak.programs.stuck threads op --timeout 0.5
     python -m soak.programs.stuck threads op --interrupt
@@ -10,7 +10,7 @@ What is stuck:
 - merge: a merge function, asleep;
 - merge op: a merge function, in an op in C++;
 - host: a host call of a compiled body, asleep;
-- other thread: a replica, in an op in C++, while another thread than the main one called `run`.
+- other thread: a replica, in an op in C++, in a run of a thread other than the main one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOO_LONG = 600.0
 
 
 def main() -> None:
-    """Gets stuck, and out of it."""
+    """Gets stuck, and checks how `run` ends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("strategy")
     parser.add_argument("what")
@@ -76,7 +76,7 @@ _go = threading.Event()
 
 
 def _let_go() -> None:
-    """Lets a host call that sleeps go on: until it ends, its program has the devices."""
+    """Lets a sleeping host call continue: its program occupies the devices until the call ends."""
     _go.set()
     time.sleep(0.3)
     _go.clear()
@@ -114,7 +114,7 @@ def _bodies(strategy: Any) -> dict[str, Callable[[], Any]]:
 
 
 def _in_thread(work: Callable[[], Any]) -> None:
-    """Does it on another thread, and raises here what it raised there."""
+    """Calls a function on another thread, and raises its exception here."""
     failures: list[BaseException] = []
 
     def caught() -> None:

@@ -1,8 +1,8 @@
-"""Trains, saves a checkpoint every few steps, and goes on where the last one ends.
+"""Trains, saves a checkpoint every few steps, and resumes from the last one.
 
     python -m soak.programs.training threads directory [--steps 40] [--full-disk]
 
-It prints the variables' bytes at the end: they are the same however often it was stopped on the way.
+It prints a hash of the variables at the end, which does not depend on how often the training was stopped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tensorflow as tf
 from soak.programs.common import SIZE, check, check_works, make_strategy, say
 
 EVERY = 5
-"""Steps from one checkpoint to the next."""
+"""The number of steps from one checkpoint to the next."""
 
 
 def main() -> None:
@@ -38,13 +38,13 @@ def train(strategy: Any, directory: str, to: int, full_disk: bool = False) -> st
     """Trains from the last checkpoint in a directory, or from the beginning.
 
     Args:
-        strategy: on which replicas.
-        directory: of the checkpoints.
-        to: how many steps there are altogether.
-        full_disk: whether the second checkpoint meets a full disk.
+        strategy: the strategy to train on.
+        directory: the folder of the checkpoints.
+        to: the number of the last step.
+        full_disk: whether the disk is full at the second checkpoint.
 
     Returns:
-        From which step it went, and a hash of the variables at the end.
+        The step where it resumed, and a hash of the variables at the end.
     """
     with strategy.scope():
         weight = tf.Variable(tf.random.stateless_normal([64, 64], [1, 2]))
@@ -85,12 +85,12 @@ def train(strategy: Any, directory: str, to: int, full_disk: bool = False) -> st
 
 
 def hash_of(array: np.ndarray) -> str:
-    """Tells arrays apart, bit by bit."""
+    """A hash of the bytes of arrays."""
     return hashlib.sha256(array.tobytes()).hexdigest()[:16]
 
 
 def _save_on_full_disk(manager: tf.train.CheckpointManager) -> None:
-    """No file may be longer than a few bytes: saving fails, and what was saved before is still there."""
+    """Saves with a limit on the size of files: saving fails, and the earlier checkpoint remains."""
     before = manager.latest_checkpoint
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -107,7 +107,7 @@ def test_host_work_on_a_tpu():
 
 @pytest.fixture
 def _anew(monkeypatch):
-    """Has `TPUStrategy`, and what of it needs jax, be imported anew."""
+    """Makes the next use import `TPUStrategy` and the modules that need jax again."""
     for name in list(sys.modules):
         if name.startswith(("replica_engine.strategies.tpu", "replica_engine.pjrt.")):
             monkeypatch.delitem(sys.modules, name)

@@ -37,7 +37,7 @@ def test_every_class_has_a_wording():
 
 @pytest.mark.parametrize("kind", [each for each in vars(errors).values() if isinstance(each, type)])
 def test_every_exception_can_be_made_of_its_message(kind):
-    """Keras makes one anew, `type(error)(message)`, of what a layer raises; so do others."""
+    """Keras and others replace an exception from a layer by `type(error)(message)`."""
     if issubclass(kind, BaseException):
         error = kind("a message")
         assert str(error) == "a message"

@@ -18,7 +18,7 @@ def inject(injections):
 
 @pytest.mark.parametrize("seed", range(0, 150, 50))
 def test_on_threads(seed):
-    """Everything in a model and its strategies is made anew here, so no fault is hidden by the tests before."""
+    """Each model and its strategies are new here, so earlier tests cannot hide a fault."""
     inject([Injection.drawn(number, only_quick=True) for number in range(seed, seed + 50)])
 
 

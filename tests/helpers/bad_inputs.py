@@ -1,6 +1,6 @@
 """What nobody should pass, and what somebody will: values of all kinds, in tables of functions that make them.
 
-Values are made anew and not kept, so that a value that one test changes or exhausts is new in the next.
+Each test makes new values, so a test cannot change or exhaust those of another.
 """
 
 import collections
@@ -153,7 +153,7 @@ PYTHON = {
     "no truth": NoTruth,
     "false shape": FalseShape,
 }
-"""Python values that are no containers to TensorFlow."""
+"""Python values that TensorFlow does not treat as containers."""
 
 ARRAYS = {
     "object": lambda: np.array([1, "a", None], dtype=object),
@@ -248,8 +248,8 @@ VARIABLES = {
 
 OBJECTS = {
     "optional": lambda: tf.experimental.Optional.from_value(1.0),
-    "data set": lambda: tf.data.Dataset.range(3),
-    "iterator of a data set": lambda: iter(tf.data.Dataset.range(3)),
+    "dataset": lambda: tf.data.Dataset.range(3),
+    "iterator of a dataset": lambda: iter(tf.data.Dataset.range(3)),
     "table": lambda: tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([1], [2]), 0),
     "tensor array": lambda: tf.TensorArray(tf.float32, 2),
     "tf.function": lambda: tf.function(lambda: 1),
@@ -258,7 +258,7 @@ OBJECTS = {
     "spec": lambda: tf.TensorSpec([1]),
     "dtype of TensorFlow": lambda: tf.float32,
 }
-"""Objects of TensorFlow that are no values."""
+"""Objects of TensorFlow that are not values."""
 
 DISTRIBUTED = {
     "tensors": lambda: PerReplica([tf.constant(1.0), tf.constant(2.0)]),

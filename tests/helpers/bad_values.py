@@ -53,7 +53,7 @@ def arrays():
 
 
 def leaves():
-    """Any value that is no container."""
+    """Any value that is not a container."""
     return arrays() | of(PYTHON, ARRAYS) | of(TENSORS, COMPOSITES, VARIABLES, OBJECTS) | of(DISTRIBUTED, OTHER_NUMBERS)
 
 
@@ -80,5 +80,5 @@ def structures():
 
 
 def garbage():
-    """Anything that is no number, no function and no iterator of batches: for parameters that want one of these."""
+    """Anything but a number, a function or an iterator of batches: for parameters that take one of these."""
     return of(PYTHON, ARRAYS, TENSORS, COMPOSITES, OBJECTS, DISTRIBUTED, ENDLESS)

@@ -26,7 +26,7 @@ def _serve(path):
     server.listen()
     print("ready", flush=True)
     while True:
-        if sys.stdin in select.select([server, sys.stdin], [], [])[0]:  # whoever started this is gone
+        if sys.stdin in select.select([server, sys.stdin], [], [])[0]:  # the process that started this has ended
             sys.exit()
         connection, _ = server.accept()
         with connection, connection.makefile("rw") as stream:

@@ -2,7 +2,7 @@
 
 The body of a test that is marked `@shows(SomeError.wording)` is such a program. It must produce that wording, and the
 program and what it shows must be those of `golden/SomeError.wording.txt`. Line N of the file is line N of
-`program.py`, as the messages call it. `UPDATE_GOLDEN=1 pytest tests/errors` writes the files anew.
+`program.py`, as the messages call it. `UPDATE_GOLDEN=1 pytest tests/errors` rewrites the files.
 
 What is shown: what is printed, the library's warnings, and the exception as Python prints it, but for the frames of
 the traceback that are not the user's.
@@ -252,7 +252,7 @@ class _Source:
 
 
 def _blank_lines_before(code: list[str], number: int) -> int:
-    """How many to add, for there are two around a function or class that is no longer in one."""
+    """The number of blank lines to add: two surround a function or class at the top level."""
     before, line = code[max(number - 2, 0) : number], code[number]
     if len(before) < 2 or before[1] or line.startswith(" "):
         return 0

@@ -23,7 +23,7 @@ def numbers(count, start=0):
 
 
 def floats(count):
-    """The same as a data set."""
+    """The same batches as a dataset."""
     return tf.data.Dataset.range(count).map(lambda i: tf.cast(i, tf.float32))
 
 
@@ -45,7 +45,7 @@ class Counted:
 
 
 class GetNext:
-    """An iterator as of TensorFlow 1."""
+    """An iterator of TensorFlow 1."""
 
     def __init__(self, dataset):
         self._iterator = iter(dataset)

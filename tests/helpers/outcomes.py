@@ -86,7 +86,7 @@ class Witness:
         assert float(self.total.numpy()) == self._expected
 
     def restart(self):
-        """Takes the variable as it is: one failure is no reason for others."""
+        """Takes the variable as it is, so that one failure does not cause others."""
         self._expected = float(self.total.numpy())
 
     def _step(self, x):

@@ -1,4 +1,4 @@
-"""Strategies as of 2018 for the tests of the contrib class, and what there is on each of their towers."""
+"""Strategies in the style of 2018 for the tests of the contrib class, and the values on each of their towers."""
 
 import numpy as np
 import tensorflow as tf
@@ -52,7 +52,7 @@ def merged(distribution, merge_fn, *args):
 
 
 def numbers(count, batch=1):
-    """Makes a data set of batches 0.0, 1.0, ..."""
+    """Makes a dataset of the batches 0.0, 1.0, ..."""
     return lambda: tf.data.Dataset.range(count).map(lambda i: tf.cast(i, tf.float32)).batch(batch, drop_remainder=True)
 
 

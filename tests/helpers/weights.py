@@ -37,7 +37,7 @@ def copies():
         strategy.run(step, args=(weights,))
     found = [now()]
     for weight in weights:
-        weight.assign(2.0 * tf.ones([FLOATS]))  # which is no look
+        weight.assign(2.0 * tf.ones([FLOATS]))  # writing does not count as reading
     for _ in range(2):
         strategy.run(step, args=(weights,))
     found.append(now())

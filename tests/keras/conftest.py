@@ -47,7 +47,7 @@ class Pair:
         strategy.run(lambda: None)  # so that its threads are there before a test that looks for new ones
 
     def restart(self):
-        """Has both begin anew."""
+        """Resets both models to their initial state."""
         for model, values in zip((self.alone, self.original), self._start, strict=True):
             for variable, value in zip(self._variables(model), values, strict=True):
                 variable.assign(value)

@@ -29,7 +29,7 @@ class Classifier(keras.Model):
 
 
 class ByHand(Classifier):
-    """The mean of its batch, a metric of its own, and a number that is no metric."""
+    """The mean of its batch, a metric of its own, and a number that is not a metric."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Whatever Keras takes as data: arrays, data sets, generators, dicts; weights of samples; data for validation."""
+"""All kinds of data that Keras takes: arrays, datasets, generators, dicts; sample weights; validation data."""
 
 import keras
 import numpy as np

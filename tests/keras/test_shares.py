@@ -85,7 +85,7 @@ def test_batches_by_hand_give_what_they_give_on_one_device(pair, alike):
 
 
 def test_an_empty_batch_is_passed_over(pair, alike):
-    """It is no step: an epoch is that of the batches that have samples."""
+    """An empty batch is not a step: the epoch has only the batches with samples."""
 
     def batches(*sizes):
         stop = 0

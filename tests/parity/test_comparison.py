@@ -84,8 +84,8 @@ def test_what_only_one_has_differs():
     comparison = Comparison(LIMITS)
     comparison.compare("S", "metric", "a batch", {"a": 1.0}, {"b": 1.0})
     assert [(each.name, each.detail) for each in comparison.differences()] == [
-        ("a", "one device has it, and S does not"),
-        ("b", "S has it, and one device does not"),
+        ("a", "one device has it, but S does not"),
+        ("b", "S has it, but one device does not"),
     ]
 
 
@@ -102,7 +102,7 @@ def test_differences_come_in_the_order_of_a_step():
     ]
     first = comparison.differences()[0]
     assert (first.expected, first.found, first.error, first.relative) == (1, 2, 1, 1)
-    assert "layer output 'a', a batch: 2 for 1; off by 1.0e+00" in str(first)
+    assert "layer output 'a', a batch: 2 instead of 1; off by 1.0e+00" in str(first)
 
 
 def test_text_is_compared_as_it_is():

@@ -218,7 +218,7 @@ def test_a_step_that_refuses_the_rows_of_one_replica_alone(linear):
 
     report = check_parity(strict, (X, Y), variables, steps=1, batch_size=8, strategies="MirroredStrategy")
     assert not report.ok
-    assert "could not be looked for: ValueError: 8 rows" in "".join(report.notes)
+    assert "search for known causes failed: ValueError: 8 rows" in "".join(report.notes)
 
 
 class Counter(tf.Module):

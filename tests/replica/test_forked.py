@@ -44,7 +44,7 @@ PROGRAM = """
     forked(refused)
     say(strategy.run(step).values[0].numpy())
     spawned = os.posix_spawn(sys.executable, [sys.executable, "-c", "import os; os._exit(5)"], os.environ)
-    say(os.waitstatus_to_exitcode(os.waitpid(spawned, 0)[1]))  # what is forked and begins anew may be so at any time
+    say(os.waitstatus_to_exitcode(os.waitpid(spawned, 0)[1]))  # a fork that starts another program works at any time
 """
 
 

@@ -16,7 +16,7 @@ from replica_engine import xla
 
 
 def test_steps_run_in_one_launch_and_are_compiled_once(two, launched):
-    """For any number of them, and a step that is defined anew each time."""
+    """For any number of steps, also with a step function that is defined again for each call."""
     total = two.variable(0.0, SUM)
     before = xla.counts()
     for iterations in (1, 5, 3):

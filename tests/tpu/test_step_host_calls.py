@@ -162,7 +162,7 @@ def test_a_replica_that_is_a_step_ahead_when_another_fails_is_not_left_alone(two
 
 
 def test_replicas_apart_by_chance_stop_together(replicas):
-    """Whoever is ahead of whom when one fails, or the inputs end: none waits for another for ever."""
+    """Replicas that are ahead of others when one fails, or when the inputs end, do not wait for ever."""
     four = replicas(4)
     total = four.variable(0.0, SUM)
     random = np.random.default_rng(1)

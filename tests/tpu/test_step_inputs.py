@@ -22,7 +22,7 @@ def test_of_a_data_set_that_is_made_for_each_replica_each_gets_its_own(two, noti
 
 
 ITERATORS = {
-    "a data set's": lambda: iter(floats(10)),
+    "a dataset's": lambda: iter(floats(10)),
     "one with get_next": lambda: GetNext(floats(10)),
     "a generator": lambda: (number for number in numbers(10)),
     "a list's of NumPy scalars": lambda: iter(numbers(10)),

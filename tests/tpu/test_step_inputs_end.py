@@ -25,7 +25,7 @@ def test_as_many_batches_as_iterations_and_then_none(noting):
 EMPTY = {
     "list": lambda strategy: [],
     "generator": lambda strategy: iter(()),
-    "data set": lambda strategy: floats(0),
+    "dataset": lambda strategy: floats(0),
     "iterator": lambda strategy: iter(floats(0)),
     "get_next": lambda strategy: GetNext(floats(0)),
     "distributed": lambda strategy: iter(strategy.experimental_distribute_dataset(floats(0).batch(2))),
@@ -43,7 +43,7 @@ def test_no_batch_at_all(two, launched, make):
 
 
 class Cancelled(BaseException):
-    """As of asyncio: no Exception."""
+    """Like asyncio.CancelledError: not an Exception."""
 
 
 @pytest.mark.parametrize(

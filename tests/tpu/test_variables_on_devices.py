@@ -16,7 +16,7 @@ def counter(two):
     return two.variable(0.0)
 
 
-# Whoever reads in eager mode.
+# Ways to read in eager mode.
 
 READERS = {
     "numpy": lambda v: v.numpy(),
@@ -63,7 +63,7 @@ def test_what_an_assignment_returned_is_the_variable_as_it_is_now(two, counter):
 
 
 def test_a_value_once_read_stays_as_it_was(two, counter):
-    """It is no view of the memory that the next step writes to."""
+    """It is not a view of the memory that the next step writes to."""
     large = two.variable(tf.zeros([1 << 16]))
     two.add(large)
     tensor, array = tf.convert_to_tensor(large), large.numpy()

@@ -110,7 +110,7 @@ def test_another_value_takes_the_place_of_one_that_nobody_saw(two, value, tmp_pa
     assert variable.numpy()[-1] == (6.0 if value == "assign" else 2.0)
 
 
-@pytest.mark.parametrize("use", ["tf.function", "handle", "data set"])
+@pytest.mark.parametrize("use", ["tf.function", "handle", "dataset"])
 def test_every_way_to_look_sees_it(two, use):
     variable = made(two)
     two.run(add_one, args=(variable,))

@@ -199,7 +199,7 @@ def test_nothing_can_be_reduced_gathered_and_sent(shape):
 
 @pytest.mark.parametrize("op", ["MIN", "MAX"])
 def test_nan_is_not_lost_in_an_extreme(op):
-    """As of tf.reduce_max and np.maximum, whichever replica has it."""
+    """As in tf.reduce_max and np.maximum, on any replica."""
     nan = float("nan")
     for result in xla.replicate(lambda x: xla.all_reduce(x, op), [[[1.0, nan, 3.0]], [[nan, 2.0, 3.0]]]):
         np.testing.assert_array_equal(result, [nan, nan, 3.0])

@@ -318,7 +318,7 @@ class AsTold(Pace):
     lengths=st.data(),
 )
 def test_all_replicas_take_the_same_chunks(replicas, depth, script, end, lengths):
-    """Whoever comes first, whatever is ready by then, and whenever the inputs end."""
+    """For any order of replicas and inputs, and any moment at which the inputs end."""
     queue = infeed.InputQueue(replicas, depth, AsTold(lengths))
     chunks, put, ended = [[] for _ in range(replicas)], 0, False
 

@@ -1,4 +1,4 @@
-"""What of the arguments is no tensor is compiled in, so arguments that differ in it are other programs."""
+"""Arguments that are not tensors are compiled in, so each value of them has a program of its own."""
 
 import dataclasses
 

@@ -145,7 +145,7 @@ def copy_op(op: tf.Operation, inputs: Sequence[tf.Tensor], control_inputs: Seque
 
 
 def keep_shape(old: tf.Tensor, new: tf.Tensor) -> None:
-    """Copies what is known of a tensor's shape, or of the variable or list behind it, to the tensor's copy."""
+    """Copies the known shape of a tensor, or of the variable or list behind it, to the tensor's copy."""
     if old.dtype in (tf.resource, tf.variant):
         data = getattr(old, "_handle_data", None)
         if data is not None and data.is_set and getattr(new, "_handle_data", None) is None:

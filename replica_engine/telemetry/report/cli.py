@@ -9,15 +9,14 @@ import sys
 from replica_engine.telemetry.report import picture, shares, spans
 
 DESCRIPTION = """\
-Draws a timeline that `with replica_engine.timeline("run.json"):` recorded, and prints a table:
-what share of the time each replica ran, waited for the others and was merged, which replica was slowest,
-and merge calls a second.
+Draws a timeline that `with replica_engine.timeline("run.json"):` recorded, and prints a table: for each replica the
+percentage of time in which it ran, waited for the others and was in a merge; the slowest replica; merges per second.
 """
 EPILOG = """\
 example:
   python -m replica_engine timeline run.json --output run.svg --begin 1.5 --end 2
 
-The picture needs matplotlib: pip install "replica-engine[plot]". ui.perfetto.dev opens run.json too, to zoom.
+The picture needs matplotlib: pip install "replica-engine[plot]". To zoom, open run.json in ui.perfetto.dev.
 """
 FAILED = 1
 
@@ -30,16 +29,22 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """
     parser = subparsers.add_parser(
         "timeline",
-        help="draw a recorded timeline, and say who waited for whom",
+        help="draw a recorded timeline and show how long each replica waited",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("path", metavar="run.json", help="the recording")
-    parser.add_argument("--output", metavar="PICTURE", help=".png, .svg or .pdf (default: beside the recording, .png)")
-    parser.add_argument("--begin", type=float, default=0.0, metavar="S", help="draw from this second of the recording")
-    parser.add_argument("--end", type=float, metavar="S", help="draw to this second")
+    parser.add_argument(
+        "--output",
+        metavar="PICTURE",
+        help="file to draw to: .png, .svg or .pdf (default: the recording's name with .png)",
+    )
+    parser.add_argument(
+        "--begin", type=float, default=0.0, metavar="S", help="start of the drawn part, in seconds (default: 0)"
+    )
+    parser.add_argument("--end", type=float, metavar="S", help="end of the drawn part, in seconds")
     parser.set_defaults(run=run)
 
 
@@ -54,9 +59,9 @@ def run(flags: argparse.Namespace) -> int:
     try:
         picture.draw(timeline, output, flags.begin, flags.end)
     except ImportError:
-        return _failed('the picture needs matplotlib: pip install "replica-engine[plot]"')
+        return _failed('drawing needs matplotlib: pip install "replica-engine[plot]"')
     except (OSError, ValueError) as error:
-        return _failed(f"no picture: {error}")
+        return _failed(f"could not draw {output}: {error}")
     print(f"wrote {output}")
     return 0
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
-NOT_A_TIMELINE = "{path} is no timeline of replica_engine; `with replica_engine.timeline({path!r}):` writes one"
+NOT_A_TIMELINE = "{path} is not a timeline of replica_engine; `with replica_engine.timeline({path!r}):` writes one"
 
 
 @dataclasses.dataclass

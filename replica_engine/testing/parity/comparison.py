@@ -72,8 +72,8 @@ class Tolerance:
     given: bool
 
     def __str__(self) -> str:
-        where = "of a tensor's largest value (of a weight: its largest change)"
-        source = "as given" if self.given else f"the default for {self.dtype}, whose sums depend on their order"
+        where = "of a tensor's largest value (for a weight: of its largest change)"
+        source = "as given" if self.given else f"the default for {self.dtype}, in which sums depend on their order"
         return f"{self.rtol:g} {where}" + (f" + {self.atol:g}" if self.atol else "") + f"; {source}"
 
 
@@ -90,7 +90,7 @@ def tolerance(dtype: str, rtol: float | None, atol: float | None) -> Tolerance:
 
 class _Verdict(enum.Enum):
     EQUAL = "within the tolerance"
-    AMPLIFIED = "within what rounding does on one device"
+    AMPLIFIED = "within the effect of rounding on one device"
     DIFFERENT = "different"
 
 
@@ -135,7 +135,7 @@ class Comparison:
         for name in [*expected, *(name for name in found if name not in expected)]:
             if name not in expected or name not in found:
                 has, lacks = (ONE_DEVICE, strategy) if name in expected else (strategy, ONE_DEVICE)
-                difference = _unlike(strategy, kind, name, batch, step, f"{has} has it, and {lacks} does not")
+                difference = _unlike(strategy, kind, name, batch, step, f"{has} has it, but {lacks} does not")
                 self._note(difference, _Verdict.DIFFERENT)
                 continue
             before = None if start is None else start.get(name)
@@ -151,7 +151,7 @@ class Comparison:
         """Notes values of one device that are not finite and so cannot be compared; returns whether there are any."""
         bad = [name for name, value in values.items() if not _is_finite(value)]
         for name in bad:
-            detail = "not finite on one device already, so that there is nothing to compare with"
+            detail = "not finite on one device either, so there is nothing to compare with"
             difference = _unlike(ONE_DEVICE, kind, name, batch, step, detail)
             self._found.append((_rank(difference), difference))
         return bool(bad)
@@ -200,13 +200,13 @@ class Comparison:
     ) -> tuple[Difference, _Verdict]:
         one, other = np.asarray(expected), np.asarray(found)
         if one.shape != other.shape:
-            detail = f"shape {other.shape} for {one.shape}"
+            detail = f"shape {other.shape} instead of {one.shape}"
             return _unlike(strategy, kind, name, batch, step, detail), _Verdict.DIFFERENT
         if one.size == 0:
             return Difference(strategy, kind, name, batch, step, 0.0, 0.0, 0.0, 0.0, 0.0), _Verdict.EQUAL
         if not _is_number(one) or not _is_number(other):
             is_equal = bool(np.array_equal(one, other))
-            difference = _unlike(strategy, kind, name, batch, step, "other values, which are not numbers")
+            difference = _unlike(strategy, kind, name, batch, step, "the values differ, and are not numbers")
             if is_equal:
                 return dataclasses.replace(difference, error=0.0), _Verdict.EQUAL
             return difference, _Verdict.DIFFERENT

@@ -64,9 +64,9 @@ def _normalizations(model: keras.Model) -> Iterator[Cause]:
             yield Cause(
                 "batch normalization",
                 layer.name,
-                f"The layer {layer.name!r} (BatchNormalization) normalizes with mean and variance of the rows that one "
-                "replica has, and one device with those of the whole batch.",
-                "keras.layers.BatchNormalization(synchronized=True) takes them over all replicas.",
+                f"On each replica, the layer {layer.name!r} (BatchNormalization) normalizes with the mean and variance "
+                "of that replica's rows. One device uses those of the whole batch.",
+                "keras.layers.BatchNormalization(synchronized=True) computes them over all replicas.",
             )
 
 
@@ -80,17 +80,17 @@ def _random_numbers(model: keras.Model, batch: Any) -> Iterator[Cause]:
             yield Cause(
                 "stateless algorithm",
                 draw.layer or model.name,
-                f"{what} draws with {draw.op} from a fixed seed, and leaves the algorithm to the device: a compiled "
-                "program takes another one than eager code.",
-                'Pass alg="philox", which gives the same numbers everywhere. Numbers of the shape of the batch differ '
-                "all the same: every replica draws those of its own rows from the same seed.",
+                f"{what} draws random numbers with {draw.op} from a fixed seed, and the device chooses the algorithm: "
+                "a compiled program uses another one than eager code.",
+                'Pass alg="philox", which gives the same numbers everywhere. Numbers with the shape of the batch still '
+                "differ, because every replica draws those for its own rows from the same seed.",
             )
         else:
             yield Cause(
                 "random numbers",
                 draw.layer or model.name,
-                f"{what} draws random numbers ({draw.op}), each replica its own.",
-                "They have the same distribution, so training is as good. check_parity(..., random_layers=False) "
+                f"{what} draws random numbers ({draw.op}), and each replica draws its own.",
+                "They have the same distribution, so training is equally good. check_parity(..., random_layers=False) "
                 "compares everything else.",
             )
 
@@ -110,10 +110,10 @@ def _losses(model: keras.Model, batch: Any, replicas: int) -> Iterator[Cause]:
             yield Cause(
                 "loss",
                 name,
-                f"The loss {name!r} of a batch is not the mean of its samples' losses: on one device, {replicas} equal "
-                "shares of a batch have another mean. Replicas compute the mean of their shares.",
-                "Return one loss for each sample, a vector, and let Keras take the mean; or a sum over samples with "
-                'reduction="sum".',
+                f"The loss {name!r} of a batch is not the mean of its samples' losses: on one device, the mean over "
+                f"{replicas} equal shares of the batch is another number. Replicas average the losses of their shares.",
+                "Return a vector with one loss for each sample, and let Keras compute the mean. Or return a sum over "
+                'samples, with reduction="sum".',
             )
     for layer in keras_model.layers_of(model)[::-1]:
         if layer.losses and not any(inner.losses for inner in _inside(layer)):
@@ -122,8 +122,8 @@ def _losses(model: keras.Model, batch: Any, replicas: int) -> Iterator[Cause]:
                 yield Cause(
                     "loss",
                     layer.name,
-                    f"add_loss of the layer {layer.name!r} adds a number that is not a mean over the samples.",
-                    "Add the mean over the rows that the layer is given.",
+                    f"add_loss in the layer {layer.name!r} adds a number that is not a mean over samples.",
+                    "Add the mean over the rows that the layer receives.",
                 )
 
 
@@ -146,8 +146,8 @@ def _metrics(model: keras.Model, batch: Any, replicas: int, names: set[str]) -> 
                 "metric",
                 metric.name,
                 f"The metric {metric.name!r} of a batch is not a mean over its samples: on one device, {replicas} "
-                "equal shares of a batch come to another result. Replicas average what they find.",
-                "Return one number for each sample, or count sums in a keras.metrics.Metric with update_state.",
+                "equal shares of the batch give another result. Replicas average their results.",
+                "Return one number for each sample, or add up sums in a keras.metrics.Metric with update_state.",
             )
 
 
@@ -162,9 +162,10 @@ def _assigned(model: keras.Model, differences: Sequence[Difference]) -> Iterator
                 yield Cause(
                     "assigned weight",
                     weight.path,
-                    f"The layer {layer.name!r} ({type(layer).__name__}) assigns its weight {weight.path!r} from the "
-                    "rows of one replica. The values are averaged over replicas; of integers, that of replica 0 stays.",
-                    "Assign a mean over rows, or combine over replicas first: "
+                    f"The layer {layer.name!r} ({type(layer).__name__}) computes its weight {weight.path!r} from the "
+                    "rows of one replica. The values are averaged over replicas; an integer keeps its value on replica "
+                    "0.",
+                    "Assign a mean over rows, or reduce over replicas first: "
                     "tf.distribute.get_replica_context().all_reduce(...).",
                 )
 
@@ -174,9 +175,9 @@ def _halves(limits: Tolerance) -> Iterator[Cause]:
         yield Cause(
             "float16",
             limits.dtype,
-            f"The model computes in {limits.dtype}, which keeps {3 if limits.dtype == 'float16' else 2} digits, and "
-            f"the tolerance that was given is {limits.rtol:g}.",
-            f"The default for {limits.dtype} is {RTOL[limits.dtype]:g}. To compare closely, check it in float32.",
+            f"The model computes in {limits.dtype}, which has {3 if limits.dtype == 'float16' else 2} digits, and "
+            f"the given tolerance is {limits.rtol:g}.",
+            f"The default for {limits.dtype} is {RTOL[limits.dtype]:g}. For a close comparison use float32.",
         )
 
 

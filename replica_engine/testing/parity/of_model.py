@@ -141,7 +141,7 @@ class _Check:
                 with self._part():
                     causes = model_causes.found(self._model, self._even, self._settings.replicas, differences, limits)
             except Exception as error:  # a model with run_eagerly may not be traceable
-                notes.append(f"Known causes could not be looked for: {type(error).__name__}: {error}")
+                notes.append(f"The search for known causes failed: {type(error).__name__}: {error}")
         return ParityReport(
             subject=f"model {self._model.name!r}",
             replicas=self._settings.replicas,
@@ -262,7 +262,7 @@ class _Check:
 
     def _notes(self, silenced: list[str], invariant: bool, is_finite: bool) -> Iterator[str]:
         if silenced:
-            yield f"Layers that draw random numbers behaved as in inference: {', '.join(silenced)}."
+            yield f"Layers that draw random numbers ran in inference mode: {', '.join(silenced)}."
         if not self._has_loss:
             yield "The model is not compiled, so only layers and predictions were compared."
         elif not self._has_optimizer:
@@ -271,9 +271,9 @@ class _Check:
             yield "The model has no call() of its own, so layers, predictions and evaluation were not compared."
         if not invariant and is_finite:
             yield (
-                "On one device, too, the model computes other numbers when the samples of a batch come in another "
-                "order (random numbers, or a loss that looks at neighbours). Losses and weights have no measured "
-                "rounding then: the tolerance alone counts."
+                "On one device too, the model computes other numbers when the samples of a batch are in another order "
+                "(it draws random numbers, or its loss depends on neighbouring samples). So rounding cannot be "
+                "measured for losses and weights, and only the tolerance counts."
             )
 
     def _unexplained(self, differences: Sequence[Difference], causes: Sequence[Cause]) -> Iterator[str]:
@@ -288,8 +288,8 @@ class _Check:
             inside = [layer, *keras_model.layers_of(layer, include_self=False)] if layer is not None else []
             if causes and not any(inner.name in named for inner in inside):
                 yield (
-                    f"No known cause is in {each.name!r}, the first layer that differs under {strategy}. Look there: "
-                    "the causes above are of other layers, or come later."
+                    f"No known cause was found in {each.name!r}, the first layer that differs under {strategy}. Look "
+                    "there first: the causes above concern other layers, or take effect later."
                 )
 
     def _can_be_evaluated(self) -> bool:

@@ -42,8 +42,8 @@ from replica_engine.values.regroup import parts, regroup
 from replica_engine.values.uneven_batches import split_batch
 
 _NO_WEIGHTS = (
-    "the step takes no weights of rows, and a compiled program needs shares of equal size. Take an argument named "
-    "`weights` (1 / n for each of the n rows, 0 for padding; see replica_engine.split_batch)"
+    "the step does not take weights of rows, and a compiled program needs shares of equal size. Give the step an "
+    "argument named `weights` (1 / n for each of the n rows, 0 for padding; see replica_engine.split_batch)"
 )
 
 
@@ -140,11 +140,13 @@ class _Check:
                     differences, expected, found, self._batches, self._settings.replicas, self._alone
                 )
             except Exception as error:  # the step may refuse the rows of one replica alone
-                notes.append(f"Known causes could not be looked for: {type(error).__name__}: {error}")
+                notes.append(f"The search for known causes failed: {type(error).__name__}: {error}")
             try:
                 causes += step_causes.random_numbers(self._call.name, self._graph())
             except Exception as error:  # some steps cannot be traced alone
-                notes.append(f"The step was not searched for random numbers: it cannot be traced alone ({error}).")
+                notes.append(
+                    f"The step was not searched for random numbers, because it cannot be traced alone ({error})."
+                )
         return ParityReport(
             subject=f"step {self._call.name!r}",
             replicas=self._settings.replicas,
@@ -170,7 +172,7 @@ class _Check:
             made = cut.as_they_come(source, steps, self._settings.batch_size, replicas)
         if all(samples.count(batch) % replicas == 0 for batch in made) and replicas > 1:
             self._left_out["batches of uneven shares"] = (
-                f"all batches are divisible by {replicas}. Pass uneven=True, or data that is not, to compare one"
+                f"the sizes of all batches are multiples of {replicas}. Pass uneven=True, or other data, to compare one"
             )
         return made
 

@@ -12,9 +12,9 @@ ONE_DEVICE = "one device"
 _WIDTH = 110
 _PLURAL = {"loss": "losses"}
 _AMPLIFIED = (
-    '"by rounding" counts what exceeds the tolerance, and not 10 times the difference that another order of the '
-    "samples and other last digits of the weights make on one device: a gradient that is 0 but for rounding, say, "
-    "which Adam divides by its own size."
+    '"by rounding" counts numbers that differ by more than the tolerance, but by less than 10 times what rounding '
+    "changes on one device, measured with the samples in another order and other last digits of the weights. An "
+    "example is a gradient that is 0 except for rounding, which Adam divides by its own size."
 )
 _SHOWN = 4  # the largest number of differences to show for one strategy
 
@@ -65,7 +65,7 @@ class Difference:
             return what + self.detail
         place = f" at {list(self.index)}" if self.index else ""
         return (
-            f"{what}{self.found:.7g} for {self.expected:.7g}{place}; off by {self.error:.1e}, "
+            f"{what}{self.found:.7g} instead of {self.expected:.7g}{place}; off by {self.error:.1e}, "
             f"{self.relative:.1e} of {self.scale:.1e} (allowed {self.allowed:.1e})"
         )
 
@@ -185,10 +185,10 @@ class ParityReport:
             *self._table(),
         ]
         for strategy in dict.fromkeys(each.strategy for each in self.differences):
-            lines += ["", f"What differs first, {strategy}:"]
+            lines += ["", f"First differences under {strategy}:"]
             lines += [line for each in self._leading(strategy) for line in _wrapped("  - ", str(each))]
         if self.causes:
-            lines += ["", "Known causes that were found:"]
+            lines += ["", "Known causes found:"]
             lines += [line for cause in self.causes for line in _wrapped("  - ", str(cause))]
         elif self.differences:
             lines += ["", "None of the known causes was found. Start at the first difference above."]

@@ -40,13 +40,13 @@ def found(
         changes = _changes(expected, weights)
         on_one = _changes(alone(0), weights)
         for run in runs.values():
-            causes += _scaled(changes, _changes(run, weights), replicas, "changes", "a step changes")
+            causes += _scaled(changes, _changes(run, weights), replicas, "The change of")
             causes += _first_only(changes, on_one, _changes(run, weights))
     for run in runs.values():
         if not run.results:  # compiled replicas cannot share out even the first batch
             continue
         one, other = ({name: of.results[0][name] for name in others if name in of.results[0]} for of in (expected, run))
-        causes += _scaled(one, other, replicas, "is", "the step returns")
+        causes += _scaled(one, other, replicas, "The result")
     return tuple(dict.fromkeys(causes))
 
 
@@ -61,18 +61,18 @@ def _random_numbers(step: str, graph: Any) -> Iterator[Cause]:
             yield Cause(
                 "stateless algorithm",
                 step,
-                f"The step draws with {draw.op} from a fixed seed, and leaves the algorithm to the device: a compiled "
-                "program takes another one than eager code.",
-                'Pass alg="philox", which gives the same numbers everywhere. Numbers of the shape of the batch differ '
-                "all the same: every replica draws those of its own rows from the same seed.",
+                f"The step draws random numbers with {draw.op} from a fixed seed, and the device chooses the "
+                "algorithm: a compiled program uses another one than eager code.",
+                'Pass alg="philox", which gives the same numbers everywhere. Numbers with the shape of the batch still '
+                "differ, because every replica draws those for its own rows from the same seed.",
             )
         else:
             yield Cause(
                 "random numbers",
                 step,
-                f"The step draws random numbers ({draw.op}), each replica its own.",
-                "They have the same distribution, so training is as good. To compare everything else, pass them in "
-                "as a part of the batch.",
+                f"The step draws random numbers ({draw.op}), and each replica draws its own.",
+                "They have the same distribution, so training is equally good. To compare everything else, pass the "
+                "numbers as a part of the batch.",
             )
 
 
@@ -84,29 +84,27 @@ def _uneven(differences: Sequence[Difference], batches: Sequence[Any], replicas:
         yield Cause(
             "unequal shares",
             f"step {uneven[0]}",
-            f"Batches that {replicas} divides agree, and the one of {total} rows does not: a mean over replicas counts "
-            "each replica once, whatever the number of its rows.",
-            "Sum over replicas what each row counts in the whole batch: take an argument named `weights` in the "
-            "step (replica_engine.split_batch makes them), or tf.nn.compute_average_loss with the size of the whole "
-            "batch. uneven=False leaves such batches out.",
+            f"Batches whose size is a multiple of {replicas} agree, but the batch of {total} rows differs: a mean over "
+            "replicas counts each replica once, however many rows it has.",
+            "Divide the loss of each row by the size of the whole batch, and sum over replicas: give the step an "
+            "argument named `weights` (replica_engine.split_batch makes them), or use tf.nn.compute_average_loss with "
+            "the size of the whole batch. uneven=False leaves such batches out.",
         )
 
 
-def _scaled(
-    expected: Mapping[str, Any], run: Mapping[str, Any], replicas: int, does: str, what: str
-) -> Iterator[Cause]:
+def _scaled(expected: Mapping[str, Any], run: Mapping[str, Any], replicas: int, subject: str) -> Iterator[Cause]:
     for factor, words, remedy in (
         (
             replicas,
             f"{replicas} times",
-            'Where each replica computes a mean over its rows, take the mean over replicas: all_reduce("mean", ...) or '
+            'If each replica computes a mean over its rows, average over replicas: all_reduce("mean", ...) or '
             'CrossReplicaOptimizer(..., "mean"). Or divide each row\'s loss by the size of the whole batch, and sum.',
         ),
         (
             1 / replicas,
             f"1 / {replicas} of",
-            'Where each row\'s loss is divided by the size of the whole batch, sum over replicas: all_reduce("sum", '
-            '...) or CrossReplicaOptimizer(..., "sum"). For what the step returns: check_parity(..., reduction="sum").',
+            'If each row\'s loss is divided by the size of the whole batch, sum over replicas: all_reduce("sum", ...) '
+            'or CrossReplicaOptimizer(..., "sum"). For a result of the step: check_parity(..., reduction="sum").',
         ),
     ):
         names = [name for name, value in expected.items() if name in run and _is_close(value * factor, run[name])]
@@ -114,7 +112,7 @@ def _scaled(
             yield Cause(
                 "scaled by replicas",
                 names[0],
-                f"{names[0]!r} {does} {words} what {what} on one device.",
+                f"{subject} {names[0]!r} is {words} that on one device.",
                 remedy,
             )
 
@@ -126,9 +124,9 @@ def _first_only(expected: Mapping[str, Any], alone: Mapping[str, Any], run: Mapp
             yield Cause(
                 "not combined",
                 name,
-                f"{name!r} changes as if there were only the rows of replica 0: the step does not bring the replicas' "
-                "gradients together.",
-                'tf.distribute.get_replica_context().all_reduce("mean", gradients) before they are applied, or '
+                f"{name!r} changes as if the rows of replica 0 were the whole batch: the step does not combine the "
+                "gradients of the replicas.",
+                'Call tf.distribute.get_replica_context().all_reduce("mean", gradients) before applying them, or use '
                 "replica_engine.keras.CrossReplicaOptimizer.",
             )
             return

@@ -230,22 +230,22 @@ class Arguments:
 
 
 def difference(given: Sequence[Slot], names: Sequence[str], specs: Sequence[Any]) -> str:
-    """In words, the first tensor that differs or is missing. `names` and `specs` describe the wanted tensors."""
+    """Describes the first tensor that differs or is missing. `names` and `specs` describe the wanted tensors."""
     wanted = dict(zip(names, specs, strict=True))
     there = {slot.name for slot in given}
     for name in names:
         if name not in there:
-            return f"another structure, {name} is missing"
+            return f"{name} is missing"
     for slot in given:
         if slot.name not in wanted:
-            return f"another structure, {slot.name} is one too many"
+            return f"{slot.name} is unexpected"
     for slot in given:
         if slot.dtype != wanted[slot.name].dtype:
-            return f"{slot.name} is of dtype {slot.dtype.name}, and should be of {wanted[slot.name].dtype.name}"
+            return f"{slot.name} has dtype {slot.dtype.name} instead of {wanted[slot.name].dtype.name}"
     for slot in given:
         if slot.shape != wanted[slot.name].shape:
-            return f"{slot.name} has the shape {slot.shape}, and should have {wanted[slot.name].shape}"
-    return "another structure, with containers of other types, or other values that are no tensors"
+            return f"{slot.name} has shape {slot.shape} instead of {wanted[slot.name].shape}"
+    return "the structure has containers of other types, or other values that are not tensors"
 
 
 def _constant_shape(shape: tf.TensorShape) -> Callable[[Sequence[Any]], Any]:

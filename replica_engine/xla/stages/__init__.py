@@ -1,7 +1,7 @@
 """The stages of a replica body, from a Python function to a program that runs.
 
 - `trace`: the function becomes a graph. `body_graph`: that graph, and which of its ops run on the host.
-- `lower`: the graph becomes a StableHLO program. `explain`: what is said if XLA cannot compile it.
+- `lower`: the graph becomes a StableHLO program. `explain`: the error if XLA cannot compile it.
 - `program`: the data that the later stages need.
 - `compiled`: the program, compiled for devices. `launch`: one run of the program.
 - `program_cache`: finds bodies that are already traced, lowered and compiled. `counts`: how often each stage ran.
