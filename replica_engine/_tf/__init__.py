@@ -3,10 +3,10 @@
 TensorFlow:
 
 - `graphs/`: function graphs and their ops: conversion by AutoGraph, tracing, StableHLO, ops that XLA cannot compile.
-- `distribute`: distributed values, strategies and collectives.
+- `distribute`: distributed values, strategies and collectives; the description of TPU hardware.
 - `thread_state`: the state that TensorFlow keeps separately for each thread. `quick_scopes`: faster scopes.
 - `variables`, `eager`: handles of variables; eager tensors and arrays without ops.
-- `profiler`, `tpu_hardware`: the profiler, and the description of TPU hardware.
+- `profiler`: whether the profiler runs, and spans in its traces.
 - `names`: private attributes and hooks, as a list that a test checks.
 
 Keras:

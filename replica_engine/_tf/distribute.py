@@ -9,7 +9,13 @@ import contextlib
 import contextvars
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import tensorflow as tf
+
+# TPUHardwareFeature: the message from which a tf.tpu.experimental.HardwareFeature is made; the class has no other
+# constructor. An empty message stands for hardware without an embedding accelerator.
+from tensorflow.core.protobuf.tpu.topology_pb2 import TPUHardwareFeature as _TPUHardwareFeature
 
 # _push_per_thread_mode, _pop_per_thread_mode, _get_default_replica_mode: leave a strategy's scope for a while.
 # require_replica_context, _require_cross_replica_or_default_context_extended: check which context is entered.
@@ -66,9 +72,6 @@ from tensorflow.python.ops.variables import VariableSynchronization as _Synchron
 
 from replica_engine._tf.quick_scopes import EagerScope
 from replica_engine._tf.thread_state import set_creators, variable_creators
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 __all__ = [
     "DistributedValues",
@@ -210,3 +213,8 @@ def create_variable(
 def first_values(structure: Any) -> Any:
     """The structure, with each distributed value replaced by its first value."""
     return select_replica(0, structure)
+
+
+def hardware_without_embeddings() -> Any:
+    """A `tf.tpu.experimental.HardwareFeature` whose `embedding_feature` is UNSUPPORTED."""
+    return tf.tpu.experimental.HardwareFeature(_TPUHardwareFeature())

@@ -1,10 +1,12 @@
-"""The devices of each platform: TPUs and GPUs as jax finds them, CPU devices in any number."""
+"""The devices of each platform: TPUs and GPUs as jax finds them, CPU devices in any number; the memory of a device."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
+import os
 import threading
 from typing import Any
 
@@ -65,6 +67,28 @@ def has_accelerators(platform: str) -> bool:
     return bool(_accelerators(platform))
 
 
+def memory_limit(devices: DeviceGroup) -> int | None:
+    """The memory in bytes that a CPU device can have: the machine's, or as much of it as this process may use.
+
+    None if it is unknown. GPUs and TPUs report it themselves when memory runs out.
+
+    No single allocation can be larger. Several allocations that together exceed the limit may succeed, since the
+    operating system needs to find memory only for pages that are written.
+    """
+    if devices.platform != "cpu":
+        return None
+    limits = []
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") + _swap())
+    with contextlib.suppress(ImportError):
+        import resource  # not on Windows
+
+        soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if soft != resource.RLIM_INFINITY:
+            limits.append(max(1, soft - _mapped()))
+    return min((limit for limit in limits if limit > 0), default=None)
+
+
 def _cpu_group(count: int) -> DeviceGroup:
     """Makes a separate CPU client for a number of devices.
 
@@ -102,3 +126,18 @@ def _number(count: object) -> int:
     if number is None:
         raise DeviceError.bad_count(count)
     return number
+
+
+def _mapped() -> int:
+    """Bytes of the address space limit that this process already uses."""
+    with contextlib.suppress(OSError, AttributeError), open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def _swap() -> int:
+    with contextlib.suppress(OSError), open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("SwapTotal:"):
+                return int(line.split()[1]) * 1024
+    return 0

@@ -25,6 +25,7 @@ from replica_engine.pjrt.jaxlib import (
     SingleDeviceSharding,
     batched_device_put,
 )
+from replica_engine.process import interrupts
 from replica_engine.process.interrupts import MISSED, wait_for_ever
 
 Array = Any
@@ -54,6 +55,18 @@ class needed_by_a_program:
 def is_needed_by_a_program() -> bool:
     """Whether a program waits for this thread."""
     return getattr(_thread, "why", None) is not None
+
+
+def held_off() -> interrupts.held_off:
+    """Holds off Ctrl-C until the end of the block, for code that launches a program.
+
+    A launch gives the old values of variables to a program and takes the new values over. An exception between the two
+    would lose both, and Ctrl-C may raise an exception anywhere.
+
+    On one device a launch may run the program, and its host calls, directly on this thread. Then Ctrl-C interrupts the
+    user's code as usual, and the host call handles the exception.
+    """
+    return interrupts.held_off(is_needed_by_a_program)
 
 
 class ProgramOrder:

@@ -2,8 +2,8 @@
 
 - `mirrored`: MirroredStrategy and its extended half.
 - `tpu`: TPUStrategy and its extended half; the replica context of a compiled body; variables on the devices.
-- `backend`: the contract that both kinds of strategy fulfil, and that the layers above rely on.
-- `base`: ReplicaThreads, which runs the replicas of any extended half on this library's threads.
+- `backend`: the contract that both kinds of strategy fulfil, and that the layers above rely on; ReplicaThreads, which
+  runs the replicas of any extended half on this library's threads.
 - `multi_step`: the context object of a device loop, which carries the outputs of its steps.
 - `reductions` and `validation`: checks of what users pass to `run` and `reduce`.
 - `devices`: parses and checks device names.
@@ -13,7 +13,7 @@
 
 from replica_engine._tf import patches
 from replica_engine._tf.distribute import MultiWorkerMirroredExtended
-from replica_engine.strategies.base import ReplicaThreads
+from replica_engine.strategies.backend import ReplicaThreads
 from replica_engine.strategies.mirrored import MirroredExtended, MirroredStrategy
 from replica_engine.threads.call import ReplicaOptions
 

@@ -1,8 +1,14 @@
-"""The contract of a backend: what this library needs of an extended strategy beyond what `tf.distribute` needs.
+"""The contract of a backend, and the base class of every strategy whose replicas run on this library's threads.
 
-There are two backends. `ReplicaThreads` runs each replica's Python code on a thread; `TPUExtended` compiles one trace
-for all replicas. Code above the strategies (Keras, the parity check) relies on this contract and never on a class. The
-contract suite (`tests/contract`) runs over every strategy that fulfils it.
+A `tf.distribute.Strategy` has two halves: the strategy, with the methods that users call, and its `extended`, with the
+hooks that implement them. `Backend` is what this library needs of an extended half beyond the hooks of `tf.distribute`.
+
+There are two backends. `ReplicaThreads` runs each replica's Python code on a thread. It goes in front of an extended
+class and changes only the hook that calls replicas. Everything else (variables, datasets, reductions) stays as the
+extended class has it. `TPUExtended` compiles one trace for all replicas.
+
+Code above the strategies (Keras, the parity check) relies on the contract and never on a class. The contract suite
+(`tests/contract`) runs over every strategy that fulfils it.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import tensorflow as tf
 
 from replica_engine.diagnostics.flight_record import SyncPointRecord
+from replica_engine.threads.call import ReplicaOptions, call_for_each_replica, sync_points
 
 
 @runtime_checkable
@@ -43,6 +50,35 @@ class HostSide(Protocol):
 
     def release(self) -> None:
         """Makes the variable a plain one again, with the newest value."""
+
+
+class ReplicaThreads:
+    """Runs the replicas of a `tf.distribute` extended class on this library's threads.
+
+    Put it before an extended class in the list of base classes. `docs/custom_strategy.md` describes the hooks.
+
+    Attributes:
+        replica_options: how replicas run; set it on the class or on the instance.
+
+    Example:
+        >>> from replica_engine.strategies import MirroredExtended, ReplicaThreads
+        >>> issubclass(MirroredExtended, ReplicaThreads)
+        True
+    """
+
+    replica_options = ReplicaOptions()
+    compiles = False
+
+    def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The hook of `tf.distribute`: runs `fn` once per replica, in replica context."""
+        return call_for_each_replica(self._container_strategy(), fn, args, kwargs)  # type: ignore[attr-defined]
+
+    def sync_points(self) -> list[SyncPointRecord]:
+        """Same as `replica_engine.sync_points`."""
+        return sync_points(self._container_strategy())  # type: ignore[attr-defined]
+
+    def host_side_of(self, variable: Any) -> None:
+        """Always None: with replica threads, a variable holds its value itself."""
 
 
 def backend_of(strategy: tf.distribute.Strategy) -> Backend | None:

@@ -15,10 +15,10 @@ from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.tracebacks import shortened
 from replica_engine.errors import DeviceError
 from replica_engine.process.interrupts import held_off_once
-from replica_engine.strategies.base import ReplicaThreads, check_seconds
+from replica_engine.strategies.backend import ReplicaThreads
 from replica_engine.strategies.devices import resolve_devices
 from replica_engine.strategies.reductions import Reductions
-from replica_engine.strategies.validation import check_call, check_flags, checked_reduction
+from replica_engine.strategies.validation import check_call, check_flags, check_seconds, checked_reduction
 from replica_engine.threads.cpu_reduction import CpuReduction
 
 # If two groups of devices use one collective key, TensorFlow fails: "joining a group with size 2, but that group has

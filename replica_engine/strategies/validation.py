@@ -1,4 +1,4 @@
-"""Checks the arguments of `run` and `reduce` before anything is done with them."""
+"""Checks the arguments of strategies, `run` and `reduce` before anything is done with them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute
 from replica_engine.errors import ReplicaValueError
+from replica_engine.errors.base import shown
 from replica_engine.values.tensors import as_tensor
 
 _MOST_AXES = 254  # the largest rank of a TensorFlow tensor
@@ -47,6 +48,13 @@ def check_flags(**values: object) -> None:
     for name, value in values.items():
         if not isinstance(value, (bool, np.bool_)):
             raise ReplicaValueError.bad_flag(name, value)
+
+
+def check_seconds(**values: float | None) -> None:
+    """Raises ValueError if a value is neither None nor a positive number of seconds."""
+    for name, value in values.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
+            raise ValueError(f"{name} is in seconds and must be positive, or None; got {shown(value)}.")
 
 
 def checked_reduction(reduce_op: Any, value: Any, axis: Any) -> tuple[tf.distribute.ReduceOp, Any, Any]:

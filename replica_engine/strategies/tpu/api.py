@@ -21,7 +21,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import tpu_hardware
+from replica_engine._tf import distribute
 from replica_engine.errors import DeviceError
 from replica_engine.xla.graph_mode import refuses_graphs
 
@@ -48,7 +48,7 @@ class TPUFacts:
     @property
     def tpu_hardware_feature(self) -> Any:
         """A `tf.tpu.experimental.HardwareFeature` that has no embedding accelerator."""
-        return tpu_hardware.without_embeddings()
+        return distribute.hardware_without_embeddings()
 
 
 @refuses_graphs(

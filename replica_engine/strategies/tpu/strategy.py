@@ -19,14 +19,13 @@ from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.process import pool
 from replica_engine.process.fork import check_not_forked
 from replica_engine.strategies.backend import HostSide
-from replica_engine.strategies.base import check_seconds
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.reductions import Reductions
 from replica_engine.strategies.tpu import keras_steps, variables
 from replica_engine.strategies.tpu.api import OneLogicalDevice, TPUFacts
 from replica_engine.strategies.tpu.context import BodyReplicaContext, gather_leaf, reduce_leaf
 from replica_engine.strategies.tpu.device_loops import LoopSettings, run_steps
-from replica_engine.strategies.validation import check_call, check_flags, checked_reduction
+from replica_engine.strategies.validation import check_call, check_flags, check_seconds, checked_reduction
 from replica_engine.values.regroup import regroup, spread
 from replica_engine.xla.body import Limits, in_body
 from replica_engine.xla.graph_mode import refuses_graphs

@@ -18,8 +18,7 @@ from typing import ClassVar
 from replica_engine._tf import thread_state
 from replica_engine._tf.keras import state as keras_state
 from replica_engine.errors import HostAccessError
-from replica_engine.pjrt.group import needed_by_a_program
-from replica_engine.pjrt.interrupts import held_off
+from replica_engine.pjrt.group import held_off, needed_by_a_program
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.trace_file import Track
 from replica_engine.xla.infeed import InputQueue

@@ -38,8 +38,7 @@ from replica_engine.errors import (
 )
 from replica_engine.errors.timeouts import FOR_ITS_TURN
 from replica_engine.pjrt import abandoned
-from replica_engine.pjrt.group import DeviceGroup
-from replica_engine.pjrt.interrupts import held_off
+from replica_engine.pjrt.group import DeviceGroup, held_off
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 from replica_engine.process import interrupts
 from replica_engine.process.interrupts import raise_in, wait_for_ever

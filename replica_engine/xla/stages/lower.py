@@ -18,10 +18,9 @@ import tensorflow as tf
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import CollectiveError, DeviceError, LoweringError, ProgramError, slow_compile
-from replica_engine.pjrt.devices import device_group
+from replica_engine.pjrt.devices import device_group, memory_limit
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
-from replica_engine.pjrt.memory import memory_limit
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.trace_file import Track
 from replica_engine.telemetry.watchdog import Watch
