@@ -235,17 +235,17 @@ def difference(given: Sequence[Slot], names: Sequence[str], specs: Sequence[Any]
     there = {slot.name for slot in given}
     for name in names:
         if name not in there:
-            return f"{name} is missing"
+            return f"the structure differs, {name} is missing"
     for slot in given:
         if slot.name not in wanted:
-            return f"{slot.name} is unexpected"
+            return f"the structure differs, {slot.name} is unexpected"
     for slot in given:
         if slot.dtype != wanted[slot.name].dtype:
             return f"{slot.name} has dtype {slot.dtype.name} instead of {wanted[slot.name].dtype.name}"
     for slot in given:
         if slot.shape != wanted[slot.name].shape:
             return f"{slot.name} has shape {slot.shape} instead of {wanted[slot.name].shape}"
-    return "the structure has containers of other types, or other values that are not tensors"
+    return "the structure differs: it has containers of other types, or other values that are not tensors"
 
 
 def _constant_shape(shape: tf.TensorShape) -> Callable[[Sequence[Any]], Any]:
