@@ -54,7 +54,7 @@ def test_concurrent_replicas_run_at_once():
     assert strategy.experimental_local_results(strategy.run(fn)) == tuple(range(n))
 
 
-def test_concurrent_results_are_in_order_whoever_is_first():
+def test_concurrent_results_are_in_order_whichever_replica_is_first():
     sequencer = Sequencer([2, 0, 1])
 
     def fn():

@@ -106,7 +106,7 @@ def test_host_work_on_a_tpu():
 
 
 @pytest.fixture
-def _anew(monkeypatch):
+def _imported_again(monkeypatch):
     """Makes the next use import `TPUStrategy` and the modules that need jax again."""
     for name in list(sys.modules):
         if name.startswith(("replica_engine.strategies.tpu", "replica_engine.pjrt.")):
@@ -114,7 +114,7 @@ def _anew(monkeypatch):
 
 
 @pytest.fixture
-def _no_jax(monkeypatch, _anew):
+def _no_jax(monkeypatch, _imported_again):
     monkeypatch.setitem(sys.modules, "jax", None)
 
 
@@ -126,7 +126,7 @@ def test_without_jax():
 
 
 @pytest.fixture
-def _old_jax(monkeypatch, _anew):
+def _old_jax(monkeypatch, _imported_again):
     monkeypatch.setattr(jax, "__version__", "0.4.30")
 
 
@@ -138,7 +138,7 @@ def test_with_an_old_jax():
 
 
 @pytest.fixture
-def _new_jax(monkeypatch, _anew):
+def _new_jax(monkeypatch, _imported_again):
     monkeypatch.setattr(jax, "__version__", "1.0.0")
     monkeypatch.delattr(jaxlib._jax, "batched_device_put")
 

@@ -45,8 +45,8 @@ def test_every_exception_can_be_made_of_its_message(kind):
 
 
 def test_what_an_exception_knows_besides_has_a_default():
-    made_anew = errors.MergeCallMismatchError("a message"), errors.StructureMismatchError("a message")
-    assert (made_anew[0].rows, made_anew[1].path, made_anew[1].replicas) == ((), "", ())
+    remade = errors.MergeCallMismatchError("a message"), errors.StructureMismatchError("a message")
+    assert (remade[0].rows, remade[1].path, remade[1].replicas) == ((), "", ())
     late = errors.ReplicaTimeoutError("a message")
     assert (late.rows, late.coordinator, late.table) == ((), None, "")
 

@@ -178,7 +178,7 @@ class TestConcurrent:
         assert train(mirrored(3, concurrent=True)) == train(mirrored(3))
 
     @pytest.mark.parametrize("quick", [0, 1])
-    def test_variables_are_made_by_replica_0_whoever_is_quicker(self, quick):
+    def test_variables_are_made_by_replica_0_whichever_is_quicker(self, quick):
         strategy = mirrored(2, concurrent=True)
         other_may_go = threading.Event()
 

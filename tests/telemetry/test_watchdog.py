@@ -59,7 +59,7 @@ def test_what_comes_back_is_not(said):
     assert not others
 
 
-def test_a_sign_of_life_begins_the_time_anew(said):
+def test_a_sign_of_life_restarts_the_time(said):
     expired = threading.Event()
     with Watch(said.describe, NEVER, timeout=1.5, expire=lambda seconds: expired.set()) as watch:
         for _ in range(10):

@@ -53,7 +53,7 @@ def _plain(value):
 
 
 def pytest_collection_modifyitems(items):
-    """Has the test that waits for a program of `test_interruption` come after those of the next module."""
+    """Moves the test that waits for a program of `test_interruption` behind those of the next module."""
     waits = [item for item in items if item.name == "test_a_collective_that_takes_long_does_not_end_the_process"]
     after = [index for index, item in enumerate(items) if item.path.name == "test_keras_fit.py"]
     if waits and after and items.index(waits[0]) < after[-1]:

@@ -103,7 +103,7 @@ def test_the_documented_example_of_distribute_dataset(distribution):
     assert each(distribution, tower_results) == [[[2.0]], [[2.0]]]
 
 
-def test_an_initializable_iterator_starts_anew(distribution):
+def test_an_initializable_iterator_starts_again(distribution):
     iterator = distribution.distribute_dataset(numbers(4)).make_initializable_iterator()
     before = each(distribution, iterator.get_next())
     each(distribution, iterator.get_next())

@@ -45,7 +45,7 @@ def test_of_any_other_iterator_all_replicas_get_all_and_a_loop_goes_on_where_the
     assert noting.inputs == [float(number) for number in range(10)]
 
 
-def test_a_data_set_or_a_list_begins_anew_in_each_loop(noting):
+def test_a_dataset_or_a_list_starts_again_in_each_loop(noting):
     for batches in (floats(4), numbers(4)):
         noting.run(batches, 2)
         noting.run(batches, 2)
@@ -121,7 +121,7 @@ class Array(np.ndarray):
 
 
 @pytest.mark.parametrize("kind", [np.ndarray, Array])
-def test_one_array_may_be_filled_anew_for_each_batch(noting, kind):
+def test_one_array_may_be_filled_again_for_each_batch(noting, kind):
     """As loaders do that save memory; what is fetched ahead is a copy."""
     array = np.zeros(4096, np.float32).view(kind)
 

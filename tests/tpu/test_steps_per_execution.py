@@ -374,7 +374,7 @@ def test_callbacks_are_called_once_an_execution_and_validation_is_too(shared):
     np.testing.assert_allclose(notes.kernels, expected.kernels, **CLOSE)
 
 
-def test_a_callback_stops_training_after_an_execution_and_the_next_one_starts_anew(shared):
+def test_a_callback_stops_training_after_an_execution_and_the_next_one_starts_again(shared):
     class Stops(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             self.model.stop_training = True

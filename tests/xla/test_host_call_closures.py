@@ -120,7 +120,7 @@ def test_their_own_variables_go_on_working():
 
 
 @pytest.mark.parametrize("keep", ["a list", "a dict", "a number"])
-def test_what_they_keep_for_themselves_compiles_nothing_anew(keep):
+def test_what_they_keep_for_themselves_compiles_nothing_again(keep):
     seen, last, number = [], {}, 0
 
     def append(x):

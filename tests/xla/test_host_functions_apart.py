@@ -88,7 +88,7 @@ def test_functions_share_what_one_of_them_assigns_to(run):
     assert max(seen) == 2
 
 
-def test_what_a_host_function_assigns_to_compiles_nothing_anew(run):
+def test_what_a_host_function_assigns_to_compiles_nothing_again(run):
     count = 0
 
     def add():
@@ -105,7 +105,7 @@ def test_what_a_host_function_assigns_to_compiles_nothing_anew(run):
     assert (xla.counts() - before).compiles == 0
 
 
-def test_what_a_host_function_changes_and_the_body_uses_is_traced_anew(run):
+def test_what_a_host_function_changes_and_the_body_uses_is_traced_again(run):
     scale = 2.0
 
     def change():

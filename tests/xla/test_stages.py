@@ -170,7 +170,7 @@ class TestFoundAgain:
         assert values(xla.replicate(fn, [[second]] * 2)) == [30.0, 30.0]
         assert used(xla.replicate, fn, [[first]] * 2) == FOUND
 
-    def test_a_lambda_made_anew_with_the_same_closure_is_the_same(self):
+    def test_a_new_lambda_with_the_same_closure_is_the_same(self):
         variable, constant = tf.Variable(2.0), tf.constant(3.0)
 
         def call(k):
