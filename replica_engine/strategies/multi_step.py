@@ -8,8 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf.graphs import autograph
-from replica_engine.errors import CollectiveError, InputsError, ReplicaValueError
+from replica_engine.errors import CollectiveError, InputsError
 from replica_engine.values.regroup import regroup
+from replica_engine.values.structure import flatten
 from replica_engine.values.tensors import as_tensor
 
 
@@ -67,10 +68,8 @@ class MultiStepContext:
 
     def _pass_out(self, name: str, output: Any, reduce: Callable[[Any, tf.Tensor], Any] | None) -> None:
         """Passes a value out. If `reduce` is given, reduces each tensor by `reduce(strategy, tensor)` first."""
-        try:
-            tensors = tf.nest.map_structure(lambda leaf: as_tensor(leaf, f"The output {name!r}"), output)
-        except RecursionError:
-            raise ReplicaValueError.endless(f"the output {name!r}") from None
+        leaves, spec = flatten(output, what=f"the output {name!r}")
+        tensors = spec.rebuild([as_tensor(leaf, f"The output {name!r}") for leaf in leaves])
         self._reduced[name] = reduce is not None
         if reduce is not None:
 

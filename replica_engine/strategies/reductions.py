@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute
 from replica_engine.errors import ReplicaValueError
-from replica_engine.values.structure import open_level
+from replica_engine.values.structure import flatten
 from replica_engine.values.tensors import as_tensor
 
 _NUMBERS = (bool, int, float, complex, np.generic)
@@ -25,11 +25,10 @@ class Reductions:
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         """The hook of `reduce` and `reduce_to`; it reduces one leaf of a structure at a time."""
         if not isinstance(value, distribute.DistributedValues):  # it may have the attributes of the value that it wraps
+            leaves, spec = flatten(value, what="the values to reduce")
+            if not spec.is_leaf:
+                return spec.rebuild([self._reduce_to(reduce_op, leaf, destinations, options) for leaf in leaves])
             try:
-                level = open_level(value)
-                if level is not None:
-                    reduced = [self._reduce_to(reduce_op, child, destinations, options) for child in level.children]
-                    return level.rebuild(reduced)
                 if tf.nest.is_nested(value):  # a structure that only TensorFlow knows: a deque, a range
                     return tf.nest.map_structure(
                         lambda leaf: self._reduce_to(reduce_op, leaf, destinations, options), value

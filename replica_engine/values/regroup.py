@@ -7,14 +7,13 @@ N structures of the same shape, `select(i, regroup(values, ...))` equals `values
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from replica_engine._tf import distribute
 from replica_engine._tf.eager import EagerTensor
 from replica_engine.errors import ReplicaValueError, StructureMismatchError
-from replica_engine.values.structure import Level, open_level
+from replica_engine.values.structure import OtherStructure, flatten, open_level
 
 
 def regroup(values: Sequence[Any], what: str = "The values of the replicas", name: str = "result") -> Any:
@@ -50,16 +49,8 @@ def select(replica: int, value: Any) -> Any:
     distributed values stays the same object. Lists, tuples and mappings are always new objects, so that a replica may
     change them.
     """
-    if isinstance(value, distribute.DistributedVariable):
-        return value
-    if isinstance(value, distribute.DistributedValues):
-        return value.values[replica]
-    level = open_level(value)
-    if level is None:
-        return value
-    if dataclasses.is_dataclass(value) and not _differs(value, frozenset()):
-        return value
-    return level.rebuild([select(replica, child) for child in level.children])
+    leaves, spec = flatten(value, stop=_is_same)
+    return spec.rebuild([leaf.values[replica] if _is_per_replica(leaf) else leaf for leaf in leaves])
 
 
 def parts(value: Any, size: int, name: str) -> list[Any]:
@@ -77,10 +68,17 @@ def parts(value: Any, size: int, name: str) -> list[Any]:
         >>> parts({"rate": 0.1}, 2, "kwargs")
         [{'rate': 0.1}, {'rate': 0.1}]
     """
-    try:
-        return _parts(value, size, name)
-    except RecursionError:
-        raise ReplicaValueError.endless(name) from None
+    leaves, spec = flatten(value, name, name, _is_same)
+    columns = []
+    for index, leaf in enumerate(leaves):
+        if not _is_per_replica(leaf):
+            columns.append([leaf] * size)
+        elif len(leaf.values) == size:
+            columns.append(leaf.values)
+        else:
+            raise ReplicaValueError.other_size(spec.paths[index], len(leaf.values), size)
+    rows = zip(*columns, strict=True) if columns else [()] * size
+    return list(map(spec.rebuild, rows))
 
 
 def spread(value: Any, size: int, name: str) -> Any:
@@ -99,7 +97,7 @@ def spread(value: Any, size: int, name: str) -> Any:
     """
     if not isinstance(value, distribute.DistributedValues):
         return value
-    grouped = regroup(_parts(value, size, name), f"The {name} of the replicas", name)
+    grouped = regroup(parts(value, size, name), f"The {name} of the replicas", name)
     if name == "args" and not isinstance(grouped, (list, tuple)):
         raise ReplicaValueError.no_positional(value)
     if name == "kwargs" and not isinstance(grouped, Mapping):
@@ -107,48 +105,38 @@ def spread(value: Any, size: int, name: str) -> Any:
     return grouped
 
 
-def _parts(value: Any, size: int, name: str) -> list[Any]:
-    if isinstance(value, distribute.DistributedValues) and not isinstance(value, distribute.DistributedVariable):
-        if len(value.values) != size:
-            raise ReplicaValueError.other_size(name, len(value.values), size)
-        return list(value.values)
-    kind = type(value)
-    if kind is list or kind is tuple:  # the most common types; this takes a third of the time
-        of_children = [_parts(child, size, f"{name}[{index}]") for index, child in enumerate(value)]
-        return [kind(each) for each in zip(*of_children, strict=True)] if value else [kind() for _ in range(size)]
-    if kind is dict:
-        of_keys = {key: _parts(child, size, f"{name}[{key!r}]") for key, child in value.items()}
-        return [{key: column[replica] for key, column in of_keys.items()} for replica in range(size)]
-    level = open_level(value)
-    if level is None or (dataclasses.is_dataclass(value) and not _differs(value, frozenset())):
-        return [value] * size
-    columns = [_parts(child, size, name + step) for child, step in zip(level.children, level.names, strict=True)]
-    return [level.rebuild([column[replica] for column in columns]) for replica in range(size)]
-
-
 def _regroup(values: Sequence[Any], what: str, name: str) -> Any:
     first = values[0]
-    kind = type(first)
-    if (kind is list or kind is tuple) and all(type(value) is kind and len(value) == len(first) for value in values):
-        columns = enumerate(zip(*values, strict=True))  # the most common types; this takes a third of the time
-        return kind([_regroup(column, what, f"{name}[{index}]") for index, column in columns])
-    if kind is dict and all(type(value) is dict and value.keys() == first.keys() for value in values):
-        return {key: _regroup([value[key] for value in values], what, f"{name}[{key!r}]") for key in first}
-    if dataclasses.is_dataclass(first) and all(value is first for value in values):
+    if _is_dataclass(first) and all(value is first for value in values):
         return first
-    level = open_level(first)
-    if level is None:
-        for replica, value in enumerate(values):
-            if (other := open_level(value)) is not None:
-                raise StructureMismatchError.between(what, name, (0, replica), (_leaf(first), other.kind))
-        return _regroup_leaf(values)
-    levels = [level]
+    # Dataclasses inside are regrouped by themselves: one that is the same object on all replicas stays that object.
+    outermost = set(map(id, values))
+    leaves, spec = flatten(first, name, stop=lambda value: _is_dataclass(value) and id(value) not in outermost)
+    rows = [leaves]
     for replica, value in enumerate(values[1:], start=1):
-        levels.append(_open_like(level, first, value, what, name, replica))
-    children = zip(*(one.children for one in levels), strict=True)
-    return level.rebuild(
-        [_regroup(child, what, name + step) for step, child in zip(level.names, children, strict=True)]
-    )
+        try:
+            rows.append(spec.leaves_of(value))
+        except OtherStructure as other:
+            kinds = other.wanted or _leaf(leaves[other.leaf]), other.given or _leaf(other.value)
+            raise StructureMismatchError.between(what, other.path, (0, replica), kinds) from None
+    grouped = []
+    for index, column in enumerate(zip(*rows, strict=True)):
+        inside = not spec.is_leaf and any(map(_is_dataclass, column))
+        grouped.append(_regroup(column, what, spec.paths[index]) if inside else _regroup_leaf(column))
+    return spec.rebuild(grouped)
+
+
+def _is_dataclass(value: Any) -> bool:
+    return hasattr(type(value), "__dataclass_fields__")
+
+
+def _is_per_replica(value: Any) -> bool:
+    return isinstance(value, distribute.DistributedValues) and not isinstance(value, distribute.DistributedVariable)
+
+
+def _is_same(value: Any) -> bool:
+    """Whether a value is a dataclass without distributed values, which stays the same object."""
+    return _is_dataclass(value) and not _differs(value, frozenset())
 
 
 def _differs(value: Any, inside: frozenset[int]) -> bool:
@@ -156,23 +144,14 @@ def _differs(value: Any, inside: frozenset[int]) -> bool:
 
     `inside` has the ids of the structures around `value`, because dataclasses may refer to each other in cycles.
     """
-    if isinstance(value, distribute.DistributedValues):
-        return not isinstance(value, distribute.DistributedVariable)
-    level = None if id(value) in inside else open_level(value)
-    return level is not None and any(_differs(child, inside | {id(value)}) for child in level.children)
+    opened = None if id(value) in inside else open_level(value)
+    if opened is None:
+        return _is_per_replica(value)
+    return any(_differs(child, inside | {id(value)}) for child in opened[1])
 
 
 def _leaf(value: Any) -> str:
     return f"one value of type {type(value).__name__}"
-
-
-def _open_like(level: Level, first: Any, value: Any, what: str, name: str, replica: int) -> Level:
-    other = open_level(value, like=first)
-    if other is None:
-        raise StructureMismatchError.between(what, name, (0, replica), (level.kind, _leaf(value)))
-    if other.kind != level.kind:
-        raise StructureMismatchError.between(what, name, (0, replica), (level.kind, other.kind))
-    return other
 
 
 def _regroup_leaf(values: Sequence[Any]) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.errors import BatchError, ReplicaValueError
-from replica_engine.values.structure import open_level
+from replica_engine.values.structure import flatten
 from replica_engine.values.tensors import as_tensor
 
 _PARTS = ("x", "y", "sample_weight")
@@ -57,15 +57,11 @@ def count(batch: Any) -> int:
 
 def named(batch: Any) -> list[tuple[str, Any]]:
     """The leaves of a batch, each with its name, for example "x['words']" or "y"."""
-    return [leaf for name, part in zip(_PARTS, _parts(batch), strict=False) for leaf in _leaves(name, part)]
-
-
-def _leaves(name: str, part: Any) -> list[tuple[str, Any]]:
-    level = open_level(part)
-    if level is None:
-        return [(name, part)]
-    pairs = zip(level.names, level.children, strict=True)
-    return [leaf for more, child in pairs for leaf in _leaves(name + more, child)]
+    found: list[tuple[str, Any]] = []
+    for name, part in zip(_PARTS, _parts(batch), strict=False):
+        leaves, spec = flatten(part, name)
+        found += zip(spec.paths, leaves, strict=True)
+    return found
 
 
 def _parts(batch: Any) -> tuple:

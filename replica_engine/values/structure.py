@@ -1,8 +1,13 @@
-"""Nested structures, one level at a time: the values that a structure contains, and how to rebuild it.
+"""Nested structures: `flatten` takes one apart into its leaves and a `Spec`, which knows the paths and rebuilds it.
 
-This module handles lists, tuples, namedtuples, mappings, dataclasses, attrs classes, and classes that take part in
-`tf.nest` through `__tf_flatten__`. Every other value is a leaf: tensors, variables, composite tensors, None, Python
-scalars, strings.
+Structures are lists, tuples, namedtuples, mappings, dataclasses, attrs classes, and classes that take part in `tf.nest`
+through `__tf_flatten__`. Every other value is a leaf: tensors, variables, composite tensors, distributed values, None,
+Python scalars, strings. Mappings keep the order of their keys.
+
+Two other libraries do not serve. `optree`, which comes with Keras, sorts the keys of dictionaries, and takes
+dataclasses, attrs classes, most mappings and TensorFlow's wrappers of lists and dictionaries for leaves. `tf.nest`
+sorts keys too, and has no paths; it remains where tf.distribute or `tf.function` define a structure by it, as for the
+value of an all-reduce or an input signature.
 """
 
 from __future__ import annotations
@@ -10,101 +15,276 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import tensorflow as tf
+
 from replica_engine._tf.distribute import Mirrored, PerReplica
 from replica_engine._tf.eager import EagerTensor
+from replica_engine.errors import ReplicaValueError
+
+Build = Callable[[Sequence[Any]], Any]
+"""Makes a value from a sequence of others."""
+
+
+def flatten(
+    value: Any, name: str = "", what: str = "the values", stop: Callable[[Any], bool] | None = None
+) -> tuple[list[Any], Spec]:
+    """Takes a structure apart.
+
+    Args:
+        value: the structure, or a single leaf.
+        name: the start of all paths, such as "args".
+        what: a description of the values, for the error.
+        stop: whether to take a structure for one leaf; not asked of plain lists, tuples and dictionaries.
+
+    Returns:
+        The leaves, in the order of the structure, and the structure without them.
+
+    Raises:
+        ReplicaValueError: the structure contains itself.
+
+    Example:
+        >>> leaves, spec = flatten({"x": [1, 2], "y": None}, "batch")
+        >>> leaves, spec.paths
+        ([1, 2, None], ["batch['x'][0]", "batch['x'][1]", "batch['y']"])
+        >>> spec.rebuild([3, 4, 5])
+        {'x': [3, 4], 'y': 5}
+    """
+    leaves: list[Any] = []
+    spec = Spec(stop)
+    try:
+        spec._take_apart((value,), (name,), "", leaves)
+    except RecursionError:
+        raise ReplicaValueError.endless(what) from None
+    return leaves, spec
+
+
+class Spec:
+    """A structure without its leaves."""
+
+    __slots__ = ("_levels", "_paths", "_stop")
+
+    def __init__(self, stop: Callable[[Any], bool] | None):
+        self._stop = stop
+        self._levels: list[Level | None] = []  # each level before what is in it; None for a leaf
+        self._paths: list[str] = []  # of levels and leaves
+
+    @property
+    def paths(self) -> list[str]:
+        """The path to each leaf."""
+        return [path for path, level in zip(self._paths, self._levels, strict=True) if level is None]
+
+    @property
+    def key(self) -> Any:
+        """Hashable; equal for structures of the same types, with the same keys, fields and static data."""
+        return tuple([level and (level.type, level.names, _static_key(level.static)) for level in self._levels])
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether the value was a single leaf."""
+        return self._levels == [None]
+
+    def rebuild(self, leaves: Sequence[Any]) -> Any:
+        """Makes the structure around other leaves."""
+        # From the last leaf to the first, so that the children of each level are complete before the level is made.
+        stack: list[Any] = []
+        rest = reversed(leaves)
+        for level in reversed(self._levels):
+            if level is None:
+                stack.append(next(rest))
+            else:
+                count = len(level.names)
+                children = stack[: -count - 1 : -1]
+                del stack[len(stack) - count :]
+                stack.append(level.rebuild(children))
+        return stack[0]
+
+    def builder(self, builds: Sequence[Build]) -> Build:
+        """Makes a function that makes the structure, where each leaf is what `builds` makes of the same argument."""
+        if self.is_leaf:
+            return builds[0]
+        return lambda values: self.rebuild([build(values) for build in builds])
+
+    def leaves_of(self, value: Any) -> list[Any]:
+        """The leaves of another value of this structure; mappings may have their keys in another order.
+
+        Raises:
+            OtherStructure: the value has another structure.
+        """
+        leaves: list[Any] = []
+        pending = [value]
+        for level, path in zip(self._levels, self._paths, strict=True):
+            value = pending.pop()
+            opened = self._open(value)
+            if level is None and opened is None:
+                leaves.append(value)
+            elif level is None or opened is None or opened[0].kind != level.kind or opened[0].keys != level.keys:
+                raise OtherStructure(path, len(leaves), level and level.text, opened and opened[0].text, value)
+            else:  # the last child first, for `pending`
+                pending += opened[1][::-1] if level.keys is None else [value[key] for key in reversed(level.keys)]
+        return leaves
+
+    def _open(self, value: Any) -> tuple[Level, tuple[Any, ...]] | None:
+        kind = type(value)
+        if kind in _LEAVES or (self._stop is not None and kind not in _PLAIN and self._stop(value)):
+            return None
+        return open_level(value)
+
+    def _take_apart(self, values: Sequence[Any], names: Sequence[str], path: str, leaves: list[Any]) -> None:
+        for value, name in zip(values, names, strict=True):
+            opened = self._open(value)
+            self._paths.append(path + name)
+            if opened is None:
+                self._levels.append(None)
+                leaves.append(value)
+            else:
+                self._levels.append(opened[0])
+                self._take_apart(opened[1], opened[0].names, path + name, leaves)
+
+
+def of_composite(value: Any, builds: Sequence[Build]) -> Build:
+    """Like `Spec.builder`, for a composite tensor, or its type spec, with `builds` for its components."""
+    return lambda values: tf.nest.pack_sequence_as(value, [build(values) for build in builds], expand_composites=True)
+
+
+class OtherStructure(Exception):
+    """A value does not have the structure of a `Spec`.
+
+    Attributes:
+        path: the first place where they differ.
+        leaf: how many leaves of the `Spec` come before.
+        wanted: a description of the container at this place; None if there is a leaf.
+        given: a description of the container that the value has there; None if it has a leaf.
+        value: what the value has there.
+    """
+
+    def __init__(self, path: str, leaf: int, wanted: str | None, given: str | None, value: Any):
+        self.path, self.leaf, self.wanted, self.given, self.value = path, leaf, wanted, given, value
 
 
 class Level(NamedTuple):
-    """One level of a structure.
+    """One level of a structure, without its children.
 
     Attributes:
-        kind: a description; structures whose descriptions are equal may be grouped.
+        type: the type of the container.
+        kind: a description; structures whose descriptions and keys are equal may be grouped.
         names: for each child, the next part of the path to it: "[0]", "['loss']", ".field".
-        children: the values at this level.
-        rebuild: makes the same structure from other children.
+        rebuild: makes the same container from other children.
+        keys: the keys of a mapping, as a dictionary; None for other containers.
         static: data that `rebuild` keeps and that is not a child.
     """
 
+    type: type
     kind: str
     names: tuple[str, ...]
-    children: tuple[Any, ...]
-    rebuild: Callable[[Sequence[Any]], Any]
+    rebuild: Build
+    keys: dict[Any, None] | None = None
     static: Any = None
 
+    @property
+    def text(self) -> str:
+        """The description with the keys."""
+        return self.kind if self.keys is None else f"{self.kind} {', '.join(sorted(map(repr, self.keys))) or 'of none'}"
 
-def open_level(value: Any, like: Any = None) -> Level | None:
-    """Opens `value`, or returns None for a leaf.
 
-    Args:
-        value: the structure.
-        like: a mapping whose order of keys to follow, so that mappings which differ only in order can be compared.
-    """
-    if type(value) in _LEAVES:
+def open_level(value: Any) -> tuple[Level, tuple[Any, ...]] | None:
+    """The outermost level of a structure, and the values in it; None for a leaf."""
+    kind = type(value)
+    if kind in _LEAVES:
         return None
     if isinstance(value, list):
-        return Level(f"a list of length {len(value)}", _indices(value), tuple(value), list)
+        return _sequence(kind, list, len(value)), tuple(value)
     if isinstance(value, tuple):
-        return _open_tuple(value)
-    if isinstance(value, Mapping):
-        return _open_mapping(value, like)
-    if isinstance(value, type):
+        return (_namedtuple(kind) if hasattr(value, "_fields") else _sequence(kind, tuple, len(value))), tuple(value)
+    if kind is dict or isinstance(value, Mapping):
+        return _open_mapping(value)
+    if isinstance(value, (type, tf.__internal__.CompositeTensor)):
         return None
-    if hasattr(type(value), "__tf_flatten__"):  # asked of the class: a distributed variable would read its value
-        metadata, children = value.__tf_flatten__()
-        return Level(
-            f"a {type(value).__name__}",
-            _indices(children),
-            tuple(children),
-            lambda new: type(value).__tf_unflatten__(metadata, tuple(new)),
-            metadata,
-        )
-    if dataclasses.is_dataclass(value):
+    if hasattr(kind, "__tf_flatten__"):  # asked of the class: a distributed variable would read its value
+        return _open_by_protocol(value)
+    if hasattr(kind, "__dataclass_fields__"):
         return _open_fields(value, [field.name for field in dataclasses.fields(value)])
-    if hasattr(type(value), "__attrs_attrs__"):
-        return _open_fields(value, [attribute.name for attribute in type(value).__attrs_attrs__])
+    if hasattr(kind, "__attrs_attrs__"):
+        return _open_fields(value, [attribute.name for attribute in kind.__attrs_attrs__])
     return None
 
 
-# The most common leaves, which the checks above would recognize last.
+class ById:
+    """Compares by identity, and keeps the compared object alive."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ById) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def constant_key(value: Any, depth: int = 3) -> Any:
+    """A hashable key for a value that is no tensor: by value for plain Python values, by identity for others.
+
+    Short lists, tuples and dictionaries are compared by their contents, `depth` levels deep.
+    """
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, tf.DType)):
+        return type(value), repr(value)  # repr: 0.0 is not -0.0, and nan is nan
+    if depth and type(value) in _PLAIN and len(value) <= 64:
+        items = value.items() if isinstance(value, dict) else value
+        return type(value), tuple(constant_key(item, depth - 1) for item in items)
+    return ById(value)
+
+
+# The most common leaves, which `open_level` would recognize last.
 _LEAVES = frozenset((type(None), bool, int, float, str, EagerTensor, PerReplica, Mirrored))
+_PLAIN = (tuple, list, dict)
 
 
-def _indices(values: Sequence[Any]) -> tuple[str, ...]:
-    return tuple(f"[{index}]" for index in range(len(values)))
+def _static_key(static: Any) -> Any:
+    return None if static is None else constant_key(static)
 
 
-def _open_tuple(value: tuple) -> Level:
-    if hasattr(value, "_fields"):
-        names = tuple(f".{name}" for name in value._fields)
-        make: Callable[[Sequence[Any]], Any] = type(value)._make  # type: ignore[attr-defined]
-        return Level(f"a {type(value).__name__} of length {len(value)}", names, tuple(value), make)
-    return Level(f"a tuple of length {len(value)}", _indices(value), tuple(value), tuple)
+@functools.lru_cache(maxsize=256)
+def _sequence(kind: type, make: type, length: int) -> Level:
+    names = tuple(f"[{index}]" for index in range(length))
+    return Level(kind, f"a {make.__name__} of length {length}", names, make)
 
 
-def _open_mapping(value: Mapping, like: Any) -> Level:
-    ordered = isinstance(like, Mapping) and set(like) == set(value)
-    keys = tuple(like if ordered else value)
+@functools.lru_cache(maxsize=256)
+def _namedtuple(kind: Any) -> Level:
+    names = tuple(f".{name}" for name in kind._fields)
+    return Level(kind, f"a {kind.__name__} of length {len(names)}", names, kind._make)
+
+
+def _open_mapping(value: Any) -> tuple[Level, tuple[Any, ...]]:
+    kind, default = type(value), getattr(value, "default_factory", None)
+    make = functools.partial(collections.defaultdict, default) if isinstance(value, collections.defaultdict) else kind
+    keys = dict.fromkeys(value)
 
     def rebuild(children: Sequence[Any]) -> Any:
-        items = dict(zip(keys, children, strict=True))
-        if isinstance(value, collections.defaultdict):
-            return collections.defaultdict(value.default_factory, items)
-        return type(value)(items)  # type: ignore[call-arg]
+        return make(dict(zip(keys, children, strict=True)))
 
-    kind = f"a mapping with the keys {', '.join(sorted(map(repr, keys))) or 'of none'}"
-    return Level(
-        kind,
-        tuple(f"[{key!r}]" for key in keys),
-        tuple(value[key] for key in keys),
-        rebuild,
-        getattr(value, "default_factory", None),
-    )
+    names = tuple([f"[{key!r}]" for key in keys])
+    return Level(kind, "a mapping with the keys", names, rebuild, keys, default), tuple(map(value.__getitem__, keys))
 
 
-def _open_fields(value: Any, names: list[str]) -> Level:
+def _open_by_protocol(value: Any) -> tuple[Level, tuple[Any, ...]]:
+    kind = type(value)
+    metadata, children = value.__tf_flatten__()
+    names = _sequence(tuple, tuple, len(children)).names
+
+    def rebuild(new: Sequence[Any]) -> Any:
+        return kind.__tf_unflatten__(metadata, tuple(new))
+
+    return Level(kind, f"a {kind.__name__}", names, rebuild, None, metadata), tuple(children)
+
+
+def _open_fields(value: Any, names: list[str]) -> tuple[Level, tuple[Any, ...]]:
     names = [name for name in names if hasattr(value, name)]
 
     def rebuild(children: Sequence[Any]) -> Any:
@@ -115,6 +295,6 @@ def _open_fields(value: Any, names: list[str]) -> Level:
             object.__setattr__(new, name, child)
         return new
 
-    children = tuple(getattr(value, name) for name in names)
     static = {name: rest for name, rest in getattr(value, "__dict__", {}).items() if name not in names}
-    return Level(f"a {type(value).__name__}", tuple(f".{name}" for name in names), children, rebuild, static)
+    level = Level(type(value), f"a {type(value).__name__}", tuple(f".{name}" for name in names), rebuild, None, static)
+    return level, tuple(getattr(value, name) for name in names)

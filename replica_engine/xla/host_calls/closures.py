@@ -133,13 +133,14 @@ class Closure:
         return lambda tensors: tf.nest.pack_sequence_as(value, _built(builds, parts, tensors), expand_composites=True)
 
     def _open_structure(self, value: Any, depth: int) -> Build | None:
-        level = open_level(value)
-        if level is None:
+        opened = open_level(value)  # not `flatten`: a part without tensors stays the same object, and may be a cycle
+        if opened is None:
             return None
-        builds = [self._open(child, depth) for child in level.children]
+        level, children = opened
+        builds = [self._open(child, depth) for child in children]
         if not any(builds):
             return None
-        return lambda tensors: level.rebuild(_built(builds, level.children, tensors))
+        return lambda tensors: level.rebuild(_built(builds, children, tensors))
 
     def _open_function(self, fn: Any, depth: int) -> Build | None:
         if isinstance(fn, MethodType):

@@ -19,7 +19,7 @@ import tensorflow as tf
 from replica_engine._tf import distribute, variables
 from replica_engine._tf.graphs import autograph
 from replica_engine.diagnostics.op_lines import here
-from replica_engine.errors import HostResultError, NestedHostCallError
+from replica_engine.errors import NestedHostCallError
 from replica_engine.xla.body import HostSide, host_side, in_body
 from replica_engine.xla.host_calls.call import HostCall, HostCalls, current_calls
 from replica_engine.xla.host_calls.closures import Closure
@@ -125,14 +125,7 @@ class _Cluster(HostCall):
 
     def _call(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         fn, args, kwargs = self._closure.build(tensors)
-        value = fn(*args, **kwargs)
-        wanted = self._wanted
-        if isinstance(value, tf.Tensor) and wanted.is_tensor:
-            return [value]
-        results = HostResults(value)
-        if results.kinds != wanted.kinds:
-            raise _other_structure(results.kinds, wanted.kinds)
-        return results.tensors
+        return self._wanted.tensors_of(fn(*args, **kwargs))
 
     def name_of(self, result: int) -> str:
         """The path of a result in the structure that the function returned."""
@@ -204,13 +197,6 @@ def _differentiable(call: _Cluster | _Gradient, inputs: Sequence[tf.Tensor]) -> 
 
     # Identities, since a gradient in a branch cannot find again the outer tensors that were passed in.
     return with_gradient(*map(tf.identity, inputs))
-
-
-def _other_structure(given: list[tuple[str, str]], wanted: list[tuple[str, str]]) -> HostResultError:
-    for one, other in zip(given, wanted, strict=False):
-        if one != other:
-            return HostResultError.other_structure(other[0], one[1], other[1])
-    return HostResultError.other_structure("", f"{len(given)} values", f"{len(wanted)}")
 
 
 def _value_on_devices(variable: Any) -> tf.Tensor | None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from replica_engine.errors import HostResultError
-from replica_engine.values.structure import open_level
+from replica_engine.values.structure import Build, OtherStructure, flatten, of_composite
 
 
 class HostResults:
@@ -23,56 +24,71 @@ class HostResults:
     Attributes:
         tensors: the tensors, or their specs, in order.
         names: the path of each in the structure: "['loss']".
-        kinds: pairs (path, kind) for each place of the structure; equal for equal structures.
         rebuild: builds the structure with other tensors.
-        is_tensor: whether the value is a tensor, without a structure around it.
         of_zeros: whether the function returned the value when it was called with zeros.
 
     Raises:
         HostResultError: some part of the value cannot become a tensor.
+        ReplicaValueError: the value contains itself.
     """
 
     def __init__(self, value: Any):
         self.of_zeros = False
         self.tensors: list[Any] = []
         self.names: list[str] = []
-        self.kinds: list[tuple[str, str]] = []
-        self.rebuild: Callable[[Sequence[Any]], Any] = self._open(value, "")
-        self.is_tensor = self.kinds == [("", "a tensor")]
+        leaves, self._spec = flatten(value, what="the results of a host function")
+        self._kinds: list[str] = []
+        builds = []
+        for leaf, path in zip(leaves, self._spec.paths, strict=True):
+            kind, tensors = _open(leaf, path)
+            builds.append(self._build(leaf, kind, len(tensors)))
+            self._kinds.append(kind)
+            self.tensors += tensors
+            self.names += [path] if kind == _TENSOR else [f"{path} (component {n})" for n in range(len(tensors))]
+        self.rebuild: Build = self._spec.builder(builds)
 
-    def _open(self, value: Any, name: str) -> Callable[[Sequence[Any]], Any]:
-        if isinstance(value, tf.Tensor):  # first, since it is the most frequent case
-            return self._add(value, name)
-        if value is None or isinstance(value, tf.Operation):
-            self.kinds.append((name, "None"))
-            return lambda _: None
-        if isinstance(value, tf.TensorSpec):
-            return self._add(value, name)
-        if isinstance(value, (tf.Variable, np.ndarray, np.generic, bool, int, float, complex, str, bytes)):
-            return self._add(tf.convert_to_tensor(value), name)
-        if isinstance(value, (tf.__internal__.CompositeTensor, tf.TypeSpec)):
-            return self._open_composite(value, name)
-        level = open_level(value)
-        if level is None:
-            raise HostResultError.no_tensor(name, value)
-        self.kinds.append((name, level.kind))
-        # Sorted by name: dictionaries are equal in any order of their keys.
-        order = sorted(range(len(level.names)), key=level.names.__getitem__)
-        builds = {index: self._open(level.children[index], name + level.names[index]) for index in order}
-        return lambda tensors: level.rebuild([builds[index](tensors) for index in range(len(order))])
+    def tensors_of(self, value: Any) -> list[Any]:
+        """The tensors of another value that the function returned.
 
-    def _open_composite(self, value: Any, name: str) -> Callable[[Sequence[Any]], Any]:
-        spec = value if isinstance(value, tf.TypeSpec) else tf.type_spec_from_value(value)
-        parts = tf.nest.flatten(value, expand_composites=True)
-        self.kinds.append((name, f"a {type(spec).__name__.removesuffix('Spec')} of {len(parts)} components"))
-        builds = [self._add(part, f"{name} (component {index})") for index, part in enumerate(parts)]
-        return lambda tensors: tf.nest.pack_sequence_as(
-            value, [build(tensors) for build in builds], expand_composites=True
-        )
+        Raises:
+            HostResultError: the value has another structure, or some part of it cannot become a tensor.
+        """
+        if isinstance(value, tf.Tensor) and self._kinds == [_TENSOR] and self._spec.is_leaf:  # the most common case
+            return [value]
+        try:
+            leaves = self._spec.leaves_of(value)
+        except OtherStructure as other:
+            given = other.given or _open(other.value, other.path)[0]
+            wanted = other.wanted or self._kinds[other.leaf]
+            raise HostResultError.other_structure(other.path, given, wanted) from None
+        found: list[Any] = []
+        for leaf, path, wanted in zip(leaves, self._spec.paths, self._kinds, strict=True):
+            kind, tensors = _open(leaf, path)
+            if kind != wanted:
+                raise HostResultError.other_structure(path, kind, wanted)
+            found += tensors
+        return found
 
-    def _add(self, tensor: Any, name: str) -> Callable[[Sequence[Any]], Any]:
-        index = len(self.tensors)
-        self.tensors.append(tensor)
-        self.names.append(name)
-        self.kinds.append((name, "a tensor"))
-        return lambda tensors: tensors[index]
+    def _build(self, leaf: Any, kind: str, count: int) -> Build:
+        first = len(self.tensors)
+        if kind == _TENSOR:
+            return itemgetter(first)
+        return of_composite(leaf, list(map(itemgetter, range(first, first + count)))) if count else lambda _: None
+
+
+_TENSOR = "a tensor"
+
+
+def _open(value: Any, name: str) -> tuple[str, Sequence[Any]]:
+    """What a leaf is, for messages, and the tensors in it."""
+    if isinstance(value, (tf.Tensor, tf.TensorSpec)):
+        return _TENSOR, [value]
+    if value is None or isinstance(value, tf.Operation):
+        return "None", []
+    if isinstance(value, (tf.Variable, np.ndarray, np.generic, bool, int, float, complex, str, bytes)):
+        return _TENSOR, [tf.convert_to_tensor(value)]
+    if not isinstance(value, (tf.__internal__.CompositeTensor, tf.TypeSpec)):
+        raise HostResultError.no_tensor(name, value)
+    spec = value if isinstance(value, tf.TypeSpec) else tf.type_spec_from_value(value)
+    parts = tf.nest.flatten(value, expand_composites=True)
+    return f"a {type(spec).__name__.removesuffix('Spec')} of {len(parts)} components", parts

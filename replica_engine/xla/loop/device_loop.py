@@ -22,6 +22,7 @@ from replica_engine._tf.graphs import autograph, xla_ops
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import HostAccessError, InputsError, LoweringError
 from replica_engine.pjrt.group import needed_by_a_program
+from replica_engine.values.structure import flatten
 from replica_engine.xla import soft_placement
 from replica_engine.xla.body import host_side, in_body
 from replica_engine.xla.host_calls.call import HostCall, HostCalls, current_calls
@@ -158,8 +159,8 @@ class _Loop:
             named = argument_names.named(self._fn, tensors, self._places, skip=1)
             with named, autograph.as_outside():  # AutoGraph converts the step, but not this function
                 value = self._step(self._fn, args, kwargs)
-            packed.append(value)
-            return [tf.identity(each) for each in tf.nest.flatten(value) if tf.is_tensor(each)]
+            packed.append(flatten(value))
+            return [tf.identity(each) for each in packed[-1][0] if tf.is_tensor(each)]
 
         # Traced separately first, since a loop must know in advance what its body returns.
         step = tf.function(flat, autograph=False).get_concrete_function(*self._specs)
@@ -185,7 +186,8 @@ class _Loop:
 
         _, outputs = tf.while_loop(lambda more, _: more, chunk, (True, zeros))
         found = iter(outputs)
-        return tf.nest.map_structure(lambda each: next(found) if tf.is_tensor(each) else each, packed[-1])
+        leaves, spec = packed[-1]
+        return spec.rebuild([next(found) if tf.is_tensor(each) else each for each in leaves])
 
 
 class _Feed(HostCall):

@@ -6,7 +6,8 @@ numbers, variables. `Arguments` holds both halves, and a key that is equal for a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import tensorflow as tf
 from replica_engine._tf import distribute
 from replica_engine.errors import InputsError, ReplicaMismatchError, ReplicaValueError
 from replica_engine.values.regroup import regroup
-from replica_engine.values.structure import open_level
+from replica_engine.values.structure import Build, ById, constant_key, flatten, of_composite
 from replica_engine.values.tensors import as_tensor
 
 Shapes = tuple[tf.TensorShape, ...]
@@ -48,21 +49,6 @@ class Slot:
                 self.shape = self.shape.most_specific_compatible_shape(value.shape)
 
 
-class ById:
-    """Compares by identity, and keeps the compared object alive."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ById) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
 class Arguments:
     """The arguments of one call, taken apart.
 
@@ -93,16 +79,10 @@ class Arguments:
         self.slots: list[Slot] = []
         self.summary_writer: Any = None
         self.summary_step: int | None = None
-        try:
-            build_args, key_args = self._open(tuple(args), "args")
-            build_kwargs, key_kwargs = self._open(dict(kwargs), "kwargs")
-        except RecursionError:
-            raise ReplicaValueError.endless("the arguments") from None
-        self.key: Any = (key_args, key_kwargs, tuple(slot.dtype for slot in self.slots))
-        self.rebuild: Callable[[Sequence[Any]], tuple[tuple, dict]] = lambda tensors: (
-            build_args(tensors),
-            build_kwargs(tensors),
-        )
+        build_args, key_args = self._open(tuple(args), "args")
+        build_kwargs, key_kwargs = self._open(dict(kwargs), "kwargs")
+        self.key: Any = (key_args, key_kwargs, tuple([slot.dtype for slot in self.slots]))
+        self.rebuild: Build = lambda tensors: (build_args(tensors), build_kwargs(tensors))
 
     @classmethod
     def of_inputs(cls, inputs: Any, size: int | None = None, numbers: bool = False) -> Arguments:
@@ -153,10 +133,15 @@ class Arguments:
         """The shapes of the slots."""
         return tuple(slot.shape for slot in self.slots)
 
-    def _open(self, value: Any, name: str) -> tuple[Callable[[Sequence[Any]], Any], Any]:
+    def _open(self, value: Any, name: str) -> tuple[Build, Any]:
         """A function that builds `value` from other tensors, and the part of the key for `value`."""
         if type(value) in _EMPTY and not value:  # the fast path: most calls have one
             return (lambda _: type(value)()), type(value)
+        leaves, spec = flatten(value, name, "the arguments")
+        opened = [self._open_leaf(leaf, path) for leaf, path in zip(leaves, spec.paths, strict=True)]
+        return spec.builder([build for build, _ in opened]), (spec.key, *[key for _, key in opened])
+
+    def _open_leaf(self, value: Any, name: str) -> tuple[Build, Any]:
         if isinstance(value, distribute.DistributedVariable):
             return (lambda _: value), ById(value)
         if isinstance(value, distribute.DistributedValues):
@@ -168,15 +153,9 @@ class Arguments:
             return self._add(name, [as_tensor(value, name)]), "tensor"
         if isinstance(value, tf.__internal__.CompositeTensor):
             return self._open_composite(name, [value])
-        level = open_level(value)
-        if level is not None:
-            opened = [self._open(child, name + step) for child, step in zip(level.children, level.names, strict=True)]
-            builders = [build for build, _ in opened]
-            key = (type(value), level.names, constant_key(level.static), tuple(key for _, key in opened))
-            return (lambda tensors: level.rebuild([build(tensors) for build in builders])), key
         return (lambda _: value), constant_key(value)
 
-    def _open_distributed(self, value: Any, name: str) -> tuple[Callable[[Sequence[Any]], Any], Any]:
+    def _open_distributed(self, value: Any, name: str) -> tuple[Build, Any]:
         parts = value.values
         if len(parts) != self.size:
             raise ReplicaValueError.other_size(name, len(parts), self.size)
@@ -192,7 +171,7 @@ class Arguments:
             raise ReplicaMismatchError.not_tensors(name, next(part for part in parts if not _is_array(part)))
         return self._add(name, [as_tensor(part, name) for part in parts]), "tensor"
 
-    def _open_composite(self, name: str, parts: list[Any]) -> tuple[Callable[[Sequence[Any]], Any], Any]:
+    def _open_composite(self, name: str, parts: list[Any]) -> tuple[Build, Any]:
         first = parts[0]
         if isinstance(first, (tf.data.Iterator, tf.distribute.DistributedIterator)):
             raise InputsError.iterator(name, type(first).__name__)
@@ -206,7 +185,7 @@ class Arguments:
             raise ReplicaMismatchError.not_tensors(name, first)
         specs = list(dict.fromkeys(map(tf.type_spec_from_value, parts)))
         is_sparse = isinstance(first, tf.SparseTensor)
-        builders: list[Callable[[Sequence[Any]], Any]] = []
+        builders: list[Build] = []
         for index, values in enumerate(zip(*columns, strict=True)):
             if is_sparse and index == 2 and len(specs) == 1 and specs[0].shape.is_fully_defined():
                 builders.append(_constant_shape(specs[0].shape))
@@ -217,16 +196,11 @@ class Arguments:
         common = specs[0].most_specific_common_supertype(specs[1:])  # for ragged tensors with different numbers of rows
         if common is None:
             raise ReplicaMismatchError.not_tensors(name, first)
+        return of_composite(common, builders), tuple(specs)
 
-        def build(tensors: Sequence[Any]) -> Any:
-            return tf.nest.pack_sequence_as(common, [each(tensors) for each in builders], expand_composites=True)
-
-        return build, tuple(specs)
-
-    def _add(self, name: str, values: list[Any]) -> Callable[[Sequence[Any]], Any]:
-        index = len(self.slots)
+    def _add(self, name: str, values: list[Any]) -> Build:
         self.slots.append(Slot(name, values))
-        return lambda tensors: tensors[index]
+        return itemgetter(len(self.slots) - 1)
 
 
 def difference(given: Sequence[Slot], names: Sequence[str], specs: Sequence[Any]) -> str:
@@ -248,7 +222,7 @@ def difference(given: Sequence[Slot], names: Sequence[str], specs: Sequence[Any]
     return "the structure differs: it has containers of other types, or other values that are not tensors"
 
 
-def _constant_shape(shape: tf.TensorShape) -> Callable[[Sequence[Any]], Any]:
+def _constant_shape(shape: tf.TensorShape) -> Build:
     """The shape of a sparse tensor as a constant, since XLA compiles for fixed shapes."""
     return lambda _: tf.constant(shape.as_list(), tf.int64)
 
@@ -266,16 +240,3 @@ def view(tensor: Any) -> np.ndarray:
 
 def _is_array(value: Any) -> bool:
     return isinstance(value, (tf.Tensor, np.ndarray, np.generic))
-
-
-def constant_key(value: Any, depth: int = 3) -> Any:
-    """A key for a value that is compiled in: by value for plain Python values, by identity for others.
-
-    Short lists, tuples and dictionaries are compared by their contents, `depth` levels deep.
-    """
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, tf.DType)):
-        return type(value), repr(value)  # repr: 0.0 is not -0.0, and nan is nan
-    if depth and type(value) in (tuple, list, dict) and len(value) <= 64:
-        items = value.items() if isinstance(value, dict) else value
-        return type(value), tuple(constant_key(item, depth - 1) for item in items)
-    return ById(value)

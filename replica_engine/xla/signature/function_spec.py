@@ -16,7 +16,8 @@ from replica_engine._tf import distribute
 from replica_engine._tf.graphs import function
 from replica_engine.errors import InputsError, ReplicaValueError
 from replica_engine.errors.base import brief
-from replica_engine.xla.signature.arguments import Arguments, ById, Shapes, constant_key
+from replica_engine.values.structure import ById, constant_key
+from replica_engine.xla.signature.arguments import Arguments, Shapes
 
 Hosts = frozenset[CodeType]
 """Code objects of functions that `outside_compilation` runs."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute
 from replica_engine.errors import ReplicaValueError
-from replica_engine.values.structure import open_level
+from replica_engine.values.structure import Build, flatten, of_composite
 from replica_engine.values.tensors import as_tensor
 
 _RESULT = "A result of the replicas"  # for messages
@@ -36,13 +36,10 @@ class Outputs:
     def __init__(self, value: Any, numbers: bool = False):
         self._numbers = numbers
         self.tensors: list[tf.Tensor] = []
-        self.rebuild: Callable[[list[Any]], Any]
-        try:
-            self.rebuild = self._open(value)
-        except RecursionError:
-            raise ReplicaValueError.endless("the results") from None
+        leaves, spec = flatten(value, what="the results")
+        self.rebuild = spec.builder(list(map(self._open, leaves)))
 
-    def _open(self, value: Any) -> Callable[[list[Any]], Any]:
+    def _open(self, value: Any) -> Build:
         if isinstance(value, (distribute.DistributedVariable, tf.Operation)):
             returned = None if isinstance(value, tf.Operation) else value
             return lambda _: returned
@@ -53,23 +50,15 @@ class Outputs:
         if isinstance(value, (tf.Tensor, tf.Variable, np.ndarray, np.generic)):
             return self._add(as_tensor(value, _RESULT))
         if isinstance(value, tf.__internal__.CompositeTensor):
-            builders = [self._add(part) for part in _components(value)]
-            return lambda tensors: tf.nest.pack_sequence_as(
-                value, [build(tensors) for build in builders], expand_composites=True
-            )
-        level = open_level(value)
-        if level is not None:
-            builders = [self._open(child) for child in level.children]
-            return lambda tensors: level.rebuild([build(tensors) for build in builders])
+            return of_composite(value, list(map(self._add, _components(value))))
         if self._numbers and isinstance(value, (bool, int, float, complex, str, bytes)):
             with tf.init_scope():
                 value = as_tensor(value, _RESULT)
         return lambda _: value
 
-    def _add(self, tensor: tf.Tensor) -> Callable[[list[Any]], Any]:
-        index = len(self.tensors)
+    def _add(self, tensor: tf.Tensor) -> Build:
         self.tensors.append(tf.identity(tensor))
-        return lambda tensors: tensors[index]
+        return itemgetter(len(self.tensors) - 1)
 
 
 def _components(value: Any) -> list[tf.Tensor]:

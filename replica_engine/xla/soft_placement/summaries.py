@@ -17,7 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf import thread_state
-from replica_engine.xla.signature.arguments import Arguments, ById, Shapes, Slot
+from replica_engine.values.structure import ById
+from replica_engine.xla.signature.arguments import Arguments, Shapes, Slot
 
 
 def add_caller(arguments: Arguments, shapes: Shapes) -> Shapes:

@@ -16,9 +16,10 @@ from replica_engine.diagnostics.flight_record import SyncPointRecord, launch_rec
 from replica_engine.errors import many_traces
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.values.structure import ById
 from replica_engine.xla.body import Body, Limits
 from replica_engine.xla.host_calls.call import CallOrder
-from replica_engine.xla.signature.arguments import Arguments, ById, Shapes
+from replica_engine.xla.signature.arguments import Arguments, Shapes
 from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.stages.body_graph import of_any_size
 from replica_engine.xla.stages.compiled import Compiled
