@@ -13,7 +13,7 @@ from typing import Any
 from replica_engine._tf import distribute
 from replica_engine._tf.eager import EagerTensor
 from replica_engine.errors import ReplicaValueError, StructureMismatchError
-from replica_engine.values.structure import OtherStructure, flatten, open_level
+from replica_engine.values.structure import LEAVES, OtherStructure, flatten, open_level
 
 
 def regroup(values: Sequence[Any], what: str = "The values of the replicas", name: str = "result") -> Any:
@@ -71,7 +71,7 @@ def parts(value: Any, size: int, name: str) -> list[Any]:
     leaves, spec = flatten(value, name, name, _is_same)
     columns = []
     for index, leaf in enumerate(leaves):
-        if not _is_per_replica(leaf):
+        if not isinstance(leaf, distribute.DistributedValues) or isinstance(leaf, distribute.DistributedVariable):
             columns.append([leaf] * size)
         elif len(leaf.values) == size:
             columns.append(leaf.values)
@@ -106,8 +106,10 @@ def spread(value: Any, size: int, name: str) -> Any:
 
 
 def _regroup(values: Sequence[Any], what: str, name: str) -> Any:
+    if LEAVES.issuperset(map(type, values)):
+        return _regroup_leaf(values)
     first = values[0]
-    if _is_dataclass(first) and all(value is first for value in values):
+    if _is_dataclass(first) and _are_one(values):
         return first
     # Dataclasses inside are regrouped by themselves: one that is the same object on all replicas stays that object.
     outermost = set(map(id, values))
@@ -119,11 +121,14 @@ def _regroup(values: Sequence[Any], what: str, name: str) -> Any:
         except OtherStructure as other:
             kinds = other.wanted or _leaf(leaves[other.leaf]), other.given or _leaf(other.value)
             raise StructureMismatchError.between(what, other.path, (0, replica), kinds) from None
-    grouped = []
-    for index, column in enumerate(zip(*rows, strict=True)):
-        inside = not spec.is_leaf and any(map(_is_dataclass, column))
-        grouped.append(_regroup(column, what, spec.paths[index]) if inside else _regroup_leaf(column))
-    return spec.rebuild(grouped)
+    columns = zip(*rows, strict=True)
+    if spec.is_leaf:
+        return _regroup_leaf(*columns)
+    return spec.rebuild([_regroup(column, what, path) for column, path in zip(columns, spec.paths, strict=True)])
+
+
+def _are_one(values: Sequence[Any]) -> bool:
+    return len(set(map(id, values))) == 1
 
 
 def _is_dataclass(value: Any) -> bool:
@@ -156,7 +161,7 @@ def _leaf(value: Any) -> str:
 
 def _regroup_leaf(values: Sequence[Any]) -> Any:
     first = values[0]
-    same = all(value is first for value in values[1:])
+    same = _are_one(values)
     if type(first) is EagerTensor:  # an eager tensor belongs to no variable
         return first if same else distribute.PerReplica(tuple(values))
     if same and isinstance(first, distribute.DistributedVariable):

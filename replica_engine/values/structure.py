@@ -16,6 +16,7 @@ import collections
 import copy
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -53,34 +54,46 @@ def flatten(
         >>> spec.rebuild([3, 4, 5])
         {'x': [3, 4], 'y': 5}
     """
-    leaves: list[Any] = []
     spec = Spec(stop)
-    try:
-        spec._take_apart((value,), (name,), "", leaves)
-    except RecursionError:
-        raise ReplicaValueError.endless(what) from None
+    leaves: list[Any] = []
+    pending = [(value, name, 0)]
+    while pending:
+        value, path, depth = pending.pop()
+        opened = None if type(value) in LEAVES else open_level(value, stop)
+        spec._places.append(path)
+        if opened is None:
+            spec._levels.append(None)
+            spec.paths.append(path)
+            leaves.append(value)
+            continue
+        if depth > _DEEPEST:
+            raise ReplicaValueError.endless(what)
+        level, children = opened
+        spec._levels.append(level)
+        names = map(path.__add__, reversed(level.names))
+        pending += zip(reversed(children), names, itertools.repeat(depth + 1))  # the first child last, to pop it next
     return leaves, spec
 
 
 class Spec:
-    """A structure without its leaves."""
+    """A structure without its leaves.
 
-    __slots__ = ("_levels", "_paths", "_stop")
+    Attributes:
+        paths: the path to each leaf.
+    """
+
+    __slots__ = ("_levels", "_places", "_stop", "paths")
 
     def __init__(self, stop: Callable[[Any], bool] | None):
+        self.paths: list[str] = []
         self._stop = stop
         self._levels: list[Level | None] = []  # each level before what is in it; None for a leaf
-        self._paths: list[str] = []  # of levels and leaves
-
-    @property
-    def paths(self) -> list[str]:
-        """The path to each leaf."""
-        return [path for path, level in zip(self._paths, self._levels, strict=True) if level is None]
+        self._places: list[str] = []  # the path to each of them
 
     @property
     def key(self) -> Any:
         """Hashable; equal for structures of the same types, with the same keys, fields and static data."""
-        return tuple([level and (level.type, level.names, _static_key(level.static)) for level in self._levels])
+        return tuple([level and level.key for level in self._levels])
 
     @property
     def is_leaf(self) -> bool:
@@ -97,9 +110,11 @@ class Spec:
                 stack.append(next(rest))
             else:
                 count = len(level.names)
-                children = stack[: -count - 1 : -1]
+                children: Any = stack[: -count - 1 : -1]
                 del stack[len(stack) - count :]
-                stack.append(level.rebuild(children))
+                if level.keys is not None:
+                    children = dict(zip(level.keys, children, strict=True))
+                stack.append(level.make(children))
         return stack[0]
 
     def builder(self, builds: Sequence[Build]) -> Build:
@@ -116,9 +131,9 @@ class Spec:
         """
         leaves: list[Any] = []
         pending = [value]
-        for level, path in zip(self._levels, self._paths, strict=True):
+        for level, path in zip(self._levels, self._places, strict=True):
             value = pending.pop()
-            opened = self._open(value)
+            opened = None if type(value) in LEAVES else open_level(value, self._stop)
             if level is None and opened is None:
                 leaves.append(value)
             elif level is None or opened is None or opened[0].kind != level.kind or opened[0].keys != level.keys:
@@ -126,23 +141,6 @@ class Spec:
             else:  # the last child first, for `pending`
                 pending += opened[1][::-1] if level.keys is None else [value[key] for key in reversed(level.keys)]
         return leaves
-
-    def _open(self, value: Any) -> tuple[Level, tuple[Any, ...]] | None:
-        kind = type(value)
-        if kind in _LEAVES or (self._stop is not None and kind not in _PLAIN and self._stop(value)):
-            return None
-        return open_level(value)
-
-    def _take_apart(self, values: Sequence[Any], names: Sequence[str], path: str, leaves: list[Any]) -> None:
-        for value, name in zip(values, names, strict=True):
-            opened = self._open(value)
-            self._paths.append(path + name)
-            if opened is None:
-                self._levels.append(None)
-                leaves.append(value)
-            else:
-                self._levels.append(opened[0])
-                self._take_apart(opened[1], opened[0].names, path + name, leaves)
 
 
 def of_composite(value: Any, builds: Sequence[Build]) -> Build:
@@ -172,15 +170,15 @@ class Level(NamedTuple):
         type: the type of the container.
         kind: a description; structures whose descriptions and keys are equal may be grouped.
         names: for each child, the next part of the path to it: "[0]", "['loss']", ".field".
-        rebuild: makes the same container from other children.
+        make: makes the same container from other children; a mapping from a dictionary.
         keys: the keys of a mapping, as a dictionary; None for other containers.
-        static: data that `rebuild` keeps and that is not a child.
+        static: data that `make` keeps and that is not a child.
     """
 
     type: type
     kind: str
     names: tuple[str, ...]
-    rebuild: Build
+    make: Callable[[Any], Any]
     keys: dict[Any, None] | None = None
     static: Any = None
 
@@ -189,18 +187,33 @@ class Level(NamedTuple):
         """The description with the keys."""
         return self.kind if self.keys is None else f"{self.kind} {', '.join(sorted(map(repr, self.keys))) or 'of none'}"
 
+    @property
+    def key(self) -> Any:
+        """Hashable; equal for levels of the same type, with the same keys, fields and static data."""
+        return self.type, self.names, self.static if self.static is None else constant_key(self.static)
 
-def open_level(value: Any) -> tuple[Level, tuple[Any, ...]] | None:
-    """The outermost level of a structure, and the values in it; None for a leaf."""
-    kind = type(value)
-    if kind in _LEAVES:
+    def rebuild(self, children: Sequence[Any]) -> Any:
+        """Makes the same container from other children."""
+        return self.make(children if self.keys is None else dict(zip(self.keys, children, strict=True)))
+
+
+def open_level(value: Any, stop: Callable[[Any], bool] | None = None) -> tuple[Level, tuple[Any, ...]] | None:
+    """The outermost level of a structure, and the values in it; None for a leaf. `stop` is that of `flatten`."""
+    kind: Any = type(value)
+    if kind in LEAVES or (stop is not None and kind not in _PLAIN and stop(value)):
         return None
     if isinstance(value, list):
         return _sequence(kind, list, len(value)), tuple(value)
     if isinstance(value, tuple):
         return (_namedtuple(kind) if hasattr(value, "_fields") else _sequence(kind, tuple, len(value))), tuple(value)
     if kind is dict or isinstance(value, Mapping):
-        return _open_mapping(value)
+        keys = tuple(value)
+        # Keys of other types may be equal and not the same, as 1 and True are.
+        level = (_mapping if _STR.issuperset(map(type, keys)) else _mapping.__wrapped__)(kind, keys)
+        if isinstance(value, collections.defaultdict):
+            make: Any = functools.partial(collections.defaultdict, value.default_factory)
+            level = level._replace(make=make, static=value.default_factory)
+        return level, tuple(map(value.__getitem__, keys))
     if isinstance(value, (type, tf.__internal__.CompositeTensor)):
         return None
     if hasattr(kind, "__tf_flatten__"):  # asked of the class: a distributed variable would read its value
@@ -240,13 +253,11 @@ def constant_key(value: Any, depth: int = 3) -> Any:
     return ById(value)
 
 
-# The most common leaves, which `open_level` would recognize last.
-_LEAVES = frozenset((type(None), bool, int, float, str, EagerTensor, PerReplica, Mirrored))
+LEAVES = frozenset((type(None), bool, int, float, str, EagerTensor, PerReplica, Mirrored))
+"""Types that are always leaves: the most common ones."""
 _PLAIN = (tuple, list, dict)
-
-
-def _static_key(static: Any) -> Any:
-    return None if static is None else constant_key(static)
+_STR = frozenset((str,))
+_DEEPEST = 500  # levels; a structure that contains itself has more
 
 
 @functools.lru_cache(maxsize=256)
@@ -261,16 +272,10 @@ def _namedtuple(kind: Any) -> Level:
     return Level(kind, f"a {kind.__name__} of length {len(names)}", names, kind._make)
 
 
-def _open_mapping(value: Any) -> tuple[Level, tuple[Any, ...]]:
-    kind, default = type(value), getattr(value, "default_factory", None)
-    make = functools.partial(collections.defaultdict, default) if isinstance(value, collections.defaultdict) else kind
-    keys = dict.fromkeys(value)
-
-    def rebuild(children: Sequence[Any]) -> Any:
-        return make(dict(zip(keys, children, strict=True)))
-
-    names = tuple([f"[{key!r}]" for key in keys])
-    return Level(kind, "a mapping with the keys", names, rebuild, keys, default), tuple(map(value.__getitem__, keys))
+@functools.lru_cache(maxsize=256)
+def _mapping(kind: Any, keys: tuple) -> Level:
+    names = tuple(f"[{key!r}]" for key in keys)
+    return Level(kind, "a mapping with the keys", names, kind, dict.fromkeys(keys))
 
 
 def _open_by_protocol(value: Any) -> tuple[Level, tuple[Any, ...]]:
