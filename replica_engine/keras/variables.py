@@ -22,7 +22,7 @@ import tensorflow as tf
 from replica_engine._tf import distribute, variables
 from replica_engine._tf.keras import model as keras_model
 from replica_engine.strategies.backend import backend_of
-from replica_engine.threads.variables import SEED_STEP
+from replica_engine.values.seeds import seed_of
 
 
 class ReplicatedVariables:
@@ -262,8 +262,8 @@ def _make_plain(variable: keras.Variable) -> bool:
 
 
 def _seed(value: tf.Tensor, replica: int) -> tf.Tensor:
-    """A replica's own seed: replicas with the same seed would drop the same units for each sample."""
-    own = tf.math.floormod(tf.cast(value[:1], tf.int64) + replica * SEED_STEP, 2**32)
+    """The state of a seed generator on one replica."""
+    own = seed_of(replica, tf.cast(value[:1], tf.int64))
     return tf.concat([tf.cast(own, value.dtype), value[1:]], 0)
 
 

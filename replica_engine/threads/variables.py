@@ -34,9 +34,6 @@ from replica_engine.errors import ReplicaUnwound, VariableMismatchError
 _ADDED_NUMBER = re.compile(r"_\d+(?=/|$)")
 _LOOK_AGAIN = 0.05  # seconds between checks of whether replica 0 can still make a variable
 
-SEED_STEP = 0x9E3779B9
-"""The difference between the seeds of neighbouring replicas: 2**32 / golden ratio, which keeps seeds far apart."""
-
 
 class _Created(NamedTuple):
     name: str

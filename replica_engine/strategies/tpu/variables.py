@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf import distribute, variables
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.strategies.backend import HostSide
-from replica_engine.threads.variables import SEED_STEP
+from replica_engine.values import seeds
 from replica_engine.xla.state import initial_values
 from replica_engine.xla.state.device_value import DeviceValue, Spread
 from replica_engine.xla.state.host_variable import HostVariable
@@ -92,7 +91,7 @@ def create(strategy: Any, next_creator: Callable[..., Any], kwargs: dict[str, An
     """Makes a variable of a strategy; `kwargs` are the keyword arguments of a variable creator."""
     devices: DeviceGroup = strategy.extended.device_group
     name = kwargs.get("name") or "Variable"
-    spread = spread_seed if name.endswith(_KERAS_SEED) and not same_random else None
+    spread = seeds.states if name.endswith(_KERAS_SEED) and not same_random else None
 
     def components(**kwargs: Any) -> list[Any]:
         on_read = kwargs["synchronization"] == tf.VariableSynchronization.ON_READ
@@ -116,16 +115,6 @@ def make_device_value(values: Any, devices: DeviceGroup, spread: Spread | None) 
         HostVariable.adopt(value, device_value, replica)
     device_value.leave_pool()
     return device_value
-
-
-def spread_seed(value: np.ndarray, size: int) -> list[np.ndarray]:
-    """Derives one seed per replica from one seed: replica 0 keeps the host's seed."""
-    seeds = []
-    for replica in range(size):
-        seed = value.copy()
-        seed.flat[0] = (int(seed.flat[0]) + replica * SEED_STEP) % 2**32
-        seeds.append(seed)
-    return seeds
 
 
 def _plain(name: str) -> str:

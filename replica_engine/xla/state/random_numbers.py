@@ -9,6 +9,7 @@ like any other. The key comes from `tf.random.set_seed`, which also resets the c
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,10 +20,11 @@ import tensorflow as tf
 from replica_engine._tf import variables
 from replica_engine._tf.graphs import random_ops
 from replica_engine.pjrt.group import Array, DeviceGroup
+from replica_engine.values import seeds
 from replica_engine.xla.state.device_value import DeviceValue
 
-_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: keys far apart for neighboring replicas
-_MIX = 0xBF58476D1CE4E5B9  # another odd number, so that an op's seed and a replica's key cannot cancel each other
+_MIX = 0xBF58476D1CE4E5B9  # not the step from replica to replica: an op's seed and a replica's key must not cancel out
+_KEYS = functools.partial(seeds.states, bits=64)
 
 
 class RandomState(DeviceValue):
@@ -36,7 +38,7 @@ class RandomState(DeviceValue):
     def __init__(self, devices: DeviceGroup, same: bool = False):
         with tf.init_scope(), tf.device("CPU:0"):
             self._variable = variables.ResourceVariable([0, 0], dtype=tf.int64, trainable=False, name="random_state")
-        super().__init__([variables.raw_handle(self._variable)], devices, None if same else _spread)
+        super().__init__([variables.raw_handle(self._variable)], devices, None if same else _KEYS)
         self._seeded: Any = self  # the object that `tf.random.set_seed` last made; `self` before the first seeding
         self._initial: tf.Variable | None = None
         self._initial_seeded: Any = self
@@ -85,10 +87,6 @@ class RandomState(DeviceValue):
         tf.raw_ops.AssignAddVariableOp(resource=handle, value=tf.constant([0, 1], tf.int64))
         own = tf.constant([_signed(attribute("seed2") * _MIX), 0], tf.int64)
         return make(state + own, inputs, attribute)
-
-
-def _spread(value: np.ndarray, size: int) -> list[np.ndarray]:
-    return [np.array([_signed(int(value[0]) + replica * _GOLDEN), value[1]], np.int64) for replica in range(size)]
 
 
 def _signed(number: int) -> int:
