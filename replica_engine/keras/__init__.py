@@ -10,7 +10,7 @@
   a step compiles.
 - `hooks`, `losses`: change the parts of Keras that must know about shards.
 - `optimizer`: reduces the gradients of all replicas and applies them; `cross_replica_optimizer` does so in custom
-  loops; `sparse_gradients` prepares the gradients of embedding tables.
+  loops.
 """
 
 from replica_engine.keras.cross_replica_optimizer import CrossReplicaOptimizer

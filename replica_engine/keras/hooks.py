@@ -30,9 +30,8 @@ import tensorflow as tf
 
 from replica_engine._tf.keras import model as keras_model
 from replica_engine.keras.cross_replica_optimizer import CrossReplicaOptimizer
-from replica_engine.keras.optimizer import apply_across_replicas
+from replica_engine.keras.optimizer import apply_across_replicas, of_whole_batch
 from replica_engine.keras.shard import current_shard
-from replica_engine.keras.sparse_gradients import of_whole_batch
 
 _NOTHING = object()
 _READING = ("save", "save_weights", "export", "get_weights")

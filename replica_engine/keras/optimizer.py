@@ -4,6 +4,11 @@ Keras sums gradients inside an optimizer's update. That is after clipping, so ea
 gradient accumulation it is inside a branch, where replica threads cannot meet. Here a merge call reduces gradients
 first, and the optimizer's own `apply` runs inside the merge call, for all replicas at once. So all that an optimizer
 does with a gradient, it does with the gradient of the global batch, as on one device.
+
+Gradients of embedding tables are rows with their indices, where a row that was looked up twice appears twice. Keras
+does not add up duplicate rows. Adam squares each duplicate, and clipping by norm takes the norm over all of them. So an
+optimizer treats a row that is split into two parts differently from the whole row, although both add the same to the
+table. Together, the replicas must therefore have the rows that one device has: each row once, and zeros elsewhere.
 """
 
 from __future__ import annotations
@@ -50,6 +55,55 @@ def apply_across_replicas(
     context.merge_call(merge.run, args=(list(grads),))
 
 
+def of_whole_batch(grads: Sequence[Any]) -> list[Any]:
+    """Moves the rows of tables to the first replica, for a batch that every replica has computed.
+
+    Only the loss of the first replica counts. But a synchronized batch normalization sends its gradient to all
+    replicas, so each replica gets a part of every row. This function adds up the parts.
+
+    Args:
+        grads: this replica's gradients; their sum over replicas is the gradient of the batch.
+
+    Returns:
+        Gradients with the same sum. If another replica has the same index as the first replica, its row is zero.
+    """
+    tables = {
+        index: grad
+        for index, grad in enumerate(grads)
+        if isinstance(grad, tf.IndexedSlices) and grad.values.shape.rank is not None
+    }
+    if not tables:
+        return list(grads)
+    context = tf.distribute.get_replica_context()
+    is_first = tf.equal(context.replica_id_in_sync_group, 0)
+    wanted = context.all_reduce("SUM", [_if(is_first, grad.indices) for grad in tables.values()])
+    # Replicas that draw different random numbers may look up different rows.
+    is_same = [
+        _column(tf.equal(grad.indices, rows), grad.values) for grad, rows in zip(tables.values(), wanted, strict=True)
+    ]
+    whole = context.all_reduce(
+        "SUM", [_if(same, grad.values) for grad, same in zip(tables.values(), is_same, strict=True)]
+    )
+    result = list(grads)
+    for (index, grad), same, values in zip(tables.items(), is_same, whole, strict=True):
+        values = tf.where(same, _if(is_first, values), grad.values)
+        result[index] = tf.IndexedSlices(values, grad.indices, grad.dense_shape)
+    return result
+
+
+@contextlib.contextmanager
+def through_strategy(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Makes the optimizer update variables of `strategy` inside the block, wherever the optimizer was made."""
+    before = [(each, keras_model.strategy_of_optimizer(each)) for each in keras_model.with_inner_optimizers(optimizer)]
+    for each, _ in before:
+        keras_model.set_strategy_of_optimizer(each, strategy)
+    try:
+        yield
+    finally:
+        for each, own in before:
+            keras_model.set_strategy_of_optimizer(each, own)
+
+
 class _Merge:
     """The merge function: one object per replica; all run the same code, so the engine sees one merge function."""
 
@@ -80,14 +134,9 @@ class _Merge:
                 keras_model.apply_across(optimizer, self._apply, whole, self._variables)
 
 
-@contextlib.contextmanager
-def through_strategy(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """Makes the optimizer update variables of `strategy` inside the block, wherever the optimizer was made."""
-    before = [(each, keras_model.strategy_of_optimizer(each)) for each in keras_model.with_inner_optimizers(optimizer)]
-    for each, _ in before:
-        keras_model.set_strategy_of_optimizer(each, strategy)
-    try:
-        yield
-    finally:
-        for each, own in before:
-            keras_model.set_strategy_of_optimizer(each, own)
+def _if(condition: Any, value: tf.Tensor) -> tf.Tensor:
+    return tf.where(condition, value, tf.zeros([], value.dtype))
+
+
+def _column(flags: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    return tf.reshape(flags, [-1] + [1] * (values.shape.rank - 1))

@@ -10,8 +10,7 @@ import tensorflow as tf
 from replica_engine._tf.graphs import autograph
 from replica_engine.errors import CollectiveError, InputsError
 from replica_engine.values.regroup import regroup
-from replica_engine.values.structure import flatten
-from replica_engine.values.tensors import as_tensor
+from replica_engine.values.structure import as_tensor, flatten
 
 
 class MultiStepContext:

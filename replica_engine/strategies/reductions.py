@@ -13,8 +13,7 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute
 from replica_engine.errors import ReplicaValueError
-from replica_engine.values.structure import flatten
-from replica_engine.values.tensors import as_tensor
+from replica_engine.values.structure import as_tensor, flatten
 
 _NUMBERS = (bool, int, float, complex, np.generic)
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from replica_engine._tf import distribute
 from replica_engine.errors import ReplicaValueError
 from replica_engine.errors.base import shown
-from replica_engine.values.tensors import as_tensor
+from replica_engine.values.structure import as_tensor
 
 _MOST_AXES = 254  # the largest rank of a TensorFlow tensor
 

@@ -17,7 +17,7 @@ from replica_engine.engine import Replica, current_replica
 from replica_engine.errors import MergeCallGraphError, NotInReplicaError
 from replica_engine.threads.gradients import differentiable
 from replica_engine.threads.inherited_state import InheritedState
-from replica_engine.values.tensors import as_tensor
+from replica_engine.values.structure import as_tensor
 
 _DEFAULT_OPTIONS = tf.distribute.experimental.CommunicationOptions()
 

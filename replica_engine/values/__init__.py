@@ -1,8 +1,7 @@
 """Values of replicas: conversion between N values and one distributed value, and the samples of a batch.
 
-- `structure`: opens structures of values, one level at a time.
+- `structure`: takes structures of values apart, and converts the leaves to tensors.
 - `regroup`: converts N structures to one structure of distributed values, and back.
-- `tensors`: decides what counts as a tensor.
 - `seeds`: the seed of each replica.
 - `samples`: counts, takes and pads the samples of a batch.
 - `uneven_batches`: batches whose size is not a multiple of the number of replicas, for custom training loops.

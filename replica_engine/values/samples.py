@@ -15,8 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.errors import BatchError, ReplicaValueError
-from replica_engine.values.structure import flatten
-from replica_engine.values.tensors import as_tensor
+from replica_engine.values.structure import as_tensor, flatten
 
 _PARTS = ("x", "y", "sample_weight")
 

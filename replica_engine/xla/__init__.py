@@ -33,7 +33,7 @@ from replica_engine.xla.collectives import (
     ppermute,
 )
 from replica_engine.xla.host_calls.outside_compilation import outside_compilation
-from replica_engine.xla.host_calls.result_specs import returns
+from replica_engine.xla.host_calls.results import returns
 from replica_engine.xla.replicate import lower, replicate
 from replica_engine.xla.resolver import PjrtClusterResolver, TPUSystemMetadata, get_tpu_system_metadata
 from replica_engine.xla.soft_placement import HostCallInfo

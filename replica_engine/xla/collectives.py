@@ -27,7 +27,7 @@ import tensorflow as tf
 from replica_engine._tf.graphs import autograph, xla_ops
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import CollectiveError
-from replica_engine.values.tensors import as_tensor
+from replica_engine.values.structure import as_tensor
 from replica_engine.xla import of_unknown_size
 from replica_engine.xla.body import current, in_body, note_collective
 from replica_engine.xla.signature import argument_names

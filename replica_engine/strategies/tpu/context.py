@@ -15,7 +15,7 @@ from replica_engine import xla
 from replica_engine._tf import distribute
 from replica_engine._tf.graphs import autograph
 from replica_engine.errors import CollectiveError
-from replica_engine.values.tensors import as_tensor
+from replica_engine.values.structure import as_tensor
 
 
 class BodyReplicaContext(tf.distribute.ReplicaContext):

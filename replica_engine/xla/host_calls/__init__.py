@@ -3,6 +3,6 @@
 - `outside_compilation`: the function that users call. Read this one first.
 - `closures`: the user's function, rebuilt with concrete tensors instead of the tensors of the body it closes over.
 - `originals`: the function that the user wrote, for a function that AutoGraph converted.
-- `result_specs`, `results`: the results of the function.
+- `results`: the results of the function.
 - `call`: one call, as the program makes it. `session`: the calls of one launch.
 """

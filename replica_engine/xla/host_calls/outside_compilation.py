@@ -23,8 +23,7 @@ from replica_engine.errors import NestedHostCallError
 from replica_engine.xla.body import HostSide, host_side, in_body
 from replica_engine.xla.host_calls.call import HostCall, HostCalls, current_calls
 from replica_engine.xla.host_calls.closures import Closure
-from replica_engine.xla.host_calls.result_specs import codes_of, results_of
-from replica_engine.xla.host_calls.results import HostResults
+from replica_engine.xla.host_calls.results import HostResults, codes_of, results_of
 from replica_engine.xla.host_calls.session import Kept, Session
 
 

@@ -1,16 +1,89 @@
-"""Takes the results of a host function apart: tensors that the body goes on with, and the structure around them."""
+"""The results of a host function: tensors that the body goes on with, and the structure around them.
+
+They must be known while the body that calls the function is traced (`results_of`). When the program calls the function,
+the results are taken apart in the same way, and compared.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import dis
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
-from typing import Any
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
-from replica_engine.errors import HostResultError
+from replica_engine._tf import distribute, thread_state, variables
+from replica_engine._tf.graphs import autograph, function, xla_ops
+from replica_engine.errors import HostAccessError, HostResultError, NestedHostCallError, note_unknown_results
 from replica_engine.values.structure import Build, OtherStructure, flatten, of_composite
+from replica_engine.xla.body import HostSide, on_host
+from replica_engine.xla.host_calls.closures import Closure
+from replica_engine.xla.host_calls.originals import original_of
+
+F = TypeVar("F", bound=Callable)
+
+_RETURNS = "_replica_engine_returns"
+_FILLS = ("append", "extend", "add", "insert", "update")  # methods of Python's own lists, sets and dictionaries
+
+
+def returns(spec: Any) -> Callable[[F], F]:
+    """Declares the results of a host function, so that `outside_compilation` need not find them out.
+
+    Args:
+        spec: a `tf.TensorSpec`, or a structure of them.
+
+    Example:
+        >>> import numpy as np, tensorflow as tf
+        >>> from replica_engine import xla
+        >>> @xla.returns(tf.TensorSpec([2], tf.float32))
+        ... def sort(x):
+        ...     return np.sort(x.numpy())
+        >>> body = lambda x: xla.outside_compilation(sort, x)
+        >>> xla.replicate(body, inputs=[[tf.constant([3.0, 1.0])]])[0].numpy().tolist()
+        [1.0, 3.0]
+    """
+
+    def mark(fn: F) -> F:
+        setattr(fn.__func__ if isinstance(fn, MethodType) else fn, _RETURNS, spec)
+        return fn
+
+    return mark
+
+
+def results_of(fn: Callable, closure: Closure, side: HostSide, handles: list[tuple[tf.Tensor, str]]) -> HostResults:
+    """The results of a host function, with specs instead of tensors.
+
+    Args:
+        fn: the function.
+        closure: the function and its arguments.
+        side: the call.
+        handles: a list; the handles of variables that the function is seen to use are added to it.
+
+    Raises:
+        HostResultError: a result that no device can have, or of an unknown shape.
+        HostAccessError: the function uses something that is on the devices.
+        Exception: the function raised it when it was called with zeros.
+    """
+    for each in _layers(fn):
+        if _RETURNS in getattr(each, "__dict__", {}):
+            return _checked(HostResults(each.__dict__[_RETURNS]))
+    if _returns_nothing(fn):
+        return HostResults(None)
+    with _outside_body():
+        try:
+            results = _trace(closure, side, handles)
+        except (HostAccessError, NestedHostCallError):
+            raise
+        except Exception:
+            results = None
+        if results is None or not all(spec.shape.is_fully_defined() for spec in results.tensors):
+            results = _try_with_zeros(closure, side, results)
+    return _checked(results)
 
 
 class HostResults:
@@ -92,3 +165,115 @@ def _open(value: Any, name: str) -> tuple[str, Sequence[Any]]:
     spec = value if isinstance(value, tf.TypeSpec) else tf.type_spec_from_value(value)
     parts = tf.nest.flatten(value, expand_composites=True)
     return f"a {type(spec).__name__.removesuffix('Spec')} of {len(parts)} components", parts
+
+
+def _trace(closure: Closure, side: HostSide, handles: list[tuple[tf.Tensor, str]]) -> HostResults:
+    """Finds the results by tracing."""
+    found: list[HostResults] = []
+
+    def flat(*tensors: tf.Tensor) -> list[tf.Tensor]:
+        with on_host(side._replace(replica=tf.constant(0))):
+            fn, args, kwargs = closure.build(tensors)
+            found.append(HostResults(autograph.convert_always(fn)(*args, **kwargs)))
+        return found[0].tensors
+
+    graph = xla_ops.trace("host_function", flat, [tf.TensorSpec(each.shape, each.dtype) for each in closure.tensors])
+    handles += [(outside, side.where) for outside, _ in graph.captures if outside.dtype == tf.resource]
+    for outside, _ in graph.captures:
+        if tf.is_symbolic_tensor(outside) and outside.dtype != tf.resource:
+            raise HostAccessError.tensor(outside.name, side.where)
+    found[0].tensors = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in graph.outputs]
+    return found[0]
+
+
+def _try_with_zeros(closure: Closure, side: HostSide, traced: HostResults | None) -> HostResults:
+    """Finds the results by calling the function, which needs concrete values."""
+    if not all(tensor.shape.is_fully_defined() for tensor in closure.tensors):
+        unknown = next(tensor for tensor in closure.tensors if not tensor.shape.is_fully_defined())
+        raise HostResultError.unknown_arguments(str(unknown.shape))
+    try:
+        with tf.init_scope(), tf.device("CPU:0"), tf.summary.record_if(False), on_host(side._replace(replica=_zero())):
+            fn, args, kwargs = closure.build([tf.zeros(each.shape, each.dtype) for each in closure.tensors])
+            results = HostResults(fn(*args, **kwargs))
+    except Exception as error:
+        note_unknown_results(error, side.where)
+        raise
+    results.tensors = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in results.tensors]
+    results.of_zeros = True
+    return results
+
+
+def _zero() -> tf.Tensor:
+    return tf.constant(0)
+
+
+def _checked(results: HostResults) -> HostResults:
+    for name, spec in zip(results.names, results.tensors, strict=True):
+        if xla_ops.is_host_only(spec.dtype):
+            raise HostResultError.host_only(name, spec.dtype.name)
+        if not spec.shape.is_fully_defined():
+            raise HostResultError.unknown_shape(name, str(spec.shape))
+    return results
+
+
+@contextlib.contextmanager
+def _outside_body() -> Iterator[None]:
+    """Inside, nothing that surrounds the body (strategy, tape, graph) takes effect: as when the host function runs."""
+    _, *rest = thread_state.locals_of_thread()
+    graph = thread_state.default_graph()
+    with (
+        thread_state.enter_locals(([], *rest)),
+        thread_state.graph_and_mode(graph, False, []),
+        thread_state.actual_summaries(),
+        distribute.no_strategy(),
+        variables.no_tape(),
+    ):
+        yield
+
+
+def _layers(fn: Any) -> Iterator[Any]:
+    """A callable and the callables inside it: those of a partial, bound method, tf.function, object with `__call__`."""
+    while fn is not None:
+        yield fn
+        if isinstance(fn, functools.partial):
+            fn = fn.func
+        elif isinstance(fn, MethodType):
+            fn = fn.__func__
+        elif function.is_tf_function(fn):
+            fn = fn.python_function
+        elif isinstance(fn, (FunctionType, type)):
+            fn = getattr(fn, "__wrapped__", None)
+        else:
+            fn = type(fn).__dict__.get("__call__")
+            if not isinstance(fn, FunctionType):
+                return
+
+
+def codes_of(fn: Any) -> frozenset[CodeType]:
+    """The code of a host function and of the Python functions inside it, as the user wrote them."""
+    return frozenset(original_of(each).__code__ for each in _layers(fn) if isinstance(each, FunctionType))
+
+
+def _returns_nothing(fn: Any) -> bool:
+    """Whether no `return` statement of the function has a value."""
+    if fn is print or fn is tf.print or (getattr(fn, "__name__", "") in _FILLS and isinstance(fn, BuiltinMethodType)):
+        return True
+    functions = [each for each in _layers(fn) if isinstance(each, FunctionType)]
+    return len(functions) == 1 and _code_returns_nothing(original_of(functions[0]).__code__)
+
+
+@functools.lru_cache(maxsize=1024)
+def _code_returns_nothing(code: CodeType) -> bool:
+    before = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "RETURN_CONST" and instruction.argval is not None:
+            return False
+        if instruction.opname == "RETURN_VALUE" and not (
+            before is not None
+            and before.opname == "LOAD_CONST"
+            and before.argval is None
+            and not instruction.is_jump_target
+        ):
+            return False
+        before = instruction
+    return not code.co_flags & (0x20 | 0x80 | 0x200)  # generators and coroutines

@@ -16,8 +16,7 @@ import tensorflow as tf
 from replica_engine._tf import distribute
 from replica_engine.errors import InputsError, ReplicaMismatchError, ReplicaValueError
 from replica_engine.values.regroup import regroup
-from replica_engine.values.structure import Build, ById, constant_key, flatten, of_composite
-from replica_engine.values.tensors import as_tensor
+from replica_engine.values.structure import Build, ById, as_tensor, constant_key, flatten, of_composite
 
 Shapes = tuple[tf.TensorShape, ...]
 """Shapes of slots; dimensions may be unknown."""

@@ -10,8 +10,7 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute
 from replica_engine.errors import ReplicaValueError
-from replica_engine.values.structure import Build, flatten, of_composite
-from replica_engine.values.tensors import as_tensor
+from replica_engine.values.structure import Build, as_tensor, flatten, of_composite
 
 _RESULT = "A result of the replicas"  # for messages
 

@@ -7,8 +7,7 @@ between the ops that run on the devices. Read `rewrite` first.
 - `rewrite`: a copy of the body's graph, in which pieces stand for these ops.
 - `values`: where each value of the body is while the copy is made.
 - `pending`: how ops become pieces. `piece`: a piece in a launch.
-- `python_results`: the shapes that Python functions return.
-- `guessed_shapes`: the shapes that other host ops return, found out by trying them.
+- `unknown_shapes`: the shapes that Python functions and other host ops return, found out by trying them.
 - `summaries`: the summary writer and the step of the caller.
 - `moved`: the rewritten body, and the list of its host calls for the user.
 """

@@ -23,7 +23,7 @@ from replica_engine._tf.graphs import host_ops, xla_ops
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import LoweringError
 from replica_engine.xla.host_calls.call import HostCalls
-from replica_engine.xla.soft_placement import guessed_shapes, kinds, python_results
+from replica_engine.xla.soft_placement import kinds, unknown_shapes
 from replica_engine.xla.soft_placement.pending import Pending, Waiting
 from replica_engine.xla.soft_placement.piece import Source
 from replica_engine.xla.soft_placement.values import Value
@@ -36,7 +36,7 @@ class Rewriter:
         name: the name of the body.
         calls: its host calls; the pieces are added to them.
         moved: ops that XLA has a kernel for, but that must run on the host; more may be added to them.
-        tries_all: whether to try all host ops whose results have no known shape (`guessed_shapes`).
+        tries_all: whether to try all host ops whose results have no known shape (`unknown_shapes`).
     """
 
     def __init__(self, name: str, calls: HostCalls, moved: set[tf.Operation], tries_all: bool):
@@ -46,7 +46,7 @@ class Rewriter:
         self.moved = moved
         self._python_inputs: dict[str, list[tf.TensorShape]] = {}  # of Python functions, by token
         self.originals: dict[str, tf.Operation] = {}  # the original of each copied op, by the name of the copy
-        self.samples = guessed_shapes.Samples()
+        self.samples = unknown_shapes.Samples()
         self.order: Value | None = None  # the handle of the variable that keeps host calls in order
         self._python_calls: dict[str, int] = {}
         self._scratch = tf.Graph()
@@ -108,7 +108,7 @@ class Rewriter:
             value.maker, value.from_host = (op, inputs, index), True
             value.made_by = (op.type, user_line(op))
             value.tried_with = "zeros" if is_tried else _tried_with(inputs)
-            if guessed_shapes.is_worth_trying(op, inputs, value, self.tries_all):
+            if unknown_shapes.is_worth_trying(op, inputs, value, self.tries_all):
                 value.shape = self.samples.shape(value)
                 value.tried_with = "made-up values"
             outputs.append(value)
@@ -118,7 +118,7 @@ class Rewriter:
         """The shapes of the outputs, and whether each was found by a call with zeros."""
         if host_ops.PythonFunction.is_of(op):
             in_body = op.graph is self._body
-            return python_results.shapes(op, inputs, self._python_inputs, self.calls.size, in_body)
+            return unknown_shapes.of_python_function(op, inputs, self._python_inputs, self.calls.size, in_body)
         with self._scratch.as_default():
             stand_ins = [
                 tf.constant(tf.make_ndarray(value.constant.get_attr("value")), value.dtype)

@@ -26,7 +26,7 @@ class Value:
         made_by: the type of the host op that makes it, and the user's line, for messages.
         depends_on_data: whether the devices have it, in a shape that depends on data.
         tried_with: "zeros" if the shape was found by calling a Python function with zeros, or comes from such a shape;
-            "made-up values" for a host op (`guessed_shapes`); otherwise "".
+            "made-up values" for a host op (`unknown_shapes`); otherwise "".
         pending: whether the op that makes it still waits to become part of a piece.
     """
 
