@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from replica_engine._tf import eager
 from replica_engine.engine import SyncPoint
+from replica_engine.values.structure import flatten
 
 
 class Brought(NamedTuple):
@@ -120,27 +121,19 @@ class SyncPointRecord:
         return f"{self.name}{where}{values}"
 
 
-def brought(values: Iterable[Any]) -> tuple[Brought, ...]:
+def brought(values: Any) -> tuple[Brought, ...]:
     """Describes the tensors in the arguments of a merge call."""
     found: list[Brought] = []
-    _gather(values, found)
-    return tuple(found)
-
-
-def _gather(values: Iterable[Any], found: list[Brought]) -> None:
-    for value in values:
+    for value in flatten(values, what="the arguments of a merge call")[0]:
         if type(value) is eager.EagerTensor:
             found.append(Brought(value.dtype, eager.shape_of(value), False))
         elif isinstance(value, (tf.Tensor, np.ndarray)):
             found.append(Brought(value.dtype, value.shape, False))
-        elif isinstance(value, (list, tuple)):
-            _gather(value, found)
-        elif isinstance(value, dict):
-            _gather(value.values(), found)
         elif isinstance(value, tf.IndexedSlices):
             found.append(Brought(value.dtype, value.values.shape, True))
         elif isinstance(value, (tf.SparseTensor, tf.RaggedTensor)):
             found.append(Brought(value.dtype, value.shape, True))
+    return tuple(found)
 
 
 def records(rings: Sequence[Iterable[SyncPoint]], devices: Sequence[str]) -> list[SyncPointRecord]:

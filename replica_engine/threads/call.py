@@ -202,7 +202,8 @@ def _merge(strategy: tf.distribute.Strategy, requests: list[MergeRequest], run: 
     check_alike(points, run.replicas)
     what = f"The arguments of merge_call ({point})"
     args = regroup([request.args for request in requests], what, "args")
-    kwargs = regroup([request.kwargs for request in requests], what, "kwargs")
+    of_kwargs = [request.kwargs for request in requests]
+    kwargs = regroup(of_kwargs, what, "kwargs") if any(of_kwargs) else {}
     with first.continued(requests):
         try:
             checks = [] if first.eager else assertions(point, run.replicas, [request.args for request in requests])

@@ -16,7 +16,6 @@ import collections
 import copy
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -54,41 +53,51 @@ def flatten(
         >>> spec.rebuild([3, 4, 5])
         {'x': [3, 4], 'y': 5}
     """
-    spec = Spec(stop)
+    spec = Spec(name, stop)
     leaves: list[Any] = []
-    pending = [(value, name, 0)]
+    pending, depth = [value], 0
     while pending:
-        value, path, depth = pending.pop()
+        value = pending.pop()
+        if value is _END:
+            depth -= 1
+            continue
         opened = None if type(value) in LEAVES else open_level(value, stop)
-        spec._places.append(path)
         if opened is None:
             spec._levels.append(None)
-            spec.paths.append(path)
             leaves.append(value)
             continue
-        if depth > _DEEPEST:
+        if depth == _DEEPEST:
             raise ReplicaValueError.endless(what)
-        level, children = opened
-        spec._levels.append(level)
-        names = map(path.__add__, reversed(level.names))
-        pending += zip(reversed(children), names, itertools.repeat(depth + 1))  # the first child last, to pop it next
+        spec._levels.append(opened[0])
+        pending.append(_END)
+        pending += opened[1][::-1]  # the first child last, to pop it next
+        depth += 1
     return leaves, spec
 
 
 class Spec:
-    """A structure without its leaves.
+    """A structure without its leaves."""
 
-    Attributes:
-        paths: the path to each leaf.
-    """
+    __slots__ = ("_levels", "_name", "_stop")
 
-    __slots__ = ("_levels", "_places", "_stop", "paths")
-
-    def __init__(self, stop: Callable[[Any], bool] | None):
-        self.paths: list[str] = []
+    def __init__(self, name: str, stop: Callable[[Any], bool] | None):
+        self._name = name
         self._stop = stop
         self._levels: list[Level | None] = []  # each level before what is in it; None for a leaf
-        self._places: list[str] = []  # the path to each of them
+
+    @property
+    def paths(self) -> list[str]:
+        """The path to each leaf."""
+        return [path for path, level in zip(self._places(), self._levels, strict=True) if level is None]
+
+    def _places(self) -> list[str]:
+        """The path to each level and leaf."""
+        found, pending = [], [self._name]
+        for level in self._levels:
+            found.append(pending.pop())
+            if level is not None:
+                pending += map(found[-1].__add__, level.names[::-1])
+        return found
 
     @property
     def key(self) -> Any:
@@ -104,17 +113,17 @@ class Spec:
         """Makes the structure around other leaves."""
         # From the last leaf to the first, so that the children of each level are complete before the level is made.
         stack: list[Any] = []
-        rest = reversed(leaves)
+        rest = list(leaves)
         for level in reversed(self._levels):
             if level is None:
-                stack.append(next(rest))
-            else:
-                count = len(level.names)
-                children: Any = stack[: -count - 1 : -1]
-                del stack[len(stack) - count :]
-                if level.keys is not None:
-                    children = dict(zip(level.keys, children, strict=True))
-                stack.append(level.make(children))
+                stack.append(rest.pop())
+                continue
+            count = len(level.names)
+            children: Any = stack[: -count - 1 : -1]
+            del stack[len(stack) - count :]
+            if level.keys is not None:
+                children = dict(zip(level.keys, children, strict=True))
+            stack.append(children if level.make is dict else level.make(children))
         return stack[0]
 
     def builder(self, builds: Sequence[Build]) -> Build:
@@ -131,13 +140,14 @@ class Spec:
         """
         leaves: list[Any] = []
         pending = [value]
-        for level, path in zip(self._levels, self._places, strict=True):
+        for index, level in enumerate(self._levels):
             value = pending.pop()
             opened = None if type(value) in LEAVES else open_level(value, self._stop)
             if level is None and opened is None:
                 leaves.append(value)
             elif level is None or opened is None or opened[0].kind != level.kind or opened[0].keys != level.keys:
-                raise OtherStructure(path, len(leaves), level and level.text, opened and opened[0].text, value)
+                wanted, given = level and level.text, opened and opened[0].text
+                raise OtherStructure(self._places()[index], len(leaves), wanted, given, value)
             else:  # the last child first, for `pending`
                 pending += opened[1][::-1] if level.keys is None else [value[key] for key in reversed(level.keys)]
         return leaves
@@ -224,27 +234,27 @@ def open_level(value: Any, stop: Callable[[Any], bool] | None = None) -> tuple[L
     kind: Any = type(value)
     if kind in LEAVES or (stop is not None and kind not in _PLAIN and stop(value)):
         return None
-    if isinstance(value, list):
-        return _sequence(kind, list, len(value)), tuple(value)
-    if isinstance(value, tuple):
-        return (_namedtuple(kind) if hasattr(value, "_fields") else _sequence(kind, tuple, len(value))), tuple(value)
+    if isinstance(value, (list, tuple)):
+        if kind is not list and kind is not tuple and hasattr(value, "_fields"):
+            return _namedtuple(value.__class__), tuple(value)  # not the type, which may be TensorFlow's wrapper
+        level_of = _sequence if len(value) <= _MOST_CACHED else _sequence.__wrapped__
+        return level_of(kind, list if isinstance(value, list) else tuple, len(value)), tuple(value)
     if kind is dict or isinstance(value, Mapping):
         keys = tuple(value)
         # Keys of other types may be equal and not the same, as 1 and True are.
-        level = (_mapping if _STR.issuperset(map(type, keys)) else _mapping.__wrapped__)(kind, keys)
+        is_cached = len(keys) <= _MOST_CACHED and _STR.issuperset(map(type, keys))
+        level = (_mapping if is_cached else _mapping.__wrapped__)(kind, keys)
         if isinstance(value, collections.defaultdict):
             make: Any = functools.partial(collections.defaultdict, value.default_factory)
             level = level._replace(make=make, static=value.default_factory)
-        return level, tuple(map(value.__getitem__, keys))
+        return level, tuple(value.values() if kind is dict else map(value.__getitem__, keys))
     if isinstance(value, (type, tf.__internal__.CompositeTensor)):
         return None
     if hasattr(kind, "__tf_flatten__"):  # asked of the class: a distributed variable would read its value
         return _open_by_protocol(value)
-    if hasattr(kind, "__dataclass_fields__"):
-        return _open_fields(value, [field.name for field in dataclasses.fields(value)])
-    if hasattr(kind, "__attrs_attrs__"):
-        return _open_fields(value, [attribute.name for attribute in kind.__attrs_attrs__])
-    return None
+    is_dataclass = hasattr(kind, "__dataclass_fields__")
+    fields = dataclasses.fields(value) if is_dataclass else getattr(kind, "__attrs_attrs__", None)
+    return None if fields is None else _open_fields(value, [field.name for field in fields])
 
 
 class ById:
@@ -279,7 +289,9 @@ LEAVES = frozenset((type(None), bool, int, float, str, EagerTensor, PerReplica, 
 """Types that are always leaves: the most common ones."""
 _PLAIN = (tuple, list, dict)
 _STR = frozenset((str,))
+_END = object()  # follows the children of a level
 _DEEPEST = 500  # levels; a structure that contains itself has more
+_MOST_CACHED = 64  # children of a level that is made once
 
 
 @functools.lru_cache(maxsize=256)

@@ -36,6 +36,7 @@ STRUCTURES = {
     "frozen": (Frozen(1), [".value"]),
     "attrs": (Attributes({"a": 1}), [".value['a']"]),
     "protocol": (InNest([1], "label"), ["[0][0]"]),
+    "wrapped namedtuple": (in_a_module(Pair(1, [2])), [".left", ".right[0]"]),
     "wrapped": (in_a_module([1, {"b": (2, 3), "a": 4}]), ["[0]", "[1]['b'][0]", "[1]['b'][1]", "[1]['a']"]),
 }
 
@@ -113,3 +114,13 @@ def test_replica_0_has_the_seed_of_the_user_and_the_others_have_seeds_of_their_o
         assert {int(each[1]) for each in of_replicas} == {5}
         assert len({int(each[0]) for each in of_replicas}) == 64
     assert [seed_of(replica, 7) for replica in range(3)] == [7, 0x9E3779C0, 0x3C6EF379]
+
+
+def test_levels_that_are_made_once_are_not_confused():
+    for make in (lambda n: [0] * n, lambda n: (0,) * n, lambda n: {str(i): 0 for i in range(n)}):
+        for length in (0, 1, 64, 65, 300):
+            value = make(length)
+            leaves, spec = flatten(value)
+            assert spec.rebuild(leaves) == value
+            assert len(set(spec.paths)) == length
+    assert flatten({"a": 1, "b": 2})[1].key != flatten({"b": 1, "a": 2})[1].key

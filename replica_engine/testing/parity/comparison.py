@@ -27,8 +27,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from replica_engine.testing.parity.report import ONE_DEVICE, Compared, Difference
+from replica_engine.values.structure import flatten
 
 NOISE = 10
 """The allowed multiple of the rounding that was measured on one device."""
@@ -249,6 +251,20 @@ def noise(expected: Arrays, others: Sequence[Arrays]) -> dict[str, float]:
         name: max((_distance(value, other[name]) for other in others if name in other), default=0.0)
         for name, value in expected.items()
     }
+
+
+def arrays_in(value: Any, name: str) -> dict[str, Any]:
+    """The numbers in a structure, each with its path, which begins with `name`."""
+    leaves, spec = flatten(value, name)
+    return {path: _dense(leaf) for path, leaf in zip(spec.paths, leaves, strict=True) if leaf is not None}
+
+
+def _dense(leaf: Any) -> Any:
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.to_tensor().numpy()
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.sparse.to_dense(leaf).numpy()
+    return np.asarray(tf.convert_to_tensor(leaf) if isinstance(leaf, tf.IndexedSlices) else leaf)
 
 
 def changed_in_last_digits(value: np.ndarray, seed: int) -> np.ndarray:

@@ -35,6 +35,7 @@ from replica_engine.testing.parity.comparison import (
     RTOL,
     Comparison,
     Tolerance,
+    arrays_in,
     changed_in_last_digits,
     is_within,
     noise,
@@ -173,7 +174,7 @@ class _Check:
                 runs[0].layers = {name: outputs[name] for name in self._layers.names or outputs if name in outputs}
             _log(says, 0, "predictions")
             with self._part():
-                runs[0].predictions = _flat("output", _of(model).predict_on_batch(last[0]))
+                runs[0].predictions = arrays_in(_of(model).predict_on_batch(last[0]), "output")
         if self._can_be_evaluated():
             _log(says, 0, "evaluation")
             with self._part():
@@ -399,17 +400,6 @@ def _names(model: keras.Model) -> dict[int, str]:
         counts[path] = counts.get(path, 0) + 1
         names[id(variable)] = path if counts[path] == 1 else f"{path} ({counts[path]})"
     return names
-
-
-def _flat(name: str, outputs: Any) -> dict[str, Any]:
-    leaves = keras.tree.flatten_with_path(outputs) if keras.tree.is_nested(outputs) else [((), outputs)]
-    return {name + "".join(f"[{part!r}]" for part in path): _dense(leaf) for path, leaf in leaves}
-
-
-def _dense(leaf: Any) -> Any:
-    if isinstance(leaf, tf.RaggedTensor):
-        return leaf.to_tensor().numpy()
-    return tf.sparse.to_dense(leaf).numpy() if isinstance(leaf, tf.SparseTensor) else np.asarray(leaf)
 
 
 def _numbers(logs: Any) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -27,6 +26,7 @@ from replica_engine.testing.parity.comparison import (
     ORDERS,
     RTOL,
     Comparison,
+    arrays_in,
     changed_in_last_digits,
     is_within,
     noise,
@@ -249,7 +249,7 @@ class _Check:
     def _results(self, strategy: tf.distribute.Strategy, returned: Any, batch: Any) -> dict[str, Any]:
         """The results of the step by name, combined over all replicas."""
         count = strategy.num_replicas_in_sync
-        each = [_named(part) for part in parts(returned, count, "results")]
+        each = [arrays_in(part, "result") for part in parts(returned, count, "results")]
         sizes = [samples.count(share) for share in cut.shares(batch, count)]
         if self._call.takes_weights:
             sizes = [max(1, -(-self._size // count))] * count
@@ -317,22 +317,6 @@ class _Check:
         with seeded(self._settings.seed), self._ready(one, None) as (function, _):
             args, kwargs = self._call.arguments(self._batches[0], tf.fill([samples.count(self._batches[0])], 1.0))
             return tf.function(function).get_concrete_function(*args, **kwargs).graph
-
-
-def _named(returned: Any) -> dict[str, Any]:
-    """The numbers that a step returned, by their paths."""
-    found = {}
-    for path, leaf in keras.tree.flatten_with_path(returned) if keras.tree.is_nested(returned) else [((), returned)]:
-        if leaf is None:
-            continue
-        if isinstance(leaf, tf.IndexedSlices):
-            leaf = tf.convert_to_tensor(leaf)
-        if isinstance(leaf, tf.RaggedTensor):
-            leaf = leaf.to_tensor()
-        if isinstance(leaf, tf.SparseTensor):
-            leaf = tf.sparse.to_dense(leaf)
-        found["result" + "".join(f"[{part!r}]" for part in path)] = np.asarray(leaf)
-    return found
 
 
 def _kind(name: str) -> str:

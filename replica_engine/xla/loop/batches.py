@@ -10,15 +10,15 @@ import tensorflow as tf
 from replica_engine._tf import distribute
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.errors import InputsError
+from replica_engine.values.structure import flatten
 from replica_engine.xla.signature.arguments import Arguments, difference, view
 
 
 class BatchReader:
     """Takes batches apart that have the structure, dtypes and shapes of the first one.
 
-    Most batches are tensors and arrays in plain tuples, lists and dictionaries. Those are read quickly, and compared
-    with the first batch while they are read. Any other batch goes through `Arguments`, which also explains how a batch
-    differs from the first.
+    Most batches are tensors and arrays. Those are read quickly, and compared with the first batch while they are read.
+    Any other batch goes through `Arguments`, which also explains how a batch differs from the first.
 
     Args:
         batch: the first batch: the arguments of a step.
@@ -39,14 +39,11 @@ class BatchReader:
         Raises:
             InputsError: the batch differs from the first in structure, dtypes or shapes.
         """
-        if batch == () and self._like == [(tuple, 0)]:  # steps without inputs
+        if batch == () == self._skeleton:  # steps without inputs
             return self._nothing
-        try:
-            like, columns = _read(batch)
-            if like is None or like != self._like:
-                columns = self._through_arguments(batch, number)
-        except RecursionError:
-            raise InputsError.other_batch(self._name, number, "it contains itself") from None
+        like, columns = _read(batch)
+        if like is None or like != self._like:
+            columns = self._through_arguments(batch, number)
         size = self._arguments.size
         return [[column[replica % len(column)] for column in columns] for replica in range(size)]
 
@@ -72,37 +69,27 @@ class BatchReader:
         return tf.nest.pack_sequence_as(self._skeleton, tf.nest.flatten(batch))
 
 
-def _read(batch: Any) -> tuple[list[Any] | None, list[list[np.ndarray]]]:
+def _read(batch: Any) -> tuple[Any, list[list[np.ndarray]]]:
     """The structure of a batch with dtypes and shapes, and for each tensor the replicas' arrays, or one for all.
 
-    The structure is None if the batch holds anything but tensors and arrays in plain containers.
+    The structure is None if the batch holds anything but tensors and arrays.
     """
-    like: list[Any] = []
+    leaves, spec = flatten(batch, what="the batches")
+    like: list[Any] = [spec.key]
     columns: list[list[np.ndarray]] = []
-    return (like, columns) if _read_into(batch, like, columns) else (None, [])
-
-
-def _read_into(value: Any, like: list[Any], columns: list[list[np.ndarray]]) -> bool:
-    kind = type(value)
-    if kind is tuple or kind is list:
-        like.append((kind, len(value)))
-        return all(_read_into(each, like, columns) for each in value)
-    if kind is dict:
-        like.append((kind, tuple(value)))
-        return all(_read_into(each, like, columns) for each in value.values())
-    parts = value.values if isinstance(value, distribute.PerReplica) else (value,)
-    column = []
-    for part in parts:
-        if isinstance(part, tf.__internal__.EagerTensor) and not xla_ops.is_host_only(part.dtype):
-            array = view(part)
-        elif type(part) is np.ndarray:
-            array = np.array(part, order="C")  # a copy: the iterator may reuse its array for the next batch
-        else:
-            return False
-        if array.dtype.kind in "OSU" or not array.dtype.isnative:
-            return False
-        column.append(array)
-        like.append((array.dtype, array.shape))
-    like.append(len(column))
-    columns.append(column)
-    return True
+    for leaf in leaves:
+        column = []
+        for part in leaf.values if isinstance(leaf, distribute.PerReplica) else (leaf,):
+            if isinstance(part, tf.__internal__.EagerTensor) and not xla_ops.is_host_only(part.dtype):
+                array = view(part)
+            elif type(part) is np.ndarray:
+                array = np.array(part, order="C")  # a copy: the iterator may reuse its array for the next batch
+            else:
+                return None, []
+            if array.dtype.kind in "OSU" or not array.dtype.isnative:
+                return None, []
+            column.append(array)
+            like.append((array.dtype, array.shape))
+        like.append(len(column))
+        columns.append(column)
+    return like, columns
