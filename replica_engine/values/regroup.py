@@ -13,7 +13,7 @@ from typing import Any
 from replica_engine._tf import distribute
 from replica_engine._tf.eager import EagerTensor
 from replica_engine.errors import ReplicaValueError, StructureMismatchError
-from replica_engine.values.structure import LEAVES, OtherStructure, flatten, open_level
+from replica_engine.values.structure import LEAVES, PLAIN, OtherStructure, flatten, open_level
 
 
 def regroup(values: Sequence[Any], what: str = "The values of the replicas", name: str = "result") -> Any:
@@ -68,6 +68,8 @@ def parts(value: Any, size: int, name: str) -> list[Any]:
         >>> parts({"rate": 0.1}, 2, "kwargs")
         [{'rate': 0.1}, {'rate': 0.1}]
     """
+    if type(value) in PLAIN and not value:  # the fast path: most calls have no keyword arguments
+        return [type(value)() for _ in range(size)]
     leaves, spec = flatten(value, name, name, _is_same)
     columns = []
     for index, leaf in enumerate(leaves):
@@ -77,8 +79,7 @@ def parts(value: Any, size: int, name: str) -> list[Any]:
             columns.append(leaf.values)
         else:
             raise ReplicaValueError.other_size(spec.paths[index], len(leaf.values), size)
-    rows = zip(*columns, strict=True) if columns else [()] * size
-    return list(map(spec.rebuild, rows))
+    return list(map(spec.rebuild, zip(*columns, strict=True) if columns else [()] * size))
 
 
 def spread(value: Any, size: int, name: str) -> Any:

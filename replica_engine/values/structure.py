@@ -153,7 +153,19 @@ class Spec:
         return leaves
 
 
-def of_composite(value: Any, builds: Sequence[Build]) -> Build:
+def components(value: Any, name: str) -> list[Any]:
+    """The components of a composite tensor; `name` is for the error.
+
+    Raises:
+        ReplicaValueError: a component is not a tensor.
+    """
+    try:
+        return tf.nest.flatten(value, expand_composites=True)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ReplicaValueError.no_tensor(name, value, str(error)) from None
+
+
+def of_components(value: Any, builds: Sequence[Build]) -> Build:
     """Like `Spec.builder`, for a composite tensor, or its type spec, with `builds` for its components."""
     return lambda values: tf.nest.pack_sequence_as(value, [build(values) for build in builds], expand_composites=True)
 
@@ -232,7 +244,7 @@ class Level(NamedTuple):
 def open_level(value: Any, stop: Callable[[Any], bool] | None = None) -> tuple[Level, tuple[Any, ...]] | None:
     """The outermost level of a structure, and the values in it; None for a leaf. `stop` is that of `flatten`."""
     kind: Any = type(value)
-    if kind in LEAVES or (stop is not None and kind not in _PLAIN and stop(value)):
+    if kind in LEAVES or (stop is not None and kind not in PLAIN and stop(value)):
         return None
     if isinstance(value, (list, tuple)):
         if kind is not list and kind is not tuple and hasattr(value, "_fields"):
@@ -242,16 +254,19 @@ def open_level(value: Any, stop: Callable[[Any], bool] | None = None) -> tuple[L
     if kind is dict or isinstance(value, Mapping):
         keys = tuple(value)
         # Keys of other types may be equal and not the same, as 1 and True are.
-        is_cached = len(keys) <= _MOST_CACHED and _STR.issuperset(map(type, keys))
+        is_cached = len(keys) <= _MOST_CACHED and set(map(type, keys)) <= {str}
         level = (_mapping if is_cached else _mapping.__wrapped__)(kind, keys)
         if isinstance(value, collections.defaultdict):
-            make: Any = functools.partial(collections.defaultdict, value.default_factory)
-            level = level._replace(make=make, static=value.default_factory)
+            default = value.default_factory
+            level = level._replace(make=functools.partial(collections.defaultdict, default), static=default)
         return level, tuple(value.values() if kind is dict else map(value.__getitem__, keys))
     if isinstance(value, (type, tf.__internal__.CompositeTensor)):
         return None
     if hasattr(kind, "__tf_flatten__"):  # asked of the class: a distributed variable would read its value
-        return _open_by_protocol(value)
+        metadata, children = value.__tf_flatten__()
+        names = _sequence.__wrapped__(kind, tuple, len(children)).names
+        make = functools.partial(_unflatten, kind, metadata)
+        return Level(kind, f"a {kind.__name__}", names, make, None, metadata), tuple(children)
     is_dataclass = hasattr(kind, "__dataclass_fields__")
     fields = dataclasses.fields(value) if is_dataclass else getattr(kind, "__attrs_attrs__", None)
     return None if fields is None else _open_fields(value, [field.name for field in fields])
@@ -279,7 +294,7 @@ def constant_key(value: Any, depth: int = 3) -> Any:
     """
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, tf.DType)):
         return type(value), repr(value)  # repr: 0.0 is not -0.0, and nan is nan
-    if depth and type(value) in _PLAIN and len(value) <= 64:
+    if depth and type(value) in PLAIN and len(value) <= 64:
         items = value.items() if isinstance(value, dict) else value
         return type(value), tuple(constant_key(item, depth - 1) for item in items)
     return ById(value)
@@ -287,8 +302,8 @@ def constant_key(value: Any, depth: int = 3) -> Any:
 
 LEAVES = frozenset((type(None), bool, int, float, str, EagerTensor, PerReplica, Mirrored))
 """Types that are always leaves: the most common ones."""
-_PLAIN = (tuple, list, dict)
-_STR = frozenset((str,))
+PLAIN = (tuple, list, dict)
+"""Types that are always structures: the most common ones."""
 _END = object()  # follows the children of a level
 _DEEPEST = 500  # levels; a structure that contains itself has more
 _MOST_CACHED = 64  # children of a level that is made once
@@ -312,15 +327,8 @@ def _mapping(kind: Any, keys: tuple) -> Level:
     return Level(kind, "a mapping with the keys", names, kind, dict.fromkeys(keys))
 
 
-def _open_by_protocol(value: Any) -> tuple[Level, tuple[Any, ...]]:
-    kind = type(value)
-    metadata, children = value.__tf_flatten__()
-    names = _sequence(tuple, tuple, len(children)).names
-
-    def rebuild(new: Sequence[Any]) -> Any:
-        return kind.__tf_unflatten__(metadata, tuple(new))
-
-    return Level(kind, f"a {kind.__name__}", names, rebuild, None, metadata), tuple(children)
+def _unflatten(kind: Any, metadata: Any, children: Sequence[Any]) -> Any:
+    return kind.__tf_unflatten__(metadata, tuple(children))
 
 
 def _open_fields(value: Any, names: list[str]) -> tuple[Level, tuple[Any, ...]]:

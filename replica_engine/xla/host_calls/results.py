@@ -20,7 +20,7 @@ import tensorflow as tf
 from replica_engine._tf import distribute, thread_state, variables
 from replica_engine._tf.graphs import autograph, function, xla_ops
 from replica_engine.errors import HostAccessError, HostResultError, NestedHostCallError, note_unknown_results
-from replica_engine.values.structure import Build, OtherStructure, flatten, of_composite
+from replica_engine.values.structure import Build, OtherStructure, flatten, of_components
 from replica_engine.xla.body import HostSide, on_host
 from replica_engine.xla.host_calls.closures import Closure
 from replica_engine.xla.host_calls.originals import original_of
@@ -114,7 +114,8 @@ class HostResults:
         builds = []
         for leaf, path in zip(leaves, self._spec.paths, strict=True):
             kind, tensors = _open(leaf, path)
-            builds.append(self._build(leaf, kind, len(tensors)))
+            places = [itemgetter(len(self.tensors) + index) for index in range(len(tensors))]
+            builds.append(places[0] if kind == _TENSOR else _of_other_leaf(leaf, places))
             self._kinds.append(kind)
             self.tensors += tensors
             self.names += [path] if kind == _TENSOR else [f"{path} (component {n})" for n in range(len(tensors))]
@@ -142,14 +143,12 @@ class HostResults:
             found += tensors
         return found
 
-    def _build(self, leaf: Any, kind: str, count: int) -> Build:
-        first = len(self.tensors)
-        if kind == _TENSOR:
-            return itemgetter(first)
-        return of_composite(leaf, list(map(itemgetter, range(first, first + count)))) if count else lambda _: None
-
 
 _TENSOR = "a tensor"
+
+
+def _of_other_leaf(leaf: Any, builds: Sequence[Build]) -> Build:
+    return (lambda _: None) if leaf is None or isinstance(leaf, tf.Operation) else of_components(leaf, builds)
 
 
 def _open(value: Any, name: str) -> tuple[str, Sequence[Any]]:

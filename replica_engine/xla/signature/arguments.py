@@ -15,8 +15,9 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute
 from replica_engine.errors import InputsError, ReplicaMismatchError, ReplicaValueError
+from replica_engine.values import structure
 from replica_engine.values.regroup import regroup
-from replica_engine.values.structure import Build, ById, as_tensor, constant_key, flatten, of_composite
+from replica_engine.values.structure import Build, ById, as_tensor
 
 Shapes = tuple[tf.TensorShape, ...]
 """Shapes of slots; dimensions may be unknown."""
@@ -134,9 +135,9 @@ class Arguments:
 
     def _open(self, value: Any, name: str) -> tuple[Build, Any]:
         """A function that builds `value` from other tensors, and the part of the key for `value`."""
-        if type(value) in _EMPTY and not value:  # the fast path: most calls have one
+        if type(value) in structure.PLAIN and not value:  # the fast path: most calls have one
             return (lambda _: type(value)()), type(value)
-        leaves, spec = flatten(value, name, "the arguments")
+        leaves, spec = structure.flatten(value, name, "the arguments")
         opened = [self._open_leaf(leaf, path) for leaf, path in zip(leaves, spec.paths, strict=True)]
         return spec.builder([build for build, _ in opened]), (spec.key, *[key for _, key in opened])
 
@@ -152,7 +153,7 @@ class Arguments:
             return self._add(name, [as_tensor(value, name)]), "tensor"
         if isinstance(value, tf.__internal__.CompositeTensor):
             return self._open_composite(name, [value])
-        return (lambda _: value), constant_key(value)
+        return (lambda _: value), structure.constant_key(value)
 
     def _open_distributed(self, value: Any, name: str) -> tuple[Build, Any]:
         parts = value.values
@@ -176,10 +177,7 @@ class Arguments:
             raise InputsError.iterator(name, type(first).__name__)
         if isinstance(first, (tf.data.Dataset, tf.distribute.DistributedDataset)):
             raise InputsError.dataset(name, type(first).__name__.lstrip("_"))
-        try:
-            columns = [tf.nest.flatten(part, expand_composites=True) for part in parts]
-        except (AttributeError, TypeError, ValueError) as error:  # its components are not tensors
-            raise ReplicaValueError.no_tensor(name, first, str(error)) from None
+        columns = [structure.components(part, name) for part in parts]
         if len({len(column) for column in columns}) > 1:
             raise ReplicaMismatchError.not_tensors(name, first)
         specs = list(dict.fromkeys(map(tf.type_spec_from_value, parts)))
@@ -195,7 +193,7 @@ class Arguments:
         common = specs[0].most_specific_common_supertype(specs[1:])  # for ragged tensors with different numbers of rows
         if common is None:
             raise ReplicaMismatchError.not_tensors(name, first)
-        return of_composite(common, builders), tuple(specs)
+        return structure.of_components(common, builders), tuple(specs)
 
     def _add(self, name: str, values: list[Any]) -> Build:
         self.slots.append(Slot(name, values))
@@ -226,7 +224,6 @@ def _constant_shape(shape: tf.TensorShape) -> Build:
     return lambda _: tf.constant(shape.as_list(), tf.int64)
 
 
-_EMPTY = (tuple, list, dict)
 _NUMPYS_OWN = frozenset(tf.as_dtype(np.dtype(kind)) for kind in "?bBhHiIqQefdFD")
 
 

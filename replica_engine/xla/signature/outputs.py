@@ -9,8 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf import distribute
-from replica_engine.errors import ReplicaValueError
-from replica_engine.values.structure import Build, as_tensor, flatten, of_composite
+from replica_engine.values.structure import Build, as_tensor, components, flatten, of_components
 
 _RESULT = "A result of the replicas"  # for messages
 
@@ -49,7 +48,7 @@ class Outputs:
         if isinstance(value, (tf.Tensor, tf.Variable, np.ndarray, np.generic)):
             return self._add(as_tensor(value, _RESULT))
         if isinstance(value, tf.__internal__.CompositeTensor):
-            return of_composite(value, list(map(self._add, _components(value))))
+            return of_components(value, [self._add(as_tensor(part, _RESULT)) for part in components(value, _RESULT)])
         if self._numbers and isinstance(value, (bool, int, float, complex, str, bytes)):
             with tf.init_scope():
                 value = as_tensor(value, _RESULT)
@@ -58,11 +57,3 @@ class Outputs:
     def _add(self, tensor: tf.Tensor) -> Build:
         self.tensors.append(tf.identity(tensor))
         return itemgetter(len(self.tensors) - 1)
-
-
-def _components(value: Any) -> list[tf.Tensor]:
-    try:
-        parts = tf.nest.flatten(value, expand_composites=True)
-    except (AttributeError, TypeError, ValueError) as error:  # its components are not tensors
-        raise ReplicaValueError.no_tensor(_RESULT, value, str(error)) from None
-    return [as_tensor(part, _RESULT) for part in parts]
