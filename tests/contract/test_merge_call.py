@@ -5,7 +5,12 @@ import functools
 import pytest
 import tensorflow as tf
 
-from replica_engine.errors import MergeCallGraphError, MergeCallMismatchError, StructureMismatchError
+from replica_engine.errors import (
+    MergeCallGraphError,
+    MergeCallMismatchError,
+    ReplicaValueError,
+    StructureMismatchError,
+)
 
 
 class OwnError(Exception):
@@ -264,3 +269,14 @@ def test_a_context_is_of_no_use_to_another_thread(strategy):
     strategy.run(lambda: contexts.append(context()))
     with pytest.raises(RuntimeError):
         contexts[0].merge_call(lambda strategy: None)
+
+
+@pytest.mark.threads("arguments are regrouped")
+def test_an_argument_that_contains_itself_is_refused(strategy):
+    def fn():
+        circle = []
+        circle.append(circle)
+        context().merge_call(lambda strategy, circle: None, args=(circle,))
+
+    with pytest.raises(ReplicaValueError, match="contains itself"):
+        strategy.run(fn)

@@ -227,3 +227,11 @@ def test_none_on_one_replica_is_a_value_like_others(strategy, local):
 def test_distributed_values_cannot_be_used_as_a_tensor(strategy, per_replica):
     with pytest.raises((ValueError, TypeError)):
         tf.convert_to_tensor(per_replica(float)) + 1.0
+
+
+def test_a_namedtuple_in_a_module_is_a_namedtuple_in_the_replicas(strategy, local):
+    module = tf.Module()
+    module.point = Point(tf.constant(1.0), [tf.constant(2.0)])  # TensorFlow wraps it
+    result = strategy.run(lambda point: Point(point.x + point.y[0], None), args=(module.point,))
+    assert isinstance(result, Point)
+    assert local(result.x) == [3.0] * strategy.num_replicas_in_sync

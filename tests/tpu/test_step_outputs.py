@@ -144,3 +144,13 @@ def test_initial_values_give_way_to_what_steps_pass_out(two):
     with pytest.raises(tf.errors.OutOfRangeError) as raised:
         two.strategy.extended.experimental_run_steps_on_iterator(step, iter([]), 2, initial)
     assert raised.value.context.last_step_outputs == initial
+
+
+@BOTH
+def test_names_of_outputs_need_no_order(two, context):
+    def step(context, x):
+        context.set_last_step_output("name", x, "SUM")
+        context.set_last_step_output(1, 2.0 * x, "SUM")
+
+    outputs = looped(two, context, step, [two.spread(lambda i: 10.0 + i)]).last_step_outputs
+    assert {name: float(value) for name, value in outputs.items()} == {"name": 21.0, 1: 42.0}

@@ -9,6 +9,7 @@ import tensorflow as tf
 from helpers.host_work import SCALAR, Point, on_two, values
 
 from replica_engine import xla
+from replica_engine.errors import ReplicaValueError
 
 RESULTS = {
     "a tuple": lambda x: (x, x + 1.0),
@@ -211,3 +212,13 @@ def test_tensors_that_are_kept_stay_as_they_were():
         xla.replicate(body, [[tf.fill([10_000], float(start))]])
     firsts = [start * 2**i + 2**i - 1 for start in range(3) for i in range(3)]
     assert [sorted(set(x.numpy())) for x in kept] == [[first] for first in firsts]
+
+
+def test_a_result_that_contains_itself_is_refused():
+    def circle(x):
+        found = [x]
+        found.append(found)
+        return found
+
+    with pytest.raises(ReplicaValueError, match="contains itself"):
+        xla.replicate(lambda x: xla.outside_compilation(circle, x), inputs=[[1.0]])
