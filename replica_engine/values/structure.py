@@ -16,6 +16,8 @@ import collections
 import copy
 import dataclasses
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -88,7 +90,7 @@ class Spec:
     @property
     def paths(self) -> list[str]:
         """The path to each leaf."""
-        return [path for path, level in zip(self._places(), self._levels, strict=True) if level is None]
+        return list(itertools.compress(self._places(), map(operator.not_, self._levels)))
 
     def _places(self) -> list[str]:
         """The path to each level and leaf."""
@@ -128,7 +130,7 @@ class Spec:
 
     def builder(self, builds: Sequence[Build]) -> Build:
         """Makes a function that makes the structure, where each leaf is what `builds` makes of the same argument."""
-        if self.is_leaf:
+        if self._levels == [None]:
             return builds[0]
         return lambda values: self.rebuild([build(values) for build in builds])
 
