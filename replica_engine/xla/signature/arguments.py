@@ -139,7 +139,8 @@ class Arguments:
             return (lambda _: type(value)()), type(value)
         leaves, spec = structure.flatten(value, name, "the arguments")
         opened = [self._open_leaf(leaf, path) for leaf, path in zip(leaves, spec.paths, strict=True)]
-        return spec.builder([build for build, _ in opened]), (spec.key, *[key for _, key in opened])
+        builds, keys = zip(*opened, strict=True) if opened else ((), ())
+        return spec.builder(builds), (spec.key, keys)
 
     def _open_leaf(self, value: Any, name: str) -> tuple[Build, Any]:
         if isinstance(value, distribute.DistributedVariable):
