@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute, quick_scopes
 from replica_engine._tf.graphs import autograph
+from replica_engine._tf.host_datasets import HostDatasets
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.tracebacks import shortened
 from replica_engine.errors import DeviceError
@@ -26,7 +27,7 @@ from replica_engine.threads.cpu_reduction import CpuReduction
 _COLLECTIVE_KEYS = itertools.count(1_000_000, 16)
 
 
-class MirroredExtended(ReplicaThreads, Reductions, distribute.MirroredExtended):
+class MirroredExtended(ReplicaThreads, Reductions, HostDatasets, distribute.MirroredExtended):
     """The extended half of `MirroredStrategy`: TensorFlow's own extended half, on this library's replica threads.
 
     Subclass it to change how values are reduced, how variables are made or how datasets are distributed. Then name

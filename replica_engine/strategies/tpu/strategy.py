@@ -11,6 +11,7 @@ import tensorflow as tf
 from replica_engine import xla
 from replica_engine._tf import distribute, patches
 from replica_engine._tf.graphs import autograph
+from replica_engine._tf.host_datasets import HostDatasets
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.tracebacks import shortened
 from replica_engine.errors.base import positive_int, shown
@@ -58,7 +59,7 @@ from replica_engine.xla.state.host_variable import handles_compared
     "update",
     "update_non_slot",
 )
-class TPUExtended(TPUFacts, Reductions, distribute.MirroredExtended):
+class TPUExtended(TPUFacts, Reductions, HostDatasets, distribute.MirroredExtended):
     """The extended half of `TPUStrategy`.
 
     Before and after a run, values are on the host. In cross-replica context, TensorFlow's own code
