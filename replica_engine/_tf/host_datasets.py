@@ -140,7 +140,11 @@ class _Turns:
         if device == self._worker:
             return element
         with tf.device(device):
-            return tf.nest.map_structure(tf.identity, element, expand_composites=True)
+            return tf.nest.map_structure(_copy, element, expand_composites=True)
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf if leaf is None else tf.identity(leaf)
 
 
 class _HostIterator(DistributedIterator):

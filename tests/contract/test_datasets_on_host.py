@@ -1,0 +1,179 @@
+"""Datasets for replicas on CPU devices: no iterator for each device, and the same batches as TensorFlow's."""
+
+import functools
+import threading
+
+import pytest
+import tensorflow as tf
+
+from replica_engine._tf.host_datasets import HostDatasets
+
+pytestmark = [pytest.mark.graphs, pytest.mark.replicas(2)]
+
+DEVICES = [device.name for device in tf.config.list_logical_devices("CPU")]
+
+
+def numbers(n, batch, **options):
+    return tf.data.Dataset.range(n).batch(batch, **options)
+
+
+def ragged():
+    return tf.data.Dataset.range(7).map(lambda x: tf.ragged.range(tf.stack([x % 3, x % 2]))).batch(4)
+
+
+def sparse():
+    return tf.data.Dataset.range(7).map(lambda x: tf.sparse.from_dense(tf.stack([x, 0, 1]))).batch(4)
+
+
+def unlike():
+    spec = tf.TensorSpec([None], tf.float64)
+    return tf.data.Dataset.from_generator(lambda: iter([[0.0] * 3, [1.0] * 5, [2.0]]), output_signature=spec)
+
+
+KINDS = {
+    "partial": lambda: numbers(13, 8),
+    "one sample": lambda: numbers(1, 8),
+    "empty": lambda: numbers(0, 4),
+    "static shapes": lambda: numbers(15, 3, drop_remainder=True),
+    "endless": lambda: numbers(8, 8).repeat(),
+    "cardinality unknown": lambda: tf.data.Dataset.range(30).filter(lambda x: x % 3 != 0).batch(5),
+    "sizes unlike": unlike,
+    "strings": lambda: tf.data.Dataset.from_tensor_slices(["a", "bb", "c"]).batch(2),
+    "structure": lambda: tf.data.Dataset.range(6).batch(4).map(lambda x: {"x": (x, 2 * x), "y": x[..., tf.newaxis]}),
+    "with None": lambda: tf.data.Dataset.range(6).batch(4).map(lambda x: (x, None)),
+    "ragged": ragged,
+    "sparse": sparse,
+}
+
+
+def distributed(strategy, kind, split):
+    if split:
+        return strategy.experimental_distribute_dataset(KINDS[kind]())
+    return strategy.distribute_datasets_from_function(lambda _: KINDS[kind]())
+
+
+def parts(strategy, leaf):
+    """Each replica's tensor as what it consists of, its dtypes and shapes included."""
+    tensors = tf.nest.flatten(strategy.experimental_local_results(leaf), expand_composites=True)
+    return str([tensor if tensor is None else (tensor.dtype, tensor.shape, tensor.numpy()) for tensor in tensors])
+
+
+def read(strategy, dataset):
+    """What a program can see of a distributed dataset: its specs, and the first batches of each replica."""
+    steps = iter(dataset)
+    batches = []
+    for _ in range(4):
+        try:
+            batch = next(steps)
+        except Exception as error:  # the end, or what TensorFlow cannot do either; the text names an op
+            batches.append(type(error))
+            break
+        batches.append(tf.nest.map_structure(lambda leaf: parts(strategy, leaf), batch))
+    return str(dataset.element_spec), str(steps.element_spec), int(dataset.cardinality), batches
+
+
+@functools.cache
+def expected(kind, split):
+    reference = tf.distribute.MirroredStrategy(DEVICES[:2])
+    return read(reference, distributed(reference, kind, split))
+
+
+@pytest.mark.parametrize("split", [True, False], ids=["split", "from-function"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_and_specs_are_those_of_tensorflow(strategy, kind, split):
+    assert read(strategy, distributed(strategy, kind, split)) == expected(kind, split)
+
+
+def test_loops_in_functions_make_one_iterator(strategy):
+    distributed = strategy.experimental_distribute_dataset(numbers(13, 8))
+
+    @tf.function
+    def epoch(distributed):
+        steps = 0
+        for _ in distributed:
+            steps += 1
+        return steps
+
+    ops = {op.type for op in epoch.get_concrete_function(distributed).graph.get_operations()}
+    assert "AnonymousIteratorV3" in ops
+    assert "AnonymousMultiDeviceIteratorV3" not in ops
+    assert int(epoch(distributed)) == 2
+
+
+def test_passes_over_a_dataset_share_a_trace(strategy):
+    distributed = strategy.experimental_distribute_dataset(numbers(16, 8))
+
+    @tf.function
+    def step(iterator):
+        return [tf.reduce_sum(part) for part in strategy.experimental_local_results(next(iterator))]
+
+    for _ in range(2):
+        steps = iter(distributed)
+        assert [[int(part) for part in step(steps)] for _ in range(2)] == [[6, 22], [38, 54]]
+        with pytest.raises(tf.errors.OutOfRangeError):
+            step(steps)
+    assert step.experimental_get_tracing_count() == 1
+
+
+@pytest.mark.parametrize("fetch", [True, False])
+def test_each_part_is_on_the_device_of_its_replica(strategy, fetch):
+    options = tf.distribute.InputOptions(experimental_fetch_to_device=fetch)
+    batch = next(iter(strategy.experimental_distribute_dataset(numbers(8, 4), options)))
+    devices = strategy.extended.worker_devices if fetch else [strategy.extended.worker_devices[0]] * 2
+    assert [part.device for part in strategy.experimental_local_results(batch)] == list(devices)
+
+
+@pytest.mark.parametrize(("buffer", "ahead"), [(0, 0), (1, 2), (3, 6)])
+def test_elements_are_read_ahead_for_each_replica(strategy, buffer, ahead):
+    taken, enough = [], threading.Event()
+
+    def elements():
+        for number in range(20):
+            taken.append(number)
+            if len(taken) >= 2 + ahead:
+                enough.set()
+            yield [number]
+
+    dataset = tf.data.Dataset.from_generator(elements, output_signature=tf.TensorSpec([1], tf.int32))
+    options = tf.distribute.InputOptions(experimental_per_replica_buffer_size=buffer)
+    steps = iter(strategy.distribute_datasets_from_function(lambda _: dataset, options))
+    next(steps)
+    assert enough.wait(30)
+    if not buffer:
+        assert taken == [0, 1]
+
+
+@pytest.mark.threads("the function is called on each replica")
+def test_a_replica_cannot_take_the_batches_of_all(strategy):
+    steps = iter(strategy.experimental_distribute_dataset(numbers(13, 8)))
+    with pytest.raises(ValueError, match="from outside of"):
+        strategy.run(lambda: next(steps))
+
+
+def test_the_scope_of_another_strategy_is_refused(strategy):
+    steps = iter(strategy.experimental_distribute_dataset(numbers(13, 8)))
+    with tf.distribute.OneDeviceStrategy(DEVICES[0]).scope(), pytest.raises(RuntimeError, match="different"):
+        next(steps)
+    with strategy.scope():
+        assert sum(len(part) for part in strategy.experimental_local_results(next(steps))) == 8
+
+
+def test_an_error_of_the_dataset_is_raised(strategy):
+    dataset = tf.data.Dataset.range(8).map(lambda x: tf.ensure_shape(tf.range(x), [3])[0]).skip(4).batch(4)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="not compatible with expected shape"):
+        next(iter(strategy.experimental_distribute_dataset(dataset)))
+
+
+def test_datasets_for_other_devices_stay_as_they_are():
+    class Extended:
+        def _experimental_distribute_dataset(self, dataset, options):
+            return dataset
+
+    class ForHost(HostDatasets, Extended):
+        pass
+
+    made = tf.distribute.OneDeviceStrategy(DEVICES[0]).experimental_distribute_dataset(numbers(8, 4))
+    hook = ForHost()._experimental_distribute_dataset
+    assert type(hook(made, None)) is not type(made)
+    made._input_workers = type(made._input_workers)([(DEVICES[0], ("GPU:0", "GPU:1"))])
+    assert hook(made, None) is made
