@@ -34,6 +34,7 @@ _variable = tf.Variable(0)
 with _graph.as_default():
     _op = tf.constant(0).op
 _context = context.context()
+_dataset = tf.distribute.OneDeviceStrategy("CPU:0").experimental_distribute_dataset(tf.data.Dataset.range(1))
 
 PRIVATE = (
     Private(Function, "_clone", "copying a tf.function with its options"),
@@ -78,6 +79,17 @@ PRIVATE = (
     Private(MirroredExtended, "_get_cross_device_ops", "overridden: one reduction object for all integer dtypes"),
     Private(MirroredExtended, "_experimental_distribute_dataset", "overridden: one iterator on the host"),
     Private(MirroredExtended, "_distribute_datasets_from_function", "overridden: one iterator on the host"),
+    Private(_dataset, "_type_spec", "overridden: the iterator as the argument of a tf.function; the worker's dataset"),
+    Private(_dataset, "_input_workers", "the devices that a distributed dataset feeds"),
+    Private(_dataset, "_options", "how far a distributed dataset reads ahead"),
+    Private(_dataset, "_strategy", "making the iterator of a distributed dataset"),
+    Private(_dataset, "_cardinality", "making the iterator of a distributed dataset"),
+    Private(_dataset, "_enable_get_next_as_optional", "whether batches may be partial"),
+    Private(_dataset, "_element_spec", "making the iterator of a distributed dataset"),
+    Private(_dataset, "_replica_order", "making the iterator of a distributed dataset"),
+    Private(_dataset._type_spec, "_component_specs", "overridden: the iterator as the argument of a tf.function"),
+    Private(_dataset._type_spec, "_to_components", "overridden: the same"),
+    Private(_dataset._type_spec, "_from_components", "overridden: the same"),
     Private(MirroredExtended, "_initialize_single_worker", "TPUExtended: every replica uses the host device"),
     Private(MirroredExtended, "_reduce_to", "overridden: a collective in a compiled body"),
     Private(MirroredExtended, "_gather_to_implementation", "overridden: a collective in a compiled body"),
