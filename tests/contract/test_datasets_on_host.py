@@ -5,12 +5,11 @@ import threading
 
 import pytest
 import tensorflow as tf
+from helpers.devices import DEVICES
 
 from replica_engine._tf.host_datasets import HostDatasets
 
 pytestmark = [pytest.mark.graphs, pytest.mark.replicas(2)]
-
-DEVICES = [device.name for device in tf.config.list_logical_devices("CPU")]
 
 
 def numbers(n, batch, **options):
