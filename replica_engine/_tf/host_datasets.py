@@ -9,6 +9,7 @@ batches, optionals and loops in a `tf.function` remain TensorFlow's own code. Ch
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -113,21 +114,25 @@ class _Turns:
         self.iterator = iterator
         self._worker = worker
         self._devices = devices
+        self._round = threading.Lock()  # a round of turns is not interrupted by that of another thread
 
     def get_next_as_list(self, name: str | None = None) -> list[Any]:
         """The next elements of all replicas; raises OutOfRangeError if one gets none."""
-        return [self._on(device, self.iterator.get_next()) for device in self._devices]
+        with self._round:
+            return [self._on(device, self.iterator.get_next()) for device in self._devices]
 
     def get_next_as_optional_list(self) -> list[Any]:
         """The next elements of all replicas, as optionals on the worker's device."""
-        return [self.iterator.get_next_as_optional() for _ in self._devices]
+        with self._round:
+            return [self.iterator.get_next_as_optional() for _ in self._devices]
 
     def padded(self) -> list[Any]:
         """The next elements of all replicas, with empty ones at the end; raises OutOfRangeError if all get none."""
         elements: list[Any] = []
         try:
-            for device in self._devices:
-                elements.append(self._on(device, self.iterator.get_next()))
+            with self._round:
+                for device in self._devices:
+                    elements.append(self._on(device, self.iterator.get_next()))
         except tf.errors.OutOfRangeError:
             if not elements:
                 raise

@@ -144,6 +144,21 @@ def test_elements_are_read_ahead_for_each_replica(strategy, buffer, ahead):
         assert taken == [0, 1]
 
 
+def test_threads_that_share_an_iterator_get_whole_rounds(strategy):
+    steps = iter(strategy.distribute_datasets_from_function(lambda _: numbers(400, 1)))
+    rounds = []
+
+    def take():
+        rounds.extend([int(part[0]) for part in strategy.experimental_local_results(batch)] for batch in steps)
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(rounds) == [[number, number + 1] for number in range(0, 400, 2)]
+
+
 @pytest.mark.threads("the function is called on each replica")
 def test_a_replica_cannot_take_the_batches_of_all(strategy):
     steps = iter(strategy.experimental_distribute_dataset(numbers(13, 8)))
