@@ -235,3 +235,6 @@ class _FromFunction(_Iterable, DistributedDatasetsFromFunction):
 
 
 _CLASSES = {DistributedDataset: _Dataset, DistributedDatasetsFromFunction: _FromFunction}
+
+for _ours, _theirs in ((_HostIterator, DistributedIterator), *((ours, theirs) for theirs, ours in _CLASSES.items())):
+    _ours.__name__ = _ours.__qualname__ = _theirs.__name__  # the name that messages show and users know
