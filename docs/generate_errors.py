@@ -22,6 +22,7 @@ GOLDEN = ROOT / "tests" / "errors" / "golden"
 SECTIONS = (
     "threads",
     "timeouts",
+    "hosts",
     "inputs",
     "programs",
     "host_calls",
@@ -31,7 +32,14 @@ SECTIONS = (
     "parity",
     "contrib",
 )
-OUTSIDE = {"BackendMissingError", "LostVariableError", "ReplicaTimeoutError", "StuckProgramError"}
+OUTSIDE = {
+    "BackendMissingError",
+    "LostVariableError",
+    "ReplicaTimeoutError",
+    "StuckProgramError",
+    "WorkerLostError",
+    "WorkersMissingError",
+}
 WIDTH = 100
 
 HEAD = """\

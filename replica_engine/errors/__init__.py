@@ -4,6 +4,7 @@
 - `timeouts`: replicas and programs that do not return in time, and the table that shows where each replica is.
 - `threads`: replicas that do not meet at the same sync points, or that differ.
 - `devices`: devices that do not exist, and a missing or unsuitable jax.
+- `hosts`: jobs of several workers.
 - `inputs`: calls of replicated functions with unusable arguments, or from the wrong place.
 - `programs`: bodies that XLA cannot compile, and programs that fail or do not end.
 - `host_calls`: host calls of compiled bodies.
@@ -45,6 +46,14 @@ from replica_engine.errors.host_calls import (
     note_host_failure,
     note_stuck,
     note_unknown_results,
+)
+from replica_engine.errors.hosts import (
+    ClusterConfigError,
+    ProgramDisagreementError,
+    WorkerLostError,
+    WorkerRow,
+    WorkersMissingError,
+    WorkerVersionError,
 )
 from replica_engine.errors.inputs import (
     InputsError,
@@ -105,6 +114,7 @@ __all__ = [
     "BackendMissingError",
     "BatchError",
     "CaptureError",
+    "ClusterConfigError",
     "CollectiveError",
     "ContribError",
     "CoordinatorRow",
@@ -124,6 +134,7 @@ __all__ = [
     "OptimizerError",
     "ParityArgumentError",
     "ParityError",
+    "ProgramDisagreementError",
     "ProgramError",
     "ReplicaEngineError",
     "ReplicaMismatchError",
@@ -136,6 +147,10 @@ __all__ = [
     "StuckProgramError",
     "VariableCreationError",
     "VariableMismatchError",
+    "WorkerLostError",
+    "WorkerRow",
+    "WorkerVersionError",
+    "WorkersMissingError",
     "add_note",
     "is_alike",
     "many_batch_sizes",

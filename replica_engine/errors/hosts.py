@@ -1,0 +1,401 @@
+"""Jobs of several workers: clusters that cannot be read, and workers that are lost, missing or different."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from replica_engine.errors.base import ReplicaEngineError, shown
+from replica_engine.errors.timeouts import count_of
+
+TOKEN = "REPLICA_ENGINE_TOKEN"
+"""The variable with the secret of a job; messages name it."""
+
+_AGAIN = (
+    "The others cannot go on without it. Start all workers again from the last checkpoint; "
+    "`replica-engine launch --max-restarts 1` does so by itself."
+)
+
+
+@dataclass(frozen=True)
+class WorkerRow:
+    """What is known of one worker: a row in a table of all workers, and what an error says of a lost one.
+
+    Attributes:
+        worker: its index in the job, from 0.
+        size: the number of workers of the job.
+        host: the name of its machine; "" if it has not joined.
+        pid: its process id there; 0 if it has not joined.
+        launches: the number of programs that it has launched.
+        launched: the last of them, in words; "" if there was none.
+        step: the last step that it reported; None if it reported none.
+        sync_point: the last sync point that it reported; "" if it reported none.
+        silent: seconds since it was last heard of.
+    """
+
+    worker: int
+    size: int
+    host: str = ""
+    pid: int = 0
+    launches: int = 0
+    launched: str = ""
+    step: int | None = None
+    sync_point: str = ""
+    silent: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The worker in words: "worker 1 of 4 (node-b, pid 4711)"."""
+        return f"worker {self.worker} of {self.size}" + (f" ({self.host}, pid {self.pid})" if self.pid else "")
+
+    @property
+    def last(self) -> str:
+        """What it last did: "step 150, launch 151 (`train_step`, train.py:40)", or "" if nothing is known."""
+        known = []
+        if self.step is not None:
+            known.append(f"step {self.step}")
+        if self.launches:
+            known.append(f"launch {self.launches}" + (f" ({self.launched})" if self.launched else ""))
+        if self.sync_point:
+            known.append(f"sync point {self.sync_point}")
+        return ", ".join(known)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.last or 'nothing launched yet'}; heard of {self.silent:.3g} s ago"
+
+
+class ClusterConfigError(ReplicaEngineError, ValueError):
+    """What describes the cluster is wrong: an environment variable, a token, or a worker's index.
+
+    Attributes:
+        field: the variable or field that is wrong.
+    """
+
+    field = ""
+
+    @classmethod
+    def not_json(cls, field: str, text: str, reason: str) -> ClusterConfigError:
+        """A variable that must hold JSON does not."""
+        return _about(
+            cls,
+            field,
+            f"{field} is not JSON ({reason}): {shown(text)}. Write, for two workers: "
+            '{"cluster": {"worker": ["host-a:2222", "host-b:2222"]}, "task": {"type": "worker", "index": 0}}',
+        )
+
+    @classmethod
+    def bad_value(cls, field: str, value: object, wanted: str) -> ClusterConfigError:
+        """A field has a value of the wrong kind; the message says which kind it must be."""
+        return _about(cls, field, f"{field} is {shown(value)}. It must be {wanted}.")
+
+    @classmethod
+    def missing(cls, field: str, given: str, wanted: str) -> ClusterConfigError:
+        """A field is missing that another one makes necessary."""
+        return _about(cls, field, f"{field} is missing, but {given} is set. It must be {wanted}.")
+
+    @classmethod
+    def out_of_range(cls, field: str, index: int, size: int, counted: str) -> ClusterConfigError:
+        """A worker's index is not below the number of workers."""
+        return _about(
+            cls,
+            field,
+            f"{field} is {index}, but {counted} says that there are {size}: the index must be from 0 to {size - 1}.",
+        )
+
+    @classmethod
+    def wrong_task(cls, field: str, kind: str) -> ClusterConfigError:
+        """The cluster has tasks that are not workers."""
+        role = {
+            "ps": "A parameter server keeps variables for others; here each worker keeps its own.",
+            "evaluator": "An evaluator runs beside the group and not in it.",
+        }.get(kind, f"There is no task of type {kind!r} here.")
+        return _about(
+            cls,
+            field,
+            f'{field} names {shown(kind)}. {role} Leave it out: the types of tasks are "chief" and "worker". '
+            "Start another kind of process without the variable.",
+        )
+
+    @classmethod
+    def no_token(cls, address: str) -> ClusterConfigError:
+        """The job has no token, and so anybody could join it."""
+        return _about(
+            cls,
+            TOKEN,
+            f"{TOKEN} is not set. The coordinator at {address} takes only workers in that know the job's token. Set it "
+            f"to the same secret text for all workers: export {TOKEN}=$(openssl rand -hex 16), before the job starts. "
+            "`replica-engine launch` makes one by itself.",
+        )
+
+    @classmethod
+    def other_token(cls, address: str) -> ClusterConfigError:
+        """The worker and the coordinator do not have the same token."""
+        return _about(
+            cls,
+            TOKEN,
+            f"The coordinator at {address} has another {TOKEN}. Either the variable differs between workers, or the "
+            "address is that of another job.",
+        )
+
+    @classmethod
+    def other_size(cls, worker: int, size: int, expected: int) -> ClusterConfigError:
+        """A worker counts another number of workers than the coordinator."""
+        return _about(
+            cls,
+            "num_processes",
+            f"worker {worker} was told that the job has {count_of(size, 'worker')}, and its coordinator was told "
+            f"{expected}. Start all workers with the same description of the cluster.",
+        )
+
+    @classmethod
+    def taken(cls, worker: int, host: str, pid: int) -> ClusterConfigError:
+        """Two processes have the same index."""
+        return _about(
+            cls,
+            "process_id",
+            f"worker {worker} has joined already ({host}, pid {pid}). Each worker needs an index of its own. A worker "
+            "that was restarted alone cannot come back: restart all workers.",
+        )
+
+    @classmethod
+    def not_bound(cls, address: str, reason: str) -> ClusterConfigError:
+        """The coordinator cannot listen at the address that it was given."""
+        return _about(
+            cls,
+            "REPLICA_ENGINE_COORDINATOR",
+            f"The coordinator cannot listen at {address}: {reason}. Set REPLICA_ENGINE_COORDINATOR to an address of "
+            "worker 0's machine and a free port, the same for all workers. If the others reach that machine under "
+            "another address than its own, set REPLICA_ENGINE_LISTEN to its own.",
+        )
+
+
+class WorkerLostError(ReplicaEngineError, RuntimeError):
+    """A worker of the job has died, has raised, has ended too early, or is not heard of.
+
+    Attributes:
+        worker: its index; None if the coordinator is lost.
+        host: the name of its machine.
+        pid: its process id there.
+        signal: the number of the signal that ended it; None if that is not known.
+        status: its exit status; None if it has not exited, or if that is not known.
+        exception: what it raised, as the last line of its traceback; "" if it did not raise.
+        step: the last step that it reported; None if it reported none.
+        sync_point: the last sync point that it reported.
+    """
+
+    worker: int | None = None
+    host = ""
+    pid = 0
+    signal: int | None = None
+    status: int | None = None
+    exception = ""
+    step: int | None = None
+    sync_point = ""
+
+    @classmethod
+    def killed(cls, row: WorkerRow, number: int) -> WorkerLostError:
+        """A signal ended the process of a worker."""
+        error = _lost(cls, row, f"was ended by signal {number} ({_signal_name(number)}){_usual_cause(number)}")
+        error.signal = number
+        return error
+
+    @classmethod
+    def exited(cls, row: WorkerRow, status: int) -> WorkerLostError:
+        """A worker exited while the others were still working."""
+        error = _lost(cls, row, f"has exited with status {status} before the others came to their end")
+        error.status = status
+        return error
+
+    @classmethod
+    def vanished(cls, row: WorkerRow) -> WorkerLostError:
+        """A worker's connection was closed, and nobody knows the exit status of its process."""
+        return _lost(
+            cls,
+            row,
+            "has closed its connection without a word: its process was killed (by a signal, or because memory ran out) "
+            "or left through os._exit",
+        )
+
+    @classmethod
+    def raised(cls, row: WorkerRow, exception: str) -> WorkerLostError:
+        """A worker's program raised."""
+        error = _lost(cls, row, f"has raised {exception}")
+        error.exception = exception
+        return error
+
+    @classmethod
+    def left(cls, row: WorkerRow, other: int, doing: str) -> WorkerLostError:
+        """A worker's program came to its end, while the programs of others go on."""
+        return _lost(
+            cls,
+            row,
+            f"has come to the end of its program or to sys.exit, and worker {other} goes on with the {doing}. All "
+            "workers must launch the same steps: the datasets of all must have the same number of batches",
+        )
+
+    @classmethod
+    def silent(cls, row: WorkerRow, seconds: float) -> WorkerLostError:
+        """A worker has not been heard of for longer than the heartbeat limit."""
+        return _lost(
+            cls,
+            row,
+            f"has not been heard of for {seconds:g} s: it is stopped, or its machine or the network is down "
+            "(the limit is REPLICA_ENGINE_HEARTBEAT_TIMEOUT)",
+        )
+
+    @classmethod
+    def no_coordinator(cls, address: str, launched: bool, seconds: float | None = None) -> WorkerLostError:
+        """The coordinator of the job has ended or is not heard of, so the worker knows nothing of the others."""
+        what = "has closed the connection" if seconds is None else f"has not been heard of for {seconds:g} s"
+        where = (
+            "It runs in `replica-engine launch`, which has ended or is stopped"
+            if launched
+            else "It runs beside worker 0: that machine or container has ended or is stopped, or the network is down"
+        )
+        return cls(f"The coordinator of the job at {address} {what}. {where}. Start all workers again.")
+
+
+class WorkersMissingError(ReplicaEngineError, TimeoutError):
+    """Workers did not come within a limit: to the job, to a point where all meet, or with a value.
+
+    Attributes:
+        workers: their indices.
+    """
+
+    workers: tuple[int, ...] = ()
+
+    @classmethod
+    def not_joined(cls, missing: Sequence[int], size: int, seconds: float) -> WorkersMissingError:
+        """Workers did not join the job within the join limit."""
+        error = cls(
+            f"{len(missing)} of {count_of(size, 'worker')} did not join within {seconds:g} s: {workers(missing)}. Look "
+            "at their output: they may have failed before they joined, or they may wait for a machine. Set "
+            "REPLICA_ENGINE_JOIN_TIMEOUT to more seconds if they need them."
+        )
+        error.workers = tuple(missing)
+        return error
+
+    @classmethod
+    def no_coordinator(cls, address: str, seconds: float, reason: str) -> WorkersMissingError:
+        """A worker did not reach the coordinator of its job within the join limit."""
+        error = cls(
+            f"The coordinator at {address} was not reached within {seconds:g} s ({reason}). Worker 0 starts it: either "
+            "worker 0 does not run, or its address is wrong or blocked by a firewall. Set REPLICA_ENGINE_JOIN_TIMEOUT "
+            "to more seconds if it needs them."
+        )
+        error.workers = (0,)
+        return error
+
+    @classmethod
+    def not_met(cls, point: str, rows: Sequence[WorkerRow], seconds: float) -> WorkersMissingError:
+        """Workers did not come within `timeout` to a point where all meet."""
+        table = "\n".join(f"  {row}" for row in rows)
+        late = tuple(row.worker for row in rows)
+        error = cls(f"{workers(late)} did not come to {point} within {seconds:g} s (timeout=):\n{table}")
+        error.workers = late
+        return error
+
+    @classmethod
+    def no_value(cls, key: str, seconds: float) -> WorkersMissingError:
+        """No worker has stored a value under the key within `timeout`."""
+        return cls(f"No worker has put a value under {key!r} within {seconds:g} s (timeout=).")
+
+
+class WorkerVersionError(ReplicaEngineError, RuntimeError):
+    """The workers have different versions of a package, or different numbers of replicas.
+
+    Attributes:
+        groups: the workers with each version or number, as (their indices, the version or number).
+    """
+
+    groups: tuple[tuple[tuple[int, ...], str], ...] = ()
+
+    @classmethod
+    def of_package(cls, package: str, groups: Iterable[tuple[Sequence[int], str]]) -> WorkerVersionError:
+        """The workers have different versions of a package."""
+        return _different(cls, f"versions of {package}", groups, f"Install one version of {package} on all workers.")
+
+    @classmethod
+    def of_replicas(cls, groups: Iterable[tuple[Sequence[int], str]]) -> WorkerVersionError:
+        """The workers have different numbers of replicas."""
+        return _different(cls, "numbers of replicas", groups, "Give each worker the same number of devices.")
+
+
+class ProgramDisagreementError(ReplicaEngineError, RuntimeError):
+    """Workers compile or launch different programs, or the same programs in another order.
+
+    Attributes:
+        position: the number of events before that are equal on all workers.
+        groups: what each group of workers does next, as (their indices, what they do).
+    """
+
+    position = 0
+    groups: tuple[tuple[tuple[int, ...], str], ...] = ()
+
+    @classmethod
+    def differ(cls, position: int, groups: Iterable[tuple[Sequence[int], str]]) -> ProgramDisagreementError:
+        """The workers do different things at the same place of their order."""
+        rows = tuple((tuple(indices), what) for indices, what in groups)
+        table = "\n".join(f"  {workers(indices)}: {what}" for indices, what in rows)
+        error = cls(
+            f"After {count_of(position, 'equal event')} (compilations, launches, waits for each other) the workers "
+            f"differ:\n{table}\nAll workers must launch the same programs in the same order, or sums get mixed up. "
+            "Look for a branch on the worker's index or on a time, for a constant that differs, and for a dataset that "
+            "is longer on one worker."
+        )
+        error.position, error.groups = position, rows
+        return error
+
+
+def workers(indices: Iterable[int]) -> str:
+    """Workers in words, with ranges: "worker 1", "workers 0, 3-7"."""
+    every = sorted(indices)
+    ranges: list[str] = []
+    first = 0
+    for at, index in enumerate(every):
+        if at + 1 == len(every) or every[at + 1] != index + 1:
+            ranges.append(str(index) if every[first] == index else f"{every[first]}-{index}")
+            first = at + 1
+    return f"worker{'' if len(every) == 1 else 's'} {', '.join(ranges)}"
+
+
+def _about(kind: type[ClusterConfigError], field: str, message: str) -> ClusterConfigError:
+    error = kind(message)
+    error.field = field
+    return error
+
+
+def _lost(kind: type[WorkerLostError], row: WorkerRow, what: str) -> WorkerLostError:
+    last = f" Its last: {row.last}." if row.last else ""
+    error = kind(f"{row.name} {what}.{last} {_AGAIN}")
+    error.worker, error.host, error.pid = row.worker, row.host, row.pid
+    error.step, error.sync_point = row.step, row.sync_point
+    return error
+
+
+def _different(
+    kind: type[WorkerVersionError], what: str, groups: Iterable[tuple[Sequence[int], str]], advice: str
+) -> WorkerVersionError:
+    rows = tuple((tuple(indices), value) for indices, value in groups)
+    table = "\n".join(f"  {workers(indices)}: {value}" for indices, value in rows)
+    error = kind(f"The workers have different {what}:\n{table}\n{advice}")
+    error.groups = rows
+    return error
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "a real-time signal"
+
+
+def _usual_cause(number: int) -> str:
+    """What usually sends a signal, where that helps."""
+    return {
+        "SIGKILL": ": `kill -9`, or the system when memory ran out (`dmesg` tells)",
+        "SIGSEGV": ": a crash in native code",
+        "SIGABRT": ": a failed check in native code, printed in its output",
+        "SIGBUS": ": a crash in native code, or no room in /dev/shm",
+    }.get(_signal_name(number), "")

@@ -1,0 +1,248 @@
+"""Jobs of several workers: each program is worker 0 of 2, and a process beside it is worker 1."""
+
+import os
+import threading
+
+import pytest
+from helpers import jobs
+from helpers.golden import shows
+
+from replica_engine import hosts
+from replica_engine.errors import (
+    ClusterConfigError,
+    ProgramDisagreementError,
+    WorkerLostError,
+    WorkersMissingError,
+    WorkerVersionError,
+)
+from replica_engine.hosts import find_cluster
+from replica_engine.hosts.member import _members
+
+FOLLOWS = "member.failed.wait()"
+
+
+@pytest.fixture
+def worker_1(request, monkeypatch):
+    """Runs a program as worker 1, in an environment in which the test's process is worker 0."""
+    program, options = request.param
+    limits = {name: options[name] for name in ("join", "heartbeat", "statuses") if name in options}
+    about = {name: options[name] for name in ("versions", "replicas") if name in options}
+    with jobs.job(2, **limits) as job:
+        for name, value in job.environment(0).items():
+            monkeypatch.setenv(name, value)
+        closing = threading.Thread(target=job.coordinator.close)
+        if program is not None:
+            process = job.start(1, program, **about)
+            closing = threading.Thread(target=lambda: process.stdout.readline() and job.coordinator.close())
+        if "closes" in options:
+            closing.start()
+        yield
+        for member in list(_members):
+            member.close()
+        if "closes" in options:
+            closing.join()
+
+
+def beside(program, **options):
+    """Has a program run as worker 1.
+
+    Args:
+        program: what it does after it has joined; None starts no worker 1.
+        options: of the job, and of the worker; `closes` ends the coordinator as soon as the program prints a line.
+    """
+
+    def mark(test):
+        test = pytest.mark.parametrize("worker_1", [(program, options)], indirect=True, ids=["beside"])(test)
+        return pytest.mark.usefixtures("worker_1")(test)
+
+    return mark
+
+
+@shows(ClusterConfigError.not_json)
+def test_a_tf_config_that_cannot_be_read():
+    find_cluster({"TF_CONFIG": "{'cluster': {'worker': ['host-a:2222']}}"})
+
+
+@shows(ClusterConfigError.bad_value)
+def test_an_address_without_a_port():
+    find_cluster({"TF_CONFIG": '{"cluster": {"worker": ["a:2222", "b"]}, "task": {"type": "worker", "index": 0}}'})
+
+
+@shows(ClusterConfigError.bad_value, "of_slurm")
+def test_a_list_of_nodes_that_cannot_be_read():
+    find_cluster({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "node[1-"})
+
+
+@shows(ClusterConfigError.missing)
+def test_a_number_of_workers_without_a_coordinator():
+    find_cluster({"REPLICA_ENGINE_PROCESS_ID": "0", "REPLICA_ENGINE_NUM_PROCESSES": "2"})
+
+
+@shows(ClusterConfigError.out_of_range)
+def test_an_index_that_no_worker_has():
+    find_cluster({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "host-a", "MASTER_PORT": "29500"})
+
+
+@shows(ClusterConfigError.wrong_task)
+def test_a_parameter_server_in_the_cluster():
+    find_cluster({"TF_CONFIG": '{"cluster": {"worker": ["a:1"], "ps": ["b:1"]}, "task": {"type": "ps", "index": 0}}'})
+
+
+@shows(ClusterConfigError.wrong_task, "evaluator")
+def test_an_evaluator_in_the_cluster():
+    find_cluster({"TF_CONFIG": '{"cluster": {"worker": ["host-a:2222"]}, "task": {"type": "evaluator", "index": 0}}'})
+
+
+@shows(ClusterConfigError.no_token)
+def test_a_job_without_a_token():
+    environ = {
+        "REPLICA_ENGINE_PROCESS_ID": "0",
+        "REPLICA_ENGINE_NUM_PROCESSES": "2",
+        "REPLICA_ENGINE_COORDINATOR": "host-a:4000",
+    }
+    hosts.join(environ=environ)
+
+
+@beside(None)
+@shows(ClusterConfigError.other_token)
+def test_a_worker_with_another_token():
+    os.environ["REPLICA_ENGINE_TOKEN"] = "another secret"
+    hosts.join()
+
+
+@beside(None)
+@shows(ClusterConfigError.other_size)
+def test_a_worker_that_counts_other_workers():
+    os.environ["REPLICA_ENGINE_NUM_PROCESSES"] = "3"
+    hosts.join()
+
+
+@beside(FOLLOWS)
+@shows(ClusterConfigError.taken)
+def test_two_workers_with_one_index():
+    hosts.join()
+    os.environ["REPLICA_ENGINE_PROCESS_ID"] = "1"
+    hosts.join()
+
+
+@beside(None)
+@shows(ClusterConfigError.not_bound)
+def test_a_coordinator_whose_port_is_taken():
+    """Without `replica-engine launch`."""
+    del os.environ["REPLICA_ENGINE_LAUNCHED"]
+    hosts.join()
+
+
+@beside("os.kill(os.getpid(), signal.SIGKILL)", statuses=True)
+@shows(WorkerLostError.killed)
+def test_a_worker_that_is_killed():
+    """Worker 1 is killed."""
+    member = hosts.join()
+    member.meet("the checkpoint of step 100")
+
+
+@beside("os._exit(0)", statuses=True)
+@shows(WorkerLostError.exited)
+def test_a_worker_that_exits():
+    """Worker 1 calls os._exit(0)."""
+    member = hosts.join()
+    member.meet("the checkpoint of step 100")
+
+
+@beside("os.kill(os.getpid(), signal.SIGKILL)")
+@shows(WorkerLostError.vanished)
+def test_a_worker_that_is_gone():
+    """Worker 1 is killed; `replica-engine launch` has not started it, so nobody knows its exit status."""
+    member = hosts.join()
+    member.meet("the checkpoint of step 100")
+
+
+@beside("member.launched(TRAIN); member.progress(1, 'all_reduce SUM at train.py:12'); raise ValueError('no file')")
+@shows(WorkerLostError.raised)
+def test_a_worker_that_raises():
+    """Worker 1 raises ValueError in its first step."""
+    member = hosts.join()
+    member.launched(hosts.Program("2d03aa77bb", "train_step", "train.py:40"))
+    member.meet("the checkpoint of step 1")
+
+
+@beside("member.launched(TRAIN)")
+@shows(WorkerLostError.left)
+def test_a_worker_whose_data_ends_early():
+    """Worker 1 launches one step and ends."""
+    member = hosts.join()
+    step = hosts.Program("2d03aa77bb", "train_step", "train.py:40")
+    for _ in range(2):
+        member.launched(step)
+    member.meet("the end of the epoch")
+
+
+@beside("os.kill(os.getpid(), signal.SIGSTOP)", heartbeat=3.0)
+@shows(WorkerLostError.silent)
+def test_a_worker_that_is_stopped():
+    """Worker 1 gets SIGSTOP, with REPLICA_ENGINE_HEARTBEAT_TIMEOUT=3."""
+    member = hosts.join()
+    member.meet("the checkpoint of step 100")
+
+
+@beside("print('joined', flush=True); member.failed.wait()", closes=True)
+@shows(WorkerLostError.no_coordinator)
+def test_the_launcher_is_killed():
+    """The launcher is killed."""
+    member = hosts.join()
+    member.meet("the checkpoint of step 100")
+
+
+@beside(None, join=0.5)
+@shows(WorkersMissingError.not_joined)
+def test_a_worker_that_never_starts():
+    """Nobody starts worker 1, with REPLICA_ENGINE_JOIN_TIMEOUT=0.5."""
+    hosts.join()
+
+
+@beside(None, join=0.5, closes=True)
+@shows(WorkersMissingError.no_coordinator)
+def test_a_coordinator_that_never_starts():
+    """Nobody starts worker 0, with REPLICA_ENGINE_JOIN_TIMEOUT=0.5."""
+    os.environ["REPLICA_ENGINE_PROCESS_ID"] = "1"
+    hosts.join()
+
+
+@beside(FOLLOWS)
+@shows(WorkersMissingError.not_met)
+def test_a_worker_that_does_not_come():
+    """Worker 1 never saves."""
+    member = hosts.join()
+    member.meet("the checkpoint of step 100", timeout=0.5)
+
+
+@beside(FOLLOWS)
+@shows(WorkersMissingError.no_value)
+def test_a_value_that_nobody_gives():
+    member = hosts.join()
+    member.get("address", timeout=0.5)
+
+
+@beside("", versions={"tensorflow": "2.20.0"})
+@shows(WorkerVersionError.of_package)
+def test_another_version():
+    """Worker 1 has TensorFlow 2.20.0."""
+    hosts.join(versions={"tensorflow": "2.21.0"})
+
+
+@beside("", replicas=2)
+@shows(WorkerVersionError.of_replicas)
+def test_another_number_of_replicas():
+    """Worker 1 has two devices."""
+    hosts.join(replicas=4)
+
+
+@beside("member.launched(TRAIN); member.launched(EVAL); member.failed.wait()")
+@shows(ProgramDisagreementError.differ)
+def test_another_order():
+    """Worker 1 evaluates after its first step."""
+    member = hosts.join()
+    step = hosts.Program("2d03aa77bb", "train_step", "train.py:40")
+    for _ in range(2):
+        member.launched(step)
+    member.meet("the end of the epoch")

@@ -1,0 +1,160 @@
+"""Jobs of real processes on this machine, whose coordinator is in the test's process.
+
+A worker is a Python program of a few lines. It has joined when they begin, as `member`; what it prints is read line by
+line, and it waits for the test by reading its standard input. So nothing here depends on how quick the machine is.
+"""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+from replica_engine import hosts
+from replica_engine.errors.hosts import TOKEN
+from replica_engine.hosts.coordinator import Coordinator
+from replica_engine.hosts.job import Limits
+from replica_engine.hosts.joining import HEARTBEAT_TIMEOUT, JOIN_TIMEOUT, LAUNCHED
+
+LONG = 60.0
+"""Seconds that are enough on any machine for what must come."""
+
+HEAD = """
+import os, signal, sys, threading
+from replica_engine import errors, hosts
+TRAIN = hosts.Program("2d03aa77bb", "train_step", "train.py:40")
+EVAL = hosts.Program("91c4e0d2aa", "eval_step", "train.py:80")
+member = hosts.join(versions={versions!r}, replicas={replicas})
+"""
+
+TRAIN = hosts.Program("2d03aa77bb", "train_step", "train.py:40")
+EVAL = hosts.Program("91c4e0d2aa", "eval_step", "train.py:80")
+
+
+class Job:
+    """A job of `size` workers, and its coordinator on a thread.
+
+    Args:
+        size: the number of workers.
+        join: the join limit, in seconds.
+        heartbeat: the heartbeat limit, in seconds.
+        statuses: whether the coordinator is told how processes end, as a launcher does.
+    """
+
+    def __init__(self, size: int = 2, join: float = LONG, heartbeat: float = LONG, statuses: bool = False):
+        self.size = size
+        self.token = "a secret"
+        self.limits = Limits(join, heartbeat)
+        self.coordinator = Coordinator(size, self.token, limits=self.limits, knows_statuses=statuses)
+        self.coordinator.start()
+        self.address = self.coordinator.address
+        self._statuses = statuses
+        self._processes: list[subprocess.Popen] = []
+        self._members: list[hosts.Member] = []
+        self._threads: list[threading.Thread] = []
+
+    def environment(self, worker: int, address: str | None = None, **more: str) -> dict[str, str]:
+        """The variables of a worker."""
+        return {
+            "REPLICA_ENGINE_PROCESS_ID": str(worker),
+            "REPLICA_ENGINE_NUM_PROCESSES": str(self.size),
+            "REPLICA_ENGINE_COORDINATOR": address or self.address,
+            TOKEN: self.token,
+            LAUNCHED: "1",
+            JOIN_TIMEOUT: str(self.limits.join),
+            HEARTBEAT_TIMEOUT: str(self.limits.heartbeat),
+            **more,
+        }
+
+    def start(self, worker: int, program: str, *, address=None, versions=None, replicas=1, **more) -> subprocess.Popen:
+        """Starts a worker as a process."""
+        head = HEAD.format(versions=versions or {}, replicas=replicas)
+        process = subprocess.Popen(
+            [sys.executable, "-c", head + program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **self.environment(worker, address, **more)},
+        )
+        self._processes.append(process)
+        if self._statuses:
+            thread = threading.Thread(target=lambda: self.coordinator.exited(worker, process.wait()))
+            self._threads.append(thread)
+            thread.start()
+        return process
+
+    def join(self, worker: int, *, address=None, versions=None, replicas=1, **more) -> hosts.Member:
+        """Joins as a worker with the test's process."""
+        environ = self.environment(worker, address, **more)
+        member = hosts.join(versions=versions, replicas=replicas, environ=environ)
+        self._members.append(member)
+        return member
+
+    def close(self) -> None:
+        """Ends everything."""
+        for member in self._members:
+            member.close()
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                pipe.close()
+        for thread in self._threads:
+            thread.join()
+        self.coordinator.close()
+
+
+class Proxy:
+    """A way to an address that can be cut: nothing gets through any more, and no connection ends.
+
+    Args:
+        address: where it leads.
+    """
+
+    def __init__(self, address: str):
+        host, _, port = address.rpartition(":")
+        self._target = host, int(port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._cut = threading.Event()
+        self._sockets: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        """Lets nothing through from now on."""
+        self._cut.set()
+
+    def close(self) -> None:
+        """Ends all connections."""
+        for each in (self._listener, *self._sockets):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                inner, _ = self._listener.accept()
+                outer = socket.create_connection(self._target)
+                self._sockets += [inner, outer]
+                for source, target in ((inner, outer), (outer, inner)):
+                    threading.Thread(target=self._pass_on, args=(source, target), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(4096):
+                if not self._cut.is_set():
+                    target.sendall(data)
+
+
+@contextlib.contextmanager
+def job(*args, **kwargs) -> Iterator[Job]:
+    """A job that is ended with the block."""
+    made = Job(*args, **kwargs)
+    try:
+        yield made
+    finally:
+        made.close()
