@@ -1,0 +1,27 @@
+"""Jobs of several workers: processes, on one machine or on many, that run one program together.
+
+This package knows nothing of TensorFlow or jax, and imports the standard library only. It says which worker this
+process is, and tells every worker which other one is lost, missing or different. From the top to the bottom:
+
+    cli           `replica-engine launch`
+    launcher      N processes on this machine: starts, watches, ends and restarts them
+    joining       `join`: takes this process into its job
+    serve         the coordinator as a child process of worker 0
+    coordinator   the sockets of the coordinator
+    job           what the coordinator knows and decides
+    member        a worker's connection to the coordinator, and its thread
+    launch_log    what the workers launched, compared
+    clock         how far the clocks of two workers are apart
+    failure       the first failure of a job, as data
+    wire          messages, and the proof of the token
+    cluster       which worker this process is, from environment variables
+    schedulers    what Slurm and Open MPI tell of that
+
+`replica_engine.errors.hosts` words what can go wrong; docs/many_hosts.md is the guide.
+"""
+
+from replica_engine.hosts.cluster import Cluster, find_cluster
+from replica_engine.hosts.joining import join
+from replica_engine.hosts.member import Member, Program
+
+__all__ = ["Cluster", "Member", "Program", "find_cluster", "join"]

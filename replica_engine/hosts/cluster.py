@@ -1,0 +1,299 @@
+"""Which worker this process is, of how many, and where their coordinator is: read from the environment.
+
+What starts the processes of a job tells each of them its place in environment variables, and each launcher has its
+own. `find_cluster` looks for them in a fixed order, and the first that is there counts:
+
+1. `replica-engine launch`, or the same variables set by hand;
+2. `TF_CONFIG` (Kubernetes' TFJob, Ray Train, programs for tf.distribute);
+3. `KERAS_DISTRIBUTION_*`;
+4. torchrun, or the same variables set by hand;
+5. a step of Slurm;
+6. Open MPI.
+
+All processes of a job must come to the same coordinator address without talking to each other. So it is computed from
+what all of them are told. REPLICA_ENGINE_COORDINATOR says another address in each of the cases.
+
+Nothing is guessed: a variable that is set and wrong is a ClusterConfigError that names it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from replica_engine.errors import ClusterConfigError
+from replica_engine.hosts import schedulers
+
+PROCESS_ID = "REPLICA_ENGINE_PROCESS_ID"
+NUM_PROCESSES = "REPLICA_ENGINE_NUM_PROCESSES"
+COORDINATOR = "REPLICA_ENGINE_COORDINATOR"
+
+_TF_CONFIG = "TF_CONFIG"
+_ROLES = ("chief", "master", "worker")  # in the order of their indices; TFJob calls the chief Master too
+_KERAS = "KERAS_DISTRIBUTION_"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The place of this process in its job.
+
+    Attributes:
+        process_id: the index of this worker, from 0; messages call it "worker 1".
+        num_processes: the number of workers.
+        coordinator: the address of the coordinator, as "host:port"; "" in a job of one process.
+        tasks: what the launcher calls each worker, by index: "chief 0", "rank 1", "task 2".
+        source: what it was read from; "" if there was nothing to read.
+        addresses: the address of each worker, as "host:port", by index; () if the launcher does not tell.
+    """
+
+    process_id: int
+    num_processes: int
+    coordinator: str
+    tasks: tuple[str, ...]
+    source: str
+    addresses: tuple[str, ...] = ()
+
+
+def find_cluster(environ: Mapping[str, str] | None = None) -> Cluster:
+    """Reads the place of this process in its job from environment variables.
+
+    Args:
+        environ: the variables; None takes those of the process.
+
+    Returns:
+        The place; that of a job of one process if no launcher's variables are set.
+
+    Raises:
+        ClusterConfigError: a variable is wrong, or another is missing that it makes necessary.
+
+    Example:
+        >>> here = find_cluster({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node-a", "MASTER_PORT": "29500"})
+        >>> here.process_id, here.num_processes, here.coordinator, here.source
+        (1, 2, 'node-a:29500', 'torchrun')
+    """
+    environ = os.environ if environ is None else environ
+    for read in _READERS:
+        cluster = read(environ)
+        if cluster is not None:
+            address = _given(environ) if cluster.num_processes > 1 else ""
+            return replace(cluster, coordinator=_address(COORDINATOR, address)) if address else cluster
+    return Cluster(0, 1, "", ("process 0",), "")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """The host and the port of an address "host:port"; an IPv6 host is in brackets there.
+
+    Raises:
+        ValueError: it is not such an address.
+    """
+    host, colon, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError("an IPv6 address needs brackets")
+    if not colon or not host or not (port.isascii() and port.isdecimal()) or not 0 <= int(port) < 2**16:
+        raise ValueError("not an address")
+    return host, int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """The address of a host and a port: "host:port", or "[host]:port" for IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _ours(environ: Mapping[str, str]) -> Cluster | None:
+    if PROCESS_ID not in environ and NUM_PROCESSES not in environ:
+        return None
+    size, index = _size_and_index(environ, NUM_PROCESSES, PROCESS_ID)
+    coordinator = _address(COORDINATOR, _present(environ, COORDINATOR, NUM_PROCESSES, _ADDRESS)) if size > 1 else ""
+    return Cluster(index, size, coordinator, _named("process", size), "REPLICA_ENGINE_PROCESS_ID")
+
+
+def _tf_config(environ: Mapping[str, str]) -> Cluster | None:
+    text = environ.get(_TF_CONFIG, "")
+    if not text.strip():
+        return None
+    try:
+        config = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ClusterConfigError.not_json(_TF_CONFIG, text, str(error)) from None
+    if not isinstance(config, dict):
+        raise ClusterConfigError.bad_value(_TF_CONFIG, config, "an object with the fields `cluster` and `task`")
+    if not config.get("cluster"):
+        return None  # as TensorFlow has it: no cluster, one process
+    addresses = _tf_addresses(config["cluster"])
+    kind, index = _tf_task(config.get("task"), addresses)
+    names = [(each, at) for each in _ROLES for at in range(len(addresses.get(each, ())))]
+    every = tuple(address for each in _ROLES for address in addresses.get(each, ()))
+    if len(set(every)) < len(every):
+        raise ClusterConfigError.bad_value(f"{_TF_CONFIG}.cluster", config["cluster"], "one address for each task")
+    return Cluster(
+        names.index((kind, index)),
+        len(every),
+        _beside(every) if len(every) > 1 else "",
+        tuple(f"{each} {at}" for each, at in names),
+        _TF_CONFIG,
+        every,
+    )
+
+
+def _tf_addresses(cluster: Any) -> dict[str, list[str]]:
+    """The addresses of each kind of task, checked."""
+    field = f"{_TF_CONFIG}.cluster"
+    if not isinstance(cluster, dict):
+        raise ClusterConfigError.bad_value(field, cluster, 'an object such as {"worker": ["host-a:2222"]}')
+    for kind, addresses in cluster.items():
+        if kind not in _ROLES:
+            raise ClusterConfigError.wrong_task(field, kind)
+        if not isinstance(addresses, list) or not addresses:
+            raise ClusterConfigError.bad_value(f"{field}.{kind}", addresses, 'a list of addresses "host:port"')
+        for at, address in enumerate(addresses):
+            _address(f"{field}.{kind}[{at}]", address)
+        if kind != "worker" and len(addresses) > 1:
+            raise ClusterConfigError.bad_value(f"{field}.{kind}", addresses, "a list of one address: one chief")
+    if "chief" in cluster and "master" in cluster:
+        raise ClusterConfigError.bad_value(field, sorted(cluster), "with either `chief` or `master`, and not with both")
+    return cluster
+
+
+def _tf_task(task: Any, addresses: Mapping[str, Sequence[str]]) -> tuple[str, int]:
+    """The kind and the index of this process' task, checked."""
+    field = f"{_TF_CONFIG}.task"
+    wanted = 'an object such as {"type": "worker", "index": 0}'
+    if task is None:
+        raise ClusterConfigError.missing(field, f"{_TF_CONFIG}.cluster", wanted)
+    if not isinstance(task, dict):
+        raise ClusterConfigError.bad_value(field, task, wanted)
+    kind = str(task.get("type"))
+    if kind not in _ROLES:
+        raise ClusterConfigError.wrong_task(f"{field}.type", kind)
+    if kind not in addresses:
+        there = f"one that the cluster has: {', '.join(sorted(addresses))}"
+        raise ClusterConfigError.bad_value(f"{field}.type", kind, there)
+    index = _whole(f"{field}.index", task.get("index"), least=0)
+    if index >= len(addresses[kind]):
+        raise ClusterConfigError.out_of_range(
+            f"{field}.index", index, len(addresses[kind]), f"{_TF_CONFIG}.cluster.{kind}"
+        )
+    return kind, index
+
+
+def _beside(addresses: Sequence[str]) -> str:
+    """An address on the host of worker 0 that no worker has: TensorFlow's own server listens on those."""
+    host, port = split_address(addresses[0])
+    taken = {split_address(address)[1] for address in addresses if split_address(address)[0] == host}
+    while port in taken or port >= 2**16:
+        port = port + 1 if port + 1 < 2**16 else 1024
+    return join_address(host, port)
+
+
+def _keras(environ: Mapping[str, str]) -> Cluster | None:
+    numbers, ids, jobs = (f"{_KERAS}{name}" for name in ("NUM_PROCESSES", "PROCESS_ID", "JOB_ADDRESSES"))
+    if numbers not in environ and ids not in environ:
+        return None
+    size, index = _size_and_index(environ, numbers, ids)
+    source = "KERAS_DISTRIBUTION_PROCESS_ID"
+    if size == 1:
+        return Cluster(0, 1, "", ("process 0",), source)
+    wanted = '"host:port" of worker 0, or of all workers with commas between them'
+    given = _present(environ, jobs, numbers, wanted)
+    addresses = [_address(f"{jobs}[{at}]", each.strip()) for at, each in enumerate(given.split(","))]
+    if len(addresses) not in (1, size):
+        raise ClusterConfigError.bad_value(jobs, given, f"{wanted}: 1 or {size} addresses")
+    return Cluster(index, size, addresses[0], _named("process", size), source)
+
+
+def _torchrun(environ: Mapping[str, str]) -> Cluster | None:
+    if not {"RANK", "WORLD_SIZE"} <= set(environ):
+        return None  # either of them alone is nobody's sign
+    size, index = _size_and_index(environ, "WORLD_SIZE", "RANK")
+    if size == 1:
+        return Cluster(0, 1, "", ("rank 0",), "torchrun")
+    host = _present(environ, "MASTER_ADDR", "WORLD_SIZE", "the name of the host of rank 0")
+    port = _whole("MASTER_PORT", _present(environ, "MASTER_PORT", "WORLD_SIZE", "a port"), least=1, most=2**16 - 2)
+    # torchrun's agent itself may listen at that port, and then says so.
+    port += environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Cluster(index, size, join_address(host, port), _named("rank", size), "torchrun")
+
+
+def _slurm(environ: Mapping[str, str]) -> Cluster | None:
+    # Outside of a step (in the batch script itself) there is one process, and these two are not set. mpirun in a job
+    # starts its daemons as a step: what the ranks inherit of Slurm is the place of their daemon, not their own.
+    if not {schedulers.STEP_NODES, schedulers.STEP_TASKS} <= set(environ) or "OMPI_COMM_WORLD_RANK" in environ:
+        return None
+    size, index = _size_and_index(environ, schedulers.STEP_TASKS, "SLURM_PROCID")
+    if size == 1:
+        return Cluster(0, 1, "", ("task 0",), "Slurm")
+    return Cluster(index, size, _given(environ) or schedulers.slurm_address(environ), _named("task", size), "Slurm")
+
+
+def _open_mpi(environ: Mapping[str, str]) -> Cluster | None:
+    if "OMPI_COMM_WORLD_RANK" not in environ:
+        return None
+    size, index = _size_and_index(environ, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+    if size == 1:
+        return Cluster(0, 1, "", ("rank 0",), "Open MPI")
+    address = _given(environ) or schedulers.open_mpi_address(environ, size)
+    return Cluster(index, size, address, _named("rank", size), "Open MPI")
+
+
+_READERS: tuple[Callable[[Mapping[str, str]], Cluster | None], ...] = (
+    _ours,
+    _tf_config,
+    _keras,
+    _torchrun,
+    _slurm,
+    _open_mpi,
+)
+
+_ADDRESS = 'the address of the coordinator, as "host:port": a free port on the host of worker 0'
+
+
+def _size_and_index(environ: Mapping[str, str], size_field: str, index_field: str) -> tuple[int, int]:
+    """The number of workers and the index of this one, checked."""
+    wanted = "the number of workers, the same for all"
+    size = _whole(size_field, _present(environ, size_field, index_field, wanted), least=1)
+    index = _whole(index_field, _present(environ, index_field, size_field, "the worker's index, from 0"), least=0)
+    if index >= size:
+        raise ClusterConfigError.out_of_range(index_field, index, size, size_field)
+    return size, index
+
+
+def _present(environ: Mapping[str, str], field: str, given: str, wanted: str) -> str:
+    if not environ.get(field):
+        raise ClusterConfigError.missing(field, given, wanted)
+    return environ[field]
+
+
+def _whole(field: str, value: object, least: int, most: int | None = None) -> int:
+    """A whole number that is given as a number or as text."""
+    wanted = f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"
+    text = value.strip() if isinstance(value, str) else value
+    if isinstance(text, bool) or not isinstance(text, (int, str)):
+        raise ClusterConfigError.bad_value(field, value, wanted)
+    if isinstance(text, str) and not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise ClusterConfigError.bad_value(field, value, wanted)
+    number = int(text)
+    if number < least or (most is not None and number > most):
+        raise ClusterConfigError.bad_value(field, value, wanted)
+    return number
+
+
+def _address(field: str, address: object) -> str:
+    try:
+        split_address(address if isinstance(address, str) else "")
+    except ValueError:
+        raise ClusterConfigError.bad_value(field, address, 'an address "host:port"; [host]:port for IPv6') from None
+    return str(address)
+
+
+def _given(environ: Mapping[str, str]) -> str:
+    """The coordinator's address, if the user says it: then it need not be found out, which may not be possible."""
+    return environ.get(COORDINATOR, "")
+
+
+def _named(kind: str, size: int) -> tuple[str, ...]:
+    return tuple(f"{kind} {index}" for index in range(size))
