@@ -1,0 +1,365 @@
+"""The coordinator of a job: the process or thread that all members are connected to.
+
+It never runs in a worker. `replica-engine launch` has it on a thread; otherwise worker 0 starts it as a child process
+in a session of its own (`python -m replica_engine.hosts`). So it stays when worker 0 is killed, and tells the
+others.
+
+One thread serves all members, with non-blocking sockets: it reads what has arrived, gives it to `Job`, and writes what
+`Job` has to tell. It must never wait for one member. A member that does not read is dropped when its share of
+unwritten bytes is full.
+
+Each side that connects has ten seconds to prove that it knows the token, and is told nothing before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from replica_engine.hosts import wire
+from replica_engine.hosts.cluster import join_address, split_address
+from replica_engine.hosts.failure import Failure
+from replica_engine.hosts.job import Job, Limits
+from replica_engine.hosts.wire import BadMessageError, Lines, Message
+
+LOGGER = logging.getLogger("replica_engine")
+
+TICK = 0.1  # seconds between looks at the clock
+STRANGER_PATIENCE = 10.0  # seconds to prove that one knows the token
+_MANY = 100  # messages within a tick from which on waking for each would cost more than reading it
+_PAUSE = 0.02  # seconds between wakings then
+_MOST_UNWRITTEN = 4 << 20  # bytes for one member
+_READ = 1 << 16  # bytes at a time, so that one member cannot keep the others waiting
+_SPARE = 64  # files besides the connections of members
+
+
+class _Connection:
+    """A connection that was accepted.
+
+    Attributes:
+        worker: the index of the member, once it is known.
+    """
+
+    def __init__(self, sock: socket.socket, peer: str, now: float):
+        self.socket = sock
+        self.peer = peer
+        self.since = now
+        self.nonce = wire.nonce()
+        self.lines = Lines(wire.LONGEST_STRANGER)
+        self.worker: int | None = None
+        self.unwritten: deque[bytes] = deque()
+        self.waiting = 0  # bytes
+        self.closing = False  # as soon as all is written
+
+
+class Coordinator:
+    """Listens for the members of a job and serves them.
+
+    Args:
+        size: the number of workers.
+        token: the secret of the job.
+        address: where to listen, as "host:port"; port 0 takes a free one.
+        limits: how long to wait.
+        knows_statuses: whether `exited` will be called for each worker whose process ends.
+        on_failure: is called with the first failure, on the thread that serves.
+
+    Raises:
+        OSError: it cannot listen there.
+
+    Example:
+        >>> with Coordinator(2, "secret") as coordinator:
+        ...     coordinator.address.rpartition(":")[0]
+        '127.0.0.1'
+    """
+
+    def __init__(
+        self,
+        size: int,
+        token: str,
+        address: str = "127.0.0.1:0",
+        limits: Limits | None = None,
+        *,
+        knows_statuses: bool = False,
+        on_failure: Callable[[Failure], None] | None = None,
+    ):
+        self._token = token
+        self._size = size
+        self._on_failure = on_failure
+        self._listener = _listen(address, size)
+        self.address = join_address(*self._listener.getsockname()[:2])
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        for sock in (self._listener, self._woken):
+            sock.setblocking(False)
+            self._selector.register(sock, selectors.EVENT_READ)
+        allow_files(size + _SPARE)
+        self._connections: set[_Connection] = set()
+        self._members: dict[int, _Connection] = {}
+        self._calls: deque[Callable[[], None]] = deque()  # of other threads
+        self._stop = False
+        self._thread: threading.Thread | None = None
+        self._job = Job(size, limits or Limits(), time.monotonic(), self._tell, knows_statuses)
+        self.messages = 0
+        """The number of messages that members have sent."""
+
+    def __enter__(self) -> Coordinator:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first failure of the job; None as long as there is none."""
+        return self._job.failure
+
+    def start(self) -> None:
+        """Serves on a thread, until `close`."""
+        self._thread = threading.Thread(target=self.serve, name="replica_engine coordinator", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends all connections; what was told before is written as far as the members read it at once."""
+        self._call(self._end_serving)
+        if self._thread is not None:
+            self._thread.join()
+        elif not self._stop:
+            self._end_serving()
+            self._close_all()
+
+    def exited(self, worker: int, status: int) -> None:
+        """The process of a worker has ended, as its parent knows; may be called on any thread.
+
+        Args:
+            worker: its index.
+            status: its exit status; negative if it was a signal.
+        """
+        self._call(lambda: self._job.exited(worker, status, time.monotonic()))
+
+    def serve(self, linger: float | None = None) -> None:
+        """Serves until `close`, or until the job is over.
+
+        Args:
+            linger: how many seconds after a failure to wait at most for the members to leave. None: until `close`.
+        """
+        failed_at: float | None = None
+        known: Failure | None = None
+        ticked = time.monotonic()
+        counted, pause = self.messages, 0.0
+        try:
+            while not self._stop:
+                if pause:
+                    time.sleep(pause)
+                events = self._selector.select(max(ticked + TICK - time.monotonic(), 0.0))
+                now = time.monotonic()
+                for key, mask in events:
+                    if isinstance(key.data, _Connection):
+                        self._serve(key.data, mask, now)
+                    elif key.fileobj is self._listener:
+                        self._accept(now)
+                    else:
+                        self._run_calls()
+                # Only after what has arrived was read: it may say that a member lives.
+                if now - ticked >= TICK:
+                    ticked = now
+                    counted, pause = self.messages, _PAUSE if self.messages - counted > _MANY else 0.0
+                    self._job.tick(now)
+                    self._drop_strangers(now)
+                if self._job.failure is not known:
+                    known, failed_at = self._job.failure, now
+                    if self._on_failure is not None and known is not None:
+                        self._on_failure(known)
+                if linger is not None and (self._job.over or (failed_at is not None and now - failed_at > linger)):
+                    break
+        finally:
+            self._close_all()
+
+    def _call(self, call: Callable[[], None]) -> None:
+        """Runs something on the thread that serves."""
+        self._calls.append(call)
+        with contextlib.suppress(OSError):  # full: it is awake. Closed: there is nothing left to call
+            self._wake.send(b"\0")
+
+    def _run_calls(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(_READ)
+        while self._calls:
+            self._calls.popleft()()
+
+    def _end_serving(self) -> None:
+        self._stop = True
+
+    def _close_all(self) -> None:
+        for connection in list(self._connections):
+            self._flush(connection)
+            connection.socket.close()
+        self._connections.clear()
+        for sock in (self._listener, self._wake, self._woken):
+            sock.close()
+        self._selector.close()
+
+    # Connections
+
+    def _accept(self, now: float) -> None:
+        try:
+            sock, peer = self._listener.accept()
+        except OSError as error:  # it is gone again, or there are no files left
+            LOGGER.warning("The coordinator could not accept a connection: %s", error)
+            return
+        strangers = len(self._connections) - len(self._members)
+        if strangers > self._size + _SPARE:
+            sock.close()
+            return
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = _Connection(sock, join_address(*peer[:2]), now)
+        self._connections.add(connection)
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+        self._send(connection, wire.encode(["challenge", connection.nonce]))
+
+    def _serve(self, connection: _Connection, mask: int, now: float) -> None:
+        if mask & selectors.EVENT_WRITE and connection in self._connections:
+            self._flush(connection)
+        if not mask & selectors.EVENT_READ or connection not in self._connections:
+            return
+        try:
+            data = connection.socket.recv(_READ)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(connection)
+            return
+        try:
+            for message in connection.lines.feed(data):
+                self.messages += 1
+                if connection.closing:
+                    return
+                if connection.worker is None:
+                    self._greet(connection, message, now)
+                else:
+                    self._job.received(connection.worker, message, now)
+        except BadMessageError as error:
+            LOGGER.warning("The coordinator ends a connection from %s, which sent %s.", connection.peer, error)
+            self._drop(connection)
+
+    def _greet(self, connection: _Connection, message: Message, now: float) -> None:
+        """Takes a member in, if it knows the token."""
+        try:
+            kind, nonce, proof, worker, size, about = message
+            worker, size, nonce = int(worker), int(size), str(nonce)
+            if kind != "hello" or not isinstance(about, dict):
+                raise ValueError("no hello")
+        except (TypeError, ValueError) as error:
+            raise BadMessageError(str(error)) from None
+        if not wire.is_proof(proof, self._token, wire.MEMBER, connection.nonce, nonce):
+            LOGGER.warning("The coordinator refused %s, which does not know the job's token.", connection.peer)
+            connection.closing = True
+            self._send(connection, wire.encode(["stranger"]))
+            return
+        answer = wire.proof(self._token, wire.COORDINATOR, connection.nonce, nonce)
+        self._send(connection, wire.encode(["welcome", answer, self._job.limits.heartbeat]))
+        refusal = self._job.refusal(worker, size)
+        if refusal is not None:
+            connection.closing = True
+            self._send(connection, wire.encode(["failure", refusal.as_json()]))
+            return
+        self._members[worker] = connection  # before `joined`, which may have something to tell to all
+        try:
+            self._job.joined(worker, about, now)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            del self._members[worker]
+            raise BadMessageError(f"hello: {error}") from None
+        connection.worker = worker
+        connection.lines.longest = wire.LONGEST_LINE
+
+    def _drop_strangers(self, now: float) -> None:
+        for connection in list(self._connections):
+            if connection.worker is None and now - connection.since > STRANGER_PATIENCE:
+                self._drop(connection)
+
+    def _drop(self, connection: _Connection) -> None:
+        self._connections.discard(connection)
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        if connection.worker is not None:
+            self._job.closed(connection.worker, time.monotonic())
+
+    # Writing
+
+    def _tell(self, worker: int | None, message: Message) -> None:
+        """Sends a message to a member, or to all."""
+        line = wire.encode(message)
+        if worker is None:
+            for connection in list(self._members.values()):
+                self._send(connection, line)
+        elif worker in self._members:
+            self._send(self._members[worker], line)
+
+    def _send(self, connection: _Connection, line: bytes) -> None:
+        if connection not in self._connections:
+            return
+        idle = not connection.unwritten
+        connection.unwritten.append(line)
+        connection.waiting += len(line)
+        if idle:
+            self._flush(connection)
+        elif connection.waiting > _MOST_UNWRITTEN:
+            LOGGER.warning("The coordinator ends a connection to %s, which does not read.", connection.peer)
+            self._drop(connection)
+
+    def _flush(self, connection: _Connection) -> None:
+        was_waiting = connection.waiting
+        try:
+            while connection.unwritten:
+                line = connection.unwritten[0]
+                sent = connection.socket.send(line)
+                connection.waiting -= sent
+                if sent < len(line):
+                    connection.unwritten[0] = line[sent:]
+                    break
+                connection.unwritten.popleft()
+        except BlockingIOError:
+            pass
+        except OSError:
+            connection.unwritten.clear()  # the end of the connection is read next
+            connection.waiting = 0
+        if connection.closing and not connection.unwritten:
+            with contextlib.suppress(OSError):
+                connection.socket.shutdown(socket.SHUT_WR)
+        elif bool(connection.unwritten) or was_waiting:
+            self._watch(connection)
+
+    def _watch(self, connection: _Connection) -> None:
+        """Waits for room to write exactly as long as there is something to write."""
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unwritten else 0)
+        if self._selector.get_key(connection.socket).events != wanted:
+            self._selector.modify(connection.socket, wanted, connection)
+
+
+def _listen(address: str, size: int) -> socket.socket:
+    host, port = split_address(address)
+    family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    return socket.create_server(where, family=family, backlog=max(size, 128))
+
+
+def allow_files(count: int) -> None:
+    """Raises this process' limit of open files, as far as it may, if it is too low for so many connections."""
+    try:
+        import resource
+    except ImportError:  # Windows, which has no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted: Any = count + _SPARE
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -1,0 +1,407 @@
+"""What the coordinator knows of a job, and what it decides: no sockets, no threads, no clock of its own.
+
+Messages of members go in, with the time at which they came; messages to members come out through `tell`. So a test can
+play any order of events, and a thousand members need no thousand processes.
+
+What it guarantees:
+
+- The first failure is kept. It is told to all members that are there, and to each that comes later.
+- A member is lost when its process ends without a goodbye, when it says that it raised, or when it is silent for longer
+  than the heartbeat limit. If this machine itself stood still for a while, that time does not count.
+- A member may say goodbye when all have come to their end, or after a failure.
+- What is kept grows with the number of members, and not with the number of launches (see `launch_log`).
+
+All times are seconds of `time.monotonic`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from replica_engine.errors import (
+    ClusterConfigError,
+    ProgramDisagreementError,
+    WorkerLostError,
+    WorkerRow,
+    WorkersMissingError,
+    WorkerVersionError,
+)
+from replica_engine.hosts.failure import Failure
+from replica_engine.hosts.launch_log import COMPILE, END, ENTRY, LAUNCH, LaunchLog, backwards, unpacked
+from replica_engine.hosts.wire import BadMessageError, Message
+
+STATUS_PATIENCE = 0.5  # seconds from the end of a connection to the exit status, or the other way round
+_STOOD_STILL = 2.0  # seconds between two ticks from which on this machine counts as having stood still
+_MOST_VALUES = 10_000
+
+
+@dataclass
+class _Member:
+    """What is known of a member that has joined."""
+
+    host: str
+    pid: int
+    versions: dict[str, str]
+    replicas: int
+    heard: float
+    step: int | None = None
+    sync_point: str = ""
+    launches: int = 0
+    launched: str = ""
+    left: bool = False  # it has said goodbye
+    closed: bool = False  # its connection has ended
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """A member that waits for an answer.
+
+    Attributes:
+        what: the position in the launch log, or the key of the value, that it waits for.
+        point: the same in words, if it is a position.
+        timeout: how many seconds it waits.
+        deadline: until when.
+    """
+
+    what: int | str
+    point: str
+    timeout: float
+    deadline: float
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long the coordinator waits, in seconds.
+
+    Attributes:
+        join: from the start until all members must have joined.
+        heartbeat: without a message until a member counts as lost.
+    """
+
+    join: float = 300.0
+    heartbeat: float = 60.0
+
+
+class Job:
+    """The state of a job.
+
+    Args:
+        size: the number of workers.
+        limits: how long to wait.
+        now: the time at the start.
+        tell: sends a message to a worker, or to all that have joined if the worker is None.
+        knows_statuses: whether `exited` will be called for each worker whose process ends.
+
+    Attributes:
+        limits: how long to wait.
+        failure: the first failure; None as long as there is none.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        limits: Limits,
+        now: float,
+        tell: Callable[[int | None, Message], None],
+        knows_statuses: bool = False,
+    ):
+        self._size = size
+        self.limits = limits
+        self._began = self._ticked = now
+        self._tell = tell
+        self._knows_statuses = knows_statuses
+        self._members: dict[int, _Member] = {}
+        self._statuses: dict[int, int] = {}
+        self._ending: dict[int, float] = {}  # members that seem to have ended, and until when to wait for the rest
+        self._log = LaunchLog(size)
+        self._programs: dict[bytes, tuple[str, str]] = {}  # what an entry is: a verb, and what it is done with
+        self._values: dict[str, Any] = {}
+        self._waits: dict[tuple[int, int], _Wait] = {}
+        self.failure: Failure | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all members have joined."""
+        return len(self._members) == self._size
+
+    @property
+    def over(self) -> bool:
+        """Whether all members have joined, and none is left."""
+        return self.complete and all(member.left or member.closed for member in self._members.values())
+
+    def refusal(self, worker: int, size: int) -> Failure | None:
+        """Why a worker that knows the token may not join, or None.
+
+        Args:
+            worker: its index.
+            size: the number of workers that it was told.
+        """
+        if size != self._size or not 0 <= worker < self._size:
+            return Failure.of(ClusterConfigError.other_size, worker, size, self._size)
+        if worker in self._members and self.failure is None:
+            there = self._members[worker]
+            return Failure.of(ClusterConfigError.taken, worker, there.host, there.pid)
+        return self.failure
+
+    def joined(self, worker: int, about: dict[str, Any], now: float) -> None:
+        """A worker has joined that was not refused; it may be told something from now on.
+
+        Args:
+            worker: its index.
+            about: its "host", "pid", "versions" and "replicas".
+            now: the time.
+
+        Raises:
+            KeyError, TypeError, ValueError or AttributeError: `about` is something else, and the worker has not joined.
+        """
+        versions = {str(name): str(version) for name, version in about["versions"].items()}
+        self._members[worker] = _Member(str(about["host"]), int(about["pid"]), versions, int(about["replicas"]), now)
+        self._compare_members(worker)
+        self._miss_ended(now)
+        if self.complete and self.failure is None:
+            self._tell(None, ["go"])
+
+    def received(self, worker: int, message: Message, now: float) -> None:
+        """A message of a member has come.
+
+        Raises:
+            BadMessageError: it is none that a member sends.
+        """
+        member = self._members[worker]
+        member.heard = now
+        try:
+            _HANDLERS[message[0]](self, worker, member, *message[1:])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BadMessageError(f"{message[0]}: {type(error).__name__}: {error}") from None
+
+    def closed(self, worker: int, now: float) -> None:
+        """The connection of a member has ended."""
+        self._members[worker].closed = True
+        self._end(worker, now)
+
+    def exited(self, worker: int, status: int, now: float) -> None:
+        """The process of a worker has ended; the status is negative if it was a signal."""
+        self._statuses[worker] = status
+        if worker in self._members:
+            self._end(worker, now)
+        else:
+            self._miss_ended(now)
+
+    def tick(self, now: float) -> None:
+        """Looks at everything that depends on the time; to be called several times a second."""
+        if now - self._ticked > _STOOD_STILL:
+            for member in self._members.values():
+                member.heard += now - self._ticked
+        self._ticked = now
+        for worker, deadline in list(self._ending.items()):
+            if now >= deadline:
+                self._lose(worker)
+        if not self.complete and now - self._began > self.limits.join:
+            missing = [worker for worker in range(self._size) if worker not in self._members]
+            self._fail(Failure.of(WorkersMissingError.not_joined, missing, self._size, self.limits.join))
+        for worker, member in self._members.items():
+            if now - member.heard > self.limits.heartbeat and not member.left and not member.closed:
+                row = self._row(worker, now)
+                self._fail(Failure.of(WorkerLostError.silent, row, self.limits.heartbeat))
+        for ticket in [ticket for ticket, wait in self._waits.items() if now >= wait.deadline]:
+            self._give_up(ticket, now)
+        self._log.prune()
+
+    def rows(self, now: float) -> list[WorkerRow]:
+        """What is known of each worker."""
+        return [self._row(worker, now) for worker in range(self._size)]
+
+    def _row(self, worker: int, now: float) -> WorkerRow:
+        member = self._members.get(worker)
+        if member is None:
+            return WorkerRow(worker, self._size)
+        return WorkerRow(
+            worker,
+            self._size,
+            member.host,
+            member.pid,
+            member.launches,
+            member.launched,
+            member.step,
+            member.sync_point,
+            round(max(now - member.heard, 0.0), 3),
+        )
+
+    def _fail(self, failure: Failure) -> None:
+        if self.failure is None:
+            self.failure = failure
+            self._tell(None, ["failure", failure.as_json()])
+
+    # Members that join and go
+
+    def _compare_members(self, worker: int) -> None:
+        """Compares a member that has just joined with the first one."""
+        first, new = next(iter(self._members.values())), self._members[worker]
+        for package in first.versions.keys() | new.versions.keys():
+            if first.versions.get(package) != new.versions.get(package):
+                groups = self._grouped(lambda member: member.versions.get(package, "not there"))  # noqa: B023
+                self._fail(Failure.of(WorkerVersionError.of_package, package, groups))
+        if first.replicas != new.replicas:
+            groups = self._grouped(lambda member: str(member.replicas))
+            self._fail(Failure.of(WorkerVersionError.of_replicas, groups))
+
+    def _grouped(self, key: Callable[[_Member], str]) -> tuple[tuple[tuple[int, ...], str], ...]:
+        """The members that are here, grouped by what `key` says of them."""
+        groups: dict[str, list[int]] = {}
+        for worker, member in sorted(self._members.items()):
+            groups.setdefault(key(member), []).append(worker)
+        return tuple((tuple(indices), value) for value, indices in groups.items())
+
+    def _miss_ended(self, now: float) -> None:
+        """Fails if some wait for the others to join, and one of those has ended already."""
+        ended = [worker for worker in self._statuses if worker not in self._members]
+        if self._members and ended:
+            self._fail(self._exit_failure(ended[0], now))
+
+    def _end(self, worker: int, now: float) -> None:
+        """A member seems to have ended: what it sent before must be read first, and its exit status be known."""
+        member = self._members[worker]
+        if member.left:
+            return
+        known = worker in self._statuses or not self._knows_statuses
+        self._ending.setdefault(worker, now + STATUS_PATIENCE)
+        if member.closed and known:
+            self._lose(worker)
+
+    def _lose(self, worker: int) -> None:
+        del self._ending[worker]
+        member = self._members[worker]
+        member.closed = True
+        if not member.left:
+            self._fail(self._exit_failure(worker, member.heard))
+
+    def _exit_failure(self, worker: int, now: float) -> Failure:
+        row, status = self._row(worker, now), self._statuses.get(worker)
+        if status is None:
+            return Failure.of(WorkerLostError.vanished, row)
+        if status < 0:
+            return Failure.of(WorkerLostError.killed, row, -status)
+        return Failure.of(WorkerLostError.exited, row, status)
+
+    # Messages
+
+    def _on_beat(self, worker: int, member: _Member, sent: float, progress: list[Any]) -> None:
+        self._progress(member, progress)
+        self._tell(worker, ["beat", sent, time.perf_counter()])
+
+    def _progress(self, member: _Member, progress: list[Any]) -> None:
+        if progress:
+            step, sync_point = progress
+            member.step = None if step is None else int(step)
+            member.sync_point = str(sync_point)
+
+    def _on_program(self, worker: int, member: _Member, code: str, kind: str, words: str) -> None:
+        self._programs.setdefault(bytes.fromhex(code), (str(kind), str(words)))
+
+    def _on_log(
+        self,
+        worker: int,
+        member: _Member,
+        text: str,
+        launches: int,
+        progress: list[Any],
+        number: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        entries = unpacked(text)
+        difference = self._log.extend(worker, entries)
+        member.launches = int(launches)
+        self._progress(member, progress)
+        for code in backwards(entries):
+            kind, words = self._programs.get(code, ("", ""))
+            if kind == LAUNCH:
+                member.launched = words
+                break
+        if difference is not None:
+            self._disagree(worker, difference.position, difference.entries)
+        elif number is not None:
+            ticket = worker, int(number)
+            position = self._log.wait(worker, ticket)
+            if timeout is not None:
+                kind, words = self._programs.get(entries[-ENTRY:], ("", "the end of the program"))
+                point = f"the {kind} {words}" if kind == COMPILE else words
+                self._waits[ticket] = self._wait(position, point, timeout)
+        for ticket in self._log.released():
+            self._answer(ticket, None)
+
+    def _disagree(self, worker: int, position: int, entries: dict[bytes, tuple[int, ...]]) -> None:
+        groups = tuple((indices, self._in_words(code)) for code, indices in entries.items())
+        groups = tuple(sorted(groups))
+        if END not in entries:
+            self._fail(Failure.of(ProgramDisagreementError.differ, position, groups))
+            return
+        (early,) = (indices[0] for code, indices in entries.items() if code == END)
+        (other,) = (indices[0] for code, indices in entries.items() if code != END)
+        (doing,) = (self._in_words(code) for code in entries if code != END)
+        row = self._row(early, self._members[early].heard)
+        self._fail(Failure.of(WorkerLostError.left, row, other, doing))
+
+    def _in_words(self, code: bytes) -> str:
+        if code == END:
+            return "end of its program"
+        kind, words = self._programs.get(code, (LAUNCH, f"program {code.hex()}"))
+        return f"{kind} {words}"
+
+    def _wait(self, what: int | str, point: str, timeout: float) -> _Wait:
+        return _Wait(what, point, float(timeout), self._ticked + float(timeout))
+
+    def _on_put(self, worker: int, member: _Member, key: str, value: Any) -> None:
+        if len(self._values) >= _MOST_VALUES and key not in self._values:
+            raise BadMessageError(f"more than {_MOST_VALUES} values")
+        self._values[str(key)] = value
+        for ticket in [ticket for ticket, wait in self._waits.items() if wait.what == key]:
+            self._answer(ticket, value)
+
+    def _on_get(self, worker: int, member: _Member, number: int, key: str, timeout: float | None) -> None:
+        ticket = worker, int(number)
+        if key in self._values:
+            self._answer(ticket, self._values[key])
+        else:
+            self._waits[ticket] = self._wait(str(key), "", float("inf") if timeout is None else timeout)
+
+    def _on_rows(self, worker: int, member: _Member, number: int) -> None:
+        self._answer((worker, int(number)), [dataclasses.asdict(row) for row in self.rows(member.heard)])
+
+    def _on_failed(self, worker: int, member: _Member, exception: str, progress: list[Any]) -> None:
+        self._progress(member, progress)
+        self._fail(Failure.of(WorkerLostError.raised, self._row(worker, member.heard), str(exception)))
+
+    def _on_bye(self, worker: int, member: _Member) -> None:
+        member.left = True
+        self._ending.pop(worker, None)
+
+    def _answer(self, ticket: tuple[int, int], value: Any) -> None:
+        self._waits.pop(ticket, None)
+        worker, number = ticket
+        self._tell(worker, ["answer", number, value])
+
+    def _give_up(self, ticket: tuple[int, int], now: float) -> None:
+        wait = self._waits.pop(ticket)
+        if isinstance(wait.what, int):
+            rows = [self._row(each, now) for each in self._log.give_up(wait.what, ticket)]
+            failure = Failure.of(WorkersMissingError.not_met, wait.point, rows, wait.timeout)
+        else:
+            failure = Failure.of(WorkersMissingError.no_value, wait.what, wait.timeout)
+        worker, number = ticket
+        self._tell(worker, ["late", number, failure.as_json()])
+
+
+_HANDLERS: dict[str, Callable[..., None]] = {
+    "beat": Job._on_beat,
+    "program": Job._on_program,
+    "log": Job._on_log,
+    "put": Job._on_put,
+    "get": Job._on_get,
+    "rows": Job._on_rows,
+    "failed": Job._on_failed,
+    "bye": Job._on_bye,
+}

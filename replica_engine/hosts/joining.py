@@ -1,0 +1,135 @@
+"""`join`: takes this process into its job, and starts the coordinator where that is this process' task."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from replica_engine._version import __version__
+from replica_engine.errors import ClusterConfigError, WorkersMissingError
+from replica_engine.errors.hosts import TOKEN
+from replica_engine.hosts import serve
+from replica_engine.hosts.cluster import Cluster, find_cluster, split_address
+from replica_engine.hosts.job import Limits
+from replica_engine.hosts.member import Member, welcome
+
+JOIN_TIMEOUT = "REPLICA_ENGINE_JOIN_TIMEOUT"
+HEARTBEAT_TIMEOUT = "REPLICA_ENGINE_HEARTBEAT_TIMEOUT"
+LISTEN = "REPLICA_ENGINE_LISTEN"
+LAUNCHED = "REPLICA_ENGINE_LAUNCHED"
+"""Set by `replica-engine launch`, in which the coordinator runs; worker 0 starts none then."""
+
+_PAUSES = (0.05, 1.0)  # seconds between attempts to connect: the first, and the longest
+
+
+def join(
+    cluster: Cluster | None = None,
+    *,
+    versions: Mapping[str, str] | None = None,
+    replicas: int = 1,
+    environ: Mapping[str, str] | None = None,
+) -> Member:
+    """Joins the job that this process is a worker of, and waits until all workers have joined.
+
+    Worker 0 starts the coordinator in a child process first, unless `replica-engine launch` has one.
+
+    Args:
+        cluster: the place of this process in the job; None reads it from the environment.
+        versions: the versions of packages that must be equal on all workers, such as {"tensorflow": "2.21.0"}. Ours is
+            added.
+        replicas: the number of replicas of this worker, which must be equal on all workers.
+        environ: the environment variables; None takes those of the process.
+
+    Returns:
+        The connection to the job.
+
+    Raises:
+        ClusterConfigError: the environment is wrong, or the token is missing or another.
+        WorkersMissingError: a worker did not join within the join limit.
+        WorkerVersionError: the workers differ in a version or in the number of replicas.
+        WorkerLostError: a worker ended before all had joined.
+    """
+    environ = os.environ if environ is None else environ
+    cluster = find_cluster(environ) if cluster is None else cluster
+    limits = limits_of(environ)
+    token = environ.get(TOKEN, "")
+    if not token:
+        raise ClusterConfigError.no_token(cluster.coordinator or "127.0.0.1")
+    address, launched = cluster.coordinator, environ.get(LAUNCHED) == "1"
+    if cluster.process_id == 0 and not launched:
+        listening = serve.start(cluster.num_processes, token, environ.get(LISTEN) or address or "127.0.0.1:0", limits)
+        address = address or listening
+    about = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "versions": {"replica_engine": __version__, **(versions or {})},
+        "replicas": replicas,
+    }
+    hello = [cluster.process_id, cluster.num_processes, about]
+    member = _connected(address, token, hello, limits.join, launched)
+    member.hook_exceptions()
+    try:
+        member.wait_for_all()
+    except BaseException:
+        member.close()
+        raise
+    return member
+
+
+def limits_of(environ: Mapping[str, str]) -> Limits:
+    """How long to wait, from REPLICA_ENGINE_JOIN_TIMEOUT and REPLICA_ENGINE_HEARTBEAT_TIMEOUT."""
+    limits = Limits()
+    return Limits(
+        _seconds(environ, JOIN_TIMEOUT, limits.join),
+        _seconds(environ, HEARTBEAT_TIMEOUT, limits.heartbeat),
+    )
+
+
+def _seconds(environ: Mapping[str, str], field: str, default: float) -> float:
+    text = environ.get(field, "")
+    if not text:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ClusterConfigError.bad_value(field, text, "a number of seconds above 0")
+    return seconds
+
+
+def _connected(address: str, token: str, hello: list[Any], patience: float, launched: bool) -> Member:
+    """Connects to the coordinator, which may not listen yet, and is welcomed by it."""
+    deadline, pause = time.monotonic() + patience, _PAUSES[0]
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            connection = socket.create_connection(split_address(address), timeout=max(left, _PAUSES[0]))
+            try:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                heartbeat, lines, early = welcome(connection, token, hello, address)
+                return Member(
+                    connection,
+                    lines,
+                    worker=hello[0],
+                    size=hello[1],
+                    address=address,
+                    heartbeat=heartbeat,
+                    launched_by_us=launched,
+                    early=early,
+                )
+            except BaseException:
+                connection.close()
+                raise
+        except OSError as error:
+            if left <= 0:
+                raise WorkersMissingError.no_coordinator(address, patience, str(error)) from None
+        # Not all at the same moments: a thousand workers try.
+        threading.Event().wait(min(pause * random.uniform(0.5, 1.0), max(left, 0.0)))
+        pause = min(pause * 2, _PAUSES[1])

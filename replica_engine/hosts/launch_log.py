@@ -1,0 +1,178 @@
+"""What each worker has launched, in order, compared while nobody waits.
+
+A worker's log is the list of what it did with the others: compiled a program, launched it, or waited at a point where
+all meet. All logs must be the same list. An entry is 8 bytes, a hash of the kind and of the program, so comparing a
+batch of entries is comparing bytes.
+
+One list is kept for all workers, as far as the fastest has come, and dropped as far as the slowest has come. Who
+first brings an entry decides what the others are compared with; the error does not say who is right.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+ENTRY = 8  # bytes
+MOST_ENTRIES = 1 << 20  # in one message: more is a member that is broken
+
+
+def entry(kind: str, digest: str) -> bytes:
+    """An entry of a log: what was done, `LAUNCH` for example, and the digest of the program."""
+    return hashlib.blake2b(f"{kind} {digest}".encode(), digest_size=ENTRY).digest()
+
+
+COMPILE, LAUNCH, WAIT = "compilation of", "launch of", "wait at"
+"""What an entry may be, followed by the program or the place."""
+
+END = entry("end", "")
+"""The entry of a worker whose program has come to its end."""
+
+Ticket = tuple[int, int]
+"""A wait: the worker, and the number that it gave to the wait."""
+
+
+def backwards(entries: bytes) -> Iterator[bytes]:
+    """The single entries, from the last to the first."""
+    for end in range(len(entries), 0, -ENTRY):
+        yield entries[end - ENTRY : end]
+
+
+def packed(entries: Sequence[bytes]) -> str:
+    """Entries as text; equal ones in a row are counted, because most steps launch what the last one launched."""
+    runs: list[tuple[bytes, int]] = []
+    for each in entries:
+        if runs and runs[-1][0] == each:
+            runs[-1] = (each, runs[-1][1] + 1)
+        else:
+            runs.append((each, 1))
+    return ",".join(f"{each.hex()}*{count}" if count > 1 else each.hex() for each, count in runs)
+
+
+@functools.lru_cache(maxsize=64)  # a thousand workers send the same text
+def unpacked(text: str) -> bytes:
+    """What `packed` made, as bytes.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    found = bytearray()
+    for part in text.split(","):
+        code, _, count = part.partition("*")
+        one = bytes.fromhex(code)
+        times = int(count) if count else 1
+        if len(one) != ENTRY or not 1 <= times <= MOST_ENTRIES - len(found) // ENTRY:
+            raise ValueError(f"not a list of entries: {text[:80]!r}")
+        found += one * times
+    return bytes(found)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two workers differ.
+
+    Attributes:
+        position: the place in the log, from 0.
+        entries: what there is at that place, and which workers have it there.
+    """
+
+    position: int
+    entries: dict[bytes, tuple[int, ...]]
+
+
+@dataclass
+class _Point:
+    """An entry at which workers wait for the others."""
+
+    come: int
+    waiting: list[Ticket] = field(default_factory=list)
+
+
+class LaunchLog:
+    """The logs of all workers.
+
+    Args:
+        size: the number of workers.
+    """
+
+    def __init__(self, size: int):
+        self._size = size
+        self._entries = bytearray()
+        self._first = 0  # the position of the first entry that is kept
+        self._positions = [0] * size
+        self._points: dict[int, _Point] = {}
+
+    def position(self, worker: int) -> int:
+        """The number of entries that a worker has."""
+        return self._positions[worker]
+
+    def extend(self, worker: int, entries: bytes) -> Difference | None:
+        """Adds entries to the log of a worker.
+
+        Returns:
+            The first place at which it differs from others, or None. The log of the worker ends before that place.
+        """
+        before = self._positions[worker]
+        at = (before - self._first) * ENTRY
+        known = self._entries[at : at + len(entries)]
+        equal = known == entries[: len(known)]
+        if equal:
+            self._entries += entries[len(known) :]
+            count = len(entries) // ENTRY
+        else:
+            count = next(i for i in range(len(known) // ENTRY) if _at(known, i) != _at(entries, i))
+        after = self._positions[worker] = before + count
+        if self._points:
+            for position, point in self._points.items():
+                point.come += before <= position < after
+        if equal:
+            return None
+        others = tuple(other for other in range(self._size) if self._positions[other] > after)
+        return Difference(after, {_at(known, count): others, _at(entries, count): (worker,)})
+
+    def wait(self, worker: int, ticket: Ticket) -> int:
+        """Marks that a worker waits at its last entry until all others have come to it.
+
+        Args:
+            worker: its index.
+            ticket: what `released` returns for this wait.
+
+        Returns:
+            The position of the entry.
+        """
+        position = self._positions[worker] - 1
+        point = self._points.get(position)
+        if point is None:
+            point = self._points[position] = _Point(sum(each > position for each in self._positions))
+        point.waiting.append(ticket)
+        return position
+
+    def give_up(self, position: int, ticket: Ticket) -> tuple[int, ...]:
+        """Ends a wait, and returns the workers that have not come."""
+        if position in self._points:
+            self._points[position].waiting.remove(ticket)
+        return tuple(other for other in range(self._size) if self._positions[other] <= position)
+
+    def released(self) -> list[Ticket]:
+        """The waits that are over because all have come; each is returned once."""
+        if not self._points:
+            return []
+        full = [position for position, point in self._points.items() if point.come == self._size]
+        return [ticket for position in full for ticket in self._points.pop(position).waiting]
+
+    def prune(self) -> None:
+        """Drops the entries that all workers have passed."""
+        passed = min(self._positions)
+        del self._entries[: (passed - self._first) * ENTRY]
+        self._first = passed
+
+    @property
+    def kept(self) -> int:
+        """The number of entries that are kept."""
+        return len(self._entries) // ENTRY
+
+
+def _at(entries: bytes | bytearray, index: int) -> bytes:
+    return bytes(entries[index * ENTRY : (index + 1) * ENTRY])

@@ -1,0 +1,379 @@
+"""What the others get when something happens to a worker: real processes, the first worker or another as victim."""
+
+import signal
+
+import psutil
+import pytest
+from helpers.jobs import EVAL, LONG, TRAIN, Job, Proxy, job
+
+from replica_engine.errors import (
+    ClusterConfigError,
+    ProgramDisagreementError,
+    WorkerLostError,
+    WorkersMissingError,
+    WorkerVersionError,
+)
+
+VICTIMS = pytest.mark.parametrize("victim", [0, 1])
+SHORT = 3.0  # the heartbeat limit of tests that must wait for it
+
+
+def lost(member):
+    """The error that a worker gets when another is lost."""
+    assert member.failed.wait(LONG)
+    with pytest.raises(WorkerLostError) as caught:
+        member.check()
+    return caught.value
+
+
+@VICTIMS
+@pytest.mark.parametrize("statuses", [True, False], ids=["launched", "no launcher"])
+def test_killed(victim, statuses):
+    with job(statuses=statuses) as made:
+        process = made.start(victim, "os.kill(os.getpid(), signal.SIGKILL)")
+        error = lost(made.join(1 - victim))
+    assert (error.worker, error.pid, error.signal) == (victim, process.pid, signal.SIGKILL if statuses else None)
+    what = "was ended by signal 9 (SIGKILL)" if statuses else "has closed its connection without a word"
+    assert f"worker {victim} of 2 ({error.host}, pid {process.pid}) {what}" in str(error)
+
+
+@VICTIMS
+def test_raised(victim):
+    with job() as made:
+        program = """
+member.launched(TRAIN)
+member.progress(150, "all_reduce SUM at train.py:12")
+raise ValueError("the body")
+"""
+        process = made.start(victim, program)
+        error = lost(made.join(1 - victim))
+        _, printed = process.communicate(timeout=LONG)
+    assert process.returncode == 1
+    assert printed.endswith("ValueError: the body\n")
+    assert (error.exception, error.step, error.worker) == ("ValueError: the body", 150, victim)
+    assert error.sync_point == "all_reduce SUM at train.py:12"
+    assert "Its last: step 150, launch 1 (`train_step` at train.py:40, program 2d03aa77), sync point all_re" in str(
+        error
+    )
+
+
+@VICTIMS
+def test_exit_0_too_early_past_python(victim):
+    with job(statuses=True) as made:
+        made.start(victim, "os._exit(0)")
+        error = lost(made.join(1 - victim))
+    assert (error.worker, error.status) == (victim, 0)
+    assert "has exited with status 0 before the others came to their end" in str(error)
+
+
+@VICTIMS
+@pytest.mark.parametrize("program", ["", "sys.exit(0)", "sys.exit(3)"], ids=["end", "exit 0", "exit 3"])
+def test_exit_too_early(victim, program):
+    with job() as made:
+        process = made.start(victim, f"member.launched(TRAIN)\n{program}")
+        member = made.join(1 - victim)
+        member.launched(TRAIN)
+        member.launched(TRAIN)
+        error = lost(member)
+        process.communicate(timeout=LONG)
+    assert error.worker == victim
+    assert f"has come to the end of its program or to sys.exit, and worker {1 - victim} goes on" in str(error)
+    assert process.returncode == (3 if "3" in program else 0)
+
+
+@VICTIMS
+def test_stopped(victim):
+    with job(heartbeat=SHORT) as made:
+        process = made.start(victim, "os.kill(os.getpid(), signal.SIGSTOP)")
+        error = lost(made.join(1 - victim))
+        assert process.poll() is None
+    assert error.worker == victim
+    assert "has not been heard of for 3 s" in str(error)
+
+
+@VICTIMS
+def test_the_network_is_cut(victim):
+    """The one on the other side of the cut hears no coordinator; the others do not hear of it."""
+    with job(heartbeat=SHORT) as made:
+        proxy = Proxy(made.address)
+        program = """
+print("joined", flush=True)
+member.failed.wait()
+member.check()
+"""
+        process = made.start(victim, program, address=proxy.address)
+        member = made.join(1 - victim)
+        assert process.stdout.readline() == "joined\n"
+        proxy.cut()
+        error = lost(member)
+        _, printed = process.communicate(timeout=LONG)
+        proxy.close()
+    assert error.worker == victim
+    assert "has not been heard of for 3 s" in str(error)
+    assert process.returncode == 1
+    assert "WorkerLostError: The coordinator of the job at" in printed
+    assert "has not been heard of for 3 s" in printed
+
+
+def test_never_starts():
+    with job(size=4, join=0.5) as made:
+        other = made.start(2, "")
+        with pytest.raises(WorkersMissingError, match=r"did not join within 0.5 s: worker") as caught:
+            made.join(0)
+        other.communicate(timeout=LONG)
+    assert {1, 3} <= set(caught.value.workers) <= {1, 2, 3}
+    assert other.returncode == 1
+
+
+def test_dies_before_all_have_joined():
+    """The others do not wait for the join limit then."""
+    with job(size=3, statuses=True) as made:
+        made.start(1, "", REPLICA_ENGINE_PROCESS_ID="7").communicate(timeout=LONG)
+        with pytest.raises(WorkerLostError, match="worker 1 of 3 has exited with status 1") as caught:
+            made.join(0)
+    assert caught.value.status == 1
+
+
+def test_comes_late():
+    """Who comes after the first failure gets it too."""
+    with job(size=3) as made:
+        program = "raise AssertionError('joined, and not all are there')"
+        first = made.start(0, program, versions={"tensorflow": "2.21.0"})
+        second = made.start(1, program, versions={"tensorflow": "2.20.0"})
+        assert "WorkerVersionError" in first.communicate(timeout=LONG)[1]
+        assert "WorkerVersionError" in second.communicate(timeout=LONG)[1]
+        with pytest.raises(WorkerVersionError, match="different versions of tensorflow"):
+            made.join(2)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "groups"),
+    [
+        ({"versions": {"tensorflow": "2.21.0"}}, {"versions": {"tensorflow": "2.20.0"}}, ("2.20.0", "2.21.0")),
+        ({"versions": {"jaxlib": "0.10.2"}}, {}, ("0.10.2", "not there")),
+        ({"replicas": 4}, {"replicas": 2}, ("2", "4")),
+    ],
+)
+def test_another_version_or_number_of_replicas(ours, theirs, groups):
+    with job() as made:
+        other = made.start(1, "raise AssertionError", **theirs)
+        with pytest.raises(WorkerVersionError) as caught:
+            made.join(0, **ours)
+        assert "WorkerVersionError" in other.communicate(timeout=LONG)[1]
+    assert sorted(value for _, value in caught.value.groups) == list(groups)
+    assert sorted(indices for indices, _ in caught.value.groups) == [(0,), (1,)]
+
+
+@VICTIMS
+def test_another_order(victim):
+    with job() as made:
+        other = made.start(
+            victim, "member.launched(TRAIN); member.launched(EVAL); member.failed.wait(); member.check()"
+        )
+        member = made.join(1 - victim)
+        member.launched(TRAIN)
+        member.launched(TRAIN)
+        assert member.failed.wait(LONG)
+        with pytest.raises(ProgramDisagreementError) as caught:
+            member.check()
+        assert "ProgramDisagreementError" in other.communicate(timeout=LONG)[1]
+    assert caught.value.position == 1
+    assert dict(caught.value.groups) == {
+        (victim,): "launch of `eval_step` at train.py:80, program 91c4e0d2",
+        (1 - victim,): "launch of `train_step` at train.py:40, program 2d03aa77",
+    }
+
+
+def test_another_program_is_found_before_it_is_compiled():
+    with job() as made:
+        made.start(1, "member.compile(hosts.Program('ffff', 'train_step', 'train.py:40'))")
+        with pytest.raises(ProgramDisagreementError, match=r"worker 1: compilation of .*, program ffff"):
+            made.join(0).compile(TRAIN)
+
+
+def test_one_compiles_while_another_launches():
+    """It would wait in the barrier, and the other in the program."""
+    with job() as made:
+        made.start(1, "member.launched(TRAIN); member.failed.wait()")
+        with pytest.raises(ProgramDisagreementError, match="compilation of `eval_step`"):
+            made.join(0).compile(EVAL)
+
+
+def test_all_is_compared_before_a_checkpoint():
+    """A difference that no message about launches has told yet comes with the wait."""
+    with job() as made:
+        made.start(1, "member.launched(TRAIN); member.meet('checkpoint'); member.failed.wait()")
+        member = made.join(0)
+        member.launched(EVAL)
+        with pytest.raises(ProgramDisagreementError):
+            member.meet("checkpoint")
+
+
+def test_another_token():
+    with job() as made:
+        process = made.start(1, "", REPLICA_ENGINE_TOKEN="another secret")
+        assert "ClusterConfigError: The coordinator at" in process.communicate(timeout=LONG)[1]
+        made.start(1, "")
+        assert made.join(0).size == 2, "the job goes on"
+
+
+def test_no_token():
+    with job() as made, pytest.raises(ClusterConfigError, match="REPLICA_ENGINE_TOKEN is not set"):
+        made.join(0, REPLICA_ENGINE_TOKEN="")
+
+
+def test_two_with_one_index():
+    with job() as made:
+        made.start(1, "sys.stdin.readline()")
+        member = made.join(0)
+        with pytest.raises(ClusterConfigError, match=r"worker 1 has joined already \("):
+            made.join(1)
+        assert not member.failed.is_set(), "the job goes on"
+
+
+def test_another_number_of_workers():
+    with job() as made, pytest.raises(ClusterConfigError, match="told that the job has 3 workers, and its coordinator"):
+        made.join(0, REPLICA_ENGINE_NUM_PROCESSES="3")
+
+
+def test_nobody_listens():
+    made = Job()
+    made.close()
+    with pytest.raises(WorkersMissingError, match=r"was not reached within 0\.2 s"):
+        made.join(1, REPLICA_ENGINE_JOIN_TIMEOUT="0.2")
+
+
+def test_the_coordinator_ends():
+    with job() as made:
+        made.start(1, "member.failed.wait()")
+        member = made.join(0)
+        made.coordinator.close()
+        error = lost(member)
+    assert error.worker is None
+    assert "It runs in `replica-engine launch`, which has ended" in str(error)
+
+
+CHIEF = {"REPLICA_ENGINE_LAUNCHED": ""}
+
+
+def test_a_child_of_worker_0_is_the_coordinator_and_stays_when_worker_0_is_killed(unused_port):
+    with job() as made:
+        made.address = f"127.0.0.1:{unused_port}"
+        program = """
+from replica_engine.hosts import serve
+print(serve.started[0].pid, flush=True)
+os.kill(os.getpid(), int(sys.stdin.readline()))
+"""
+        first = made.start(0, program, **CHIEF)
+        member = made.join(1, **CHIEF)
+        coordinator = psutil.Process(int(first.stdout.readline()))
+        first.stdin.write(f"{signal.SIGKILL:d}\n")
+        first.stdin.flush()
+        error = lost(member)
+        member.close()
+        coordinator.wait(LONG)
+    assert (error.worker, error.pid) == (0, first.pid)
+
+
+def test_a_coordinator_that_is_a_child_ends_with_its_job(unused_port):
+    with job() as made:
+        made.address = f"127.0.0.1:{unused_port}"
+        program = "from replica_engine.hosts import serve; print(serve.started[0].pid, flush=True)"
+        first = made.start(0, program, **CHIEF)
+        member = made.join(1, **CHIEF)
+        coordinator = psutil.Process(int(first.stdout.readline()))
+        member.leave()
+        assert first.communicate(timeout=LONG) == ("", "")
+        coordinator.wait(LONG)
+
+
+def test_a_port_that_is_taken():
+    with job() as made, pytest.raises(ClusterConfigError, match=r"cannot listen at .*: .*[Aa]ddress already in use"):
+        made.join(0, **CHIEF)
+
+
+def test_a_failed_worker_leaves_with_its_own_status():
+    """An error of the job that nobody catches is status 1, and the exit does not hang."""
+    with job() as made:
+        process = made.start(1, "member.failed.wait(); member.check()")
+        made.join(0).tell_exception(ValueError("here"))
+        _, printed = process.communicate(timeout=LONG)
+    assert process.returncode == 1
+    assert "has raised ValueError: here" in printed
+
+
+def test_a_forked_child_neither_says_goodbye_nor_keeps_the_connection():
+    with job() as made:
+        program = """
+if os.fork() == 0:
+    sys.exit()  # runs what is registered for the exit
+os.wait()
+if os.fork() == 0:
+    signal.pause()
+print("forked", flush=True)
+sys.stdin.readline()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+        process = made.start(1, program)
+        member = made.join(0)
+        assert process.stdout.readline() == "forked\n"
+        assert member.rows()[1].pid == process.pid, "still there"
+        (child,) = psutil.Process(process.pid).children()
+        process.stdin.write("now\n")
+        process.stdin.flush()
+        assert lost(member).worker == 1
+        assert child.is_running()
+        child.kill()
+
+
+def test_an_error_of_the_runtime_is_explained():
+    with job() as made:
+        process = made.start(1, "sys.stdin.readline(); raise ValueError('the cause')")
+        member = made.join(0)
+        process.stdin.close()
+        broken = ConnectionError("connection reset by peer")
+        with pytest.raises(WorkerLostError, match="raised ValueError: the cause") as caught:
+            member.explain(broken, LONG)
+        assert caught.value.__cause__ is broken
+
+
+def test_an_error_that_is_nobodys_fault_is_not_explained():
+    with job() as made:
+        made.start(1, "member.failed.wait()")
+        assert made.join(0).explain(ValueError("mine"), patience=0.0) is None
+
+
+def test_what_wants_to_know_of_failures_is_called():
+    with job() as made:
+        made.start(1, "raise ValueError('x')")
+        member, errors = made.join(0), []
+        member.on_failure(errors.append)
+        assert member.failed.wait(LONG)
+        member.on_failure(errors.append)
+        member.close()
+    assert [type(error) for error in errors] == [WorkerLostError] * 2
+    assert errors[0] is not errors[1]
+
+
+def test_signals_that_end_a_worker_are_named():
+    with job(statuses=True) as made:
+        made.start(1, "os.kill(os.getpid(), signal.SIGSEGV)")
+        assert "signal 11 (SIGSEGV): a crash in native code" in str(lost(made.join(0)))
+
+
+def test_no_process_is_aborted():
+    """All that is left behind in a worker when it ends: a member that waits, and threads that use it."""
+    program = """
+def use():
+    while True:
+        member.launched(TRAIN)
+        member.check()
+threading.Thread(target=use, daemon=True).start()
+threading.Thread(target=member.meet, args=("never",), daemon=True).start()
+sys.exit(5)
+"""
+    with job() as made:
+        process = made.start(1, program)
+        made.join(0).tell_exception(ValueError("the end"))
+        _, printed = process.communicate(timeout=LONG)
+    assert process.returncode == 5, printed

@@ -1,0 +1,263 @@
+"""A worker's side: waits, values, how much it sends, and the end."""
+
+import socket
+import sys
+import threading
+import time
+
+import pytest
+from helpers.jobs import EVAL, LONG, TRAIN, job
+
+from replica_engine.errors import ClusterConfigError, WorkersMissingError
+from replica_engine.hosts import wire
+from replica_engine.hosts.member import BATCH
+
+FOLLOWS = """
+for line in sys.stdin:
+    exec(line)
+"""
+"""A worker that does what it is told, line by line."""
+
+
+def tell(process, line):
+    process.stdin.write(f"{line}\n")
+    process.stdin.flush()
+
+
+def test_all_compile_launch_and_end_together():
+    with job() as made:
+        process = made.start(1, "member.compile(TRAIN); member.launched(TRAIN); member.meet('save'); print('met')")
+        member = made.join(0)
+        member.compile(TRAIN)
+        member.launched(TRAIN)
+        member.meet("save")
+        member.leave()
+        assert process.communicate(timeout=LONG) == ("met\n", "")
+        assert process.returncode == 0
+        assert made.coordinator.failure is None
+
+
+def test_workers_may_be_far_apart():
+    """One is at its tenth launch when the other begins."""
+    with job() as made:
+        process = made.start(1, FOLLOWS)
+        member = made.join(0)
+        for _ in range(10):
+            member.launched(TRAIN)
+        tell(process, "for _ in range(10): member.launched(TRAIN)")
+        tell(process, "member.meet('x')")
+        member.meet("x", timeout=LONG)
+        member.check()
+
+
+def test_a_timeout_names_who_is_missing():
+    with job() as made:
+        made.start(1, FOLLOWS)
+        member = made.join(0)
+        with pytest.raises(WorkersMissingError, match=r"worker 1 did not come to save within 0.2 s") as caught:
+            member.meet("save", timeout=0.2)
+        assert caught.value.workers == (1,)
+        member.check()
+
+
+def test_values():
+    with job() as made:
+        process = made.start(1, FOLLOWS)
+        member = made.join(0)
+        with pytest.raises(WorkersMissingError, match="'address'"):
+            member.get("address", timeout=0.1)
+        tell(process, "member.put('address', ['node-b', 4000])")
+        assert member.get("address") == ["node-b", 4000]
+
+
+def test_a_value_that_is_too_large():
+    with job() as made:
+        made.start(1, FOLLOWS)
+        member = made.join(0)
+        with pytest.raises(ValueError, match="larger than a megabyte"):
+            member.put("weights", "x" * (1 << 20))
+        with pytest.raises(TypeError):
+            member.put("weights", object())
+        member.put("address", "x" * ((1 << 20) - 100))
+        assert len(member.get("address")) == (1 << 20) - 100
+
+
+def test_a_burst_of_launches_that_differ_is_several_messages():
+    with job() as made:
+        process = made.start(1, FOLLOWS)
+        member = made.join(0)
+        tell(process, "for _ in range(100_000): member.launched(TRAIN); member.launched(EVAL)")
+        tell(process, "member.meet('x')")
+        for _ in range(100_000):
+            member.launched(TRAIN)
+            member.launched(EVAL)
+        member.meet("x")
+        assert [row.launches for row in member.rows()] == [200_000] * 2
+
+
+def test_how_far_all_are():
+    with job() as made:
+        process = made.start(1, FOLLOWS)
+        member = made.join(0)
+        tell(process, "member.progress(7, 'all_reduce at train.py:12'); member.launched(TRAIN); member.put('done', 1)")
+        tell(process, "member.meet('now')")
+        member.launched(TRAIN)
+        member.meet("now")
+        ours, theirs = member.rows()
+        assert (theirs.pid, theirs.step, theirs.sync_point) == (process.pid, 7, "all_reduce at train.py:12")
+        assert theirs.launches == ours.launches == 1
+        assert str(theirs).startswith(
+            f"worker 1 of 2 ({theirs.host}, pid {process.pid}): step 7, launch 1 (`train_step`"
+        )
+
+
+def test_launches_are_few_messages():
+    """At most ten messages a second, however many launches: counted against the time that has really passed."""
+    launches = 20_000
+    with job() as made:
+        made.start(1, FOLLOWS)
+        member = made.join(0)
+        before, began = made.coordinator.messages, time.monotonic()
+        for _ in range(launches):
+            member.launched(TRAIN)
+        member.rows()
+        seconds = time.monotonic() - began
+        # Besides launches: the program's name, signs of life of both, the question.
+        assert made.coordinator.messages - before <= seconds / BATCH + 2 * seconds + 6
+        assert member.rows()[0].launches == launches
+
+
+def test_the_clocks_of_one_machine_are_equal():
+    with job() as made:
+        made.start(1, FOLLOWS)
+        member = made.join(0)
+        while member.clock_offset is None:
+            member.rows()  # a message and its answer
+        offset = member.clock_offset
+    assert abs(offset.seconds) <= offset.error
+
+
+def test_a_wait_ends_when_another_thread_closes():
+    with job() as made:
+        made.start(1, FOLLOWS)
+        member, raised = made.join(0), []
+
+        def wait():
+            try:
+                member.meet("never")
+            except Exception as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        member.close()
+        thread.join(LONG)
+        assert len(raised) == 1
+
+
+def test_two_threads_wait_at_a_time():
+    with job() as made:
+        process = made.start(1, FOLLOWS)
+        member = made.join(0)
+        thread = threading.Thread(target=member.get, args=("later",))
+        thread.start()
+        tell(process, "member.meet('a')")
+        member.meet("a")
+        member.put("later", 1)
+        thread.join(LONG)
+        assert not thread.is_alive()
+
+
+def test_a_block_says_goodbye_or_why_not():
+    with job() as made:
+        process = made.start(1, "member.failed.wait(); member.check()")
+
+        def use():
+            with made.join(0) as member:
+                member.launched(TRAIN)
+                raise LookupError("in the block")
+
+        with pytest.raises(LookupError):
+            use()
+        assert "has raised LookupError: in the block" in process.communicate(timeout=LONG)[1]
+    with job() as made:
+        process = made.start(1, "member.launched(EVAL)")
+        with made.join(0) as member:
+            member.launched(EVAL)
+        assert process.communicate(timeout=LONG) == ("", "")
+
+
+def test_the_hook_for_exceptions_is_taken_away():
+    before = sys.excepthook
+    with job() as made:
+        made.start(1, FOLLOWS)
+        member = made.join(0)
+        assert sys.excepthook is not before
+        member.close()
+    assert sys.excepthook is before
+
+
+def test_no_thread_stays():
+    with job() as made:
+        made.start(1, FOLLOWS)
+        made.join(0)
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith(("worker ", "replica_engine "))]
+
+
+def stranger(address):
+    sock = socket.create_connection(address.rsplit(":", 1), timeout=LONG)
+    return sock, sock.makefile("rwb")
+
+
+def test_who_cannot_prove_anything_is_told_nothing(caplog):
+    """No token, a proof of another connection, no message, or a very long line."""
+    with job() as made:
+        for line in (
+            wire.encode(["hello", "b", "no proof", 0, 2, {}]),
+            wire.encode(["hello", "b", wire.proof("a secret", wire.MEMBER, "another", "b"), 0, 2, {}]),
+            wire.encode(["beat", 1.0, []]),
+            b"GET / HTTP/1.1\r\n",
+            b"x" * (1 << 15),
+        ):
+            sock, file = stranger(made.address)
+            with sock, file:
+                kind, _ = wire.Lines().feed(file.readline())[0]
+                assert kind == "challenge"
+                file.write(line)
+                file.flush()
+                assert sock.makefile("rb").readline() in (b"", b'["stranger"]\n')
+        made.start(1, FOLLOWS)
+        assert made.join(0).worker == 0, "the job goes on"
+    assert "does not know the job's token" in caplog.text
+
+
+def test_a_coordinator_that_does_not_know_the_token_is_not_trusted():
+    """A worker proves that it knows the token without sending it, and believes nobody who does not."""
+    with socket.create_server(("127.0.0.1", 0)) as server, job() as made:
+
+        def pretend():
+            sock, _ = server.accept()
+            with sock, sock.makefile("rwb") as file:
+                file.write(wire.encode(["challenge", "a"]))
+                file.flush()
+                heard.append(file.readline())
+                file.write(wire.encode(["welcome", "no proof", 10.0]))
+
+        heard = []
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        with pytest.raises(ClusterConfigError, match="has another REPLICA_ENGINE_TOKEN"):
+            made.join(0, address=f"127.0.0.1:{server.getsockname()[1]}")
+        thread.join(LONG)
+    assert made.token.encode() not in heard[0]
+
+
+def test_another_program_at_the_end():
+    with job() as made:
+        process = made.start(1, "")
+        member = made.join(0)
+        member.launched(EVAL)
+        assert member.failed.wait(LONG)
+        assert "has come to its end, but its job has failed" in process.communicate(timeout=LONG)[1]
+        assert process.returncode == 0
