@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from replica_engine.demo import cli as demo
+from replica_engine.hosts import cli as launch
 from replica_engine.telemetry.report import cli as trace_report
 
 WRONG_FLAGS = 2
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m replica_engine", description="Run one TensorFlow function on N replicas.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     demo.add_parser(commands)
+    launch.add_parser(commands)
     trace_report.add_parser(commands)
     flags = parser.parse_args(argv)
     if not hasattr(flags, "run"):

@@ -1,0 +1,370 @@
+"""N processes of one program on this machine: started, watched, ended together, and started again.
+
+The coordinator of the job is on a thread here, so no worker's death can end it, and every worker's exit status is
+known. One loop on the main thread reads what the workers print, and hears of ended processes and of signals.
+
+What it guarantees:
+
+- Each worker is in a session of its own. Ending a worker ends its process group, so nothing that it started stays.
+- The first failure decides: the others get ten seconds to raise by themselves, then SIGTERM, then SIGKILL.
+- Ctrl-C, SIGTERM and SIGHUP are passed on to all; a second one kills.
+- The exit status is that of the first failure, and what failed first is printed last.
+
+Process managers (honcho, circus) and torchrun's agent were considered. The first end all workers when any of them ends
+well, and know no first failure; the last comes with PyTorch. What is needed here is `subprocess` and one loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import IO
+
+from replica_engine.errors import WorkerLostError, WorkerRow
+from replica_engine.errors.hosts import TOKEN
+from replica_engine.hosts.cluster import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from replica_engine.hosts.coordinator import Coordinator
+from replica_engine.hosts.failure import Failure
+from replica_engine.hosts.job import Limits
+from replica_engine.hosts.joining import HEARTBEAT_TIMEOUT, JOIN_TIMEOUT, LAUNCHED
+
+RESTART = "REPLICA_ENGINE_RESTART"
+"""How often the workers were started before: 0 at first. Scripts may read it."""
+
+GRACE = 10.0  # seconds after the first failure, or a signal, for the workers to end by themselves
+KILL_AFTER = 5.0  # seconds from SIGTERM to SIGKILL
+_LAST_LINES = 20  # of the first failure that are printed again at the end
+_LONGEST_LINE = 1 << 16
+_READ = 1 << 16
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_NAME = "replica-engine launch"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to launch.
+
+    Attributes:
+        workers: the number of workers.
+        command: the program and its arguments.
+        limits: how long to wait for workers.
+        max_restarts: how often all workers are started again after a failure.
+    """
+
+    workers: int
+    command: Sequence[str]
+    limits: Limits = field(default_factory=Limits)
+    max_restarts: int = 0
+
+    def environment(self, worker: int, restart: int, address: str, token: str) -> dict[str, str]:
+        """The variables that a worker gets besides those of this process."""
+        variables = {
+            PROCESS_ID: str(worker),
+            NUM_PROCESSES: str(self.workers),
+            COORDINATOR: address,
+            TOKEN: token,
+            LAUNCHED: "1",
+            RESTART: str(restart),
+            JOIN_TIMEOUT: f"{self.limits.join:g}",
+            HEARTBEAT_TIMEOUT: f"{self.limits.heartbeat:g}",
+        }
+        if "PYTHONUNBUFFERED" not in os.environ:  # a killed worker's last lines would be lost
+            variables["PYTHONUNBUFFERED"] = "1"
+        return variables
+
+
+def launch(plan: Plan, out: IO[bytes] | None = None, err: IO[bytes] | None = None) -> int:
+    """Runs all workers to their end; to be called on the main thread.
+
+    Args:
+        plan: what to launch.
+        out: where the workers' standard output goes; None is this process' own.
+        err: where their standard error and the messages of the launcher go; None is this process' own.
+
+    Returns:
+        The exit status: 0 if all workers ended well, 128 plus the number of a signal that ended this launcher or the
+        first worker that failed, otherwise the exit status of that worker.
+    """
+    out, err = out or sys.stdout.buffer, err or sys.stderr.buffer
+    with _signals() as woken:
+        for restart in range(plan.max_restarts + 1):
+            attempt = _Attempt(plan, restart, woken, out, err)
+            status = attempt.run()
+            if not status or attempt.signalled:
+                break
+            if restart < plan.max_restarts:
+                _say(err, f"restart {restart + 1} of {plan.max_restarts}: all workers start again")
+        return status
+
+
+class _Worker:
+    """A process, and what it prints."""
+
+    def __init__(self, index: int, process: subprocess.Popen[bytes]):
+        self.index = index
+        self.process = process
+        self.tail: deque[bytes] = deque(maxlen=_LAST_LINES)
+        self.ended_here = False  # by a signal of this launcher, so its status says nothing
+
+    @property
+    def running(self) -> bool:
+        return self.process.returncode is None
+
+    def signal_group(self, number: int) -> None:
+        """Sends a signal to the worker and to all that it started and that did not leave its process group."""
+        self.ended_here |= self.running
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the second of a group of zombies
+            os.killpg(self.process.pid, number)
+
+
+class _Stream:
+    """Passes the lines of one of a worker's outputs on, each with the worker's name before it."""
+
+    def __init__(self, worker: _Worker, source: IO[bytes], target: IO[bytes]):
+        self.worker = worker
+        self.source = source
+        self._target = target
+        self._rest = b""
+        os.set_blocking(source.fileno(), False)
+
+    def pass_on(self) -> bool:
+        """Passes on what there is; returns False at the end of the output."""
+        try:
+            data = os.read(self.source.fileno(), _READ)
+        except BlockingIOError:
+            return True
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > _LONGEST_LINE or not data:
+            lines += [self._rest] if self._rest else []
+            self._rest = b""
+        for line in lines:
+            # A progress bar writes over its line; what would be seen in the end is printed.
+            line = line.rstrip(b"\r").rpartition(b"\r")[2]
+            self.worker.tail.append(line)
+            self._target.write(b"[worker %d] %s\n" % (self.worker.index, line))
+        if lines:
+            self._target.flush()
+        return bool(data)
+
+    def drain(self) -> None:
+        """Passes on what is left of a worker that has ended, without waiting for others that hold its output open."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.source, selectors.EVENT_READ)
+            while selector.select(0):
+                if not self.pass_on():
+                    break
+        self.source.close()
+
+
+class _Attempt:
+    """One start of all workers, until all have ended.
+
+    Attributes:
+        signalled: the signal that ended it; None if there was none.
+    """
+
+    def __init__(self, plan: Plan, restart: int, woken: socket.socket, out: IO[bytes], err: IO[bytes]):
+        self._plan = plan
+        self._restart = restart
+        self._woken = woken
+        self._out, self._err = out, err
+        self._workers: list[_Worker] = []
+        self._first: _Worker | None = None  # the first that exited with a status other than 0
+        self._deadlines: list[tuple[float, int]] = []  # when to send which signal to those that are left
+        self.signalled: int | None = None
+
+    def run(self) -> int:
+        """Starts the workers, and returns the exit status when all have ended."""
+        token = secrets.token_hex(16)
+        wake, woken = socket.socketpair()
+        wake.setblocking(False)
+        with (
+            wake,
+            woken,
+            selectors.DefaultSelector() as selector,
+            Coordinator(
+                self._plan.workers,
+                token,
+                limits=self._plan.limits,
+                knows_statuses=True,
+                on_failure=lambda _: _wake_up(wake),
+            ) as coordinator,
+        ):
+            selector.register(self._woken, selectors.EVENT_READ)
+            selector.register(woken, selectors.EVENT_READ)
+            try:
+                self._start(selector, coordinator.address, token)
+                while any(worker.running for worker in self._workers):
+                    self._wait(selector)
+                    self._reap(selector, coordinator)
+                    self._escalate(coordinator.failure)
+            finally:
+                for worker in self._workers:
+                    worker.signal_group(signal.SIGKILL)
+                    worker.process.wait()
+            return self._result(coordinator.failure)
+
+    def _start(self, selector: selectors.BaseSelector, address: str, token: str) -> None:
+        for index in range(self._plan.workers):
+            process = subprocess.Popen(
+                self._plan.command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                env={**os.environ, **self._plan.environment(index, self._restart, address, token)},
+            )
+            worker = _Worker(index, process)
+            self._workers.append(worker)
+            assert process.stdout is not None
+            assert process.stderr is not None
+            for source, target in ((process.stdout, self._out), (process.stderr, self._err)):
+                selector.register(source, selectors.EVENT_READ, _Stream(worker, source, target))
+
+    def _wait(self, selector: selectors.BaseSelector) -> None:
+        """Waits for output, for the end of a process, for a signal or for a deadline."""
+        soonest = min((at for at, _ in self._deadlines), default=None)
+        patience = None if soonest is None else max(soonest - time.monotonic(), 0.0)
+        for key, _ in selector.select(patience):
+            if isinstance(key.data, _Stream):
+                try:
+                    more = key.data.pass_on()
+                except BrokenPipeError:
+                    self._nobody_reads()
+                    continue
+                if not more:
+                    selector.unregister(key.fileobj)
+                    key.data.source.close()
+            else:
+                assert isinstance(key.fileobj, socket.socket)
+                for number in key.fileobj.recv(_READ):
+                    if number in _SIGNALS:
+                        self._pass_signal(number)
+
+    def _nobody_reads(self) -> None:
+        """Ends the workers, because what they print goes nowhere: `replica-engine launch ... | head`."""
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        for target in (self._out, self._err):
+            try:
+                target.flush()
+            except BrokenPipeError:
+                os.dup2(nothing, target.fileno())  # or Python's own flush at exit fails too
+        os.close(nothing)
+        self._pass_signal(signal.SIGPIPE)
+
+    def _pass_signal(self, number: int) -> None:
+        again, now = self.signalled is not None, time.monotonic()
+        self.signalled = self.signalled or number
+        for worker in self._workers:
+            if worker.running:
+                sent = signal.SIGKILL if again else signal.SIGTERM if number == signal.SIGPIPE else number
+                worker.signal_group(sent)
+        self._deadlines = [(now + GRACE, signal.SIGKILL)]
+
+    def _reap(self, selector: selectors.BaseSelector, coordinator: Coordinator) -> None:
+        """Takes note of the processes that have ended."""
+        for worker in self._workers:
+            if not worker.running or worker.process.poll() is None:
+                continue
+            worker.signal_group(signal.SIGKILL)  # at once: later the number may be another process'
+            for key in list(selector.get_map().values()):
+                if isinstance(key.data, _Stream) and key.data.worker is worker:
+                    selector.unregister(key.fileobj)
+                    try:
+                        key.data.drain()
+                    except BrokenPipeError:
+                        self._nobody_reads()
+            status = worker.process.returncode
+            coordinator.exited(worker.index, status)
+            if status and self._first is None:
+                self._first = worker
+
+    def _escalate(self, failure: Failure | None) -> None:
+        """After the first failure, gives the workers that are left some time, and then ends them."""
+        now = time.monotonic()
+        left = [worker for worker in self._workers if worker.running]
+        if not self._deadlines and (failure is not None or self._first is not None):
+            self._deadlines = [(now + GRACE, signal.SIGTERM), (now + GRACE + KILL_AFTER, signal.SIGKILL)]
+        if failure is not None and [worker.index for worker in left] == [failure.worker]:
+            self._deadlines[-1] = (now, signal.SIGKILL)  # it is the lost one, and it does not raise by itself
+        due = [number for at, number in self._deadlines if at <= now]
+        for number in due:
+            for worker in left:
+                worker.signal_group(number)
+        if due:
+            # The last one is repeated: a process may have been started while the signal was sent.
+            later = [each for each in self._deadlines if each[0] > now]
+            self._deadlines = later or [(now + KILL_AFTER, signal.SIGKILL)]
+
+    def _result(self, failure: Failure | None) -> int:
+        """Prints how it ended, if it did not end well, and returns the exit status."""
+        if self.signalled is not None:
+            _say(self._err, f"ended by {signal.Signals(self.signalled).name}; all workers have ended")
+            return 128 + self.signalled
+        first = self._first
+        if failure is not None:
+            first = None if failure.worker is None else self._workers[failure.worker]
+        elif first is None:
+            return 0
+        status = 1  # of a failure that is nobody's own, or of a worker that this launcher had to end
+        if first is not None:
+            if first.tail:
+                _say(self._err, f"worker {first.index} failed first; its last lines:")
+            for line in first.tail:
+                self._err.write(b"[worker %d] %s\n" % (first.index, line))
+            if first.process.returncode and not first.ended_here:
+                status = _shell_status(first.process.returncode)
+        text = _how(first, self._plan.workers) if failure is None else str(failure.error())
+        _say(self._err, f"{text}\n{_NAME}: exit status {status}")
+        return status
+
+
+def _wake_up(wake: socket.socket) -> None:
+    with contextlib.suppress(BlockingIOError):  # full: it is awake
+        wake.send(b"\0")
+
+
+def _how(worker: _Worker | None, size: int) -> str:
+    """How a worker ended that was no member, or that had said goodbye."""
+    assert worker is not None
+    row = WorkerRow(worker.index, size, socket.gethostname(), worker.process.pid)
+    status = worker.process.returncode
+    return str(WorkerLostError.killed(row, -status) if status < 0 else WorkerLostError.exited(row, status))
+
+
+def _shell_status(status: int) -> int:
+    """An exit status as shells report it."""
+    return 128 - status if status < 0 else status
+
+
+def _say(err: IO[bytes], text: str) -> None:
+    err.write(f"{_NAME}: {text}\n".encode())
+    err.flush()
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[socket.socket]:
+    """Has the numbers of signals arrive at a socket, instead of ending this process."""
+    wake, woken = socket.socketpair()
+    wake.setblocking(False)
+    woken.setblocking(True)
+    before = {each: signal.signal(each, lambda *_: None) for each in (*_SIGNALS, signal.SIGCHLD)}
+    old = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    try:
+        yield woken
+    finally:
+        signal.set_wakeup_fd(old)
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        wake.close()
+        woken.close()

@@ -1,0 +1,265 @@
+"""`replica-engine launch`, as users call it: what it prints, how it ends, and that nothing stays behind."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+from helpers.jobs import LONG
+
+JOINS = """
+import os, signal, subprocess, sys
+from replica_engine import hosts
+member = hosts.join()
+TRAIN = hosts.Program("2d03aa77bb", "train_step", "train.py:40")
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Writes a script; its path."""
+
+    def write(text):
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def command(*arguments, grace=None):
+    program = [sys.executable, "-m", "replica_engine"]
+    if grace is not None:  # seconds instead of ten, and instead of five
+        change = f"launcher.GRACE, launcher.KILL_AFTER = {grace}, {grace}"
+        main = "import sys; from replica_engine.hosts import launcher; from replica_engine.__main__ import main"
+        program = [sys.executable, "-c", f"{main}; {change}; sys.exit(main())"]
+    return [*program, "launch", *arguments]
+
+
+def launch(*arguments, **options):
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("REPLICA_ENGINE_")}
+    return subprocess.run(
+        command(*arguments, **options), capture_output=True, text=True, timeout=LONG, check=False, env=environ
+    )
+
+
+def test_each_line_has_its_worker_before_it(script):
+    path = script("import os, sys; print('out', sys.argv[1:]); print('err\\nends here', file=sys.stderr, end='')")
+    result = launch("--workers", "2", path, "--workers", "9")
+    assert result.returncode == 0
+    assert sorted(result.stdout.splitlines()) == [f"[worker {at}] out ['--workers', '9']" for at in (0, 1)]
+    assert sorted(result.stderr.splitlines()) == sorted(
+        f"[worker {at}] {x}" for at in (0, 1) for x in ("err", "ends here")
+    )
+
+
+def test_of_a_progress_bar_the_last_state_is_printed(script):
+    path = script("print('10 %\\r20 %\\r100 %'); print('a\\r')")
+    assert launch("--workers", "1", path).stdout == "[worker 0] 100 %\n[worker 0] a\n"
+
+
+def test_what_the_workers_are_told(script):
+    path = script(
+        "import os\nfor name in sorted(os.environ):\n    if name[:7] == 'REPLICA': print(name, os.environ[name])"
+    )
+    lines = launch("--workers", "2", "--join-timeout", "7", path).stdout.splitlines()
+    told = dict(line.removeprefix("[worker 1] ").split(" ", 1) for line in lines if line.startswith("[worker 1]"))
+    assert told.pop("REPLICA_ENGINE_COORDINATOR").startswith("127.0.0.1:")
+    assert len(told.pop("REPLICA_ENGINE_TOKEN")) == 32
+    assert told == {
+        "REPLICA_ENGINE_PROCESS_ID": "1",
+        "REPLICA_ENGINE_NUM_PROCESSES": "2",
+        "REPLICA_ENGINE_LAUNCHED": "1",
+        "REPLICA_ENGINE_RESTART": "0",
+        "REPLICA_ENGINE_JOIN_TIMEOUT": "7",
+        "REPLICA_ENGINE_HEARTBEAT_TIMEOUT": "60",
+    }
+
+
+def test_dry_run(script):
+    result = launch("--workers", "2", "--dry-run", script("raise SystemExit(1)"), "a b")
+    assert result.returncode == 0
+    assert result.stdout.count("  REPLICA_ENGINE_NUM_PROCESSES=2\n") == 2
+    assert "worker 1:\n  REPLICA_ENGINE_PROCESS_ID=1\n" in result.stdout
+    assert result.stdout.endswith("script.py 'a b'\n")
+
+
+def test_all_end_well(script):
+    path = script(f"{JOINS}member.compile(TRAIN); member.launched(TRAIN); print(member.worker, member.size)")
+    result = launch("--workers", "3", path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert sorted(result.stdout.splitlines()) == [f"[worker {at}] {at} 3" for at in range(3)]
+
+
+WAITS = "\nmember.failed.wait(); member.check()"
+
+FAILURES = {
+    "kill -9": ("os.kill(os.getpid(), 9)", 137, "was ended by signal 9 (SIGKILL)"),
+    "raise": ("raise ValueError('the body')", 1, "has raised ValueError: the body"),
+    "status": ("os._exit(7)", 7, "has exited with status 7 before the others came to their end"),
+    "status 0": ("os._exit(0)", 1, "has exited with status 0 before the others came to their end"),
+}
+
+
+@pytest.mark.parametrize(("fails", "status", "text"), FAILURES.values(), ids=FAILURES)
+@pytest.mark.parametrize("victim", [0, 2])
+def test_the_first_failure_is_the_exit_status_and_printed_last(script, fails, status, text, victim):
+    result = launch("--workers", "3", script(f"{JOINS}if member.worker == {victim}: {fails}{WAITS}"))
+    assert result.returncode == status, result.stderr
+    before, last = result.stderr.splitlines()[-2:]
+    assert before.startswith(f"replica-engine launch: worker {victim} of 3 (")
+    assert text in before
+    assert last == f"replica-engine launch: exit status {status}"
+    for other in {0, 1, 2} - {victim}:
+        assert f"[worker {other}] replica_engine.errors.WorkerLostError: worker {victim} of 3" in result.stderr
+
+
+def test_the_last_lines_of_the_first_failure_are_printed_again(script):
+    result = launch("--workers", "2", script(f"{JOINS}if member.worker == 1: raise ValueError('the body'){WAITS}"))
+    assert result.stderr.count("[worker 1] ValueError: the body\n") == 2
+    again = result.stderr.index("replica-engine launch: worker 1 failed first; its last lines:\n")
+    assert result.stderr.rindex("[worker 1] ValueError: the body\n") > again
+    assert result.stderr.rindex("[worker 0]") < again
+
+
+def test_a_failure_that_is_nobodys_own(script):
+    path = script(f"{JOINS}member.compile(hosts.Program(str(member.worker) * 8, 'f'))")
+    result = launch("--workers", "2", path)
+    assert result.returncode == 1
+    assert "failed first" not in result.stderr
+    assert "  worker 0: compilation of `f`, program 00000000\n" in result.stderr
+
+
+def test_a_script_that_joins_nothing(script):
+    result = launch("--workers", "2", script("import os; os._exit(5 * int(os.environ['REPLICA_ENGINE_PROCESS_ID']))"))
+    assert result.returncode == 5
+    assert "worker 1 of 2" in result.stderr.splitlines()[-2]
+
+
+def test_one_that_does_not_raise_by_itself_is_ended(script):
+    """SIGTERM first, and SIGKILL for one that ignores it."""
+    body = """
+if member.worker == 0: os._exit(3)
+if member.worker == 1: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+while True: signal.pause()
+"""
+    result = launch("--workers", "3", script(JOINS + body), grace=0.3)
+    assert result.returncode == 3
+
+
+def test_a_stopped_worker_is_ended_when_the_others_have_ended(script):
+    """Ten and five seconds would be too long for the test's own limit, if they were waited for more than once."""
+    body = f"if member.worker == 1: os.kill(os.getpid(), signal.SIGSTOP){WAITS}"
+    result = launch("--workers", "2", "--heartbeat-timeout", "2", script(JOINS + body))
+    assert result.returncode == 1, "it had no status of its own"
+    assert "worker 1 of 2" in result.stderr.splitlines()[-2]
+    assert "has not been heard of for 2 s" in result.stderr.splitlines()[-2]
+
+
+RESTARTS = """
+restart = os.environ["REPLICA_ENGINE_RESTART"]
+print("start", restart, flush=True)
+if member.worker == 1 and int(restart) < 2: os.kill(os.getpid(), 9)
+if int(restart) < 2: member.failed.wait(); member.check()
+"""
+
+
+def test_all_start_again(script):
+    result = launch("--workers", "2", "--max-restarts", "2", script(JOINS + RESTARTS))
+    assert result.returncode == 0
+    starts = [f"[worker {at}] start {restart}" for at in (0, 1) for restart in range(3)]
+    assert sorted(result.stdout.splitlines()) == starts
+    assert "replica-engine launch: restart 2 of 2: all workers start again\n" in result.stderr
+
+
+def test_not_more_often_than_allowed(script):
+    result = launch("--workers", "2", "--max-restarts", "1", script(JOINS + RESTARTS))
+    assert result.returncode == 137
+    assert result.stdout.count("start") == 4
+
+
+STAYS = """
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.signal(15, signal.SIG_IGN); signal.pause()"])
+try:
+    print("child", child.pid, "of", os.getpid(), flush=True)
+    while True: signal.pause()
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ids=lambda each: str(each),
+)
+def test_a_signal_ends_all_and_what_they_started(script, number, status):
+    process = subprocess.Popen(
+        command("--workers", "2", "--max-restarts", "3", script("import os, signal, subprocess, sys" + STAYS)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    words = [process.stdout.readline().split() for _ in range(2)]
+    ended = [os.pidfd_open(int(each)) for line in words for each in (line[3], line[5])]
+    process.send_signal(number)
+    out, err = process.communicate(timeout=LONG)
+    assert process.returncode == status, err
+    assert f"ended by {signal.Signals(number).name}; all workers have ended" in err
+    assert out.count("interrupted") == (2 if number == signal.SIGINT else 0)
+    # Each was killed, at the latest just before the launcher ended. It may take init long to bury it.
+    for descriptor in ended:
+        assert select.select([descriptor], [], [], LONG)[0], "it has ended"
+        os.close(descriptor)
+
+
+def test_the_launcher_is_killed(script):
+    """Its workers notice, and leave by themselves."""
+    process = subprocess.Popen(
+        command("--workers", "2", script(f"{JOINS}print(os.getpid(), flush=True){WAITS}")),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    workers = [psutil.Process(int(process.stdout.readline().split()[-1])) for _ in range(2)]
+    process.kill()
+    process.communicate(timeout=LONG)
+    _, alive = psutil.wait_procs(workers, timeout=LONG)
+    assert alive == []
+
+
+def test_nobody_reads_what_is_printed(script):
+    """As with `| head -1`: the workers do not go on for nobody."""
+    process = subprocess.Popen(
+        command("--workers", "2", script("while True: print('x' * 1000)")),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline().endswith("x\n")
+    process.stdout.close()
+    assert process.stderr.read() == "replica-engine launch: ended by SIGPIPE; all workers have ended\n"
+    assert process.wait(LONG) == 128 + signal.SIGPIPE
+    process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["train.py"], "the following arguments are required: --workers"),
+        (["--workers", "0", "train.py"], "must be at least 1, got 0"),
+        (["--workers", "two", "train.py"], "'two' is not a whole number"),
+        (["--workers", "2", "--join-timeout", "-1", "train.py"], "must be at least 0.001, got -1"),
+        (["--workers", "2", "no_such.py"], "there is no file no_such.py"),
+        (["--workers", "2"], "the following arguments are required: script"),
+    ],
+)
+def test_wrong_flags(arguments, text):
+    result = launch(*arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert text in result.stderr
+    assert result.stderr.count("\n") == 1
