@@ -15,6 +15,7 @@ a package imports only itself and lower layers:
     values/       N values to one distributed value and back; the samples of a batch
     engine/       replica threads and the sync points where they meet; standard library only
     pjrt/         the runtime of compiled programs; nothing else imports jax
+    hosts/        jobs of several workers: the cluster, the coordinator, the launcher; standard library only
     process/      the whole process: TensorFlow's thread pool, exit, fork, exceptions raised in another thread
     telemetry/    the watchdog and timelines; standard library only
     errors/       every exception with its message

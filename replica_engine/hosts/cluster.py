@@ -214,7 +214,7 @@ def _torchrun(environ: Mapping[str, str]) -> Cluster | None:
         return Cluster(0, 1, "", ("rank 0",), "torchrun")
     host = _present(environ, "MASTER_ADDR", "WORLD_SIZE", "the name of the host of rank 0")
     port = _whole("MASTER_PORT", _present(environ, "MASTER_PORT", "WORLD_SIZE", "a port"), least=1, most=2**16 - 2)
-    # torchrun's agent itself may listen at that port, and then says so.
+    # torchrun itself may listen at that port, and then says so.
     port += environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Cluster(index, size, join_address(host, port), _named("rank", size), "torchrun")
 

@@ -10,7 +10,7 @@ What it guarantees:
 - Ctrl-C, SIGTERM and SIGHUP are passed on to all; a second one kills.
 - The exit status is that of the first failure, and what failed first is printed last.
 
-Process managers (honcho, circus) and torchrun's agent were considered. The first end all workers when any of them ends
+Process managers (honcho, circus) and torchrun were considered. The first end all workers when any of them ends
 well, and know no first failure; the last comes with PyTorch. What is needed here is `subprocess` and one loop.
 """
 

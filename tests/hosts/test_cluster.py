@@ -153,7 +153,7 @@ def test_keras(addresses):
 
 
 def test_torchrun():
-    """Its agent listens at MASTER_PORT itself."""
+    """It listens at MASTER_PORT itself."""
     found = find_cluster(TORCHRUN)
     assert (found.process_id, found.num_processes, found.coordinator) == (3, 4, "node-a:29501")
     by_hand = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
