@@ -11,7 +11,10 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import tensorflow as tf
+
 from replica_engine._tf import distribute
+from replica_engine._tf.keras import accumulation as keras_accumulation
 from replica_engine._tf.keras.trainer import BUILD, METHOD, MODULE, REDUCE, TRAINER, strategy_of
 
 
@@ -40,6 +43,10 @@ _FIRST_SCOPE = "the first `TPUStrategy.scope()`"
 _OTHERS = "passes on to Keras for models of other strategies"
 _FIT = "a replicated `fit`, `evaluate` or `predict`"
 _OUTSIDE = "taken back when the last one ends; passes on to Keras for other models meanwhile"
+_OPTIMIZER = f"{keras_accumulation.MODULE}.{keras_accumulation.OPTIMIZER}"
+_LOSS_SCALE = f"{keras_accumulation.LOSS_SCALE_MODULE}.{keras_accumulation.LOSS_SCALE}"
+_FIRST_VARIABLE = "the first variable that a strategy makes once Keras is imported"
+_ELSEWHERE = "passes on to Keras outside the replicas of this library's strategies"
 
 PATCHES = (
     Patch(
@@ -56,6 +63,27 @@ PATCHES = (
     Patch(_LOSSES, "scale_loss_for_distribution", "the losses of shards are scaled once", _FIT, _OUTSIDE),
     Patch(_LOSSES, "unscale_loss_for_distribution", "the losses of shards are scaled once", _FIT, _OUTSIDE),
     Patch(_METRICS, "reduce_to_samplewise_values", "means over shards count by samples", _FIT, _OUTSIDE),
+    Patch(
+        _OPTIMIZER,
+        keras_accumulation.APPLY,
+        "`gradient_accumulation_steps` reduces gradients only in the last step of a group",
+        _FIRST_VARIABLE,
+        _ELSEWHERE,
+    ),
+    Patch(
+        _OPTIMIZER,
+        keras_accumulation.ADD_VARIABLE,
+        "each replica has its own accumulators of gradients, which are saved as their sum",
+        _FIRST_VARIABLE,
+        "passes on to Keras for all other variables",
+    ),
+    Patch(
+        _LOSS_SCALE,
+        keras_accumulation.CHECK_FINITE,
+        "an overflow on one replica counts for all; Keras asks replica 0 alone",
+        _FIRST_VARIABLE,
+        _ELSEWHERE,
+    ),
     Patch(
         "tensorflow.python.distribute.distribute_lib.StrategyBase",
         "run",
@@ -133,3 +161,48 @@ def average_logs(strategies: type) -> None:
 
     setattr(averaged, _MARK, True)
     setattr(module, REDUCE, averaged)
+
+
+def extend_optimizers(apply: Callable[..., bool], agreed: Callable[[Any], Any], is_ours: Callable[[Any], bool]) -> None:
+    """Makes Keras' optimizers accumulate gradients on each replica separately; only once per process.
+
+    Args:
+        apply: called as `apply(optimizer, grads, variables)` where an optimizer accumulates; returns whether it has
+            applied the gradients. If not, Keras' own method does.
+        agreed: combines the flag of this replica, whether its gradients are finite, with those of the others.
+        is_ours: whether a strategy is one of this library's.
+    """
+    names = keras_accumulation
+    optimizer = getattr(sys.modules.get(names.MODULE), names.OPTIMIZER, None)
+    scaling = getattr(sys.modules.get(names.LOSS_SCALE_MODULE), names.LOSS_SCALE, None)
+    own_apply, own_add = getattr(optimizer, names.APPLY, None), getattr(optimizer, names.ADD_VARIABLE, None)
+    own_check = getattr(scaling, names.CHECK_FINITE, None)
+    if own_apply is None or own_add is None or own_check is None or hasattr(own_apply, _MARK):
+        return
+
+    @functools.wraps(own_apply)
+    def applied(self: Any, grads: Any, trainable_variables: Any) -> None:
+        if not (self.gradient_accumulation_steps and apply(self, grads, trainable_variables)):
+            own_apply(self, grads, trainable_variables)
+
+    @functools.wraps(own_add)
+    def added(self: Any, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
+        if name == names.ACCUMULATOR and is_ours(self._distribution_strategy):
+            with tf.variable_creator_scope(_for_each_replica):
+                return own_add(self, reference_variable, name=name, initializer=initializer)
+        return own_add(self, reference_variable, name=name, initializer=initializer)
+
+    @functools.wraps(own_check)
+    def checked(self: Any, grads: Any) -> Any:
+        return agreed(own_check(self, grads))
+
+    setattr(applied, _MARK, True)
+    setattr(optimizer, names.APPLY, applied)
+    setattr(optimizer, names.ADD_VARIABLE, added)
+    setattr(scaling, names.CHECK_FINITE, checked)
+
+
+def _for_each_replica(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+    """A variable creator: the variable has one value on each replica, and elsewhere their sum."""
+    kwargs.update(synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM)
+    return next_creator(**kwargs)

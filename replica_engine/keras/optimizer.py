@@ -1,9 +1,11 @@
 """Applies gradients across replicas: they are reduced first, then applied once, in cross-replica context.
 
-Keras sums gradients inside an optimizer's update. That is after clipping, so each replica clips only its own part. With
-gradient accumulation it is inside a branch, where replica threads cannot meet. Here a merge call reduces gradients
-first, and the optimizer's own `apply` runs inside the merge call, for all replicas at once. So all that an optimizer
-does with a gradient, it does with the gradient of the global batch, as on one device.
+Keras sums gradients inside an optimizer's update. That is after clipping, so each replica clips only its own part. Here
+a merge call reduces gradients first, and the optimizer's own `apply` runs inside the merge call, for all replicas at
+once. So all that an optimizer does with a gradient, it does with the gradient of the global batch, as on one device.
+
+An optimizer with `gradient_accumulation_steps` is called in replica context instead, with the gradients of the replica.
+`strategies/accumulation.py` reduces them in the last step of a group, before the optimizer clips.
 
 Gradients of embedding tables are rows with their indices, where a row that was looked up twice appears twice. Keras
 does not add up duplicate rows. Adam squares each duplicate, and clipping by norm takes the norm over all of them. So an
@@ -22,6 +24,7 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute
 from replica_engine._tf.graphs import autograph
+from replica_engine._tf.keras import accumulation as keras_accumulation
 from replica_engine._tf.keras import model as keras_model
 from replica_engine.errors import OptimizerError
 
@@ -52,6 +55,12 @@ def apply_across_replicas(
     if context is None:
         raise OptimizerError.not_in_replica()
     merge = _Merge(optimizer, apply, variables, reduction)
+    if any(map(keras_accumulation.accumulates, keras_model.with_inner_optimizers(optimizer))):
+        if not optimizer.built:
+            context.merge_call(merge.build)
+        share = 1 if reduction == "sum" else context.num_replicas_in_sync
+        apply([_divided(grad, share) for grad in grads], variables)
+        return
     context.merge_call(merge.run, args=(list(grads),))
 
 
@@ -114,13 +123,18 @@ class _Merge:
         self._op = tf.distribute.ReduceOp[reduction.upper()]
 
     @autograph.artifact
+    def build(self, strategy: tf.distribute.Strategy) -> None:
+        """Makes the optimizer's variables if there are none."""
+        if not self._optimizer.built:
+            with tf.init_scope(), strategy.scope():  # its variables outlive the traced function
+                self._optimizer.build(self._variables)
+
+    @autograph.artifact
     def run(self, strategy: tf.distribute.Strategy, grads: list[Any]) -> None:
         """Reduces and applies the gradients; runs in cross-replica context."""
         optimizer = self._optimizer
         with through_strategy(optimizer, strategy):
-            if not optimizer.built:
-                with tf.init_scope(), strategy.scope():  # its variables outlive the traced function
-                    optimizer.build(self._variables)
+            self.build(strategy)
             variables = self._variables or keras_model.trained_by(optimizer)
             given = [index for index, grad in enumerate(grads) if grad is not None]
             pairs = [(grads[index], keras_model.underlying_or_itself(variables[index])) for index in given]
@@ -140,3 +154,12 @@ def _if(condition: Any, value: tf.Tensor) -> tf.Tensor:
 
 def _column(flags: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     return tf.reshape(flags, [-1] + [1] * (values.shape.rank - 1))
+
+
+def _divided(grad: Any, share: int) -> Any:
+    """A gradient divided by the number of replicas, so that the sum over replicas is their mean."""
+    if grad is None or share == 1:
+        return grad
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(grad.values / share, grad.indices, grad.dense_shape)
+    return grad / share

@@ -5,9 +5,10 @@ model works as always. While a replicated method runs, it holds a distributed va
 that plain variable:
 
 - on entering, the values of the plain variables go to all replicas, so that changes of the original take effect;
-- on leaving, the replicas' separate values are combined in the plain variables. Metrics are added up. Weights that a
-  step assigns, such as the moving statistics of a batch normalization, are averaged over replicas. Seeds keep the value
-  of replica 0. Trained weights and the optimizer's variables are equal on all replicas anyway.
+- on leaving, the replicas' separate values are combined in the plain variables. Metrics are added up, and so are the
+  gradients that an optimizer accumulates. Weights that a step assigns, such as the moving statistics of a batch
+  normalization, are averaged over replicas. Seeds keep the value of replica 0. Trained weights and the optimizer's
+  other variables are equal on all replicas anyway.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class ReplicatedVariables:
     @contextlib.contextmanager
     def metrics_left(self) -> Iterator[None]:
         """Inside the block, the metric variables are plain ones, because Keras is about to set them to zero."""
-        counted = [shared for shared in self._shared.values() if shared.on_read and self._is_inside]
+        counted = [shared for shared in self._shared.values() if shared.is_of_metric and self._is_inside]
         for shared in counted:
             shared.gather()
             shared.put_plain()
@@ -115,6 +116,7 @@ class ReplicatedVariables:
         """Looks through the model for its variables, and keeps what is known of those that it had before."""
         known = {}
         assigned = {id(weight) for weight in self._model.non_trainable_weights}
+        accumulators = {id(variable) for variable in keras_model.accumulators_of(self._model)}
         for variable in keras_model.variables_of(self._model):
             shared = self._shared.get(id(variable))
             value = keras_model.underlying(variable)
@@ -123,7 +125,7 @@ class ReplicatedVariables:
                     continue
                 _make_plain(variable)
                 is_state = id(variable) in assigned and not keras_model.is_seed(variable)
-                shared = _Shared(variable, self._strategy, is_state)
+                shared = _Shared(variable, self._strategy, is_state, id(variable) in accumulators)
             known[id(variable)] = shared
         if known != self._shared:
             self._shared = known
@@ -173,20 +175,27 @@ class _Shared:
     Attributes:
         plain: the plain variable; it is a component of the distributed one if it is on the first device.
         on_read: whether each replica has a separate value, and reading the variable combines these values.
+        is_of_metric: whether it is such a variable of a metric; the other ones are accumulators of optimizers.
         host_side: links the plain variable to its value on the devices; None if the plain variable holds its value.
     """
 
-    def __init__(self, variable: keras.Variable, strategy: tf.distribute.Strategy, is_state: bool):
+    def __init__(
+        self, variable: keras.Variable, strategy: tf.distribute.Strategy, is_state: bool, is_accumulator: bool
+    ):
         self.plain = keras_model.underlying(variable)
         self._variable = variable
         self._is_state = is_state
         self._is_seed = keras_model.is_seed(variable)
-        self._distributed = _around(self.plain, strategy)
+        kind = (tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM)
+        if not is_accumulator:
+            kind = (self.plain.synchronization, self.plain.aggregation)
+        self._distributed = _around(self.plain, strategy, *kind)
         self._components = list({id(value): value for value in self._distributed._values}.values())
         self._is_component = self._components[0] is self.plain
         if not self._is_component:
             variables.take_identity(self._components[0], self.plain)
         self.on_read = isinstance(self._distributed, distribute.SyncOnReadVariable)
+        self.is_of_metric = self.on_read and not is_accumulator
         backend = backend_of(strategy)
         self.host_side = backend.host_side_of(self.plain) if self._is_component and backend is not None else None
 
@@ -278,7 +287,7 @@ def _mean(values: list[tf.Tensor]) -> tf.Tensor:
 _AGGREGATED = {tf.VariableAggregation.SUM: tf.add_n, tf.VariableAggregation.MEAN: _mean}
 
 
-def _around(plain: Any, strategy: tf.distribute.Strategy) -> Any:
+def _around(plain: Any, strategy: tf.distribute.Strategy, synchronization: Any, aggregation: Any) -> Any:
     """Makes a distributed variable whose first component is `plain`, if `plain` is on the first device."""
     unused = [plain] if plain.device == strategy.extended.worker_devices[0] else []
 
@@ -291,6 +300,6 @@ def _around(plain: Any, strategy: tf.distribute.Strategy) -> Any:
             trainable=plain.trainable,
             name=plain.name.split(":")[0],
             dtype=plain.dtype,
-            synchronization=plain.synchronization,
-            aggregation=plain.aggregation,
+            synchronization=synchronization,
+            aggregation=aggregation,
         )

@@ -31,6 +31,8 @@ from keras.src.utils.tracking import Tracker as _Tracker
 # ListWrapper: TensorFlow's wrapper of a list that is an attribute; the list itself is an attribute of the wrapper.
 from tensorflow.python.trackable.data_structures import ListWrapper as _ListWrapper
 
+from replica_engine._tf.keras import accumulation as keras_accumulation
+
 REDUCE = "reduce_weighted_values"
 SAMPLEWISE = "reduce_to_samplewise_values"
 MASKED = "apply_mask"
@@ -176,10 +178,16 @@ def touches_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether an optimizer processes gradients before it passes each one to the variable's update."""
     return (
         isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-        or optimizer.gradient_accumulation_steps is not None
+        or optimizer.gradient_accumulation_steps is not None  # of an optimizer that was made outside of the scope
         or any(getattr(optimizer, name, None) is not None for name in ("clipnorm", "clipvalue", "global_clipnorm"))
         or getattr(optimizer, "loss_scale_factor", None) is not None
     )
+
+
+def accumulators_of(model: keras.Model) -> list[keras.Variable]:
+    """The variables in which the optimizers of a model accumulate gradients."""
+    optimizers = [each for optimizer in optimizers_of(model) for each in with_inner_optimizers(optimizer)]
+    return [variable for optimizer in optimizers for variable in keras_accumulation.accumulators(optimizer)]
 
 
 def variables_of(model: keras.Model) -> Iterator[keras.Variable]:

@@ -14,6 +14,8 @@ from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.names import Private
 
 _optimizer = keras.optimizers.SGD()
+_accumulating = keras.optimizers.SGD(gradient_accumulation_steps=2)
+_accumulating.build([keras.Variable(0.0)])
 _model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
 _model.compile(_optimizer, "mse", metrics=["mae"])
 
@@ -24,6 +26,13 @@ PRIVATE = (
     Private(_optimizer, "_trainable_variables_indices", "finding weights that an optimizer has no state for"),
     Private(_optimizer, "_get_variable_index", "the variable that a gradient in a parity check belongs to"),
     Private(_optimizer, "_var_key", "finding weights that an optimizer has no state for"),
+    Private(_optimizer, "_iterations", "the number of steps, of which k make one update"),
+    Private(_optimizer, "_clip_gradients", "a part of the update that ends a group of accumulated gradients"),
+    Private(_optimizer, "_apply_weight_decay", "a part of that update"),
+    Private(_optimizer, "_backend_update_step", "a part of that update"),
+    Private(_optimizer, "_update_model_variables_moving_average", "the moving averages after that update"),
+    Private(_optimizer, "_overwrite_model_variables_with_average_value", "the moving averages after that update"),
+    Private(_accumulating, "_accumulated_gradients", "the gradients that were added up so far"),
     Private(keras.optimizers.LossScaleOptimizer, "_common_apply", "its update in cross-replica context"),
     Private(_model, "_distribute_strategy", "whether a model was built under a strategy"),
     Private(_model, "_flatten_layers", "all layers of a model, nested ones included"),

@@ -1,0 +1,115 @@
+"""Keras' `gradient_accumulation_steps` on replicas: gradients travel between them once in k steps.
+
+Each replica adds its gradients to accumulators of its own (variables with `ON_READ` synchronization). In the last step
+of a group the sums of all replicas are reduced, and the optimizer clips, decays and updates with the result: the
+gradient of the whole group, as on one device. In the other k - 1 steps no gradient leaves its replica.
+
+Whether a step is the last one depends on the optimizer's counter, which is equal on all replicas. Replica threads
+cannot meet inside a branch, so they meet before it: in each step a merge call, which moves no data, builds one
+condition for all replicas. In a compiled program the condition is part of the program, with the collectives in one of
+its branches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._tf import distribute, patches
+from replica_engine._tf.graphs import autograph
+from replica_engine._tf.keras import accumulation as keras_accumulation
+from replica_engine.strategies.backend import backend_of
+from replica_engine.values.regroup import regroup
+
+
+def extend_keras() -> None:
+    """Makes Keras' optimizers accumulate on each replica; does nothing until Keras is imported, or a second time."""
+    patches.extend_optimizers(_apply, _on_all_replicas, _is_ours)
+
+
+@autograph.artifact
+def _apply(optimizer: Any, grads: Any, variables: Any) -> bool:
+    """Accumulates gradients, and applies the sum of a group; called in place of Keras' own code.
+
+    Args:
+        optimizer: an optimizer with `gradient_accumulation_steps`.
+        grads: this replica's gradients, none of them None.
+        variables: the variables of the gradients.
+
+    Returns:
+        Whether the gradients are taken care of; not so outside the replicas of this library's strategies.
+    """
+    context = tf.distribute.get_replica_context()
+    if context is None or not _is_ours(context.strategy) or not keras_accumulation.accumulates(optimizer):
+        return False
+    context.merge_call(_Step(optimizer, list(variables)).run, args=(list(grads),))
+    return True
+
+
+class _Step:
+    """One of the k steps of a group: the merge function, one object per replica."""
+
+    def __init__(self, optimizer: Any, variables: list[Any]):
+        self._optimizer = optimizer
+        self._variables = variables
+        self._accumulators = [each.value for each in keras_accumulation.accumulators(optimizer, variables)]
+
+    @autograph.artifact
+    def run(self, strategy: tf.distribute.Strategy, grads: list[Any]) -> None:
+        """Adds the gradients to the accumulators, and ends the group if this is its last step."""
+        for accumulator, grad in zip(self._accumulators, grads, strict=True):
+            strategy.extended.update(accumulator, _add, args=(grad,), group=False)
+        tf.cond(
+            keras_accumulation.is_update_step(self._optimizer), lambda: self._end_group(strategy), lambda: tf.no_op()
+        )
+        with distribute.merged():
+            keras_accumulation.average(self._optimizer)
+
+    def _end_group(self, strategy: tf.distribute.Strategy) -> Any:
+        """Reduces and clears the accumulators, and updates the variables with the mean over the steps of the group."""
+        steps = self._optimizer.gradient_accumulation_steps
+        pairs = []
+        mine = {id(each) for each in self._accumulators}
+        for other in keras_accumulation.accumulators(self._optimizer):
+            if id(other.value) not in mine:  # a variable without a gradient in this step; Keras forgets earlier ones
+                strategy.extended.update(other.value, _clear, group=False)
+        for accumulator, variable in zip(self._accumulators, self._variables, strict=True):
+            means = strategy.extended.update(accumulator, _take, args=(steps,), group=False)
+            pairs.append((regroup(means), variable if isinstance(variable, tf.Variable) else variable.value))
+        grads = strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs)
+        if keras_accumulation.clips(self._optimizer):
+            grads = [distribute.first_values(grad) for grad in grads]
+        with distribute.merged():
+            keras_accumulation.update(self._optimizer, grads, self._variables)
+        return tf.no_op()
+
+
+def _add(accumulator: tf.Variable, grad: Any) -> Any:
+    if isinstance(grad, tf.IndexedSlices):
+        return accumulator.scatter_add(grad)
+    return accumulator.assign_add(tf.cast(grad, accumulator.dtype))
+
+
+def _take(accumulator: tf.Variable, steps: int) -> tf.Tensor:
+    """Takes the mean over the steps of a group out of an accumulator, which is then zero."""
+    mean = accumulator.read_value() / steps
+    _clear(accumulator)
+    return mean
+
+
+def _clear(accumulator: tf.Variable) -> Any:
+    return accumulator.assign(tf.zeros(accumulator.shape, accumulator.dtype))
+
+
+@autograph.artifact
+def _on_all_replicas(flag: Any) -> Any:
+    """Whether a flag is true on all replicas; the flag itself outside the replicas of this library's strategies."""
+    context = tf.distribute.get_replica_context()
+    if context is None or not _is_ours(context.strategy) or context.num_replicas_in_sync == 1:
+        return flag
+    return tf.equal(context.all_reduce("SUM", tf.cast(tf.logical_not(flag), tf.int32)), 0)
+
+
+def _is_ours(strategy: tf.distribute.Strategy) -> bool:
+    return backend_of(strategy) is not None
