@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from replica_engine.strategies import MirroredStrategy
     from replica_engine.strategies.tpu import TPUStrategy
     from replica_engine.telemetry.timeline import timeline
+    from replica_engine.values.micro_batches import accumulate
     from replica_engine.values.uneven_batches import join_outputs, split_batch
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "ReplicaContext",
     "TPUStrategy",
     "__version__",
+    "accumulate",
     "call_for_each_replica",
     "compat",
     "errors",
@@ -70,6 +72,7 @@ _HOME = {
     "MirroredStrategy": "replica_engine.strategies",
     "ReplicaContext": "replica_engine.replica",
     "TPUStrategy": "replica_engine.strategies.tpu",
+    "accumulate": "replica_engine.values.micro_batches",
     "call_for_each_replica": "replica_engine.replica",
     "join_outputs": "replica_engine.values.uneven_batches",
     "split_batch": "replica_engine.values.uneven_batches",

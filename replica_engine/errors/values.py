@@ -103,3 +103,21 @@ class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
             "Outputs of replicas are joined by rows, so each leaf must be a tensor or an array on every replica; one "
             f"leaf is {brief(value)}."
         )
+
+    @classmethod
+    def bad_steps(cls, given: object) -> ReplicaValueError:
+        """The number of micro-batches is not a positive int."""
+        return cls(f"steps, the number of parts that a batch is computed in, must be a positive int; got {brief(given)}.")
+
+    @classmethod
+    def bad_accumulation(cls, given: object) -> ReplicaValueError:
+        """The results of micro-batches are combined in an unknown way."""
+        return cls(f'Results of the parts of a batch are combined with "mean" or "sum"; got {brief(given)}.')
+
+    @classmethod
+    def not_averaged(cls, dtype: str) -> ReplicaValueError:
+        """A micro-batch returned a number that has no mean."""
+        return cls(
+            f"A result of a part of the batch is {dtype}, and only floating numbers are averaged. Cast it, "
+            'tf.cast(x, tf.float32), or add the results up: accumulate(..., reduction="sum").'
+        )

@@ -44,7 +44,7 @@ def count(batch: Any) -> int:
     """
     found = []
     for name, part in zip(_PARTS, _parts(batch), strict=False):
-        leaves = [leaf for leaf in tf.nest.flatten(part) if _has_rows(leaf)]
+        leaves = [leaf for leaf in tf.nest.flatten(part) if has_rows(leaf)]
         for index, leaf in enumerate(leaves):
             found.append((name if len(leaves) == 1 else f"{name}[{index}]", int(_rows(leaf))))
     if not found:
@@ -69,7 +69,7 @@ def _parts(batch: Any) -> tuple:
 
 def count_in_graph(batch: Any) -> Any:
     """The number of samples of a batch; a Python int if it is known while a graph is built, otherwise a tensor."""
-    return next(_rows(leaf) for leaf in tf.nest.flatten(batch) if _has_rows(leaf))
+    return next(_rows(leaf) for leaf in tf.nest.flatten(batch) if has_rows(leaf))
 
 
 def take(batch: Any, start: Any, stop: Any) -> Any:
@@ -109,7 +109,7 @@ def generalized(batch: Any) -> Any:
     """The specification of batches that are like this one except for their number of samples."""
 
     def spec(leaf: Any) -> Any:
-        if not isinstance(leaf, tf.Tensor) or not _has_rows(leaf):
+        if not isinstance(leaf, tf.Tensor) or not has_rows(leaf):
             return leaf
         return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
 
@@ -124,19 +124,19 @@ def on_device(batch: Any) -> Any:
 def are_of(outputs: Any, count: Any) -> Any:
     """Whether all outputs have `count` rows; a tensor if a graph is built and does not yet know."""
     leaves = tf.nest.flatten(outputs)
-    if not all(_has_rows(leaf) for leaf in leaves):
+    if not all(has_rows(leaf) for leaf in leaves):
         return False
     return functools.reduce(operator.and_, (_rows(leaf) == count for leaf in leaves), True)
 
 
 def described(batch: Any) -> str:
     """The shapes of a batch without the number of samples, for messages."""
-    leaves = [leaf for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if has_rows(leaf)]
     return ", ".join(f"{tf.as_dtype(leaf.dtype).name}{[None, *leaf.shape[1:]]}" for leaf in leaves)
 
 
 def _map(change: Callable[[Any], Any], batch: Any) -> Any:
-    return tf.nest.map_structure(lambda leaf: change(leaf) if _has_rows(leaf) else leaf, batch)
+    return tf.nest.map_structure(lambda leaf: change(leaf) if has_rows(leaf) else leaf, batch)
 
 
 def _as_tensor(leaf: Any) -> Any:
@@ -147,7 +147,8 @@ def _as_tensor(leaf: Any) -> Any:
     return as_tensor(leaf, "An array of a batch")
 
 
-def _has_rows(leaf: Any) -> bool:
+def has_rows(leaf: Any) -> bool:
+    """Whether a leaf has samples; None and scalars are the same for all samples."""
     shape = getattr(leaf, "shape", None)
     return leaf is not None and shape is not None and len(shape) > 0
 

@@ -1,0 +1,177 @@
+"""Gradient accumulation in a custom training loop: one replica's batch in several parts, one after the other.
+
+A step that computes its gradients in k micro-batches needs the memory of one of them, and one all-reduce for all. The
+parts run in a loop of the graph, so the graph does not grow with k. The function of a part must not meet other
+replicas: the loop belongs to one replica, and sizes may differ between replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._tf.graphs import autograph
+from replica_engine.errors import ReplicaValueError
+from replica_engine.errors.base import positive_int
+from replica_engine.values import samples
+from replica_engine.values.tensors import as_tensor
+
+REDUCTIONS = ("mean", "sum")
+
+
+@autograph.artifact
+def accumulate(fn: Callable[..., Any], batch: Sequence[Any], steps: int, reduction: str = "mean") -> Any:
+    """Calls a function on `steps` parts of a batch, one after the other, and combines the results.
+
+    Call it in a replica, around the code that computes gradients, and reduce or apply the result: gradients then travel
+    between replicas once for the whole batch. It works in eager code, in a `tf.function` and in a compiled program,
+    under every strategy and under none.
+
+    Args:
+        fn: called as `fn(*parts)` with the same rows of each element of `batch`. It must not contain sync points (an
+            all-reduce, an optimizer's `apply`); it may update metrics and other variables that replicas keep
+            separately.
+        batch: the arguments, such as `(x, y)`: structures of tensors whose first dimension is the samples. None and
+            scalars are passed on as they are.
+        steps: the number k of parts. A part has n / k of the n rows, rounded up; the last one may have fewer. A batch
+            of fewer rows than k has as many parts as rows.
+        reduction: "mean" if `fn` returns means over the rows that it is given: the result is the mean over the rows of
+            the batch, also if the last part is smaller. "sum" adds up the results, for sums over rows.
+
+    Returns:
+        The structure that `fn` returns, with the combined tensors; None stays None. Gradients of tables
+        (`tf.IndexedSlices`) become dense.
+
+    Raises:
+        ReplicaValueError: `steps` or `reduction` is invalid, or the function returns a value that cannot be averaged.
+        BatchError: arrays have different lengths, or the batch has no array.
+
+    Example:
+        >>> import tensorflow as tf, replica_engine
+        >>> strategy = replica_engine.TPUStrategy(num_cores=2)
+        >>> with strategy.scope():
+        ...     weight = tf.Variable(0.0)
+        >>> def gradient(x, y):
+        ...     with tf.GradientTape() as tape:
+        ...         loss = tf.reduce_mean((weight * x - y) ** 2)
+        ...     return tape.gradient(loss, weight), loss
+        >>> def step(x, y):
+        ...     of_batch, loss = replica_engine.accumulate(gradient, (x, y), steps=4)
+        ...     weight.assign_sub(0.1 * tf.distribute.get_replica_context().all_reduce("MEAN", of_batch))
+        ...     return loss
+        >>> x = tf.constant([1.0, 2.0, 3.0, 4.0])
+        >>> losses = strategy.run(step, args=(x, 3.0 * x))
+        >>> round(float(weight.numpy()), 4)  # 0.1 * 6 * mean(x ** 2)
+        4.5
+    """
+    number = positive_int(steps)
+    if number is None:
+        raise ReplicaValueError.bad_steps(steps)
+    if reduction not in REDUCTIONS:
+        raise ReplicaValueError.bad_accumulation(reduction)
+    return _Parts(fn, tuple(samples.as_tensors(tuple(batch))), number, reduction == "mean").combined()
+
+
+class _Parts:
+    """The parts of one batch."""
+
+    def __init__(self, fn: Callable[..., Any], batch: tuple, steps: int, is_mean: bool):
+        self._fn = fn if tf.executing_eagerly() else autograph.convert(fn)
+        self._batch = batch
+        self._is_mean = is_mean
+        self._rows: Any = samples.count(batch) if tf.executing_eagerly() else samples.count_in_graph(batch)
+        at_least_one = max if isinstance(self._rows, int) else tf.maximum
+        self._size = at_least_one(-(-self._rows // steps), 1)
+        self._structure: Any = None
+
+    def combined(self) -> Any:
+        """The combined results of all parts."""
+        rows, size = self._rows, self._size
+        whole, rest = rows // size, rows % size
+        known = isinstance(rows, int)
+        # The first part comes before the loop: it may create variables, and it shows what the function returns.
+        totals = self._of(0, min(size, rows) if known else tf.minimum(size, rows))
+        if tf.executing_eagerly():
+            for index in range(1, whole):
+                totals = _sums(totals, self._of(index * size, size))
+        elif not known or whole > 1:
+            totals = self._loop(totals, whole)
+        if not known:
+            totals = self._with_rest(totals, whole * size, rest)
+        elif whole and rest:
+            with tf.control_dependencies(_tensors(totals)):  # memory for one part at a time
+                totals = _sums(totals, self._of(whole * size, rest))
+        return tf.nest.pack_sequence_as(self._structure, totals)
+
+    def _loop(self, totals: list[Any], whole: Any) -> list[Any]:
+        """Adds the results of the second to the last whole part, in a loop of the graph."""
+
+        def body(index: tf.Tensor, *sums: tf.Tensor) -> tuple:
+            more = _tensors(self._of(index * self._size, self._size))
+            return index + 1, *(total + each for total, each in zip(sums, more, strict=True))
+
+        _, *sums = tf.while_loop(
+            lambda index, *_: index < whole,
+            body,
+            [tf.constant(1), *_tensors(totals)],
+            parallel_iterations=1,  # memory for one part at a time
+        )
+        return _filled(totals, sums)
+
+    def _with_rest(self, totals: list[Any], start: Any, rest: Any) -> list[Any]:
+        """Adds the results of the last rows if there are any; their number is not known while the graph is built."""
+        sums = tf.cond(
+            rest > 0,
+            lambda: _tensors(_sums(totals, self._of(start, rest))),
+            lambda: [tf.identity(each) for each in _tensors(totals)],
+        )
+        return _filled(totals, sums)
+
+    def _of(self, start: Any, size: Any) -> list[Any]:
+        """The flat results for the rows from `start` on, weighted by how many they are."""
+        found = self._fn(*tf.nest.map_structure(lambda leaf: _rows_of(leaf, start, size), self._batch))
+        if self._structure is None:
+            self._structure = found
+        else:
+            tf.nest.assert_same_structure(self._structure, found)
+        return [self._weighted(leaf, size) for leaf in tf.nest.flatten(found)]
+
+    def _weighted(self, leaf: Any, size: Any) -> Any:
+        if leaf is None:
+            return None
+        tensor = as_tensor(leaf, "A result of the function for `accumulate`")
+        if not self._is_mean:
+            return tensor
+        if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
+            raise ReplicaValueError.not_averaged(tensor.dtype.name)
+        if isinstance(self._rows, int):
+            return tensor * tf.cast(size / max(self._rows, 1), tensor.dtype)
+        weight = tf.cast(size, tf.float64) / tf.cast(tf.maximum(self._rows, 1), tf.float64)
+        return tensor * tf.cast(weight, tensor.dtype)
+
+
+def _sums(totals: list[Any], more: list[Any]) -> list[Any]:
+    return [None if total is None else total + each for total, each in zip(totals, more, strict=True)]
+
+
+def _tensors(totals: list[Any]) -> list[tf.Tensor]:
+    return [each for each in totals if each is not None]
+
+
+def _filled(totals: list[Any], tensors: Sequence[tf.Tensor]) -> list[Any]:
+    """The list with other tensors in place of its own; None stays None."""
+    left = iter(tensors)
+    return [None if each is None else next(left) for each in totals]
+
+
+def _rows_of(leaf: Any, start: Any, size: Any) -> Any:
+    """Some rows of a leaf, cut so that XLA knows the shape of a part where it knows the shape of the whole."""
+    if not samples.has_rows(leaf):
+        return leaf
+    if not isinstance(leaf, tf.Tensor):
+        return samples.take(leaf, start, start + size)
+    inner = leaf.shape[1:]
+    sizes = list(inner) if inner.is_fully_defined() else tf.unstack(tf.shape(leaf)[1:])
+    return tf.slice(leaf, [start, *[0] * len(inner)], [size, *sizes])
