@@ -1,0 +1,343 @@
+"""`gradient_accumulation_steps` of Keras' optimizers: one all-reduce in k steps, and the numbers of one device."""
+
+import contextlib
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from replica_engine import MirroredStrategy
+from replica_engine.keras import CrossReplicaOptimizer, replicate_model
+from replica_engine.testing import logical_devices
+
+# Sums of a few gradients in another order; Adam divides by a root that may be small.
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+DECAY = keras.optimizers.schedules.ExponentialDecay
+
+MAKERS = {
+    "momentum, decayed rate": lambda k: keras.optimizers.SGD(
+        DECAY(0.1, 2, 0.5), momentum=0.9, gradient_accumulation_steps=k
+    ),
+    "clipped together": lambda k: keras.optimizers.Adam(0.1, global_clipnorm=0.05, gradient_accumulation_steps=k),
+    "each clipped, averaged": lambda k: keras.optimizers.AdamW(
+        0.1, clipnorm=0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2, gradient_accumulation_steps=k
+    ),
+    "scaled": lambda k: keras.optimizers.SGD(0.1, loss_scale_factor=8.0, gradient_accumulation_steps=k),
+}
+
+
+def gradient(replica, step, shape=3):
+    return np.cos(np.arange(shape) + 7 * replica + step).astype("float32")
+
+
+def components(strategy, variable):
+    value = getattr(variable, "value", variable)
+    value = variable if callable(value) else value
+    return [component.numpy() for component in strategy.experimental_local_results(value)]
+
+
+def assert_equal_replicas(strategy, variable, expected, **close):
+    first, *others = components(strategy, variable)
+    np.testing.assert_allclose(first, expected, **{**CLOSE, **close})
+    assert all(one.tobytes() == first.tobytes() for one in others)
+
+
+@pytest.mark.replicas(1, 2, 4)
+@pytest.mark.parametrize("name", MAKERS)
+def test_an_optimizer_accumulates_as_on_one_device(strategy, per_replica, name):
+    """Seven steps in groups of 3: two updates, and an incomplete group whose sums wait in the accumulators."""
+    n, k = strategy.num_replicas_in_sync, 3
+    alone, expected = MAKERS[name](k), [tf.Variable([1.0, 2.0, 3.0]), tf.Variable(np.ones([2, 2], "float32"))]
+    with strategy.scope():
+        optimizer, weights = MAKERS[name](k), [tf.Variable(each) for each in expected]
+
+    @tf.function
+    def in_graph(first, second):
+        strategy.run(lambda *grads: optimizer.apply(grads, weights), args=(first, second))
+
+    def eagerly(first, second):
+        strategy.run(lambda *grads: optimizer.apply(grads, weights), args=(first, second))
+
+    for step in range(7):
+        whole = sum(gradient(replica, step) for replica in range(n))
+        alone.apply([tf.constant(whole), tf.fill([2, 2], whole[0])], expected)
+        first = per_replica(lambda replica, step=step: gradient(replica, step))
+        second = per_replica(lambda replica, step=step: np.full([2, 2], gradient(replica, step)[0]))
+        (eagerly if step in (1, 2, 6) else in_graph)(first, second)  # groups may end in either
+        for weight, one in zip(weights, expected, strict=True):
+            assert_equal_replicas(strategy, weight, one.numpy())
+    for variable, one in zip(optimizer.variables, alone.variables, strict=True):
+        np.testing.assert_allclose(variable.numpy(), one.numpy(), **CLOSE)
+    assert int(optimizer.iterations) == int(alone.iterations) == 2
+
+
+@pytest.mark.replicas(2, 4)
+@pytest.mark.parametrize("k", [3, 4])
+def test_a_group_is_one_step_with_the_mean_of_its_gradients(strategy, run, per_replica, k):
+    n = strategy.num_replicas_in_sync
+    with strategy.scope():
+        optimizer, weight = keras.optimizers.SGD(0.5, gradient_accumulation_steps=k), tf.Variable([1.0, 2.0, 3.0])
+
+    def apply(grad):
+        optimizer.apply([grad], [weight])
+
+    for step in range(k):
+        assert_equal_replicas(strategy, weight, [1.0, 2.0, 3.0])
+        run(apply, args=(per_replica(lambda replica, step=step: gradient(replica, step)),))
+    mean = sum(gradient(replica, step) for replica in range(n) for step in range(k)) / k
+    assert_equal_replicas(strategy, weight, [1.0, 2.0, 3.0] - 0.5 * mean)
+
+
+class Counted(tf.distribute.ReductionToOneDevice):
+    """A reduction that counts how often it runs, inside graphs too."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
+        tf.numpy_function(self._count, [], [], stateful=True)
+        return super().batch_reduce_implementation(reduce_op, value_destination_pairs, options)
+
+    def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+        tf.numpy_function(self._count, [], [], stateful=True)
+        return super().reduce_implementation(reduce_op, per_replica_value, destinations, options)
+
+    def _count(self):
+        self.calls += 1
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "function"])
+def test_threads_reduce_once_in_k_steps(jit):
+    counted = Counted()
+    strategy = MirroredStrategy(logical_devices(8)[:2], cross_device_ops=counted)
+    with strategy.scope():
+        weights = [tf.Variable([1.0, 2.0]), tf.Variable(3.0)]
+        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)
+
+    def step():
+        strategy.run(lambda: optimizer.apply([tf.ones([2]), tf.ones([])], weights))
+
+    step = tf.function(step) if jit else step
+    calls = []
+    for _ in range(8):
+        step()
+        calls.append(counted.calls)
+    assert calls == [0, 0, 0, 1, 1, 1, 1, 2]
+    assert weights[1].numpy() == pytest.approx(3.0 - 2 * 0.1 * 2)
+
+
+def test_a_program_has_its_collectives_in_the_branch_of_the_update(monkeypatch):
+    pytest.importorskip("jax")
+    from replica_engine import TPUStrategy
+    from replica_engine.xla.stages.program_cache import ProgramCache
+
+    texts, own = [], ProgramCache.executable
+
+    def executable(self, text, lowered, devices):
+        texts.append(text)
+        return own(self, text, lowered, devices)
+
+    monkeypatch.setattr(ProgramCache, "executable", executable)
+    strategy = TPUStrategy(num_cores=2)
+    for k, outside in ((4, 0), (None, 2)):
+        with strategy.scope():
+            weights = [tf.Variable([1.0, 2.0]), tf.Variable(3.0)]
+            optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=k)
+            optimizer.build(weights)
+        strategy.run(lambda: optimizer.apply([tf.ones([2]), tf.ones([])], weights))  # noqa: B023
+        assert _collectives(texts[-1]) == (outside, 2)
+
+
+def _collectives(text):
+    """How many collectives the main function of a program has outside of branches, and altogether."""
+    main = text[text.index("func.func @main") :]
+    lines, depth, branches, found = main.splitlines(), 0, [], []
+    for line in lines:
+        if "stablehlo.if" in line or "stablehlo.case" in line:
+            branches.append(depth)
+        if re.search(r"stablehlo\.(all_reduce|all_gather|collective_permute|all_to_all)", line):
+            found.append(bool(branches))
+        depth += line.count("{") - line.count("}")
+        while branches and depth <= branches[-1]:
+            branches.pop()
+    return found.count(False), len(found)
+
+
+@pytest.mark.replicas(2)
+def test_rows_of_tables_and_variables_without_a_gradient(strategy, per_replica):
+    def make():
+        return (
+            keras.optimizers.SGD(1.0, gradient_accumulation_steps=2),
+            [tf.Variable(tf.zeros([4, 1])), tf.Variable(1.0)],
+        )
+
+    with strategy.scope():
+        optimizer, weights = make()
+    alone, expected = make()
+
+    def grads(rows, weights):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(weights[0], rows))
+        grad = tape.gradient(loss, weights[0])
+        assert isinstance(grad, tf.IndexedSlices)
+        return [grad, None]
+
+    for step in range(3):
+        rows = per_replica(lambda replica, step=step: [replica + step, 3])
+        strategy.run(lambda rows: optimizer.apply(grads(rows, weights), weights), args=(rows,))
+        alone.apply(grads([step, 3, step + 1, 3], expected), expected)
+        assert_equal_replicas(strategy, weights[0], expected[0].numpy())
+    assert weights[0].numpy().any()
+    assert weights[1].numpy() == 1
+
+
+RANDOM = np.random.default_rng(0)
+WORDS = RANDOM.integers(0, 9, size=(20, 3))
+LABELS = RANDOM.normal(size=(20, 2)).astype("float32")
+
+
+def model_of(k, make=lambda k: keras.optimizers.Adam(0.05, clipnorm=0.3, gradient_accumulation_steps=k), **options):
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Embedding(12, 3), keras.layers.Flatten(), keras.layers.Dense(2)]
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
+    model.compile(make(k), "mse", **options)
+    return model
+
+
+def trained(model, epochs=2, batch_size=4):
+    model.fit(WORDS, LABELS, batch_size, epochs, verbose=0, shuffle=False)
+    return model
+
+
+def assert_same_state(found, expected, **close):
+    for one, other in zip(
+        [*found.weights, *found.optimizer.variables], [*expected.weights, *expected.optimizer.variables], strict=True
+    ):
+        np.testing.assert_allclose(one.numpy(), other.numpy(), **{**CLOSE, **close}, err_msg=one.path)
+
+
+@pytest.mark.graphs
+@pytest.mark.replicas(2, 4)
+def test_fit_in_a_scope(strategy):
+    """Five steps an epoch in groups of 4: the second epoch begins in the middle of a group."""
+    with strategy.scope():
+        model = model_of(4, steps_per_execution=2)
+    assert_same_state(trained(model), trained(model_of(4)))
+    for variable in model.trainable_variables:
+        assert_equal_replicas(strategy, variable, variable.numpy())
+
+
+@pytest.mark.graphs
+@pytest.mark.replicas(2, 4)
+def test_fit_of_a_replicated_model(strategy):
+    """Batches of 7, 7 and 6 rows."""
+    model = model_of(4)
+    trained(replicate_model(model, strategy=strategy), batch_size=7)
+    assert_same_state(model, trained(model_of(4), batch_size=7))
+    assert any(variable.numpy().any() for variable in model.optimizer._accumulated_gradients)
+
+
+@pytest.mark.graphs
+@pytest.mark.replicas(2)
+def test_a_group_of_batches_is_a_batch(strategy):
+    """With momentum alone: without accumulation Keras treats the rows of a table otherwise than dense gradients."""
+
+    def make(k):
+        return keras.optimizers.SGD(0.2, momentum=0.9, gradient_accumulation_steps=k)
+
+    with strategy.scope():
+        model = model_of(3, make)
+    whole = model_of(None, make)
+    model.fit(WORDS[:18], LABELS[:18], 2, 1, verbose=0, shuffle=False)
+    whole.fit(WORDS[:18], LABELS[:18], 6, 1, verbose=0, shuffle=False)
+    for one, other in zip(model.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, **CLOSE)
+
+
+@pytest.mark.graphs
+@pytest.mark.replicas(2)
+@pytest.mark.parametrize("kind", ["model", "checkpoint"])
+def test_training_goes_on_from_the_middle_of_a_group(strategy, make_strategy_like, tmp_path, kind):
+    """Saved after 5 steps of groups of 4, and loaded by one device and by another number of replicas."""
+    with strategy.scope():
+        model = model_of(4)
+    trained(model, epochs=1)
+    undisturbed = trained(model_of(4), epochs=2)
+    if kind == "model":
+        model.save(tmp_path / "model.keras")
+    else:
+        tf.train.Checkpoint(model=model, optimizer=model.optimizer).write(str(tmp_path / "state"))
+    for scope in (contextlib.nullcontext, make_strategy_like(4).scope, strategy.scope):
+        with scope():
+            if kind == "model":
+                again = keras.models.load_model(tmp_path / "model.keras")
+            else:
+                again = model_of(4)
+                again.optimizer.build(again.trainable_variables)
+                tf.train.Checkpoint(model=again, optimizer=again.optimizer).read(
+                    str(tmp_path / "state")
+                ).assert_existing_objects_matched()
+        assert_same_state(trained(again, epochs=1), undisturbed)
+
+
+@pytest.fixture
+def make_strategy_like(strategy):
+    """`make_strategy_like(size)`: a strategy of the same kind with another number of replicas."""
+    if isinstance(strategy, MirroredStrategy):
+        return lambda size: MirroredStrategy(logical_devices(8)[:size])
+    return lambda size: type(strategy)(num_cores=size)
+
+
+@pytest.mark.replicas(2)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_with_a_cross_replica_optimizer(strategy, per_replica, reduction):
+    with strategy.scope():
+        weight = tf.Variable([1.0, 2.0, 3.0])
+        inner = keras.optimizers.SGD(0.5, gradient_accumulation_steps=2)
+        optimizer = CrossReplicaOptimizer(inner, reduction)
+    for step in range(2):
+        grad = per_replica(lambda replica, step=step: gradient(replica, step))
+        strategy.run(lambda grad: optimizer.apply([grad], [weight]), args=(grad,))
+    total = sum(gradient(replica, step) for replica in range(2) for step in range(2)) / 2
+    assert_equal_replicas(strategy, weight, [1.0, 2.0, 3.0] - 0.5 * total / (2 if reduction == "mean" else 1))
+    assert len(components(strategy, inner._accumulated_gradients[0])) == 2
+
+
+@pytest.mark.replicas(2)
+@pytest.mark.parametrize("k", [None, 2], ids=["plain", "accumulating"])
+def test_an_overflow_on_one_replica_counts_for_all(strategy, per_replica, k):
+    """Keras itself asks the first replica alone, and weights become infinite where another one overflows."""
+    with strategy.scope():
+        weight = tf.Variable([1.0])
+        inner = keras.optimizers.SGD(0.5, gradient_accumulation_steps=k)
+        optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=4.0)
+
+    @tf.function
+    def step(grad):
+        strategy.run(lambda grad: optimizer.apply([grad], [weight]), args=(grad,))
+
+    step(per_replica(lambda replica: [float("inf") if replica else 1.0]))
+    assert_equal_replicas(strategy, weight, [1.0])
+    assert float(optimizer.dynamic_scale.numpy()) == 2.0
+    assert int(inner.iterations) == 0
+    for _ in range(k or 1):
+        step(per_replica(lambda replica: [2.0 + 2 * replica]))  # of a loss that was scaled by 2
+    assert_equal_replicas(strategy, weight, [1.0 - 0.5 * 3])
+
+
+@pytest.mark.graphs
+@pytest.mark.replicas(2)
+def test_a_replicated_model_in_float16(strategy):
+    """The loss is scaled, and each step of a group is unscaled by the scale of that step."""
+
+    def make(k):
+        return keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.05, gradient_accumulation_steps=k), initial_scale=16.0, dynamic_growth_steps=2
+        )
+
+    model = model_of(2, make)
+    trained(replicate_model(model, strategy=strategy))
+    assert_same_state(model, trained(model_of(2, make)))
