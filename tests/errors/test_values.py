@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 from helpers.golden import shows
 
-from replica_engine import MirroredStrategy, TPUStrategy, join_outputs, split_batch
+from replica_engine import MirroredStrategy, TPUStrategy, accumulate, join_outputs, split_batch
 from replica_engine.errors import ReplicaValueError
 
 
@@ -130,3 +130,26 @@ def test_devices_in_the_place_of_a_strategy():
 @shows(ReplicaValueError.bad_flag)
 def test_a_word_for_yes():
     MirroredStrategy(["CPU:0", "CPU:1"], concurrent="yes")
+
+
+@shows(ReplicaValueError.bad_steps)
+def test_parts_of_a_batch_that_are_no_number():
+    accumulate(tf.reduce_mean, (tf.ones([4]),), steps=0)
+
+
+@shows(ReplicaValueError.bad_accumulation)
+def test_parts_of_a_batch_combined_by_their_maximum():
+    accumulate(tf.reduce_max, (tf.ones([4]),), steps=2, reduction="max")
+
+
+@shows(ReplicaValueError.not_averaged)
+def test_the_mean_of_counts():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def count(x):
+        return tf.math.count_nonzero(x)
+
+    def step(x):
+        return accumulate(count, (x,), steps=2)
+
+    strategy.run(step, args=(tf.ones([4]),))
