@@ -60,13 +60,11 @@ class _Step:
         """Adds the gradients to the accumulators, and ends the group if this is its last step."""
         for accumulator, grad in zip(self._accumulators, grads, strict=True):
             strategy.extended.update(accumulator, _add, args=(grad,), group=False)
-        tf.cond(
-            keras_accumulation.is_update_step(self._optimizer), lambda: self._end_group(strategy), lambda: tf.no_op()
-        )
+        tf.cond(keras_accumulation.is_update_step(self._optimizer), lambda: self._end_group(strategy), lambda: None)
         with distribute.merged():
             keras_accumulation.average(self._optimizer)
 
-    def _end_group(self, strategy: tf.distribute.Strategy) -> Any:
+    def _end_group(self, strategy: tf.distribute.Strategy) -> None:
         """Reduces and clears the accumulators, and updates the variables with the mean over the steps of the group."""
         steps = self._optimizer.gradient_accumulation_steps
         pairs = []
@@ -82,7 +80,6 @@ class _Step:
             grads = [distribute.first_values(grad) for grad in grads]
         with distribute.merged():
             keras_accumulation.update(self._optimizer, grads, self._variables)
-        return tf.no_op()
 
 
 def _add(accumulator: tf.Variable, grad: Any) -> Any:
