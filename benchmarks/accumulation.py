@@ -171,7 +171,9 @@ def measure(flags: argparse.Namespace) -> Iterator[Row]:
                     contender.train(2)
                 losses = {who: contender.loss() for who, contender in every.items() if who != PLAIN}
                 check = same("loss after 2 groups", losses, TOLERANCE)
-                figures = interleaved({who: functools.partial(timed, each) for who, each in every.items()}, flags.repeats)
+                figures = interleaved(
+                    {who: functools.partial(timed, each) for who, each in every.items()}, flags.repeats
+                )
                 for who in losses:
                     shown = {each: figures[each] for each in (who, PLAIN)}
                     targets = TARGETS.get(name, {})

@@ -6,6 +6,7 @@ original wherever no strategy of this library is concerned. Checked on TensorFlo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -163,13 +164,14 @@ def average_logs(strategies: type) -> None:
     setattr(module, REDUCE, averaged)
 
 
-def extend_optimizers(apply: Callable[..., bool], agreed: Callable[[Any], Any], is_ours: Callable[[Any], bool]) -> None:
+def extend_optimizers(
+    apply: Callable[[Any, Any, Any], None], agreed: Callable[[Any], Any], is_ours: Callable[[Any], bool]
+) -> None:
     """Makes Keras' optimizers accumulate gradients on each replica separately; only once per process.
 
     Args:
-        apply: called as `apply(optimizer, grads, variables)` where an optimizer accumulates; returns whether it has
-            applied the gradients. If not, Keras' own method does.
-        agreed: combines the flag of this replica, whether its gradients are finite, with those of the others.
+        apply: called as `apply(optimizer, grads, variables)` in a replica where an optimizer accumulates gradients.
+        agreed: combines the flag of a replica, whether its gradients are finite, with those of the others.
         is_ours: whether a strategy is one of this library's.
     """
     names = keras_accumulation
@@ -180,21 +182,27 @@ def extend_optimizers(apply: Callable[..., bool], agreed: Callable[[Any], Any], 
     if own_apply is None or own_add is None or own_check is None or hasattr(own_apply, _MARK):
         return
 
+    def in_replica_of_ours() -> bool:
+        context = tf.distribute.get_replica_context()
+        return context is not None and is_ours(context.strategy)
+
     @functools.wraps(own_apply)
     def applied(self: Any, grads: Any, trainable_variables: Any) -> None:
-        if not (self.gradient_accumulation_steps and apply(self, grads, trainable_variables)):
+        if names.accumulates(self) and in_replica_of_ours():
+            apply(self, grads, trainable_variables)
+        else:
             own_apply(self, grads, trainable_variables)
 
     @functools.wraps(own_add)
     def added(self: Any, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
-        if name == names.ACCUMULATOR and is_ours(self._distribution_strategy):
-            with tf.variable_creator_scope(_for_each_replica):
-                return own_add(self, reference_variable, name=name, initializer=initializer)
-        return own_add(self, reference_variable, name=name, initializer=initializer)
+        of_each = name == names.ACCUMULATOR and is_ours(self._distribution_strategy)
+        with tf.variable_creator_scope(_for_each_replica) if of_each else contextlib.nullcontext():
+            return own_add(self, reference_variable, name=name, initializer=initializer)
 
     @functools.wraps(own_check)
     def checked(self: Any, grads: Any) -> Any:
-        return agreed(own_check(self, grads))
+        finite = own_check(self, grads)
+        return agreed(finite) if in_replica_of_ours() else finite
 
     setattr(applied, _MARK, True)
     setattr(optimizer, names.APPLY, applied)

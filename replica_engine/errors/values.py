@@ -107,7 +107,9 @@ class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
     @classmethod
     def bad_steps(cls, given: object) -> ReplicaValueError:
         """The number of micro-batches is not a positive int."""
-        return cls(f"steps, the number of parts that a batch is computed in, must be a positive int; got {brief(given)}.")
+        return cls(
+            f"steps, the number of parts that a batch is computed in, must be a positive int; got {brief(given)}."
+        )
 
     @classmethod
     def bad_accumulation(cls, given: object) -> ReplicaValueError:

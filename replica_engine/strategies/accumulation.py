@@ -12,6 +12,7 @@ its branches.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -19,32 +20,29 @@ import tensorflow as tf
 from replica_engine._tf import distribute, patches
 from replica_engine._tf.graphs import autograph
 from replica_engine._tf.keras import accumulation as keras_accumulation
-from replica_engine.strategies.backend import backend_of
 from replica_engine.values.regroup import regroup
 
 
-def extend_keras() -> None:
-    """Makes Keras' optimizers accumulate on each replica; does nothing until Keras is imported, or a second time."""
-    patches.extend_optimizers(_apply, _on_all_replicas, _is_ours)
+def extend_keras(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
+    """Makes Keras' optimizers accumulate on each replica; does nothing until Keras is imported, or a second time.
+
+    Args:
+        is_ours: whether a strategy runs on a backend of this library; all others keep what Keras does.
+    """
+    patches.extend_optimizers(_apply, _on_all_replicas, is_ours)
 
 
 @autograph.artifact
-def _apply(optimizer: Any, grads: Any, variables: Any) -> bool:
-    """Accumulates gradients, and applies the sum of a group; called in place of Keras' own code.
+def _apply(optimizer: Any, grads: Any, variables: Any) -> None:
+    """Accumulates gradients, and applies the sum of a group; called in replica context in place of Keras' own code.
 
     Args:
         optimizer: an optimizer with `gradient_accumulation_steps`.
         grads: this replica's gradients, none of them None.
         variables: the variables of the gradients.
-
-    Returns:
-        Whether the gradients are taken care of; not so outside the replicas of this library's strategies.
     """
-    context = tf.distribute.get_replica_context()
-    if context is None or not _is_ours(context.strategy) or not keras_accumulation.accumulates(optimizer):
-        return False
-    context.merge_call(_Step(optimizer, list(variables)).run, args=(list(grads),))
-    return True
+    step = _Step(optimizer, list(variables))
+    tf.distribute.get_replica_context().merge_call(step.run, args=(list(grads),))
 
 
 class _Step:
@@ -101,12 +99,8 @@ def _clear(accumulator: tf.Variable) -> Any:
 
 @autograph.artifact
 def _on_all_replicas(flag: Any) -> Any:
-    """Whether a flag is true on all replicas; the flag itself outside the replicas of this library's strategies."""
+    """Whether a flag is true on all replicas; called in replica context."""
     context = tf.distribute.get_replica_context()
-    if context is None or not _is_ours(context.strategy) or context.num_replicas_in_sync == 1:
+    if context.num_replicas_in_sync == 1:
         return flag
     return tf.equal(context.all_reduce("SUM", tf.cast(tf.logical_not(flag), tf.int32)), 0)
-
-
-def _is_ours(strategy: tf.distribute.Strategy) -> bool:
-    return backend_of(strategy) is not None

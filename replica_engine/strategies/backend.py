@@ -19,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import tensorflow as tf
 
 from replica_engine.diagnostics.flight_record import SyncPointRecord
+from replica_engine.strategies import accumulation
 from replica_engine.threads.call import ReplicaOptions, call_for_each_replica, sync_points
 
 
@@ -73,6 +74,11 @@ class ReplicaThreads:
         """The hook of `tf.distribute`: runs `fn` once per replica, in replica context."""
         return call_for_each_replica(self._container_strategy(), fn, args, kwargs)  # type: ignore[attr-defined]
 
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        """The hook that makes variables. A Keras optimizer makes its first one before it builds accumulators."""
+        accumulation.extend_keras(has_backend)
+        return super()._create_variable(next_creator, **kwargs)  # type: ignore[misc]
+
     def sync_points(self) -> list[SyncPointRecord]:
         """Same as `replica_engine.sync_points`."""
         return sync_points(self._container_strategy())  # type: ignore[attr-defined]
@@ -85,6 +91,11 @@ def backend_of(strategy: tf.distribute.Strategy) -> Backend | None:
     """The backend of a strategy; None for a strategy that does not run on a backend of this library."""
     extended = strategy.extended
     return extended if isinstance(extended, Backend) else None
+
+
+def has_backend(strategy: tf.distribute.Strategy) -> bool:
+    """Whether a strategy runs on a backend of this library."""
+    return backend_of(strategy) is not None
 
 
 def compiles(strategy: tf.distribute.Strategy) -> bool:

@@ -26,9 +26,7 @@ CHECK_FINITE = "check_finite"
 
 def accumulates(optimizer: Any) -> bool:
     """Whether an optimizer accumulates gradients and its state is on the replicas of a strategy."""
-    return bool(optimizer.gradient_accumulation_steps) and isinstance(
-        optimizer._iterations.value, DistributedVariable
-    )
+    return bool(optimizer.gradient_accumulation_steps) and isinstance(optimizer._iterations.value, DistributedVariable)
 
 
 def accumulators(optimizer: Any, variables: Sequence[Any] | None = None) -> list[Any]:

@@ -20,7 +20,7 @@ from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.process import pool
 from replica_engine.process.fork import check_not_forked
 from replica_engine.strategies import accumulation
-from replica_engine.strategies.backend import HostSide
+from replica_engine.strategies.backend import HostSide, has_backend
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.reductions import Reductions
 from replica_engine.strategies.tpu import keras_steps, variables
@@ -150,8 +150,8 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, distribute.MirroredExtende
         return run_steps(self._container_strategy(), self._programs, fn, iterator, settings)
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        """The hook that makes variables; Keras' optimizers make one before they build their accumulators."""
-        accumulation.extend_keras()
+        """The hook that makes variables. A Keras optimizer makes its first one before it builds accumulators."""
+        accumulation.extend_keras(has_backend)
         colocate_with = kwargs.pop("colocate_with", None)
         if colocate_with is not None and not isinstance(colocate_with, (tf.Variable, list, tuple)):
             return next_creator(**kwargs)
