@@ -28,6 +28,7 @@ GROUPS = (
     "eager_run",
     "launch",
     "train_step",
+    "accumulation",
     "start_up",
     "first_step",
     "keras_fit",
