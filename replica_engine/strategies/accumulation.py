@@ -81,9 +81,8 @@ class _Step:
 
 
 def _add(accumulator: tf.Variable, grad: Any) -> Any:
-    if isinstance(grad, tf.IndexedSlices):
-        return accumulator.scatter_add(grad)
-    return accumulator.assign_add(tf.cast(grad, accumulator.dtype))
+    grad = tf.cast(grad, accumulator.dtype)
+    return accumulator.scatter_add(grad) if isinstance(grad, tf.IndexedSlices) else accumulator.assign_add(grad)
 
 
 def _take(accumulator: tf.Variable, steps: int) -> tf.Tensor:

@@ -163,6 +163,7 @@ def _collectives(text):
 
 
 @pytest.mark.replicas(2)
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_rows_of_tables_and_variables_without_a_gradient(strategy, per_replica):
     def make():
         return (
@@ -188,6 +189,26 @@ def test_rows_of_tables_and_variables_without_a_gradient(strategy, per_replica):
         assert_equal_replicas(strategy, weights[0], expected[0].numpy())
     assert weights[0].numpy().any()
     assert weights[1].numpy() == 1
+
+
+@pytest.mark.replicas(2)
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_a_variable_without_a_gradient_in_the_last_step(strategy):
+    """Keras updates the others, and forgets the gradients that this variable had before."""
+
+    def make():
+        return keras.optimizers.SGD(1.0, gradient_accumulation_steps=2), [tf.Variable(1.0), tf.Variable(2.0)]
+
+    with strategy.scope():
+        optimizer, weights = make()
+    alone, expected = make()
+    for grads in ([1.0, 1.0], [1.0, None], [1.0, 1.0], [2.0, 3.0]):
+        tensors = [None if each is None else tf.constant(each) for each in grads]
+        strategy.run(lambda: optimizer.apply(tensors, weights))  # noqa: B023
+        alone.apply([None if each is None else 2 * each for each in tensors], expected)
+        for weight, one in zip(weights, expected, strict=True):
+            assert_equal_replicas(strategy, weight, one.numpy())
+    assert expected[1].numpy() == 2.0 - 2 * 2
 
 
 RANDOM = np.random.default_rng(0)

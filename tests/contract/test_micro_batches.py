@@ -22,8 +22,9 @@ def gradients_of(model, x, y):
     return tape.gradient(loss, model.trainable_variables), {"loss": loss, "none": None}
 
 
-def test_the_gradient_of_the_parts_is_that_of_the_batch(strategy, run, per_replica):
-    """Thirteen rows on each replica in 4 parts: of 4, 4, 4 and 1 rows. One all-reduce for all."""
+@pytest.mark.parametrize(("steps", "parts"), [(1, {13}), (3, {5, 3}), (4, {4, 1})])
+def test_the_gradient_of_the_parts_is_that_of_the_batch(strategy, run, per_replica, steps, parts):
+    """Thirteen rows on each replica, for example in 4 parts of 4, 4, 4 and 1 rows. One all-reduce for all."""
     n = strategy.num_replicas_in_sync
     sizes = []
     with strategy.scope():
@@ -35,7 +36,7 @@ def test_the_gradient_of_the_parts_is_that_of_the_batch(strategy, run, per_repli
         return gradients_of(model, x, y)
 
     def step(x, y):
-        grads, logs = replica_engine.accumulate(part, (x, y), steps=4)
+        grads, logs = replica_engine.accumulate(part, (x, y), steps=steps)
         assert logs["none"] is None
         grads, loss = tf.distribute.get_replica_context().all_reduce("MEAN", (grads, logs["loss"]))
         for weight, grad in zip(model.trainable_variables, grads, strict=True):
@@ -53,7 +54,7 @@ def test_the_gradient_of_the_parts_is_that_of_the_batch(strategy, run, per_repli
         first, *others = [each.numpy() for each in strategy.experimental_local_results(weight.value)]
         np.testing.assert_allclose(first, other.numpy() - 0.1 * grad.numpy(), rtol=1e-5, atol=1e-6)
         assert all(one.tobytes() == first.tobytes() for one in others)
-    assert set(sizes) == {4, 1}
+    assert set(sizes) == parts
     assert seen.result().numpy() == 13 * n
 
 
