@@ -16,7 +16,7 @@ from replica_engine._tf.graphs import autograph
 from replica_engine.errors import ReplicaValueError
 from replica_engine.errors.base import positive_int
 from replica_engine.values import samples
-from replica_engine.values.tensors import as_tensor
+from replica_engine.values.structure import as_tensor
 
 REDUCTIONS = ("mean", "sum")
 
@@ -45,7 +45,7 @@ def accumulate(fn: Callable[..., Any], batch: Sequence[Any], steps: int, reducti
         (`tf.IndexedSlices`) become dense.
 
     Raises:
-        ReplicaValueError: `steps` or `reduction` is invalid, or the function returns a value that cannot be averaged.
+        ReplicaValueError: an argument is invalid, or the function returns a value that cannot be averaged.
         BatchError: arrays have different lengths, or the batch has no array.
 
     Example:
@@ -66,6 +66,10 @@ def accumulate(fn: Callable[..., Any], batch: Sequence[Any], steps: int, reducti
         >>> round(float(weight.numpy()), 4)  # 0.1 * 6 * mean(x ** 2)
         4.5
     """
+    if not callable(fn):
+        raise ReplicaValueError.no_function(fn)
+    if not isinstance(batch, (list, tuple)):
+        raise ReplicaValueError.no_positional(batch)
     number = positive_int(steps)
     if number is None:
         raise ReplicaValueError.bad_steps(steps)
@@ -81,7 +85,7 @@ class _Parts:
         self._fn = fn if tf.executing_eagerly() else autograph.convert(fn)
         self._batch = batch
         self._is_mean = is_mean
-        self._rows: Any = samples.count(batch) if tf.executing_eagerly() else samples.count_in_graph(batch)
+        self._rows = _count(batch)
         at_least_one = max if isinstance(self._rows, int) else tf.maximum
         self._size = at_least_one(-(-self._rows // steps), 1)
         self._structure: Any = None
@@ -150,6 +154,13 @@ class _Parts:
             return tensor * tf.cast(size / max(self._rows, 1), tensor.dtype)
         weight = tf.cast(size, tf.float64) / tf.cast(tf.maximum(self._rows, 1), tf.float64)
         return tensor * tf.cast(weight, tensor.dtype)
+
+
+def _count(batch: tuple) -> Any:
+    """The number of rows of a batch: an int if it is known while a graph is built, otherwise a tensor."""
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if samples.has_rows(leaf)]
+    is_known = all(isinstance(leaf, tf.Tensor) and leaf.shape[0] is not None for leaf in leaves)
+    return samples.count(batch) if is_known or tf.executing_eagerly() else samples.count_in_graph(batch)
 
 
 def _sums(totals: list[Any], more: list[Any]) -> list[Any]:

@@ -141,7 +141,12 @@ def test_misuse_is_an_error():
         replica_engine.accumulate(tf.reduce_mean, (tf.ones([4]),), 2, reduction="max")
     with pytest.raises(ReplicaValueError, match="only floating numbers are averaged"):
         replica_engine.accumulate(tf.size, (tf.ones([4]),), 2)
-    with pytest.raises(BatchError, match="same number of samples"):
-        replica_engine.accumulate(lambda x, y: x, (tf.ones([4]), tf.ones([3])), 2)
-    with pytest.raises(BatchError, match="no array with samples"):
-        replica_engine.accumulate(tf.reduce_mean, (1.0,), 2)
+    with pytest.raises(ReplicaValueError, match="must be a list or tuple"):
+        replica_engine.accumulate(tf.reduce_mean, tf.ones([4]), 2)
+    with pytest.raises(ReplicaValueError, match="takes a function"):
+        replica_engine.accumulate(None, (tf.ones([4]),), 2)
+    for form in (lambda call: call, tf.function):
+        with pytest.raises(BatchError, match="same number of samples"):
+            form(lambda: replica_engine.accumulate(lambda x, y: x, (tf.ones([4]), tf.ones([3])), 2))()
+        with pytest.raises(BatchError, match="no array with samples"):
+            form(lambda: replica_engine.accumulate(tf.reduce_mean, (1.0,), 2))()
