@@ -67,7 +67,7 @@ def test_variables_without_a_gradient_and_rows_of_tables(strategy, per_replica):
 @pytest.mark.graphs
 @pytest.mark.replicas(2)
 def test_keras_fit_accumulates_gradients_with_it(strategy):
-    """With the optimizer itself, a MirroredStrategy cannot: its threads would have to meet in a branch."""
+    """Its gradients are reduced once in two steps, as those of the optimizer itself (test_accumulation.py)."""
     x = np.random.default_rng(0).normal(size=(16, 3)).astype("float32")
 
     def trained(scope, wrap):
