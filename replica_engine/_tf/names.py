@@ -48,6 +48,7 @@ PRIVATE = (
     Private(_graph, "_add_function_recursive", "copying ops that call functions"),
     Private(_graph, "_create_op_internal", "copying ops"),
     Private(_graph, "_get_function", "the functions of branches and loops"),
+    Private(_op, "_set_attr", "writes to arrays that do not grow"),
     Private(script_ops._py_funcs, "get", "looking up a tf.py_function"),
     Private(
         script_ops.EagerFunc(lambda: None, [], False), "_is_grad_func", "whether a tf.py_function computes a gradient"

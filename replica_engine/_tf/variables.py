@@ -25,6 +25,9 @@ from tensorflow.python.framework.ops import get_default_graph as _get_default_gr
 # ControlFlowFuncGraph: the graph of a branch or loop body; it shares the captures of the function around it.
 from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph as _ControlFlowFuncGraph
 
+# WhileBodyFuncGraph: the graph of the body of a loop.
+from tensorflow.python.ops.control_flow_v2_func_graphs import WhileBodyFuncGraph as _WhileBodyFuncGraph
+
 # WhileCondFuncGraph: the graph of a loop condition, which must not write variables.
 from tensorflow.python.ops.control_flow_v2_func_graphs import WhileCondFuncGraph as _WhileCondFuncGraph
 
@@ -109,6 +112,11 @@ def is_in_loop_condition(inner: Any) -> bool:
             return True
         inner = inner.outer_graph
     return False
+
+
+def is_loop_body(inner: Any) -> bool:
+    """Whether a graph is the body of a loop. Its placeholders are the values that the loop changes, and captures."""
+    return isinstance(inner, _WhileBodyFuncGraph)
 
 
 def outermost_graph(inner: Any) -> Any:

@@ -81,6 +81,7 @@ from replica_engine.errors.programs import (
     StuckProgramError,
     VariableCreationError,
     many_traces,
+    may_wait_forever,
     note_kept_steps,
 )
 from replica_engine.errors.threads import (
@@ -155,6 +156,7 @@ __all__ = [
     "is_alike",
     "many_batch_sizes",
     "many_traces",
+    "may_wait_forever",
     "moved_to_host",
     "note_abandoned",
     "note_failed_alike",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from replica_engine.errors.base import ReplicaEngineError, add_note, at, shown
 
@@ -44,6 +44,24 @@ class CollectiveError(ReplicaEngineError, ValueError):
         return cls(f"{name} needs all replicas, but not all of them take this branch.")
 
     @classmethod
+    def not_by_all(
+        cls, name: str, where: str, condition: str, is_loop: bool, times: Mapping[int, int]
+    ) -> CollectiveError:
+        """A branch or loop around it depends on the replica id; `times` says how often each replica reaches it."""
+        by_times: dict[int, list[int]] = {}
+        for replica, count in times.items():
+            by_times.setdefault(count, []).append(replica)
+        rows = " and ".join(
+            f"{_TIMES.get(count, f'{count} times')} by {_replicas(replicas)}"
+            for count, replicas in sorted(by_times.items(), reverse=True)[:4]
+        )
+        kind, instead = ("loop", _SAME_LOOP) if is_loop else ("branch", _SAME_BRANCH)
+        return cls(
+            f"{name}{at(where)} is in a {kind} whose condition{at(condition)} depends on the replica id: it is reached "
+            f"{rows}. Replicas that reach it would wait forever for the others. {instead}"
+        )
+
+    @classmethod
     def bad_groups(cls, groups: object, size: int) -> CollectiveError:
         """`groups` is not a partition of the replicas."""
         return cls(
@@ -81,6 +99,16 @@ class CollectiveError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
+    def growing_in_loop(cls, name: str, where: str, shape: str) -> CollectiveError:
+        """The shape of the tensor changes from one iteration to the next."""
+        return cls(
+            f"{name}{at(where)} needs a shape that is known while the body is traced for all replicas, but this value "
+            f"has the shape {shape}, since shape_invariants of a loop leave it open. Collect the values of the "
+            "iterations in a tf.TensorArray(dtype, size=n), and gather them after the loop; or loop over a Python "
+            "range, for i in range(n): such a loop is unrolled, and each iteration knows its shapes."
+        )
+
+    @classmethod
     def unknown_shape(cls, name: str, where: str, shape: str, arguments: Sequence[str]) -> CollectiveError:
         """The shape of the tensor is not static; `arguments` names the arguments that the shape comes from."""
         source = f"comes from {' and '.join(arguments)}" if arguments else "depends on data"
@@ -89,6 +117,40 @@ class CollectiveError(ReplicaEngineError, ValueError):
             f"is {shape}, which {source}. Give the batch a fixed size, dataset.batch(n, drop_remainder=True), or set "
             "the shape: tf.ensure_shape(x, ...)."
         )
+
+
+_TIMES = {0: "never", 1: "once", 2: "twice"}
+_SAME_BRANCH = "Move it out of the branch, and choose its result there: tf.where(replica_id == 0, total, x)."
+_SAME_LOOP = "Let all replicas run as many iterations, and ignore the results of some: tf.where(step < n, total, x)."
+
+
+def _replicas(numbers: Sequence[int]) -> str:
+    """Replicas in words: "replica 0", "replicas 1, 2 and 5 more"."""
+    if len(numbers) == 1:
+        return f"replica {numbers[0]}"
+    rest = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
+    return f"replicas {', '.join(map(str, numbers[:8]))}{rest}"
+
+
+def may_wait_forever(fn: str, rows: Sequence[tuple[str, str, bool, str, bool]]) -> str:
+    """The warning that not all replicas may reach a collective.
+
+    Args:
+        fn: the function.
+        rows: for each collective its name and line, whether the condition is that of a loop, the line of the condition,
+            and whether the condition depends on the replica id.
+    """
+    lines = []
+    for name, where, is_loop, condition, by_replica_id in rows:
+        kind = "loop" if is_loop else "branch"
+        on = "the replica id" if by_replica_id else "values that each replica has of its own"
+        lines.append(f"  {name}{at(where)}: in a {kind} whose condition{at(condition)} depends on {on}")
+    table = "\n".join(lines)
+    return (
+        f"The replicas of `{fn}` may wait for each other forever. Perhaps not all of them reach these cross-replica "
+        f"operations, or not equally often:\n{table}\n"
+        'Let all replicas decide alike: reduce what the condition depends on first, as in all_reduce("MAX", value).'
+    )
 
 
 class CaptureError(ReplicaEngineError, ValueError):
@@ -245,6 +307,29 @@ class LoweringError(ReplicaEngineError, ValueError):
             f"In `{fn}`, a loop keeps a value of each iteration, for its gradient or in a TensorArray{at(where)}, so "
             "XLA must know the number of iterations: pass maximum_iterations to tf.while_loop, or loop over "
             "tf.range(n) for a constant n."
+        )
+
+    @classmethod
+    def size_of_growing_array(cls, where: str) -> LoweringError:
+        """The body appends to an array: it writes at the index `array.size()`."""
+        return cls(
+            f"A tf.TensorArray with dynamic_size=True is written at the index array.size(){at(where)}. An array of a "
+            "compiled program has its final size from the beginning. Count the elements in a variable of the loop: "
+            "array = array.write(count, x); count += 1."
+        )
+
+    @classmethod
+    def growing_loop(cls, fn: str, where: str, before: str, after: str, gathers: Sequence[str]) -> LoweringError:
+        """A value of a loop changes its shape; `gathers` has the operations in the loop whose results are larger."""
+        cause = (
+            f" The loop contains {' and '.join(gathers)}, whose result is larger than its operand." if gathers else ""
+        )
+        gather = ", and gather them after the loop" if gathers else ""
+        return cls(
+            f"In `{fn}`, a value of a loop{at(where)} has the shape {before} before an iteration and {after} after it, "
+            f"and XLA compiles a loop for one shape. shape_invariants do not change that.{cause} Collect the values of "
+            f"the iterations in a tf.TensorArray(dtype, size=n){gather}; or loop over a Python range, for i in "
+            "range(n): such a loop is unrolled, and shapes may differ."
         )
 
     @classmethod

@@ -90,20 +90,25 @@ class ReplicaTimeoutError(ReplicaEngineError, TimeoutError):
 
     @classmethod
     def after(
-        cls, timeout: float, rows: Sequence[ReplicaRow], coordinator: CoordinatorRow | None = None
+        cls,
+        timeout: float,
+        rows: Sequence[ReplicaRow],
+        coordinator: CoordinatorRow | None = None,
+        meetings: Sequence[str] = (),
     ) -> ReplicaTimeoutError:
-        """The time ran out; the table shows where each replica and the coordinator are."""
+        """The time ran out; the table shows where each replica and the coordinator are.
+
+        `meetings` has the cross-replica operations of a compiled program, with their lines.
+        """
         stand = table(rows, coordinator, stacks=True)
         compiled = {row.points for row in rows} == {"host call"}
+        advice = "Pass a longer timeout= if the step needs it."
         kept = (
-            f"variables keep the values from before the run. {_TOGETHER}"
+            f"variables keep the values from before the run. {_together(meetings, advice)}"
             if compiled
-            else "updates that were merged before stay in the variables."
+            else f"updates that were merged before stay in the variables. {advice}"
         )
-        error = cls(
-            f"{_what(rows, coordinator)} in {timeout:g} s (timeout=):\n{stand}\n"
-            f"The run was given up; {kept} Pass a longer timeout= if the step needs it."
-        )
+        error = cls(f"{_what(rows, coordinator)} in {timeout:g} s (timeout=):\n{stand}\nThe run was given up; {kept}")
         error.rows, error.coordinator, error.table = tuple(rows), coordinator, stand
         return error
 
@@ -116,20 +121,41 @@ def slow_replicas(seconds: float, rows: Sequence[ReplicaRow], coordinator: Coord
     )
 
 
-def slow_program(name: str, seconds: float, rows: Sequence[ReplicaRow], coordinator: CoordinatorRow) -> str:
-    """The warning that a compiled program has been running, or waiting for its devices, for a long time."""
+def slow_program(
+    name: str,
+    seconds: float,
+    rows: Sequence[ReplicaRow],
+    coordinator: CoordinatorRow,
+    meetings: Sequence[str] = (),
+) -> str:
+    """The warning that a compiled program has been running, or waiting for its devices, for a long time.
+
+    `meetings` has its cross-replica operations, with their lines.
+    """
     doing = "waiting for its turn" if coordinator.state == FOR_ITS_TURN else "running"
     return (
         f"The compiled program of `{name}` has been {doing} on {len(rows)} replicas for {seconds:.3g} s:\n"
         f"{table(rows, coordinator, stacks=True)}\n"
-        f"{_TOGETHER} Ctrl-C ends the wait."
+        f"{_together(meetings, 'Ctrl-C ends the wait.')}"
     )
 
 
+_MOST_MEETINGS = 10
 _TOGETHER = (
     "Its replicas may wait for each other: every replica must reach the same cross-replica operations, so a branch on "
     "the replica id must not contain one."
 )
+
+
+def _together(meetings: Sequence[str], advice: str) -> str:
+    """Why replicas may wait for each other, the operations where they may, and what to do."""
+    if not meetings:
+        return f"{_TOGETHER} {advice}"
+    rows = [f"  {each}" for each in meetings[:_MOST_MEETINGS]]
+    if len(meetings) > _MOST_MEETINGS:
+        rows.append(f"  and {len(meetings) - _MOST_MEETINGS} more")
+    lines = "\n".join(rows)
+    return f"{_TOGETHER} The cross-replica operations of the program:\n{lines}\n{advice}"
 
 
 def slow_trace(name: str, seconds: float, coordinator: CoordinatorRow) -> str:

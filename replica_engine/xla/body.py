@@ -20,6 +20,7 @@ from replica_engine.diagnostics.flight_record import Collective, LaunchRecord
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import CollectiveError, NotInBodyError
 from replica_engine.xla import growing_arrays
+from replica_engine.xla.growing_arrays import Final, Seen
 
 _thread = threading.local()
 _OF_ONE_REPLICA = ("replica_id", "num_replicas")
@@ -103,6 +104,7 @@ class Body:
         launches: records of the most recent launches.
         launched: the number of launches so far.
         random: the source that its random ops draw from.
+        told: what has been warned of.
     """
 
     KEPT = 100
@@ -123,6 +125,7 @@ class Body:
         self.launches: deque[LaunchRecord] = deque(maxlen=self.KEPT)
         self.launched = 0
         self.random = random
+        self.told: set[Any] = set()
         self._soft_placement = soft_placement
 
     @property
@@ -136,12 +139,17 @@ class Body:
         self.launched += 1
 
     @contextlib.contextmanager
-    def entered(self, host_calls: Any, collectives: list[Collective]) -> Iterator[None]:
-        """Inside, new ops belong to the body, and its host calls and collectives are added to the two arguments."""
+    def entered(
+        self, host_calls: Any, collectives: list[Collective], arrays: Seen, final: Final | None
+    ) -> Iterator[None]:
+        """Inside, new ops belong to the body. Its host calls, collectives and arrays are added to the arguments.
+
+        `final` is what a trace before found out about the arrays.
+        """
         before = in_body(), getattr(_thread, "calls", None), getattr(_thread, "collectives", None)
         _thread.body, _thread.calls, _thread.collectives = self, host_calls, collectives
         try:
-            with xla_ops.xla_context(), self.random.replacing(), growing_arrays.checked(self.moves_ops):
+            with xla_ops.xla_context(), self.random.replacing(), growing_arrays.fixed(arrays, final, self.moves_ops):
                 yield
         finally:
             _thread.body, _thread.calls, _thread.collectives = before

@@ -332,6 +332,8 @@ def _axis(name: str, x: tf.Tensor, axis: int) -> int:
 
 def _check_static(name: str, x: tf.Tensor) -> None:
     if not x.shape.is_fully_defined():
+        if argument_names.comes_from_loop(x):
+            raise CollectiveError.growing_in_loop(name, here(), str(x.shape))
         raise CollectiveError.unknown_shape(name, here(), str(x.shape), _sources(x))
 
 

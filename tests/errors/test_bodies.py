@@ -247,8 +247,8 @@ def test_gradients_of_a_python_function_that_is_called_twice():
     strategy.run(step, args=(tf.constant(1.0),))
 
 
-@shows(LoweringError.other)
-def test_whatever_else_xla_refuses():
+@shows(LoweringError.growing_loop)
+def test_a_loop_that_lets_a_value_grow():
     strategy = TPUStrategy(num_cores=2)
 
     def step(x):
@@ -256,6 +256,30 @@ def test_whatever_else_xla_refuses():
             tf.autograph.experimental.set_loop_options(shape_invariants=[(x, tf.TensorShape([None]))])
             x = tf.concat([x, x], axis=0)
         return x
+
+    strategy.run(step, args=(tf.constant([1.0, 2.0]),))
+
+
+@shows(LoweringError.growing_loop, "by_a_gather")
+def test_a_loop_that_gathers():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x):
+        for _ in tf.range(3):
+            tf.autograph.experimental.set_loop_options(shape_invariants=[(x, tf.TensorShape([None]))])
+            x = tf.distribute.get_replica_context().all_gather(x, axis=0)
+        return x
+
+    strategy.run(step, args=(tf.constant([1.0, 2.0]),))
+
+
+@shows(LoweringError.other)
+def test_whatever_else_xla_refuses():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x):
+        array = tf.TensorArray(tf.float32, size=0)
+        return x + array.read(0)
 
     strategy.run(step, args=(tf.constant([1.0, 2.0]),))
 
@@ -350,6 +374,24 @@ def test_an_array_that_grows_without_soft_placement():
 
     def step(x):
         array = tf.TensorArray(tf.float32, size=0, dynamic_size=True)
-        return array.write(0, x).stack()
+        index = 0
+        while tf.reduce_sum(x) < 100.0:
+            array = array.write(index, x)
+            index += 1
+            x *= 2.0
+        return array.stack()
 
     strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(LoweringError.size_of_growing_array)
+def test_an_array_that_is_appended_to():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x):
+        array = tf.TensorArray(tf.float32, size=0, dynamic_size=True)
+        for value in x:
+            array = array.write(array.size(), 2.0 * value)
+        return array.stack()
+
+    strategy.run(step, args=(tf.constant([1.0, 2.0]),))

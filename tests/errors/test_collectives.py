@@ -6,7 +6,7 @@ import tensorflow as tf
 from helpers.golden import shows
 
 from replica_engine import TPUStrategy, xla
-from replica_engine.errors import CollectiveError
+from replica_engine.errors import CollectiveError, may_wait_forever
 from replica_engine.keras import replicate_model
 
 
@@ -100,3 +100,54 @@ def test_a_gathering_of_what_a_mask_leaves():
         return xla.all_gather(tf.boolean_mask(x, x > 1.0))
 
     xla.replicate(step, inputs=[[tf.zeros([4])], [tf.zeros([4])]])
+
+
+@shows(CollectiveError.not_by_all)
+def test_an_operation_in_a_branch_on_the_replica_id():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x):
+        context = tf.distribute.get_replica_context()
+        if context.replica_id_in_sync_group == 0:
+            x = context.all_reduce("SUM", x)
+        return x
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(CollectiveError.not_by_all, "in_a_loop")
+def test_an_operation_in_a_loop_up_to_the_replica_id():
+    strategy = TPUStrategy(num_cores=4)
+
+    def step(x):
+        for _ in tf.range(xla.replica_id() // 2):
+            x = xla.cross_replica_sum(x)
+        return x
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(may_wait_forever)
+def test_an_operation_in_a_branch_on_a_loss():
+    strategy = TPUStrategy(num_cores=2)
+    losses = strategy.experimental_distribute_values_from_function(lambda context: tf.constant(1.0))
+
+    def step(loss):
+        if loss < 10.0:
+            loss = tf.distribute.get_replica_context().all_reduce("MEAN", loss)
+        return loss
+
+    strategy.run(step, args=(losses,))
+
+
+@shows(CollectiveError.growing_in_loop)
+def test_a_gathering_in_a_loop_whose_shapes_are_left_open():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x):
+        for _ in tf.range(3):
+            tf.autograph.experimental.set_loop_options(shape_invariants=[(x, tf.TensorShape(None))])
+            x = tf.distribute.get_replica_context().all_gather(x, axis=0)
+        return x
+
+    strategy.run(step, args=(tf.constant([1.0, 2.0]),))

@@ -93,7 +93,12 @@ def compiles(op: tf.Operation) -> bool:
 
 def has_host_kernel(op: tf.Operation) -> bool:
     """Whether TensorFlow can run an op on the host."""
-    return any(kernel.device_type == "CPU" for kernel in _kernels.get_registered_kernels_for_op(op.type).kernel)
+    return _has_host_kernel(op.type)
+
+
+@functools.cache
+def _has_host_kernel(kind: str) -> bool:
+    return any(kernel.device_type == "CPU" for kernel in _kernels.get_registered_kernels_for_op(kind).kernel)
 
 
 def _attribute_dtypes(op: tf.Operation, name: str) -> frozenset[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -11,20 +11,28 @@ import tensorflow as tf
 # add_op_callback, remove_op_callback: a function that TensorFlow calls for each op that it makes on this thread.
 from tensorflow.python.framework import op_callbacks as _op_callbacks
 
+See = Callable[[tf.Operation], "list[tf.Tensor] | None"]
+"""Gets an op that was added to a graph. It may return tensors to use instead of the op's outputs."""
+
 
 @contextlib.contextmanager
-def seen(kind: str, see: Callable[[tf.Operation], None]) -> Iterator[None]:
-    """Calls `see` with each op of a type that is added to a graph inside, right after it is added."""
+def seen(see: Mapping[str, See]) -> Iterator[None]:
+    """Calls `see[kind]` with each op of that type that is added to a graph inside, right after it is added."""
 
     def callback(
         op_type: str, inputs: Any, attrs: Any, outputs: Any, op_name: str | None = None, graph: Any = None
     ) -> Any:
-        if op_type == kind and graph is not None:
-            see(graph.get_operation_by_name(op_name))
-        return outputs  # maybe those that another callback has replaced
+        if op_type not in see or graph is None:
+            return outputs  # maybe those that another callback has replaced
+        return see[op_type](graph.get_operation_by_name(op_name)) or outputs
 
     _op_callbacks.add_op_callback(callback)
     try:
         yield
     finally:
         _op_callbacks.remove_op_callback(callback)
+
+
+def set_flag(op: tf.Operation, name: str, value: bool) -> None:
+    """Changes an attribute of an op that is a truth value."""
+    op._set_attr(name, tf.compat.v1.AttrValue(b=value))

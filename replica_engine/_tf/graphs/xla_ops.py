@@ -90,6 +90,11 @@ def marker_name(op: tf.Operation) -> str:
     return op.get_attr("call_target_name").decode() if op.type == "XlaCustomCallV2" else ""
 
 
+def marker_parameters(op: tf.Operation) -> str:
+    """The parameters that a marker op was made with."""
+    return op.get_attr("backend_config").decode()
+
+
 def host_marker(
     name: str, operands: Sequence[tf.Tensor], parameters: str, dtypes: Sequence[tf.DType], shapes: Sequence[Any]
 ) -> list[tf.Tensor]:

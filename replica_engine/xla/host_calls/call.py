@@ -203,9 +203,11 @@ class HostCall:
         index: its number among the calls of the body.
         is_users: whether it runs a function of the user.
         of_zeros: whether the specs of its results come from a call with zeros.
+        first_own: the number of the first result that is a replica's share of a batch; None if it has no such result.
     """
 
     is_users = True
+    first_own: int | None = None
     of_zeros = False
 
     def __init__(self, calls: HostCalls, name: str, where: str, results: Sequence[tf.TensorSpec]):

@@ -207,6 +207,7 @@ class _Feed(HostCall):
     """
 
     is_users = False
+    first_own = 2
 
     def __init__(self, calls: HostCalls, specs: Sequence[tf.TensorSpec], most: int):
         self._specs = specs

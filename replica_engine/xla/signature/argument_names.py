@@ -59,6 +59,17 @@ def behind(tensor: tf.Tensor, wanted: Callable[[tf.Tensor], bool]) -> list[str]:
     return sorted(found)
 
 
+def comes_from_loop(tensor: tf.Tensor) -> bool:
+    """Whether a tensor in a loop depends on a value of unknown shape that the loop changes."""
+    return any(
+        each.op.type == "Placeholder"
+        and not each.shape.is_fully_defined()
+        and variables.is_loop_body(each.graph)
+        and subgraphs.captured(each) is None
+        for each in _tensors_behind(tensor)
+    )
+
+
 def ops_behind(tensor: tf.Tensor) -> Iterator[tf.Operation]:
     """The ops of a body that a tensor depends on, including the op that makes it."""
     return (each.op for each in _tensors_behind(tensor) if each.op.type != "Placeholder")

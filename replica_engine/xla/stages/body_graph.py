@@ -16,6 +16,7 @@ from replica_engine.diagnostics.flight_record import Collective
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import CaptureError, HostAccessError, LoweringError, moved_to_host
 from replica_engine.xla import soft_placement
+from replica_engine.xla.analysis.meetings import Apart
 from replica_engine.xla.body import Body
 from replica_engine.xla.host_calls.call import HostCalls
 from replica_engine.xla.signature.arguments import Arguments
@@ -43,6 +44,7 @@ class BodyGraph:
         rebuild: builds the structure that the function returned, from other tensors.
         host_calls: its calls to the host.
         collectives: its cross-replica operations.
+        apart: those of them that perhaps not all replicas reach.
         moves: whether soft placement moves ops of it to the host.
         host_slots: the indices of the arguments that stay on the host; they are not parameters of the program.
         sparse_slots: the indices of components of sparse tensors whose values only host ops need.
@@ -70,6 +72,7 @@ class BodyGraph:
         self.rebuild = outputs.rebuild
         self.host_calls = host_calls
         self.collectives = collectives
+        self.apart: list[Apart] = []
         self._kept = kept
         self.writer = arguments.summary_writer
         slots = list(zip(arguments.slots, graph.inputs, strict=False)) if body.moves_ops else []

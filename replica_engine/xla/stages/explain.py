@@ -11,9 +11,12 @@ import tensorflow as tf
 from replica_engine._tf.graphs import host_ops
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import LoweringError
+from replica_engine.errors.base import at
 from replica_engine.xla.soft_placement import MovedBody
 from replica_engine.xla.stages.body_graph import BodyGraph
 
+_LOOP_SHAPES = re.compile(r"shapes of loop body do not match: \((.*?)\) vs\. \((.*?)\)$", re.MULTILINE)
+_SHAPE = re.compile(r"\w+\[([\d,<=]*)\]")
 _NODE = re.compile(r"to node `([^`]+)`|\{\{node ([^}]+)\}\}")
 
 
@@ -25,7 +28,13 @@ def original(moved: MovedBody, message: str) -> tf.Operation | None:
 def explain(traced: BodyGraph, error: Exception, moved: MovedBody | None) -> LoweringError:
     """The error that the user gets for an error of XLA's compiler."""
     text = str(error)
-    explained = _explain(traced.name, text, _line(traced, text, moved))
+    where = _line(traced, text, moved)
+    if found := _LOOP_SHAPES.search(text):
+        explained = LoweringError.growing_loop(
+            traced.name, where, *_change(*found.groups()), _gathers(traced, text, moved)
+        )
+    else:
+        explained = _explain(traced.name, text, where)
     explained.op_name = _node(text)
     return explained
 
@@ -41,6 +50,24 @@ def _explain(name: str, text: str, where: str) -> LoweringError:
     message = text.removeprefix("Failed getting HLO text: ").strip("'").split("\n\n")[0].split("Stack trace")[0]
     message = message.split("tf2xla conversion failed")[0]  # the rest is about TensorFlow's internals
     return LoweringError.other(name, message.strip(), where)
+
+
+def _change(before: str, after: str) -> tuple[str, str]:
+    """The shapes of the first value of a loop that changes its shape, in the words of TensorFlow."""
+    for one, other in zip(_SHAPE.findall(before), _SHAPE.findall(after), strict=False):
+        if one != other:
+            return f"[{one.replace(',', ', ')}]", f"[{other.replace(',', ', ')}]"
+    return before, after
+
+
+def _gathers(traced: BodyGraph, message: str, moved: MovedBody | None) -> list[str]:
+    """The gathers in the loop that a message is about, with their lines."""
+    loop = original(moved, message) if moved else next(_named(traced.graph, _node(message)), None)
+    inside = (
+        {user_line(op) for graph in host_ops.functions_of(loop) for op in _ops(graph)} if loop is not None else set()
+    )
+    found = (each for each in traced.collectives if each.kind == "all_gather" and each.where in inside)
+    return list(dict.fromkeys(f"{each.kind}{at(each.where)}" for each in found))
 
 
 def _node(message: str) -> str:
@@ -68,11 +95,15 @@ def _line(traced: BodyGraph, message: str, moved: MovedBody | None) -> str:
 
 def _named(graph: Any, name: str) -> Iterator[tf.Operation]:
     """The ops of this name in a graph, and in the functions that it runs."""
+    return (op for op in _ops(graph) if op.name == name)
+
+
+def _ops(graph: Any) -> Iterator[tf.Operation]:
+    """The ops of a graph, and of the functions that it runs."""
     pending, seen = [graph], {id(graph)}
     while pending:
         for op in pending.pop().get_operations():
-            if op.name == name:
-                yield op
+            yield op
             for inner in host_ops.functions_of(op):
                 if id(inner) not in seen:
                     seen.add(id(inner))

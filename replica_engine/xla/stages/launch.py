@@ -256,7 +256,7 @@ class Launch:
         self._devices.in_flight.beat()
 
     def _describe(self, waited: float) -> str:
-        return slow_program(self._program.name, waited, *self._stand())
+        return slow_program(self._program.name, waited, *self._stand(), self._meetings())
 
     def _expire(self, waited: float) -> None:
         try:
@@ -266,7 +266,12 @@ class Launch:
                 self._woken.set()
 
     def _timed_out(self) -> ReplicaTimeoutError:
-        return ReplicaTimeoutError.after(self._body.limits.timeout or 0.0, *(self._standstill or self._stand()))
+        rows, coordinator = self._standstill or self._stand()
+        return ReplicaTimeoutError.after(self._body.limits.timeout or 0.0, rows, coordinator, self._meetings())
+
+    def _meetings(self) -> list[str]:
+        """Where its replicas may wait for each other, as text."""
+        return [] if self._state == FOR_ITS_TURN else self._program.meetings
 
     def _stand(self) -> tuple[list[ReplicaRow], CoordinatorRow]:
         """Where all replicas and the calling thread are now."""

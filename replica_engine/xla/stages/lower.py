@@ -71,6 +71,7 @@ class Lowered:
             body=traced.body,
             host_calls=traced.host_calls,
             collectives=traced.collectives,
+            apart=traced.apart,
             donates=traced.donates,
             key=traced.key,
             slots=slots,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.diagnostics.flight_record import Collective
+from replica_engine.errors.base import at
+from replica_engine.xla.analysis.meetings import Apart
 from replica_engine.xla.body import Body
 from replica_engine.xla.host_calls.call import HostCalls
 
@@ -25,6 +28,7 @@ class Program:
         body: the replicas it is for.
         host_calls: its calls to the host.
         collectives: its cross-replica operations.
+        apart: those of them that perhaps not all replicas reach.
         donates: whether a launch gives the old values of variables to the program, which overwrites them with the new
             ones. False if a host call may fail, or if the caller may stop waiting: then a launch that does not end
             well must leave all variables as they were.
@@ -46,6 +50,7 @@ class Program:
     body: Body
     host_calls: HostCalls
     collectives: list[Collective]
+    apart: list[Apart]
     donates: bool
     key: Any
     slots: Sequence[tf.TensorSpec]
@@ -59,6 +64,16 @@ class Program:
     returned: int
     host_results: Mapping[int, int]
     replicas_results: Callable[[Sequence[Sequence[Any]]], list[Any]]
+
+    @property
+    def meetings(self) -> list[str]:
+        """Its cross-replica operations as text, with their lines, those first that perhaps not all replicas reach."""
+        suspects = dict.fromkeys(f"{each.name}{at(each.where)}" for each in self.apart)
+        times = collections.Counter(f"{each.kind}{at(each.where)}" for each in self.collectives)
+        rows = [f"{suspect} (perhaps not all replicas reach it)" for suspect in suspects]
+        return rows + [
+            each if count == 1 else f"{each}, {count} times" for each, count in times.items() if each not in suspects
+        ]
 
     @property
     def shapes(self) -> tuple[Shape, ...]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf.graphs import autograph, xla_ops
+from replica_engine._tf.graphs import autograph, subgraphs, xla_ops
 from replica_engine.diagnostics.flight_record import Collective
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.diagnostics.tracebacks import as_raised
@@ -23,6 +24,7 @@ from replica_engine.errors import (
     CoordinatorRow,
     LoweringError,
     VariableCreationError,
+    may_wait_forever,
     slow_trace,
 )
 from replica_engine.telemetry import timeline
@@ -30,7 +32,10 @@ from replica_engine.telemetry.stacks import stack_of
 from replica_engine.telemetry.trace_file import Track
 from replica_engine.telemetry.watchdog import Watch
 from replica_engine.xla import soft_placement
+from replica_engine.xla.analysis import array_sizes, meetings
+from replica_engine.xla.analysis.differences import Cause
 from replica_engine.xla.body import Body
+from replica_engine.xla.growing_arrays import Final, Seen
 from replica_engine.xla.host_calls.call import HostCalls
 from replica_engine.xla.signature import argument_names
 from replica_engine.xla.signature.arguments import Arguments, Shapes
@@ -40,6 +45,9 @@ from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.counts import count
 from replica_engine.xla.stages.lower import Lowered, lower
 from replica_engine.xla.state import initial_values
+from replica_engine.xla.state.device_value import differs_by_replica
+
+_logger = logging.getLogger("replica_engine")
 
 Enter = Callable[[], contextlib.AbstractContextManager[Any]]
 """Makes the context manager that a strategy puts around the body while it is traced: its scope, a replica context."""
@@ -105,17 +113,38 @@ def _trace(source: FunctionSpec, arguments: Arguments, shapes: Shapes, body: Bod
     for slot in arguments.slots:
         if xla_ops.is_host_only(slot.dtype) and not (body.moves_ops and slot.dtype == tf.string):
             raise LoweringError.host_only(source.name, slot.name, slot.dtype.name)
-    traced, created = _trace_once(source, arguments, shapes, body, enter)
+    seen = Seen()
+    traced, created = _trace_once(source, arguments, shapes, body, enter, seen)
     if created:
-        traced, again = _trace_once(source, arguments, shapes, body, enter)
+        seen = Seen()
+        traced, again = _trace_once(source, arguments, shapes, body, enter, seen)
         if again:
             named = [(variable.name.removesuffix(":0"), where) for variable, where in again]
             raise VariableCreationError.each_time(traced.name, named)
+    if seen.writes:
+        final = array_sizes.find(traced.graph, seen)
+        unknown = [line for number, line in enumerate(seen.lines) if number not in final.writes]
+        if unknown and not body.moves_ops:
+            raise LoweringError.growing_array(unknown[0])
+        if final.sizes or final.writes:
+            once_more = Seen()
+            second, _ = _trace_once(source, arguments, shapes, body, enter, once_more, final)
+            if once_more.is_like(seen):  # otherwise the function does not do the same each time
+                traced = second
+            elif not body.moves_ops:
+                raise LoweringError.growing_array(seen.lines[0])
+    _check_meetings(traced, arguments)
     return traced
 
 
 def _trace_once(
-    source: FunctionSpec, arguments: Arguments, shapes: Shapes, body: Body, enter: Enter
+    source: FunctionSpec,
+    arguments: Arguments,
+    shapes: Shapes,
+    body: Body,
+    enter: Enter,
+    arrays: Seen,
+    final: Final | None = None,
 ) -> tuple[Traced, list[tuple[Any, str]]]:
     """Traces once. Returns the trace, and the variables that were created in it with the user's lines."""
     count("traces")
@@ -130,7 +159,7 @@ def _trace_once(
         args, kwargs = arguments.rebuild(placeholders)
         names = [slot.name for slot in arguments.slots]
         with (
-            body.entered(host_calls, collectives),
+            body.entered(host_calls, collectives, arrays, final),
             argument_names.named(source.fn, placeholders, names),
             initial_values.of_one_trace(),
             enter(),
@@ -149,8 +178,33 @@ def _trace_once(
         for closure in host_calls.closures:
             closure.settle()
         kept = [source.fn, *(variable for variable, _ in created)]
-        return Traced(source.name, graph, body, arguments, outputs[-1], host_calls, collectives, kept), created
+        traced = Traced(source.name, graph, body, arguments, outputs[-1], host_calls, collectives, kept)
+        return traced, created
     raise failure
+
+
+def _check_meetings(traced: Traced, arguments: Arguments) -> None:
+    """Looks for collectives that only some replicas reach.
+
+    Raises:
+        CollectiveError: not all replicas reach a collective.
+    """
+    graph = traced.graph
+    own = [any(value is not slot.values[0] for value in slot.values) for slot in arguments.slots]
+
+    def cause(index: int) -> Cause:
+        if index < len(own):
+            return Cause.OWN_DATA if own[index] else Cause.NONE
+        outside = subgraphs.captured(graph.inputs[index])
+        return Cause.OWN_DATA if differs_by_replica(outside) else Cause.NONE
+
+    names = {each.where: each.kind for each in traced.collectives}
+    calls = traced.host_calls.calls
+    traced.apart = meetings.check(graph, traced.body.size, cause, lambda index: calls[index].first_own, names)
+    new = [row for row in traced.apart if row not in traced.body.told]
+    if new:
+        traced.body.told.update(new)
+        _logger.warning(may_wait_forever(traced.name, new))
 
 
 @contextlib.contextmanager

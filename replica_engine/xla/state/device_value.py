@@ -308,6 +308,12 @@ def device_value_of(handle: tf.Tensor, devices: DeviceGroup) -> DeviceValue | Bo
     return Borrowed(handle, devices)
 
 
+def differs_by_replica(handle: tf.Tensor) -> bool:
+    """Whether each replica has a value of its own of the variable behind a handle."""
+    device_value: DeviceValue | None = getattr(handle, _MARK, None)
+    return device_value is not None and (len(device_value.handles) > 1 or device_value.spread is not None)
+
+
 @contextlib.contextmanager
 def pinned(handles: Sequence[tf.Tensor]) -> Iterator[None]:
     """Pins the variables behind handles, on any devices; see `DeviceValue.pinned`."""

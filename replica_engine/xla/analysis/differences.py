@@ -1,0 +1,193 @@
+"""Which tensors of a body may differ from replica to replica, and why: a data flow analysis of its graph.
+
+Each tensor gets a set of causes. A tensor without a cause is equal on all replicas. Causes flow from the inputs of an
+op to its outputs, from a condition to the results of its branches, and around loops until nothing changes. A result of
+a collective over all replicas has no cause, whatever went in.
+
+A cause means that a tensor depends on something that differs, not that the tensor differs.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._tf.graphs import host_ops, xla_ops
+from replica_engine.pjrt.markers import HOST_CALL, PREFIX
+from replica_engine.xla.analysis.known_values import is_passed_on
+
+_EQUAL_EVERYWHERE = frozenset(("Shape", "ShapeN", "Size", "Rank", "TensorListLength", "ZerosLike", "OnesLike"))
+_PARTS = ("reduce_scatter", "all_to_all", "collective_permute")  # each replica gets another part, even of equal values
+
+
+class Cause(enum.Flag):
+    """Why a tensor may differ from replica to replica."""
+
+    NONE = 0
+    REPLICA_ID = enum.auto()
+    OWN_DATA = enum.auto()
+    """Values that each replica has of its own: parts of arguments, random numbers, components of variables."""
+    UNKNOWN = enum.auto()
+    """Results of the host, which may be equal or not."""
+
+
+class Collective:
+    """What an op is to other replicas.
+
+    Attributes:
+        name: "all_reduce", "all_gather", ...
+        groups: the groups of replicas that meet there; None for one group of all.
+    """
+
+    def __init__(self, name: str, groups: list[list[int]] | None):
+        self.name = name
+        self.groups = groups if groups and len(groups) > 1 else None
+
+    @staticmethod
+    def of(op: tf.Operation) -> Collective | None:
+        """The collective that an op is; None for any other op."""
+        if op.type == "XlaAllReduce":
+            groups = tf.get_static_value(op.inputs[1])
+            return Collective("all_reduce", None if groups is None else np.asarray(groups).tolist())
+        name = xla_ops.marker_name(op)
+        if not name.startswith(PREFIX) or name == HOST_CALL:
+            return None
+        return Collective(name.removeprefix(PREFIX), json.loads(xla_ops.marker_parameters(op)).get("groups"))
+
+
+class Differences:
+    """The causes of the tensors of a body.
+
+    Args:
+        graph: the body.
+        of_input: the cause of an input of the graph, by its index. For a variable it is the cause of its value.
+        first_own: by the index of a host call, the number of its first result that is data of the replica's own; None
+            if it has no such result.
+
+    Attributes:
+        conditions: the causes of the condition of each branch and loop, by the id of its op.
+    """
+
+    def __init__(self, graph: Any, of_input: Callable[[int], Cause], first_own: Callable[[int], int | None]):
+        self.conditions: dict[int, Cause] = {}
+        self._first_own = first_own
+        self._needed_ops = functools.cache(host_ops.needed_ops)
+        self._variables = {
+            index: of_input(index) for index, each in enumerate(graph.inputs) if each.dtype == tf.resource
+        }
+        inputs = [
+            _Known(Cause.NONE, frozenset([index])) if index in self._variables else _Known(of_input(index))
+            for index in range(len(graph.inputs))
+        ]
+        while True:  # what is assigned late in an iteration or in a branch is read early in the next
+            before = dict(self._variables)
+            self._run(graph, inputs, Cause.NONE)
+            if self._variables == before:
+                return
+
+    def _run(self, graph: Any, inputs: Sequence[_Known], around: Cause) -> list[_Known]:
+        """Goes through a function graph; `around` is the cause of the conditions around it. Returns the results'."""
+        # A function that was differentiated may have got more inputs and outputs since an op called it.
+        known = {id(inside): value for inside, value in zip(graph.inputs, inputs, strict=False)}
+        for op in self._needed_ops(graph):
+            if not op.outputs or id(op.outputs[0]) not in known:
+                given = [known.get(id(each), _Known(Cause.UNKNOWN)) for each in op.inputs]
+                known.update(zip(map(id, op.outputs), self._visit(op, given, around), strict=False))
+        return [known.get(id(output), _Known(Cause.UNKNOWN)) for output in graph.outputs]
+
+    def _visit(self, op: tf.Operation, given: list[_Known], around: Cause) -> Sequence[_Known]:
+        functions = host_ops.functions_of(op)
+        if op.type.endswith("PartitionedCall") and functions:
+            return self._run(functions[0], given, around)
+        if op.type.endswith("While") and functions:
+            return self._loop(op, functions[0], functions[1], given, around)
+        if functions:
+            return self._branches(op, functions, given, around)
+        if op.type == "IdentityN":  # tf.custom_gradient puts results and arguments into one
+            return given
+        if xla_ops.marker_name(op) == HOST_CALL:
+            return self._host_call(op, given)
+        return [_Known(self._cause(op, given, around), _variables_of(given))] * len(op.outputs)
+
+    def _branches(self, op: tf.Operation, functions: list[Any], given: list[_Known], around: Cause) -> Sequence[_Known]:
+        cause = given[0].cause
+        self.conditions[id(op)] = self.conditions.get(id(op), Cause.NONE) | cause
+        columns = [self._run(function, given[1:], around | cause) for function in functions]
+        return [_joined([*values, _Known(cause)]) for values in zip(*columns, strict=False)]
+
+    def _loop(self, op: tf.Operation, condition: Any, body: Any, given: list[_Known], around: Cause) -> list[_Known]:
+        values = given
+        while True:
+            (test,) = self._run(condition, values, around)
+            cause = test.cause
+            after = self._run(body, values, around | cause)
+            joined = [
+                _joined([before, new, _Known(Cause.NONE if is_passed_on(body, index) else cause)])
+                for index, (before, new) in enumerate(zip(values, after, strict=False))
+            ]
+            if joined == values:
+                self.conditions[id(op)] = self.conditions.get(id(op), Cause.NONE) | cause
+                return joined
+            values = joined
+
+    def _cause(self, op: tf.Operation, given: list[_Known], around: Cause) -> Cause:
+        """The cause of the outputs of an op without functions."""
+        if op.type == "XlaReplicaId":
+            return Cause.REPLICA_ID
+        if op.type in _EQUAL_EVERYWHERE:
+            return Cause.NONE
+        cause = _joined(given).cause
+        collective = Collective.of(op)
+        if collective is not None:
+            if collective.name in _PARTS:
+                return cause | Cause.REPLICA_ID
+            return Cause.NONE if collective.groups is None else cause
+        variables = _variables_of(given)
+        for variable in variables:
+            if not op.outputs:  # it writes
+                self._variables[variable] |= cause | around
+            cause |= self._variables[variable]
+        if op.op_def.is_stateful and not variables and op.type != "Placeholder":
+            cause |= Cause.UNKNOWN
+        return cause
+
+    def _host_call(self, op: tf.Operation, given: list[_Known]) -> list[_Known]:
+        """The causes of the results of a host call. Its first operand and result are positions among all calls."""
+        first_own = self._first_own(json.loads(xla_ops.marker_parameters(op))["index"])
+        if first_own is not None:
+            own = [index > first_own for index in range(len(op.outputs))]
+            return [_Known(Cause.OWN_DATA if each else Cause.UNKNOWN) for each in own]
+        return [_Known(_joined(given[1:]).cause | Cause.UNKNOWN)] * len(op.outputs)
+
+
+class _Known:
+    """What is known of a tensor: its cause, and the indices of the variables whose handle it is."""
+
+    __slots__ = ("cause", "variables")
+
+    def __init__(self, cause: Cause, variables: frozenset[int] = frozenset()):
+        self.cause = cause
+        self.variables = variables
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Known) and (self.cause, self.variables) == (other.cause, other.variables)
+
+    def __hash__(self) -> int:
+        return hash((self.cause, self.variables))
+
+
+def _joined(values: Sequence[_Known]) -> _Known:
+    cause = Cause.NONE
+    for value in values:
+        cause |= value.cause
+    return _Known(cause, _variables_of(values))
+
+
+def _variables_of(values: Sequence[_Known]) -> frozenset[int]:
+    return frozenset().union(*(value.variables for value in values))

@@ -1,0 +1,219 @@
+"""Collectives that only some replicas may reach: in a branch or a loop whose condition differs from replica to replica.
+
+The replicas that reach such a collective wait forever for those that do not. So the conditions around each collective
+are looked at while the body is traced. A condition that is equal on all replicas is never reported. One that is known
+to differ is an error. One that may differ is a warning if it depends on the replica id, or on values that each replica
+has of its own. Only results of the host are left out, since nothing is known about them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from replica_engine._tf.graphs import host_ops
+from replica_engine.diagnostics.op_lines import user_line
+from replica_engine.errors import CollectiveError
+from replica_engine.xla.analysis.differences import Cause, Collective, Differences
+from replica_engine.xla.analysis.known_values import Evaluation, Execution, Place, Rule, on_host
+
+
+class Apart(NamedTuple):
+    """A collective that perhaps not all replicas reach.
+
+    Attributes:
+        name: "all_reduce", "all_gather", ...
+        where: its line.
+        is_loop: whether the condition is that of a loop, rather than of a branch.
+        condition: the line of the condition.
+        by_replica_id: whether the condition depends on the replica id, rather than on a replica's own values only.
+    """
+
+    name: str
+    where: str
+    is_loop: bool
+    condition: str
+    by_replica_id: bool
+
+
+def check(
+    graph: Any,
+    size: int,
+    of_input: Callable[[int], Cause],
+    first_own: Callable[[int], int | None],
+    names: dict[str, str],
+) -> list[Apart]:
+    """Looks at the conditions around the collectives of a body.
+
+    Args:
+        graph: the body.
+        size: the number of replicas.
+        of_input: as for `Differences`.
+        first_own: as for `Differences`.
+        names: by the line of the user's program, what the user called there.
+
+    Returns:
+        The collectives that may be reached by some replicas only, one for each condition.
+
+    Raises:
+        CollectiveError: not all replicas reach a collective.
+    """
+    inner = _Collectives()
+    if size == 1 or not any(inner.of(op) for op in inner.in_control_flow(graph)):
+        return []
+    causes = Differences(graph, of_input, first_own).conditions
+    suspects = [op for op in inner.everywhere(graph) if causes.get(id(op)) and inner.of(op)]
+    if not suspects:
+        return []
+    decisions = [_Decisions(inner, suspects, replica).of(graph) for replica in range(size)]
+    found: list[Apart] = []
+    seen: list[tf.Tensor] = []
+    for op in suspects:
+        unknown = False
+        for at in _places(op, decisions):
+            taken = [each.get(at) for each in decisions]
+            unknown = unknown or None in taken
+            _check_known(op, taken, inner, names)
+        condition = op.inputs[0]  # that of a branch also belongs to the gradient of the branch
+        is_seen = not op.type.endswith("While") and any(condition is each for each in seen)
+        if unknown and causes[id(op)] & (Cause.REPLICA_ID | Cause.OWN_DATA) and not is_seen:
+            seen.append(condition)
+            found.append(_apart(op, inner.of(op)[0][1], causes[id(op)], names))
+    return list(dict.fromkeys(found))
+
+
+def _check_known(op: tf.Operation, taken: Sequence[int | None], inner: _Collectives, names: dict[str, str]) -> None:
+    """Raises an error if some replicas of a group reach a collective of a branch or loop, and others do not."""
+    is_loop = op.type.endswith("While")
+    for number, collective_op in inner.of(op):
+        collective = Collective.of(collective_op)
+        assert collective is not None, "collected as one"
+        for group in collective.groups or [list(range(len(taken)))]:
+            decided = [each for each in (taken[replica] for replica in group) if each is not None]
+            counts = decided if is_loop else [int(each == number) for each in decided]
+            if len(counts) == len(group) and len(set(counts)) > 1:
+                where = user_line(collective_op)
+                raise CollectiveError.not_by_all(
+                    names.get(where, collective.name),
+                    where,
+                    user_line(op),
+                    is_loop,
+                    dict(zip(group, counts, strict=True)),
+                )
+
+
+def _apart(op: tf.Operation, collective_op: tf.Operation, cause: Cause, names: dict[str, str]) -> Apart:
+    where = user_line(collective_op)
+    collective = Collective.of(collective_op)
+    assert collective is not None, "collected as one"
+    name = names.get(where, collective.name)
+    return Apart(name, where, op.type.endswith("While"), user_line(op), bool(cause & Cause.REPLICA_ID))
+
+
+def _places(op: tf.Operation, decisions: Sequence[dict[_At, int | None]]) -> list[_At]:
+    """Where the replicas run a branch or loop."""
+    return [
+        at for at in dict.fromkeys(at for each in decisions for at in each) if at.op is op and _is_met(at, decisions)
+    ]
+
+
+def _is_met(at: _At, decisions: Sequence[dict[_At, int | None]]) -> bool:
+    """Whether all replicas come there. Otherwise the fault is further out."""
+    return all(at in each for each in decisions)
+
+
+class _At(NamedTuple):
+    """A branch or loop, and where it is executed."""
+
+    place: Place
+    op: tf.Operation
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _At) and other.op is self.op and other.place == self.place
+
+    def __hash__(self) -> int:
+        return hash((self.place, id(self.op)))
+
+
+class _Decisions:
+    """Finds out which branch a replica takes, and how many iterations it runs.
+
+    Args:
+        inner: the collectives of the body's functions.
+        suspects: the branches and loops to look at.
+        replica: the id of the replica.
+    """
+
+    def __init__(self, inner: _Collectives, suspects: Sequence[tf.Operation], replica: int):
+        self._inner = inner
+        self._suspects = {id(op) for op in suspects}
+        self._replica = replica
+        self._found: dict[_At, int | None] = {}
+
+    def of(self, graph: Any) -> dict[_At, int | None]:
+        """For each suspect, and each place where it is executed: the branch or the number of iterations."""
+        with on_host():
+            value = tf.constant(self._replica)
+            self._visit(Evaluation({"XlaReplicaId": Rule(lambda op, inputs: [value], ())}).of(graph))
+        return self._found
+
+    def _visit(self, execution: Execution) -> None:
+        for op in self._inner.in_control_flow(execution.graph):
+            if not self._has_suspects(op):
+                continue
+            if op.type.endswith("PartitionedCall"):
+                self._visit(execution.inside(op, 0))
+                continue
+            if op.type.endswith("While"):
+                decided, _ = execution.iterations(op, enter=self._visit)
+            else:
+                decided = execution.branch_taken(op)
+                for number in range(len(host_ops.functions_of(op))):
+                    if decided in (None, number):
+                        self._visit(execution.inside(op, number))
+            if id(op) in self._suspects:
+                self._found[_At(execution.place, op)] = decided
+
+    def _has_suspects(self, op: tf.Operation) -> bool:
+        return id(op) in self._suspects or any(
+            self._has_suspects(each)
+            for graph in host_ops.functions_of(op)
+            for each in self._inner.in_control_flow(graph)
+        )
+
+
+class _Collectives:
+    """The collectives in the functions of a body, each looked up once."""
+
+    def __init__(self) -> None:
+        self.of = functools.cache(self._of)
+        self.in_control_flow = functools.cache(self._in_control_flow)
+
+    def _in_control_flow(self, graph: Any) -> list[tf.Operation]:
+        """The branches, loops and calls of a graph with collectives in them."""
+        return [op for op in host_ops.needed_ops(graph) if host_ops.runs_functions(op) and self.of(op)]
+
+    def _of(self, op: tf.Operation) -> list[tuple[int, tf.Operation]]:
+        """The collectives in the functions of a branch, loop or call, with the number of the function."""
+        found = []
+        for number, graph in enumerate(host_ops.functions_of(op)):
+            for inner in host_ops.needed_ops(graph):
+                if Collective.of(inner) is not None:
+                    found.append((number, inner))
+                elif host_ops.runs_functions(inner):
+                    found += [(number, each) for _, each in self.of(inner)]
+        return found
+
+    def everywhere(self, graph: Any) -> list[tf.Operation]:
+        """All branches and loops of a body with collectives in them, the outer ones before the inner ones."""
+        found: dict[int, tf.Operation] = {}
+        pending = [graph]
+        for each in pending:
+            for op in self.in_control_flow(each):
+                if not op.type.endswith("PartitionedCall"):
+                    found[id(op)] = op
+                pending += host_ops.functions_of(op)
+        return list(found.values())
