@@ -12,13 +12,15 @@ The engine does not know TensorFlow: a replica's body can be any function, and a
 """
 
 from replica_engine.engine.group import GroupPool, SyncGroup
-from replica_engine.engine.replica import Replica, current_replica
-from replica_engine.engine.run import Run
+from replica_engine.engine.replica import Outcome, Replica, current_replica
+from replica_engine.engine.run import ErrandsFailed, Run
 from replica_engine.engine.sync_point import State, SyncPoint, SyncRecord
 from replica_engine.engine.thread import ReplicaThread
 
 __all__ = [
+    "ErrandsFailed",
     "GroupPool",
+    "Outcome",
     "Replica",
     "ReplicaThread",
     "Run",

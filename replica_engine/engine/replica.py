@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from replica_engine.engine.observer import Observer
 from replica_engine.engine.sync_point import State, SyncPoint, SyncRecord
@@ -49,6 +49,19 @@ class Round(Protocol):
         """Whether the coordinator has ended."""
 
 
+class Errand(NamedTuple):
+    """What a paused replica does on its own thread before its `pause` returns; see `Run.errands`."""
+
+    call: Callable[[], Any]
+
+
+class Outcome(NamedTuple):
+    """What came of an errand: the value of its call, or the exception that it raised."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+
 class Replica:
     """One replica in one run.
 
@@ -66,7 +79,7 @@ class Replica:
         last: the last sync point that the replica reached in this run.
         meets: the identity of that sync point: replicas meet only if their identities are equal.
         merge_calls: the number of sync points that the replica has reached in this run.
-        request: the argument of the latest `pause`, until the coordinator takes it.
+        request: the argument of the latest `pause`, or the `Outcome` of an errand, until the coordinator takes it.
         value: what the body returned.
         error: what the body raised.
     """
@@ -117,11 +130,32 @@ class Replica:
             observer.ran(self.track, began, point.arrived)
             with observer.waiting(self, point):
                 self._wait()
+        result, self._result = self._result, None
+        while type(result) is Errand:
+            result = self._run_errand(result)
         self.state = State.RUNNING
         point.merged, point.left = run.merged, time.perf_counter()
         if observer is not None:
             observer.met(self.track, point)
         self.since = point.left
+        if type(result) is Outcome and result.error is not None:
+            raise result.error
+        return result
+
+    def _run_errand(self, errand: Errand) -> Any:
+        """Runs an errand, reports its outcome to the coordinator, and returns what the coordinator answers."""
+        observer = self._run.observer
+        self.state, self.since = State.RUNNING, time.perf_counter()
+        try:
+            outcome = Outcome(value=errand.call())  # it may pause at further sync points
+        except Exception as error:
+            if self._run.given_up:  # raised by a `finally` while the replica unwinds: nobody takes an outcome any more
+                raise
+            outcome = Outcome(error=error)
+        if observer is not None:
+            observer.ran(self.track, self.since, time.perf_counter())
+        self.request, self.state, self.since = outcome, State.BACK, time.perf_counter()
+        self._wait()
         result, self._result = self._result, None
         return result
 

@@ -18,6 +18,15 @@ be the first that creates a variable, traces a function, or appends to a list.
 the baton back. If replica 0 may have to build objects that the other replicas reuse (`builds`), it gets a
 head start: the others are released when replica 0 has paused, or when it has built nothing for a while.
 
+**Errands.** A merge may need its replicas again: to build one branch or one loop for all of them, each replica must
+trace its own part on its own thread, with its own tapes, contexts and thread-local state. So during a merge the
+coordinator may send every paused replica on an errand (`Run.errands`). The replica runs the errand inside its
+`pause`, where it may pause again at further sync points; the coordinator merges these there and then, inside the outer
+merge. A replica that has done its errand waits at the end of the branch, and the merge goes on when all have. Replicas
+on errands always take turns, because they build one graph. An exception that an errand raises waits with its replica:
+if every errand raised, the merge is broken off (`ErrandsFailed`), and each replica raises its own exception out of its
+`pause`, where the user may catch it; if only some did, the run is given up.
+
 **When something fails** the run is given up: `given_up` is set, and the baton returns to the coordinator at
 once. Replicas that have not had their turn in this round do not get it. The coordinator then wakes the other
 replicas one by one, in order. A paused replica finds `given_up` set and raises ReplicaUnwound out of its
@@ -53,7 +62,7 @@ from replica_engine import errors
 from replica_engine.engine.event import Event
 from replica_engine.engine.group import SyncGroup
 from replica_engine.engine.observer import Observer
-from replica_engine.engine.replica import Replica
+from replica_engine.engine.replica import Errand, Outcome, Replica
 from replica_engine.engine.sync_point import State, SyncPoint
 from replica_engine.errors.timeouts import IN_MERGE
 from replica_engine.process.interrupts import break_off, take_back, wait_for_ever
@@ -65,6 +74,15 @@ UNWIND_GRACE = 30.0  # seconds that the other replicas have to unwind after a fa
 HEAD_START = 0.5  # seconds that replica 0 has to begin to build
 INTERRUPT_GRACE = 0.5  # seconds to unwind after Ctrl-C, which must end the run within one second
 SETTLING = 0.05  # seconds in which an exception that was requested in a thread arrives there
+
+
+class ErrandsFailed(BaseException):
+    """Breaks off a merge in which the errand of every replica raised; not an Exception, so that no code in between
+    handles it. `outcomes` are the results of the merge: each replica raises its own exception."""
+
+    def __init__(self, outcomes: list[Outcome]):
+        super().__init__("every replica raised")
+        self.outcomes = outcomes
 
 
 class Run:
@@ -190,6 +208,47 @@ class Run:
         for replica, result in zip(self.replicas, results, strict=True):
             replica.resume_with(result)
 
+    def errands(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Calls a function on every replica's thread, one replica after another. Only during a merge.
+
+        Args:
+            calls: the function of each replica.
+
+        Returns:
+            What each call returned, in the order of the replicas.
+
+        Raises:
+            ErrandsFailed: every call raised. The merge must let it pass, and give its outcomes to the replicas.
+            MergeCallMismatchError: the replicas did not meet at the same sync points during their errands.
+            Exception: what one call raised while others did not; the run is over.
+        """
+        concurrent, self._concurrent, self._merging = self._concurrent, False, False
+        try:
+            for replica, call in zip(self.replicas, calls, strict=True):
+                replica.resume_with(Errand(call))
+            while True:
+                self._round()
+                outcomes = [replica.request for replica in self.replicas if replica.state is State.BACK]
+                if len(outcomes) == len(self.replicas) and all(outcome.error is not None for outcome in outcomes):
+                    raise ErrandsFailed(outcomes)
+                self._raise_of_errands()
+                if len(outcomes) == len(self.replicas):
+                    return [outcome.value for outcome in outcomes]
+                self._check_meeting()
+                self._meet()
+        finally:
+            self._concurrent, self._merging = concurrent, True
+            self._watch.beat()
+
+    def _raise_of_errands(self) -> None:
+        """Raises what the errand of a replica raised, as if its body had raised it."""
+        for replica in self.replicas:
+            if replica.state is State.BACK and replica.request.error is not None:
+                replica.error = replica.request.error
+        for replica in self.replicas:
+            if replica.error is not None:
+                raise replica.error
+
     def is_orphaned(self) -> bool:
         """Whether the coordinator has ended.
 
@@ -291,7 +350,7 @@ class Run:
 
     def _check_meeting(self) -> None:
         """Raises MergeCallMismatchError unless all replicas, which have paused or finished, met at one sync point."""
-        if any(replica.state is State.FINISHED for replica in self.replicas):
+        if any(replica.state in (State.FINISHED, State.BACK) for replica in self.replicas):
             raise errors.MergeCallMismatchError.different_counts(self._rows())
         first, *others = self.replicas
         if any(replica.meets != first.meets for replica in others):

@@ -15,6 +15,7 @@ class State(enum.Enum):
     RUNNING = "running"
     PAUSED = "waiting in a merge call"
     READY = "merged, waiting for its turn"
+    BACK = "at the end of the branch"
     FINISHED = "finished"
     UNWINDING = "being taken down"
     FAILED = "failed"

@@ -1,6 +1,7 @@
 """The protocol of engine/run.py: turns, meetings, ends."""
 
 import contextlib
+import functools
 import sys
 import threading
 
@@ -8,6 +9,7 @@ import pytest
 from helpers.meeting import MEETING, meet
 
 from replica_engine.engine import GroupPool, Run, SyncGroup, SyncPoint, SyncRecord, current_replica
+from replica_engine.engine import run as engine_run
 from replica_engine.errors import MergeCallMismatchError, ReplicaTimeoutError, ReplicaUnwound
 from replica_engine.testing import Sequencer, no_leaked_threads
 
@@ -409,3 +411,26 @@ def test_the_record_of_sync_points_is_bounded():
     assert Run(group, [body], list)() == [(300, MEETING)]
     group.close()
     assert len(record.rings[0]) == SyncRecord.KEPT < 300
+
+
+def test_what_a_replica_raises_while_it_unwinds_from_an_errand_becomes_a_note(monkeypatch):
+    """The run ends at once: nobody waits for the outcome of the errand."""
+    monkeypatch.setattr(engine_run, "UNWIND_GRACE", 5.0)
+
+    def errand(replica):
+        try:
+            meet(replica, "inner")
+        finally:
+            raise OSError(f"replica {replica.index}")
+
+    def merge(requests):
+        if requests[0] == "inner":
+            raise ValueError("merge")
+        return run.errands([functools.partial(errand, replica) for replica in run.replicas])
+
+    group = SyncGroup(["CPU:0", "CPU:1"])
+    run = Run(group, [lambda replica: meet(replica, "outer")] * 2, merge)
+    with pytest.raises(ValueError, match="merge") as caught:
+        run()
+    group.close()
+    assert not getattr(caught.value, "__notes__", [])  # none of them was abandoned
