@@ -16,7 +16,7 @@ from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
-from tensorflow.python.framework import func_graph
+from tensorflow.python.framework import func_graph, ops
 from tensorflow.python.ops import script_ops, summary_ops_v2
 from tensorflow.python.util import tf_stack
 
@@ -114,6 +114,22 @@ PRIVATE = (
     Private(_context, "get_compiler_ir", "the StableHLO of a function"),
     Private(Function(lambda: None, "names"), "_autograph", "a tf.function's options"),
     Private(Function(lambda: None, "names"), "_reduce_retracing", "a tf.function's options"),
+    Private(Function(lambda: None, "names"), "_run_functions_eagerly", "nested tf.functions with merge calls"),
+    Private(Function(lambda: None, "names"), "_function_type", "the arguments of a nested tf.function"),
+    Private(Function(lambda: None, "names"), "_default_values", "the arguments of a nested tf.function"),
+    Private(Function(lambda: None, "names"), "_is_pure", "the arguments of a nested tf.function"),
+    Private(Function(lambda: None, "names"), "_lock", "arguments that do not fit a nested tf.function"),
+    Private(Function(lambda: None, "names"), "_name", "copying a tf.function without its input signature"),
+    Private(Function(lambda: None, "names"), "_attributes", "copying a tf.function without its input signature"),
+    Private(Function(lambda: None, "names"), "_experimental_autograph_options", "the same"),
+    Private(Function(lambda: None, "names"), "_created_variables", "a first call that is left"),
+    Private(Function(lambda: None, "names"), "_variable_creation_config", "a first call that is left"),
+    Private(tf.GradientTape(), "_tape", "a tape that an attempt has asked"),
+    Private(tf.GradientTape(), "_recording", "a tape that an attempt has asked"),
+    Private(tf.GradientTape(), "_persistent", "a tape that an attempt has asked"),
+    Private(_graph, "_scope_exit_callbacks", "leaving a graph that another thread has left"),
+    Private(_graph, "capture", "each replica's own aliases of what a branch captures"),
+    Private(ops.gradient_registry, "_registry", "the gradients of If, Case and While ops"),
     Private(tf.distribute.MirroredStrategy, "_collective_key_base", "separate collective keys for each strategy"),
 )
 """Every private attribute that this library uses, and every hook that it overrides."""

@@ -10,11 +10,13 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from replica_engine._tf import distribute
+from replica_engine._tf.graphs import control_flow
 from replica_engine._tf.keras import accumulation as keras_accumulation
 from replica_engine._tf.keras.trainer import BUILD, METHOD, MODULE, REDUCE, TRAINER, strategy_of
 
@@ -49,7 +51,7 @@ _LOSS_SCALE = f"{keras_accumulation.LOSS_SCALE_MODULE}.{keras_accumulation.LOSS_
 _FIRST_VARIABLE = "the first variable that a strategy makes once Keras is imported"
 _ELSEWHERE = "passes on to Keras outside the replicas of this library's strategies"
 
-PATCHES = (
+PATCHES: tuple[Patch, ...] = (
     Patch(
         _VALUES,
         "__float__",
@@ -92,6 +94,17 @@ PATCHES = (
         "each run of `check_parity`",
         "taken back when the run ends; passes on to TensorFlow on other threads meanwhile",
     ),
+)
+
+PATCHES += tuple(
+    Patch(
+        owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__qualname__}",
+        name,
+        why,
+        "import",
+        "passes on to TensorFlow outside the replicas of this library",
+    )
+    for owner, name, why in control_flow.WRAPPED.values()
 )
 
 _MARK = "_replica_engine"

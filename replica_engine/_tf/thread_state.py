@@ -71,6 +71,17 @@ def eager_mode(eager: bool) -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
+def in_graph_of_others(graph: Any) -> Iterator[None]:
+    """Stands in the graph of a function that another thread builds, which after a failure may leave it first."""
+    with graph.as_default():
+        try:
+            yield
+        finally:
+            if graph._scope_exit_callbacks is None:  # set by the other thread; TensorFlow calls each of them now
+                graph._scope_exit_callbacks = []
+
+
+@contextlib.contextmanager
 def graph_and_mode(graph: tf.Graph, eager: bool, creators: list | None = None) -> Iterator[None]:
     """Enters `graph` as the default, in eager mode if `eager`, with `creators` as its stack of variable creators."""
     with graph.as_default(), eager_mode(eager):

@@ -189,6 +189,17 @@ class ReplicaMismatchError(ReplicaEngineError, ValueError):
         return cls(f"The replicas brought different tensors to {point}:\n{rows}\n{rule}")
 
     @classmethod
+    def of_conditions(cls, what: str, where: str, values: Sequence[tuple[str, str]]) -> ReplicaMismatchError:
+        """The replicas do not agree which way to go in an operator with merge calls; one row for each replica."""
+        rows = "\n".join(f"  {replica}: {value}" for replica, value in values)
+        return cls(
+            f"The replicas do not agree on the condition of {what} at {where}:\n{rows}\n"
+            "There is a merge call inside (all_reduce, optimizer.apply), so all replicas must go the same way. Make "
+            "the condition of values that are equal on all replicas, or reduce it first: "
+            'context.all_reduce("SUM", value).'
+        )
+
+    @classmethod
     def variables(cls, name: str) -> ReplicaMismatchError:
         """Each replica was given another variable."""
         return cls(

@@ -76,22 +76,77 @@ class StructureMismatchError(ReplicaEngineError, ValueError, AssertionError):
 
 
 class MergeCallGraphError(ReplicaEngineError, RuntimeError):
-    """merge_call was called while a graph was being built other than the graph in which `run` was called."""
+    """merge_call was called where the replicas cannot meet: while a graph is built that only one replica sees.
+
+    Merge calls work in tf.cond, tf.while_loop, tf.switch_case, AutoGraph's `if`, `for` and `while`, and nested
+    `tf.function`s. They do not work in the places that this error's texts name.
+    """
 
     @classmethod
     def inside(cls, replica: str, where: str) -> MergeCallGraphError:
-        """The call is in a graph that is being built inside a replica."""
+        """The call is in a graph that is being built inside a replica, and not by an operator that replicas can share.
+
+        For example, `fn.get_concrete_function`, or a gradient that TensorFlow computes for an operator without merge
+        calls.
+        """
         return cls(
             f"`merge_call` called while defining a new graph or a tf.function, by {replica}, at {where}. "
-            "The merge function runs where `strategy.run` was called and cannot see tensors of a graph that "
-            "is still being built inside one replica. The usual causes: a nested @tf.function, a tf.cond or "
-            "a tf.while_loop (AutoGraph makes them from `if` and `while` on tensors) around all_reduce, "
-            "apply_gradients or merge_call. Write instead:\n"
-            "    @tf.function\n"
-            "    def step(batch):\n"
-            "        return strategy.run(fn, args=(batch,))   # and no tf.function inside fn\n"
-            "and move the control flow out of fn, or the merge call out of the control flow. The replica id is a "
-            "tensor; to branch on it in Python: tf.get_static_value(context.replica_id_in_sync_group)."
+            "The merge function runs where all replicas stand and cannot see tensors of a graph that one replica "
+            "builds for itself: get_concrete_function, tf.init_scope, tf.py_function, or the gradient of a tf.cond or "
+            "tf.while_loop that has no merge call itself. Call the function itself, or make the merge call outside: "
+            "all_reduce the value before, or the gradient after."
+        )
+
+    @classmethod
+    def in_dataset(cls, replica: str, where: str) -> MergeCallGraphError:
+        """The call is in a function of tf.data, such as that of `map`, or in a `for` over a dataset."""
+        return cls(
+            f"`merge_call` called in a function of tf.data, by {replica}, at {where}. tf.data runs its functions on "
+            "threads of its own, apart from the step; a `for` over a tf.data.Dataset in a tf.function is such a "
+            "function too. Loop over an iterator, whose steps belong to the replica:\n"
+            "    iterator = iter(dataset)            # outside the tf.function\n"
+            "    for _ in tf.range(steps):\n"
+            "        train(next(iterator))\n"
+            "or over strategy.experimental_distribute_dataset(dataset), around strategy.run."
+        )
+
+    @classmethod
+    def vectorized(cls, replica: str, where: str) -> MergeCallGraphError:
+        """The call is in tf.vectorized_map, or in a jacobian that TensorFlow vectorizes."""
+        return cls(
+            f"`merge_call` called in code that TensorFlow vectorizes, by {replica}, at {where}: tf.vectorized_map, or "
+            "jacobian and batch_jacobian of a tape. TensorFlow rewrites the ops of one element for all elements, and "
+            "cannot rewrite what other replicas compute; the result would be wrong. Write instead:\n"
+            "    tape.jacobian(y, x, experimental_use_pfor=False)\n"
+            "and tf.map_fn in the place of tf.vectorized_map, or one merge call for all elements outside."
+        )
+
+    @classmethod
+    def compiled(cls, replica: str, where: str) -> MergeCallGraphError:
+        """The call is in a nested `tf.function` with `jit_compile=True`."""
+        return cls(
+            f"`merge_call` called in a nested tf.function with jit_compile=True, by {replica}, at {where}. XLA "
+            "compiles that function for one device, where the other replicas do not exist. Leave jit_compile=True out, "
+            "or run the whole step as one compiled program for all replicas: replica_engine.TPUStrategy()."
+        )
+
+    @classmethod
+    def shared_variable(cls, name: str, replica: str, where: str) -> MergeCallGraphError:
+        """A replica asked for the gradient of a plain variable that other replicas use in the same operator as well."""
+        return cls(
+            f"The gradient of the variable {name!r} for {replica} alone cannot be told, at {where}: several replicas "
+            "read this one variable in a tf.cond, tf.while_loop or tf.function with merge calls, which has one "
+            "gradient for it. Create the variable under `with strategy.scope():`: then each replica has a component of "
+            "its own."
+        )
+
+    @classmethod
+    def swallowed(cls) -> MergeCallGraphError:
+        """User code caught the exception with which a nested `tf.function` becomes a sync point."""
+        return cls(
+            "`merge_call` called in a nested tf.function, which caught the exception that its trace is left with: a "
+            "bare `except:`, an `except BaseException:` or a `return` in a `finally` stands around the merge call. "
+            "Replicas enter such a function again, together, once the exception has left it. Write `except Exception:`."
         )
 
 

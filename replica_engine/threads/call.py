@@ -24,7 +24,7 @@ from replica_engine.diagnostics.failed_run import note_failed_run
 from replica_engine.diagnostics.flight_record import SyncPointRecord, records
 from replica_engine.diagnostics.tracebacks import as_raised
 from replica_engine.diagnostics.user_frames import identity
-from replica_engine.engine import GroupPool, Replica, Run
+from replica_engine.engine import ErrandsFailed, GroupPool, Outcome, Replica, Run
 from replica_engine.errors import CoordinatorRow, note_merge_failure, slow_function
 from replica_engine.process import shutdown
 from replica_engine.process.fork import check_not_forked
@@ -35,6 +35,9 @@ from replica_engine.telemetry.watchdog import Watch
 from replica_engine.threads.agreement import assertions, check_alike
 from replica_engine.threads.context import MergeRequest, ReplicaContext
 from replica_engine.threads.inherited_state import InheritedState
+from replica_engine.threads.joint import hooks
+from replica_engine.threads.joint.attempt import Attempts, Decisions, NotJoint
+from replica_engine.threads.joint.operator import Part
 from replica_engine.threads.lift import lift
 from replica_engine.threads.variables import SharedVariables
 from replica_engine.values.regroup import parts, regroup, spread
@@ -43,6 +46,8 @@ _pools: weakref.WeakKeyDictionary[tf.distribute.Strategy, GroupPool] = weakref.W
 _pools_lock = threading.Lock()
 # For each strategy, the functions (by `identity`) that ran with `concurrent=True` and created no variable.
 _creates_nothing: weakref.WeakKeyDictionary[tf.distribute.Strategy, set] = weakref.WeakKeyDictionary()
+# For each strategy and function (by `identity`), the operators with merge calls that its replicas entered.
+_joint: weakref.WeakKeyDictionary[tf.distribute.Strategy, dict[Any, set]] = weakref.WeakKeyDictionary()
 
 
 @autograph.artifact
@@ -125,14 +130,15 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
     variables = SharedVariables(concurrent)
     known = _creates_nothing.setdefault(strategy, set()) if concurrent else set()
     source = identity(fn)
+    decisions = Decisions(_joint.setdefault(strategy, {}).setdefault(source, set()))
 
     def body(replica: Replica) -> Any:
         """Runs `fn` in the inherited state and in replica context."""
         index = replica.index
         context = options.context_class(strategy, distribute.replica_id_in_sync_group(strategy, index))
-        context.attach(replica, state, devices[index])
+        creator = variables.creator(replica, run.replicas[0])
+        context.attach(replica, state, devices[index], Attempts(decisions, index == 0), creator)
         try:
-            creator = variables.creator(replica, run.replicas[0])
             with state.entered(index, context, devices[index], replica.thread, creator):
                 own_args, own_kwargs = of_replicas[index]
                 try:
@@ -199,6 +205,8 @@ def _merge(strategy: tf.distribute.Strategy, requests: list[MergeRequest], run: 
     """
     first, points = requests[0], run.sync_point()
     point = points[0]
+    if isinstance(first.args, Part):
+        return _build(requests, run)
     check_alike(points, run.replicas)
     what = f"The arguments of merge_call ({point})"
     args = regroup([request.args for request in requests], what, "args")
@@ -213,6 +221,24 @@ def _merge(strategy: tf.distribute.Strategy, requests: list[MergeRequest], run: 
         except BaseException as error:
             failure = as_raised(error)
     note_merge_failure(failure, point.name, point.where)
+    raise failure
+
+
+def _build(requests: list[MergeRequest], run: Run) -> list[Any]:
+    """Builds an operator that all replicas enter together, where replica 0 stands."""
+    first = requests[0]
+    with first.continued(requests):
+        try:
+            return first.merge_fn(run, [request.args for request in requests])
+        except ErrandsFailed as failed:
+            return list(failed.outcomes)
+        except NotJoint as wrong:
+            return [Outcome(error=wrong)] * len(requests)
+        except Exception as error:
+            failure = as_raised(error)
+            for replica in run.replicas:
+                if replica.error is error:  # so that its note goes to the exception that leaves the run
+                    replica.error = failure
     raise failure
 
 
@@ -255,3 +281,6 @@ def short_name(device: str) -> str:
     spec = tf.DeviceSpec.from_string(device)
     name = f"{spec.device_type}:{spec.device_index}"
     return name if spec.job in (None, "localhost") else f"{spec.job}:{spec.task}/{name}"
+
+
+hooks.install()

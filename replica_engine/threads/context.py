@@ -10,13 +10,16 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from replica_engine._tf import distribute, eager, quick_scopes, thread_state
-from replica_engine._tf.graphs import autograph
+from replica_engine._tf.graphs import autograph, control_flow
 from replica_engine.diagnostics.flight_record import brought
 from replica_engine.diagnostics.user_frames import identity, sync_point, user_location
-from replica_engine.engine import Replica, current_replica
+from replica_engine.engine import Replica, SyncPoint, current_replica
 from replica_engine.errors import MergeCallGraphError, NotInReplicaError
 from replica_engine.threads.gradients import differentiable
 from replica_engine.threads.inherited_state import InheritedState
+from replica_engine.threads.joint.attempt import Attempts
+from replica_engine.threads.joint.gradients import recorded
+from replica_engine.threads.joint.operator import Part, note_constants
 from replica_engine.values.structure import as_tensor
 
 _DEFAULT_OPTIONS = tf.distribute.experimental.CommunicationOptions()
@@ -77,20 +80,96 @@ class ReplicaContext(tf.distribute.ReplicaContext):
     _scope_store: Any = None
     _device: str | None = None
     _detail: tuple = ()
+    _creator: Callable[..., Any] | None = None
+    attempts: Any = None
 
     def __init__(self, strategy: tf.distribute.Strategy, replica_id_in_sync_group: Any):
         distribute.init_context(self, strategy, replica_id_in_sync_group)
 
-    def attach(self, replica: Replica, state: InheritedState, device: str) -> None:
-        """Binds the context to an engine replica, to the state of the caller of `run`, and to a device (full name)."""
+    def attach(
+        self, replica: Replica, state: InheritedState, device: str, attempts: Attempts, creator: Callable[..., Any]
+    ) -> None:
+        """Binds the context to an engine replica and what belongs to it.
+
+        Args:
+            replica: the replica.
+            state: the state of the caller of `run`.
+            device: the full name of the replica's device.
+            attempts: the replica's attempts at entering operators alone.
+            creator: the replica's variable creator.
+        """
         self._replica = replica
         self._graph, self._scope_store = state.graph, state.scope_store
         self._device = device
+        self.attempts, self._creator = attempts, creator
 
     def detach(self) -> None:
         """Unbinds the context at the end of the replica's body; it keeps only a weak reference to the strategy."""
-        self._replica = self._graph = self._scope_store = None
+        self._replica = self._graph = self._scope_store = self.attempts = self._creator = None
         distribute.hold_weakly(self)
+
+    def runs(self, replica: Replica) -> bool:
+        """Whether this is the context of a replica that is running."""
+        return self._replica is replica
+
+    @property
+    def replica(self) -> Replica:
+        """The replica that runs in this context."""
+        assert self._replica is not None, "asked by code that runs in the replica"
+        return self._replica
+
+    @property
+    def index(self) -> int:
+        """The index of the replica that runs in this context."""
+        return self.replica.index
+
+    @property
+    def device(self) -> str | None:
+        """The full name of the replica's device."""
+        return self._device
+
+    def here(self) -> str:
+        """The user's line, as "file:line in function"."""
+        filename, lineno, function = user_location(self.replica)
+        return f"{filename}:{lineno} in {function}"
+
+    def in_graph(self, graph: Any, call: Callable[[], Any], creators: list | None) -> Any:
+        """Calls a function on the replica's thread in a graph that all replicas build; merge calls work there."""
+        before = self._graph, self._scope_store
+        index, creator = self.index, self._creator
+        scope = tf.name_scope(f"replica_{index}/" if index else "")
+        with thread_state.in_graph_of_others(graph), tf.device(self._device), scope:
+            if creators is not None and creator is not None:
+                thread_state.set_creators(graph, thread_state.creators_with(creators, creator))
+            try:
+                self._graph, self._scope_store = graph, thread_state.variable_scope_store()
+                return call()
+            finally:
+                self._graph, self._scope_store = before
+
+    def enter_operator(self, kind: str, build: Callable[..., Any], payload: Any, guessed: bool = False) -> Any:
+        """Enters an operator together with the other replicas.
+
+        Args:
+            kind: the name of the operator, such as "tf.cond".
+            build: builds it for all replicas, on the coordinator; takes the run and the `Part` of each replica, and
+                returns what `recorded` takes for each.
+            payload: what `build` needs of this replica.
+            guessed: whether it is only a guess that there is a merge call inside.
+
+        Returns:
+            This replica's outputs.
+        """
+        is_trial = kind == "tf.while_loop" and thread_state.default_graph() is not self._graph
+        if not is_trial:
+            self._check_graph()
+        taped = control_flow.has_tape()
+        part = Part(self, payload, taped, guessed)
+        place = user_location(self.replica)
+        eager = tf.executing_eagerly()
+        point = SyncPoint(kind, *place, (kind, place), kind, traced=not eager)
+        built = self.replica.pause(point, self._request(build, part, {}, eager, is_trial))
+        return recorded(self, built) if taped else built.value
 
     @autograph.artifact
     def merge_call(self, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
@@ -123,22 +202,43 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         replica = self._replica
         if replica is None or current_replica() is not replica:
             raise NotInReplicaError.other_thread(threading.current_thread().name)
-        if thread_state.default_graph() is not self._graph:
-            filename, lineno, function = user_location(replica)
-            raise MergeCallGraphError.inside(str(replica), f"{filename}:{lineno} in {function}")
+        self._check_graph()
         eager = tf.executing_eagerly()
-        return replica.pause(
-            sync_point(merge_fn, replica, self._detail, brought((args, kwargs)), eager),
-            MergeRequest(
-                merge_fn=merge_fn,
-                args=args,
-                kwargs=kwargs,
-                name_scope=tf.get_current_name_scope(),
-                variable_scope=self._scope_store.current_scope,
-                scope_store=self._scope_store,
-                control_inputs=() if eager else thread_state.control_inputs(self._graph),
-                eager=eager,
-            ),
+        point = sync_point(merge_fn, replica, self._detail, brought((args, kwargs)), eager)
+        result = replica.pause(point, self._request(merge_fn, args, kwargs, eager))
+        if not eager:
+            note_constants(self._graph, result)
+        return result
+
+    def _check_graph(self) -> None:
+        """Checks that the replica stands in the graph where the coordinator merges.
+
+        Raises:
+            MergeNeeded: it does not, and the replica has entered an operator as an attempt.
+            MergeCallGraphError: it does not.
+        """
+        if self.attempts.vectorizing:
+            raise MergeCallGraphError.vectorized(str(self.replica), self.here())
+        if thread_state.default_graph() is not self._graph:
+            if control_flow.in_dataset():
+                raise MergeCallGraphError.in_dataset(str(self.replica), self.here())
+            if self.attempts.active:
+                self.attempts.merge_needed()
+            raise MergeCallGraphError.inside(str(self.replica), self.here())
+
+    def _request(
+        self, merge_fn: Callable[..., Any], args: Any, kwargs: Any, eager: bool, elsewhere: bool = False
+    ) -> MergeRequest:
+        """What the replica brings to a sync point; `elsewhere` says that it stands in a graph that is thrown away."""
+        return MergeRequest(
+            merge_fn=merge_fn,
+            args=args,
+            kwargs=kwargs,
+            name_scope="" if elsewhere else tf.get_current_name_scope(),
+            variable_scope=self._scope_store.current_scope,
+            scope_store=self._scope_store,
+            control_inputs=() if eager or elsewhere else thread_state.control_inputs(self._graph),
+            eager=eager,
         )
 
     @autograph.artifact

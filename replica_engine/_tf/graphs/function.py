@@ -29,6 +29,21 @@ def clone(fn: Any, python_function: Callable) -> Any:
     return fn._clone(python_function=python_function)
 
 
+def clone_for_any(fn: Any, python_function: Callable) -> Any:
+    """Like `clone`, but without the input signature: for arguments that it describes together, one for each replica."""
+    if fn.input_signature is None:
+        return clone(fn, python_function)
+    return Function(
+        python_function,
+        name=fn._name,
+        autograph=fn._autograph,
+        jit_compile=fn._jit_compile,
+        reduce_retracing=True,  # A signature has unknown sizes, so that other sizes are not traced again.
+        experimental_attributes=fn._attributes,
+        experimental_autograph_options=fn._experimental_autograph_options,
+    )
+
+
 def is_compiled(fn: Any) -> bool:
     """Whether `fn` was made with `jit_compile=True`."""
     return bool(fn._jit_compile)

@@ -1,0 +1,266 @@
+"""The operators of control flow, and where this library looks on when a replica enters one.
+
+`wrap` puts a function around one of TensorFlow's. `threads.joint.hooks` does so once, at import; `patches.PATCHES`
+lists what is replaced. A name that a TensorFlow does not have is left out: there, a merge call inside that operator is
+refused. Checked on TensorFlow 2.21.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+# TFE_Py_TapeSetIsEmpty: whether a tape records on this thread.
+from tensorflow.python import pywrap_tfe as _pywrap_tfe
+
+# _TRANSPILER: has the operators that converted functions call. operators: these, and while_stmt is one.
+from tensorflow.python.autograph import operators as _autograph_all
+from tensorflow.python.autograph.impl import api as _autograph_api
+
+# _try_handling_undefineds: traces the body of a loop once to find the types of variables that are undefined before it.
+from tensorflow.python.autograph.operators import control_flow as _autograph_operators
+
+# structured_function: the module that traces the functions of tf.data.
+from tensorflow.python.data.ops import structured_function as _structured_function
+
+# lift_to_graph: copies ops to another graph. tracing_compilation: a tf.function that may be called during a first call.
+from tensorflow.python.eager import lift_to_graph as _lift_to_graph
+
+# function_type_utils: binds arguments as a tf.function with an input signature does.
+from tensorflow.python.eager.polymorphic_function import function_type_utils as _function_type_utils
+from tensorflow.python.eager.polymorphic_function import tracing_compilation as _tracing_compilation
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function as _Function
+
+# record_operation: tells tapes the gradient of some tensors with respect to others.
+from tensorflow.python.eager.record import record_operation as record_operation
+
+# FuncGraph: the graph of AutoGraph's trial of a loop body.
+from tensorflow.python.framework.func_graph import FuncGraph as FuncGraph
+
+# gradient_registry: the gradients of If, Case and While ops.
+from tensorflow.python.framework.ops import gradient_registry as _gradient_registry
+
+# cond_v2, indexed_case, while_loop: they make If, Case and While ops. _graph_mode_decorator: tf.custom_gradient in a
+# graph. _GradientsHelper: the gradient of ops, which the gradients of If and While call for their branches and bodies.
+# build_ta_with_new_flow: a TensorArray like another.
+from tensorflow.python.ops import cond_v2 as _cond_v2
+from tensorflow.python.ops import custom_gradient as _custom_gradient
+from tensorflow.python.ops import gradients_util as _gradients_util
+from tensorflow.python.ops import while_v2 as _while_v2
+
+# _pfor_impl: tf.vectorized_map, and the jacobians of a tape.
+from tensorflow.python.ops.parallel_for import control_flow_ops as _parallel_for
+
+# variable_accessed: tells tapes that a variable was read.
+from tensorflow.python.ops.resource_variable_ops import variable_accessed as variable_accessed
+from tensorflow.python.ops.tensor_array_ops import build_ta_with_new_flow as _build_ta
+
+from replica_engine._tf import eager, thread_state
+
+
+class Wrapped(NamedTuple):
+    """A function of TensorFlow that `wrap` puts a function around.
+
+    Attributes:
+        owner: the class or module.
+        name: the attribute.
+        why: the reason.
+    """
+
+    owner: Any
+    name: str
+    why: str
+
+
+WRAPPED = {
+    "cond": Wrapped(_cond_v2, "cond_v2", "merge calls in tf.cond, and in `if` on a tensor"),
+    "switch_case": Wrapped(_cond_v2, "indexed_case", "merge calls in tf.switch_case"),
+    "while_loop": Wrapped(
+        _while_v2, "while_loop", "merge calls in tf.while_loop, and in `for` and `while` on a tensor"
+    ),
+    "trial": Wrapped(_autograph_operators, "_try_handling_undefineds", "the same, with variables undefined before it"),
+    "while_stmt": Wrapped(_autograph_all, "while_stmt", "merge calls in the condition of a `while`"),
+    "call": Wrapped(_Function, "__call__", "merge calls in a nested tf.function"),
+    "initialize": Wrapped(_Function, "_initialize", "variables that the first call of a nested tf.function creates"),
+    "vectorize": Wrapped(_parallel_for, "_pfor_impl", "refuses merge calls in tf.vectorized_map and jacobians"),
+    "custom_gradient": Wrapped(_custom_gradient, "_graph_mode_decorator", "custom gradients that make merge calls"),
+    "gradients": Wrapped(_gradients_util, "_GradientsHelper", "gradients of branches and loops with merge calls"),
+    "gradient_types": Wrapped(_gradients_util, "PossibleTapeGradientTypes", "tapes count as without this library"),
+    "push_tape": Wrapped(tf.GradientTape, "_push_tape", "tapes outlast an attempt to enter a branch alone"),
+    "pop_tape": Wrapped(tf.GradientTape, "_pop_tape", "how many tapes record a nested tf.function"),
+    "tape_gradient": Wrapped(tf.GradientTape, "gradient", "tapes outlast an attempt to enter a branch alone"),
+}
+"""What `wrap` puts functions around, each idle outside the replicas of this library."""
+
+GRADIENTS = "If, Case and While", "gradients of branches and loops with merge calls"
+"""What `wrap_gradients` puts functions around: the gradients of these ops in TensorFlow's registry, and why."""
+
+_TYPES = ("If", "StatelessIf", "Case", "StatelessCase", "While", "StatelessWhile")
+_ORIGINAL = "_replica_engine_original"
+
+
+def wrap(name: str, around: Callable[..., Any]) -> None:
+    """Calls `around(original, *args, **kwargs)` wherever TensorFlow calls the function `WRAPPED[name]`."""
+    owner, attribute, _ = WRAPPED[name]
+    original = getattr(owner, attribute, None)
+    if original is None or hasattr(original, _ORIGINAL):
+        return
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(wrapped, _ORIGINAL, original)
+    setattr(owner, attribute, wrapped)
+    if owner is _autograph_all:  # Converted functions call a copy, which AutoGraph makes with the first of them.
+        setattr(_autograph_api._TRANSPILER.get_extra_locals()["ag__"], attribute, wrapped)
+
+
+def wrap_gradients(around: Callable[..., Any]) -> None:
+    """Calls `around(original, op, *grads)` for the gradient of each If, Case and While op."""
+    registered = getattr(_gradient_registry, "_registry", {})
+    for kind in _TYPES:
+        entry = registered.get(kind, {})
+        original = entry.get("type")
+        if original is not None and not hasattr(original, _ORIGINAL):
+            gradient = functools.partial(around, original)
+            setattr(gradient, _ORIGINAL, original)
+            entry["type"] = gradient
+
+
+def graphs_inside(op: tf.Operation) -> list[Any]:
+    """The graphs of the branches, or of the condition and the body, of an op that was made in this process."""
+    if op.type not in _TYPES:
+        return []
+    names = ["_true_graph", "_false_graph", "_cond_graph", "_body_graph"]
+    if op.type.endswith("Case"):
+        names = [f"_branch_graph_{index}" for index in range(len(op.get_attr("branches")))]
+    return [getattr(op, name) for name in names if hasattr(op, name)]
+
+
+def gradients_of_ops(*args: Any, **kwargs: Any) -> list[Any]:
+    """`tf.gradients` for any graph, without what `wrap` put around it."""
+    helper = _gradients_util._GradientsHelper
+    return getattr(helper, _ORIGINAL, helper)(*args, **kwargs)
+
+
+def has_tape() -> bool:
+    """Whether a gradient tape records on this thread."""
+    return not _pywrap_tfe.TFE_Py_TapeSetIsEmpty()
+
+
+def only_first_order(kind: int) -> int:
+    """What TensorFlow finds out of the tapes that record a tensor, less what `kept_after_gradient` does to one tape.
+
+    TensorFlow takes a tape that is persistent for one that may be asked for gradients of gradients. It then makes
+    functions of loops and branches, and more outputs of functions, that one tape does not need.
+    """
+    several = _gradients_util.POSSIBLE_GRADIENT_TYPES_HIGHER_ORDER
+    return _gradients_util.POSSIBLE_GRADIENT_TYPES_FIRST_ORDER if kind == several else kind
+
+
+def as_recording(tape: tf.GradientTape) -> tuple[Any, bool]:
+    """The state of a tape that `restore_tape` sets again."""
+    return tape._tape, tape._recording
+
+
+def restore_tape(tape: tf.GradientTape, before: tuple[Any, bool]) -> None:
+    """Makes a tape as it was before `gradient` was called: `gradient` ends a tape that is not persistent."""
+    tape._tape, recording = before
+    if recording and not tape._recording:
+        tape._push_tape()
+
+
+class kept_after_gradient:
+    """Inside the block, a tape begins to record in such a way that `restore_tape` can undo its end."""
+
+    def __init__(self, tape: tf.GradientTape):
+        self._tape = tape
+
+    def __enter__(self) -> None:
+        self._before, self._tape._persistent = self._tape._persistent, True
+
+    def __exit__(self, *_: object) -> None:
+        self._tape._persistent = self._before
+
+
+def bound_arguments(fn: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Arguments as a `tf.function` passes them to its Python function; an input signature converts them."""
+    if fn.input_signature is None:
+        return args, kwargs
+    bound = _function_type_utils.canonicalize_function_inputs(
+        args, kwargs, fn._function_type, fn._default_values, fn._is_pure
+    )
+    return bound.args, bound.kwargs
+
+
+@contextlib.contextmanager
+def unlocked_afterwards(fn: Any) -> Iterator[None]:
+    """Inside the block, a `tf.function` is called. After an error it does not keep its lock.
+
+    TensorFlow keeps the lock if the arguments do not fit the signature. A call on another thread, such as that of the
+    next replica, would then wait for ever.
+    """
+    held = fn._lock._is_owned()
+    try:
+        yield
+    except BaseException:
+        if not held and fn._lock._is_owned():
+            fn._lock.release()
+        raise
+
+
+def forget_first_call(fn: Any, initializers: list[Any] | None) -> None:
+    """After a first call of a `tf.function` that did not end: the variables that it created get their values."""
+    fn._created_variables = fn._variable_creation_config = None
+    if not initializers:
+        return
+    graph = initializers[0][1].graph
+    # The value of one variable may be read from another: a mirrored variable has a component on each device.
+    handles = [own for outside, own in graph.captures if own.dtype == tf.resource and eager.is_eager(outside)]
+
+    def initialize() -> None:
+        for variable, value in initializers:
+            target = thread_state.default_graph()
+            lifted = _lift_to_graph.lift_to_graph([value], target, sources=handles, handle_captures=True)
+            variable.assign(lifted[value], read_value=False)
+
+    with tf.init_scope():
+        _tracing_compilation.call_function(
+            tracing_options=_tracing_compilation.TracingOptions(initialize, "initialize_variables", autograph=False)
+        )
+
+
+def try_gradient(gradient: Callable[..., Any], results: Sequence[Any]) -> None:
+    """Calls the gradient of a custom gradient in a graph that is thrown away, for what it raises past Exception."""
+    graph = FuncGraph("trial")
+    with graph.as_default(), contextlib.suppress(Exception):  # its errors are for when it is really called
+        takes_variables = "variables" in inspect.signature(gradient).parameters
+        upstream = [tf.compat.v1.placeholder(each.dtype, each.shape) for each in results]
+        gradient(*upstream, **({"variables": []} if takes_variables else {}))
+
+
+def with_flow(array: tf.TensorArray, flow: tf.Tensor) -> tf.TensorArray:
+    """A TensorArray like another, with other contents."""
+    return _build_ta(array, flow)
+
+
+def in_dataset() -> bool:
+    """Whether the calling code is in a function of tf.data, which is being traced."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == _structured_function.__file__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def runs_eagerly(fn: Any) -> bool:
+    """Whether a `tf.function` calls its Python function at each call."""
+    return bool(fn._run_functions_eagerly)

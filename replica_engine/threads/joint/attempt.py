@@ -1,0 +1,149 @@
+"""Attempts: a replica enters an operator alone, and leaves it again if there is a merge call inside.
+
+Replica 0 decides for all replicas of a run which operators are joint. A decision belongs to the k-th operator that a
+replica enters and to the place of the call. The place alone does not do, because the same line may be reached once
+with merge calls and once without. The number alone does not do, because replicas may differ in operators without merge
+calls.
+
+What earlier runs of the same function decided is remembered, so that a later trace does not pay for the attempt again.
+A remembered decision is only a guess: an operator that is entered together and has no merge call inside after all
+is left (`NotJoint`) and becomes each replica's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from replica_engine._tf.graphs import control_flow
+from replica_engine.errors import MergeCallGraphError
+
+
+class MergeNeeded(BaseException):
+    """Goes from a merge call in an attempt up to the operator. Not an Exception, because users catch those."""
+
+
+class NotJoint(BaseException):
+    """Goes from the last branch of an operator to the coordinator: the guess that it has merge calls was wrong."""
+
+
+class Decision(NamedTuple):
+    """Whether the operator that replicas enter at a place is joint."""
+
+    place: Any
+    joint: bool
+
+
+class Decisions:
+    """What replica 0 has decided in one run.
+
+    Args:
+        remembered: the numbers and places of operators that were joint in earlier runs of the same function; changed
+            here.
+    """
+
+    def __init__(self, remembered: set[tuple[int, Any]]):
+        self.remembered = remembered
+        self.of_number: dict[int, Decision] = {}
+
+
+class Attempts:
+    """The attempts of one replica.
+
+    Args:
+        decisions: the decisions of the run.
+        leads: whether this is replica 0.
+
+    Attributes:
+        active: whether the replica is in an attempt now.
+        vectorizing: whether the replica is in code that TensorFlow will vectorize, where nothing can merge.
+        tapes: how many tapes of the replica record.
+        persistent_tapes: how many of them the user made persistent.
+        asked_for: the sources for which a tape on the replica's thread is being asked.
+    """
+
+    def __init__(self, decisions: Decisions, leads: bool):
+        self.active = self.vectorizing = False
+        self._decisions, self._leads = decisions, leads
+        self.tapes = self.persistent_tapes = 0
+        self.asked_for: list[Any] = []
+        self._number = 0
+        self._needed = False
+        self._tapes: list[tuple[tf.GradientTape, Any]] = []
+
+    def enter(self, place: Any, plain: Callable[[], Any], joint: Callable[[bool], Any]) -> Any:
+        """Enters an operator, alone or together with the other replicas.
+
+        Args:
+            place: where the operator stands in the user's program.
+            plain: enters it alone.
+            joint: enters it together with the others; its argument says whether this is only a guess. Raises `NotJoint`
+                if the guess was wrong.
+        """
+        if self.active:  # The operator around it is the one that the coordinator can see.
+            return plain()
+        self._number += 1
+        number = self._number
+        decision = self._decisions.of_number.get(number)
+        guessed = False
+        if decision is None or decision.place != place:
+            guessed = (number, place) in self._decisions.remembered
+            decision = self._decide(number, place, guessed)
+        elif decision.joint:
+            guessed = (number, place) in self._decisions.remembered
+        if decision.joint:
+            try:
+                return joint(guessed)
+            except NotJoint:
+                self._decisions.remembered.discard((number, place))
+        done, result = self._attempt(plain)
+        if done:
+            self._decide(number, place, False)
+            return result
+        self._decide(number, place, True)
+        result = joint(False)
+        self._decisions.remembered.add((number, place))
+        return result
+
+    def enter_joint(self, joint: Callable[[bool], Any]) -> Any:
+        """Enters an operator that is known to have merge calls."""
+        self._number += 1
+        return joint(False)
+
+    def merge_needed(self) -> None:
+        """Ends the attempt, because of a merge call."""
+        self._needed = True
+        raise MergeNeeded
+
+    def ends_branch(self) -> None:
+        """At the end of a branch or a body: raises again what user code may have caught."""
+        if self.active and self._needed:
+            raise MergeNeeded
+
+    def note_gradient(self, tape: tf.GradientTape) -> None:
+        """Notes that a tape is about to be asked for gradients, which ends it."""
+        if self.active:
+            self._tapes.append((tape, control_flow.as_recording(tape)))
+
+    def _decide(self, number: int, place: Any, joint: bool) -> Decision:
+        decision = Decision(place, joint)
+        if self._leads:
+            self._decisions.of_number[number] = decision
+        return decision
+
+    def _attempt(self, plain: Callable[[], Any]) -> tuple[bool, Any]:
+        """Whether `plain` ran without a merge call, and its result. If not, tapes are as they were before."""
+        self.active, self._needed, self._tapes = True, False, []
+        try:
+            result = plain()
+            if self._needed:
+                raise MergeCallGraphError.swallowed()
+            return True, result
+        except MergeNeeded:
+            for tape, before in reversed(self._tapes):
+                control_flow.restore_tape(tape, before)
+            return False, None
+        finally:
+            self.active, self._tapes = False, []

@@ -1,0 +1,134 @@
+"""If, Case and While ops for all replicas, built by the coordinator.
+
+TensorFlow builds the op and calls the branches, the condition and the body once each; the coordinator answers each call
+with what all replicas traced, as a list with one entry for each replica.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from replica_engine._tf import thread_state
+from replica_engine._tf.graphs import control_flow
+from replica_engine.engine import Run
+from replica_engine.threads.joint.conditions import agreed
+from replica_engine.threads.joint.gradients import Backward
+from replica_engine.threads.joint.graphs import Notes
+from replica_engine.threads.joint.operator import Built, JointOperator, Part, flat_tensors
+
+
+class Branches(NamedTuple):
+    """What a replica brings to tf.cond and tf.switch_case.
+
+    Attributes:
+        kind: the name of the operator.
+        selector: the condition, or the index of the branch.
+        functions: the branches.
+        make: TensorFlow's function that makes the op; takes the selector and the branches.
+    """
+
+    kind: str
+    selector: Any
+    functions: Sequence[Callable[[], Any]]
+    make: Callable[..., Any]
+
+
+class Loop(NamedTuple):
+    """What a replica brings to tf.while_loop.
+
+    Attributes:
+        condition: whether to go on; takes the loop variables.
+        body: the next loop variables.
+        variables: the loop variables.
+        options: the other arguments of `make`.
+        make: TensorFlow's function that makes the op.
+    """
+
+    condition: Callable[..., Any]
+    body: Callable[..., Any]
+    variables: Sequence[Any]
+    options: dict[str, Any]
+    make: Callable[..., Any]
+
+
+def build_branches(run: Run, parts: Sequence[Part]) -> list[Built]:
+    """Builds one If or Case op."""
+    operator = JointOperator(run, parts)
+    payloads: list[Branches] = operator.payloads
+    first = payloads[0]
+    selector = agreed([each.selector for each in payloads], first.kind, operator.where, run.replicas)
+    last = len(first.functions) - 1
+
+    def branch(number: int) -> Callable[[], list[Any]]:
+        def traced() -> list[Any]:
+            outs = operator.trace([each.functions[number] for each in payloads])
+            if number == last:
+                operator.check_guess()
+            return outs
+
+        return traced
+
+    try:
+        outs = first.make(selector, [branch(number) for number in range(last + 1)])
+        return _built(operator, outs)
+    finally:
+        operator.close()
+
+
+def build_loop(run: Run, parts: Sequence[Part]) -> list[Built]:
+    """Builds one While op. Its loop variables are a list with the loop variables of each replica."""
+    operator = JointOperator(run, parts)
+    payloads: list[Loop] = operator.payloads
+    first = payloads[0]
+    options = first.options | {"return_same_structure": True}
+    if options.get("maximum_iterations") is not None:
+        most = [each.options["maximum_iterations"] for each in payloads]
+        options["maximum_iterations"] = agreed(most, "maximum_iterations", operator.where, run.replicas)
+    if options.get("shape_invariants") is not None:
+        options["shape_invariants"] = [each.options["shape_invariants"] for each in payloads]
+    variables = [each.variables for each in payloads]
+
+    def calls(functions: Sequence[Callable[..., Any]], own: Sequence[Any]) -> list[Callable[[], Any]]:
+        graph = thread_state.default_graph()
+        for replica, each in enumerate(own):
+            Notes.on(graph).give(replica, flat_tensors(each))
+        return [functools.partial(function, *each) for function, each in zip(functions, own, strict=True)]
+
+    def condition(*own: Any) -> Any:
+        values = operator.trace(calls([each.condition for each in payloads], own))
+        return agreed(values, "tf.while_loop", operator.where, run.replicas)
+
+    def body(*own: Any) -> list[Any]:
+        outs = operator.trace(calls([each.body for each in payloads], own))
+        operator.check_guess()
+        return [out if tf.nest.is_nested(out) else [out] for out in outs]
+
+    try:
+        outs = first.make(condition, body, variables, **options)
+        return _built(operator, outs, [flat_tensors(each) for each in variables])
+    finally:
+        operator.close()
+
+
+def build_trial(run: Run, parts: Sequence[Part]) -> list[Built]:
+    """AutoGraph's trial of a loop's body, in a graph that is thrown away."""
+    operator = JointOperator(run, parts)
+    try:
+        with control_flow.FuncGraph("trial").as_default():
+            operator.trace(operator.payloads)
+        return [Built(None)] * len(parts)
+    finally:
+        operator.close()
+
+
+def _built(
+    operator: JointOperator, outs: Sequence[Any], more: Sequence[Sequence[tf.Tensor]] | None = None
+) -> list[Built]:
+    """The results of all replicas, after the op was made."""
+    inputs = operator.inputs(more)
+    backward = Backward(operator.outer, [flat_tensors(out) for out in outs], inputs, operator.shared)
+    return [Built(out, backward, of) for out, of in zip(outs, inputs, strict=True)]

@@ -1,0 +1,138 @@
+"""Nested `tf.function`s with merge calls.
+
+In a graph, the Python function is called in the graph where the replica stands: inlined, with its input signature and
+AutoGraph as the `tf.function` has them. In eager mode, one `tf.function` with the same options goes around all
+replicas; it is remembered, so that later calls run its graph and no Python.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from replica_engine._tf import thread_state
+from replica_engine._tf.graphs import autograph, control_flow, function
+from replica_engine.engine import Run
+from replica_engine.threads.joint.gradients import Backward, recording
+from replica_engine.threads.joint.graphs import Notes, notes_of
+from replica_engine.threads.joint.operator import Built, JointOperator, Part, flat_tensors, is_differentiable
+from replica_engine.values.regroup import parts as parts_of
+from replica_engine.values.regroup import regroup
+
+_JOINT = "_replica_engine_joint"  # of a tf.function: its `_Known`
+
+
+class Call(NamedTuple):
+    """What a replica brings: a `tf.function`, and its arguments."""
+
+    function: Any
+    args: tuple
+    kwargs: dict[str, Any]
+
+
+class _Known:
+    """For each strategy, the function around all replicas, and the replicas' functions for which it was made."""
+
+    def __init__(self) -> None:
+        self.by_strategy: weakref.WeakKeyDictionary[tf.distribute.Strategy, tuple] = weakref.WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple:
+        return _Known, ()  # A copy of the function starts without traces.
+
+
+def is_joint(fn: Any, strategy: tf.distribute.Strategy) -> bool:
+    """Whether a `tf.function` had merge calls when replicas of the strategy called it in eager mode."""
+    known = fn.__dict__.get(_JOINT)
+    return known is not None and strategy in known.by_strategy
+
+
+def inlined(fn: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Calls the Python function of a `tf.function` in the current graph; returns tensors, as a `tf.function` does."""
+    own_args, own_kwargs = control_flow.bound_arguments(fn, args, kwargs)
+    return tf.nest.map_structure(_as_result, _plain(fn)(*own_args, **own_kwargs))
+
+
+def own_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Arguments as tensors that only this replica has, so that each replica has a gradient of its own for them."""
+
+    def own(leaf: Any) -> Any:
+        return tf.identity(leaf) if isinstance(leaf, tf.Tensor) and is_differentiable(leaf) else leaf
+
+    return tf.nest.map_structure(own, (args, kwargs))
+
+
+def build_call(run: Run, parts: Sequence[Part]) -> list[Built]:
+    """Calls a `tf.function` that goes around all replicas, in eager mode."""
+    operator = JointOperator(run, parts)
+    payloads: list[Call] = operator.payloads
+    strategy, size = parts[0].context.strategy, len(parts)
+    known = payloads[0].function.__dict__.setdefault(_JOINT, _Known()).by_strategy
+    fns = [each.function for each in payloads]
+    around, of = known.get(strategy, (None, ()))
+    if [reference() for reference in of] != fns:
+        around = function.clone_for_any(fns[0], _around(size))
+        known[strategy] = around, [weakref.ref(fn) for fn in fns]
+    what = f"The arguments of the tf.function ({operator.where})"
+    args = regroup([each.args for each in payloads], what, "args")
+    kwargs = regroup([each.kwargs for each in payloads], what, "kwargs")
+    _calling.operator = operator
+    try:
+        if not any(part.taped for part in parts):
+            return [Built(value) for value in parts_of(around(*args, **kwargs), size, "result")]
+        notes = notes_of(around.get_concrete_function(*args, **kwargs).graph) or Notes()
+        used = [[*filter(is_differentiable, flat_tensors([each.args, each.kwargs]))] for each in payloads]
+        captured = [list(of) for of in used]
+        for replica, tensor, alias in notes.closures:
+            if is_differentiable(tensor):
+                used[replica].append(tensor)
+                captured[replica].append(alias)
+        # One tape for each order of gradients that the replicas' own tapes can be asked for.
+        tapes = [tf.GradientTape(persistent=True) for _ in range(max(part.context.attempts.tapes for part in parts))]
+        with operator.building(), recording(tapes, captured):
+            values = parts_of(around(*args, **kwargs), size, "result")
+    finally:
+        _calling.operator = None
+        operator.close()
+    variables = tapes[0].watched_variables()
+    handles = [variable.handle for variable in variables]
+    outputs = [flat_tensors(value) for value in values]
+    inputs = [[*of, *handles] for of in captured]
+    backward = Backward(None, outputs, inputs, notes.shared, tapes, variables)
+    return [Built(value, backward, [*of, *handles]) for value, of in zip(values, used, strict=True)]
+
+
+_calling = threading.local()
+
+
+def _around(size: int) -> Callable[..., Any]:
+    @autograph.artifact
+    def on_all_replicas(*args: Any, **kwargs: Any) -> Any:
+        """Traces each replica's function in one graph."""
+        operator: JointOperator = _calling.operator
+        own = list(zip(parts_of(args, size, "args"), parts_of(kwargs, size, "kwargs"), strict=True))
+        graph = thread_state.default_graph()
+        for replica, each in enumerate(own):
+            Notes.on(graph).give(replica, flat_tensors(each))
+        calls = [
+            functools.partial(_plain(payload.function), *each_args, **each_kwargs)
+            for payload, (each_args, each_kwargs) in zip(operator.payloads, own, strict=True)
+        ]
+        results = operator.trace(calls, creators=thread_state.variable_creators(graph))
+        Notes.on(graph).shared = list(operator.shared)
+        return regroup(results)
+
+    return on_all_replicas
+
+
+def _plain(fn: Any) -> Callable[..., Any]:
+    converts, _, _ = function.options(fn)
+    return autograph.convert_always(fn.python_function) if converts else fn.python_function
+
+
+def _as_result(value: Any) -> Any:
+    return value if value is None or tf.is_tensor(value) else tf.convert_to_tensor(value)

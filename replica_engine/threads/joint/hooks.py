@@ -1,0 +1,284 @@
+"""Where a replica enters an operator: this module stands around TensorFlow's functions that make one.
+
+Outside a replica of this library each of these functions passes on to TensorFlow's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._tf.graphs import control_flow, function
+from replica_engine.diagnostics.user_frames import identity, user_location
+from replica_engine.engine import current_replica
+from replica_engine.errors import MergeCallGraphError
+from replica_engine.threads.context import ReplicaContext
+from replica_engine.threads.joint import functions, gradients
+from replica_engine.threads.joint.attempt import MergeNeeded
+from replica_engine.threads.joint.branches import Branches, Loop, build_branches, build_loop, build_trial
+from replica_engine.threads.joint.functions import Call, build_call
+from replica_engine.threads.joint.graphs import is_joint
+
+
+def install() -> None:
+    """Puts the functions of this module around TensorFlow's, once."""
+    control_flow.wrap("cond", _cond)
+    control_flow.wrap("switch_case", _switch_case)
+    control_flow.wrap("while_loop", _while_loop)
+    control_flow.wrap("trial", _trial)
+    control_flow.wrap("while_stmt", _while_stmt)
+    control_flow.wrap("call", _call)
+    control_flow.wrap("initialize", _initialize)
+    control_flow.wrap("vectorize", _vectorize)
+    control_flow.wrap("custom_gradient", _custom_gradient)
+    control_flow.wrap("gradients", gradients.by_replicas)
+    control_flow.wrap("gradient_types", _gradient_types)
+    control_flow.wrap("push_tape", _push_tape)
+    control_flow.wrap("pop_tape", _pop_tape)
+    control_flow.wrap("tape_gradient", _tape_gradient)
+    control_flow.wrap_gradients(_gradient_of_op)
+
+
+def _context() -> ReplicaContext | None:
+    """The context of the replica that this thread runs, in replica context."""
+    replica = current_replica()
+    if replica is None:
+        return None
+    context = tf.distribute.get_replica_context()
+    return context if isinstance(context, ReplicaContext) and context.runs(replica) else None
+
+
+def _place(context: ReplicaContext) -> tuple[str, int, str]:
+    return user_location(context.replica)
+
+
+def _cond(original: Callable[..., Any], pred: Any, true_fn: Any, false_fn: Any, name: str = "cond") -> Any:
+    context = _context()
+    if context is None:
+        return original(pred, true_fn, false_fn, name)
+    ends = context.attempts.ends_branch
+
+    def plain() -> Any:
+        return original(pred, _ending(true_fn, ends), _ending(false_fn, ends), name)
+
+    def make(selector: Any, branches: Sequence[Callable[[], Any]]) -> Any:
+        return original(selector, *branches, name)
+
+    def joint(guessed: bool) -> Any:
+        payload = Branches("tf.cond", _as_value(pred), [true_fn, false_fn], make)
+        return context.enter_operator("tf.cond", build_branches, payload, guessed)
+
+    return context.attempts.enter(_place(context), plain, joint)
+
+
+def _switch_case(original: Callable[..., Any], branch_index: Any, branch_fns: Any, *args: Any, **options: Any) -> Any:
+    context = _context()
+    if context is None:
+        return original(branch_index, branch_fns, *args, **options)
+    ends = context.attempts.ends_branch
+
+    def plain() -> Any:
+        return original(branch_index, [_ending(each, ends) for each in branch_fns], *args, **options)
+
+    def make(selector: Any, branches: Sequence[Callable[[], Any]]) -> Any:
+        return original(selector, branches, *args, **options)
+
+    def joint(guessed: bool) -> Any:
+        payload = Branches("tf.switch_case", _as_value(branch_index), list(branch_fns), make)
+        return context.enter_operator("tf.switch_case", build_branches, payload, guessed)
+
+    return context.attempts.enter(_place(context), plain, joint)
+
+
+def _while_loop(original: Callable[..., Any], cond: Any, body: Any, loop_vars: Any, **options: Any) -> Any:
+    context = _context()
+    if context is None:
+        return original(cond, body, loop_vars, **options)
+    ends = context.attempts.ends_branch
+
+    def plain() -> Any:
+        return original(_ending(cond, ends), _ending(body, ends), loop_vars, **options)
+
+    def joint(guessed: bool) -> Any:
+        # A tape needs tensors that are no other operator's inputs, to tell the gradients of two of them apart.
+        own = tf.nest.map_structure(lambda each: tf.identity(each) if isinstance(each, tf.Tensor) else each, loop_vars)
+        payload = Loop(cond, body, own if control_flow.has_tape() else loop_vars, options, original)
+        outs = context.enter_operator("tf.while_loop", build_loop, payload, guessed)
+        flat = tf.nest.flatten(outs, expand_composites=True)
+        return flat[0] if len(flat) == 1 and not options.get("return_same_structure", True) else outs
+
+    return context.attempts.enter(_place(context), plain, joint)
+
+
+def _trial(original: Callable[..., Any], body: Callable[[], Any], *rest: Any) -> Any:
+    """AutoGraph's trial of the body of a loop, with variables that are undefined before the loop."""
+    context = _context()
+    if context is None:
+        return original(body, *rest)
+
+    def plain() -> Any:
+        return original(_ending(body, context.attempts.ends_branch), *rest)
+
+    def joint(guessed: bool) -> Any:
+        del guessed  # a trial builds nothing
+        return original(lambda: context.enter_operator("tf.while_loop", build_trial, body, False), *rest)
+
+    return context.attempts.enter(_place(context), plain, joint)
+
+
+def _while_stmt(original: Callable[..., Any], test: Callable[[], Any], *rest: Any) -> Any:
+    """AutoGraph's `while`, which first calls the condition in a graph that is thrown away, to see what it returns."""
+    context = _context()
+    if context is None or context.attempts.active:
+        return original(test, *rest)
+    untried = True
+
+    def joint(guessed: bool) -> Any:
+        del guessed  # a trial builds nothing
+        made: list[Any] = []
+        context.enter_operator("tf.while_loop", build_trial, lambda: made.append(test()), False)
+        return made[0]
+
+    def condition() -> Any:
+        nonlocal untried
+        if not untried:
+            return test()
+        untried = False
+        return context.attempts.enter(_place(context), _ending(test, context.attempts.ends_branch), joint)
+
+    return original(condition, *rest)
+
+
+def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call of a `tf.function`."""
+    context = _context()
+    if context is None or control_flow.runs_eagerly(self):
+        return original(self, *args, **kwargs)
+
+    def plain() -> Any:
+        with control_flow.unlocked_afterwards(self):
+            return original(self, *args, **kwargs)
+
+    def joint(guessed: bool) -> Any:
+        del guessed  # in a graph nothing is built around it; in eager mode it is known
+        if function.is_compiled(self):
+            raise MergeCallGraphError.compiled(str(context.replica), context.here())
+        if not tf.executing_eagerly():
+            return functions.inlined(self, args, kwargs)
+        own = control_flow.bound_arguments(self, args, kwargs)
+        own = functions.own_arguments(*own) if control_flow.has_tape() else own
+        return context.enter_operator("tf.function", build_call, Call(self, *own), False)
+
+    if tf.executing_eagerly() and functions.is_joint(self, context.strategy):
+        return context.attempts.enter_joint(joint)
+    place = "tf.function", identity(self.python_function)
+    return context.attempts.enter(place, plain, joint)
+
+
+def _initialize(original: Callable[..., Any], self: Any, args: Any, kwds: Any, add_initializers_to: Any = None) -> Any:
+    """The first trace of a `tf.function`; the variables that an attempt creates stay, so they get their values."""
+    try:
+        return original(self, args, kwds, add_initializers_to=add_initializers_to)
+    except MergeNeeded:
+        control_flow.forget_first_call(self, add_initializers_to)
+        raise
+
+
+def _vectorize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """tf.vectorized_map, and a tape's jacobian: TensorFlow rewrites the ops inside, so that nothing can merge there."""
+    context = _context()
+    if context is None:
+        return original(*args, **kwargs)
+    before, context.attempts.vectorizing = context.attempts.vectorizing, True
+    try:
+        return original(*args, **kwargs)
+    finally:
+        context.attempts.vectorizing = before
+
+
+def _custom_gradient(original: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A function with a gradient of its own, in a graph: an attempt finds out whether the gradient has merge calls."""
+    context = _context()
+    if context is None or not context.attempts.active or not control_flow.has_tape():
+        return original(fn, args, kwargs)
+
+    def tried(*values: Any) -> Any:
+        result, gradient = fn(*values)
+        control_flow.try_gradient(gradient, tf.nest.flatten(result))
+        return result, gradient
+
+    return original(tried, args, kwargs)
+
+
+def _push_tape(original: Callable[..., Any], self: tf.GradientTape) -> Any:
+    """A tape begins. In a graph it can be asked again after an attempt has asked it in vain."""
+    context = _context()
+    if context is None:
+        return original(self)
+    context.attempts.tapes += 1
+    context.attempts.persistent_tapes += self._persistent
+    if tf.executing_eagerly():
+        return original(self)
+    with control_flow.kept_after_gradient(self):
+        return original(self)
+
+
+def _pop_tape(original: Callable[..., Any], self: tf.GradientTape) -> Any:
+    context = _context()
+    if context is not None:
+        context.attempts.tapes -= 1
+        context.attempts.persistent_tapes -= self._persistent
+    return original(self)
+
+
+def _gradient_types(original: Callable[..., int], tensors: Sequence[Any]) -> int:
+    """Which gradients tapes may be asked for: of one tape that the user did not make persistent, the first order."""
+    found = original(tensors)
+    context = None if tf.executing_eagerly() else _context()
+    if context is None or context.attempts.tapes > 1 or context.attempts.persistent_tapes:
+        return found
+    return control_flow.only_first_order(found)
+
+
+def _tape_gradient(
+    original: Callable[..., Any], self: tf.GradientTape, target: Any, sources: Any, *args: Any, **kwargs: Any
+) -> Any:
+    context = _context()
+    if context is None:
+        return original(self, target, sources, *args, **kwargs)
+    attempts = context.attempts
+    attempts.note_gradient(self)
+    before, attempts.asked_for = attempts.asked_for, tf.nest.flatten(sources)
+    try:
+        return original(self, target, sources, *args, **kwargs)
+    finally:
+        attempts.asked_for = before
+
+
+def _gradient_of_op(original: Callable[..., Any], op: tf.Operation, *upstream: Any) -> Any:
+    """The gradient of an If, Case or While op."""
+    context = _context()
+    if context is None or not is_joint(op):
+        return original(op, *upstream)
+    visited = gradients.Visited(original, op, upstream)
+    return context.enter_operator("gradient", gradients.build_operator, visited)
+
+
+def _ending(fn: Any, ends: Callable[[], None]) -> Any:
+    """A branch or a body that raises again, at its end, what the user's code in it has caught."""
+    if not callable(fn):
+        return fn
+
+    def ending(*args: Any) -> Any:
+        result = fn(*args)
+        ends()
+        return result
+
+    return ending
+
+
+def _as_value(value: Any) -> Any:
+    """A condition that is a variable is read on the replica's thread, where it is the replica's own."""
+    return tf.convert_to_tensor(value) if isinstance(value, tf.Variable) else value
