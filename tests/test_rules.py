@@ -11,6 +11,7 @@ import textwrap
 import pytest
 
 import replica_engine
+import replica_engine.strategies  # where the patches of the import are installed
 from replica_engine._tf import patches
 from replica_engine._tf.keras import names as keras_names
 from replica_engine._tf.keras import state as keras_state

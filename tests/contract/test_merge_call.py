@@ -5,12 +5,7 @@ import functools
 import pytest
 import tensorflow as tf
 
-from replica_engine.errors import (
-    MergeCallGraphError,
-    MergeCallMismatchError,
-    ReplicaValueError,
-    StructureMismatchError,
-)
+from replica_engine.errors import MergeCallMismatchError, ReplicaValueError, StructureMismatchError
 
 
 class OwnError(Exception):
@@ -210,29 +205,14 @@ def test_arguments_of_different_structure_are_told_where(run):
     assert caught.value.replicas == (0, 1)
 
 
-@pytest.mark.threads("a merge call in a function works in a program")
-def test_merge_call_in_a_nested_function_is_refused(run):
-    """As `tf.distribute.ReplicaContext.merge_call` documents."""
+def test_merge_call_in_a_nested_function(strategy, run, local):
+    """Which `tf.distribute` refuses. For control flow see test_control_flow.py."""
 
     @tf.function
     def inner():
-        return context().merge_call(lambda strategy: 1)
+        return context().merge_call(Merger().merge, args=(tf.constant(2),))
 
-    with pytest.raises(MergeCallGraphError, match=r"while defining a new graph or a tf\.function"):
-        run(lambda: inner())
-
-
-@pytest.mark.threads("a merge call in a branch works in a program")
-def test_merge_call_in_a_conditional_is_refused(strategy):
-    @tf.function
-    def step(x):
-        def fn(x):
-            return tf.cond(x > 0, lambda: context().all_reduce("sum", x), lambda: x)
-
-        return strategy.run(fn, args=(x,))
-
-    with pytest.raises(MergeCallGraphError, match=r"while defining a new graph or a tf\.function"):
-        step(tf.constant(1.0))
+    assert local(run(lambda: inner())) == [2 * strategy.num_replicas_in_sync] * strategy.num_replicas_in_sync
 
 
 def test_merge_call_under_init_scope_runs_eagerly(strategy):

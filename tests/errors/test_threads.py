@@ -15,6 +15,7 @@ from replica_engine.errors import (
     MergeCallGraphError,
     MergeCallMismatchError,
     NotInReplicaError,
+    ReplicaMismatchError,
     ReplicaUnwound,
     StructureMismatchError,
     VariableMismatchError,
@@ -86,21 +87,114 @@ def test_arguments_of_another_structure():
 
 
 @shows(MergeCallGraphError.inside)
-def test_a_merge_call_in_a_nested_function():
+def test_a_merge_call_in_a_concrete_function():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
 
     @tf.function
     def mean(x):
         return tf.distribute.get_replica_context().all_reduce("MEAN", x)
 
+    def train(x):
+        return mean.get_concrete_function(x)(x)
+
+    strategy.run(train, args=(tf.constant(2.0),))
+
+
+@shows(MergeCallGraphError.in_dataset)
+def test_a_merge_call_in_a_for_over_a_dataset():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    dataset = tf.data.Dataset.range(4)
+
+    @tf.function
+    def train():
+        return strategy.run(epoch)
+
+    def epoch():
+        total = tf.constant(0, tf.int64)
+        for x in dataset:
+            total += tf.distribute.get_replica_context().all_reduce("SUM", x)
+        return total
+
+    train()
+
+
+@shows(MergeCallGraphError.vectorized)
+def test_a_merge_call_in_a_jacobian():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
     @tf.function
     def train(x):
-        return strategy.run(mean_of_squares, args=(x,))
+        return strategy.run(slopes, args=(x,))
 
-    def mean_of_squares(x):
-        if x > 0.0:
-            x = mean(x * x)
-        return x
+    def slopes(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = x * tf.distribute.get_replica_context().all_reduce("SUM", x)
+        return tape.jacobian(y, x)
+
+    train(tf.constant([1.0, 2.0]))
+
+
+@shows(MergeCallGraphError.shared_variable)
+def test_a_plain_variable_in_a_branch_with_a_merge_call():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    weight = tf.Variable(2.0)
+
+    @tf.function
+    def train(x):
+        return strategy.run(slope, args=(x,))
+
+    def slope(x):
+        with tf.GradientTape() as tape:
+            y = weight * x
+            if y > 0.0:
+                y = tf.distribute.get_replica_context().all_reduce("MEAN", weight * y)
+        return tape.gradient(y, weight)
+
+    train(tf.constant(3.0))
+
+
+@shows(MergeCallGraphError.compiled)
+def test_a_merge_call_in_a_nested_compiled_function():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    @tf.function(jit_compile=True)
+    def mean(x):
+        return tf.distribute.get_replica_context().all_reduce("MEAN", x)
+
+    @tf.function
+    def train(x):
+        return strategy.run(lambda x: mean(x * x), args=(x,))
+
+    train(tf.constant(2.0))
+
+
+@shows(MergeCallGraphError.swallowed)
+def test_a_bare_except_around_a_merge_call():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    @tf.function
+    def mean(x):
+        try:
+            return tf.distribute.get_replica_context().all_reduce("MEAN", x)
+        except BaseException:
+            return x
+
+    strategy.run(lambda x: mean(x), args=(tf.constant(2.0),))
+
+
+@shows(ReplicaMismatchError.of_conditions)
+def test_a_condition_on_the_replica():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    @tf.function
+    def train(x):
+        return strategy.run(mean_of_first, args=(x,))
+
+    def mean_of_first(x):
+        context = tf.distribute.get_replica_context()
+        first = tf.get_static_value(context.replica_id_in_sync_group) == 0
+        return tf.cond(tf.constant(first), lambda: context.all_reduce("MEAN", x), lambda: x)
 
     train(tf.constant(2.0))
 

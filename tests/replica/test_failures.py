@@ -322,19 +322,23 @@ class TestMergeFunctionRaises:
 
 
 class TestOtherGraph:
-    @pytest.mark.parametrize("kind", ["nested tf.function", "tf.cond", "tf.while_loop"])
+    @pytest.mark.parametrize("kind", ["a concrete function", "a map of a dataset", "a jacobian"])
     def test_a_merge_call_there_is_an_error(self, mirrored, kind):
+        """More of them, and the wordings: tests/replica/joint/test_refusals.py."""
+
         def meet():
             return context().all_reduce("SUM", tf.constant(1.0))
 
         def fn():
-            if kind == "nested tf.function":
-                return tf.function(meet)()
-            if kind == "tf.cond":
-                return tf.cond(tf.constant(True), meet, lambda: tf.constant(0.0))
-            return tf.while_loop(lambda i: i < 1.0, lambda i: [i + meet()], [tf.constant(0.0)])
+            if kind == "a concrete function":
+                return tf.function(meet).get_concrete_function()()
+            if kind == "a map of a dataset":
+                return next(iter(tf.data.Dataset.range(1).map(lambda i: meet())))
+            with tf.GradientTape() as tape:
+                x = context().all_reduce("SUM", tape.watch(y := tf.ones([2])) or y)
+            return tape.jacobian(x, y)
 
-        with pytest.raises(MergeCallGraphError, match="called while defining a new graph") as raised:
+        with pytest.raises(MergeCallGraphError, match="`merge_call` called ") as raised:
             tf.function(lambda: mirrored.run(fn))()
         assert "replica 0 of 2 (CPU:0)" in str(raised.value)
         assert HERE in str(raised.value)
