@@ -36,6 +36,7 @@ GROUPS = (
     "host_call",
     "concurrency",
     "memory",
+    "control_flow",
     "growth",
 )
 """The groups in the order of the table. Each is a module that calls `command.main`."""
