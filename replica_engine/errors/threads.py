@@ -162,6 +162,15 @@ class NotInReplicaError(ReplicaEngineError, RuntimeError):
             "and the replica's thread passes them to merge_call."
         )
 
+    @classmethod
+    def run_has_ended(cls) -> NotInReplicaError:
+        """A tape that was made in a replica was asked for gradients after `strategy.run` had returned."""
+        return cls(
+            "A gradient tape was asked for the gradient of an operator with merge calls after strategy.run had "
+            "returned. All replicas compute it together, so ask the tape inside the function that strategy.run runs, "
+            "and return the gradients. Or put the tape around strategy.run."
+        )
+
 
 class VariableMismatchError(ReplicaEngineError, RuntimeError):
     """A replica asked for a variable that the first replica did not create."""

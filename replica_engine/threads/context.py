@@ -81,6 +81,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
     _device: str | None = None
     _detail: tuple = ()
     _creator: Callable[..., Any] | None = None
+    _tokens: dict[int, Any] = {}  # noqa: RUF012  # the last token of each graph; replaced, never changed here
     attempts: Any = None
 
     def __init__(self, strategy: tf.distribute.Strategy, replica_id_in_sync_group: Any):
@@ -102,11 +103,37 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         self._graph, self._scope_store = state.graph, state.scope_store
         self._device = device
         self.attempts, self._creator = attempts, creator
+        self._tokens = {}
 
     def detach(self) -> None:
         """Unbinds the context at the end of the replica's body; it keeps only a weak reference to the strategy."""
         self._replica = self._graph = self._scope_store = self.attempts = self._creator = None
+        self._tokens = {}
         distribute.hold_weakly(self)
+
+    def in_order(self, outputs: Sequence[Any], inputs: Sequence[Any], backward: Callable[..., Any]) -> tuple:
+        """Makes tapes compute the gradients of sync points in the reverse order of the sync points, on each replica.
+
+        A tape is free to choose among gradients that do not depend on each other. If two replicas chose differently,
+        each would wait in another sync point, or two different gradients would be summed. So each sync point has one
+        more output for the tape, a token, which is an input of the next one in the same graph.
+
+        Args:
+            outputs: the outputs that the tape is told of.
+            inputs: the inputs.
+            backward: computes the gradients of `inputs` from those of `outputs`.
+
+        Returns:
+            The three, with tokens.
+        """
+        graph = id(thread_state.default_graph())
+        before = [] if graph not in self._tokens else [self._tokens[graph]]
+        self._tokens[graph] = token = tf.zeros([])
+
+        def ordered(*upstream: Any) -> list[Any]:
+            return [*backward(*upstream[:-1]), *[None for _ in before]]
+
+        return [*outputs, token], [*inputs, *before], ordered
 
     def runs(self, replica: Replica) -> bool:
         """Whether this is the context of a replica that is running."""
@@ -147,7 +174,9 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             finally:
                 self._graph, self._scope_store = before
 
-    def enter_operator(self, kind: str, build: Callable[..., Any], payload: Any, guessed: bool = False) -> Any:
+    def enter_operator(
+        self, kind: str, build: Callable[..., Any], payload: Any, guessed: bool = False, of: object = None
+    ) -> Any:
         """Enters an operator together with the other replicas.
 
         Args:
@@ -156,6 +185,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
                 returns what `recorded` takes for each.
             payload: what `build` needs of this replica.
             guessed: whether it is only a guess that there is a merge call inside.
+            of: what is differentiated; replicas meet only in the gradient of the same operator.
 
         Returns:
             This replica's outputs.
@@ -167,7 +197,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         part = Part(self, payload, taped, guessed)
         place = user_location(self.replica)
         eager = tf.executing_eagerly()
-        point = SyncPoint(kind, *place, (kind, place), kind, traced=not eager)
+        point = SyncPoint(kind, *place, (kind, place, id(of)), kind, traced=not eager)
         built = self.replica.pause(point, self._request(build, part, {}, eager, is_trial))
         return recorded(self, built) if taped else built.value
 

@@ -23,7 +23,7 @@ _names = map(f"ReplicaEngineAllReduce_{uuid.uuid4().hex}_{{}}".format, itertools
 
 
 def differentiable(
-    context: tf.distribute.ReplicaContext,
+    context: Any,
     operation: tf.distribute.ReduceOp,
     tensors: Sequence[tf.Tensor],
     reduced: Sequence[tf.Tensor],
@@ -38,7 +38,7 @@ def differentiable(
     """
     name = _registered(operation, tuple((tensor.dtype, str(tensor.shape)) for tensor in tensors))
     known = gradients.with_gradient(
-        reduced, tensors, name, lambda *upstream: context.all_reduce(operation, list(upstream))
+        reduced, tensors, name, lambda *upstream: context.all_reduce(operation, list(upstream)), context.in_order
     )
     graph = tf.compat.v1.get_default_graph()
     strategies = getattr(graph, _STRATEGIES, {})

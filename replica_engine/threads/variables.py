@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from replica_engine.diagnostics.user_frames import user_location
 from replica_engine.engine import Replica, State
 from replica_engine.errors import ReplicaUnwound, VariableMismatchError
+from replica_engine.threads.joint import attempt
 
 _ADDED_NUMBER = re.compile(r"_\d+(?=/|$)")
 _LOOK_AGAIN = 0.05  # seconds between checks of whether replica 0 can still make a variable
@@ -78,7 +79,8 @@ class SharedVariables:
         return reuse
 
     def _create(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        variable = next_creator(**kwargs)
+        with attempt.outlasting(kwargs.get("initial_value")):
+            variable = next_creator(**kwargs)
         calls = _calls() if self._concurrent else ()
         with self._changed:
             self._created.append(_Created(_plain_name(kwargs.get("name")), calls, variable))

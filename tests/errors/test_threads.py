@@ -338,3 +338,20 @@ def test_a_replica_that_cannot_be_taken_down():
             threading.Event().wait(0.5)
 
     strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(NotInReplicaError.run_has_ended)
+def test_a_tape_that_is_asked_after_the_run():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    scaled = tf.function(lambda x: x * tf.distribute.get_replica_context().all_reduce("SUM", x))
+    tapes = []
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = scaled(x)
+        tapes.append(tape)
+        return x, y
+
+    x, y = strategy.run(step, args=(tf.constant(1.0),))
+    tapes[0].gradient(strategy.experimental_local_results(y)[0], strategy.experimental_local_results(x)[0])

@@ -29,12 +29,8 @@ from tensorflow.python.autograph.operators import control_flow as _autograph_ope
 # structured_function: the module that traces the functions of tf.data.
 from tensorflow.python.data.ops import structured_function as _structured_function
 
-# lift_to_graph: copies ops to another graph. tracing_compilation: a tf.function that may be called during a first call.
-from tensorflow.python.eager import lift_to_graph as _lift_to_graph
-
 # function_type_utils: binds arguments as a tf.function with an input signature does.
 from tensorflow.python.eager.polymorphic_function import function_type_utils as _function_type_utils
-from tensorflow.python.eager.polymorphic_function import tracing_compilation as _tracing_compilation
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function as _Function
 
 # record_operation: tells tapes the gradient of some tensors with respect to others.
@@ -61,8 +57,6 @@ from tensorflow.python.ops.parallel_for import control_flow_ops as _parallel_for
 from tensorflow.python.ops.resource_variable_ops import variable_accessed as variable_accessed
 from tensorflow.python.ops.tensor_array_ops import build_ta_with_new_flow as _build_ta
 
-from replica_engine._tf import eager, thread_state
-
 
 class Wrapped(NamedTuple):
     """A function of TensorFlow that `wrap` puts a function around.
@@ -87,7 +81,7 @@ WRAPPED = {
     "trial": Wrapped(_autograph_operators, "_try_handling_undefineds", "the same, with variables undefined before it"),
     "while_stmt": Wrapped(_autograph_all, "while_stmt", "merge calls in the condition of a `while`"),
     "call": Wrapped(_Function, "__call__", "merge calls in a nested tf.function"),
-    "initialize": Wrapped(_Function, "_initialize", "variables that the first call of a nested tf.function creates"),
+    "initialize": Wrapped(_Function, "_initialize", "a first call of a nested tf.function that is left"),
     "vectorize": Wrapped(_parallel_for, "_pfor_impl", "refuses merge calls in tf.vectorized_map and jacobians"),
     "custom_gradient": Wrapped(_custom_gradient, "_graph_mode_decorator", "custom gradients that make merge calls"),
     "gradients": Wrapped(_gradients_util, "_GradientsHelper", "gradients of branches and loops with merge calls"),
@@ -132,6 +126,11 @@ def wrap_gradients(around: Callable[..., Any]) -> None:
             gradient = functools.partial(around, original)
             setattr(gradient, _ORIGINAL, original)
             entry["type"] = gradient
+
+
+def replace_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
+    """Gives an op that exists already another input."""
+    op._update_input(index, tensor)
 
 
 def graphs_inside(op: tf.Operation) -> list[Any]:
@@ -216,25 +215,9 @@ def unlocked_afterwards(fn: Any) -> Iterator[None]:
         raise
 
 
-def forget_first_call(fn: Any, initializers: list[Any] | None) -> None:
-    """After a first call of a `tf.function` that did not end: the variables that it created get their values."""
+def forget_first_call(fn: Any) -> None:
+    """Makes the next call of a `tf.function` its first one, because the first trace was given up."""
     fn._created_variables = fn._variable_creation_config = None
-    if not initializers:
-        return
-    graph = initializers[0][1].graph
-    # The value of one variable may be read from another: a mirrored variable has a component on each device.
-    handles = [own for outside, own in graph.captures if own.dtype == tf.resource and eager.is_eager(outside)]
-
-    def initialize() -> None:
-        for variable, value in initializers:
-            target = thread_state.default_graph()
-            lifted = _lift_to_graph.lift_to_graph([value], target, sources=handles, handle_captures=True)
-            variable.assign(lifted[value], read_value=False)
-
-    with tf.init_scope():
-        _tracing_compilation.call_function(
-            tracing_options=_tracing_compilation.TracingOptions(initialize, "initialize_variables", autograph=False)
-        )
 
 
 def try_gradient(gradient: Callable[..., Any], results: Sequence[Any]) -> None:

@@ -12,7 +12,11 @@ from tensorflow.python.eager import record as _record
 
 
 def with_gradient(
-    results: Sequence[tf.Tensor], inputs: Sequence[tf.Tensor], registered: str, gradient: Callable[..., Sequence[Any]]
+    results: Sequence[tf.Tensor],
+    inputs: Sequence[tf.Tensor],
+    registered: str,
+    gradient: Callable[..., Sequence[Any]],
+    in_order: Callable[..., tuple],
 ) -> list[tf.Tensor]:
     """Returns tensors equal to `results` whose gradient with respect to `inputs` tapes and `tf.gradients` know.
 
@@ -26,6 +30,7 @@ def with_gradient(
             of an op whose results are `results`, followed by `inputs`.
         gradient: the same gradient for tapes: takes the upstream gradient of each result, and returns the gradient of
             each input.
+        in_order: puts the outputs, inputs and gradient that tapes are told of into an order with those of others.
     """
     originals = [*results, *inputs]
     with tf.compat.v1.get_default_graph().gradient_override_map({"IdentityN": registered}):
@@ -34,5 +39,5 @@ def with_gradient(
     def of_tape(*upstream: Any) -> list[Any]:
         return [None] * len(results) + list(gradient(*upstream[: len(results)]))
 
-    _record.record_operation(registered, known, originals, of_tape)
+    _record.record_operation(registered, *in_order(known, originals, of_tape))
     return known[: len(results)]

@@ -12,6 +12,7 @@ is left (`NotJoint`) and becomes each replica's own.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +20,24 @@ import tensorflow as tf
 
 from replica_engine._tf.graphs import control_flow
 from replica_engine.errors import MergeCallGraphError
+
+
+def outlasting(initial_value: Any) -> contextlib.AbstractContextManager[Any]:
+    """Inside the block, a variable may be created; if an attempt creates it, it lives on when the attempt is given up.
+
+    User code keeps the variable and does not create it again. So it gets its value now, outside the graph of the
+    attempt. An initial value that was computed in that graph cannot be had outside. Then the attempt ends here, before
+    the variable is created, and the replicas create it together.
+
+    Raises:
+        MergeNeeded: the initial value is a tensor of the graph of an attempt.
+    """
+    attempts = getattr(tf.distribute.get_replica_context(), "attempts", None)
+    if attempts is None or not attempts.active:
+        return contextlib.nullcontext()
+    if tf.is_tensor(initial_value) and tf.is_symbolic_tensor(initial_value):
+        attempts.merge_needed()
+    return tf.init_scope()
 
 
 class MergeNeeded(BaseException):
@@ -58,6 +77,7 @@ class Attempts:
 
     Attributes:
         active: whether the replica is in an attempt now.
+        needed: whether a merge call has ended the attempt.
         vectorizing: whether the replica is in code that TensorFlow will vectorize, where nothing can merge.
         tapes: how many tapes of the replica record.
         persistent_tapes: how many of them the user made persistent.
@@ -70,7 +90,7 @@ class Attempts:
         self.tapes = self.persistent_tapes = 0
         self.asked_for: list[Any] = []
         self._number = 0
-        self._needed = False
+        self.needed = False
         self._tapes: list[tuple[tf.GradientTape, Any]] = []
 
     def enter(self, place: Any, plain: Callable[[], Any], joint: Callable[[bool], Any]) -> Any:
@@ -114,12 +134,12 @@ class Attempts:
 
     def merge_needed(self) -> None:
         """Ends the attempt, because of a merge call."""
-        self._needed = True
+        self.needed = True
         raise MergeNeeded
 
     def ends_branch(self) -> None:
         """At the end of a branch or a body: raises again what user code may have caught."""
-        if self.active and self._needed:
+        if self.active and self.needed:
             raise MergeNeeded
 
     def note_gradient(self, tape: tf.GradientTape) -> None:
@@ -135,10 +155,10 @@ class Attempts:
 
     def _attempt(self, plain: Callable[[], Any]) -> tuple[bool, Any]:
         """Whether `plain` ran without a merge call, and its result. If not, tapes are as they were before."""
-        self.active, self._needed, self._tapes = True, False, []
+        self.active, self.needed, self._tapes = True, False, []
         try:
             result = plain()
-            if self._needed:
+            if self.needed:
                 raise MergeCallGraphError.swallowed()
             return True, result
         except MergeNeeded:

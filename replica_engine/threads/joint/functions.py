@@ -24,6 +24,7 @@ from replica_engine.threads.joint.operator import Built, JointOperator, Part, fl
 from replica_engine.values.regroup import parts as parts_of
 from replica_engine.values.regroup import regroup
 
+_SWALLOWED = "_replica_engine_swallowed"
 _JOINT = "_replica_engine_joint"  # of a tf.function: its `_Known`
 
 
@@ -49,6 +50,16 @@ def is_joint(fn: Any, strategy: tf.distribute.Strategy) -> bool:
     """Whether a `tf.function` had merge calls when replicas of the strategy called it in eager mode."""
     known = fn.__dict__.get(_JOINT)
     return known is not None and strategy in known.by_strategy
+
+
+def note_swallowed(fn: Any) -> None:
+    """Notes that a `tf.function` caught the exception of an attempt, so that it has a trace without its merge calls."""
+    fn.__dict__[_SWALLOWED] = True
+
+
+def has_swallowed(fn: Any) -> bool:
+    """Whether `note_swallowed` was called for a `tf.function`."""
+    return _SWALLOWED in fn.__dict__
 
 
 def inlined(fn: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -99,11 +110,12 @@ def build_call(run: Run, parts: Sequence[Part]) -> list[Built]:
         _calling.operator = None
         operator.close()
     variables = tapes[0].watched_variables()
-    handles = [variable.handle for variable in variables]
-    outputs = [flat_tensors(value) for value in values]
-    inputs = [[*of, *handles] for of in captured]
-    backward = Backward(None, outputs, inputs, notes.shared, tapes, variables)
-    return [Built(value, backward, [*of, *handles]) for value, of in zip(values, used, strict=True)]
+    for replica, handle in notes.resources:
+        if any(variable.handle is handle for variable in variables):
+            used[replica].append(handle)
+            captured[replica].append(handle)
+    backward = Backward(None, [flat_tensors(value) for value in values], captured, notes.shared, tapes, variables)
+    return [Built(value, backward, of) for value, of in zip(values, used, strict=True)]
 
 
 _calling = threading.local()
@@ -135,4 +147,5 @@ def _plain(fn: Any) -> Callable[..., Any]:
 
 
 def _as_result(value: Any) -> Any:
-    return value if value is None or tf.is_tensor(value) else tf.convert_to_tensor(value)
+    is_result = value is None or (tf.is_tensor(value) and not isinstance(value, tf.Variable))
+    return value if is_result else tf.convert_to_tensor(value)

@@ -28,7 +28,7 @@ import tensorflow as tf
 from replica_engine._tf import thread_state
 from replica_engine._tf.graphs import control_flow
 from replica_engine.engine import Run
-from replica_engine.errors import MergeCallGraphError
+from replica_engine.errors import MergeCallGraphError, NotInReplicaError
 from replica_engine.threads.joint.graphs import Notes, notes_of, owner_inside
 from replica_engine.threads.joint.operator import (
     Built,
@@ -97,12 +97,15 @@ def recorded(context: Any, built: Built) -> Any:
             control_flow.variable_accessed(variable)
 
     def asked(*upstream: Any) -> Any:
-        for variable in context.attempts.asked_for:
-            if any(getattr(variable, "handle", None) is handle for handle in backward.shared):
-                raise MergeCallGraphError.shared_variable(variable.name, str(context.replica), context.here())
-        return context.enter_operator("gradient", build_backward, Asked(backward, list(upstream)))
+        if context.attempts is None:
+            raise NotInReplicaError.run_has_ended()
+        for source in context.attempts.asked_for:
+            if any(getattr(source, "handle", source) is handle for handle in backward.shared):
+                name = getattr(source, "name", "a variable")
+                raise MergeCallGraphError.shared_variable(name, str(context.replica), context.here())
+        return context.enter_operator("gradient", build_backward, Asked(backward, list(upstream)), of=backward)
 
-    control_flow.record_operation("JointOperator", outputs, inputs, asked)
+    control_flow.record_operation("JointOperator", *context.in_order(outputs, inputs, asked))
     return built.value
 
 

@@ -34,6 +34,7 @@ class Notes:
             stands for, such as a loop variable, by the tensor's name.
         constants: the results of merges, through which no gradient goes.
         closures: eager tensors from outside that a replica uses, and what the graph captured for each.
+        resources: the handles of variables that a replica uses.
         shared: the handles of variables that several replicas use.
     """
 
@@ -41,6 +42,7 @@ class Notes:
         self.owners: dict[str, int] = {}
         self.constants: list[tf.Tensor] = []
         self.closures: list[tuple[int, tf.Tensor, tf.Tensor]] = []
+        self.resources: list[tuple[int, tf.Tensor]] = []
         self.shared: list[tf.Tensor] = []
 
     @classmethod
@@ -163,6 +165,8 @@ class Captures:
             if self._owners.setdefault(id(tensor), replica) != replica:
                 self.shared.append(tensor)
             self._kept.append(tensor)
+            if all(known is not tensor or by != replica for by, known in notes.resources):
+                notes.resources.append((replica, tensor))
         elif not hasattr(self._outer, "capture"):  # in eager mode
             tensor = self._eager_alias(replica, tensor, notes)
         else:

@@ -103,8 +103,12 @@ def _while_loop(original: Callable[..., Any], cond: Any, body: Any, loop_vars: A
 
     def joint(guessed: bool) -> Any:
         # A tape needs tensors that are no other operator's inputs, to tell the gradients of two of them apart.
-        own = tf.nest.map_structure(lambda each: tf.identity(each) if isinstance(each, tf.Tensor) else each, loop_vars)
-        payload = Loop(cond, body, own if control_flow.has_tape() else loop_vars, options, original)
+        taped = control_flow.has_tape()
+        own = tf.nest.map_structure(
+            lambda each: tf.identity(each) if taped and isinstance(each, tf.Tensor) else _as_value(each), loop_vars
+        )
+        most = _as_value(options.get("maximum_iterations"))
+        payload = Loop(cond, body, own, options | {"maximum_iterations": most}, original)
         outs = context.enter_operator("tf.while_loop", build_loop, payload, guessed)
         flat = tf.nest.flatten(outs, expand_composites=True)
         return flat[0] if len(flat) == 1 and not options.get("return_same_structure", True) else outs
@@ -157,9 +161,15 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
     if context is None or control_flow.runs_eagerly(self):
         return original(self, *args, **kwargs)
 
+    if functions.has_swallowed(self):
+        raise MergeCallGraphError.swallowed()
+
     def plain() -> Any:
         with control_flow.unlocked_afterwards(self):
-            return original(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
+        if context.attempts.needed:  # The trace without the merge call stays, so the function must not be called again.
+            functions.note_swallowed(self)
+        return result
 
     def joint(guessed: bool) -> Any:
         del guessed  # in a graph nothing is built around it; in eager mode it is known
@@ -177,12 +187,12 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
     return context.attempts.enter(place, plain, joint)
 
 
-def _initialize(original: Callable[..., Any], self: Any, args: Any, kwds: Any, add_initializers_to: Any = None) -> Any:
-    """The first trace of a `tf.function`; the variables that an attempt creates stay, so they get their values."""
+def _initialize(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The first trace of a `tf.function`."""
     try:
-        return original(self, args, kwds, add_initializers_to=add_initializers_to)
+        return original(self, *args, **kwargs)
     except MergeNeeded:
-        control_flow.forget_first_call(self, add_initializers_to)
+        control_flow.forget_first_call(self)
         raise
 
 
@@ -263,7 +273,7 @@ def _gradient_of_op(original: Callable[..., Any], op: tf.Operation, *upstream: A
     if context is None or not is_joint(op):
         return original(op, *upstream)
     visited = gradients.Visited(original, op, upstream)
-    return context.enter_operator("gradient", gradients.build_operator, visited)
+    return context.enter_operator("gradient", gradients.build_operator, visited, of=op)
 
 
 def _ending(fn: Any, ends: Callable[[], None]) -> Any:
@@ -280,5 +290,5 @@ def _ending(fn: Any, ends: Callable[[], None]) -> Any:
 
 
 def _as_value(value: Any) -> Any:
-    """A condition that is a variable is read on the replica's thread, where it is the replica's own."""
+    """Reads a variable here on the replica's thread, where it is the replica's own."""
     return tf.convert_to_tensor(value) if isinstance(value, tf.Variable) else value

@@ -13,6 +13,7 @@ import tensorflow as tf
 from replica_engine._tf import thread_state
 from replica_engine._tf.graphs import control_flow
 from replica_engine.engine import Run
+from replica_engine.errors import StructureMismatchError
 from replica_engine.threads.joint.attempt import NotJoint
 from replica_engine.threads.joint.graphs import Captures, notes_of
 from replica_engine.values.regroup import regroup
@@ -134,6 +135,21 @@ class JointOperator:
     def close(self) -> None:
         """Lets go of the run and of the graphs."""
         self._captures.unwatch()
+
+
+def check_equal(described: Sequence[str], kind: str, where: str, name: str) -> None:
+    """Raises StructureMismatchError if the replicas gave an operator different kinds of an argument.
+
+    Args:
+        described: the argument of each replica, in words.
+        kind: the operator, such as "tf.cond".
+        where: the user's line.
+        name: the argument.
+    """
+    for replica, each in enumerate(described):
+        if each != described[0]:
+            what = f"The arguments of {kind} ({where})"
+            raise StructureMismatchError.between(what, name, (0, replica), (described[0], each))
 
 
 _building = threading.local()
