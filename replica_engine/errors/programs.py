@@ -237,7 +237,7 @@ class LoweringError(ReplicaEngineError, ValueError):
         """XLA has no lowering for an op."""
         return cls(
             f"`{fn}` uses {op}{at(where)}, which XLA cannot compile. Run it on the host: in the middle of the body "
-            "with xla.outside_compilation(fn, ...), or before the run. MirroredStrategy runs it without changes."
+            "with xla.outside_compilation(fn, ...), or before the run, or use MirroredStrategy."
         )
 
     @classmethod

@@ -117,7 +117,7 @@ class MergeCallGraphError(ReplicaEngineError, RuntimeError):
             f"`merge_call` called in code that TensorFlow vectorizes, by {replica}, at {where}: tf.vectorized_map, or "
             "jacobian and batch_jacobian of a tape. TensorFlow rewrites the ops of one element for all elements, and "
             "cannot rewrite what other replicas compute; the result would be wrong. Write instead:\n"
-            "    tape.jacobian(y, x, experimental_use_pfor=False)\n"
+            "    tape.jacobian(y, x, experimental_use_pfor=False)   # in eager mode: tf.GradientTape(persistent=True)\n"
             "and tf.map_fn in the place of tf.vectorized_map, or one merge call for all elements outside."
         )
 

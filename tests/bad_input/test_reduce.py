@@ -41,7 +41,8 @@ def test_of_arrays(both, arrays, op):
     with np.errstate(all="ignore"):
         expected = total / np.asarray(2, total.dtype) if is_mean else total
     result = both.strategy.reduce(op, value, axis=None)
-    np.testing.assert_array_equal(result.numpy(), expected)
+    smallest = np.finfo(expected.dtype).tiny if expected.dtype.kind in "fc" else 0  # half of it may be flushed to zero
+    np.testing.assert_allclose(result.numpy(), expected, rtol=0, atol=smallest)
 
 
 @examples(20)

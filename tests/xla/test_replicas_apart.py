@@ -319,6 +319,23 @@ def test_variables_that_are_equal_on_all_replicas_are_no_alarm(run, two):
     assert run(body) == ([[6.0, 8.0]] * 2, [])
 
 
+def test_a_variable_whose_value_goes_into_another_one_is_no_alarm(run, two):
+    """A counter, such as that of an optimizer, scales what each replica writes to a variable of its own."""
+    with two.scope():
+        steps = tf.Variable(3.0)
+        own = tf.Variable(
+            [0.0, 0.0], synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM
+        )
+
+    def body(x):
+        own.assign_add(x * steps)
+        if steps > 2.0:
+            x = total(x)
+        return x
+
+    assert run(body) == ([[3.0, 4.0]] * 2, [])
+
+
 def test_an_argument_that_all_replicas_share_is_no_alarm(run):
     def body(x, rate):
         if rate > 0.0:

@@ -113,7 +113,9 @@ class Differences:
             return given
         if xla_ops.marker_name(op) == HOST_CALL:
             return self._host_call(op, given)
-        return [_Known(self._cause(op, given, around), _variables_of(given))] * len(op.outputs)
+        cause, variables = self._cause(op, given, around), _variables_of(given)
+        # What was read from a variable is not the variable: an op that writes it elsewhere does not write this one.
+        return [_Known(cause, variables if each.dtype == tf.resource else frozenset()) for each in op.outputs]
 
     def _branches(self, op: tf.Operation, functions: list[Any], given: list[_Known], around: Cause) -> Sequence[_Known]:
         cause = given[0].cause
