@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from replica_engine import compat, keras, strategies, testing, xla
     from replica_engine.replica import ReplicaContext, call_for_each_replica, sync_points
     from replica_engine.strategies import MirroredStrategy
+    from replica_engine.strategies.multi_worker import MultiWorkerMirroredStrategy
     from replica_engine.strategies.tpu import TPUStrategy
     from replica_engine.telemetry.timeline import timeline
     from replica_engine.values.micro_batches import accumulate
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
     "ReplicaContext",
     "TPUStrategy",
     "__version__",
@@ -70,6 +72,7 @@ __all__ = [
 
 _HOME = {
     "MirroredStrategy": "replica_engine.strategies",
+    "MultiWorkerMirroredStrategy": "replica_engine.strategies.multi_worker",
     "ReplicaContext": "replica_engine.replica",
     "TPUStrategy": "replica_engine.strategies.tpu",
     "accumulate": "replica_engine.values.micro_batches",

@@ -65,6 +65,18 @@ def user_location(replica: Replica) -> tuple[str, int, str]:
     return _place(replica, frame, thread)
 
 
+def calling_location() -> tuple[str, int, str]:
+    """The file, line and function of the innermost frame of the user on this thread, which runs no replica."""
+    thread = threading.get_ident()
+    here: FrameType | None = sys._getframe(1)
+    frame = here
+    while frame is not None and not is_users(frame, (thread,)):
+        frame = frame.f_back
+    frame = frame or here
+    assert frame is not None
+    return autograph.original_location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, (thread,))
+
+
 def _user_frame(replica: Replica) -> tuple[FrameType, str, int]:
     """The innermost frame of the user, the name of the function that it called, and the thread of the frame.
 

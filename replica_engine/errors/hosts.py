@@ -169,6 +169,26 @@ class ClusterConfigError(ReplicaEngineError, ValueError):
             "another address than its own, set REPLICA_ENGINE_LISTEN to its own.",
         )
 
+    @classmethod
+    def started(cls) -> ClusterConfigError:
+        """A strategy of several workers is made after TensorFlow has started in the process."""
+        return _about(
+            cls,
+            "MultiWorkerMirroredStrategy",
+            "TensorFlow has run an op in this process already, and cannot connect it to other workers any more. Make "
+            "the MultiWorkerMirroredStrategy first, before any tensor, variable or dataset.",
+        )
+
+    @classmethod
+    def another_job(cls, worker: int, size: int) -> ClusterConfigError:
+        """A strategy describes another job than the one that the process has joined."""
+        return _about(
+            cls,
+            "cluster_resolver",
+            f"This process has joined a job as worker {worker} of {size}, and cannot be a worker of another one. Make "
+            "all strategies of the process with the same description of the cluster.",
+        )
+
 
 class WorkerLostError(ReplicaEngineError, RuntimeError):
     """A worker of the job has died, has raised, has ended too early, or is not heard of.

@@ -18,8 +18,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import tensorflow as tf
 
+from replica_engine._tf import quick_scopes
+from replica_engine._tf.graphs import autograph
 from replica_engine.diagnostics.flight_record import SyncPointRecord
+from replica_engine.diagnostics.tracebacks import shortened
 from replica_engine.strategies import accumulation
+from replica_engine.strategies.validation import check_call, checked_reduction
 from replica_engine.threads.call import ReplicaOptions, call_for_each_replica, sync_points
 
 
@@ -85,6 +89,54 @@ class ReplicaThreads:
 
     def host_side_of(self, variable: Any) -> None:
         """Always None: with replica threads, a variable holds its value itself."""
+
+
+class OnReplicaThreads:
+    """The strategy half for an extended half with `ReplicaThreads`. Put it before a class of `tf.distribute`."""
+
+    extended: Any
+
+    @autograph.artifact
+    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """Runs `fn` on each replica with the given arguments, like `tf.distribute.Strategy.run`.
+
+        Args:
+            fn: the function, called in replica context. A `tf.function` is lifted: it goes around the whole run.
+            args: its positional arguments; each replica gets its own value of a `tf.distribute.DistributedValues`.
+            kwargs: its keyword arguments, distributed in the same way.
+            options: `tf.distribute.RunOptions`.
+
+        Raises:
+            ReplicaValueError: `fn`, `args` or `kwargs` is of the wrong kind.
+            MergeCallMismatchError: the replicas did not meet at the same merge calls.
+            ReplicaMismatchError: the replicas brought tensors of different dtypes or shapes to an all-reduce.
+            ReplicaTimeoutError: a replica or a merge function took longer than `timeout`.
+            Exception: any exception of `fn` or of a merge function, with notes that name the replica.
+        """
+        check_call(fn, args, kwargs)
+        try:
+            if not autograph.is_out_of_play():
+                return super().run(fn, args, kwargs, options)  # type: ignore[misc]
+            with quick_scopes.in_scope(self):  # once here, instead of again in each call on the way
+                return self.extended._call_for_each_replica(fn, args, {} if kwargs is None else kwargs)
+        except Exception as error:
+            raise shortened(error)
+
+    @autograph.artifact
+    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        """Reduces values over replicas, like `tf.distribute.Strategy.reduce`; accepts Python numbers as tensors.
+
+        Raises:
+            ReplicaValueError: `value` cannot be reduced, `reduce_op` is not a reduction, or `axis` is not an axis.
+        """
+        return super().reduce(*checked_reduction(reduce_op, value, axis))  # type: ignore[misc]
+
+    def sync_points(self) -> list[SyncPointRecord]:
+        """The last sync points of each replica: their kind, source line, tensors and times.
+
+        See `replica_engine.sync_points`.
+        """
+        return self.extended.sync_points()
 
 
 def backend_of(strategy: tf.distribute.Strategy) -> Backend | None:

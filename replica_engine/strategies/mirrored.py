@@ -9,17 +9,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import distribute, quick_scopes
-from replica_engine._tf.graphs import autograph
+from replica_engine._tf import distribute
 from replica_engine._tf.host_datasets import HostDatasets
-from replica_engine.diagnostics.flight_record import SyncPointRecord
-from replica_engine.diagnostics.tracebacks import shortened
 from replica_engine.errors import DeviceError
 from replica_engine.process.interrupts import held_off_once
-from replica_engine.strategies.backend import ReplicaThreads
+from replica_engine.strategies.backend import OnReplicaThreads, ReplicaThreads
 from replica_engine.strategies.devices import resolve_devices
 from replica_engine.strategies.reductions import Reductions
-from replica_engine.strategies.validation import check_call, check_flags, check_seconds, checked_reduction
+from replica_engine.strategies.validation import check_flags, check_seconds
 from replica_engine.threads.cpu_reduction import CpuReduction
 
 # If two groups of devices use one collective key, TensorFlow fails: "joining a group with size 2, but that group has
@@ -82,7 +79,7 @@ class MirroredExtended(ReplicaThreads, Reductions, HostDatasets, distribute.Mirr
         return not distribute.is_merged() and (tf.executing_eagerly() or super()._use_merge_call())
 
 
-class MirroredStrategy(tf.distribute.MirroredStrategy):
+class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):
     """Runs a function once per replica, with one replica per device of one machine, and keeps variables equal.
 
     This class is a drop-in replacement for `tf.distribute.MirroredStrategy`, and a subclass of it: `scope`, `run`,
@@ -148,45 +145,3 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
         )
         # Not the parent's __init__: it would make TensorFlow's own extended half.
         tf.distribute.Strategy.__init__(self, extended)
-
-    @autograph.artifact
-    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
-        """Runs `fn` on each replica with the given arguments, like `tf.distribute.Strategy.run`.
-
-        Args:
-            fn: the function, called in replica context. A `tf.function` is lifted: it goes around the whole run.
-            args: its positional arguments; each replica gets its own value of a `tf.distribute.DistributedValues`.
-            kwargs: its keyword arguments, distributed in the same way.
-            options: `tf.distribute.RunOptions`.
-
-        Raises:
-            ReplicaValueError: `fn`, `args` or `kwargs` is of the wrong kind.
-            MergeCallMismatchError: the replicas did not meet at the same merge calls.
-            ReplicaMismatchError: the replicas brought tensors of different dtypes or shapes to an all-reduce.
-            ReplicaTimeoutError: a replica or a merge function took longer than `timeout`.
-            Exception: any exception of `fn` or of a merge function, with notes that name the replica.
-        """
-        check_call(fn, args, kwargs)
-        try:
-            if not autograph.is_out_of_play():
-                return super().run(fn, args, kwargs, options)
-            with quick_scopes.in_scope(self):  # once here, instead of again in each call on the way
-                return self.extended._call_for_each_replica(fn, args, {} if kwargs is None else kwargs)
-        except Exception as error:
-            raise shortened(error)
-
-    @autograph.artifact
-    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
-        """Reduces values over replicas, like `tf.distribute.Strategy.reduce`; accepts Python numbers as tensors.
-
-        Raises:
-            ReplicaValueError: `value` cannot be reduced, `reduce_op` is not a reduction, or `axis` is not an axis.
-        """
-        return super().reduce(*checked_reduction(reduce_op, value, axis))
-
-    def sync_points(self) -> list[SyncPointRecord]:
-        """The last sync points of each replica: their kind, source line, tensors and times.
-
-        See `replica_engine.sync_points`.
-        """
-        return self.extended.sync_points()

@@ -24,7 +24,7 @@ from replica_engine.diagnostics.failed_run import note_failed_run
 from replica_engine.diagnostics.flight_record import SyncPointRecord, records
 from replica_engine.diagnostics.tracebacks import as_raised
 from replica_engine.diagnostics.user_frames import identity
-from replica_engine.engine import ErrandsFailed, GroupPool, Outcome, Replica, Run
+from replica_engine.engine import ErrandsFailed, GroupPool, Outcome, Replica, Run, SyncPoint
 from replica_engine.errors import CoordinatorRow, note_merge_failure, slow_function
 from replica_engine.process import shutdown
 from replica_engine.process.fork import check_not_forked
@@ -110,12 +110,14 @@ class ReplicaOptions:
         warn_after: the seconds after which a slow replica is logged; the warning repeats at the same interval. None
             takes the environment variable REPLICA_ENGINE_WARN_AFTER, or 30 if it is not set.
         context_class: the class of each replica's context.
+        merging: takes the sync point where the replicas have met; what it returns is entered around the merge function.
     """
 
     concurrent: bool = False
     timeout: float | None = None
     warn_after: float | None = None
     context_class: type[ReplicaContext] = ReplicaContext
+    merging: Callable[[SyncPoint], contextlib.AbstractContextManager[None]] | None = None
 
 
 def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -215,7 +217,8 @@ def _merge(strategy: tf.distribute.Strategy, requests: list[MergeRequest], run: 
     with first.continued(requests):
         try:
             checks = [] if first.eager else assertions(point, run.replicas, [request.args for request in requests])
-            with tf.control_dependencies(checks):
+            merging = _options(strategy).merging
+            with tf.control_dependencies(checks), merging(point) if merging else contextlib.nullcontext():
                 merged = first.merge_fn(strategy, *args, **kwargs)
             return parts(merged, len(requests), f"the result of {point.name}")
         except BaseException as error:

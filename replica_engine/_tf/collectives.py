@@ -1,0 +1,112 @@
+"""TensorFlow's collectives between processes: their server, their launches, and how they are ended.
+
+A worker of a job runs a gRPC server, at which the others fetch what they need for a collective. TensorFlow can also
+start a coordination service, with heartbeats of its own; it is left out here. It would end the process of a worker
+whose leader is lost, before the worker could say which one that was. Checked on TensorFlow 2.21.0.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+# CollectiveReplicaLauncher: makes the collective ops of one device. Its _next_instance_key gives the number of one
+# collective, which must be equal on all workers: eagerly at once, in a tf.function at each call of the function.
+from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher as _Launcher
+
+# context: abort_collective_ops, configure_coordination_service, coordination_service, _context_handle.
+from tensorflow.python.eager import context as _context
+
+# core: _status_to_exception makes the exception of an op that failed.
+from tensorflow.python.eager import core as _core
+
+Launched = Callable[[], None]
+"""Is called when a collective is about to be launched."""
+
+Describe = Callable[[str, tf.Tensor], Launched]
+"""Takes the kind of a collective ("all_reduce") and its operand, where it is made: eagerly or in a graph."""
+
+
+def has_started() -> bool:
+    """Whether TensorFlow has run an op in this process already; then a server cannot be configured any more."""
+    return _context.context()._context_handle is not None
+
+
+def start_no_coordination_service() -> None:
+    """Keeps an extended half from starting TensorFlow's coordination service, by configuring one of no type."""
+    context = _context.context()
+    if context.coordination_service is None:
+        context.configure_coordination_service(service_type="")
+
+
+def abort(message: str) -> None:
+    """Ends all collectives of this process, also those to come, with an UnavailableError."""
+    _context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
+
+
+def note_launches(cross_device_ops: Any, describe: Describe) -> None:
+    """Has `describe` called for each collective that the first device makes; it stands for all devices of the worker.
+
+    Args:
+        cross_device_ops: TensorFlow's `CollectiveAllReduce`.
+        describe: returns what to call each time when the collective is launched.
+    """
+    first = cross_device_ops._launchers[0]
+    first.__class__ = _NotedLauncher
+    first.describe = describe
+
+
+class _NotedLauncher(_Launcher):
+    """Says what it launches."""
+
+    describe: Describe
+    _launched: Launched | None = None
+
+    def all_reduce(self, input_tensor: Any, control_input: Any = None, options: Any = None) -> Any:
+        self._launched = self.describe("all_reduce", input_tensor)
+        return super().all_reduce(input_tensor, control_input, options)
+
+    def _all_gather(self, input_tensor: Any, options: Any) -> Any:
+        self._launched = self.describe("all_gather", input_tensor)
+        return super()._all_gather(input_tensor, options)
+
+    def _next_instance_key(self) -> Any:
+        launched, self._launched = self._launched, None
+        graph = tf.compat.v1.get_default_graph()
+        while getattr(graph, "is_control_flow_graph", False):  # these cannot look a value up when they are called
+            graph = graph.outer_graph
+        if launched is None or tf.executing_eagerly() or not graph.building_function:
+            if launched is not None:
+                launched()
+            return super()._next_instance_key()
+
+        def at_call() -> Any:
+            self._launched = launched
+            return self._next_instance_key()
+
+        with graph.as_default():
+            return graph.capture_call_time_value(at_call, tf.TensorSpec([], tf.int32))
+
+
+def explain_failures(explain: Callable[[int, str], BaseException | None]) -> None:
+    """Lets another exception take the place of TensorFlow's where an op has failed; only once per process.
+
+    Args:
+        explain: takes the code and the text of an error of TensorFlow; returns the exception to raise, or None.
+    """
+    original = _core._status_to_exception
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def explained(status: Any) -> Any:
+        return explain(status.code, status.message) or original(status)
+
+    setattr(explained, _MARK, True)
+    _core._status_to_exception = explained
+
+
+_MARK = "_replica_engine"

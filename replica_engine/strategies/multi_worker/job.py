@@ -1,0 +1,144 @@
+"""The job that this process is a worker of, as MultiWorkerMirroredStrategy needs it: one for the whole process.
+
+TensorFlow has one server and one set of collectives for a process. So the first strategy joins the job, and the later
+ones use what it has found.
+
+What it guarantees:
+
+- When the job fails, every collective of this process ends at once, and the exception that comes out of TensorFlow is
+  the failure of the job: WorkerLostError and its like. Nothing waits for a worker that is lost.
+- When TensorFlow notices first that a connection broke, its error waits until it is known whose connection that was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine import hosts
+from replica_engine._tf import collectives
+from replica_engine.errors import ClusterConfigError, ReplicaEngineError
+from replica_engine.hosts.addresses import free_address
+from replica_engine.hosts.cluster import COORDINATOR
+
+_KINDS = {"chief": "chief", "master": "chief"}  # of tasks in TF_CONFIG; every other task is a worker for TensorFlow
+_BROKEN = (
+    tf.errors.UNAVAILABLE,
+    tf.errors.CANCELLED,
+    tf.errors.ABORTED,
+    tf.errors.INTERNAL,
+    tf.errors.DEADLINE_EXCEEDED,
+    tf.errors.FAILED_PRECONDITION,
+    tf.errors.INVALID_ARGUMENT,
+)
+"""What a collective ends with when another worker is lost, or brings something else."""
+
+
+@dataclass
+class Job:
+    """The job of this process.
+
+    Attributes:
+        cluster: the place of this process in it.
+        member: the connection to its coordinator.
+        replicas: the number of replicas of each worker.
+        resolver: the same as TensorFlow wants it, with the addresses of the workers' servers.
+    """
+
+    cluster: hosts.Cluster
+    member: hosts.Member
+    replicas: int
+    resolver: tf.distribute.cluster_resolver.ClusterResolver
+
+    def begin(self) -> None:
+        """From now on a failure of the job ends all collectives; called when TensorFlow's server runs."""
+        collectives.explain_failures(self._explain)
+        self.member.on_failure(lambda error: collectives.abort(str(error)))
+
+    def _explain(self, code: int, message: str) -> ReplicaEngineError | None:
+        """The failure of the job that is the cause of an error of TensorFlow; None if there is none."""
+        if code not in _BROKEN or "ollective" not in message or os.getpid() != self._process:
+            return None
+        try:
+            self.member.explain(ConnectionError(message))
+        except ReplicaEngineError as failure:
+            return failure
+        return None
+
+    _process: int = field(default_factory=os.getpid)
+
+
+def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None, kind: str, replicas: int) -> Job | None:
+    """Takes this process into its job, if it has not joined already.
+
+    Args:
+        resolver: describes the cluster; None reads it from the environment.
+        kind: "GPU" or "CPU": the devices that replicas run on.
+        replicas: the number of replicas of this worker.
+
+    Returns:
+        The job; None if this process is the only one.
+
+    Raises:
+        ClusterConfigError: the description of the cluster is wrong, or TensorFlow has started already.
+        WorkersMissingError: a worker did not join in time.
+        WorkerVersionError: the workers differ in a version or in the number of replicas.
+        WorkerLostError: a worker ended before all had joined.
+    """
+    with _lock:
+        cluster = hosts.find_cluster() if resolver is None else _described_by(resolver)
+        if cluster.num_processes == 1:
+            return None
+        if _joined:
+            return _same(_joined[0], cluster, replicas)
+        if collectives.has_started():
+            raise ClusterConfigError.started()
+        member = hosts.join(cluster, versions={"tensorflow": tf.__version__}, replicas=replicas)
+        addresses = cluster.addresses or _exchanged(cluster, member)
+        spec, task = _spec(cluster, addresses)
+        simple = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec(spec), task_type=task[0], task_id=task[1], num_accelerators={kind: replicas}
+        )
+        _joined.append(Job(cluster, member, replicas, simple))
+        return _joined[0]
+
+
+def _same(job: Job, cluster: hosts.Cluster, replicas: int) -> Job:
+    """The job that was joined before, if it is the one that is asked for."""
+    if (cluster.process_id, cluster.num_processes) != (job.cluster.process_id, job.cluster.num_processes):
+        raise ClusterConfigError.another_job(job.cluster.process_id, job.cluster.num_processes)
+    job.member.check()
+    return job
+
+
+def _described_by(resolver: Any) -> hosts.Cluster:
+    """The cluster of a resolver of TensorFlow, read as TF_CONFIG is."""
+    spec = tf.train.ClusterSpec(resolver.cluster_spec() or {}).as_dict()
+    config = {"cluster": spec, "task": {"type": resolver.task_type, "index": resolver.task_id}}
+    return hosts.find_cluster({"TF_CONFIG": json.dumps(config), COORDINATOR: os.environ.get(COORDINATOR, "")})
+
+
+def _exchanged(cluster: hosts.Cluster, member: hosts.Member) -> tuple[str, ...]:
+    """An address for TensorFlow's server in each worker, where the launcher tells none."""
+    member.put(f"tensorflow {cluster.process_id}", free_address(cluster.coordinator))
+    return tuple(member.get(f"tensorflow {worker}") for worker in range(cluster.num_processes))
+
+
+def _spec(cluster: hosts.Cluster, addresses: tuple[str, ...]) -> tuple[dict[str, list[str]], tuple[str, int]]:
+    """The cluster as TensorFlow wants it: addresses by kind of task, and the kind and index of this worker's task."""
+    spec: dict[str, list[str]] = {}
+    tasks = []
+    for name, address in zip(cluster.tasks, addresses, strict=True):
+        kind = _KINDS.get(name.split()[0], "worker")
+        spec.setdefault(kind, []).append(address)
+        tasks.append((kind, len(spec[kind]) - 1))
+    return spec, tasks[cluster.process_id]
+
+
+_lock = threading.Lock()
+_joined: list[Job] = []

@@ -1,0 +1,135 @@
+"""What a worker launches, for the comparison with the other workers.
+
+Collectives have numbers, and TensorFlow lets those of the same number meet: whether a sum meets a mean, or the loss
+meets a gradient, it does not notice. So each collective is told to the job with what it is: the sync point with its
+line, the reduction, dtype and shape.
+
+- Before its first launch, a collective waits until the other workers are about to launch an equal one. So two workers
+  that differ get ProgramDisagreementError, and no number.
+- Later launches are told without waiting. If they are in another order, the error comes about 0.1 s later.
+
+The line is compared for sync points in replicas and for calls of `reduce`, without the folder of the file. It is not
+compared for variables that are read or made, since a chief may save a model in a line of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine import hosts
+from replica_engine.diagnostics.user_frames import calling_location
+from replica_engine.engine import SyncPoint
+
+
+class Launches:
+    """Tells the job what this worker launches.
+
+    Args:
+        member: the connection to the job.
+        timeout: seconds to wait for the others before the first launch of a collective; None waits without a limit.
+    """
+
+    def __init__(self, member: hosts.Member, timeout: float | None = None):
+        self.timeout = timeout
+        self._member = member
+        self._known: set[str] = set()
+        self._point: SyncPoint | None = None
+        self._new_run = False
+        self._steps = 0
+        self._what: tuple[str, str, str] | None = None  # in words, where, and what counts of where
+
+    @contextlib.contextmanager
+    def merging(self, point: SyncPoint) -> Iterator[None]:
+        """Inside the block, collectives belong to a sync point of the replicas."""
+        before, self._point = self._point, point
+        self._new_run = self._new_run or point.number == 1
+        try:
+            yield
+        finally:
+            self._point = before
+
+    @contextlib.contextmanager
+    def doing(self, what: str, name: str | None = None) -> Iterator[None]:
+        """Inside the block, collectives belong to an operation.
+
+        Args:
+            what: the operation, in words: "reduce SUM".
+            name: the name of the variable that it reads; None for an operation that the user's code calls.
+        """
+        before = self._what
+        if self._point is not None:
+            point = self._point
+            line = f"{os.path.basename(point.filename)}:{point.lineno}"
+            operation, _, which = what.partition(" ")
+            name = f"{point.name} {which}" if point.name == f"all_{operation}" else f"{point.name}: {what}"
+            self._what = name, point.where, line
+        elif name is not None:
+            self._what = f"{what} of {name}", "", ""
+        else:
+            filename, lineno, function = calling_location()
+            where = f"{filename}:{lineno}"
+            self._what = what, f"{where} in {function}", f"{os.path.basename(filename)}:{lineno}"
+        try:
+            yield
+        finally:
+            self._what = before
+
+    def describe(self, kind: str, operand: Any) -> Any:
+        """Describes a collective; see `collectives.note_launches`."""
+        what, where, compared = self._what or (kind, "", "")
+        new_run, self._new_run = self._new_run, False
+        body = f"{what}, {_tensor_text(operand)}"
+        program = hosts.Program(_digest(_ADDED_NUMBER.sub("", f"{kind} {body} {compared}")), body, where)
+        place = f"{body} at {where}" if where else body
+
+        def launched() -> None:
+            self._steps += new_run
+            self._member.progress(self._steps or None, place)
+            self.launch(program)
+
+        return launched
+
+    def launch(self, program: hosts.Program) -> None:
+        """Tells the job of a launch; of the first one, waits until the others are there.
+
+        Raises:
+            ProgramDisagreementError: another worker does something else.
+            WorkersMissingError: the others did not come in time.
+            WorkerLostError: a worker is lost.
+        """
+        self._member.check()
+        if program.digest not in self._known:
+            self._member.compile(program, self.timeout)
+            self._known.add(program.digest)
+        self._member.launched(program)
+
+
+def of_variable(name: str, value: Any) -> hosts.Program:
+    """The making of a variable, as workers compare it.
+
+    Args:
+        name: its name; the numbers that make names unique are not compared, since a chief may have made more models.
+        value: this worker's initial value.
+    """
+    what = f"creation of the variable {name}, {_tensor_text(value)}"
+    return hosts.Program(_digest(_ADDED_NUMBER.sub("", what)), what)
+
+
+def _tensor_text(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    sizes = "" if shape is None else str(list(shape)) if tf.TensorShape(shape).rank is not None else "[...]"
+    return f"{tf.as_dtype(value.dtype).name if hasattr(value, 'dtype') else type(value).__name__}{sizes}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+_ADDED_NUMBER = re.compile(r"_\d+(?=/|$|,| |:)")

@@ -1,0 +1,169 @@
+"""MultiWorkerMirroredStrategy: synchronous training on the devices of several processes, on one machine or on many."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._tf import collectives, distribute
+from replica_engine.engine import SyncPoint
+from replica_engine.strategies.backend import OnReplicaThreads, ReplicaThreads
+from replica_engine.strategies.multi_worker import job
+from replica_engine.strategies.multi_worker.launches import Launches, of_variable
+from replica_engine.strategies.reductions import Reductions
+from replica_engine.strategies.validation import check_seconds
+from replica_engine.threads.call import ReplicaOptions
+
+
+class _Compared:
+    """Tells the job which reduction a collective belongs to. It stands before TensorFlow's extended half."""
+
+    launches: Launches | None = None
+
+    def _doing(self, operation: str, reduce_op: Any, value: Any = None) -> contextlib.AbstractContextManager[None]:
+        if self.launches is None:
+            return contextlib.nullcontext()
+        what = f"{operation} {getattr(reduce_op, 'value', reduce_op)}"
+        name = value.name if isinstance(value, distribute.DistributedVariable) else None
+        return self.launches.doing(what, name)
+
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        with self._doing("reduce", reduce_op, value):
+            return super()._reduce_to(reduce_op, value, destinations, options)  # type: ignore[misc]
+
+    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
+        with self._doing("reduce", reduce_op):
+            return super()._batch_reduce_to(reduce_op, value_destination_pairs, options)  # type: ignore[misc]
+
+    def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
+        with self._doing("gather along", axis):
+            return super()._gather_to_implementation(value, destinations, axis, options)  # type: ignore[misc]
+
+
+class MultiWorkerExtended(ReplicaThreads, Reductions, _Compared, distribute.MultiWorkerMirroredExtended):
+    """The extended half of `MultiWorkerMirroredStrategy`: TensorFlow's own, on this library's replica threads."""
+
+    _enable_check_health = False  # the job notices who is lost, and says it
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
+        communication_options: Any,
+        replica_options: ReplicaOptions,
+    ):
+        self._kind, self._count = _devices()
+        self.job = job.join(cluster_resolver, self._kind, self._count)
+        if self.job is not None:
+            collectives.start_no_coordination_service()
+            self.launches = Launches(self.job.member, replica_options.timeout)
+            merging: Callable[[SyncPoint], Any] = self.launches.merging
+            replica_options = ReplicaOptions(
+                replica_options.concurrent,
+                replica_options.timeout,
+                replica_options.warn_after,
+                replica_options.context_class,
+                merging,
+            )
+        self.replica_options = replica_options
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
+        super().__init__(strategy, resolver if self.job is None else self.job.resolver, communication_options)
+        if self.job is not None:
+            assert self.launches is not None
+            self.job.begin()
+            for operations in (self._cross_device_ops, self._host_cross_device_ops):
+                collectives.note_launches(operations, self.launches.describe)
+
+    def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> tuple[tuple[str, ...], str]:
+        """The hook that names the devices of this worker: all GPUs, or all logical CPUs on a machine without GPUs."""
+        return tuple(f"{worker_device}/device:{self._kind}:{index}" for index in range(self._count)), self._kind
+
+    def _get_variable_creator_initial_value(self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any) -> Any:
+        """The hook that makes the initial value of a component: the chief's, on all workers."""
+        launches = self.launches
+        if launches is not None and not replica_id:
+            given = kwargs["initial_value"]
+
+            def compared() -> Any:
+                value = given() if callable(given) else given
+                if tf.executing_eagerly():
+                    launches.launch(of_variable(kwargs.get("name") or "Variable", value))
+                return value
+
+            kwargs["initial_value"] = compared
+        return super()._get_variable_creator_initial_value(replica_id, device, primary_var, **kwargs)
+
+    @property
+    def num_hosts(self) -> int:
+        """The number of workers."""
+        return int(self._num_workers)
+
+
+class MultiWorkerMirroredStrategy(OnReplicaThreads, tf.distribute.MultiWorkerMirroredStrategy):
+    """Runs a function once per replica, with replicas on the devices of several processes, and keeps variables equal.
+
+    This class is a drop-in replacement for `tf.distribute.MultiWorkerMirroredStrategy`, and a subclass of it. Each
+    process is a worker; its replicas run on this library's threads, and TensorFlow's collectives reduce over all
+    workers. `docs/many_hosts.md` says how workers are started and what each one gets when another one fails.
+
+    Without a launcher's variables in the environment, the strategy has the devices of this process alone.
+
+    Args:
+        cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver` with the addresses of all workers. None
+            reads the cluster from the environment: the variables of `replica-engine launch`, TF_CONFIG, Keras,
+            torchrun, Slurm or Open MPI, in this order.
+        communication_options: `tf.distribute.experimental.CommunicationOptions` for collectives.
+        timeout: the seconds that a replica may take to reach its next sync point, that a merge function may take to
+            return, and that other workers may take to come to a collective that is launched for the first time. None
+            waits without a limit.
+        warn_after: the seconds after which a warning is logged, with a table of where each replica stands; None takes
+            the value of the environment variable REPLICA_ENGINE_WARN_AFTER, or 30 if it is not set.
+
+    Raises:
+        ClusterConfigError: the description of the cluster is wrong, or TensorFlow has run an op already.
+        WorkersMissingError: a worker did not join within the join limit.
+        WorkerVersionError: workers have different versions of this library or TensorFlow, or numbers of replicas.
+        WorkerLostError: a worker ended before all had joined.
+        ValueError: `timeout` or `warn_after` is not positive.
+
+    Example:
+        >>> import tensorflow as tf, replica_engine
+        >>> strategy = replica_engine.MultiWorkerMirroredStrategy()
+        >>> strategy.num_hosts
+        1
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
+        *,
+        timeout: float | None = None,
+        warn_after: float | None = None,
+    ):
+        check_seconds(timeout=timeout, warn_after=warn_after)
+        options = communication_options or tf.distribute.experimental.CommunicationOptions()
+        extended = MultiWorkerExtended(
+            self, cluster_resolver, options, ReplicaOptions(timeout=timeout, warn_after=warn_after)
+        )
+        # Not the parent's __init__: it would make TensorFlow's own extended half.
+        tf.distribute.Strategy.__init__(self, extended)
+
+    @property
+    def num_hosts(self) -> int:
+        """The number of workers."""
+        return self.extended.num_hosts
+
+
+def _devices() -> tuple[str, int]:
+    """The kind of the devices of this process and their number, found without starting TensorFlow."""
+    for kind in ("GPU", "CPU"):
+        physical = tf.config.get_visible_devices(kind)
+        count = sum(len(tf.config.get_logical_device_configuration(each) or [None]) for each in physical)
+        if count:
+            return kind, count
+    raise AssertionError("a process without a CPU")
