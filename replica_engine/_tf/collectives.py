@@ -23,6 +23,9 @@ from tensorflow.python.eager import context as _context
 # core: _status_to_exception makes the exception of an op that failed.
 from tensorflow.python.eager import core as _core
 
+# InterpolateRuntimeError: is left by each call of a function that fails, and adds lines to the text of the error.
+from tensorflow.python.eager.polymorphic_function.atomic_function import InterpolateRuntimeError as _Interpolated
+
 Launched = Callable[[], None]
 """Is called when a collective is about to be launched."""
 
@@ -92,21 +95,29 @@ class _NotedLauncher(_Launcher):
 
 
 def explain_failures(explain: Callable[[int, str], BaseException | None]) -> None:
-    """Lets another exception take the place of TensorFlow's where an op has failed; only once per process.
+    """Lets another exception take the place of TensorFlow's where an op or a function has failed; once per process.
 
     Args:
         explain: takes the code and the text of an error of TensorFlow; returns the exception to raise, or None.
     """
-    original = _core._status_to_exception
-    if hasattr(original, _MARK):
+    of_op, of_function = _core._status_to_exception, _Interpolated.__exit__
+    if hasattr(of_op, _MARK):
         return
 
-    @functools.wraps(original)
-    def explained(status: Any) -> Any:
-        return explain(status.code, status.message) or original(status)
+    @functools.wraps(of_op)
+    def op_explained(status: Any) -> Any:
+        return explain(status.code, status.message) or of_op(status)
 
-    setattr(explained, _MARK, True)
-    _core._status_to_exception = explained
+    @functools.wraps(of_function)
+    def function_explained(self: Any, kind: Any, error: Any, trace: Any) -> Any:
+        if isinstance(error, tf.errors.OpError):
+            explained = explain(error.error_code, error.message)
+            if explained is not None:
+                raise explained from None
+        return of_function(self, kind, error, trace)
+
+    setattr(op_explained, _MARK, True)
+    _core._status_to_exception, _Interpolated.__exit__ = op_explained, function_explained
 
 
 _MARK = "_replica_engine"

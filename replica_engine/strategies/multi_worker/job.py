@@ -66,8 +66,8 @@ class Job:
             return None
         try:
             self.member.explain(ConnectionError(message))
-        except ReplicaEngineError as failure:
-            return failure
+        except ReplicaEngineError:
+            return self.member.failure  # without the way that it took here
         return None
 
     _process: int = field(default_factory=os.getpid)

@@ -69,13 +69,13 @@ class Launches:
             line = f"{os.path.basename(point.filename)}:{point.lineno}"
             operation, _, which = what.partition(" ")
             name = f"{point.name} {which}" if point.name == f"all_{operation}" else f"{point.name}: {what}"
-            self._what = name, point.where, line
+            self._what = name, f"{line} in {point.function}", line
         elif name is not None:
             self._what = f"{what} of {name}", "", ""
         else:
             filename, lineno, function = calling_location()
-            where = f"{filename}:{lineno}"
-            self._what = what, f"{where} in {function}", f"{os.path.basename(filename)}:{lineno}"
+            line = f"{os.path.basename(filename)}:{lineno}"
+            self._what = what, f"{line} in {function}", line
         try:
             yield
         finally:
@@ -87,7 +87,7 @@ class Launches:
         new_run, self._new_run = self._new_run, False
         body = f"{what}, {_tensor_text(operand)}"
         program = hosts.Program(_digest(_ADDED_NUMBER.sub("", f"{kind} {body} {compared}")), body, where)
-        place = f"{body} at {where}" if where else body
+        place = str(self._point or (f"{what} at {where}" if where else what))
 
         def launched() -> None:
             self._steps += new_run
