@@ -43,7 +43,10 @@ _VALUES = "tensorflow.python.distribute.values.DistributedVariable"
 _LOSSES = "keras.src.losses.loss"
 _METRICS = "keras.src.metrics.reduction_metrics"
 _FIRST_SCOPE = "the first `TPUStrategy.scope()`"
+_FIRST_WORKERS_SCOPE = "the first `MultiWorkerMirroredStrategy.scope()`"
+_JOINED = "the first `MultiWorkerMirroredStrategy` of several workers"
 _OTHERS = "passes on to Keras for models of other strategies"
+_NOT_FAILED = "passes on to TensorFlow for all other errors"
 _FIT = "a replicated `fit`, `evaluate` or `predict`"
 _OUTSIDE = "taken back when the last one ends; passes on to Keras for other models meanwhile"
 _OPTIMIZER = f"{keras_accumulation.MODULE}.{keras_accumulation.OPTIMIZER}"
@@ -62,6 +65,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(f"{MODULE}.{TRAINER}", METHOD, "`steps_per_execution` steps in one launch", _FIRST_SCOPE, _OTHERS),
     Patch(f"{MODULE}.{TRAINER}", BUILD, "models of strings are built from one replica's part", _FIRST_SCOPE, _OTHERS),
     Patch(MODULE, REDUCE, "logs are means over replicas, not those of replica 0", _FIRST_SCOPE, _OTHERS),
+    Patch(MODULE, REDUCE, "logs are reduced over all workers", _FIRST_WORKERS_SCOPE, _OTHERS),
     Patch(_LOSSES, "reduce_weighted_values", "a shard's loss counts by its samples", _FIT, _OUTSIDE),
     Patch(_LOSSES, "scale_loss_for_distribution", "the losses of shards are scaled once", _FIT, _OUTSIDE),
     Patch(_LOSSES, "unscale_loss_for_distribution", "the losses of shards are scaled once", _FIT, _OUTSIDE),
@@ -86,6 +90,20 @@ PATCHES: tuple[Patch, ...] = (
         "an overflow on one replica counts for all; Keras asks replica 0 alone",
         _FIRST_VARIABLE,
         _ELSEWHERE,
+    ),
+    Patch(
+        "tensorflow.python.eager.core",
+        "_status_to_exception",
+        "an op that fails because a worker is lost raises WorkerLostError",
+        _JOINED,
+        _NOT_FAILED,
+    ),
+    Patch(
+        "tensorflow.python.eager.polymorphic_function.atomic_function.InterpolateRuntimeError",
+        "__exit__",
+        "a `tf.function` that fails because a worker is lost raises WorkerLostError",
+        _JOINED,
+        _NOT_FAILED,
     ),
     Patch(
         "tensorflow.python.distribute.distribute_lib.StrategyBase",
@@ -227,3 +245,27 @@ def _for_each_replica(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
     """A variable creator: the variable has one value on each replica, and elsewhere their sum."""
     kwargs.update(synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM)
     return next_creator(**kwargs)
+
+
+def reduce_over_workers(strategies: type) -> None:
+    """Makes Keras reduce the logs of all workers under strategies of a class; only once per process.
+
+    Keras calls `strategy.reduce("MEAN", value, axis=0)` there, which fails for scalars, and logs are scalars.
+    """
+    module = sys.modules.get(MODULE)
+    reduce = getattr(module, REDUCE, None)
+    if reduce is None or hasattr(reduce, _OF_WORKERS):
+        return
+    operations = {"auto": "MEAN", "mean": "MEAN", "sum": "SUM"}
+
+    @functools.wraps(reduce)
+    def reduced(values: Any, strategy: Any, reduction: str) -> Any:
+        if reduction not in operations or not isinstance(strategy, strategies):
+            return reduce(values, strategy, reduction)
+        return strategy.reduce(operations[reduction], values, axis=None)
+
+    setattr(reduced, _OF_WORKERS, True)
+    setattr(module, REDUCE, reduced)
+
+
+_OF_WORKERS = "_replica_engine_workers"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import collectives, distribute
+from replica_engine._tf import collectives, distribute, patches
 from replica_engine.engine import SyncPoint
 from replica_engine.strategies.backend import OnReplicaThreads, ReplicaThreads
 from replica_engine.strategies.multi_worker import job
@@ -153,10 +152,15 @@ class MultiWorkerMirroredStrategy(OnReplicaThreads, tf.distribute.MultiWorkerMir
         # Not the parent's __init__: it would make TensorFlow's own extended half.
         tf.distribute.Strategy.__init__(self, extended)
 
+    def scope(self) -> Any:
+        """Like the scope of every strategy. Keras models built in it log the mean over all workers."""
+        patches.reduce_over_workers(MultiWorkerMirroredStrategy)
+        return super().scope()
+
     @property
     def num_hosts(self) -> int:
         """The number of workers."""
-        return self.extended.num_hosts
+        return int(self.extended.num_hosts)
 
 
 def _devices() -> tuple[str, int]:
