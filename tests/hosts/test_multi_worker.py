@@ -7,7 +7,10 @@ import json
 import signal
 
 import pytest
+import tensorflow as tf
 from helpers.jobs import LONG, Job, job
+
+from replica_engine.errors import WorkerVersionError
 
 HEAD = """
 import json, os, signal, sys, threading
@@ -131,6 +134,142 @@ def test_cluster_of_tf_config(programs, unused_ports):
         started.append(programs.start(HEAD + SMALL + TAIL, env=environment))
     expected = {"sum": 2.0, "server": workers, "task": "worker"}
     assert [read(each) for each in started] == [{**expected, "id": 0}, {**expected, "id": 1}]
+
+
+FAULTS = {
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
+    "raised": "raise ValueError('the body')",
+    "left": "sys.exit(0)",
+    "left past Python": "os._exit(0)",
+}
+STATUSES = {"killed": -signal.SIGKILL, "raised": 1, "left": 0, "left past Python": 0}
+WORDS = {
+    "killed": "has closed its connection without a word",
+    "stopped": "has not been heard of for 3 s",
+    "raised": "has raised ValueError: the body",
+    "left": "has come to the end of its program or to sys.exit",
+    "left past Python": "has closed its connection without a word",
+}
+
+STEPS = """
+strategy = KIND()
+
+
+def sums():
+    return context().all_reduce("SUM", 1.0)
+
+
+train = tf.function(lambda: strategy.run(sums)) if int(os.environ["VICTIM"]) else lambda: strategy.run(sums)
+try:
+    while True:
+        for _ in range(20):
+            train()
+        if me == int(os.environ["VICTIM"]):
+            {fault}
+except replica_engine.errors.WorkerLostError as error:
+    found.update(worker=error.worker, pid=error.pid, step=error.step, point=error.sync_point, text=str(error))
+    print(json.dumps(found), flush=True)
+    raise
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1])  # in a loop of eager steps and of traced ones
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_others_are_told_who_is_lost(programs, fault, victim):
+    with job(heartbeat=3.0 if fault == "stopped" else LONG) as made:
+        text = HEAD + STEPS.replace("{fault}", FAULTS[fault])
+        lost, other = (
+            programs.start(text, env=made.environment(worker, LOCAL="1", VICTIM=str(victim)))
+            for worker in (victim, 1 - victim)
+        )
+        try:
+            out, err = other.communicate(LONG)
+        finally:
+            lost.kill() if fault == "stopped" else lost.communicate(LONG)
+            other.kill()
+    assert out, err[-4000:]
+    found = json.loads(out)
+    assert (found["worker"], found["pid"], other.returncode) == (victim, lost.pid, 1), err[-4000:]
+    assert lost.returncode == STATUSES.get(fault, -signal.SIGKILL)
+    assert f"worker {victim} of 2" in found["text"]
+    assert WORDS[fault] in found["text"]
+    assert found["point"].startswith("all_reduce at ")
+    assert found["point"].endswith("in sums")
+    assert 1 <= found["step"] <= 20
+    assert "WorkerLostError" in err
+
+
+def failing(process) -> str:
+    """What a worker writes that fails before it has found anything."""
+    try:
+        out, err = process.communicate(LONG)
+    finally:
+        process.kill()
+    assert (out, process.returncode) == ("", 1), err[-4000:]
+    return err
+
+
+def test_another_worker_never_starts(programs):
+    with job(join=0.1) as made:
+        error = failing(programs.start(HEAD + SMALL + TAIL, env=made.environment(1, LOCAL="1")))
+    assert "WorkersMissingError: " in error
+    assert "did not join within 0.1 s: worker" in error
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        ({"versions": {"tensorflow": "2.0.0"}}, "The workers have different versions of tensorflow:"),
+        ({"versions": {"tensorflow": tf.__version__}, "replicas": 2}, "The workers have different numbers of replicas:"),
+    ],
+)
+def test_another_worker_is_different(programs, other, text):
+    with job() as made:
+        process = programs.start(HEAD + SMALL + TAIL, env=made.environment(1, LOCAL="1"))
+        with pytest.raises(WorkerVersionError):
+            made.join(0, **other)
+        assert f"WorkerVersionError: {text}" in failing(process)
+
+
+ORDER = """
+strategy = KIND()
+
+
+def sums(x):
+    return context().all_reduce("SUM", x)
+
+
+def means(x):
+    return context().all_reduce("MEAN", x)
+
+
+if os.environ["TRACED"] == "1":
+    sums, means = tf.function(sums), tf.function(means)
+both = [sums, means]
+if os.environ["LATER"] == "1":
+    for step in both:
+        strategy.run(step, args=(tf.ones([4]),))
+while True:
+    for step in reversed(both) if me else both:
+        value = strategy.run(step, args=(tf.ones([4]),))
+        if os.environ["LATER"] == "0":
+            print(value.numpy(), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("traced", "later"), [(0, 0), (1, 0), (1, 1)])
+def test_another_order_is_found(programs, traced, later):
+    """At the first launch before there is a number; later, soon after it."""
+    with job() as made:
+        environment = {"LOCAL": "1", "TRACED": str(traced), "LATER": str(later)}
+        started = [programs.start(HEAD + ORDER, env=made.environment(worker, **environment)) for worker in range(2)]
+        for process in started:
+            error = failing(process)
+            assert "ProgramDisagreementError: After" in error
+            assert "`all_reduce SUM, float32[4]` at program.py:" in error
+            assert "`all_reduce MEAN, float32[4]` at program.py:" in error
+            assert "in means, program" in error
 
 
 SMALL = """
