@@ -18,6 +18,7 @@ import tensorflow as tf
 from replica_engine._tf import distribute
 from replica_engine._tf.graphs import control_flow
 from replica_engine._tf.keras import accumulation as keras_accumulation
+from replica_engine._tf.keras import files
 from replica_engine._tf.keras.trainer import BUILD, METHOD, MODULE, REDUCE, TRAINER, strategy_of
 
 
@@ -66,6 +67,16 @@ PATCHES: tuple[Patch, ...] = (
     Patch(f"{MODULE}.{TRAINER}", BUILD, "models of strings are built from one replica's part", _FIRST_SCOPE, _OTHERS),
     Patch(MODULE, REDUCE, "logs are means over replicas, not those of replica 0", _FIRST_SCOPE, _OTHERS),
     Patch(MODULE, REDUCE, "logs are reduced over all workers", _FIRST_WORKERS_SCOPE, _OTHERS),
+    *(
+        Patch(owner, name, "the chief writes files for all workers", _FIRST_WORKERS_SCOPE, _OTHERS)
+        for owner, name in (
+            *((files.SAVING, name) for name in files.SAVES),
+            (f"{files.CALLBACKS}.{files.BACKUP}", "_save_model"),
+            (f"{files.CALLBACKS}.{files.BACKUP}", "on_train_end"),
+            (f"{files.CALLBACKS}.{files.BOARD}", "set_model"),
+            (f"{files.CALLBACKS}.{files.CSV}", "on_train_begin"),
+        )
+    ),
     Patch(_LOSSES, "reduce_weighted_values", "a shard's loss counts by its samples", _FIT, _OUTSIDE),
     Patch(_LOSSES, "scale_loss_for_distribution", "the losses of shards are scaled once", _FIT, _OUTSIDE),
     Patch(_LOSSES, "unscale_loss_for_distribution", "the losses of shards are scaled once", _FIT, _OUTSIDE),
@@ -262,6 +273,7 @@ def reduce_over_workers(strategies: type) -> None:
     def reduced(values: Any, strategy: Any, reduction: str) -> Any:
         if reduction not in operations or not isinstance(strategy, strategies):
             return reduce(values, strategy, reduction)
+        assert isinstance(strategy, tf.distribute.Strategy)
         return strategy.reduce(operations[reduction], values, axis=None)
 
     setattr(reduced, _OF_WORKERS, True)

@@ -119,7 +119,7 @@ def flat(value) -> list:
 
 
 def test_cluster_of_tf_config(programs, unused_ports):
-    """The coordinator is a child of worker 0 then, and the servers of TensorFlow are at the addresses of the cluster."""
+    """The coordinator is a child of worker 0 then, and TensorFlow has the addresses of the cluster."""
     ports = unused_ports(3)
     workers = [f"127.0.0.1:{port}" for port in ports[:2]]
     started = []
@@ -221,7 +221,10 @@ def test_another_worker_never_starts(programs):
     ("other", "text"),
     [
         ({"versions": {"tensorflow": "2.0.0"}}, "The workers have different versions of tensorflow:"),
-        ({"versions": {"tensorflow": tf.__version__}, "replicas": 2}, "The workers have different numbers of replicas:"),
+        (
+            {"versions": {"tensorflow": tf.__version__}, "replicas": 2},
+            "The workers have different numbers of replicas:",
+        ),
     ],
 )
 def test_another_worker_is_different(programs, other, text):

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import collectives, distribute, patches
+from replica_engine._tf.keras import files
 from replica_engine.engine import SyncPoint
 from replica_engine.strategies.backend import OnReplicaThreads, ReplicaThreads
 from replica_engine.strategies.multi_worker import job
@@ -153,14 +154,20 @@ class MultiWorkerMirroredStrategy(OnReplicaThreads, tf.distribute.MultiWorkerMir
         tf.distribute.Strategy.__init__(self, extended)
 
     def scope(self) -> Any:
-        """Like the scope of every strategy. Keras models built in it log the mean over all workers."""
+        """Like the scope of every strategy. Keras models built in it log the mean over workers; the chief saves them."""
         patches.reduce_over_workers(MultiWorkerMirroredStrategy)
+        files.let_the_chief_write(_is_other)
         return super().scope()
 
     @property
     def num_hosts(self) -> int:
         """The number of workers."""
         return int(self.extended.num_hosts)
+
+
+def _is_other(strategy: Any) -> bool:
+    """Whether this process is a worker that leaves the files of a model to the chief."""
+    return isinstance(strategy, MultiWorkerMirroredStrategy) and not strategy.extended.should_checkpoint
 
 
 def _devices() -> tuple[str, int]:

@@ -1,0 +1,127 @@
+"""Files that Keras writes while several workers train one model in one shared folder: the chief writes them.
+
+The other workers save into a folder of their own, which is deleted at once: saving may read variables that have a part
+on each worker, so all workers have to do it. Checked on Keras 3.15.1; a name that Keras does not have is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pathlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from replica_engine._tf.keras.trainer import strategy_of
+
+SAVING = "keras.src.saving.saving_api"
+SAVES = ("save_model", "save_weights")
+CALLBACKS = "keras.src.callbacks"
+BACKUP, BOARD, CSV = "BackupAndRestore", "TensorBoard", "CSVLogger"
+
+_MARK = "_replica_engine"
+_BACKUP_PATHS = (
+    "backup_dir",
+    "_weights_path",
+    "_training_metadata_path",
+    "_prev_weights_path",
+    "_prev_training_metadata_path",
+)
+
+
+def let_the_chief_write(is_other: Callable[[Any], bool]) -> None:
+    """Keeps all workers but the chief from writing files; only once per process.
+
+    Args:
+        is_other: takes the strategy of a model, or None; whether this process is a worker that must not write.
+    """
+    saving, callbacks = sys.modules.get(SAVING), sys.modules.get(CALLBACKS)
+    if saving is None or callbacks is None or hasattr(getattr(saving, SAVES[0], None), _MARK):
+        return
+
+    def of_other(model: Any) -> bool:
+        return is_other(getattr(model, "_distribute_strategy", None) and strategy_of(model))
+
+    for name in SAVES:
+        _replace(saving, name, functools.partial(_saved, of_other))
+    backup, board, csv = (getattr(callbacks, name, None) for name in (BACKUP, BOARD, CSV))
+    _replace(backup, "_save_model", functools.partial(_backed_up, of_other))
+    _replace(backup, "on_train_end", functools.partial(_only_chief, of_other))
+    _replace(board, "set_model", functools.partial(_elsewhere, of_other))
+    _replace(csv, "on_train_begin", functools.partial(_nowhere, of_other))
+
+
+def _replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = getattr(owner, name, None)
+    if original is not None:
+        replaced = functools.wraps(original)(make(original))
+        setattr(replaced, _MARK, True)
+        setattr(owner, name, replaced)
+
+
+def _saved(of_other: Callable[[Any], bool], original: Callable[..., Any]) -> Callable[..., Any]:
+    def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        if not of_other(model):
+            return original(model, filepath, *args, **kwargs)
+        with _folder() as folder:
+            return original(model, folder / os.path.basename(filepath), *args, **kwargs)
+
+    return save
+
+
+def _backed_up(of_other: Callable[[Any], bool], original: Callable[..., Any]) -> Callable[..., Any]:
+    def save(self: Any) -> None:
+        if not of_other(self.model):
+            return original(self)
+        before = {name: getattr(self, name) for name in _BACKUP_PATHS}
+        with _folder() as folder:
+            try:
+                for name, path in before.items():
+                    setattr(self, name, str(folder if name == "backup_dir" else folder / os.path.basename(path)))
+                return original(self)
+            finally:
+                vars(self).update(before)
+
+    return save
+
+
+def _only_chief(of_other: Callable[[Any], bool], original: Callable[..., Any]) -> Callable[..., Any]:
+    def end(self: Any, logs: Any = None) -> Any:
+        return None if of_other(self.model) else original(self, logs)
+
+    return end
+
+
+def _elsewhere(of_other: Callable[[Any], bool], original: Callable[..., Any]) -> Callable[..., Any]:
+    def set_model(self: Any, model: Any) -> Any:
+        if not of_other(model):
+            return original(self, model)
+        self._replica_engine_folder = tempfile.TemporaryDirectory()  # deleted with the callback
+        before, self.log_dir = self.log_dir, self._replica_engine_folder.name
+        try:
+            return original(self, model)  # which takes the folder to write into from log_dir
+        finally:
+            self.log_dir = before
+
+    return set_model
+
+
+def _nowhere(of_other: Callable[[Any], bool], original: Callable[..., Any]) -> Callable[..., Any]:
+    def begin(self: Any, logs: Any = None) -> Any:
+        before = self.filename
+        self.filename = os.devnull if of_other(self.model) else before
+        try:
+            return original(self, logs)
+        finally:
+            self.filename = before
+
+    return begin
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[pathlib.Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield pathlib.Path(folder)
