@@ -26,6 +26,9 @@ from tensorflow.python.eager import core as _core
 # InterpolateRuntimeError: is left by each call of a function that fails, and adds lines to the text of the error.
 from tensorflow.python.eager.polymorphic_function.atomic_function import InterpolateRuntimeError as _Interpolated
 
+# CondBranchFuncGraph: the graph of a branch of tf.cond.
+from tensorflow.python.ops.control_flow_v2_func_graphs import CondBranchFuncGraph as _Branch
+
 Launched = Callable[[], None]
 """Is called when a collective is about to be launched."""
 
@@ -118,6 +121,21 @@ def explain_failures(explain: Callable[[int, str], BaseException | None]) -> Non
 
     setattr(op_explained, _MARK, True)
     _core._status_to_exception, _Interpolated.__exit__ = op_explained, function_explained
+
+
+def defer_in_branches() -> None:
+    """Lets a function with collectives be called in a branch of `tf.cond`; only once per process.
+
+    The numbers of collectives are looked up when the outermost function is called. The graph of a branch cannot do
+    that, and TensorFlow asks it nevertheless: "You must feed a value for placeholder tensor". The graph around it can.
+    """
+
+    def capture_call_time_value(self: Any, closure: Any, spec: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.outer_graph.as_default():
+            return self.outer_graph.capture_call_time_value(closure, spec, *args, **kwargs)
+
+    if "capture_call_time_value" not in vars(_Branch):
+        _Branch.capture_call_time_value = capture_call_time_value
 
 
 _MARK = "_replica_engine"

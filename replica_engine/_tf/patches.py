@@ -117,6 +117,13 @@ PATCHES: tuple[Patch, ...] = (
         _NOT_FAILED,
     ),
     Patch(
+        "tensorflow.python.ops.control_flow_v2_func_graphs.CondBranchFuncGraph",
+        "capture_call_time_value",
+        "a function with collectives can be called in a branch of `tf.cond`",
+        _JOINED,
+        "concerns only what TensorFlow fails at otherwise",
+    ),
+    Patch(
         "tensorflow.python.distribute.distribute_lib.StrategyBase",
         "run",
         "`check_parity` refuses a step that calls it; also of the classes of strategies that have their own",
