@@ -86,9 +86,9 @@ def outputs(programs, made: Job, program: str, local: int = 1, **environment: st
     return [read(each) for each in started]
 
 
-def alone(programs, program: str, replicas: int) -> dict:
+def alone(programs, program: str, replicas: int, **environment: str) -> dict:
     """Runs a program in one process, with MirroredStrategy."""
-    return read(programs.start(HEAD + program + TAIL, env={"LOCAL": str(replicas), "ALONE": "1"}))
+    return read(programs.start(HEAD + program + TAIL, env={"LOCAL": str(replicas), "ALONE": "1", **environment}))
 
 
 def read(process) -> dict:
@@ -114,7 +114,111 @@ def test_two_workers_of_two_replicas_equal_one_of_four(programs):
             assert ours == pytest.approx(theirs, abs=1e-6), name
 
 
+KERAS = """
+import keras
+
+strategy = KIND()
+folder = os.environ["FOLDER"]
+keras.utils.set_random_seed(1 + me)
+rng = np.random.RandomState(0)
+x = rng.rand(64, 8).astype("float32")
+y = x.sum(1, keepdims=True)
+data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+with strategy.scope():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, activation="relu"), keras.layers.Dense(1)])
+    model.set_weights([rng.rand(*each.shape).astype("float32") for each in model.get_weights()])
+    model.compile("adam", "mse", metrics=["mae"])
+callbacks = [
+    keras.callbacks.ModelCheckpoint(f"{folder}/{{epoch}}.weights.h5", save_weights_only=True),
+    keras.callbacks.BackupAndRestore(f"{folder}/backup", delete_checkpoint=False),
+    keras.callbacks.CSVLogger(f"{folder}/log.csv"),
+    keras.callbacks.TensorBoard(f"{folder}/board"),
+]
+found["fit"] = model.fit(data, epochs=2, verbose=0, validation_data=data, callbacks=callbacks).history
+found["evaluate"] = model.evaluate(data, verbose=0, return_dict=True)
+found["predict"] = model.predict(x[:10], verbose=0).tolist()
+model.save(f"{folder}/model.keras")
+found["weights"] = [each.tolist() for each in model.get_weights()]
+with strategy.scope():
+    model.compile("adam", "mse", metrics=["mae"], steps_per_execution=2)
+found["two steps"] = model.fit(data, epochs=1, verbose=0).history
+found["resumed"] = model.fit(data, epochs=3, verbose=0, callbacks=callbacks[1:2]).epoch
+"""
+
+
+def test_keras(programs, tmp_path):
+    shared, theirs = tmp_path / "shared", tmp_path / "one"
+    shared.mkdir()
+    theirs.mkdir()
+    with job() as made:
+        first, second = outputs(programs, made, KERAS, FOLDER=str(shared))
+    reference = alone(programs, KERAS, 2, FOLDER=str(theirs))
+    assert first == second
+    assert first["resumed"] == [2]
+    assert flat(first) == pytest.approx(flat(reference), abs=1e-5)
+    assert files(shared) == files(theirs)
+
+
+def files(folder) -> list[str]:
+    """What there is in a folder, without the parts of names that differ from process to process."""
+    return sorted(str(path.relative_to(folder)).partition(".tfevents")[0] for path in folder.rglob("*"))
+
+
+DATA = """
+strategy = KIND()
+Options = tf.data.experimental.AutoShardPolicy
+folder = os.environ["FOLDER"]
+
+
+def taken(dataset):
+    rows = []
+    for batch in dataset:
+        local = [part.numpy().ravel().tolist() for part in strategy.experimental_local_results(batch)]
+        total = strategy.reduce("SUM", strategy.run(lambda part: tf.reduce_sum(part), args=(batch,)), axis=None)
+        rows.append([local, float(total)])
+    return rows
+
+
+def sharded(dataset, policy):
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = policy
+    return strategy.experimental_distribute_dataset(dataset.with_options(options))
+
+
+numbers = tf.data.Dataset.range(10).map(lambda x: tf.cast(x, tf.float32)).batch(4)
+files = tf.data.TextLineDataset([f"{folder}/{index}" for index in range(3)]).map(
+    lambda line: tf.strings.to_number(line)).batch(2)
+found["auto"] = taken(strategy.experimental_distribute_dataset(numbers))
+found["data"] = taken(sharded(numbers, Options.DATA))
+found["off"] = taken(sharded(numbers, Options.OFF))
+found["file"] = taken(sharded(files, Options.FILE))
+found["function"] = taken(strategy.distribute_datasets_from_function(
+    lambda context: tf.data.Dataset.range(context.input_pipeline_id, 5 + context.input_pipeline_id).map(
+        lambda x: tf.cast(x, tf.float32)).batch(context.get_per_replica_batch_size(4))))
+"""
+
+
+def test_datasets(programs, tmp_path):
+    for index in range(3):
+        (tmp_path / str(index)).write_text("".join(f"{10 * index + line}\n" for line in range(1, 4)))
+    with job() as made:
+        first, second = outputs(programs, made, DATA, FOLDER=str(tmp_path))
+    for name, rows in first.items():
+        theirs = second[name]
+        assert [total for _, total in rows] == [total for _, total in theirs], name  # also: as many steps
+        for (ours, total), (others, _) in zip(rows, theirs, strict=True):
+            assert sum(flat(ours)) + sum(flat(others)) == total, name
+    seen = {name: sorted(flat([row[0] for row in [*first[name], *second[name]]])) for name in first}
+    assert seen["auto"] == seen["data"] == [float(number) for number in range(10)]
+    assert seen["off"] == sorted([float(number) for number in range(10)] * 2)
+    assert seen["file"] == [1, 2, 3, 11, 12, 13, 21, 22, 23]
+    assert len(first["file"]) == 6  # two files of the first worker: the second one has no rows in the last steps
+    assert seen["function"] == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5]
+
+
 def flat(value) -> list:
+    if isinstance(value, dict):
+        return flat([value[name] for name in sorted(value)])
     return [leaf for each in value for leaf in flat(each)] if isinstance(value, list) else [value]
 
 
