@@ -12,6 +12,10 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from tensorflow.python.autograph.impl import api
 from tensorflow.python.distribute import distribute_lib, distribute_utils
+from tensorflow.python.distribute.collective_all_reduce_strategy import (
+    CollectiveAllReduceExtended as MultiWorkerMirroredExtended,
+)
+from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
 from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
@@ -131,6 +135,23 @@ PRIVATE = (
     Private(_graph, "_scope_exit_callbacks", "leaving a graph that another thread has left"),
     Private(_graph, "capture", "each replica's own aliases of what a branch captures"),
     Private(ops.gradient_registry, "_registry", "the gradients of If, Case and While ops"),
+    Private(_context, "_coordination_service_config", "whether TensorFlow's coordination service is configured"),
+    Private(_context, "abort_collective_ops", "ending collectives when a worker is lost"),
+    Private(_context, "configure_coordination_service", "leaving TensorFlow's coordination service out"),
+    Private(_graph, "is_control_flow_graph", "where the numbers of collectives are looked up"),
+    Private(_graph, "capture_call_time_value", "looking up the numbers of collectives at each call"),
+    Private(CollectiveReplicaLauncher, "_next_instance_key", "overridden: says what is launched"),
+    Private(CollectiveReplicaLauncher, "_all_gather", "overridden: says what is launched"),
+    *(
+        Private(MultiWorkerMirroredExtended, name, why)
+        for name, why in (
+            ("_enable_check_health", "overridden: the job notices who is lost"),
+            ("_initialize_local_devices", "overridden: all devices of the worker"),
+            ("_get_variable_creator_initial_value", "overridden: compares variables before the chief's value is sent"),
+            ("_reduce_to", "overridden: says what is reduced"),
+            ("_gather_to_implementation", "overridden: says what is gathered"),
+        )
+    ),
     Private(tf.distribute.MirroredStrategy, "_collective_key_base", "separate collective keys for each strategy"),
 )
 """Every private attribute that this library uses, and every hook that it overrides."""

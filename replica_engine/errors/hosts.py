@@ -179,16 +179,6 @@ class ClusterConfigError(ReplicaEngineError, ValueError):
             "the MultiWorkerMirroredStrategy first, before any tensor, variable or dataset.",
         )
 
-    @classmethod
-    def another_job(cls, worker: int, size: int) -> ClusterConfigError:
-        """A strategy describes another job than the one that the process has joined."""
-        return _about(
-            cls,
-            "cluster_resolver",
-            f"This process has joined a job as worker {worker} of {size}, and cannot be a worker of another one. Make "
-            "all strategies of the process with the same description of the cluster.",
-        )
-
 
 class WorkerLostError(ReplicaEngineError, RuntimeError):
     """A worker of the job has died, has raised, has ended too early, or is not heard of.

@@ -1,9 +1,10 @@
 """Strategies, and the base class for your own strategies.
 
 - `mirrored`: MirroredStrategy and its extended half.
+- `multi_worker`: MultiWorkerMirroredStrategy, its extended half, and its place in a job of several processes.
 - `tpu`: TPUStrategy and its extended half; the replica context of a compiled body; variables on the devices.
 - `backend`: the contract that both kinds of strategy fulfil, and that the layers above rely on; ReplicaThreads, which
-  runs the replicas of any extended half on this library's threads.
+  runs the replicas of any extended half on this library's threads; OnReplicaThreads, the strategy half for it.
 - `multi_step`: the context object of a device loop, which carries the outputs of its steps.
 - `reductions` and `validation`: checks of what users pass to `run` and `reduce`.
 - `devices`: parses and checks device names.

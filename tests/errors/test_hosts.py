@@ -126,6 +126,17 @@ def test_two_workers_with_one_index():
 
 
 @beside(None)
+@shows(ClusterConfigError.started)
+def test_a_tensor_before_the_strategy():
+    import tensorflow as tf
+
+    import replica_engine
+
+    tf.constant(0.1)
+    replica_engine.MultiWorkerMirroredStrategy()
+
+
+@beside(None)
 @shows(ClusterConfigError.not_bound)
 def test_a_coordinator_whose_port_is_taken():
     """Without `replica-engine launch`."""

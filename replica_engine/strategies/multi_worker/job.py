@@ -111,8 +111,10 @@ def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None, kind: 
 
 def _same(job: Job, cluster: hosts.Cluster, replicas: int) -> Job:
     """The job that was joined before, if it is the one that is asked for."""
-    if (cluster.process_id, cluster.num_processes) != (job.cluster.process_id, job.cluster.num_processes):
-        raise ClusterConfigError.another_job(job.cluster.process_id, job.cluster.num_processes)
+    asked, joined = (f"worker {each.process_id} of {each.num_processes}" for each in (cluster, job.cluster))
+    if asked != joined:
+        wanted = f"that of the job that this process has joined, as {joined}"
+        raise ClusterConfigError.bad_value("cluster_resolver", asked, wanted)
     job.member.check()
     return job
 

@@ -154,7 +154,7 @@ class MultiWorkerMirroredStrategy(OnReplicaThreads, tf.distribute.MultiWorkerMir
         tf.distribute.Strategy.__init__(self, extended)
 
     def scope(self) -> Any:
-        """Like the scope of every strategy. Keras models built in it log the mean over workers; the chief saves them."""
+        """Like the scope of every strategy. Models of Keras log means over all workers, and the chief writes files."""
         patches.reduce_over_workers(MultiWorkerMirroredStrategy)
         files.let_the_chief_write(_is_other)
         return super().scope()
