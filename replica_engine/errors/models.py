@@ -70,8 +70,8 @@ class ReplicateError(ReplicaEngineError, ValueError):
     def bad_strategy(cls, given: object) -> ReplicateError:
         """The strategy is not one that `replicate_model` can use."""
         return cls(
-            "strategy must be a replica_engine.MirroredStrategy or a replica_engine.TPUStrategy (or a subclass, on one "
-            f"machine), or None to let replicate_model choose; got {brief(given)}."
+            "strategy must be a MirroredStrategy, MultiWorkerMirroredStrategy or TPUStrategy of replica_engine (or a "
+            f"subclass), or None to let replicate_model choose; got {brief(given)}."
         )
 
     @classmethod

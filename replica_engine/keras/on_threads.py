@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from replica_engine._tf.distribute import replica_id_in_sync_group
 from replica_engine._tf.keras import model as keras_model
 from replica_engine.keras.compiling import compiling
 from replica_engine.keras.shard import Shard
@@ -29,6 +30,10 @@ class OnThreads:
         self._model = model
         self._strategy = strategy
         self._size = strategy.num_replicas_in_sync
+        self._replicas = [  # the replicas of this process, by their ids among those of all processes
+            (replica_id_in_sync_group(strategy, index), device)
+            for index, device in enumerate(strategy.extended.worker_devices)
+        ]
         self._functions: dict[Any, Any] = {}
         self._traced: set[Any] = set()
         self._is_undivided = False
@@ -74,13 +79,13 @@ class OnThreads:
     def _shared(self, name: str, batch: Any) -> Any:
         total = samples.count_in_graph(batch)
         parts, sizes = [], []
-        start: Any = 0
-        for replica, device in enumerate(self._strategy.extended.worker_devices):
-            size = total // self._size + _as_int(replica < total % self._size)
+        each, more = total // self._size, total % self._size  # the first `more` replicas get one sample more
+        for replica, device in self._replicas:
+            size = each + _as_int(replica < more)
+            start = replica * each + _least(replica, more)
             with tf.device(device):
                 parts.append(samples.on_device(samples.take(batch, start, start + size)))
             sizes.append(tf.convert_to_tensor(size))
-            start = start + size
 
         def step(data: Any, size: Any) -> Any:
             return run_step(self._model, name, data, Shard(size, total, self._size))
@@ -100,17 +105,21 @@ class OnThreads:
         size = -(-total // self._size)
         padded = samples.pad(batch, size * self._size - total)
         parts = []
-        for replica, device in enumerate(self._strategy.extended.worker_devices):
+        for replica, device in self._replicas:
             with tf.device(device):
                 parts.append(samples.on_device(samples.take(padded, replica * size, (replica + 1) * size)))
         outputs = self._strategy.run(getattr(self._model, name), args=(regroup(parts),))
         shares = [
-            tf.nest.map_structure(lambda leaf, r=replica: self._part(leaf, r), outputs) for replica in range(self._size)
+            tf.nest.map_structure(lambda leaf, i=index: self._part(leaf, i), outputs)
+            for index in range(len(self._replicas))
         ]
         # Outputs without a row per sample are not used here; they only need to be computable.
         if (of_rows := samples.are_of(shares[0], size)) is False:
             return shares[0], False
-        return samples.take(samples.join(shares), 0, total), of_rows
+        joined = samples.join(shares)
+        if len(shares) < self._size:  # the other workers have the rest
+            joined = tf.nest.map_structure(lambda leaf: self._strategy.gather(leaf, axis=0), outputs)
+        return samples.take(joined, 0, total), of_rows
 
     def _predict_whole(self, name: str, batch: Any) -> Any:
         return self._first(self._strategy.run(getattr(self._model, name), args=(batch,)))
@@ -120,6 +129,10 @@ class OnThreads:
 
     def _part(self, leaf: Any, replica: int) -> Any:
         return self._strategy.experimental_local_results(leaf)[replica]
+
+
+def _least(number: int, other: Any) -> Any:
+    return min(number, other) if isinstance(other, int) else tf.minimum(number, other)
 
 
 def _as_int(condition: Any) -> Any:

@@ -14,6 +14,7 @@ from replica_engine.keras.choice import choose
 from replica_engine.keras.model import is_replicated, replicated
 from replica_engine.strategies import MirroredStrategy
 from replica_engine.strategies.backend import compiles
+from replica_engine.strategies.multi_worker import MultiWorkerMirroredStrategy
 
 _logger = logging.getLogger("replica_engine")
 
@@ -64,13 +65,16 @@ def replicate_model(
             type(strategy).__name__,
             reason,
         )
-    elif not isinstance(strategy, MirroredStrategy) and not _is_compiled(strategy):
+    elif not isinstance(strategy, (MirroredStrategy, MultiWorkerMirroredStrategy)) and not _is_compiled(strategy):
         raise ReplicateError.bad_strategy(strategy)
     present = strategy.num_replicas_in_sync
     if count is not None and count != present:
         raise ReplicateError.too_many(count, type(strategy).__name__, present)
     _check_inputs(model, present)
-    return replicated(model, strategy)
+    twin = replicated(model, strategy)
+    if isinstance(strategy, MultiWorkerMirroredStrategy):
+        strategy.leave_files_to_chief(model, twin)
+    return twin
 
 
 def _is_compiled(strategy: Any) -> bool:

@@ -159,6 +159,38 @@ def test_keras(programs, tmp_path):
     assert files(shared) == files(theirs)
 
 
+REPLICATED = """
+import keras
+
+strategy = KIND()
+keras.utils.set_random_seed(1)
+rng = np.random.RandomState(0)
+x = rng.rand(70, 8).astype("float32")  # batches of 16, and one of 6
+y = x.sum(1, keepdims=True)
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, activation="relu"), keras.layers.Dense(1)])
+model.compile("adam", "mse", metrics=["mae"])
+fast = replica_engine.keras.replicate_model(model, strategy=strategy)
+found["fit"] = fast.fit(x, y, batch_size=16, epochs=2, verbose=0, shuffle=False).history
+found["of three"] = fast.evaluate(x[:3], y[:3], verbose=0, return_dict=True)
+found["predict"] = fast.predict(x[:10], verbose=0).tolist()
+checkpoint = keras.callbacks.ModelCheckpoint(os.environ["FOLDER"] + "/{epoch}.keras")
+fast.fit(x, y, batch_size=16, verbose=0, shuffle=False, callbacks=[checkpoint])
+model.save(os.environ["FOLDER"] + f"/{me}.keras")
+found["weights"] = [each.tolist() for each in model.get_weights()]
+"""
+
+
+def test_replicate_model(programs, tmp_path):
+    shared, theirs = tmp_path / "shared", tmp_path / "one"
+    shared.mkdir()
+    theirs.mkdir()
+    with job() as made:
+        first, second = outputs(programs, made, REPLICATED, local=2, FOLDER=str(shared))
+    assert first == second
+    assert flat(first) == pytest.approx(flat(alone(programs, REPLICATED, 4, FOLDER=str(theirs))), abs=1e-6)
+    assert files(shared) == files(theirs) == ["0.keras", "1.keras"]
+
+
 def files(folder) -> list[str]:
     """What there is in a folder, without the parts of names that differ from process to process."""
     return sorted(str(path.relative_to(folder)).partition(".tfevents")[0] for path in folder.rglob("*"))
@@ -302,6 +334,18 @@ def test_the_others_are_told_who_is_lost(programs, fault, victim):
     assert found["point"].endswith("in sums")
     assert 1 <= found["step"] <= 20
     assert "WorkerLostError" in err
+
+
+def test_timeout_of_the_first_launch(programs):
+    """Worker 1 has joined, and does not come to the all-reduce."""
+    late = (HEAD + SMALL).replace("KIND()", "KIND(timeout=0.5)")
+    with job() as made:
+        process = programs.start(late, env=made.environment(0, LOCAL="1"))
+        member = made.join(1, versions={"tensorflow": tf.__version__})
+        member.put("tensorflow 1", "127.0.0.1:1")
+        error = failing(process)
+    assert "WorkersMissingError: worker 1 did not come to the compilation of `all_reduce SUM, float32[]` at" in error
+    assert "within 0.5 s (timeout=)" in error
 
 
 def failing(process) -> str:

@@ -12,6 +12,7 @@ import os
 import pathlib
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,7 +44,7 @@ def let_the_chief_write(is_other: Callable[[Any], bool]) -> None:
         return
 
     def of_other(model: Any) -> bool:
-        return is_other(getattr(model, "_distribute_strategy", None) and strategy_of(model))
+        return model in _left or is_other(getattr(model, "_distribute_strategy", None) and strategy_of(model))
 
     for name in SAVES:
         _replace(saving, name, functools.partial(_saved, of_other))
@@ -52,6 +53,14 @@ def let_the_chief_write(is_other: Callable[[Any], bool]) -> None:
     _replace(backup, "on_train_end", functools.partial(_only_chief, of_other))
     _replace(board, "set_model", functools.partial(_elsewhere, of_other))
     _replace(csv, "on_train_begin", functools.partial(_nowhere, of_other))
+
+
+def leave_to_chief(*models: Any) -> None:
+    """Keeps this process from writing files of these models, which need not have been built under a strategy."""
+    _left.update(models)
+
+
+_left: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -97,6 +97,10 @@ class MultiWorkerExtended(ReplicaThreads, Reductions, _Compared, distribute.Mult
             kwargs["initial_value"] = compared
         return super()._get_variable_creator_initial_value(replica_id, device, primary_var, **kwargs)
 
+    def _use_merge_call(self) -> bool:
+        """The hook that says whether replicas must meet to update a variable."""
+        return not distribute.is_merged() and super()._use_merge_call()
+
     @property
     def num_hosts(self) -> int:
         """The number of workers."""
@@ -158,6 +162,15 @@ class MultiWorkerMirroredStrategy(OnReplicaThreads, tf.distribute.MultiWorkerMir
         patches.reduce_over_workers(MultiWorkerMirroredStrategy)
         files.let_the_chief_write(_is_other)
         return super().scope()
+
+    def leave_files_to_chief(self, *models: Any) -> None:
+        """Keeps all workers but the chief from writing files of Keras models that are trained on this strategy.
+
+        It is called for the models of `replicate_model`; those that were built in the scope need it not.
+        """
+        files.let_the_chief_write(_is_other)
+        if _is_other(self):
+            files.leave_to_chief(*models)
 
     @property
     def num_hosts(self) -> int:
