@@ -175,7 +175,7 @@ found["of three"] = fast.evaluate(x[:3], y[:3], verbose=0, return_dict=True)
 found["predict"] = fast.predict(x[:10], verbose=0).tolist()
 checkpoint = keras.callbacks.ModelCheckpoint(os.environ["FOLDER"] + "/{epoch}.keras")
 fast.fit(x, y, batch_size=16, verbose=0, shuffle=False, callbacks=[checkpoint])
-model.save(os.environ["FOLDER"] + f"/{me}.keras")
+model.save(os.environ["FOLDER"] + f"/saved by {me}.keras")
 found["weights"] = [each.tolist() for each in model.get_weights()]
 """
 
@@ -188,12 +188,55 @@ def test_replicate_model(programs, tmp_path):
         first, second = outputs(programs, made, REPLICATED, local=2, FOLDER=str(shared))
     assert first == second
     assert flat(first) == pytest.approx(flat(alone(programs, REPLICATED, 4, FOLDER=str(theirs))), abs=1e-6)
-    assert files(shared) == files(theirs) == ["0.keras", "1.keras"]
+    assert files(shared) == files(theirs) == ["1.keras", "saved by 0.keras"]
 
 
 def files(folder) -> list[str]:
     """What there is in a folder, without the parts of names that differ from process to process."""
     return sorted(str(path.relative_to(folder)).partition(".tfevents")[0] for path in folder.rglob("*"))
+
+
+RESUMED = """
+import keras
+
+strategy = KIND()
+rng = np.random.RandomState(0)
+x = rng.rand(64, 8).astype("float32")
+data = tf.data.Dataset.from_tensor_slices((x, x.sum(1, keepdims=True))).batch(16)
+keras.utils.set_random_seed(1)
+with strategy.scope():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+
+
+class Dies(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if os.environ["DIES"] == str(me) and self.model.optimizer.iterations == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+backup = keras.callbacks.BackupAndRestore(os.environ["FOLDER"], delete_checkpoint=False)
+model.fit(data, epochs=3, verbose=0, callbacks=[backup, Dies()])
+found["weights"] = [each.tolist() for each in model.get_weights()]
+"""
+
+
+def test_started_again_after_a_kill(programs, tmp_path):
+    """The second start goes on from the shared backup, to the very weights of a run that nothing disturbed."""
+    with job() as made:
+        text = HEAD + RESUMED + TAIL
+        dying, other = (
+            programs.start(text, env=made.environment(worker, LOCAL="1", FOLDER=str(tmp_path / "backup"), DIES="1"))
+            for worker in (1, 0)
+        )
+        assert "WorkerLostError: worker 1 of 2" in failing(other)
+        dying.communicate(LONG)
+    assert files(tmp_path / "backup") == ["latest.weights.h5", "training_metadata.json"]
+    with job() as made:
+        resumed = outputs(programs, made, RESUMED, FOLDER=str(tmp_path / "backup"), DIES="")
+    with job() as made:
+        undisturbed = outputs(programs, made, RESUMED, FOLDER=str(tmp_path / "other"), DIES="")
+    assert resumed == undisturbed
 
 
 DATA = """
