@@ -24,8 +24,9 @@ from replica_engine.hosts import serve, wire
 from replica_engine.hosts.cluster import split_address
 from replica_engine.hosts.coordinator import allow_files
 from replica_engine.hosts.job import Limits
+from replica_engine.hosts.joining import welcome
 from replica_engine.hosts.launch_log import LAUNCH, entry, packed
-from replica_engine.hosts.member import BATCH, welcome
+from replica_engine.hosts.member import BATCH
 
 TOKEN = "a thousand members"
 LAUNCHES = 100  # in each message

@@ -54,6 +54,7 @@ from replica_engine.errors.hosts import (
     WorkerRow,
     WorkersMissingError,
     WorkerVersionError,
+    slow_workers,
 )
 from replica_engine.errors.inputs import (
     InputsError,
@@ -174,6 +175,7 @@ __all__ = [
     "slow_program",
     "slow_replicas",
     "slow_trace",
+    "slow_workers",
 ]
 
 # Users, tracebacks and pickle see one module, `replica_engine.errors`, not the files.

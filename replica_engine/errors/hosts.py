@@ -358,6 +358,16 @@ class ProgramDisagreementError(ReplicaEngineError, RuntimeError):
         return error
 
 
+def slow_workers(worker: int, what: str, seconds: float, rows: Iterable[WorkerRow]) -> str:
+    """The warning that a worker waits long for the others to come to a point where all meet."""
+    table = "\n".join(f"  {row}" for row in rows)
+    return (
+        f"worker {worker} has waited for {seconds:.3g} s for the other workers to come to {what}:\n{table}\n"
+        "A worker that is busy with something else comes later. If one never comes, look for a branch on the worker's "
+        "index, and for a dataset that is longer on this worker."
+    )
+
+
 def workers(indices: Iterable[int]) -> str:
     """Workers in words, with ranges: "worker 1", "workers 0, 3-7"."""
     every = sorted(indices)

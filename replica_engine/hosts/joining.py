@@ -14,10 +14,11 @@ from typing import Any
 from replica_engine._version import __version__
 from replica_engine.errors import ClusterConfigError, WorkersMissingError
 from replica_engine.errors.hosts import TOKEN
-from replica_engine.hosts import serve
+from replica_engine.hosts import serve, wire
 from replica_engine.hosts.cluster import Cluster, find_cluster, split_address
 from replica_engine.hosts.job import Limits
-from replica_engine.hosts.member import Member, welcome
+from replica_engine.hosts.member import Member
+from replica_engine.hosts.wire import BadMessageError, Lines, Message
 
 JOIN_TIMEOUT = "REPLICA_ENGINE_JOIN_TIMEOUT"
 HEARTBEAT_TIMEOUT = "REPLICA_ENGINE_HEARTBEAT_TIMEOUT"
@@ -25,6 +26,7 @@ LISTEN = "REPLICA_ENGINE_LISTEN"
 LAUNCHED = "REPLICA_ENGINE_LAUNCHED"
 """Set by `replica-engine launch`, in which the coordinator runs; worker 0 starts none then."""
 
+_READ = 1 << 16
 _PAUSES = (0.05, 1.0)  # seconds between attempts to connect: the first, and the longest
 
 
@@ -89,6 +91,44 @@ def limits_of(environ: Mapping[str, str]) -> Limits:
         _seconds(environ, JOIN_TIMEOUT, limits.join),
         _seconds(environ, HEARTBEAT_TIMEOUT, limits.heartbeat),
     )
+
+
+def welcome(connection: socket.socket, token: str, hello: Message, address: str) -> tuple[float, Lines, list[Message]]:
+    """Proves to the coordinator that this process knows the token, and that the coordinator does.
+
+    Args:
+        connection: the connection, with a timeout.
+        token: the secret of the job.
+        hello: the worker, the number of workers, and what is known of this process.
+        address: where the connection leads, for messages.
+
+    Returns:
+        The heartbeat limit of the job, the reader of what comes next, and the messages that came with the welcome.
+
+    Raises:
+        ClusterConfigError: the token is another.
+        OSError: the connection broke, or nothing came in time.
+    """
+    lines, messages = Lines(), list[Message]()
+
+    def next_message() -> Message:
+        while not messages:
+            data = connection.recv(_READ)
+            if not data:
+                raise ConnectionError("the connection was closed")
+            messages.extend(lines.feed(data))
+        return messages.pop(0)
+
+    try:
+        _, theirs = next_message()
+        ours = wire.nonce()
+        connection.sendall(wire.encode(["hello", ours, wire.proof(token, wire.MEMBER, theirs, ours), *hello]))
+        kind, *rest = next_message()
+        if kind == "welcome" and wire.is_proof(rest[0], token, wire.COORDINATOR, theirs, ours):
+            return float(rest[1]), lines, messages
+    except (BadMessageError, TypeError, ValueError, IndexError) as error:
+        raise ConnectionError(f"what answers there is no coordinator ({error})") from None
+    raise ClusterConfigError.other_token(address)
 
 
 def _seconds(environ: Mapping[str, str], field: str, default: float) -> float:

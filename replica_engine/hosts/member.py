@@ -33,13 +33,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from replica_engine.errors import ClusterConfigError, ReplicaEngineError, WorkerLostError, WorkerRow
+from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow, slow_workers
 from replica_engine.errors.base import in_words
 from replica_engine.hosts import wire
 from replica_engine.hosts.clock import ClockComparison, ClockOffset
 from replica_engine.hosts.failure import Failure
 from replica_engine.hosts.launch_log import COMPILE, END, LAUNCH, WAIT, entry, packed
 from replica_engine.hosts.wire import BadMessageError, Lines, Message
+from replica_engine.telemetry.watchdog import Watch
 
 LOGGER = logging.getLogger("replica_engine")
 
@@ -224,19 +225,21 @@ class Member:
             self._sync_point = self._sync_point if sync_point is None else sync_point
             self._progressed = True
 
-    def compile(self, program: Program, timeout: float | None = None) -> None:
+    def compile(self, program: Program, timeout: float | None = None, warn_after: float | None = None) -> None:
         """Waits until all workers are about to compile the same program; call it before compiling.
 
         Args:
             program: the program.
             timeout: seconds to wait for the others; None waits without a limit.
+            warn_after: seconds until a warning with a row for each worker, and until the next; None takes WARN_AFTER.
 
         Raises:
             ProgramDisagreementError: another worker does something else, or compiles another program.
             WorkersMissingError: the time ran out.
             WorkerLostError: a worker is lost.
         """
-        self._meet(self._entry(COMPILE, program.digest, program.words), timeout)
+        with self._watched(program.words, warn_after):
+            self._meet(self._entry(COMPILE, program.digest, program.words), timeout)
 
     def launched(self, program: Program) -> None:
         """Notes that this worker launches a program; it is compared with the others' without waiting.
@@ -250,19 +253,21 @@ class Member:
         if first:
             self._wake_up()
 
-    def meet(self, name: str, timeout: float | None = None) -> None:
+    def meet(self, name: str, timeout: float | None = None, warn_after: float | None = None) -> None:
         """Waits until all workers have come here, and have launched the same before: a checkpoint, for example.
 
         Args:
             name: what the place is, in words, equal on all workers: "the checkpoint of step 100".
             timeout: seconds to wait for the others; None waits without a limit.
+            warn_after: seconds until a warning with a row for each worker, and until the next; None takes WARN_AFTER.
 
         Raises:
             ProgramDisagreementError: another worker does something else.
             WorkersMissingError: the time ran out.
             WorkerLostError: a worker is lost.
         """
-        self._meet(self._entry(WAIT, name, name), timeout)
+        with self._watched(name, warn_after):
+            self._meet(self._entry(WAIT, name, name), timeout)
 
     def put(self, key: str, value: Any) -> None:
         """Stores a value for all workers; a later value takes the place of an earlier one.
@@ -373,6 +378,17 @@ class Member:
                 code = self._known[kind, digest] = entry(kind, digest)
                 self._queue(["program", code.hex(), kind, words])
         return code
+
+    def _watched(self, what: str, warn_after: float | None) -> Watch:
+        """Warns of a wait for the others that lasts."""
+
+        def describe(seconds: float) -> str | None:
+            try:
+                return slow_workers(self.worker, what, seconds, self.rows())
+            except ReplicaEngineError:  # the job has failed, which ends the wait
+                return None
+
+        return Watch(describe, warn_after)
 
     def _meet(self, code: bytes, timeout: float | None) -> None:
         def question(number: int) -> Message:
@@ -533,44 +549,6 @@ class Member:
 _WRITE = selectors.EVENT_WRITE
 
 _members: weakref.WeakSet[Member] = weakref.WeakSet()
-
-
-def welcome(connection: socket.socket, token: str, hello: Message, address: str) -> tuple[float, Lines, list[Message]]:
-    """Proves to the coordinator that this process knows the token, and that the coordinator does.
-
-    Args:
-        connection: the connection, with a timeout.
-        token: the secret of the job.
-        hello: the worker, the number of workers, and what is known of this process.
-        address: where the connection leads, for messages.
-
-    Returns:
-        The heartbeat limit of the job, the reader of what comes next, and the messages that came with the welcome.
-
-    Raises:
-        ClusterConfigError: the token is another.
-        OSError: the connection broke, or nothing came in time.
-    """
-    lines, messages = Lines(), list[Message]()
-
-    def next_message() -> Message:
-        while not messages:
-            data = connection.recv(_READ)
-            if not data:
-                raise ConnectionError("the connection was closed")
-            messages.extend(lines.feed(data))
-        return messages.pop(0)
-
-    try:
-        _, theirs = next_message()
-        ours = wire.nonce()
-        connection.sendall(wire.encode(["hello", ours, wire.proof(token, wire.MEMBER, theirs, ours), *hello]))
-        kind, *rest = next_message()
-        if kind == "welcome" and wire.is_proof(rest[0], token, wire.COORDINATOR, theirs, ours):
-            return float(rest[1]), lines, messages
-    except (BadMessageError, TypeError, ValueError, IndexError) as error:
-        raise ConnectionError(f"what answers there is no coordinator ({error})") from None
-    raise ClusterConfigError.other_token(address)
 
 
 @atexit.register

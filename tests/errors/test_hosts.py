@@ -14,6 +14,7 @@ from replica_engine.errors import (
     WorkerLostError,
     WorkersMissingError,
     WorkerVersionError,
+    slow_workers,
 )
 from replica_engine.hosts import find_cluster
 from replica_engine.hosts.member import _members
@@ -225,6 +226,13 @@ def test_a_worker_that_does_not_come():
     """Worker 1 never saves."""
     member = hosts.join()
     member.meet("the checkpoint of step 100", timeout=0.5)
+
+
+@beside("threading.Event().wait(1.5); member.meet('the checkpoint of step 100'); member.failed.wait()")
+@shows(slow_workers)
+def test_a_worker_that_is_waited_for():
+    member = hosts.join()
+    member.meet("the checkpoint of step 100", warn_after=1.0)
 
 
 @beside(FOLLOWS)

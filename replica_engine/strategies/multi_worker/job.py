@@ -39,6 +39,9 @@ _BROKEN = (
 """What a collective ends with when another worker is lost, or brings something else."""
 
 
+_PATIENCE = 2.0  # seconds until a failure of the job is known that explains another error
+
+
 @dataclass
 class Job:
     """The job of this process.
@@ -65,8 +68,10 @@ class Job:
         """The failure of the job that is the cause of an error of TensorFlow; None if there is none."""
         if code not in _BROKEN or "ollective" not in message or os.getpid() != self._process:
             return None
+        # A connection that broke is that of a worker whose end will be known. Everything else may have other causes.
+        patience = None if code == tf.errors.UNAVAILABLE else _PATIENCE
         try:
-            self.member.explain(ConnectionError(message))
+            self.member.explain(ConnectionError(message), patience)
         except ReplicaEngineError:
             return self.member.failure  # without the way that it took here
         return None

@@ -34,11 +34,12 @@ class Launches:
     Args:
         member: the connection to the job.
         timeout: seconds to wait for the others before the first launch of a collective; None waits without a limit.
+        warn_after: seconds until a warning about such a wait; None takes WARN_AFTER.
     """
 
-    def __init__(self, member: hosts.Member, timeout: float | None = None):
-        self.timeout = timeout
+    def __init__(self, member: hosts.Member, timeout: float | None = None, warn_after: float | None = None):
         self._member = member
+        self._timeout, self._warn_after = timeout, warn_after
         self._known: set[str] = set()
         self._point: SyncPoint | None = None
         self._new_run = False
@@ -106,7 +107,7 @@ class Launches:
         """
         self._member.check()
         if program.digest not in self._known:
-            self._member.compile(program, self.timeout)
+            self._member.compile(program, self._timeout, self._warn_after)
             self._known.add(program.digest)
         self._member.launched(program)
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import dataclasses
+import itertools
 from typing import Any
 
 import tensorflow as tf
 
 from replica_engine._tf import collectives, distribute, patches
 from replica_engine._tf.keras import files
-from replica_engine.engine import SyncPoint
 from replica_engine.strategies.backend import OnReplicaThreads, ReplicaThreads
 from replica_engine.strategies.multi_worker import job
 from replica_engine.strategies.multi_worker.launches import Launches, of_variable
 from replica_engine.strategies.reductions import Reductions
 from replica_engine.strategies.validation import check_seconds
 from replica_engine.threads.call import ReplicaOptions
+
+# As for MirroredStrategy, but counted apart: the numbers must be equal on all workers, and a chief may have made other
+# strategies besides.
+_COLLECTIVE_KEYS = itertools.count(500_000_000, 16)
 
 
 class _Compared:
@@ -60,15 +64,8 @@ class MultiWorkerExtended(ReplicaThreads, Reductions, _Compared, distribute.Mult
         self.job = job.join(cluster_resolver, self._kind, self._count)
         if self.job is not None:
             collectives.start_no_coordination_service()
-            self.launches = Launches(self.job.member, replica_options.timeout)
-            merging: Callable[[SyncPoint], Any] = self.launches.merging
-            replica_options = ReplicaOptions(
-                replica_options.concurrent,
-                replica_options.timeout,
-                replica_options.warn_after,
-                replica_options.context_class,
-                merging,
-            )
+            self.launches = Launches(self.job.member, replica_options.timeout, replica_options.warn_after)
+            replica_options = dataclasses.replace(replica_options, merging=self.launches.merging)
         self.replica_options = replica_options
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
         super().__init__(strategy, resolver if self.job is None else self.job.resolver, communication_options)
@@ -150,6 +147,7 @@ class MultiWorkerMirroredStrategy(OnReplicaThreads, tf.distribute.MultiWorkerMir
         warn_after: float | None = None,
     ):
         check_seconds(timeout=timeout, warn_after=warn_after)
+        self._collective_key_base = next(_COLLECTIVE_KEYS)
         options = communication_options or tf.distribute.experimental.CommunicationOptions()
         extended = MultiWorkerExtended(
             self, cluster_resolver, options, ReplicaOptions(timeout=timeout, warn_after=warn_after)
