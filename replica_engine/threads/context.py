@@ -355,7 +355,9 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         one value is that value: TensorFlow returns x where the caller means N * x.
         """
         if isinstance(value, tf.IndexedSlices):
-            return tf.IndexedSlices(self._own(value.values), value.indices, value.dense_shape)
+            shape = value.dense_shape  # a tuple is not a tensor, which a branch of TensorFlow's collectives wants
+            shape = shape if shape is None else tf.convert_to_tensor(shape)
+            return tf.IndexedSlices(self._own(value.values), value.indices, shape)
         tensor = as_tensor(value, "A value of all_reduce")
         if tensor.device == self._device and (tf.executing_eagerly() or not eager.is_eager(tensor)):
             return tensor  # Only this replica runs on this device, so no other replica has this tensor.

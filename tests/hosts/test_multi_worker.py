@@ -71,6 +71,27 @@ found["ids"] = strategy.experimental_local_results(ids)[0].numpy().tolist()
 found["seen"] = float(seen)
 found["sums"] = [float(value) for value in tf.nest.flatten(strategy.reduce("SUM", strategy.run(
     lambda: {"a": tf.constant(1.0), "b": [tf.constant(2.0)]}), axis=None))]
+
+
+def of_two_kinds():
+    rows = tf.IndexedSlices(tf.ones([1, 2]), tf.reshape(context().replica_id_in_sync_group, [1]), (4, 2))
+    mixed = context().all_reduce("SUM", {"count": tf.constant(1), "loss": tf.constant(0.5), "rows": rows})
+    return {**mixed, "rows": tf.convert_to_tensor(mixed["rows"])}
+
+
+for name, fn in (("mixed", of_two_kinds), ("traced", tf.function(of_two_kinds))):
+    values = strategy.experimental_local_results(strategy.run(fn))[0]
+    found[name] = [values[key].numpy().tolist() for key in sorted(values)]
+
+
+@tf.function
+def in_a_branch(flag):
+    return strategy.run(
+        lambda: tf.cond(flag, lambda: context().all_reduce("SUM", 1.0), lambda: context().all_reduce("MEAN", 3.0))
+    )
+
+
+found["branches"] = [float(strategy.experimental_local_results(in_a_branch(tf.constant(flag)))[0]) for flag in (True, False)]
 found["second"] = float(KIND().reduce("SUM", KIND().run(lambda: context().all_reduce("MEAN", 1.0)), axis=None))
 found["weights"] = [w.numpy().tolist(), float(b)]
 """
@@ -107,6 +128,8 @@ def test_two_workers_of_two_replicas_equal_one_of_four(programs):
     assert (first.pop("hosts"), second.pop("hosts"), reference.pop("hosts")) == (2, 2, None)
     assert first == second
     assert first["ids"] == [0, 1, 2, 3]
+    assert first["mixed"] == first["traced"] == [4, 2.0, [[1.0, 1.0]] * 4]
+    assert first["branches"] == [4.0, 3.0]
     assert (first["replicas"], first["seen"]) == (4, 192.0)
     assert first.keys() == reference.keys()
     for name, value in reference.items():

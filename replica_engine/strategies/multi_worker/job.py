@@ -61,7 +61,6 @@ class Job:
     def begin(self) -> None:
         """From now on a failure of the job ends all collectives; called when TensorFlow's server runs."""
         collectives.explain_failures(self._explain)
-        collectives.defer_in_branches()
         self.member.on_failure(lambda error: collectives.abort(str(error)))
 
     def _explain(self, code: int, message: str) -> ReplicaEngineError | None:

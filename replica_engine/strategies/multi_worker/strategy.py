@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -40,8 +41,14 @@ class _Compared:
             return super()._reduce_to(reduce_op, value, destinations, options)  # type: ignore[misc]
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
-        with self._doing("reduce", reduce_op):
-            return super()._batch_reduce_to(reduce_op, value_destination_pairs, options)  # type: ignore[misc]
+        results: list[Any] = [None] * len(value_destination_pairs)
+        for indices in _by_dtype(value for value, _ in value_destination_pairs):
+            batch = [value_destination_pairs[index] for index in indices]
+            with self._doing("reduce", reduce_op):
+                reduced = super()._batch_reduce_to(reduce_op, batch, options)  # type: ignore[misc]
+            for index, value in zip(indices, reduced, strict=True):
+                results[index] = value
+        return results
 
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
         with self._doing("gather along", axis):
@@ -62,6 +69,7 @@ class MultiWorkerExtended(ReplicaThreads, Reductions, _Compared, distribute.Mult
     ):
         self._kind, self._count = _devices()
         self.job = job.join(cluster_resolver, self._kind, self._count)
+        collectives.defer_in_branches()
         if self.job is not None:
             collectives.start_no_coordination_service()
             self.launches = Launches(self.job.member, replica_options.timeout, replica_options.warn_after)
@@ -179,6 +187,15 @@ class MultiWorkerMirroredStrategy(OnReplicaThreads, tf.distribute.MultiWorkerMir
 def _is_other(strategy: Any) -> bool:
     """Whether this process is a worker that leaves the files of a model to the chief."""
     return isinstance(strategy, MultiWorkerMirroredStrategy) and not strategy.extended.should_checkpoint
+
+
+def _by_dtype(values: Iterable[Any]) -> list[list[int]]:
+    """The places of values of each dtype: TensorFlow packs a batch into one tensor, and fails at two dtypes."""
+    places: dict[Any, list[int]] = {}
+    for place, value in enumerate(values):
+        first = value.values[0] if isinstance(value, distribute.DistributedValues) else value
+        places.setdefault((type(first) is tf.IndexedSlices, tf.as_dtype(first.dtype)), []).append(place)
+    return list(places.values())
 
 
 def _devices() -> tuple[str, int]:
