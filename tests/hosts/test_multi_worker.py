@@ -91,7 +91,9 @@ def in_a_branch(flag):
     )
 
 
-found["branches"] = [float(strategy.experimental_local_results(in_a_branch(tf.constant(flag)))[0]) for flag in (True, False)]
+found["branches"] = [
+    float(strategy.experimental_local_results(in_a_branch(tf.constant(flag)))[0]) for flag in (True, False)
+]
 found["second"] = float(KIND().reduce("SUM", KIND().run(lambda: context().all_reduce("MEAN", 1.0)), axis=None))
 found["weights"] = [w.numpy().tolist(), float(b)]
 """
