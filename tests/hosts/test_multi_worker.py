@@ -405,15 +405,19 @@ def test_the_others_are_told_who_is_lost(programs, fault, victim):
 
 
 def test_timeout_of_the_first_launch(programs):
-    """Worker 1 has joined, and does not come to the all-reduce."""
-    late = (HEAD + SMALL).replace("KIND()", "KIND(timeout=0.5)")
+    """Worker 1 has joined, and does not come to the all-reduce.
+
+    The wait for the worker and the merge function around it have the same limit, and either may find it first.
+    """
+    late = (HEAD + SMALL).replace("KIND()", "KIND(timeout=5.0)")
     with job() as made:
         process = programs.start(late, env=made.environment(0, LOCAL="1"))
         member = made.join(1, versions={"tensorflow": tf.__version__})
         member.put("tensorflow 1", "127.0.0.1:1")
         error = failing(process)
-    assert "WorkersMissingError: worker 1 did not come to the compilation of `all_reduce SUM, float32[]` at" in error
-    assert "within 0.5 s (timeout=)" in error
+    missing = "WorkersMissingError: worker 1 did not come to the compilation of `all_reduce SUM, float32[]` at"
+    assert missing in error or "ReplicaTimeoutError: The merge function all_reduce at" in error
+    assert "5 s (timeout=)" in error
 
 
 def failing(process) -> str:

@@ -93,7 +93,8 @@ class _Replaced:
         with self._lock:
             self._users += 1
             if self._users == 1:
-                self._originals = [(each, vars(each)["run"]) for each in _strategy_classes() if "run" in vars(each)]
+                classes = dict.fromkeys(base for each in _strategy_classes() for base in each.__mro__)
+                self._originals = [(each, vars(each)["run"]) for each in classes if "run" in vars(each)]
                 for each, original in self._originals:
                     each.run = _refusing(original)  # type: ignore[attr-defined]
         try:
