@@ -44,7 +44,6 @@ from tensorflow.python.framework.ops import gradient_registry as _gradient_regis
 
 # cond_v2, indexed_case, while_loop: they make If, Case and While ops. _graph_mode_decorator: tf.custom_gradient in a
 # graph. _GradientsHelper: the gradient of ops, which the gradients of If and While call for their branches and bodies.
-# build_ta_with_new_flow: a TensorArray like another.
 from tensorflow.python.ops import cond_v2 as _cond_v2
 from tensorflow.python.ops import custom_gradient as _custom_gradient
 from tensorflow.python.ops import gradients_util as _gradients_util
@@ -55,7 +54,6 @@ from tensorflow.python.ops.parallel_for import control_flow_ops as _parallel_for
 
 # variable_accessed: tells tapes that a variable was read.
 from tensorflow.python.ops.resource_variable_ops import variable_accessed as variable_accessed
-from tensorflow.python.ops.tensor_array_ops import build_ta_with_new_flow as _build_ta
 
 
 class Wrapped(NamedTuple):
@@ -91,9 +89,6 @@ WRAPPED = {
     "tape_gradient": Wrapped(tf.GradientTape, "gradient", "tapes outlast an attempt to enter a branch alone"),
 }
 """What `wrap` puts functions around, each idle outside the replicas of this library."""
-
-GRADIENTS = "If, Case and While", "gradients of branches and loops with merge calls"
-"""What `wrap_gradients` puts functions around: the gradients of these ops in TensorFlow's registry, and why."""
 
 _TYPES = ("If", "StatelessIf", "Case", "StatelessCase", "While", "StatelessWhile")
 _ORIGINAL = "_replica_engine_original"
@@ -227,11 +222,6 @@ def try_gradient(gradient: Callable[..., Any], results: Sequence[Any]) -> None:
         takes_variables = "variables" in inspect.signature(gradient).parameters
         upstream = [tf.compat.v1.placeholder(each.dtype, each.shape) for each in results]
         gradient(*upstream, **({"variables": []} if takes_variables else {}))
-
-
-def with_flow(array: tf.TensorArray, flow: tf.Tensor) -> tf.TensorArray:
-    """A TensorArray like another, with other contents."""
-    return _build_ta(array, flow)
 
 
 def in_dataset() -> bool:

@@ -141,9 +141,8 @@ class Captures:
             if getattr(tensor, "graph", None) is graph:
                 return capture(tensor, name)
             replica = current_replica()
-            if (
-                replica is None or replica not in replicas
-            ):  # The coordinator, as the replicas: one input for one tensor.
+            if replica is None or replica not in replicas:
+                # The coordinator captures as the replicas do, so that one tensor is one input.
                 return capture(self._captured_outside(tensor) if notes_of(self._outer) is not None else tensor, name)
             own = capture(self._own(replica.index, tensor, notes), name)
             if own.dtype != tf.resource:  # also if the coordinator has captured the tensor before

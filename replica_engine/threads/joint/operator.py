@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from replica_engine._tf import thread_state
-from replica_engine._tf.graphs import control_flow
 from replica_engine.engine import Run
 from replica_engine.errors import StructureMismatchError
 from replica_engine.threads.joint.attempt import NotJoint
@@ -174,16 +173,15 @@ def is_differentiable(tensor: tf.Tensor) -> bool:
     return tensor.dtype.is_floating or tensor.dtype.is_complex or tensor.dtype == tf.variant
 
 
-def with_tensors(structure: Any, tensors: Sequence[tf.Tensor]) -> Any:
-    """A structure with other tensors in the place of those that `flat_tensors` lists."""
-    found = iter(tensors)
-
-    def replaced(leaf: Any) -> Any:
-        if isinstance(leaf, tf.TensorArray):
-            return control_flow.with_flow(leaf, next(found))
-        return next(found) if isinstance(leaf, tf.Tensor) else leaf
-
-    return tf.nest.map_structure(replaced, structure, expand_composites=True)
+def note_constants(graph: Any, results: Any) -> None:
+    """Notes in a joint graph which results of a merge the coordinator made: no gradient goes through these."""
+    notes = notes_of(graph)
+    if notes is not None:
+        notes.constants += [
+            each
+            for each in tf.nest.flatten(results, expand_composites=True)
+            if isinstance(each, tf.Tensor) and getattr(each, "graph", None) is graph and notes.owner(each) is None
+        ]
 
 
 def _called_in(graph: Any, call: Callable[[], Any]) -> Any:
@@ -197,14 +195,3 @@ def _called_in(graph: Any, call: Callable[[], Any]) -> Any:
         return leaf
 
     return tf.nest.map_structure(own, call(), expand_composites=True)
-
-
-def note_constants(graph: Any, results: Any) -> None:
-    """Notes in a joint graph which results of a merge the coordinator made: no gradient goes through these."""
-    notes = notes_of(graph)
-    if notes is not None:
-        notes.constants += [
-            each
-            for each in tf.nest.flatten(results, expand_composites=True)
-            if isinstance(each, tf.Tensor) and getattr(each, "graph", None) is graph and notes.owner(each) is None
-        ]
