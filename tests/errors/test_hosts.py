@@ -31,16 +31,18 @@ def worker_1(request, monkeypatch):
     with jobs.job(2, **limits) as job:
         for name, value in job.environment(0).items():
             monkeypatch.setenv(name, value)
-        closing = threading.Thread(target=job.coordinator.close)
+        closing = None
         if program is not None:
             process = job.start(1, program, **about)
             closing = threading.Thread(target=lambda: process.stdout.readline() and job.coordinator.close())
-        if "closes" in options:
+        elif "closes" in options:
+            job.coordinator.close()
+        if closing and "closes" in options:
             closing.start()
         yield
         for member in list(_members):
             member.close()
-        if "closes" in options:
+        if closing and "closes" in options:
             closing.join()
 
 
