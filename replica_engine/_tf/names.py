@@ -41,6 +41,7 @@ _context = context.context()
 _dataset = tf.distribute.OneDeviceStrategy("CPU:0").experimental_distribute_dataset(tf.data.Dataset.range(1))
 
 PRIVATE = (
+    Private(AtomicFunction, "_bound_context", "options of the graph optimizer for one function"),
     Private(Function, "_clone", "copying a tf.function with its options"),
     Private(tf.function(lambda: None), "_jit_compile", "leaving functions compiled for GPUs alone"),
     Private(_graph, "_variable_creator_stack", "inheriting variable creators"),

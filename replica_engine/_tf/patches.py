@@ -124,6 +124,13 @@ PATCHES: tuple[Patch, ...] = (
         "concerns only what TensorFlow fails at otherwise",
     ),
     Patch(
+        "tensorflow.python.eager.polymorphic_function.atomic_function",
+        "from_func_graph",
+        "the graph optimizer does less to functions in which replicas run; see `graph_optimizer`",
+        "import",
+        "passes on to TensorFlow for all other functions",
+    ),
+    Patch(
         "tensorflow.python.distribute.distribute_lib.StrategyBase",
         "run",
         "`check_parity` refuses a step that calls it; also of the classes of strategies that have their own",

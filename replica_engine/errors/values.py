@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from replica_engine.errors.base import ReplicaEngineError, brief
 
 
@@ -90,6 +92,11 @@ class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
     def bad_flag(cls, name: str, given: object) -> ReplicaValueError:
         """A flag is neither True nor False."""
         return cls(f"{name} must be True or False; got {brief(given)}.")
+
+    @classmethod
+    def bad_choice(cls, name: str, given: object, choices: Sequence[str]) -> ReplicaValueError:
+        """A word is none of those that an argument takes."""
+        return cls(f"{name} must be {', '.join(map(repr, choices))} or None; got {brief(given)}.")
 
     @classmethod
     def bad_rows(cls, name: str, given: object) -> ReplicaValueError:

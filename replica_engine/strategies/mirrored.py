@@ -10,13 +10,14 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import distribute
+from replica_engine._tf.graphs import optimizer
 from replica_engine._tf.host_datasets import HostDatasets
 from replica_engine.errors import DeviceError
 from replica_engine.process.interrupts import held_off_once
 from replica_engine.strategies.backend import OnReplicaThreads, ReplicaThreads
 from replica_engine.strategies.devices import resolve_devices
 from replica_engine.strategies.reductions import Reductions
-from replica_engine.strategies.validation import check_flags, check_seconds
+from replica_engine.strategies.validation import check_choice, check_flags, check_seconds
 from replica_engine.threads.cpu_reduction import CpuReduction
 
 # If two groups of devices use one collective key, TensorFlow fails: "joining a group with size 2, but that group has
@@ -101,11 +102,15 @@ class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):
         warn_after: the seconds after which a warning is logged, with a table of where each replica stands; the
             warning repeats at the same interval. None takes the value of the environment variable
             REPLICA_ENGINE_WARN_AFTER, or 30 if it is not set.
+        graph_optimizer: how much TensorFlow's graph optimizer does to a `tf.function` in which the replicas run.
+            "full" is what TensorFlow is set to do. "light" leaves out passes that do not make a step on CPUs faster, and
+            makes the first step much faster. "off" makes the first step faster still, and later steps slower. None is
+            "light" on CPUs and "full" elsewhere. Options set with `tf.config.optimizer` stay as they are.
 
     Raises:
         DeviceError: a device does not exist, is named twice, or is of another kind than the rest; or
             `cross_device_ops` is not a `tf.distribute.CrossDeviceOps`.
-        ReplicaValueError: `concurrent` is not True or False.
+        ReplicaValueError: `concurrent` is not True or False, or `graph_optimizer` is none of its values.
         ValueError: `timeout` or `warn_after` is not positive.
 
     Example:
@@ -129,9 +134,11 @@ class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):
         concurrent: bool = False,
         timeout: float | None = None,
         warn_after: float | None = None,
+        graph_optimizer: str | None = None,
     ):
         check_seconds(timeout=timeout, warn_after=warn_after)
         check_flags(concurrent=concurrent)
+        check_choice("graph_optimizer", graph_optimizer, optimizer.LEVELS)
         if cross_device_ops is not None and not isinstance(cross_device_ops, tf.distribute.CrossDeviceOps):
             raise DeviceError.no_cross_device_ops(cross_device_ops)
         self._collective_key_base = next(_COLLECTIVE_KEYS)
@@ -142,6 +149,7 @@ class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):
             concurrent=concurrent or options.concurrent,
             timeout=options.timeout if timeout is None else timeout,
             warn_after=options.warn_after if warn_after is None else warn_after,
+            graph_optimizer=graph_optimizer or options.graph_optimizer,
         )
         # Not the parent's __init__: it would make TensorFlow's own extended half.
         tf.distribute.Strategy.__init__(self, extended)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,19 @@ def check_flags(**values: object) -> None:
     for name, value in values.items():
         if not isinstance(value, (bool, np.bool_)):
             raise ReplicaValueError.bad_flag(name, value)
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Checks that a value is None or one of some words.
+
+    Raises:
+        ReplicaValueError: it is something else.
+
+    Example:
+        >>> check_choice("graph_optimizer", "light", ["light", "full"])
+    """
+    if value is not None and value not in choices:
+        raise ReplicaValueError.bad_choice(name, value, choices)
 
 
 def check_seconds(**values: float | None) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import distribute, quick_scopes, thread_state
-from replica_engine._tf.graphs import autograph, function
+from replica_engine._tf.graphs import autograph, function, optimizer
 from replica_engine.diagnostics.failed_run import note_failed_run
 from replica_engine.diagnostics.flight_record import SyncPointRecord, records
 from replica_engine.diagnostics.tracebacks import as_raised
@@ -110,6 +110,8 @@ class ReplicaOptions:
         warn_after: the seconds after which a slow replica is logged; the warning repeats at the same interval. None
             takes the environment variable REPLICA_ENGINE_WARN_AFTER, or 30 if it is not set.
         context_class: the class of each replica's context.
+        graph_optimizer: how much TensorFlow's graph optimizer does to a `tf.function` in which the replicas run: "full",
+            "light" or "off". None is "light" on CPU devices and "full" elsewhere.
         merging: takes the sync point where the replicas have met; what it returns is entered around the merge function.
     """
 
@@ -117,6 +119,7 @@ class ReplicaOptions:
     timeout: float | None = None
     warn_after: float | None = None
     context_class: type[ReplicaContext] = ReplicaContext
+    graph_optimizer: str | None = None
     merging: Callable[[SyncPoint], contextlib.AbstractContextManager[None]] | None = None
 
 
@@ -128,6 +131,7 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
     state = InheritedState.capture()
     if not state.eager:
         thread_state.make_stacks_thread_local(state.graph)
+        optimizer.choose(state.graph, options.graph_optimizer or _graph_optimizer(devices))
     concurrent = options.concurrent and state.eager
     variables = SharedVariables(concurrent)
     known = _creates_nothing.setdefault(strategy, set()) if concurrent else set()
@@ -186,6 +190,11 @@ def _function_watched(strategy: tf.distribute.Strategy, name: str) -> Iterator[N
     track = Track(type(strategy).__name__, f"coordinator ({thread.name})", thread.ident or 0)
     with Watch(describe, _options(strategy).warn_after), timeline.span(track, name, "launch"):
         yield
+
+
+def _graph_optimizer(devices: Sequence[str]) -> str:
+    """The graph optimizer's work where the user has not chosen; layouts and memory plans matter on GPUs."""
+    return optimizer.LIGHT if all("CPU" in device for device in devices) else optimizer.FULL
 
 
 def _options(strategy: tf.distribute.Strategy) -> ReplicaOptions:
@@ -287,3 +296,4 @@ def short_name(device: str) -> str:
 
 
 hooks.install()
+optimizer.install()

@@ -132,6 +132,11 @@ def test_a_word_for_yes():
     MirroredStrategy(["CPU:0", "CPU:1"], concurrent="yes")
 
 
+@shows(ReplicaValueError.bad_choice)
+def test_a_word_that_is_not_known():
+    MirroredStrategy(["CPU:0", "CPU:1"], graph_optimizer="none")
+
+
 @shows(ReplicaValueError.bad_steps)
 def test_parts_of_a_batch_that_are_no_number():
     accumulate(tf.reduce_mean, (tf.ones([4]),), steps=0)

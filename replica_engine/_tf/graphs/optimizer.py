@@ -1,0 +1,110 @@
+"""How much TensorFlow's graph optimizer (Grappler) does to the functions in which replicas run.
+
+Grappler works on a function when it is called for the first time. Its dozen of passes go over the whole graph, twice,
+and the graph grows with the number of replicas. For a large model on several replicas that is more than half of the
+first call. On CPU devices most of this work changes nothing: the second time, the choice of layouts, the plan for the
+memory of GPUs, and the detour through MLIR. `LIGHT` leaves these out.
+
+TensorFlow passes the options of Grappler with each call of a function, from its context. A function in which replicas
+run gets a context that changes these options, and nothing else. All other functions of the process keep theirs.
+Options that the user has set with `tf.config.optimizer` always stay. Checked on TensorFlow 2.21.0.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
+
+# FunctionCallOptions: what TensorFlow passes with a call of a function; Grappler's options are a part of it.
+from tensorflow.python.eager.context import FunctionCallOptions
+
+# from_func_graph: makes what is called of a graph that has been traced.
+from tensorflow.python.eager.polymorphic_function import atomic_function
+from tensorflow.python.framework.func_graph import FuncGraph
+
+FULL = "full"
+LIGHT = "light"
+OFF = "off"
+LEVELS = (OFF, LIGHT, FULL)
+"""From the least work to the most. Where strategies of different levels share a function, the most counts."""
+
+_LEVEL = "_replica_engine_optimizer"
+_Rewriter = rewriter_config_pb2.RewriterConfig
+_LEFT_OUT = {
+    "meta_optimizer_iterations": _Rewriter.ONE,
+    "layout_optimizer": _Rewriter.OFF,
+    "memory_optimization": _Rewriter.NO_MEM_OPT,
+    "disable_tfg_optimizer": True,
+}
+
+
+def install() -> None:
+    """Makes TensorFlow call functions that `choose` has marked with their own options; only once per process."""
+    original = atomic_function.from_func_graph
+    if hasattr(original, _LEVEL):
+        return
+
+    @functools.wraps(original)
+    def made(name: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
+        function = original(name, graph, *args, **kwargs)
+        level = getattr(graph, _LEVEL, FULL)
+        if level != FULL:
+            function._bound_context = _Context(function._bound_context, level)
+        return function
+
+    setattr(made, _LEVEL, FULL)
+    atomic_function.from_func_graph = made
+
+
+def choose(graph: Any, level: str) -> None:
+    """Sets how much Grappler does to the function that is being traced into a graph, and to those around it."""
+    while isinstance(graph, FuncGraph):
+        setattr(graph, _LEVEL, max(level, getattr(graph, _LEVEL, OFF), key=LEVELS.index))
+        graph = graph.outer_graph
+
+
+class _Context:
+    """TensorFlow's context, for the calls of one function: with other options for Grappler.
+
+    Args:
+        own: the context.
+        level: one of `LEVELS`.
+    """
+
+    def __init__(self, own: Any, level: str):
+        self._own = own
+        self._level = level
+        self._given: tuple[Any, Any] | None = None
+        self._changed = FunctionCallOptions()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def call_function(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls a function in eager mode. Options belong to a thread, so no other call sees these."""
+        own, given = self._own, self._own.function_call_options
+        own.function_call_options = self._options(given)
+        try:
+            return own.call_function(*args, **kwargs)
+        finally:
+            own.function_call_options = given
+
+    def _options(self, given: FunctionCallOptions) -> FunctionCallOptions:
+        """The options of the user or of TensorFlow, with fewer passes; kept until the user sets others."""
+        key = given.executor_type, given.config_proto_serialized
+        if key != self._given:
+            config = config_pb2.ConfigProto.FromString(key[1])
+            _leave_out(config.graph_options.rewrite_options, self._level)
+            self._given, self._changed = key, FunctionCallOptions(key[0], config)
+        return self._changed
+
+
+def _leave_out(options: Any, level: str) -> None:
+    if level == OFF:
+        options.disable_meta_optimizer = True
+        return
+    for name, value in _LEFT_OUT.items():
+        if not getattr(options, name):  # 0 is "default" for each of them
+            setattr(options, name, value)
