@@ -103,9 +103,9 @@ class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):
             warning repeats at the same interval. None takes the value of the environment variable
             REPLICA_ENGINE_WARN_AFTER, or 30 if it is not set.
         graph_optimizer: how much TensorFlow's graph optimizer does to a `tf.function` in which the replicas run.
-            "full" is what TensorFlow is set to do. "light" leaves out passes that do not make a step on CPUs faster, and
-            makes the first step much faster. "off" makes the first step faster still, and later steps slower. None is
-            "light" on CPUs and "full" elsewhere. Options set with `tf.config.optimizer` stay as they are.
+            "full" is what TensorFlow is set to do. "light" leaves out passes that do not make a step on CPUs faster,
+            and makes the first step much faster. "off" makes the first step faster still, and later steps slower.
+            None is "light" on CPUs and "full" elsewhere. Options set with `tf.config.optimizer` stay as they are.
 
     Raises:
         DeviceError: a device does not exist, is named twice, or is of another kind than the rest; or

@@ -110,8 +110,8 @@ class ReplicaOptions:
         warn_after: the seconds after which a slow replica is logged; the warning repeats at the same interval. None
             takes the environment variable REPLICA_ENGINE_WARN_AFTER, or 30 if it is not set.
         context_class: the class of each replica's context.
-        graph_optimizer: how much TensorFlow's graph optimizer does to a `tf.function` in which the replicas run: "full",
-            "light" or "off". None is "light" on CPU devices and "full" elsewhere.
+        graph_optimizer: how much TensorFlow's graph optimizer does to a `tf.function` in which the replicas run:
+            "full", "light" or "off". None is "light" on CPU devices and "full" elsewhere.
         merging: takes the sync point where the replicas have met; what it returns is entered around the merge function.
     """
 

@@ -1,4 +1,4 @@
-"""How much TensorFlow's graph optimizer does to functions in which replicas run: `MirroredStrategy(graph_optimizer=)`."""
+"""How much TensorFlow's graph optimizer does to functions with replicas: `MirroredStrategy(graph_optimizer=)`."""
 
 import pytest
 import tensorflow as tf
