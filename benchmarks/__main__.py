@@ -43,9 +43,11 @@ GROUPS = (
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-FIGURES, RATIOS, GROWTH, PAGE = (
-    ROOT / "docs" / name for name in ("benchmarks.json", "benchmarks.svg", "growth.svg", "benchmarks.md")
+DOCS = ROOT / "docs"
+FIGURES, SUMMARY, RATIOS, GROWTH = (
+    DOCS / name for name in ("benchmarks.json", "benchmarks.svg", "benchmarks_all.svg", "growth.svg")
 )
+SUMMARY_PAGE, PAGE = DOCS / "benchmarks.md", DOCS / "benchmarks_all.md"
 
 
 def run_group(group: str, options: list[str], patience: float, on: dict[str, str]) -> Report:
@@ -109,11 +111,13 @@ def kept(groups: list[str]) -> Report:
 
 
 def publish(report: Report) -> None:
-    """Writes the figures, the pictures and the page into docs/."""
+    """Writes the figures, the pictures and the pages into docs/."""
     report = report.sorted(GROUPS)
     report.write(FIGURES)
+    picture.draw_summary(report, SUMMARY)
     picture.draw_ratios(report, RATIOS)
     picture.draw_growth(report, GROWTH)
+    SUMMARY_PAGE.write_text(page.with_summary(SUMMARY_PAGE.read_text(encoding="utf-8"), report), encoding="utf-8")
     PAGE.write_text(page.with_table(PAGE.read_text(encoding="utf-8"), report), encoding="utf-8")
 
 
@@ -162,7 +166,7 @@ def main() -> int:
         picture.draw_growth(report, flags.growth)
     if before:
         publish(before.updated(report.succeeded()))
-        print(f"Written: {FIGURES}, {PAGE}, {RATIOS}, {GROWTH}.", file=sys.stderr)
+        print(f"Written: {FIGURES}, {SUMMARY_PAGE}, {PAGE} and their pictures.", file=sys.stderr)
         for group in report.failures:
             print(f"{group} failed: the files keep its earlier figures.", file=sys.stderr)
     return 1 if report.failures else 0

@@ -1,4 +1,4 @@
-"""Draws the pictures of the documentation: ratios to the peers, and how the cost grows."""
+"""Draws the pictures of the documentation: the summary, ratios to the peers, and how the cost grows."""
 
 from __future__ import annotations
 
@@ -7,20 +7,43 @@ import statistics
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import summary
 from benchmarks.measure import Comparison, Row
 from benchmarks.report import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MET, MISSED, PLAIN = "#2a9d5c", "#c8553d", "#6c8ebf"
-"""Colours of bars: target met, target missed, no target."""
+FASTER, SLOWER = "#2a9d8f", "#e76f51"
+"""Colours of bars: this library is faster than the peer, or slower. A target is a mark, not a colour."""
 
 BAR, HEAD, WIDTH = 0.19, 0.65, 9.5
 """Sizes in inches: the height of a bar, the space around the bars of a group, and the width."""
 
-LINES = {"MirroredStrategy": MET, "TPUStrategy": PLAIN, "tf.distribute": MISSED}
+LINES = {"MirroredStrategy": FASTER, "TPUStrategy": "#6c8ebf", "tf.distribute": SLOWER}
 """The colour of each contender's line."""
+
+
+def draw_summary(report: Report, path: str | pathlib.Path) -> None:
+    """Draws the rows of the summary: a bar from 1 to the ratio, on an axis where less is better, and the target."""
+    pyplot = _pyplot()
+    bars = summary.rows(report)
+    figure, axis = pyplot.subplots(figsize=(WIDTH, 1.5 + 0.42 * len(bars)), layout="constrained")
+    for height, (chosen, _, each) in enumerate(bars):
+        _bar(axis, height, each, thickness=0.62)
+        colour = FASTER if each.ratio < 1 else SLOWER
+        place = {"xycoords": ("axes fraction", "data"), "va": "center"}
+        axis.annotate(f"{each.ratio:.2f}", (1.01, height), fontweight="bold", color=colour, **place)
+        label = f"{chosen.title}\n{chosen.contender}, compared with {chosen.peer}"
+        axis.annotate(label, (-0.01, height), ha="right", fontsize=8.5, **place)
+    axis.set(xscale="log", yticks=[], ylim=(len(bars) - 0.4, -0.6), xlim=(0.06, 4))
+    _ratio_axis(axis)
+    axis.set_xlabel("time here / time of the other      \u2190 lower is better")
+    axis.set_title("The time of an operation, 4 replicas on one machine: 1 is as long as the other", loc="left")
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+    _legend(figure)
+    _save(figure, path)
 
 
 def draw_ratios(report: Report, path: str | pathlib.Path) -> None:
@@ -38,6 +61,8 @@ def draw_ratios(report: Report, path: str | pathlib.Path) -> None:
     )
     for axis, (group, bars) in zip(axes[:, 0], groups.items(), strict=False):
         _bars(axis, group, bars)
+    axes[-1, 0].set_xlabel("time here / time of the other      \u2190 lower is better")
+    _legend(figure)
     _save(figure, path)
 
 
@@ -75,11 +100,7 @@ def _shown(rows: list[Row]) -> Iterator[tuple[Row, Comparison]]:
 def _bars(axis: Axes, group: str, bars: list[tuple[Row, Comparison]]) -> None:
     labels = []
     for height, (row, each) in enumerate(bars):
-        colour = {None: PLAIN, True: MET, False: MISSED}[each.met]
-        axis.barh(height, each.ratio - 1, left=1, height=0.7, color=colour)
-        axis.hlines(height, min(each.ratios), max(each.ratios), color="black", linewidth=0.8)
-        if each.target is not None:
-            axis.vlines(each.target, height - 0.45, height + 0.45, color="black", linewidth=2)
+        _bar(axis, height, each, thickness=0.7)
         axis.annotate(f"{each.ratio:.2f}", (1, height), (1.01, height), ("axes fraction", "data"), va="center")
         size = "" if row.replicas is None else f", N = {row.replicas}"
         labels.append(f"{row.title}{size}: {row.contender} to {each.peer}")
@@ -87,11 +108,38 @@ def _bars(axis: Axes, group: str, bars: list[tuple[Row, Comparison]]) -> None:
     axis.set(title=group, xscale="log", ylim=(len(bars) - 0.4, -0.6))
     every = [1.0, *(value for _, each in bars for value in (*each.ratios, each.target) if value is not None)]
     axis.set_xlim(min(0.5, *every) / 1.1, max(2.0, *every) * 1.1)
+    _ratio_axis(axis)
+
+
+def _bar(axis: Axes, height: float, each: Comparison, thickness: float) -> None:
+    """A bar from 1 to the ratio, the range of the repeats as a thin line, and the target as a mark."""
+    colour = FASTER if each.ratio < 1 else SLOWER
+    axis.barh(height, each.ratio - 1, left=1, height=thickness, color=colour)
+    axis.hlines(height, min(each.ratios), max(each.ratios), color="black", linewidth=0.8)
+    if each.target is not None:
+        axis.plot(each.target, height, marker="D", markersize=5, color="white", markeredgecolor="black")
+
+
+def _ratio_axis(axis: Axes) -> None:
     axis.xaxis.set_major_locator(_ticker().LogLocator(subs=(1, 2, 5)))
     axis.xaxis.set_major_formatter(_ticker().FormatStrFormatter("%g"))
     axis.xaxis.set_minor_locator(_ticker().NullLocator())
     axis.axvline(1, color="black", linewidth=1)
     axis.grid(axis="x", alpha=0.3)
+    axis.set_axisbelow(True)
+
+
+def _legend(figure: Any) -> None:
+    from matplotlib import lines, patches
+
+    mark = {"linestyle": "none", "marker": "D", "markersize": 5, "color": "white", "markeredgecolor": "black"}
+    handles = [
+        patches.Patch(color=FASTER, label="faster here"),
+        patches.Patch(color=SLOWER, label="slower here"),
+        lines.Line2D([], [], label="target", **mark),
+        lines.Line2D([], [], color="black", linewidth=0.8, label="range of the repeats"),
+    ]
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=8)
 
 
 def _lines(axis: Axes, rows: list[Row]) -> None:

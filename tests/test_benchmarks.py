@@ -6,8 +6,8 @@ import xml.etree.ElementTree
 
 import pytest
 
-from benchmarks import command, page, picture
-from benchmarks.__main__ import GROUPS, PAGE, ROOT
+from benchmarks import command, page, picture, summary
+from benchmarks.__main__ import FIGURES, GROUPS, PAGE, ROOT, SUMMARY_PAGE
 from benchmarks.measure import Row, WrongResult, fitted, interleaved, same
 from benchmarks.report import COLUMNS, Report, cells
 
@@ -114,14 +114,15 @@ def test_newer_groups_replace_older_ones():
         report().updated(Report({"processor": "another"}))
 
 
-@pytest.mark.parametrize("draw", [picture.draw_ratios, picture.draw_growth])
+@pytest.mark.parametrize("draw", [picture.draw_ratios, picture.draw_growth, picture.draw_summary])
 def test_pictures_are_the_same_for_the_same_figures(draw, tmp_path):
     for name in ("one.svg", "other.svg"):
         draw(report(), tmp_path / name)
     drawn = (tmp_path / "one.svg").read_text()
     xml.etree.ElementTree.fromstring(drawn)
     assert drawn == (tmp_path / "other.svg").read_text()
-    assert ("MirroredStrategy" if draw is picture.draw_growth else "empty, N = 2: ours to theirs") in drawn
+    words = {picture.draw_growth: "MirroredStrategy", picture.draw_ratios: "empty, N = 2: ours to theirs"}
+    assert words.get(draw, "lower is better") in drawn
     draw(Report(MADE_UP), tmp_path / "empty.svg")
 
 
@@ -134,6 +135,26 @@ def test_the_page_gets_the_tables_and_keeps_the_rest():
     assert page.with_table(once, report()) == once
     with pytest.raises(ValueError, match="does not have <!--"):
         page.with_table("a page", report())
+
+
+def test_the_summary_has_ten_rows_of_the_published_figures():
+    published = Report.read(FIGURES)
+    assert len(summary.rows(published)) == len(summary.CHOSEN) == 10
+    text = SUMMARY_PAGE.read_text(encoding="utf-8")
+    assert page.with_summary(text, published) == text, "python -m benchmarks --docs writes it."
+
+
+def test_a_bar_has_the_colour_of_its_ratio_whether_or_not_it_meets_its_target(tmp_path):
+    """A row three times as fast as its peer was red, because it missed a target."""
+    fast = Row("eager_run", "one merge call", {"MirroredStrategy": [1.0], "tf.distribute": [3.0]}, replicas=4,
+               targets={"tf.distribute": 0.2})  # fmt: skip
+    slow = Row("launch", "one launch of a tiny body", {"TPUStrategy.run": [1.1], "jax.jit": [1.0]}, replicas=4,
+               targets={"jax.jit": 1.2})  # fmt: skip
+    for row_, colour, other in ((fast, picture.FASTER, picture.SLOWER), (slow, picture.SLOWER, picture.FASTER)):
+        picture.draw_summary(Report(MADE_UP, [row_]), tmp_path / "one.svg")
+        drawn = (tmp_path / "one.svg").read_text()
+        assert drawn.count(f"fill: {colour}") == 1 + 2  # its bar; the ratio and the legend
+        assert drawn.count(f"fill: {other}") == 1  # the legend
 
 
 def test_options_have_a_quick_default():

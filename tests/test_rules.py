@@ -66,7 +66,7 @@ def test_each_thing_that_is_patched_exists_and_is_listed_for_users(patch):
     owner = pkgutil.resolve_name(patch.owner)
     assert hasattr(owner, patch.name), f"There is no {patch.owner}.{patch.name}; see _tf/patches.py"
     row = f"| `{patch.owner}.{patch.name}` | {patch.why} | {patch.since} | {patch.until} |"
-    assert row in (ROOT / "docs" / "reliability.md").read_text()
+    assert row in (ROOT / "docs" / "in_your_process.md").read_text()
 
 
 def test_private_names_are_imported_in_tf_only():

@@ -1,7 +1,7 @@
 """Everything that this library changes in TensorFlow and Keras, in one place: what, why, when, and for how long.
 
-`PATCHES` is the list; `docs/reliability.md` shows it to users, and a test looks up every row. A patch passes on to the
-original wherever no strategy of this library is concerned. Checked on TensorFlow 2.21.0 and Keras 3.15.1.
+`PATCHES` is the list; `docs/in_your_process.md` shows it to users, and a test looks up every row. A patch passes on to
+the original wherever no strategy of this library is concerned. Checked on TensorFlow 2.21.0 and Keras 3.15.1.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 - `cli`: the flags of the command.
 - `spans`: reads the file as tracks of spans, and computes each span's own time, without the spans inside it.
+- `steps`: the steps of a recording, and the replica that works longest in them.
 - `shares`: the table.
 - `picture`: the picture, drawn with matplotlib.
 

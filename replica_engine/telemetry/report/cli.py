@@ -11,6 +11,7 @@ from replica_engine.telemetry.report import picture, shares, spans
 DESCRIPTION = """\
 Draws a timeline that `with replica_engine.timeline("run.json"):` recorded, and prints a table: for each replica the
 percentage of time in which it ran, waited for the others and was in a merge; the slowest replica; merges per second.
+The slowest replica is the one that works longest in a step, by the median over all steps but the first.
 """
 EPILOG = """\
 example:
@@ -42,9 +43,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="file to draw to: .png, .svg or .pdf (default: the recording's name with .png)",
     )
     parser.add_argument(
-        "--begin", type=float, default=0.0, metavar="S", help="start of the drawn part, in seconds (default: 0)"
+        "--begin", type=float, default=0.0, metavar="S", help="start of the part, in seconds (default: 0)"
     )
-    parser.add_argument("--end", type=float, metavar="S", help="end of the drawn part, in seconds")
+    parser.add_argument("--end", type=float, metavar="S", help="end of the part, in seconds")
     parser.set_defaults(run=run)
 
 
@@ -54,7 +55,7 @@ def run(flags: argparse.Namespace) -> int:
         timeline = spans.read(flags.path)
     except (OSError, ValueError) as error:
         return _failed(str(error))
-    print(shares.table(timeline))
+    print(shares.table(timeline, flags.begin, flags.end))
     output = flags.output or f"{os.path.splitext(flags.path)[0]}.png"
     try:
         picture.draw(timeline, output, flags.begin, flags.end)

@@ -1,8 +1,14 @@
-"""The picture of a timeline: one line for each track, coloured by the kind of activity."""
+"""The picture of a timeline: one line for each track, coloured by the kind of activity, with steps and the straggler."""
 
 from __future__ import annotations
 
-from replica_engine.telemetry.report.spans import DrawnSpan, DrawnTrack, Timeline
+from typing import TYPE_CHECKING
+
+from replica_engine.telemetry.report import steps
+from replica_engine.telemetry.report.spans import DrawnSpan, DrawnTrack, Timeline, between, by_replica
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLOURS = {
     "run": "#4c78a8",
@@ -13,6 +19,8 @@ COLOURS = {
     "host call": "#e45756",
     "feeding": "#72b7b2",
 }
+STRAGGLER = "#c0392b"
+MOST_MARKS, FEW_MARKS = 30, 8  # steps that have a mark; steps up to which a mark has the word as well
 _COLUMNS = 2000  # of the picture; neighbouring spans of one kind that are narrower than a column are drawn as one bar
 
 
@@ -37,24 +45,84 @@ def draw(timeline: Timeline, path: str, begin: float = 0.0, end: float | None = 
     tracks = [track for track in timeline.tracks if any(_within(span, begin, end) for span in track.spans)]
     if not tracks:
         raise ValueError(f"there is nothing to draw between {begin:g} s and {end:g} s")
-    whole = figure.Figure(figsize=(14, 1.2 + 0.42 * len(tracks)), layout="constrained")
+    whole = figure.Figure(figsize=(14, 2.0 + 0.42 * len(tracks)), layout="constrained")
     axes = whole.subplots()
     unit, factor = ("ms", 1e3) if end - begin < 2 else ("s", 1.0)
+    stragglers = _stragglers(timeline, begin, end)
     for line, track in enumerate(tracks):
         for kind, bars in _bars(track, begin, end).items():
             scaled = [(start * factor, width * factor) for start, width in bars]
             axes.broken_barh(scaled, (line - 0.38, 0.76), facecolors=COLOURS.get(kind, "#333333"), linewidth=0)
     axes.set_yticks(range(len(tracks)), [f"{track.group}  {track.name}" for track in tracks], fontsize=9)
+    for line, (track, label) in enumerate(zip(tracks, axes.get_yticklabels(), strict=True)):
+        found = stragglers.get(track.group)
+        if found and found.name == track.name:
+            label.set(color=STRAGGLER, fontweight="bold")
+            axes.axhspan(line - 0.5, line + 0.5, color=STRAGGLER, alpha=0.12, linewidth=0, zorder=0)
     axes.set_ylim(len(tracks) - 0.4, -0.6)
     axes.set_xlim(begin * factor, end * factor)
     axes.set_xlabel(f"{unit} from the beginning of the recording")
+    _mark_steps(axes, timeline, tracks, begin, end, factor)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="y", length=0)
     seen = {span.kind for track in tracks for span in track.spans}
     handles = [patches.Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in seen]
-    whole.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize=9)
+    whole.legend(handles=handles, loc="outside lower right", ncols=len(handles), frameon=False, fontsize=9)
+    whole.suptitle("\n".join(_title(timeline, tracks, stragglers, begin, end)), x=0.01, ha="left", fontsize=11)
     whole.savefig(path, dpi=130)
+
+
+def _stragglers(timeline: Timeline, begin: float, end: float) -> dict[str, steps.Straggler | None]:
+    """For each group with replicas its straggler, or None."""
+    part = between(timeline, begin, end)
+    found = {}
+    for group in dict.fromkeys(track.group for track in part.tracks if track.is_replica):
+        replicas = by_replica([track for track in part.tracks if track.group == group])
+        found[group] = steps.straggler(replicas, steps.compared(timeline, group, begin, end))
+    return found
+
+
+def _title(
+    timeline: Timeline,
+    tracks: list[DrawnTrack],
+    stragglers: dict[str, steps.Straggler | None],
+    begin: float,
+    end: float,
+) -> list[str]:
+    """For each group a line: its number of steps, and its straggler."""
+    lines = []
+    for group in dict.fromkeys(track.group for track in tracks):
+        number = sum(start < end and stop > begin for start, stop in steps.steps_of(timeline, group))
+        line = f"{group}, {number} {'step' if number == 1 else 'steps'} in {steps.shown(end - begin)}"
+        if group in stragglers:
+            line += f". Slowest: {stragglers[group] or 'none, the replicas work equally long'}"
+        lines.append(line)
+    return lines
+
+
+def _mark_steps(
+    axes: Axes, timeline: Timeline, tracks: list[DrawnTrack], begin: float, end: float, factor: float
+) -> None:
+    """A line where each step begins, and its number above, from 1; not more numbers than there is place for."""
+    group = next((track.group for track in tracks if track.is_replica), tracks[0].group)
+    marks = [
+        (number, start)
+        for number, (start, stop) in enumerate(steps.steps_of(timeline, group), 1)
+        if begin <= start < end and stop > begin
+    ]
+    every = max(1, -(-len(marks) // MOST_MARKS))
+    for number, start in marks[::every]:
+        axes.axvline(start * factor, color="#444444", linewidth=0.6, linestyle=(0, (4, 3)), zorder=3)
+        axes.annotate(
+            f"step {number}" if len(marks) <= FEW_MARKS else str(number),
+            (start * factor, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(2, 1),
+            textcoords="offset points",
+            fontsize=8,
+            color="#444444",
+        )
 
 
 def _within(span: DrawnSpan, begin: float, end: float) -> bool:

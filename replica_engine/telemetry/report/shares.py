@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-from replica_engine.telemetry.report.spans import DrawnTrack, Timeline
+from replica_engine.telemetry.report import steps
+from replica_engine.telemetry.report.spans import DrawnTrack, Timeline, between, by_replica
 
 KINDS = ("run", "waiting", "merge", "host call")
-OTHERS = ("compile", "launch", "feeding")
 
 
-def table(timeline: Timeline) -> str:
+def table(timeline: Timeline, begin: float = 0.0, end: float | None = None) -> str:
     """The table as text.
 
-    Shares are relative to the time of the whole recording. A replica that neither runs nor waits is outside a run.
-    Merges are counted on the replica's track. A "-" stands for a kind of span that the group does not have.
+    Shares are relative to the time of the part. A replica that neither runs nor waits is outside a run. Merges are
+    counted on the replica's track. A "-" stands for a kind of span that the group does not have.
+
+    Args:
+        timeline: the whole recording.
+        begin: the second of the recording at which the part begins that the table is about.
+        end: the second at which the part ends; None for the end of the recording.
     """
+    part = between(timeline, begin, end)
     lines = []
-    for group in dict.fromkeys(track.group for track in timeline.tracks):
-        tracks = [track for track in timeline.tracks if track.group == group]
-        replicas = _by_name([track for track in tracks if track.is_replica])
-        if replicas:
-            lines += [group, *_replicas(replicas, timeline.seconds), *_slowest(replicas), ""]
-        lines += _beside([track for track in tracks if not track.is_replica], timeline.seconds)
-    lines.append(f"recorded: {timeline.seconds:.3f} s")
+    for group in dict.fromkeys(track.group for track in part.tracks):
+        tracks = [track for track in part.tracks if track.group == group]
+        if replicas := by_replica(tracks):
+            of_steps = steps.compared(timeline, group, begin, begin + part.seconds)
+            lines += [group, *_replicas(replicas, part.seconds), *_slowest(replicas, of_steps), ""]
+        lines += _beside([track for track in tracks if not track.is_replica], part.seconds)
+    whole = part.seconds == timeline.seconds
+    lines.append(f"recorded: {timeline.seconds:.3f} s" + ("" if whole else f", of which {part.seconds:.3f} s are shown"))
     if timeline.dropped:
         lines.append(f"{timeline.dropped:,} more spans were not kept: record a shorter time")
     return "\n".join(lines)
-
-
-def _by_name(tracks: list[DrawnTrack]) -> list[DrawnTrack]:
-    """One track for each replica, joined from its tracks: a replica has one for each thread that it ran on."""
-    joined: dict[str, DrawnTrack] = {}
-    for track in tracks:
-        known = joined.setdefault(track.name, DrawnTrack(track.group, track.name, track.order, []))
-        known.spans.extend(track.spans)
-    return list(joined.values())
 
 
 def _replicas(tracks: list[DrawnTrack], seconds: float) -> list[str]:
@@ -49,20 +47,14 @@ def _replicas(tracks: list[DrawnTrack], seconds: float) -> list[str]:
     return _aligned(rows)
 
 
-def _slowest(tracks: list[DrawnTrack]) -> list[str]:
-    """The line about the replica that computed longest.
-
-    It names the replica only if the replica took at least 5 % longer than the others on average.
-    """
-    busy = [(_own(track, "run") + _own(track, "host call"), track.name) for track in tracks]
-    most, name = max(busy)
-    if len(busy) < 2 or most <= 0:
+def _slowest(replicas: list[DrawnTrack], of_steps: list[tuple[float, float]]) -> list[str]:
+    """The line about the replica that works longest in a step."""
+    if len(replicas) < 2:
         return []
-    others = (sum(seconds for seconds, _ in busy) - most) / (len(busy) - 1)
-    if most < 1.05 * others:
-        return ["  slowest: none, the replicas ran equally long"]
-    times = f", {most / others:.2f} times as long as the others on average" if others else ""
-    return [f"  slowest: {name}: it ran {most:.3f} s{times}"]
+    if not of_steps:
+        return ["  slowest: not known, there is no whole step in this time"]
+    found = steps.straggler(replicas, of_steps)
+    return [f"  slowest: {found or f'none, the replicas work equally long (median of {len(of_steps)} steps)'}"]
 
 
 def _beside(tracks: list[DrawnTrack], seconds: float) -> list[str]:

@@ -72,6 +72,37 @@ def read(path: str) -> Timeline:
             raise ValueError(NOT_A_TIMELINE.format(path=path)) from None
 
 
+def between(timeline: Timeline, begin: float, end: float | None) -> Timeline:
+    """A part of a timeline: spans end where the part ends, and tracks without a span in it are left out.
+
+    Args:
+        timeline: the whole recording.
+        begin: the second of the recording at which the part begins.
+        end: the second at which the part ends; None for the end of the recording.
+    """
+    end = timeline.seconds if end is None else min(end, timeline.seconds)
+    tracks = []
+    for track in timeline.tracks:
+        inside = [span for span in track.spans if span.end > begin and span.begin < end]
+        cut = [dataclasses.replace(span, begin=max(span.begin, begin), end=min(span.end, end)) for span in inside]
+        for span in cut:
+            span.own = span.end - span.begin
+        _share_out(cut)
+        if cut:
+            tracks.append(dataclasses.replace(track, spans=cut))
+    return Timeline(tracks, max(0.0, end - begin), timeline.dropped)
+
+
+def by_replica(tracks: list[DrawnTrack]) -> list[DrawnTrack]:
+    """One track for each replica, joined from its tracks: a replica has one for each thread that it ran on."""
+    joined: dict[str, DrawnTrack] = {}
+    for track in tracks:
+        if track.is_replica:
+            known = joined.setdefault(track.name, DrawnTrack(track.group, track.name, track.order, []))
+            known.spans.extend(track.spans)
+    return list(joined.values())
+
+
 def _timeline(data: Any) -> Timeline:
     events = data["traceEvents"]
     groups: dict[int, str] = {}

@@ -1,0 +1,97 @@
+"""The steps of a recording, how long each replica worked in them, and which replica is the straggler.
+
+A step is one `run`, from beginning to end, as the thread that called it saw it; where replicas have no threads of their
+own, a step is one launch. Steps are compared, and not sums over the recording: the first step traces, compiles and
+makes variables, which may take longer than all that follow, and mostly falls on one replica.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+
+from replica_engine.telemetry.report.spans import DrawnSpan, DrawnTrack, Timeline
+
+WORK = ("run", "host call")
+NOISE = 0.05  # of the others' work and of a replica's share of the step: a smaller difference is nobody's fault
+
+
+@dataclasses.dataclass(frozen=True)
+class Straggler:
+    """The replica that works longest in a step.
+
+    Attributes:
+        name: the name of its track.
+        seconds: how long it works in a step, the median over `steps`.
+        others: the same for the other replicas, on average.
+        steps: how many steps were compared.
+    """
+
+    name: str
+    seconds: float
+    others: float
+    steps: int
+
+    def __str__(self) -> str:
+        times = f", {self.seconds / self.others:.1f} times as long as the others" if self.others else ""
+        return f"{self.name}: it works {shown(self.seconds)} in a step{times} (median of {self.steps} steps)"
+
+
+def steps_of(timeline: Timeline, group: str) -> list[tuple[float, float]]:
+    """The steps of a group of tracks, as (begin, end) in seconds of the recording, in order."""
+    tracks = [track for track in timeline.tracks if track.group == group]
+    runs = [span for track in tracks if track.name.startswith("coordinator") for span in track.spans if _is_run(span)]
+    spans = runs or [span for track in tracks for span in track.spans if span.kind == "launch"]
+    found: list[tuple[float, float]] = []
+    for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
+        if not found or span.end > found[-1][1]:  # not a run inside a merge of another one
+            found.append((span.begin, span.end))
+    return found
+
+
+def compared(timeline: Timeline, group: str, begin: float = 0.0, end: float = math.inf) -> list[tuple[float, float]]:
+    """The steps that are compared: those that lie wholly in a part of the recording, without its very first step."""
+    every = steps_of(timeline, group)
+    return [step for step in every[1:] or every if step[0] >= begin and step[1] <= end]
+
+
+def straggler(replicas: list[DrawnTrack], steps: list[tuple[float, float]]) -> Straggler | None:
+    """The replica that works longest in the median step; None if no replica stands out.
+
+    Args:
+        replicas: one track for each replica.
+        steps: the steps to compare, in order and apart from each other.
+    """
+    if len(replicas) < 2 or not steps:
+        return None
+    work = [_work(track, steps) for track in replicas]
+    medians = [statistics.median(each) for each in work]
+    most = max(range(len(replicas)), key=lambda index: medians[index])
+    others = statistics.mean(median for index, median in enumerate(medians) if index != most)
+    share = statistics.median(end - begin for begin, end in steps) / len(replicas)
+    if medians[most] - others <= NOISE * max(others, share):
+        return None
+    return Straggler(replicas[most].name, medians[most], others, len(steps))
+
+
+def shown(seconds: float) -> str:
+    """A duration for people: "12.3 ms", "1.25 s"."""
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
+
+
+def _is_run(span: DrawnSpan) -> bool:
+    return span.name == "run" and span.kind == "waiting"
+
+
+def _work(track: DrawnTrack, steps: list[tuple[float, float]]) -> list[float]:
+    """For each step the seconds that the replica worked in it."""
+    total = [0.0] * len(steps)
+    at = 0
+    for span in sorted(track.spans, key=lambda span: span.begin):
+        middle = (span.begin + span.end) / 2  # not an end: times in files are rounded
+        while at < len(steps) and steps[at][1] <= middle:
+            at += 1
+        if span.kind in WORK and at < len(steps) and middle > steps[at][0]:
+            total[at] += span.own
+    return total

@@ -1,0 +1,88 @@
+"""The steps of a timeline, and the replica that is named as the slowest: from recordings that are written by hand."""
+
+import pytest
+
+from replica_engine.__main__ import main
+from replica_engine.telemetry.report import spans, steps
+from replica_engine.telemetry.timeline import Span
+from replica_engine.telemetry.trace_file import Track, write
+
+NAMES = ["replica 0 of 2 (CPU:0)", "replica 1 of 2 (CPU:1)"]
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """`recorded(work)`: the file of steps in which replica i works `work[step][i]` seconds, one after the other."""
+
+    def recorded(work):
+        at, written = 0.0, []
+        for of_step in work:
+            begin = at
+            for name, seconds in zip(NAMES, of_step, strict=True):
+                written.append(Span(Track("MirroredStrategy", name, 1), "run", "run", at, at + seconds, None))
+                at += seconds
+            track = Track("MirroredStrategy", "coordinator (MainThread)")
+            written.append(Span(track, "run", "waiting", begin, at, None))
+        path = tmp_path / "run.json"
+        write(str(path), written, 0.0, at, 0)
+        return path
+
+    return recorded
+
+
+def shown(capsys, *arguments):
+    assert main(["timeline", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_straggler_is_found_beside_a_long_first_step_of_another_replica(recorded, capsys):
+    """Replica 0 traces for half a second in the first step; replica 1 sleeps 10 ms in each of 15. It was "none"."""
+    path = recorded([(0.5, 0.35), *[(0.001, 0.011)] * 14])
+    out = shown(capsys, path)
+    assert f"slowest: {NAMES[1]}: it works 11 ms in a step, 11.0 times as long as the others (median of 14 steps)" in out
+
+
+def test_one_slow_step_does_not_make_a_straggler(recorded, capsys):
+    path = recorded([(0.01, 0.01), (0.01, 0.4), *[(0.01, 0.01)] * 5])
+    assert "slowest: none, the replicas work equally long (median of 6 steps)" in shown(capsys, path)
+
+
+def test_a_difference_that_is_small_in_the_step_is_not_named(recorded):
+    timeline = spans.read(str(recorded([(0.1, 0.1), *[(0.100, 0.102)] * 5])))
+    assert steps.straggler(spans.by_replica(timeline.tracks), steps.compared(timeline, "MirroredStrategy")) is None
+
+
+def test_the_part_that_is_asked_for_holds_for_the_table(recorded, capsys, tmp_path):
+    """Replica 0 is slow in the first half, and replica 1 in the second."""
+    path = recorded([(0.01, 0.01), *[(0.03, 0.01)] * 5, *[(0.01, 0.03)] * 5])
+    assert "none" in shown(capsys, path)
+    first = shown(capsys, path, "--end", 0.22)
+    assert f"slowest: {NAMES[0]}: it works 30 ms" in first
+    assert "(median of 5 steps)" in first
+    assert "recorded: 0.420 s, of which 0.220 s are shown" in first
+    second = shown(capsys, path, "--begin", 0.22)
+    assert f"slowest: {NAMES[1]}: it works 30 ms" in second
+    (row,) = [line for line in second.splitlines() if line.startswith(f"  {NAMES[1]}")]
+    assert "75.0%" in row  # 30 of each 40 ms; 68 % over the whole recording
+    assert "there is no whole step" in shown(capsys, path, "--begin", 0.225, "--end", 0.235)
+
+
+def test_the_picture_has_a_title_marks_for_steps_and_names_the_straggler(recorded, capsys, tmp_path, monkeypatch):
+    import matplotlib
+
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
+    path, picture = recorded([(0.02, 0.02), *[(0.001, 0.011)] * 4]), tmp_path / "run.svg"
+    shown(capsys, path, "--output", picture)
+    drawn = picture.read_text()
+    assert f"MirroredStrategy, 5 steps in 88 ms. Slowest: {NAMES[1]}: it works 11 ms in a step" in drawn
+    for number in range(1, 6):
+        assert f">step {number}<" in drawn
+    assert drawn.count("#c0392b") == 2  # the replica's name and the band behind its track
+
+
+def test_a_run_inside_a_merge_is_part_of_the_step(tmp_path):
+    track = Track("MirroredStrategy", "coordinator (MainThread)")
+    inside = [Span(track, "run", "waiting", begin, end, None) for begin, end in ((0.4, 0.6), (0.0, 1.0), (2.0, 3.0))]
+    write(str(tmp_path / "run.json"), inside, 0.0, 3.0, 0)
+    timeline = spans.read(str(tmp_path / "run.json"))
+    assert steps.steps_of(timeline, "MirroredStrategy") == [(0.0, 1.0), (2.0, 3.0)]
