@@ -28,7 +28,7 @@ def demo(capsys, monkeypatch):
 
     def demo(*flags):
         monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")  # so that nothing is set for the tests that follow
-        assert main(["demo", *flags]) == 0
+        assert main(["demo", "--picture", "none", *flags]) == 0
         return capsys.readouterr()
 
     return demo
@@ -41,9 +41,10 @@ def numbers(pattern, text):
 # What it prints.
 
 
-def test_with_the_default_flags():
+def test_with_the_default_flags(tmp_path):
     """Four replicas, five epochs, both loops: what `make demo` runs."""
-    done = subprocess.run(DEMO, capture_output=True, text=True, env=ENVIRONMENT)
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(DEMO, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "replicas  4 on CPU:0 to CPU:3, strategy mirrored" in done.stdout
     accuracies = numbers(r"\n  test accuracy +(\S+)", done.stdout)
@@ -56,6 +57,8 @@ def test_with_the_default_flags():
     assert len(distances) == 2
     assert max(distances) < 1e-5
     assert re.search(r"\nall checks passed, \d+ s\n$", done.stdout)
+    assert "\npicture   demo.png: the loss by epoch, and the throughput by number of replicas\n" in done.stdout
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     # Neither TensorFlow's notes nor a progress bar: stderr is a pipe here.
     assert done.stderr == "starting TensorFlow\n"
 
@@ -236,12 +239,32 @@ def test_a_failure_is_printed_and_is_the_exit_status(capsys, monkeypatch):
 
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")  # so that nothing is set for the tests that follow
     monkeypatch.setitem(trial.LOOPS, "custom", ("a broken loop", train))
-    assert main(["demo", "--loop", "custom", "--replicas", "2"]) == 1
+    assert main(["demo", "--loop", "custom", "--replicas", "2", "--picture", "none"]) == 1
     out = capsys.readouterr().out
     assert "replicas         DIFFERENT: 2 weights on each of 2" in out
     assert "FAILED, custom: weight 0 (weight:0) on replica 1 differs from replica 0 in 1 elements\n" in out
     assert "FAILED, custom: weights are 1.0e+00 from one device" in out
     assert "passed" not in out
+
+
+# The picture.
+
+
+def test_the_picture_has_each_loss_and_the_throughput_by_number_of_replicas(demo, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(trial.picture, "draw", lambda trained, path: drawn.append((trained, path)))
+    out, _ = demo("--replicas", "4", "--epochs", "2", "--loop", "custom", "--picture", "loss.svg")
+    ((trained, path),) = drawn
+    assert path == "loss.svg"
+    assert [(each.replicas, len(each.losses)) for each in trained] == [(1, 2), (2, 0), (4, 2)]
+    assert trained[0].losses == pytest.approx(trained[2].losses, abs=1e-4)
+    assert min(each.rate for each in trained) > 0
+    assert "picture   loss.svg" in out
+
+
+def test_a_picture_that_cannot_be_drawn_is_told_in_one_line(demo):
+    out, _ = demo("--replicas", "2", "--epochs", "1", "--loop", "custom", "--picture", "nowhere/loss.png")
+    assert "no picture: could not draw nowhere/loss.png: [Errno 2] No such file or directory" in out
 
 
 # The data.

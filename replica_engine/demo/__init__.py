@@ -10,6 +10,7 @@ The rest of the demo:
 - `cli`: the flags.
 - `trial`: trains on N replicas, then on one device, and compares.
 - `report`: the comparisons and their wording.
+- `picture`: the losses and the throughput.
 - `data`: handwritten digits, in batches.
 - `progress`: the progress bar and the line for each epoch.
 - `quiet`: imports TensorFlow without its start-up messages.

@@ -19,7 +19,7 @@ DESCRIPTION = """\
 Trains a classifier of handwritten digits on N replicas, trains it again on one device, and compares the two.
 
 Prints the loss and accuracy of each epoch, the accuracy on test samples, whether the weights of all replicas are
-bitwise equal, and the distance between these weights and those of one device.
+bitwise equal, and the distance between these weights and those of one device. Draws a picture at the end.
 The replicas run on GPUs if there are enough, and otherwise on logical CPU devices.
 """
 EPILOG = """\
@@ -77,6 +77,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="N",
         help="seed for weights and sample order (default: %(default)s)",
     )
+    add(
+        "--picture",
+        default="demo.png",
+        metavar="FILE",
+        help='file to draw the losses and the throughput to: .png, .svg or .pdf; "none" for no picture '
+        "(default: %(default)s)",
+    )
     parser.set_defaults(run=lambda flags: _run(parser, flags))
 
 
@@ -108,6 +115,7 @@ def _run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
         batch_size=flags.batch_size,
         learning_rate=flags.learning_rate,
         seed=flags.seed,
+        picture=None if flags.picture == "none" else flags.picture,
     )
     return 0 if trial.run(settings, devices) else 1
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import tensorflow as tf
 
 import replica_engine
 from replica_engine import MirroredStrategy
-from replica_engine.demo import custom_loop, keras_fit
+from replica_engine.demo import custom_loop, keras_fit, picture
 from replica_engine.demo.data import Digits, load_digits, steps_per_epoch
 from replica_engine.demo.progress import Progress
 from replica_engine.demo.report import TOLERANCE, compare
@@ -40,6 +41,7 @@ class Settings:
         batch_size: the number of samples in a global batch, split over the replicas.
         learning_rate: the step size.
         seed: the seed of the initial weights and of the order of the samples.
+        picture: the file of the picture; None for no picture.
     """
 
     strategy: str
@@ -49,6 +51,7 @@ class Settings:
     batch_size: int
     learning_rate: float
     seed: int
+    picture: str | None = None
 
 
 def run(settings: Settings, devices: list[str]) -> bool:
@@ -64,9 +67,13 @@ def run(settings: Settings, devices: list[str]) -> bool:
     started = time.monotonic()
     digits = load_digits()
     _print_setting(settings, digits, devices)
-    failures = []
+    failures, trained = [], []
     for loop in settings.loops:
-        failures += [f"{loop}: {failure}" for failure in _run_loop(loop, settings, digits, devices)]
+        found, trainings = _run_loop(loop, settings, digits, devices)
+        failures += [f"{loop}: {failure}" for failure in found]
+        trained += trainings
+    if settings.picture is not None:
+        _draw(trained, settings, digits, devices)
     for failure in failures:
         print(f"FAILED, {failure}")
     if not failures:
@@ -84,19 +91,21 @@ def choose_devices(replicas: int) -> list[str]:
     return logical_devices(replicas, "GPU")
 
 
-def _run_loop(loop: str, settings: Settings, digits: Digits, devices: list[str]) -> list[str]:
-    """Trains twice and prints a paragraph; returns the failures."""
+def _run_loop(
+    loop: str, settings: Settings, digits: Digits, devices: list[str]
+) -> tuple[list[str], list[picture.Trained]]:
+    """Trains twice and prints a paragraph; returns the failures, and the two trainings for the picture."""
     title, train = LOOPS[loop]
     print(f"\n{title}", flush=True)
 
     strategy = STRATEGIES[settings.strategy](devices)
     label = _count(settings.replicas, "replica")
-    weights, accuracy = _train(train, strategy, settings, digits, label, epoch_lines=True)
+    weights, accuracy, progress = _train(train, strategy, settings, digits, label, epoch_lines=True)
     print(f"  test accuracy    {accuracy:.4f}", flush=True)
 
     # TensorFlow's own strategy for one device: the training to compare with runs no code of this library.
     reference = tf.distribute.OneDeviceStrategy(devices[0])
-    one_weights, one_accuracy = _train(train, reference, settings, digits, "one device", epoch_lines=False)
+    one_weights, one_accuracy, one_progress = _train(train, reference, settings, digits, "one device")
 
     found = compare(strategy, weights, one_weights)
     verdict = "DIFFERENT" if found.differences else "bitwise equal"
@@ -105,15 +114,24 @@ def _run_loop(loop: str, settings: Settings, digits: Digits, devices: list[str])
     print(
         f"  distance         {found.distance:.1e} between their weights at most, tolerance {TOLERANCE:.0e}", flush=True
     )
-    return found.failures()
+    both = [_trained(loop, 1, settings, one_progress)]
+    if settings.replicas > 1:
+        both.append(_trained(loop, settings.replicas, settings, progress))
+    return found.failures(), both
 
 
 def _train(
-    train: Train, strategy: tf.distribute.Strategy, settings: Settings, digits: Digits, label: str, *, epoch_lines: bool
-) -> tuple[list[tf.Variable], float]:
+    train: Train,
+    strategy: tf.distribute.Strategy,
+    settings: Settings,
+    digits: Digits,
+    label: str,
+    *,
+    epoch_lines: bool = False,
+) -> tuple[list[tf.Variable], float, Progress]:
     steps = steps_per_epoch(digits, settings.batch_size)
     with Progress(label, epochs=settings.epochs, steps_per_epoch=steps, epoch_lines=epoch_lines) as progress:
-        return train(
+        weights, accuracy = train(
             strategy,
             digits,
             epochs=settings.epochs,
@@ -122,6 +140,35 @@ def _train(
             seed=settings.seed,
             progress=progress,
         )
+    return weights, accuracy, progress
+
+
+def _trained(loop: str, replicas: int, settings: Settings, progress: Progress) -> picture.Trained:
+    rate = settings.batch_size / progress.seconds_a_step
+    return picture.Trained(loop, replicas, tuple(progress.losses), rate)
+
+
+def _draw(trained: list[picture.Trained], settings: Settings, digits: Digits, devices: list[str]) -> None:
+    """Measures the throughput of the numbers of replicas in between, and draws the picture."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print('\nno picture: it needs matplotlib; install with: pip install "replica-engine[demo]"')
+        return
+    # Each number of replicas traces steps of its own, which TensorFlow would warn of.
+    tf.get_logger().setLevel("ERROR")
+    one_epoch = replace(settings, epochs=1)
+    for count in (2**power for power in range(1, settings.replicas.bit_length())):
+        if count < settings.replicas and settings.batch_size % count == 0:
+            for loop in settings.loops:
+                strategy = STRATEGIES[settings.strategy](devices[:count])
+                *_, progress = _train(LOOPS[loop][1], strategy, one_epoch, digits, f"{count} replicas")
+                trained.append(replace(_trained(loop, count, settings, progress), losses=()))
+    assert settings.picture is not None
+    try:
+        picture.draw(sorted(trained, key=lambda each: each.replicas), settings.picture)
+    except (OSError, ValueError) as error:
+        print(f"\nno picture: could not draw {settings.picture}: {error}")
+    else:
+        print(f"\npicture   {settings.picture}: the loss by epoch, and the throughput by number of replicas")
 
 
 def _print_setting(settings: Settings, digits: Digits, devices: list[str]) -> None:

@@ -56,11 +56,11 @@ def test_the_part_that_is_asked_for_holds_for_the_table(recorded, capsys, tmp_pa
     """Replica 0 is slow in the first half, and replica 1 in the second."""
     path = recorded([(0.01, 0.01), *[(0.03, 0.01)] * 5, *[(0.01, 0.03)] * 5])
     assert "none" in shown(capsys, path)
-    first = shown(capsys, path, "--end", 0.22)
+    first = shown(capsys, path, "--end", 0.221)
     assert f"slowest: {NAMES[0]}: it works 30 ms" in first
     assert "(median of 5 steps)" in first
-    assert "recorded: 0.420 s, of which 0.220 s are shown" in first
-    second = shown(capsys, path, "--begin", 0.22)
+    assert "recorded: 0.420 s, of which 0.221 s are shown" in first
+    second = shown(capsys, path, "--begin", 0.2199)
     assert f"slowest: {NAMES[1]}: it works 30 ms" in second
     (row,) = [line for line in second.splitlines() if line.startswith(f"  {NAMES[1]}")]
     assert "75.0%" in row  # 30 of each 40 ms; 68 % over the whole recording
