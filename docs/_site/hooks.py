@@ -1,13 +1,13 @@
-"""Hooks of mkdocs: files that the site brings along, so that it works from disk and without a network.
+"""Hooks of mkdocs: what the site takes from elsewhere, so that it works from disk and without a network.
 
 - Mermaid, which draws the diagrams, comes from the package mermaidx on PyPI.
-- Figures that benchmarks drew are copied as they are.
-- Code blocks without a language are plain text, and links to files of the repository become links to their source.
+- CHANGELOG.md and CONTRIBUTING.md, which are at the root of the repository, become pages.
 """
 
 from __future__ import annotations
 
 import importlib.resources
+import pathlib
 import re
 from typing import Any
 
@@ -15,7 +15,8 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 MERMAID = "assets/mermaid.js"
-REPOSITORY_FILE = re.compile(r"\]\((?:\.\./)+((?:replica_engine|examples|tests|benchmarks)/[\w./]+)\)")
+ROOT = pathlib.Path(__file__).parents[2]
+INCLUDED = re.compile(r'--8<-- "([\w.]+)"')
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -30,5 +31,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Takes links off files that are in the repository and not in the site."""
-    return REPOSITORY_FILE.sub("]", markdown) if REPOSITORY_FILE.search(markdown) else markdown
+    """Puts a file of the repository in the place of the name of one, with its links as seen from docs/."""
+    if included := INCLUDED.fullmatch(markdown.strip()):
+        text = (ROOT / included[1]).read_text(encoding="utf-8")
+        return text.replace("](docs/", "](").replace("](CONTRIBUTING.md", "](contributing.md")
+    return markdown

@@ -198,7 +198,7 @@ class Member:
             patience: seconds to wait for a failure; None waits until silence would have been noticed.
 
         Raises:
-            WorkerLostError or another failure of the job.
+            WorkerLostError: or another failure of the job.
         """
         self.failed.wait(self._heartbeat + 1.0 if patience is None else patience)
         if self._first_failure is not None:
@@ -290,7 +290,7 @@ class Member:
 
         Raises:
             WorkersMissingError: there was none within `timeout` seconds.
-            WorkerLostError or another failure of the job.
+            WorkerLostError: or another failure of the job.
         """
         return self._ask(lambda number: ["get", number, key, timeout])
 

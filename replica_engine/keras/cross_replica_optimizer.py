@@ -34,6 +34,7 @@ class CrossReplicaOptimizer(keras.optimizers.Optimizer):
 
     Raises:
         OptimizerError: `optimizer` is not a Keras optimizer, or `reduction` is unknown.
+
     Example:
         >>> import keras, tensorflow as tf, replica_engine
         >>> from replica_engine.keras import CrossReplicaOptimizer

@@ -1,0 +1,81 @@
+"""Every code block of README and docs runs, and prints what the page says it prints."""
+
+import pathlib
+import re
+import sys
+
+import pytest
+from helpers import pages
+
+README_LINES = 110
+NEEDS_JAX = re.compile(r"TPUStrategy\(|\bxla\b|contrib")
+
+
+def _skip_without_jax(page):
+    needs = any(block.language == "python" and NEEDS_JAX.search(block.text) for block in pages.blocks(page))
+    if needs and sys.version_info < (3, 11):
+        pytest.skip("jax needs Python 3.11")
+
+
+@pytest.mark.parametrize("page", pages.pages())
+def test_the_blocks_of_a_page_run_and_print_what_it_says(page, tmp_path, monkeypatch):
+    _skip_without_jax(page)
+    monkeypatch.chdir(tmp_path)
+    pages.check(page, tmp_path)
+
+
+def test_the_readme_is_short_and_has_its_two_commands():
+    text = (pages.ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= README_LINES
+    commands = "\n".join(block.text for block in pages.blocks("README.md") if block.language == "sh")
+    assert re.search(r"^make demo\b", commands, re.MULTILINE)
+    assert re.search(r"^make test\b", commands, re.MULTILINE)
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    navigation = (pages.ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = set(re.findall(r"(?:: |- )([\w/]+\.md)$", navigation, re.MULTILINE))
+    there = {path.relative_to(pages.ROOT / "docs").as_posix() for path in (pages.ROOT / "docs").rglob("*.md")}
+    assert listed == there
+
+
+def test_links_between_files_lead_to_files_that_exist():
+    """Those of the site are checked when it is built; these are what GitHub shows."""
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        text = re.sub(r"`[^`]*`", "", (pages.ROOT / name).read_text(encoding="utf-8"))
+        for target in re.findall(r"\]\((?!http|#)([^)#]+)", text):
+            assert (pages.ROOT / target).exists(), f"{name}: {target}"
+
+
+@pytest.mark.parametrize(
+    ("expected", "seen", "wrong"),
+    [
+        ("loss 0.501", "loss 0.5012", None),
+        ("loss 0.501", "loss 0.6", "0.6 instead of 0.501"),
+        ("2 replicas", "3 replicas", "3 instead of 2"),
+        ("1,000 rows in 3 ms", "1,000 rows in 3 ms", None),
+        ("epoch 1 ... ms/step", "epoch 1 32/32 20ms/step 4 ms/step", None),
+        ("(13, 1)", "(13, 1)", None),
+        ("a\nb", "a b", None),
+        ("a", "a b", "the text differs"),
+    ],
+)
+def test_an_output_is_compared_number_by_number(expected, seen, wrong):
+    assert pages.difference(expected, seen) == wrong
+
+
+def test_a_block_that_fails_and_a_wrong_output_are_noticed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    page = pathlib.Path("page.md")
+    for text, word in (
+        ("```python\n1 / 0\n```", r"page.md:2 fails:\nZeroDivisionError"),
+        ('```python\nprint(2)\n```\n\n```text title="Output"\n3\n```', "2 instead of 3"),
+        ("```pycon\n>>> 1 + 1\n3\n```", "Expected"),
+        ("```sh\nreplica-engine launch --worker\n```", "launch --worker"),
+    ):
+        page.write_text(text)
+        with pytest.raises(AssertionError, match=word):
+            pages.check("page.md", tmp_path)
+    page.write_text('```python\nprint(1)\nraise ValueError("no")\n```\n\n```text title="Output"\n1\nValueError: no\n```')
+    pages.check("page.md", tmp_path)
