@@ -6,7 +6,8 @@
 #   make lint     ruff, mypy, import order
 #   make bench    the benchmarks                     ARGS="--quick" or ARGS="--only eager_run,launch"
 #   make soak     faults and load, half an hour         SOAK="--injections 1000 --only faults"
-#   make docs     the documentation, into site/
+#   make docs     the documentation, into site/; make docs-serve shows it while you write
+#   make test-docs   builds it, and opens every page in headless Chromium
 #   make wheel    build the wheel, and import it from an empty environment
 #   make clean    remove .venv, .venv-clients and everything built
 
@@ -22,7 +23,7 @@ BIN := $(VENV)/bin
 # Where pip runs this often, its version check and cache talk are noise.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help demo test test-clients lint format bench soak docs wheel clean
+.PHONY: help demo test test-clients lint format bench soak docs docs-serve test-docs wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -83,9 +84,16 @@ bench: $(VENV)/.extras-demo$(COMMA)xla$(COMMA)plot
 soak: $(VENV)/.extras-test
 	$(BIN)/python -m soak $(SOAK)
 
+# The theme's notice about its successor is nothing for people who build.
 docs: $(VENV)/.extras-docs
-	$(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open site/index.html"
+
+docs-serve: $(VENV)/.extras-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --livereload
+
+test-docs: docs $(VENV)/.extras-docs-test
+	$(BIN)/python -m pytest --confcutdir tests/site --numprocesses 0 tests/site $(ARGS)
 
 wheel: $(BIN)/python
 	@$(PIP) install build

@@ -18,10 +18,10 @@ def _skip_without_jax(page):
 
 
 @pytest.mark.parametrize("page", pages.pages())
-def test_the_blocks_of_a_page_run_and_print_what_it_says(page, tmp_path, monkeypatch):
+def test_the_blocks_of_a_page_run_and_print_what_it_says(page, tmp_path, monkeypatch, programs):
     _skip_without_jax(page)
     monkeypatch.chdir(tmp_path)
-    pages.check(page, tmp_path)
+    pages.check(page, tmp_path, programs)
 
 
 def test_the_readme_is_short_and_has_its_two_commands():

@@ -2,7 +2,7 @@
 
 A page is one program. Its blocks run in order, in one namespace and one empty folder:
 
-- ```python runs. With title="train.py" it is also saved under that name.
+- ```python runs. With title="train.py" it is saved under that name. A worker of a job runs in a process of its own.
 - ```pycon is a session with prompts, checked as a docstring is.
 - ```text title="Output" is what the block before it prints, or the exception that ends it. "..." stands for anything,
   and numbers with a point may differ by 2 %, since machines add in different orders.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import doctest
 import io
+import linecache
 import math
 import os
 import pathlib
@@ -28,6 +29,9 @@ from typing import Any, NamedTuple
 ROOT = pathlib.Path(__file__).parents[2]
 # Made from the golden files of tests/errors, which run there; and the changelog.
 MADE_ELSEWHERE = {"docs/errors.md", "docs/changelog.md", "docs/contributing.md"}
+
+# What joins a job, and cannot leave it again before the process ends.
+WORKER = re.compile(r"MultiWorkerMirroredStrategy\(\)$|hosts\.join\(", re.MULTILINE)
 
 _FENCE = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*\.?\d*(?:e[-+]?\d+)?(?![\w])")
@@ -68,8 +72,13 @@ def blocks(page: str) -> list[Block]:
     return found
 
 
-def check(page: str, folder: pathlib.Path) -> None:
-    """Runs the blocks of a page in a folder, which must be the current one.
+def check(page: str, folder: pathlib.Path, programs: Any = None) -> None:
+    """Runs the blocks of a page.
+
+    Args:
+        page: its path from the root of the repository.
+        folder: an empty folder, which must be the current one.
+        programs: starts processes, as `fork_server.Programs`; only pages with workers of a job need it.
 
     Raises:
         AssertionError: a block fails, or does not print what the page says.
@@ -81,8 +90,12 @@ def check(page: str, folder: pathlib.Path) -> None:
         after = every[number + 1] if number + 1 < len(every) else None
         expected = after.text if after is not None and after.title == "Output" else None
         where = f"{page}:{block.line}"
-        if block.language == "python":
-            seen, failed = _run(block, namespace, folder / (block.title or f"block_{number}.py"))
+        if block.language == "python" and WORKER.search(block.text):
+            done = programs.run(block.text, env={**os.environ, "REPLICA_ENGINE_TOKEN": "of the job"})
+            seen, failed = done.stdout, done.returncode != 0
+            assert not failed, f"{where} fails:\n{done.stderr[-2000:]}"
+        elif block.language == "python":
+            seen, failed = _run(block, namespace, folder / (block.title or "program.py"))
             assert not failed or expected is not None, f"{where} fails:\n{seen}"
         elif block.language == "pycon":
             _check_session(block, namespace, where)
@@ -135,13 +148,17 @@ def _literally(text: str) -> str:
 def _run(block: Block, namespace: dict[str, Any], path: pathlib.Path) -> tuple[str, bool]:
     """What a block prints, with the exception that it ends with, and whether it ends with one.
 
-    It runs from a file: AutoGraph and the library's messages look at the lines of a function.
+    It runs from a file: AutoGraph and the library's messages look at the lines of a function. The file has all blocks
+    of the page so far, so that a line has the number that it has if the page is copied into one program.
     """
-    path.write_text(block.text, encoding="utf-8")
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    path.write_text(before + block.text, encoding="utf-8")
+    linecache.checkcache(str(path))
+    padded = "\n" * before.count("\n") + block.text
     seen = io.StringIO()
     try:
         with contextlib.redirect_stdout(seen):
-            exec(compile(block.text, str(path), "exec"), namespace)  # noqa: S102
+            exec(compile(padded, str(path), "exec"), namespace)  # noqa: S102
     except Exception as error:
         text = "".join(traceback.format_exception_only(error)).replace(f"{path.parent}/", "")
         return seen.getvalue() + re.sub(r"^[\w.]+\.(\w+(?::|$))", r"\1", text), True
