@@ -24,9 +24,7 @@ CHOSEN = (
     Chosen("an eager run with one merge call", "eager_run", "one merge call", 4, "MirroredStrategy", "tf.distribute"),
     Chosen("training step, dense layers", "train_step", "mlp", 4, "MirroredStrategy", "tf.distribute"),
     Chosen("training step, 201 small gradients", "train_step", "small", 4, "MirroredStrategy", "tf.distribute"),
-    Chosen(
-        "first step of ResNet-50", "start_up", "first step of ResNet-50", 4, "MirroredStrategy", "tf.distribute"
-    ),
+    Chosen("first step of ResNet-50", "start_up", "first step of ResNet-50", 4, "MirroredStrategy", "tf.distribute"),
     Chosen("Keras fit, transformer", "keras_fit", "transformer", 4, "replicate_model", "tf.distribute"),
     Chosen("Keras fit, dense layers, two cores", "keras_fit", "dense", 4, "replicate_model", "one device"),
     Chosen("training step, convolutions", "train_step", "conv", 4, "TPUStrategy", "JAX"),

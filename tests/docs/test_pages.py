@@ -77,5 +77,6 @@ def test_a_block_that_fails_and_a_wrong_output_are_noticed(tmp_path, monkeypatch
         page.write_text(text)
         with pytest.raises(AssertionError, match=word):
             pages.check("page.md", tmp_path)
-    page.write_text('```python\nprint(1)\nraise ValueError("no")\n```\n\n```text title="Output"\n1\nValueError: no\n```')
+    failing = '```python\nprint(1)\nraise ValueError("no")\n```\n\n'
+    page.write_text(failing + '```text title="Output"\n1\nValueError: no\n```')
     pages.check("page.md", tmp_path)

@@ -9,7 +9,7 @@ A page is one program. Its blocks run in order, in one namespace and one empty f
 - ```sh are commands. Those of this library and of make must exist; `timeline` runs.
 - ```text without a title, and other languages, are not programs.
 
-`UPDATE_DOCS=1 pytest tests/docs` writes outputs that differ into the pages. Put the "..." back where the old text had it.
+`UPDATE_DOCS=1 pytest tests/docs` writes outputs that differ into the pages. Put back the "..." that the old text had.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _run(block: Block, namespace: dict[str, Any], path: pathlib.Path) -> tuple[s
     seen = io.StringIO()
     try:
         with contextlib.redirect_stdout(seen):
-            exec(compile(padded, str(path), "exec"), namespace)  # noqa: S102
+            exec(compile(padded, str(path), "exec"), namespace)
     except Exception as error:
         text = "".join(traceback.format_exception_only(error)).replace(f"{path.parent}/", "")
         return seen.getvalue() + re.sub(r"^[\w.]+\.(\w+(?::|$))", r"\1", text), True
@@ -213,4 +213,5 @@ def _parse(arguments: list[str], where: str, line: str) -> None:
     try:
         parser.parse_args(arguments)
     except SystemExit as end:
-        assert end.code == 0, f"{where}: {line}"
+        if end.code:
+            raise AssertionError(f"{where}: {line}") from end

@@ -39,7 +39,8 @@ def test_a_straggler_is_found_beside_a_long_first_step_of_another_replica(record
     """Replica 0 traces for half a second in the first step; replica 1 sleeps 10 ms in each of 15. It was "none"."""
     path = recorded([(0.5, 0.35), *[(0.001, 0.011)] * 14])
     out = shown(capsys, path)
-    assert f"slowest: {NAMES[1]}: it works 11 ms in a step, 11.0 times as long as the others (median of 14 steps)" in out
+    assert f"slowest: {NAMES[1]}: it works 11 ms in a step, 11.0 times as long as the others" in out
+    assert "(median of 14 steps)" in out
 
 
 def test_one_slow_step_does_not_make_a_straggler(recorded, capsys):

@@ -1,4 +1,4 @@
-"""The picture of a timeline: one line for each track, coloured by the kind of activity, with steps and the straggler."""
+"""The picture of a timeline: a line for each track, coloured by the kind of activity, with steps and straggler."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ def table(timeline: Timeline, begin: float = 0.0, end: float | None = None) -> s
             of_steps = steps.compared(timeline, group, begin, begin + part.seconds)
             lines += [group, *_replicas(replicas, part.seconds), *_slowest(replicas, of_steps), ""]
         lines += _beside([track for track in tracks if not track.is_replica], part.seconds)
-    whole = part.seconds == timeline.seconds
-    lines.append(f"recorded: {timeline.seconds:.3f} s" + ("" if whole else f", of which {part.seconds:.3f} s are shown"))
+    shown = "" if part.seconds == timeline.seconds else f", of which {part.seconds:.3f} s are shown"
+    lines.append(f"recorded: {timeline.seconds:.3f} s{shown}")
     if timeline.dropped:
         lines.append(f"{timeline.dropped:,} more spans were not kept: record a shorter time")
     return "\n".join(lines)
