@@ -93,7 +93,7 @@ docs-serve: $(VENV)/.extras-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --livereload
 
 test-docs: docs $(VENV)/.extras-docs-test
-	$(BIN)/python -m pytest --confcutdir tests/site --numprocesses 0 tests/site $(ARGS)
+	$(BIN)/python -m pytest --confcutdir tests/site --numprocesses 2 tests/site $(ARGS)
 
 wheel: $(BIN)/python
 	@$(PIP) install build

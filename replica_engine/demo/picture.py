@@ -49,6 +49,8 @@ def draw(trained: list[Trained], path: str) -> None:
 
 
 def _losses(axes: Axes, trained: list[Trained]) -> None:
+    from matplotlib import ticker
+
     for each in trained:
         epochs = range(1, len(each.losses) + 1)
         one = each.replicas == 1
@@ -64,7 +66,7 @@ def _losses(axes: Axes, trained: list[Trained]) -> None:
             label=f"{each.loop} loop, {'one device' if one else f'{each.replicas} replicas'}",
         )
     axes.set(title="Training loss, lower is better", xlabel="epoch", ylim=0)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axes.legend(frameon=False)
     axes.grid(alpha=0.3)
 

@@ -86,31 +86,10 @@ def check(page: str, folder: pathlib.Path, programs: Any = None) -> None:
     every = blocks(page)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     newer: list[tuple[int, str, str]] = []
-    for number, block in enumerate(every):
-        after = every[number + 1] if number + 1 < len(every) else None
-        expected = after.text if after is not None and after.title == "Output" else None
-        where = f"{page}:{block.line}"
-        if block.language == "python" and WORKER.search(block.text):
-            done = programs.run(block.text, env={**os.environ, "REPLICA_ENGINE_TOKEN": "of the job"})
-            seen, failed = done.stdout, done.returncode != 0
-            assert not failed, f"{where} fails:\n{done.stderr[-2000:]}"
-        elif block.language == "python":
-            seen, failed = _run(block, namespace, folder / (block.title or "program.py"))
-            assert not failed or expected is not None, f"{where} fails:\n{seen}"
-        elif block.language == "pycon":
-            _check_session(block, namespace, where)
-            continue
-        elif block.language in ("sh", "bash"):
-            seen = _commands(block, where)
-        else:
-            continue
-        if expected is not None:
-            assert after is not None
-            wrong = difference(expected, seen)
-            if wrong and "UPDATE_DOCS" in os.environ:
-                newer.append((after.line, expected, seen))
-                continue
-            assert wrong is None, f"{page}:{after.line}: {wrong}\n--- the page\n{expected}\n--- the program\n{seen}"
+    try:
+        _check(page, every, namespace, newer, folder, programs)
+    finally:
+        namespace.clear()  # strategies go with their variables, and their threads with them
     for line, old, new in reversed(newer):
         lines = (ROOT / page).read_text(encoding="utf-8").split("\n")
         lines[line - 1 : line - 1 + old.count("\n")] = new.rstrip().split("\n")
@@ -139,6 +118,41 @@ def difference(expected: str, seen: str) -> str | None:
         if not (want_ == have_ if whole else math.isclose(want_, have_, rel_tol=_TOLERANCE, abs_tol=1e-6)):
             return f"{have} instead of {want}"
     return None
+
+
+def _check(
+    page: str,
+    every: list[Block],
+    namespace: dict[str, Any],
+    newer: list[tuple[int, str, str]],
+    folder: pathlib.Path,
+    programs: Any,
+) -> None:
+    for number, block in enumerate(every):
+        after = every[number + 1] if number + 1 < len(every) else None
+        expected = after.text if after is not None and after.title == "Output" else None
+        where = f"{page}:{block.line}"
+        if block.language == "python" and WORKER.search(block.text):
+            done = programs.run(block.text, env={**os.environ, "REPLICA_ENGINE_TOKEN": "of the job"})
+            seen, failed = done.stdout, done.returncode != 0
+            assert not failed, f"{where} fails:\n{done.stderr[-2000:]}"
+        elif block.language == "python":
+            seen, failed = _run(block, namespace, folder / (block.title or "program.py"))
+            assert not failed or expected is not None, f"{where} fails:\n{seen}"
+        elif block.language == "pycon":
+            _check_session(block, namespace, where)
+            continue
+        elif block.language in ("sh", "bash"):
+            seen = _commands(block, where)
+        else:
+            continue
+        if expected is not None:
+            assert after is not None
+            wrong = difference(expected, seen)
+            if wrong and "UPDATE_DOCS" in os.environ:
+                newer.append((after.line, expected, seen))
+                continue
+            assert wrong is None, f"{page}:{after.line}: {wrong}\n--- the page\n{expected}\n--- the program\n{seen}"
 
 
 def _literally(text: str) -> str:
