@@ -104,6 +104,8 @@ def difference(expected: str, seen: str) -> str | None:
         parts.append(_literally(expected[at : match.start()]))
         if match[0] == "...":
             parts.append(r"[\s\S]*?")
+        elif re.fullmatch(r"-?[\d,]+", match[0]):
+            parts.append(rf"{re.escape(match[0])}(?![\d.]*\d)")
         else:
             parts.append(f"({_NUMBER.pattern})")
             numbers.append(match[0])
@@ -113,9 +115,8 @@ def difference(expected: str, seen: str) -> str | None:
     if found is None:
         return "the text differs"
     for want, have in zip(numbers, found.groups(), strict=True):
-        whole = "." not in want and "e" not in want
-        want_, have_ = (float(number.replace(",", "").rstrip(".")) for number in (want, have))
-        if not (want_ == have_ if whole else math.isclose(want_, have_, rel_tol=_TOLERANCE, abs_tol=1e-6)):
+        want_, have_ = (float(number.replace(",", "")) for number in (want, have))
+        if not math.isclose(want_, have_, rel_tol=_TOLERANCE, abs_tol=1e-6):
             return f"{have} instead of {want}"
     return None
 
