@@ -135,11 +135,11 @@ def _check(
         where = f"{page}:{block.line}"
         if block.language == "python" and WORKER.search(block.text):
             done = programs.run(block.text, env={**os.environ, "REPLICA_ENGINE_TOKEN": "of the job"})
-            seen, failed = done.stdout, done.returncode != 0
-            assert not failed, f"{where} fails:\n{done.stderr[-2000:]}"
+            seen = done.stdout
+            assert done.returncode == 0, f"{where} fails:\n{done.stderr[-2000:]}"
         elif block.language == "python":
             seen, failed = _run(block, namespace, folder / (block.title or "program.py"))
-            assert not failed or expected is not None, f"{where} fails:\n{seen}"
+            assert not failed or failed in (expected or ""), f"{where} fails:\n{seen}"
         elif block.language == "pycon":
             _check_session(block, namespace, where)
             continue
@@ -160,8 +160,8 @@ def _literally(text: str) -> str:
     return re.sub(r"(?:\\\s|\s)+", r"\\s+", re.escape(text))
 
 
-def _run(block: Block, namespace: dict[str, Any], path: pathlib.Path) -> tuple[str, bool]:
-    """What a block prints, with the exception that it ends with, and whether it ends with one.
+def _run(block: Block, namespace: dict[str, Any], path: pathlib.Path) -> tuple[str, str]:
+    """What a block prints, with the exception that it ends with, and the name of that; "" if it does not end with one.
 
     It runs from a file: AutoGraph and the library's messages look at the lines of a function. The file has all blocks
     of the page so far, so that a line has the number that it has if the page is copied into one program.
@@ -176,8 +176,8 @@ def _run(block: Block, namespace: dict[str, Any], path: pathlib.Path) -> tuple[s
             exec(compile(padded, str(path), "exec"), namespace)
     except Exception as error:
         text = "".join(traceback.format_exception_only(error)).replace(f"{path.parent}/", "")
-        return seen.getvalue() + re.sub(r"^[\w.]+\.(\w+(?::|$))", r"\1", text), True
-    return seen.getvalue(), False
+        return seen.getvalue() + re.sub(r"^[\w.]+\.(\w+(?::|$))", r"\1", text), type(error).__name__
+    return seen.getvalue(), ""
 
 
 def _check_session(block: Block, namespace: dict[str, Any], where: str) -> None:
