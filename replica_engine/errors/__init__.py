@@ -81,9 +81,14 @@ from replica_engine.errors.programs import (
     ProgramError,
     StuckProgramError,
     VariableCreationError,
+    broken_cache_file,
+    compiled_again,
+    compiled_first,
     many_traces,
     may_wait_forever,
     note_kept_steps,
+    read_from_cache,
+    unusable_cache_dir,
 )
 from replica_engine.errors.threads import (
     MergeCallGraphError,
@@ -154,6 +159,9 @@ __all__ = [
     "WorkerVersionError",
     "WorkersMissingError",
     "add_note",
+    "broken_cache_file",
+    "compiled_again",
+    "compiled_first",
     "is_alike",
     "many_batch_sizes",
     "many_traces",
@@ -170,12 +178,14 @@ __all__ = [
     "note_sync_points",
     "note_unknown_results",
     "positive_int",
+    "read_from_cache",
     "slow_compile",
     "slow_function",
     "slow_program",
     "slow_replicas",
     "slow_trace",
     "slow_workers",
+    "unusable_cache_dir",
 ]
 
 # Users, tracebacks and pickle see one module, `replica_engine.errors`, not the files.

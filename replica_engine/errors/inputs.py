@@ -39,6 +39,11 @@ class InputsError(ReplicaEngineError, ValueError, TypeError):
         )
 
     @classmethod
+    def no_cache_dir(cls, path: object) -> InputsError:
+        """The cache folder is not a path."""
+        return cls(f"set_cache_dir takes the path of a folder, or None for no cache; got {brief(path)}.")
+
+    @classmethod
     def no_argument_list(cls, each: object) -> InputsError:
         """An item of `inputs` is not a list of arguments."""
         return cls(

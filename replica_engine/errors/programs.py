@@ -467,3 +467,47 @@ def many_traces(name: str, times: int) -> str:
         "dtypes, for new Python values among its arguments (pass tensors: tf.constant(count)), and for a new function "
         "object that closes over other objects (pass these objects as arguments)."
     )
+
+
+def read_from_cache(name: str, folder: str) -> str:
+    """The note that a program was not compiled, since an earlier process had written it to the cache folder."""
+    return f"`{name}` was read from the cache folder {folder}, and not compiled."
+
+
+def compiled_first(name: str, folder: str) -> str:
+    """The note that the cache folder has no program of this name."""
+    return f"`{name}` is compiled: the cache folder {folder} has no program of this name."
+
+
+def compiled_again(name: str, folder: str, programs: int, found: Sequence[tuple[str, str | None, str | None]]) -> str:
+    """The note that the cache folder has programs of this name, and in what the nearest one differs."""
+    nearest = "the program" if programs == 1 else f"the nearest of {programs} programs"
+    if not found:
+        return (
+            f"`{name}` is compiled again: {nearest} of this name in the cache folder {folder} has equal arguments, "
+            "variables and options, and other operations. A function that it calls has changed, or an object that "
+            "it uses has another value."
+        )
+    rows = [f"  {row}: {now or '(none)'} now, {before or '(none)'} there" for row, now, before in found[:8]]
+    if len(found) > 8:
+        rows.append(f"  and {len(found) - 8} more")
+    return "\n".join(
+        [f"`{name}` is compiled again: {nearest} of this name in the cache folder {folder} was compiled for:", *rows]
+    )
+
+
+def broken_cache_file(file: str, reason: str) -> str:
+    """The warning that a file in the cache folder is broken."""
+    return (
+        f"The file {file} is broken ({reason.splitlines()[0] if reason else 'it is empty'}). Its program is compiled "
+        "again, and the file is replaced. A full disk or a copy that was cut short can leave such a file."
+    )
+
+
+def unusable_cache_dir(folder: str, reason: str) -> str:
+    """The warning that programs cannot be read from the cache folder, or cannot be written to it."""
+    return (
+        f"The cache folder {folder} cannot be used: {reason}. Programs are compiled, and later processes will compile "
+        "them again. Make room or make the folder writable, name another one with REPLICA_ENGINE_CACHE_DIR or "
+        "replica_engine.xla.set_cache_dir, or turn the cache off with set_cache_dir(None)."
+    )

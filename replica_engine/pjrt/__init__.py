@@ -4,6 +4,7 @@
 - `devices`: the devices of each platform, CPU devices in any number, and how much memory a CPU device can have.
 - `group`: the devices of one program; arrays on them; the order of programs; holding off Ctrl-C during a launch.
 - `executable`: a program compiled for a group, and its launches.
+- `cache_folder`: compiled programs in a folder, for later processes.
 - `abandoned`: programs that nothing waits for any more.
 - `markers`: markers in a program, rewritten to collectives and host calls.
 

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import os
+import pathlib
+import platform
 import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from replica_engine._version import __version__
 from replica_engine.pjrt.group import Array, DeviceGroup
-from replica_engine.pjrt.jaxlib import CompileOptions, DeviceAssignment, DeviceList, ShapedArray, array_result_handler
+from replica_engine.pjrt.jaxlib import (
+    JAXLIB_VERSION,
+    RUNTIME_ERRORS,
+    CompileOptions,
+    DeviceAssignment,
+    DeviceList,
+    ShapedArray,
+    array_result_handler,
+)
 from replica_engine.pjrt.markers import expand_markers
 
 # The scheduler that saves memory is also faster for convolutions (0.7 to 0.9 of the time), and no slower for matrix
@@ -28,6 +42,10 @@ class Executable:
         results: shape and dtype of each result.
         host_calls: functions that the program calls, by their index. Each gets and returns arrays, of exactly the
             dtypes and shapes that the program declares. They should never raise: other replicas would wait for ever.
+        compiled: the bytes of this program, compiled before (`serialized`) for the same `circumstances`.
+
+    Raises:
+        jax.errors.JaxRuntimeError: `compiled` is not a program.
 
     Attributes:
         bytes_needed: bytes on each device for intermediate values and results, in addition to the arguments.
@@ -39,25 +57,29 @@ class Executable:
         devices: DeviceGroup,
         results: Sequence[tuple[tuple[int, ...], np.dtype]],
         host_calls: Sequence[Callable[..., tuple[np.ndarray, ...]]] = (),
+        compiled: bytes | None = None,
     ):
-        options = CompileOptions()
-        options.num_replicas, options.num_partitions = devices.size, 1
-        ids = np.array([device.id for device in devices.devices]).reshape(devices.size, 1)
-        options.device_assignment = DeviceAssignment.create(ids)
-        if devices.platform == "cpu":
-            options.env_option_overrides = list(_CPU_OPTIONS)
         self._devices = devices
         self._waits = devices.platform == "cpu" or bool(host_calls)
-        client = devices.devices[0].client
-        self._executable = client.compile_and_load(
-            expand_markers(program, devices.platform), DeviceList(devices.devices), options, list(host_calls)
-        )
+        client, on, options = devices.devices[0].client, DeviceList(devices.devices), _options(devices)
+        if compiled is None:
+            module = expand_markers(program, devices.platform)
+            self._executable = client.compile_and_load(module, on, options, list(host_calls))
+        else:
+            self._executable = client.deserialize_executable(compiled, on, options, list(host_calls))
         memory = self._executable.get_compiled_memory_stats()
         self.bytes_needed = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         self._handlers = [
             array_result_handler(ShapedArray(shape, dtype), devices.sharding, committed=True, _skip_checks=True)
             for shape, dtype in results
         ]
+
+    def serialized(self) -> bytes | None:
+        """The compiled program as bytes; None if programs of this platform cannot leave the process."""
+        try:
+            return self._executable.serialize()
+        except RUNTIME_ERRORS:
+            return None
 
     def launch(self, arrays: list[Array]) -> list[Array]:
         """Starts the program on all replicas. The caller holds `DeviceGroup.in_flight` and calls `wait` next.
@@ -97,3 +119,39 @@ class Executable:
                 pause = min(2 * pause, _LONGEST)
             devices.running.block_until_ready()
         devices.running, devices.interrupted = None, False
+
+
+def circumstances(devices: DeviceGroup) -> dict[str, str]:
+    """What a compiled program depends on besides its text, as names and values."""
+    client, flags = devices.devices[0].client, os.environ.get("XLA_FLAGS", "").split()
+    return {
+        "the devices": ", ".join(sorted({device.device_kind for device in devices.devices})),
+        "the version of the devices": client.platform_version,
+        "the process of the job": str(client.process_index()),
+        "the CPU": _cpu(),
+        "the version of jaxlib": JAXLIB_VERSION,
+        "the version of replica_engine": __version__,
+        "XLA_FLAGS": " ".join(sorted(flags)),
+        "the compile options": hashlib.sha256(_options(devices).SerializeAsString()).hexdigest()[:16],
+    }
+
+
+def _options(devices: DeviceGroup) -> CompileOptions:
+    options = CompileOptions()
+    options.num_replicas, options.num_partitions = devices.size, 1
+    ids = np.array([device.id for device in devices.devices]).reshape(devices.size, 1)
+    options.device_assignment = DeviceAssignment.create(ids)
+    if devices.platform == "cpu":
+        options.env_option_overrides = list(_CPU_OPTIONS)
+    return options
+
+
+@functools.cache
+def _cpu() -> str:
+    """The CPU's architecture and features: XLA compiles for those, and other CPUs would fail at an instruction."""
+    features = platform.processor()
+    file = pathlib.Path("/proc/cpuinfo")
+    if file.exists():
+        lines = file.read_text().splitlines()
+        features = next((line for line in lines if line.lower().startswith(("flags", "features"))), features)
+    return f"{platform.machine()} {hashlib.sha256(' '.join(sorted(features.split())).encode()).hexdigest()[:16]}"

@@ -6,7 +6,9 @@ one of these names, raises BackendMissingError, an ImportError that names the in
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+from typing import Any
 
 from replica_engine.errors import BackendMissingError
 
@@ -69,11 +71,21 @@ _lift_limits()
 RUNTIME_ERRORS = (jax.errors.JaxRuntimeError,)
 """The errors that jaxlib raises for a program that fails while it runs."""
 
+JAXLIB_VERSION = importlib.metadata.version("jaxlib")
+
+
+def cache_limit() -> int:
+    """The most bytes of programs in a cache folder, as jax's configuration has it; -1 for no limit."""
+    config: Any = jax.config  # jax declares no types for its options
+    return int(config.jax_compilation_cache_max_size)
+
+
 HOST_CALL_TARGETS = {"cpu": "xla_ffi_python_cpu_callback", "gpu": "xla_ffi_python_gpu_callback"}
 """The custom call by which a program calls a Python function it was compiled with. TPUs use another way."""
 
 __all__ = [
     "HOST_CALL_TARGETS",
+    "JAXLIB_VERSION",
     "RUNTIME_ERRORS",
     "ArrayImpl",
     "CompileOptions",
@@ -86,6 +98,7 @@ __all__ = [
     "SingleDeviceSharding",
     "array_result_handler",
     "batched_device_put",
+    "cache_limit",
     "ir",
     "jax",
     "make_cpu_client",

@@ -40,6 +40,7 @@ from replica_engine.xla.soft_placement import HostCallInfo
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.counts import Counts, counts
 from replica_engine.xla.stages.lower import Lowered
+from replica_engine.xla.stages.saved_programs import set_cache_dir
 from replica_engine.xla.stages.trace import Traced
 
 __all__ = [
@@ -64,4 +65,5 @@ __all__ = [
     "replica_id",
     "replicate",
     "returns",
+    "set_cache_dir",
 ]

@@ -9,13 +9,16 @@ from helpers.golden import shows
 from replica_engine import TPUStrategy, xla
 from replica_engine.errors import (
     CaptureError,
+    InputsError,
     LostVariableError,
     LoweringError,
     ProgramError,
     VariableCreationError,
+    broken_cache_file,
     many_traces,
+    unusable_cache_dir,
 )
-from replica_engine.xla.stages import program_cache
+from replica_engine.xla.stages import program_cache, saved_programs
 
 lower = importlib.import_module("replica_engine.xla.stages.lower")  # `xla.lower` is the function
 
@@ -395,3 +398,38 @@ def test_an_array_that_is_appended_to():
         return array.stack()
 
     strategy.run(step, args=(tf.constant([1.0, 2.0]),))
+
+
+@pytest.fixture
+def _own_cache():
+    yield
+    saved_programs._chosen.clear()
+
+
+@pytest.mark.usefixtures("_own_cache")
+@shows(broken_cache_file)
+def test_a_file_of_the_cache_folder_that_is_cut_short(tmp_path):
+    def double(x):
+        return 2 * x
+
+    xla.set_cache_dir(tmp_path)
+    xla.lower(double, [[1.0], [2.0]]).compile()
+    for file in tmp_path.glob("*-cache"):
+        file.write_bytes(file.read_bytes()[:1000])
+
+    xla.lower(double, [[1.0], [2.0]]).compile()
+    xla.lower(double, [[1.0], [2.0]]).compile()
+
+
+@pytest.mark.usefixtures("_own_cache")
+@shows(unusable_cache_dir)
+def test_a_cache_folder_that_cannot_be_written():
+    xla.set_cache_dir("/dev/null/programs")
+    xla.lower(lambda x: 2 * x, [[1.0], [2.0]]).compile()
+    xla.lower(lambda x: 3 * x, [[1.0], [2.0]]).compile()
+
+
+@pytest.mark.usefixtures("_own_cache")
+@shows(InputsError.no_cache_dir)
+def test_a_cache_folder_that_is_a_number():
+    xla.set_cache_dir(1)

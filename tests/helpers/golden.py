@@ -45,6 +45,7 @@ _CHAINED = {
 _NORMAL = (
     (r'^( *)File "(?!program\.py|__autograph).*\n(?:\1  .*\n)*', ""),  # frames that are not the user's
     (r"(?:/[\w.+-]+)+/replica_engine-\d+-\d+\.json", "/tmp/runs/replica_engine-1234-0.json"),
+    (r"(?:/[\w.+-]+)+/(replica_engine_\w+)-[0-9a-f]{64}", r"/tmp/programs/\1-0123abcd"),
     (r"(?:/[\w.+-]+)+/([\w-]+\.(?:py|so))", r"\1"),
     (r"\bfor [\d.]+(?:e-\d+)? s\b", "for N s"),
     (r"\bsync point in [\d.]+ s:", "sync point in N s:"),

@@ -61,6 +61,7 @@ class Arguments:
     Attributes:
         size: the number of replicas.
         slots: the tensors, in order.
+        constants: what is not a tensor, as pairs of path and value.
         key: hashable; equal for arguments that differ only in the values and shapes of tensors.
         rebuild: builds the arguments with other tensors in the slots.
         summary_writer: the resource of the caller's summary writer, if the body should use each caller's own writer.
@@ -77,6 +78,7 @@ class Arguments:
         self.size = size
         self._numbers = numbers
         self.slots: list[Slot] = []
+        self.constants: list[tuple[str, Any]] = []
         self.summary_writer: Any = None
         self.summary_step: int | None = None
         build_args, key_args = self._open(tuple(args), "args")
@@ -154,6 +156,7 @@ class Arguments:
             return self._add(name, [as_tensor(value, name)]), "tensor"
         if isinstance(value, tf.__internal__.CompositeTensor):
             return self._open_composite(name, [value])
+        self.constants.append((name, value))
         return (lambda _: value), structure.constant_key(value)
 
     def _open_distributed(self, value: Any, name: str) -> tuple[Build, Any]:

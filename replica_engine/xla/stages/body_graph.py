@@ -32,6 +32,8 @@ class BodyGraph:
 
     Attributes:
         name: the function's name.
+        fn: the function.
+        constants: what in its arguments is not a tensor, as pairs of path and value.
         graph: the function graph. Its inputs are the slots of the arguments, captured tensors, and captured
             variables, in this order.
         body: the replicas it was traced for.
@@ -59,7 +61,8 @@ class BodyGraph:
         outputs: Outputs,
         host_calls: HostCalls,
         collectives: list[Collective],
-        kept: list[Any],
+        fn: Any,
+        created: list[Any],
     ):
         specs = [tf.TensorSpec(inside.shape, inside.dtype) for inside in graph.inputs[: len(arguments.slots)]]
         self.name = name
@@ -73,7 +76,9 @@ class BodyGraph:
         self.host_calls = host_calls
         self.collectives = collectives
         self.apart: list[Apart] = []
-        self._kept = kept
+        self.fn = fn
+        self.constants = arguments.constants
+        self._created = created  # variables, which must live as long as the graph
         self.writer = arguments.summary_writer
         slots = list(zip(arguments.slots, graph.inputs, strict=False)) if body.moves_ops else []
         self.sparse_slots = frozenset(

@@ -17,12 +17,14 @@ class Counts:
         lowerings: how many times a graph became a program.
         compiles: how many times a program became an executable.
         launches: how many times an executable ran.
+        cache_hits: how many executables were read from the cache folder (`set_cache_dir`) instead of compiled.
     """
 
     traces: int = 0
     lowerings: int = 0
     compiles: int = 0
     launches: int = 0
+    cache_hits: int = 0
 
     def __sub__(self, other: Counts) -> Counts:
         """The counts between two moments."""
@@ -40,7 +42,7 @@ def counts() -> Counts:
         >>> before = xla.counts()
         >>> program = xla.lower(lambda x: x + 1, [[1.0], [2.0]])
         >>> xla.counts() - before
-        Counts(traces=1, lowerings=1, compiles=0, launches=0)
+        Counts(traces=1, lowerings=1, compiles=0, launches=0, cache_hits=0)
     """
     with _lock:
         return Counts(**_now)

@@ -7,6 +7,7 @@ module's `input_output_alias` names those variables, so that XLA may write the n
 
 from __future__ import annotations
 
+import functools
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.counts import count
 from replica_engine.xla.stages.explain import explain, original
 from replica_engine.xla.stages.program import Program, Shape
+from replica_engine.xla.stages.saved_programs import found_or_compiled
 from replica_engine.xla.state.device_value import pinned
 
 _ALIAS = re.compile(r"parameter_number = (\d+) : i64\}, output_index = array<i64(?:: (\d+))?>")
@@ -128,15 +130,15 @@ class Lowered:
         return self._text
 
     def executable(self, text: str, devices: DeviceGroup) -> Executable:
-        """Compiles the text, or a text made from it, for devices."""
-        count("compiles")
+        """Compiles the text, or a text made from it, for devices; or reads what an earlier process compiled."""
         name, body = self.program.name, self.program.body
         calls = [_held_weakly(call) for call in self.program.host_calls.calls]
+        make = functools.partial(Executable, text, devices, self.program.results, calls)
         with (
             timeline.span(Track(body.name, "compile", order=-3), f"compile {name}", "compile"),
             Watch(lambda seconds: slow_compile(name, body.size, seconds), body.limits.warn_after),
         ):
-            executable = Executable(text, devices, self.program.results, calls)
+            executable = found_or_compiled(text, self.traced, self.program, devices, make)
         limit = memory_limit(devices)
         if limit is not None and executable.bytes_needed > limit:
             raise ProgramError.too_large(name, devices.size, executable.bytes_needed, limit)

@@ -177,8 +177,8 @@ def _trace_once(
     else:
         for closure in host_calls.closures:
             closure.settle()
-        kept = [source.fn, *(variable for variable, _ in created)]
-        traced = Traced(source.name, graph, body, arguments, outputs[-1], host_calls, collectives, kept)
+        kept = [variable for variable, _ in created]
+        traced = Traced(source.name, graph, body, arguments, outputs[-1], host_calls, collectives, source.fn, kept)
         return traced, created
     raise failure
 

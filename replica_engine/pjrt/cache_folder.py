@@ -1,0 +1,151 @@
+"""A folder of compiled programs, which later processes read instead of compiling.
+
+The layout is that of jax's own persistent cache, so one folder serves both: `KEY-cache` holds a compressed executable
+after four bytes with the seconds that compiling took, and `KEY-atime` the time of its last use, by which the oldest are
+removed (`jax_compilation_cache_max_size`). jax's functions for it are private and are not used; nor are they enough,
+since they write in place: another process could read half a file, and a broken file would stay for ever. Here a file
+appears whole or not at all, and a broken one is replaced. `KEY-about` says what the program was compiled for, so that
+a later process can say why it has to compile again.
+
+Loading an executable runs what the file says. So a folder must be writable only for users who are trusted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import tempfile
+import time
+import zlib
+from collections.abc import Mapping
+
+UNLIMITED = -1
+
+_CACHE, _ATIME, _ABOUT = "-cache", "-atime", "-about"
+_SECONDS = 4  # bytes before the executable
+_MOST_ABOUTS = 256
+_PARTIAL = ".partial"
+_PARTIAL_FOR = 3600.0  # seconds after which a partial file belongs to a process that was killed
+
+
+class CacheFolder:
+    """A folder of executables, each under a key. Any number of processes may use it at the same time.
+
+    Args:
+        path: the folder. It is made when the first program is written, for this user only.
+        limit: the most bytes that the executables may have together; those not used for longest are removed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], limit: int = UNLIMITED):
+        self.path = pathlib.Path(path)
+        self._limit = limit
+        self._tidied = False
+
+    def file(self, key: str) -> pathlib.Path:
+        """The file of a program."""
+        return self.path / f"{key}{_CACHE}"
+
+    def read(self, key: str) -> bytes | None:
+        """The executable of a key; None if the folder has none.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: the file is broken.
+        """
+        try:
+            packed = self.file(key).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        try:
+            data = zlib.decompress(packed)  # has a checksum: XLA would run a changed program as it is
+        except zlib.error as error:
+            raise ValueError(str(error)) from None
+        if self._limit != UNLIMITED:
+            with contextlib.suppress(OSError):  # the time of use is a hint; a folder may be read-only
+                self._write(key + _ATIME, _now())
+        return data[_SECONDS:]
+
+    def write(self, key: str, executable: bytes, seconds: float, about: Mapping[str, str]) -> None:
+        """Writes an executable, over one that may be there.
+
+        Args:
+            key: the name that it is found by.
+            executable: its bytes.
+            seconds: how long compiling took.
+            about: what it was compiled for, as text.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        packed = zlib.compress(int(seconds).to_bytes(_SECONDS, "big") + executable, 1)
+        if self._limit != UNLIMITED:
+            if len(packed) > self._limit:
+                return
+            self._evict(self._limit - len(packed))
+        self._write(key + _ATIME, _now())  # before the program: jax expects each program to have one
+        self._write(key + _ABOUT, json.dumps(dict(about)).encode())
+        self._write(key + _CACHE, packed)
+
+    def abouts(self, prefix: str) -> list[dict[str, str]]:
+        """What the programs were compiled for whose keys begin with a prefix, the newest first."""
+        found = []
+        for file in self.path.glob(f"{prefix}*{_ABOUT}"):
+            with contextlib.suppress(OSError):
+                if self.file(file.name.removesuffix(_ABOUT)).exists():  # jax may have removed it
+                    found.append((file.stat().st_mtime, file))
+        rows = []
+        for _, file in sorted(found, reverse=True)[:_MOST_ABOUTS]:
+            with contextlib.suppress(OSError, ValueError):
+                rows.append(json.loads(file.read_text()))
+        return rows
+
+    def _write(self, name: str, data: bytes) -> None:
+        """Writes a file that other processes see whole or not at all."""
+        self._tidy()
+        handle, partial = tempfile.mkstemp(suffix=_PARTIAL, dir=self.path)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            os.replace(partial, self.path / name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(partial)
+            raise
+
+    def _tidy(self) -> None:
+        """Removes what killed processes left half written."""
+        if self._tidied:
+            return
+        self._tidied = True
+        for file in self.path.glob(f"*{_PARTIAL}"):
+            with contextlib.suppress(OSError):
+                if time.time() - file.stat().st_mtime > _PARTIAL_FOR:
+                    file.unlink()
+
+    def _evict(self, limit: int) -> None:
+        """Removes the programs that were not used for longest, until the others have at most `limit` bytes."""
+        found = []
+        for file in self.path.glob(f"*{_CACHE}"):
+            key = file.name.removesuffix(_CACHE)
+            with contextlib.suppress(OSError):  # another process may have removed it
+                found.append((self._used(key), key, file.stat().st_size))
+        total = sum(size for _, _, size in found)
+        for _, key, size in sorted(found):
+            if total <= limit:
+                return
+            total -= size
+            for suffix in (_CACHE, _ATIME, _ABOUT):
+                with contextlib.suppress(OSError):
+                    (self.path / f"{key}{suffix}").unlink()
+
+    def _used(self, key: str) -> int:
+        with contextlib.suppress(OSError):
+            return int.from_bytes((self.path / f"{key}{_ATIME}").read_bytes(), "little")
+        return 0
+
+
+def _now() -> bytes:
+    return time.time_ns().to_bytes(8, "little")

@@ -1,0 +1,237 @@
+"""Programs that outlive the process: executables in a folder, and the reasons why one is not found there.
+
+The folder is that of `set_cache_dir`, else of the environment variable `REPLICA_ENGINE_CACHE_DIR`, else of
+`JAX_COMPILATION_CACHE_DIR`. A program is found by its text and by everything else that its compilation depends on
+(`circumstances`), so an executable that is found is the one that compiling would make. Programs with host calls are
+kept too: an executable holds only the numbers of its host calls, and each process gives it its own functions.
+
+The folder only saves time, and nothing that is wrong with it may fail a program: what cannot be read is compiled and
+written again, and what cannot be written is not. Each is warned of once.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+
+from replica_engine._tf.graphs import xla_ops
+from replica_engine.errors import (
+    InputsError,
+    broken_cache_file,
+    compiled_again,
+    compiled_first,
+    read_from_cache,
+    unusable_cache_dir,
+)
+from replica_engine.errors.base import shown
+from replica_engine.pjrt.cache_folder import CacheFolder
+from replica_engine.pjrt.executable import Executable, circumstances
+from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS, cache_limit
+from replica_engine.xla.stages.body_graph import BodyGraph
+from replica_engine.xla.stages.counts import count
+from replica_engine.xla.stages.program import Program
+
+_logger = logging.getLogger("replica_engine")
+
+_VARIABLES = ("REPLICA_ENGINE_CACHE_DIR", "JAX_COMPILATION_CACHE_DIR")
+_PROGRAM = "the program"  # the row of a program's text; told only if no other row differs
+
+_lock = threading.Lock()
+_told: set[str] = set()
+_chosen: list[str | None] = []  # what `set_cache_dir` was called with last
+
+
+def set_cache_dir(path: str | os.PathLike[str] | None) -> None:
+    """Keeps compiled programs in a folder, where later processes find them instead of compiling.
+
+    Any number of processes may use a folder at the same time. jax's own cache may be in the same folder; the limit
+    `jax_compilation_cache_max_size` then holds for both. Loading a program runs what its file says, so the folder must
+    be writable only for users who are trusted.
+
+    Args:
+        path: the folder; it is made if it does not exist. None: no folder, also if the environment names one.
+
+    Raises:
+        InputsError: `path` is not a path.
+
+    Example:
+        >>> import tempfile
+        >>> from replica_engine import xla
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     xla.set_cache_dir(folder)
+        ...     before = xla.counts()
+        ...     for _ in range(2):
+        ...         program = xla.lower(lambda x: x + 1, [[1.0], [2.0]]).compile()
+        ...     xla.set_cache_dir(None)
+        >>> (xla.counts() - before).compiles, (xla.counts() - before).cache_hits
+        (1, 1)
+    """
+    if path is not None:
+        try:
+            path = os.fspath(path)
+        except TypeError:
+            raise InputsError.no_cache_dir(path) from None
+        if not isinstance(path, str):
+            raise InputsError.no_cache_dir(path)
+    with _lock:
+        _chosen[:] = [path]
+
+
+def found_or_compiled(
+    text: str,
+    traced: BodyGraph,
+    program: Program,
+    devices: DeviceGroup,
+    make: Callable[[bytes | None], Executable],
+) -> Executable:
+    """The executable of a text: read from the folder, or compiled and written to it.
+
+    Args:
+        text: the program, or one made from it.
+        traced: the body.
+        program: the lowered body.
+        devices: the devices to compile for.
+        make: makes the executable from bytes that were written before; from None, it compiles.
+    """
+    folder = _folder()
+    if folder is None:
+        count("compiles")
+        return make(None)
+    about = circumstances(devices) | {_PROGRAM: hashlib.sha256(text.encode()).hexdigest()}
+    prefix = f"replica_engine_{re.sub(r'[^A-Za-z0-9_]', '_', program.name)[:80]}-"
+    key = prefix + hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()
+    found = _read(folder, key, make)
+    if found is not None:
+        count("cache_hits")
+        _logger.info(read_from_cache(program.name, str(folder.path)))
+        return found
+    about = _rows(traced, program) | about
+    _logger.info(_reason(program.name, folder, about, folder.abouts(prefix)))
+    count("compiles")
+    began = time.monotonic()
+    executable = make(None)
+    _write(folder, key, executable.serialized(), time.monotonic() - began, about)
+    return executable
+
+
+def _folder() -> CacheFolder | None:
+    with _lock:
+        path = _chosen[0] if _chosen else next(filter(None, map(os.environ.get, _VARIABLES)), None)
+    return _opened(path, cache_limit()) if path else None
+
+
+_opened = functools.cache(CacheFolder)
+
+
+def _read(folder: CacheFolder, key: str, make: Callable[[bytes | None], Executable]) -> Executable | None:
+    try:
+        compiled = folder.read(key)
+        return None if compiled is None else make(compiled)
+    except OSError as error:
+        _warn(unusable_cache_dir(str(folder.path), error.strerror or str(error)))
+    except (ValueError, *RUNTIME_ERRORS) as error:
+        _warn(broken_cache_file(str(folder.file(key)), str(error)))
+    return None
+
+
+def _write(folder: CacheFolder, key: str, compiled: bytes | None, seconds: float, about: Mapping[str, str]) -> None:
+    if compiled is None:
+        return
+    try:
+        folder.write(key, compiled, seconds, about)
+    except OSError as error:
+        _warn(unusable_cache_dir(str(folder.path), error.strerror or str(error)))
+
+
+def _warn(message: str) -> None:
+    with _lock:
+        new = message not in _told
+        _told.add(message)
+    if new:
+        _logger.warning(message)
+
+
+def _reason(name: str, folder: CacheFolder, about: Mapping[str, str], others: list[dict[str, str]]) -> str:
+    """Why a program is compiled: what differs from the nearest one in the folder."""
+    if not others:
+        return compiled_first(name, str(folder.path))
+    found = min((_differences(about, other) for other in others), key=len)
+    return compiled_again(name, str(folder.path), len(others), found)
+
+
+def _differences(about: Mapping[str, str], other: Mapping[str, str]) -> list[tuple[str, str | None, str | None]]:
+    """For each row that differs, its name, its value now, and its value in the other."""
+    names = [name for name in {**about, **other} if name != _PROGRAM and about.get(name) != other.get(name)]
+    return [(name, about.get(name), other.get(name)) for name in names]
+
+
+def _rows(traced: BodyGraph, program: Program) -> dict[str, str]:
+    """What a program was lowered for, as names and values that a user knows."""
+    rows = {"the number of replicas": str(program.body.size)}
+    for name, slot in zip(program.slot_names, program.slots, strict=True):
+        rows[name] = f"{slot.dtype.name} {slot.shape}"
+    for path, value in traced.constants:
+        rows[path] = _described(value)
+    for index, tensor in enumerate(program.tensors):
+        rows[f"the captured tensor {index}"] = f"{tensor.dtype.name} {tensor.shape}"
+    for index, handle in enumerate(program.handles):
+        dtype, shape = xla_ops.variable_dtype_and_shape(handle) or ("?", "?")
+        rows[f"the variable {index} ({xla_ops.variable_name(handle)})"] = f"{getattr(dtype, 'name', dtype)} {shape}"
+    return rows | _closed_over(traced.fn)
+
+
+def _closed_over(fn: Any) -> dict[str, str]:
+    """The code of a function, and the values that it uses without being given them."""
+    rows: dict[str, str] = {}
+    while isinstance(fn, functools.partial):
+        rows.update((f"the argument {index} of the partial", _described(value)) for index, value in enumerate(fn.args))
+        rows.update((f"the argument {name} of the partial", _described(value)) for name, value in fn.keywords.items())
+        fn = fn.func
+    if isinstance(fn, MethodType):
+        plain = {name: value for name, value in getattr(fn.__self__, "__dict__", {}).items() if _is_plain(value)}
+        rows.update((f"self.{name}", _described(value)) for name, value in plain.items())
+        fn = fn.__func__
+    if isinstance(fn, FunctionType):
+        rows["its code"] = _code(fn.__code__)
+        used = inspect.getclosurevars(fn)
+        rows.update((f"the closed-over {name}", _described(value)) for name, value in used.nonlocals.items())
+        rows.update((f"the global {name}", _described(value)) for name, value in used.globals.items())
+    return rows
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, complex, str, bytes))
+
+
+def _described(value: Any) -> str:
+    """A value as text that is the same in each process."""
+    if _is_plain(value):
+        return shown(value)
+    if isinstance(value, np.ndarray):
+        digest = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()[:8]
+        return f"an array {value.dtype} {value.shape} with the hash {digest}"
+    if isinstance(value, FunctionType):
+        return f"the function {value.__qualname__} {_code(value.__code__)}"
+    if type(value) in (list, tuple) and len(value) <= 16:
+        return f"[{', '.join(map(_described, value))}]"
+    if type(value) is dict and len(value) <= 16:
+        return "{" + ", ".join(f"{_described(key)}: {_described(item)}" for key, item in value.items()) + "}"
+    return type(value).__qualname__
+
+
+def _code(code: CodeType) -> str:
+    constants = [_code(each) if isinstance(each, CodeType) else shown(each) for each in code.co_consts]
+    parts = repr((code.co_code, code.co_names, constants))
+    return f"with the hash {hashlib.sha256(parts.encode()).hexdigest()[:8]}"

@@ -1,0 +1,310 @@
+"""Programs in a folder: a second process does not compile, and a folder that is broken or full fails no program."""
+
+import errno
+import logging
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import textwrap
+import zlib
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers.host_work import values
+from jax._src import compilation_cache, lru_cache
+
+from replica_engine import TPUStrategy, xla
+from replica_engine.pjrt import cache_folder, executable
+from replica_engine.pjrt.cache_folder import CacheFolder
+from replica_engine.xla.stages import saved_programs
+
+X = [[tf.constant([1.0, 2.0])], [tf.constant([3.0, 4.0])]]
+
+TRAINS = """
+    import sys
+    import tensorflow as tf
+    from replica_engine import TPUStrategy, xla
+
+    strategy = TPUStrategy(num_cores=2)
+    with strategy.scope():
+        weight = tf.Variable([1.0, 2.0])
+
+    def step(x):
+        weight.assign_add(xla.all_reduce(x, "SUM"))
+        seen = xla.outside_compilation(lambda y: y + 0.5, weight.read_value())
+        return tf.reduce_sum(seen)
+
+    for _ in range(2):
+        results = strategy.run(step, args=(tf.constant([1.0, 1.0]),))
+    print([float(each) for each in strategy.experimental_local_results(results)])
+    now = xla.counts()
+    print(now.compiles, now.cache_hits)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """An empty folder, which is the cache folder of this test."""
+    monkeypatch.setattr(saved_programs, "_chosen", [])
+    monkeypatch.setattr(saved_programs, "_told", set())
+    saved_programs._opened.cache_clear()
+    path = tmp_path / "programs"
+    xla.set_cache_dir(path)
+    return path
+
+
+def compiled(fn, inputs=X):
+    """A function compiled, with how many programs were compiled and how many read for it."""
+    before = xla.counts()
+    program = xla.lower(fn, inputs).compile()
+    used = xla.counts() - before
+    return program, (used.compiles, used.cache_hits)
+
+
+def double(x):
+    return 2 * x
+
+
+def test_a_second_process_compiles_nothing(tmp_path):
+    environment = os.environ | {"REPLICA_ENGINE_CACHE_DIR": str(tmp_path / "other"), "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+    def start():
+        command = [sys.executable, "-c", textwrap.dedent(TRAINS)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        results, counted = done.stdout.splitlines()
+        return results, tuple(map(int, counted.split()))
+
+    results, (compiles, hits) = start()
+    assert results == "[12.0, 12.0]"
+    assert compiles > 0
+    assert hits == 0
+    assert start() == (results, (0, compiles))
+
+
+def test_a_program_that_is_read_does_the_same_and_donates():
+    variable = tf.Variable([1.0, 2.0])
+
+    def step(x):
+        variable.assign_add(xla.all_reduce(x, "SUM"))
+        return variable.read_value()
+
+    first, used = compiled(step)
+    assert used == (1, 0)
+    assert values(first(X)) == [[5.0, 8.0]] * 2
+    second, used = compiled(step)
+    assert used == (0, 1)
+    assert values(second(X)) == [[9.0, 14.0]] * 2
+    assert first.executable.bytes_needed == second.executable.bytes_needed
+
+
+def test_a_program_that_is_read_calls_this_process():
+    def step(x):
+        return xla.outside_compilation(lambda y: np.asarray(y) + seen, x)
+
+    seen = 1.0
+    assert values(compiled(step)[0](X)) == [[2.0, 3.0], [4.0, 5.0]]
+    seen = 10.0
+    second, used = compiled(step)
+    assert used == (0, 1)
+    assert values(second(X)) == [[11.0, 12.0], [13.0, 14.0]]
+
+
+def test_no_folder_means_no_files(folder):
+    xla.set_cache_dir(None)
+    assert compiled(double)[1] == (1, 0)
+    assert compiled(double)[1] == (1, 0)
+    assert not folder.exists()
+
+
+def test_the_environment_names_the_folder(tmp_path, monkeypatch):
+    saved_programs._chosen.clear()
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "jax"))
+    compiled(double)
+    assert list((tmp_path / "jax").glob("*-cache"))
+    monkeypatch.setenv("REPLICA_ENGINE_CACHE_DIR", str(tmp_path / "ours"))
+    assert compiled(double)[1] == (1, 0)
+    assert list((tmp_path / "ours").glob("*-cache"))
+    xla.set_cache_dir(None)  # wins over both
+    assert compiled(double)[1] == (1, 0)
+
+
+@pytest.mark.parametrize("damage", [b"", b"no program at all"], ids=["empty", "other bytes"])
+def test_a_broken_file_is_replaced(folder, caplog, damage):
+    compiled(double)
+    (file,) = folder.glob("*-cache")
+    file.write_bytes(damage)
+    program, used = compiled(double)
+    assert used == (1, 0)
+    assert values(program(X)) == [[2.0, 4.0], [6.0, 8.0]]
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
+    assert compiled(double)[1] == (0, 1)
+    file.write_bytes(damage)
+    compiled(double)
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1  # of one file once
+
+
+def test_one_changed_byte_is_noticed(folder):
+    compiled(double)
+    (file,) = folder.glob("*-cache")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert compiled(double)[1] == (1, 0)
+
+
+def test_a_file_that_is_whole_but_not_a_program_is_replaced(folder, caplog):
+    compiled(double)
+    (file,) = folder.glob("*-cache")
+    CacheFolder(folder).write(file.name.removesuffix("-cache"), b"something else", 1.0, {})
+    assert compiled(double)[1] == (1, 0)
+    assert "is broken" in caplog.text
+    assert compiled(double)[1] == (0, 1)
+
+
+def test_a_full_disk_leaves_no_partial_file(folder, caplog, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(cache_folder.os, "replace", full)
+    program, used = compiled(double)
+    assert used == (1, 0)
+    assert values(program(X)) == [[2.0, 4.0], [6.0, 8.0]]
+    assert "No space left on device" in caplog.text
+    assert not list(folder.iterdir())
+    compiled(lambda x: 3 * x)
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
+
+
+def test_a_read_only_folder_is_read(folder, caplog, monkeypatch):
+    compiled(double)
+
+    def refused(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(tempfile, "mkstemp", refused)
+    saved_programs._opened.cache_clear()
+    assert compiled(double)[1] == (0, 1)
+    assert "WARNING" not in {record.levelname for record in caplog.records}
+    assert compiled(lambda x: 3 * x)[1] == (1, 0)
+    assert "Read-only file system" in caplog.text
+
+
+def test_other_options_are_another_program(monkeypatch):
+    compiled(double)
+    monkeypatch.setattr(executable, "_CPU_OPTIONS", ())
+    assert compiled(double)[1] == (1, 0)
+    assert compiled(double)[1] == (0, 1)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    assert compiled(double)[1] == (1, 0)
+
+
+@pytest.mark.parametrize("row", ["the CPU", "the version of jaxlib", "the version of replica_engine"])
+def test_another_machine_or_version_is_another_program(monkeypatch, row):
+    compiled(double)
+    plain = saved_programs.circumstances
+    monkeypatch.setattr(saved_programs, "circumstances", lambda devices: plain(devices) | {row: "another"})
+    assert compiled(double)[1] == (1, 0)
+
+
+def test_the_least_used_programs_are_removed(folder):
+    at_most = CacheFolder(folder, 3000)
+    data = {key: os.urandom(1000) for key in "abcd"}
+    for key in "abc"[:2]:
+        at_most.write(key, data[key], 0.0, {"row": key})
+    assert at_most.read("a") == data["a"]  # so b is the oldest
+    at_most.write("c", data["c"], 0.0, {})
+    assert at_most.read("b") is None
+    assert at_most.read("a") == data["a"]
+    assert {file.name[0] for file in folder.iterdir()} == {"a", "c"}
+    at_most.write("d", os.urandom(4000), 0.0, {})  # larger than the limit
+    assert at_most.read("d") is None
+
+
+def test_the_layout_is_that_of_jax(folder):
+    CacheFolder(folder).write("ours", b"a program", 7.9, {})
+    packed = lru_cache.LRUCache(str(folder), max_size=-1).get("ours")
+    assert compilation_cache.extract_executable_and_time(zlib.decompress(packed)) == (b"a program", 7)
+    assert len((folder / "ours-atime").read_bytes()) == 8  # without it, jax fails when it removes programs
+
+
+class TestWhyAProgramIsCompiledAgain:
+    @pytest.fixture(autouse=True)
+    def _log(self, caplog):
+        caplog.set_level(logging.INFO, "replica_engine")
+
+    def test_nothing_of_this_name(self, caplog):
+        compiled(double)
+        assert "`double` is compiled" in caplog.text
+        assert "no program of this name" in caplog.text
+        caplog.clear()
+        compiled(double)
+        assert "`double` was read from the cache folder" in caplog.text
+
+    def test_a_shape_and_a_dtype(self, caplog):
+        compiled(double)
+        caplog.clear()
+        compiled(double, [[tf.zeros([3])], [tf.zeros([3])]])
+        assert "args[0]: float32 (3,) now, float32 (2,) there" in caplog.text
+        caplog.clear()
+        compiled(double, [[tf.zeros([3], tf.int32)], [tf.zeros([3], tf.int32)]])
+        assert "the nearest of 2 programs" in caplog.text
+        assert "args[0]: int32 (3,) now, float32 (3,) there" in caplog.text
+
+    def test_a_value_among_the_arguments(self, caplog):
+        strategy = TPUStrategy(num_cores=2)
+
+        def scale(x, by):
+            return x * by
+
+        strategy.run(scale, args=(tf.constant(1.0), 2))
+        strategy.run(scale, args=(tf.constant(1.0), 3))
+        assert "args[1]: 3 now, 2 there" in caplog.text
+
+    def test_a_closed_over_value(self, caplog):
+        def scaled(by):
+            return lambda x: x * by
+
+        compiled(scaled(2.0))
+        compiled(scaled(3.0))
+        assert "the closed-over by: 3.0 now, 2.0 there" in caplog.text
+        caplog.clear()
+        compiled(scaled(np.ones(2, np.float32)))
+        assert "the closed-over by: an array float32 (2,)" in caplog.text
+
+    def test_a_value_of_its_object(self, caplog):
+        class Scale:
+            def __init__(self, by):
+                self.by = by
+
+            def scale(self, x):
+                return x * self.by
+
+        compiled(Scale(2.0).scale)
+        compiled(Scale(3.0).scale)
+        assert "self.by: 3.0 now, 2.0 there" in caplog.text
+
+    def test_the_number_of_replicas(self, caplog):
+        compiled(double)
+        compiled(double, [[tf.zeros([2])]] * 3)
+        assert "the number of replicas: 3 now, 2 there" in caplog.text
+
+    def test_something_that_it_calls(self, caplog):
+        class By:
+            value = 2.0
+
+        def scale(x):
+            return x * By.value
+
+        compiled(scale)
+        By.value = 3.0
+        compiled(scale)
+        assert "other operations" in caplog.text
+
+
+def test_a_folder_given_as_bytes_is_refused():
+    with pytest.raises(TypeError, match="takes the path of a folder"):
+        xla.set_cache_dir(b"/tmp")
+    xla.set_cache_dir(pathlib.Path("/tmp/elsewhere"))
