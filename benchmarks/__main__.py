@@ -38,6 +38,7 @@ GROUPS = (
     "memory",
     "control_flow",
     "growth",
+    "cpu_rewrites",
 )
 """The groups in the order of the table. Each is a module that calls `command.main`."""
 

@@ -6,6 +6,7 @@
 - `executable`: a program compiled for a group, and its launches.
 - `cache_folder`: compiled programs in a folder, for later processes.
 - `abandoned`: programs that nothing waits for any more.
+- `cpu_rewrites`: operations that XLA:CPU runs slowly, written another way.
 - `markers`: markers in a program, rewritten to collectives and host calls.
 
 >>> from replica_engine.pjrt.devices import device_group

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from replica_engine._version import __version__
+from replica_engine.pjrt import cpu_rewrites
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.jaxlib import (
     JAXLIB_VERSION,
@@ -64,6 +65,8 @@ class Executable:
         client, on, options = devices.devices[0].client, DeviceList(devices.devices), _options(devices)
         if compiled is None:
             module = expand_markers(program, devices.platform)
+            if devices.platform == "cpu" and cpu_rewrites.enabled():
+                cpu_rewrites.rewrite(module)
             self._executable = client.compile_and_load(module, on, options, list(host_calls))
         else:
             self._executable = client.deserialize_executable(compiled, on, options, list(host_calls))
@@ -129,6 +132,7 @@ def circumstances(devices: DeviceGroup) -> dict[str, str]:
         "the version of the devices": client.platform_version,
         "the process of the job": str(client.process_index()),
         "the CPU": _cpu(),
+        "the rewrites for CPU": str(cpu_rewrites.VERSION) if cpu_rewrites.enabled() else "off",
         "the version of jaxlib": JAXLIB_VERSION,
         "the version of replica_engine": __version__,
         "XLA_FLAGS": " ".join(sorted(flags)),

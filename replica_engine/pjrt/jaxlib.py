@@ -39,7 +39,9 @@ try:
     # ir: reading and rewriting programs. CompileOptions, DeviceAssignment: replicas and their devices.
     # make_cpu_client: a client with any number of CPU devices; jax's own client has the number that was set before
     # jax started.
+    # hlo: the operations that programs consist of, to build them.
     from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo as hlo
     from jaxlib.xla_client import CompileOptions, DeviceAssignment, make_cpu_client
 except ImportError as error:
     raise BackendMissingError.name_vanished(jax.__version__, error) from None
@@ -99,6 +101,7 @@ __all__ = [
     "array_result_handler",
     "batched_device_put",
     "cache_limit",
+    "hlo",
     "ir",
     "jax",
     "make_cpu_client",

@@ -23,6 +23,7 @@ The modules and packages follow, from the top layer to the bottom; each imports 
 [-1.0, 1.0]
 """
 
+from replica_engine.pjrt.cpu_rewrites import set_cpu_rewrites
 from replica_engine.xla.body import num_replicas, replica_id
 from replica_engine.xla.collectives import (
     all_gather,
@@ -66,4 +67,5 @@ __all__ = [
     "replicate",
     "returns",
     "set_cache_dir",
+    "set_cpu_rewrites",
 ]

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from replica_engine.diagnostics.flight_record import SyncPointRecord, launch_records
 from replica_engine.errors import many_traces
+from replica_engine.pjrt import cpu_rewrites
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.values.structure import ById
@@ -168,7 +169,8 @@ class ProgramCache:
     def executable(self, text: str, lowered: Lowered, devices: DeviceGroup) -> Executable:
         """Compiles the text of a lowered program, or finds the executable in the cache."""
         calls = lowered.program.host_calls
-        key = (text, tuple(lowered.program.results), devices.devices, ById(calls) if calls.calls else None)
+        owner = ById(calls) if calls.calls else None
+        key = (text, tuple(lowered.program.results), devices.devices, owner, cpu_rewrites.enabled())
         with self._lock:
             executable: Executable | None = self._executables.get(key)
             if executable is None:

@@ -1,0 +1,82 @@
+"""Operations that XLA:CPU runs slowly, written another way: in programs for CPU only, before they are compiled.
+
+XLA:CPU has fast code for matrix products, for most convolutions, and for chains of elementwise operations, which it
+fuses. For some operations it has a plain loop, up to a hundred times slower. Each has an equal form of fast operations:
+
+| operation | form | module |
+| --- | --- | --- |
+| convolution whose kernel is larger than its input | patches and a matrix product | `convolutions` |
+| convolution of one pixel, or to one pixel | a matrix product | `convolutions` |
+| depthwise convolution, and the gradient of its kernel | a sum of shifted products | `convolutions` |
+| gradient of max-pooling | comparisons of shifted slices | `pooling` |
+| batched product whose batch is then summed (the gradient of `w` in `x @ w`) | one product | `products` |
+
+**Why here.** A rewrite of the StableHLO program sees forward and gradient operations alike: the gradients of a
+convolution are convolutions with other dimension numbers, so no gradient has to be defined, and it does not matter
+which Keras layer or TensorFlow op the operation came from. A rewrite of the TensorFlow graph would need one rule for
+each op and data format; and while a body is lowered, nobody knows on which platform it will run. `Lowered.as_text`
+shows the program before the rewrite.
+
+A form has the same values, apart from the order in which numbers are added. An operation is rewritten only if its
+shape fits the rule of the form; `benchmarks/cpu_rewrites.py` prints the table that the rules were taken from.
+
+One switch turns all of them off: `set_cpu_rewrites(False)`, or `REPLICA_ENGINE_CPU_REWRITES=0` in the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from replica_engine.pjrt.cpu_rewrites import convolutions, pooling, products
+from replica_engine.pjrt.jaxlib import ir
+
+VERSION = 1
+"""Part of what a compiled program depends on. Raise it when a rule or a form changes."""
+
+_RULES = {
+    "stablehlo.convolution": convolutions.rewritten,
+    "stablehlo.select_and_scatter": pooling.rewritten,
+    "stablehlo.reduce": products.rewritten,
+}
+
+_chosen: list[bool] = []  # what `set_cpu_rewrites` was called with last
+
+
+def set_cpu_rewrites(enabled: bool) -> None:
+    """Turns the rewrites of operations that XLA:CPU runs slowly on or off, for programs that are compiled from now on.
+
+    They are on by default. Without this call, `REPLICA_ENGINE_CPU_REWRITES=0` in the environment turns them off.
+
+    Args:
+        enabled: whether to rewrite.
+    """
+    _chosen[:] = [bool(enabled)]
+
+
+def enabled() -> bool:
+    """Whether programs for CPU are rewritten."""
+    return _chosen[0] if _chosen else os.environ.get("REPLICA_ENGINE_CPU_REWRITES", "1") != "0"
+
+
+def rewrite(module: Any) -> dict[str, int]:
+    """Rewrites the operations of a module in place. Returns how many of each kind were rewritten."""
+    found: list[Any] = []
+    done: dict[str, int] = {}
+
+    def collect(operation: Any) -> Any:
+        if operation.name in _RULES:
+            found.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    with module.context:
+        module.operation.walk(collect)
+        for operation in found:
+            name = operation.name
+            with ir.InsertionPoint(operation), operation.location:
+                new = _RULES[name](operation.opview)
+            if new is not None:
+                operation.results[0].replace_all_uses_with(new)
+                operation.erase()
+                done[name] = done.get(name, 0) + 1
+    return done

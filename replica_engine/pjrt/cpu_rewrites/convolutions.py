@@ -1,0 +1,267 @@
+"""Convolutions that XLA:CPU runs with its plain loop, as matrix products or as sums of shifted products.
+
+All of them begin with the padded input: padding around it, and zeros between its elements where the input is dilated,
+as it is in the gradient of a strided convolution. Then each element of the kernel meets a slice of that input, which
+has one element for each element of the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from replica_engine.pjrt.cpu_rewrites import ops
+from replica_engine.pjrt.cpu_rewrites.ops import Value
+from replica_engine.pjrt.jaxlib import hlo, ir
+
+MOST_SLICES = 49
+"""The most elements of a kernel (7x7), and so slices of the input: each is an operation of its own to compile."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Convolution:
+    """A convolution, with names for its dimensions.
+
+    Attributes:
+        input, kernel: the operands.
+        batch, features, space: dimensions of the input.
+        inputs, outputs, window: dimensions of the kernel: features of the input, features of the result, space.
+        result_batch, result_features, result_space: dimensions of the result.
+        shape: the shape of the result.
+        strides, low, high, input_dilation, kernel_dilation: numbers for each dimension of space.
+        reverse: for each dimension of space, whether the kernel is read backwards.
+        groups, batch_groups: in how many parts the features, or the batch, are convolved apart.
+    """
+
+    input: Value
+    kernel: Value
+    batch: int
+    features: int
+    space: list[int]
+    inputs: int
+    outputs: int
+    window: list[int]
+    result_batch: int
+    result_features: int
+    result_space: list[int]
+    shape: list[int]
+    strides: list[int]
+    low: list[int]
+    high: list[int]
+    input_dilation: list[int]
+    kernel_dilation: list[int]
+    reverse: list[bool]
+    groups: int
+    batch_groups: int
+
+    @classmethod
+    def of(cls, operation: Any) -> Convolution:
+        """Reads an operation."""
+        numbers = hlo.ConvDimensionNumbers(operation.dimension_numbers)
+        ones = [1] * len(numbers.input_spatial_dimensions)
+        low, high = ops.padding(operation, len(ones))
+        reversal = operation.window_reversal
+        return cls(
+            operation.lhs,
+            operation.rhs,
+            numbers.input_batch_dimension,
+            numbers.input_feature_dimension,
+            list(numbers.input_spatial_dimensions),
+            numbers.kernel_input_feature_dimension,
+            numbers.kernel_output_feature_dimension,
+            list(numbers.kernel_spatial_dimensions),
+            numbers.output_batch_dimension,
+            numbers.output_feature_dimension,
+            list(numbers.output_spatial_dimensions),
+            ops.shape(operation.result),
+            _numbers(operation.window_strides, ones),
+            low,
+            high,
+            _numbers(operation.lhs_dilation, ones),
+            _numbers(operation.rhs_dilation, ones),
+            list(reversal) if reversal is not None else [False for _ in ones],
+            ir.IntegerAttr(operation.feature_group_count).value,
+            ir.IntegerAttr(operation.batch_group_count).value,
+        )
+
+    @property
+    def input_size(self) -> list[int]:
+        """The size of the input in space."""
+        return [ops.shape(self.input)[dimension] for dimension in self.space]
+
+    @property
+    def window_size(self) -> list[int]:
+        """The size of the kernel in space."""
+        return [ops.shape(self.kernel)[dimension] for dimension in self.window]
+
+    @property
+    def result_size(self) -> list[int]:
+        """The size of the result in space."""
+        return [self.shape[dimension] for dimension in self.result_space]
+
+    def padded(self) -> Value:
+        """The input with its padding and dilation."""
+        low, high, interior = ([0] * len(self.shape) for _ in range(3))
+        for index, dimension in enumerate(self.space):
+            low[dimension], high[dimension] = self.low[index], self.high[index]
+            interior[dimension] = self.input_dilation[index] - 1
+        return ops.pad(self.input, low, high, interior)
+
+    def forward_kernel(self) -> Value:
+        """The kernel, to be read forwards."""
+        backwards = [dimension for dimension, reverse in zip(self.window, self.reverse, strict=True) if reverse]
+        return hlo.reverse(self.kernel, backwards) if backwards else self.kernel
+
+
+def rewritten(operation: Any) -> Value | None:
+    """The result of a convolution in a faster form; None if its own is the fastest."""
+    if not ops.is_static_float(operation.lhs, operation.rhs, operation.result):
+        return None
+    each = Convolution.of(operation)
+    slices, positions = math.prod(each.window_size), math.prod(each.result_size)
+    kernel = ops.shape(each.kernel)
+    if each.batch_groups > 1:
+        one_a_group = ops.shape(each.input)[each.batch] == kernel[each.outputs] == each.batch_groups
+        return _depthwise_kernel(each) if one_a_group and positions <= MOST_SLICES else None
+    if each.groups > 1:
+        is_depthwise = kernel[each.inputs] == 1 and kernel[each.outputs] == each.groups
+        return _depthwise(each) if is_depthwise and slices <= MOST_SLICES else None
+    if slices == 1:
+        return _of_one_pixel(each)
+    if positions == 1:
+        return _to_one_pixel(each)
+    return _patches(each) if slices <= MOST_SLICES and is_slow(each) else None
+
+
+def is_slow(each: Convolution) -> bool:
+    """Whether the kernel has more pixels than the input.
+
+    XLA then lets the two change places, and no fast code of XLA:CPU takes the convolution that comes of it. In any
+    other shape XLA:CPU's own code is as fast as patches, or up to ten times faster.
+    """
+    return math.prod(each.window_size) > math.prod(each.input_size)
+
+
+def _patches(each: Convolution) -> Value:
+    """Slices side by side, one for each element of the kernel, and a product with all of the kernel."""
+    padded = each.padded()
+    slices = [_slice(each, padded, each.batch, offset) for offset in _offsets(each.window_size)]
+    flat = ops.reshape(
+        ops.transpose(each.forward_kernel(), [*each.window, each.inputs, each.outputs]),
+        [math.prod(each.window_size) * ops.shape(each.kernel)[each.inputs], ops.shape(each.kernel)[each.outputs]],
+    )
+    return _placed(each, ops.product(ops.join(slices, each.features), flat, ([each.features], [0])))
+
+
+def _of_one_pixel(each: Convolution) -> Value:
+    """The kernel has one pixel: a product. Where the input is dilated, zeros are put into the result, not before."""
+    kernel = ops.reshape(
+        ops.transpose(each.kernel, [*each.window, each.inputs, each.outputs]),
+        [ops.shape(each.kernel)[each.inputs], ops.shape(each.kernel)[each.outputs]],
+    )
+    origin = [0] * len(each.space)
+    if max(each.input_dilation) == 1:
+        taken = _slice(each, each.padded(), each.batch, origin)
+        return _placed(each, ops.product(taken, kernel, ([each.features], [0])))
+    small = dataclasses.replace(each, shape=_with(each, each.input_size))
+    first = _placed(small, ops.product(each.input, kernel, ([each.features], [0])))
+    ahead = dataclasses.replace(
+        each, input=first, batch=each.result_batch, features=each.result_features, space=each.result_space
+    )
+    return _slice(ahead, ahead.padded(), ahead.batch, origin)
+
+
+def _to_one_pixel(each: Convolution) -> Value:
+    """The result has one pixel: a product over space and features."""
+    start, counts, strides = [0] * len(each.shape), ops.shape(each.input), [1] * len(each.shape)
+    for index, dimension in enumerate(each.space):
+        counts[dimension], strides[dimension] = each.window_size[index], each.kernel_dilation[index]
+    taken = ops.cut(each.padded(), start, counts, strides)
+    found = ops.product(taken, each.forward_kernel(), ([*each.space, each.features], [*each.window, each.inputs]))
+    return ops.reshape(found if each.result_batch < each.result_features else ops.transpose(found, [1, 0]), each.shape)
+
+
+def _depthwise(each: Convolution) -> Value:
+    """Each feature is convolved alone: a sum of slices, each times one element of the kernel for each feature."""
+    padded, kernel = each.padded(), each.forward_kernel()
+    terms = []
+    for offset in _offsets(each.window_size):
+        taken = _slice(each, padded, each.batch, offset)
+        start, counts = [0] * len(each.shape), ops.shape(kernel)
+        for dimension, index in zip(each.window, offset, strict=True):
+            start[dimension], counts[dimension] = index, 1
+        element = ops.reshape(ops.cut(kernel, start, counts, [1] * len(each.shape)), [each.groups])
+        terms.append(hlo.multiply(taken, ops.broadcast(element, ops.shape(taken), [each.features])))
+    order = _order(each, [each.batch, each.features, *each.space])
+    return ops.transpose(_sum(terms), order)
+
+
+def _depthwise_kernel(each: Convolution) -> Value:
+    """The gradient of a depthwise kernel: for each of its few elements, the sum of a slice times the whole "kernel"."""
+    other = [0] * len(each.shape)
+    other[each.batch], other[each.features] = each.outputs, each.inputs
+    for ours, theirs in zip(each.space, each.window, strict=True):
+        other[ours] = theirs
+    kernel, padded = ops.transpose(each.forward_kernel(), other), each.padded()
+    summed = [dimension for dimension in range(len(each.shape)) if dimension != each.batch]
+    columns = []
+    for position in _offsets(each.result_size):
+        start, counts, strides = [0] * len(each.shape), ops.shape(each.input), [1] * len(each.shape)
+        for index, dimension in enumerate(each.space):
+            start[dimension] = position[index] * each.strides[index]
+            counts[dimension], strides[dimension] = each.window_size[index], each.kernel_dilation[index]
+        found = ops.total(hlo.multiply(ops.cut(padded, start, counts, strides), kernel), summed)
+        columns.append(ops.reshape(found, [1, each.batch_groups]))
+    table = ops.reshape(ops.join(columns, 0), [*each.result_size, 1, each.batch_groups])
+    places = [*each.result_space, each.result_batch, each.result_features]
+    return ops.transpose(table, [places.index(dimension) for dimension in range(len(each.shape))])
+
+
+def _slice(each: Convolution, padded: Value, batch: int, offset: Sequence[int]) -> Value:
+    """What one element of the kernel meets: an element of the padded input for each element of the result."""
+    start, counts, strides = [0] * len(each.shape), ops.shape(padded), [1] * len(each.shape)
+    for index, dimension in enumerate(each.space):
+        start[dimension] = offset[index] * each.kernel_dilation[index]
+        counts[dimension], strides[dimension] = each.result_size[index], each.strides[index]
+    return ops.cut(padded, start, counts, strides)
+
+
+def _placed(each: Convolution, found: Value) -> Value:
+    """A product, whose dimensions are those of the input without features, then features, as the result has them."""
+    left = [dimension for dimension in range(len(each.shape)) if dimension != each.features]
+    order = _order(each, [left.index(each.batch), len(left), *(left.index(dimension) for dimension in each.space)])
+    return ops.transpose(found, order)
+
+
+def _order(each: Convolution, where: Sequence[int]) -> list[int]:
+    """The order of dimensions in the result, for a value that has batch, features and space `where` it says."""
+    order = [0] * len(each.shape)
+    for target, source in zip([each.result_batch, each.result_features, *each.result_space], where, strict=True):
+        order[target] = source
+    return order
+
+
+def _with(each: Convolution, size: Sequence[int]) -> list[int]:
+    """The shape of the result with another size in space."""
+    shape = list(each.shape)
+    for dimension, length in zip(each.result_space, size, strict=True):
+        shape[dimension] = length
+    return shape
+
+
+def _offsets(size: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    return itertools.product(*map(range, size))
+
+
+def _sum(terms: Sequence[Value]) -> Value:
+    summed = terms[0]
+    for term in terms[1:]:
+        summed = hlo.add(summed, term)
+    return summed
+
+
+def _numbers(attribute: Any, default: list[int]) -> list[int]:
+    return list(attribute) if attribute is not None else list(default)

@@ -1,0 +1,211 @@
+"""Operations that XLA:CPU runs slowly, written another way: the same values and gradients."""
+
+import collections
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from replica_engine import xla
+from replica_engine.pjrt import cpu_rewrites
+from replica_engine.pjrt.markers import expand_markers
+
+CONVOLUTION, POOLING, PRODUCT = "stablehlo.convolution", "stablehlo.select_and_scatter", "stablehlo.reduce"
+
+RANDOM = np.random.default_rng(7)
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch):
+    monkeypatch.setattr(cpu_rewrites, "_chosen", [])
+
+
+def random(*shape, dtype=np.float32):
+    return RANDOM.standard_normal(shape).astype(dtype)
+
+
+def with_gradients(op):
+    """What an op makes of its operands, and the gradients of a sum of it in which each element counts differently."""
+
+    def body(*operands):
+        with tf.GradientTape() as tape:
+            tape.watch(operands)
+            made = op(*operands)
+            weights = tf.reshape(tf.cos(tf.range(tf.size(made), dtype=made.dtype)), made.shape)
+            loss = tf.reduce_sum(made * weights)
+        return [made, *tape.gradient(loss, operands)]
+
+    return body
+
+
+def rewrites(op, *operands):
+    """Compares both forms, and returns how many operations of each kind were rewritten."""
+    lowered = xla.lower(with_gradients(op), [list(map(tf.constant, operands))])
+    inputs = [list(map(tf.constant, operands))]
+    xla.set_cpu_rewrites(False)
+    plain = lowered.compile()(inputs)[0]
+    xla.set_cpu_rewrites(True)
+    found = lowered.compile()(inputs)[0]
+    for one, other in zip(found, plain, strict=True):
+        tolerance = 2e-5 * max(1.0, float(tf.reduce_max(tf.abs(other))))
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=tolerance)
+    return cpu_rewrites.rewrite(expand_markers(lowered.as_text(), "cpu"))
+
+
+# The shapes of an input and a kernel, strides, padding and dilation.
+CONVOLUTIONS = {
+    "kernel larger than the image": ((4, 2, 2, 6), (3, 3, 6, 5), 1, "SAME", 1),
+    "to fewer pixels": ((4, 4, 4, 6), (3, 3, 6, 5), 2, "SAME", 1),
+    "image of one pixel": ((4, 1, 1, 6), (3, 3, 6, 5), 1, "SAME", 1),
+    "image that is not square": ((4, 1, 5, 6), (3, 2, 6, 5), 1, "SAME", 1),
+    "kernel of one pixel": ((4, 5, 6, 3), (1, 1, 3, 7), 1, "SAME", 1),
+    "kernel of one pixel, strided": ((4, 5, 6, 3), (1, 1, 3, 7), 2, "VALID", 1),
+    "kernel of one pixel, strided and padded": ((4, 5, 6, 3), (1, 1, 3, 7), 2, [[0, 0], [1, 2], [0, 1], [0, 0]], 1),
+    "kernel of the image's size": ((4, 3, 3, 6), (3, 3, 6, 5), 1, "VALID", 1),
+    "dilated kernel": ((4, 2, 2, 6), (3, 3, 6, 5), 1, "SAME", 2),
+    "paddings that differ": ((4, 2, 2, 6), (3, 3, 6, 5), 1, [[0, 0], [2, 1], [1, 3], [0, 0]], 1),
+    "strides that differ": ((4, 2, 2, 6), (3, 3, 6, 5), [1, 1, 2, 1], "SAME", 1),
+}
+
+
+class TestConvolutions:
+    @pytest.mark.parametrize("case", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+    def test_values_and_gradients_are_equal(self, case):
+        image, kernel, strides, padding, dilation = case
+        op = lambda x, w: tf.nn.conv2d(x, w, strides, padding, dilations=dilation)  # noqa: E731
+        assert rewrites(op, random(*image), random(*kernel))[CONVOLUTION] > 0
+
+    def test_the_forward_and_the_gradient_of_the_image_are_rewritten(self):
+        op = lambda x, w: tf.nn.conv2d(x, w, 1, "SAME")  # noqa: E731
+        assert rewrites(op, random(4, 2, 2, 6), random(3, 3, 6, 5)) == {CONVOLUTION: 2}
+        assert rewrites(op, random(4, 5, 5, 6), random(1, 1, 6, 5)) == {CONVOLUTION: 3}
+
+    def test_large_images_stay_as_they_are(self):
+        op = lambda x, w: tf.nn.conv2d(x, w, 1, "SAME")  # noqa: E731
+        assert rewrites(op, random(2, 8, 8, 3), random(3, 3, 3, 4)) == {}
+
+    def test_double_precision(self):
+        op = lambda x, w: tf.nn.conv2d(x, w, 1, "SAME")  # noqa: E731
+        found = rewrites(op, random(4, 2, 2, 6, dtype=np.float64), random(3, 3, 6, 5, dtype=np.float64))
+        assert found == {CONVOLUTION: 2}
+
+    def test_half_precision_stays_as_it_is(self):
+        op = lambda x, w: tf.cast(tf.nn.conv2d(tf.cast(x, tf.bfloat16), tf.cast(w, tf.bfloat16), 1, "SAME"), x.dtype)  # noqa: E731
+        assert rewrites(op, random(2, 2, 2, 2), random(3, 3, 2, 2)) == {}
+
+    def test_one_and_three_dimensions(self):
+        assert rewrites(lambda x, w: tf.nn.conv1d(x, w, 1, "SAME"), random(4, 2, 6), random(3, 6, 5))[CONVOLUTION] > 0
+        op = lambda x, w: tf.nn.conv3d(x, w, [1] * 5, "SAME")  # noqa: E731
+        assert rewrites(op, random(2, 2, 2, 2, 3), random(3, 3, 3, 3, 4))[CONVOLUTION] > 0
+
+    def test_transposed(self):
+        op = lambda x, w: tf.nn.conv2d_transpose(x, w, [4, 4, 4, 6], 2, "SAME")  # noqa: E731
+        assert rewrites(op, random(4, 2, 2, 5), random(3, 3, 6, 5))[CONVOLUTION] > 0
+
+    def test_channels_first(self):
+        op = lambda x, w: tf.nn.conv2d(x, w, 1, "SAME", data_format="NCHW")  # noqa: E731
+        assert rewrites(op, random(4, 6, 2, 2), random(3, 3, 6, 5))[CONVOLUTION] > 0
+        assert rewrites(op, random(4, 6, 5, 5), random(1, 1, 6, 5))[CONVOLUTION] == 3
+
+    @pytest.mark.parametrize(("strides", "dilation"), [(1, 1), (2, 1), (1, 2)])  # TensorFlow refuses (2, 2)
+    @pytest.mark.parametrize("padding", ["SAME", "VALID"])
+    def test_depthwise(self, strides, padding, dilation):
+        op = lambda x, w: tf.nn.depthwise_conv2d(  # noqa: E731
+            x, w, [1, strides, strides, 1], padding, dilations=[dilation] * 2
+        )
+        assert rewrites(op, random(3, 7, 6, 4), random(3, 3, 4, 1))[CONVOLUTION] >= 2
+
+    def test_depthwise_with_several_results_for_each_channel(self):
+        op = lambda x, w: tf.nn.depthwise_conv2d(x, w, [1] * 4, "SAME")  # noqa: E731
+        rewrites(op, random(3, 5, 5, 4), random(3, 3, 4, 2))
+
+    def test_groups_of_several_channels_stay_as_they_are(self):
+        op = lambda x, w: tf.nn.conv2d(x, w, 1, "SAME")  # noqa: E731
+        assert rewrites(op, random(3, 2, 2, 8), random(3, 3, 4, 6)) == {}
+
+
+class TestPooling:
+    @pytest.mark.parametrize(
+        ("size", "strides", "padding"),
+        [(2, 2, "VALID"), (3, 2, "VALID"), (3, 2, "SAME"), (2, 3, "VALID"), ((1, 3), (2, 1), "SAME")],
+    )
+    def test_the_gradient_is_equal(self, size, strides, padding):
+        op = lambda x: tf.nn.max_pool2d(x, size, strides, padding)  # noqa: E731
+        assert rewrites(op, random(3, 8, 7, 4)) == {POOLING: 1}
+
+    @pytest.mark.parametrize("value", [0.0, -np.inf, np.inf, np.nan])
+    def test_equal_elements_in_a_window(self, value):
+        """The first of them gets the gradient, and never the padding."""
+        image = random(2, 5, 5, 3)
+        image[0] = value
+        image[1, :3, :3] = value
+
+        def gradient(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                pooled = tf.nn.max_pool2d(x, 3, 2, "SAME")
+            return tape.gradient(pooled, x, tf.reshape(tf.range(1.0, 55.0), [2, 3, 3, 3]))
+
+        lowered = xla.lower(gradient, [[image]])
+        xla.set_cpu_rewrites(False)
+        plain = lowered.compile()([[image]])[0]
+        xla.set_cpu_rewrites(True)
+        found = lowered.compile()([[image]])[0]
+        if np.isnan(value):  # another element of the window may be chosen, but never the padding
+            assert float(tf.reduce_sum(found)) == float(tf.reduce_sum(plain)) == sum(range(1, 55))
+        else:
+            np.testing.assert_allclose(found, plain, rtol=1e-6)
+
+    def test_one_dimension(self):
+        assert rewrites(lambda x: tf.nn.max_pool1d(x, 2, 2, "VALID"), random(3, 8, 4)) == {POOLING: 1}
+
+    def test_large_windows_stay_as_they_are(self):
+        assert rewrites(lambda x: tf.nn.max_pool2d(x, 8, 8, "VALID"), random(1, 16, 16, 2)) == {}
+
+    def test_windows_that_overlap_much_stay_as_they_are(self):
+        assert rewrites(lambda x: tf.nn.max_pool2d(x, 3, 1, "SAME"), random(1, 5, 5, 2)) == {}
+
+
+class TestProducts:
+    def test_the_gradient_of_a_matrix_is_one_product(self):
+        assert rewrites(tf.matmul, random(4, 7, 6), random(6, 5)) == {PRODUCT: 1}
+        assert rewrites(tf.matmul, random(2, 4, 7, 6), random(6, 5)) == {PRODUCT: 1}
+
+    def test_a_product_that_is_used_elsewhere_too_stays_as_it_is(self):
+        def both(x, y):
+            made = tf.matmul(x, y)
+            return tf.reduce_sum(made, 0) * tf.reduce_max(made)
+
+        assert PRODUCT not in rewrites(both, random(4, 7, 6), random(4, 6, 5))
+
+    def test_sums_of_other_dtypes_stay_as_they_are(self):
+        def body(x):
+            return tf.reduce_sum(tf.cast(x, tf.int32)), tf.reduce_any(x > 0), tf.reduce_sum(tf.cast(x, tf.bfloat16))
+
+        lowered = xla.lower(body, [[random(3, 4)]])
+        assert cpu_rewrites.rewrite(expand_markers(lowered.as_text(), "cpu")) == {}
+
+    def test_a_sum_over_rows_stays_as_it_is(self):
+        assert rewrites(lambda x, y: tf.reduce_sum(tf.matmul(x, y), 1), random(4, 7, 6), random(4, 6, 5)) == {}
+
+
+class TestSwitch:
+    def test_the_environment_turns_them_off(self, monkeypatch):
+        assert cpu_rewrites.enabled()
+        monkeypatch.setenv("REPLICA_ENGINE_CPU_REWRITES", "0")
+        assert not cpu_rewrites.enabled()
+        xla.set_cpu_rewrites(True)  # wins
+        assert cpu_rewrites.enabled()
+
+    def test_no_program_is_rewritten_without_them(self, monkeypatch):
+        calls = collections.Counter()
+        plain = cpu_rewrites.rewrite
+        monkeypatch.setattr(cpu_rewrites, "rewrite", lambda module: calls.update(n=1) or plain(module))
+        body = lambda x: tf.nn.conv2d(x, tf.ones([3, 3, 2, 2]), 1, "SAME")  # noqa: E731
+        inputs = [[random(1, 2, 2, 2)]]
+        xla.set_cpu_rewrites(False)
+        xla.lower(body, inputs).compile()
+        assert not calls
+        xla.set_cpu_rewrites(True)
+        xla.lower(body, inputs).compile()
+        assert calls["n"] == 1
