@@ -114,7 +114,11 @@ PRIVATE = (
     Private(_op, "_update_input", "taking back the check that a condition is equal on all replicas"),
     Private(_op, "_clear_attr", "makes a run count as writing to its variables"),
     Private(_op, "_is_stateful", "which ops of initial values run once for all variables"),
-    Private(_context, "get_function_def", "the ops of functions that an initial value calls"),
+    Private(
+        _context,
+        "get_function_def",
+        "the ops of functions that an initial value calls; whether a body was lowered before",
+    ),
     Private(AtomicFunction, "call_flat", "computing an initial value"),
     Private(_context, "_set_global_seed", "makes a new _rng each time, which shows whether the seed was set again"),
     Private(_context, "get_compiler_ir", "the StableHLO of a function"),

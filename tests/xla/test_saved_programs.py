@@ -41,7 +41,7 @@ TRAINS = """
         results = strategy.run(step, args=(tf.constant([1.0, 1.0]),))
     print([float(each) for each in strategy.experimental_local_results(results)])
     now = xla.counts()
-    print(now.compiles, now.cache_hits)
+    print(now.lowerings, now.compiles, now.cache_hits)
 """
 
 
@@ -68,7 +68,7 @@ def double(x):
     return 2 * x
 
 
-def test_a_second_process_compiles_nothing(tmp_path):
+def test_a_second_process_lowers_and_compiles_nothing(tmp_path):
     environment = os.environ | {"REPLICA_ENGINE_CACHE_DIR": str(tmp_path / "other"), "TF_CPP_MIN_LOG_LEVEL": "3"}
 
     def start():
@@ -77,11 +77,12 @@ def test_a_second_process_compiles_nothing(tmp_path):
         results, counted = done.stdout.splitlines()
         return results, tuple(map(int, counted.split()))
 
-    results, (compiles, hits) = start()
+    results, (lowerings, compiles, hits) = start()
     assert results == "[12.0, 12.0]"
+    assert lowerings > 0
     assert compiles > 0
     assert hits == 0
-    assert start() == (results, (0, compiles))
+    assert start() == (results, (0, 0, compiles))
 
 
 def test_a_program_that_is_read_does_the_same_and_donates():
@@ -112,6 +113,40 @@ def test_a_program_that_is_read_calls_this_process():
     assert values(second(X)) == [[11.0, 12.0], [13.0, 14.0]]
 
 
+def lowered(fn, inputs=X):
+    """The text of a function, and how often it was lowered for that."""
+    before = xla.counts()
+    text = xla.lower(fn, inputs).as_text()
+    return text, (xla.counts() - before).lowerings
+
+
+def test_a_graph_is_lowered_once():
+    weight, other = tf.Variable([1.0, 2.0]), tf.Variable(1.0)
+    text, times = lowered(lambda x: x * weight)
+    assert times == 1
+    assert lowered(lambda x: x * weight) == (text, 0)
+    assert lowered(lambda x: x * other)[1] == 1
+    assert lowered(lambda x: x + weight)[1] == 1
+    assert lowered(lambda x: x * weight, [[tf.constant([1.0])]] * 2)[1] == 1
+
+
+def test_a_graph_with_another_inner_function_is_lowered_again():
+    def loop(by):
+        return lambda x: tf.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, y * by), (0, x))[1]
+
+    assert lowered(loop(2.0))[1] == 1
+    assert lowered(loop(3.0))[1] == 1
+
+
+def test_a_broken_text_is_lowered_again(folder, caplog):
+    text, _ = lowered(double)
+    (file,) = folder.glob("replica_engine.text_double-*-cache")
+    file.write_bytes(b"?")
+    assert lowered(double) == (text, 1)
+    assert "is broken" in caplog.text
+    assert lowered(double) == (text, 0)
+
+
 def test_no_folder_means_no_files(folder):
     xla.set_cache_dir(None)
     assert compiled(double)[1] == (1, 0)
@@ -134,7 +169,7 @@ def test_the_environment_names_the_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("damage", [b"", b"no program at all"], ids=["empty", "other bytes"])
 def test_a_broken_file_is_replaced(folder, caplog, damage):
     compiled(double)
-    (file,) = folder.glob("*-cache")
+    (file,) = folder.glob("replica_engine_double-*-cache")
     file.write_bytes(damage)
     program, used = compiled(double)
     assert used == (1, 0)
@@ -148,7 +183,7 @@ def test_a_broken_file_is_replaced(folder, caplog, damage):
 
 def test_one_changed_byte_is_noticed(folder):
     compiled(double)
-    (file,) = folder.glob("*-cache")
+    (file,) = folder.glob("replica_engine_double-*-cache")
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
@@ -157,7 +192,7 @@ def test_one_changed_byte_is_noticed(folder):
 
 def test_a_file_that_is_whole_but_not_a_program_is_replaced(folder, caplog):
     compiled(double)
-    (file,) = folder.glob("*-cache")
+    (file,) = folder.glob("replica_engine_double-*-cache")
     CacheFolder(folder).write(file.name.removesuffix("-cache"), b"something else", 1.0, {})
     assert compiled(double)[1] == (1, 0)
     assert "is broken" in caplog.text

@@ -30,10 +30,9 @@ from replica_engine.xla.host_calls.call import HostCall
 from replica_engine.xla.soft_placement.piece import Piece
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.compiled import Compiled
-from replica_engine.xla.stages.counts import count
 from replica_engine.xla.stages.explain import explain, original
 from replica_engine.xla.stages.program import Program, Shape
-from replica_engine.xla.stages.saved_programs import found_or_compiled
+from replica_engine.xla.stages.saved_programs import found_or_compiled, found_or_lowered
 from replica_engine.xla.state.device_value import pinned
 
 _ALIAS = re.compile(r"parameter_number = (\d+) : i64\}, output_index = array<i64(?:: (\d+))?>")
@@ -173,7 +172,6 @@ def lower(traced: BodyGraph, slots: list[tf.TensorSpec], tensors: list[tf.Tensor
     for index, (name, spec) in enumerate(zip(names, [*slots, *tensors], strict=True)):
         if index not in traced.host_slots and not spec.shape.is_fully_defined():
             raise LoweringError.dynamic_argument(traced.name, name, str(spec.shape))
-    count("lowerings")
     specs = [spec for index, spec in enumerate(slots) if index not in traced.host_slots]
     specs += [tensors[index] for index in traced.captured]
     moved: soft_placement.MovedBody | None = None
@@ -184,7 +182,7 @@ def lower(traced: BodyGraph, slots: list[tf.TensorSpec], tensors: list[tf.Tensor
         else:
             registered = traced.registered()
         with tf.init_scope(), pinned(traced.handles):
-            text = xla_ops.stablehlo(registered, specs, traced.handles)
+            text = found_or_lowered(traced.name, registered, specs, traced.handles)
     except LoweringError:
         if traced.leave_no_sparse_on_host():
             return lower(traced, slots, tensors)

@@ -1,9 +1,10 @@
-"""Programs that outlive the process: executables in a folder, and the reasons why one is not found there.
+"""Programs that outlive the process: StableHLO and executables in a folder, and why one is not found there.
 
 The folder is that of `set_cache_dir`, else of the environment variable `REPLICA_ENGINE_CACHE_DIR`, else of
 `JAX_COMPILATION_CACHE_DIR`. A program is found by its text and by everything else that its compilation depends on
-(`circumstances`), so an executable that is found is the one that compiling would make. Programs with host calls are
-kept too: an executable holds only the numbers of its host calls, and each process gives it its own functions.
+(`circumstances`), so an executable that is found is the one that compiling would make. A text is found by the graph
+that it was lowered from, and by TensorFlow's version. Programs with host calls are kept too: an executable holds only
+the numbers of its host calls, and each process gives it its own functions.
 
 The folder only saves time, and nothing that is wrong with it may fail a program: what cannot be read is compiled and
 written again, and what cannot be written is not. Each is warned of once.
@@ -19,13 +20,15 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType, FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import tensorflow as tf
 
 from replica_engine._tf.graphs import xla_ops
+from replica_engine._version import __version__
 from replica_engine.errors import (
     InputsError,
     broken_cache_file,
@@ -47,6 +50,8 @@ _logger = logging.getLogger("replica_engine")
 
 _VARIABLES = ("REPLICA_ENGINE_CACHE_DIR", "JAX_COMPILATION_CACHE_DIR")
 _PROGRAM = "the program"  # the row of a program's text; told only if no other row differs
+
+Made = TypeVar("Made")
 
 _lock = threading.Lock()
 _told: set[str] = set()
@@ -110,8 +115,8 @@ def found_or_compiled(
         count("compiles")
         return make(None)
     about = circumstances(devices) | {_PROGRAM: hashlib.sha256(text.encode()).hexdigest()}
-    prefix = f"replica_engine_{re.sub(r'[^A-Za-z0-9_]', '_', program.name)[:80]}-"
-    key = prefix + hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()
+    prefix = _prefix(program.name)
+    key = prefix + _hash(about)
     found = _read(folder, key, make)
     if found is not None:
         count("cache_hits")
@@ -126,6 +131,45 @@ def found_or_compiled(
     return executable
 
 
+def found_or_lowered(name: str, function: Any, specs: Sequence[tf.TensorSpec], handles: Sequence[tf.Tensor]) -> str:
+    """The StableHLO of a registered function: read from the folder, or lowered and written to it.
+
+    Args:
+        name: the name of the body.
+        function: the function, as `xla_ops.register` returns it.
+        specs: the static shapes of the tensors.
+        handles: the handles of the variables.
+    """
+    folder = _folder()
+    key = ""
+    if folder is not None:
+        about = {
+            "function": xla_ops.digest(function),
+            "tensors": str([(spec.dtype.name, str(spec.shape)) for spec in specs]),
+            "variables": str([str(xla_ops.variable_dtype_and_shape(handle)) for handle in handles]),
+            "versions": f"{tf.__version__} {__version__}",
+            "flags": os.environ.get("TF_XLA_FLAGS", ""),
+            "precision": str(tf.config.experimental.tensor_float_32_execution_enabled()),
+        }
+        key = _prefix(name, ".text") + _hash(about)
+        if (text := _read(folder, key, bytes.decode)) is not None:
+            return text
+    count("lowerings")
+    began = time.monotonic()
+    text = xla_ops.stablehlo(function, specs, handles)
+    if folder is not None:
+        _write(folder, key, text.encode(), time.monotonic() - began, {})
+    return text
+
+
+def _prefix(name: str, kind: str = "") -> str:
+    return f"replica_engine{kind}_{re.sub(r'[^A-Za-z0-9_]', '_', name)[:80]}-"
+
+
+def _hash(about: Mapping[str, str]) -> str:
+    return hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()
+
+
 def _folder() -> CacheFolder | None:
     with _lock:
         path = _chosen[0] if _chosen else next(filter(None, map(os.environ.get, _VARIABLES)), None)
@@ -135,10 +179,10 @@ def _folder() -> CacheFolder | None:
 _opened = functools.cache(CacheFolder)
 
 
-def _read(folder: CacheFolder, key: str, make: Callable[[bytes | None], Executable]) -> Executable | None:
+def _read(folder: CacheFolder, key: str, make: Callable[[bytes], Made]) -> Made | None:
     try:
-        compiled = folder.read(key)
-        return None if compiled is None else make(compiled)
+        data = folder.read(key)
+        return None if data is None else make(data)
     except OSError as error:
         _warn(unusable_cache_dir(str(folder.path), error.strerror or str(error)))
     except (ValueError, *RUNTIME_ERRORS) as error:
