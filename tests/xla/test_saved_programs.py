@@ -1,5 +1,6 @@
 """Programs in a folder: a second process does not compile, and a folder that is broken or full fails no program."""
 
+import concurrent.futures
 import errno
 import logging
 import os
@@ -256,6 +257,23 @@ def test_the_least_used_programs_are_removed(folder):
     assert {file.name[0] for file in folder.iterdir()} == {"a", "c"}
     at_most.write("d", os.urandom(4000), 0.0, {})  # larger than the limit
     assert at_most.read("d") is None
+
+
+def test_readers_and_writers_at_the_same_time(folder):
+    """With a limit of two programs, so that they also remove each other's."""
+    data = {key: os.urandom(20_000) for key in "abc"}
+
+    def use(key):
+        own = CacheFolder(folder, 50_000)  # as each process has one
+        for _ in range(30):
+            own.write(key, data[key], 0.0, {"row": key})
+            for each in data:
+                assert own.read(each) in (None, data[each])
+            assert all(about["row"] in data for about in own.abouts(""))
+
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        list(threads.map(use, "abcabc"))
+    assert not list(folder.glob("*.partial"))
 
 
 def test_the_layout_is_that_of_jax(folder):
