@@ -443,6 +443,19 @@ class StuckProgramError(ReplicaEngineError, RuntimeError):
         )
 
 
+class NoValueError(ReplicaEngineError, AttributeError):
+    """A tensor of a traced function was asked for its value."""
+
+    @classmethod
+    def numpy(cls) -> NoValueError:
+        """A traced function calls `x.numpy()`."""
+        return cls(
+            "x.numpy() was called in a function that is traced, on TPUStrategy to be compiled; x has no value there "
+            "yet. Compute with TensorFlow's ops, or return x and read it after the run. To see it while the function "
+            "runs: tf.print(x), or tf.py_function(fn, [x], x.dtype)."
+        )
+
+
 class LostVariableError(ReplicaEngineError, RuntimeError):
     """The value of a variable was donated to a program that failed, and is lost."""
 
