@@ -333,6 +333,15 @@ class LoweringError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
+    def beyond_array(cls, where: str, index: int, size: int) -> LoweringError:
+        """The body writes beyond the size of a tf.TensorArray that does not grow."""
+        return cls(
+            f"Index {index} is written{at(where)} in a tf.TensorArray of size {size}. A compiled program would drop "
+            f"the element without a word. Make the array large enough, tf.TensorArray(dtype, size={index + 1}), or let "
+            "it grow: dynamic_size=True."
+        )
+
+    @classmethod
     def growing_array(cls, where: str) -> LoweringError:
         """The body writes to a tf.TensorArray that may grow, and soft placement is off."""
         return cls(

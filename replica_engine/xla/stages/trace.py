@@ -124,6 +124,8 @@ def _trace(source: FunctionSpec, arguments: Arguments, shapes: Shapes, body: Bod
         if again:
             named = [(variable.name.removesuffix(":0"), where) for variable, where in again]
             raise VariableCreationError.each_time(traced.name, named)
+    if seen.has_fixed and not seen.writes:
+        array_sizes.check(traced.graph, seen)
     if seen.writes:
         final = array_sizes.find(traced.graph, seen)
         unknown = [line for number, line in enumerate(seen.lines) if number not in final.writes]
