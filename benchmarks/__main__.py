@@ -42,6 +42,8 @@ GROUPS = (
 )
 """The groups in the order of the table. Each is a module that calls `command.main`."""
 
+QUICK = "--quick: a trial that the benchmarks run. Sizes and repeats are too small: its figures mean nothing."
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 DOCS = ROOT / "docs"
@@ -157,8 +159,12 @@ def main() -> int:
     into_docs = not (flags.quick or flags.json or flags.picture or flags.growth)
     before = kept(flags.only) if into_docs else None  # before measuring: it may fail
     options = ["--quick"] * flags.quick + ([] if flags.repeats is None else ["--repeats", str(flags.repeats)])
+    if flags.quick:
+        print(QUICK, file=sys.stderr)
     report = measure(flags.only, options, flags.patience)
     print(report.table())
+    if flags.quick:
+        print(f"\n{QUICK}")
     if flags.json:
         report.write(flags.json)
     if flags.picture:

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from benchmarks.measure import Comparison, Row
+from replica_engine.telemetry import html
 
 PACKAGES = ("replica-engine", "tensorflow", "jax", "jaxlib", "keras", "numpy")
 """The packages whose versions the report shows."""
@@ -123,6 +124,10 @@ class Report:
         lines += [[group, "FAILED", *[""] * (len(COLUMNS) - 3), _cell(why)] for group, why in self.failures.items()]
         met, targets = self.targets
         return f"{described(self.machine)}\n\n{aligned([list(COLUMNS), *lines])}\n\n{met} of {targets} targets met."
+
+    def _repr_html_(self) -> str:
+        lines = [line for row in self.rows for line in cells(row)]
+        return html.table(described(self.machine), COLUMNS, lines)
 
 
 def cells(row: Row) -> list[list[str]]:

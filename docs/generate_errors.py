@@ -21,6 +21,7 @@ GOLDEN = ROOT / "tests" / "errors" / "golden"
 
 SECTIONS = (
     "threads",
+    "scopes",
     "timeouts",
     "hosts",
     "inputs",

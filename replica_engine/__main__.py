@@ -1,23 +1,34 @@
-"""`python -m replica_engine` and the `replica-engine` command: reads the command line and runs its command."""
+"""`python -m replica_engine` and the `replica-engine` command: reads the command line and runs its command.
+
+The command line takes absl's flags too, as programs around TensorFlow do: `--verbosity=1` shows debugging messages,
+`--verbosity=-1` warnings only. Log messages of the library go through absl's handler.
+"""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from absl import app
+from absl.flags import FLAGS, argparse_flags
+
+from replica_engine._version import __version__
 from replica_engine.demo import cli as demo
 from replica_engine.hosts import cli as launch
 from replica_engine.telemetry.report import cli as trace_report
 
+DESCRIPTION = "Run one TensorFlow function on N replicas."
+EPILOG = "Each command also takes --help, and absl's flags, such as --verbosity=-1 (warnings only) or 1 (debugging)."
 WRONG_FLAGS = 2
 INTERRUPTED = 130  # the exit status that shells report for a program that Ctrl-C ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Runs one command inside a program; leaves the program's logging as it is.
 
     Args:
         argv: the command line without the program name; None takes it from `sys.argv`.
@@ -26,17 +37,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status.
 
     Raises:
-        SystemExit: with status 0 after `--help`, and with status 2 after a wrong flag.
+        SystemExit: with status 0 after `--help` and `--version`, and with status 2 after a wrong flag.
     """
-    parser = OneLineParser(prog="python -m replica_engine", description="Run one TensorFlow function on N replicas.")
+    return _run(_parse(sys.argv[1:] if argv is None else argv))
+
+
+def console() -> None:
+    """The `replica-engine` command: `main` as a program of `absl.app`, which exits with its status."""
+    app.run(_run, flags_parser=_parse_for_console)
+
+
+def _parse_for_console(argv: Sequence[str]) -> argparse.Namespace:
+    """Reads the command line; without `--verbosity`, messages at level INFO come from this library only."""
+    flags = _parse(argv[1:])
+    if FLAGS["verbosity"].using_default_value:
+        FLAGS.verbosity = -1  # type: ignore[assignment]
+        logging.getLogger("replica_engine").setLevel(logging.INFO)
+    return flags
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = OneLineParser(prog="python -m replica_engine", description=DESCRIPTION, epilog=EPILOG)
+    parser.add_argument("--version", action="version", version=f"replica-engine {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     demo.add_parser(commands)
     launch.add_parser(commands)
     trace_report.add_parser(commands)
-    flags = parser.parse_args(argv)
-    if not hasattr(flags, "run"):
-        parser.print_help(sys.stderr)
-        return WRONG_FLAGS
+    parser.set_defaults(run=lambda flags: _no_command(parser))
+    return parser.parse_args(argv)
+
+
+def _no_command(parser: argparse.ArgumentParser) -> int:
+    parser.print_help(sys.stderr)
+    return WRONG_FLAGS
+
+
+def _run(flags: argparse.Namespace) -> int:
     try:
         return flags.run(flags)
     except BaseException as error:
@@ -45,8 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """A parser that reports a wrong flag in one line, without the usage text before it."""
+class OneLineParser(argparse_flags.ArgumentParser):
+    """A parser with absl's flags that reports a wrong flag in one line, without the usage text before it."""
 
     def error(self, message: str) -> NoReturn:
         """Prints the message and exits with status 2."""
@@ -71,4 +107,4 @@ def _leave() -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    console()

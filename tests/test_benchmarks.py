@@ -6,6 +6,7 @@ import xml.etree.ElementTree
 
 import pytest
 
+from benchmarks import __main__ as program
 from benchmarks import command, page, picture, summary
 from benchmarks.__main__ import FIGURES, GROUPS, PAGE, ROOT, SUMMARY_PAGE
 from benchmarks.measure import Row, WrongResult, fitted, interleaved, same
@@ -208,3 +209,14 @@ def test_every_group_is_a_module_and_stands_in_the_docs():
     assert modules == set(GROUPS)
     text = PAGE.read_text(encoding="utf-8")
     assert [group for group in GROUPS if f"| `{group}` |" not in text] == []
+
+
+@pytest.mark.parametrize("flags", [["--quick"], ["--json", "figures.json"]], ids=["quick", "whole"])
+def test_a_quick_trial_says_that_its_figures_mean_nothing(flags, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(program, "measure", lambda groups, options, patience: Report(MADE_UP, [row()]))
+    monkeypatch.setattr("sys.argv", ["benchmarks", *flags])
+    assert program.main() == 0
+    out, err = capsys.readouterr()
+    told = ["its figures mean nothing" in text for text in (out, err)]
+    assert told == [flags == ["--quick"]] * 2

@@ -71,6 +71,7 @@ def test_on_compiled_replicas(demo):
     assert len(distances) == 2
     assert max(distances) < 1e-5
     assert "starting TensorFlow\n" in err
+    assert err.count("  compiling the step for 2 replicas; the first epoch waits for it\n") == 2
 
 
 def test_with_flags(demo):

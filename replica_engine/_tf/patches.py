@@ -64,7 +64,13 @@ PATCHES: tuple[Patch, ...] = (
         "only added",
     ),
     Patch(f"{MODULE}.{TRAINER}", METHOD, "`steps_per_execution` steps in one launch", _FIRST_SCOPE, _OTHERS),
-    Patch(f"{MODULE}.{TRAINER}", BUILD, "models of strings are built from one replica's part", _FIRST_SCOPE, _OTHERS),
+    Patch(
+        f"{MODULE}.{TRAINER}",
+        BUILD,
+        "models are built from one replica's part, after a check of it, and errors are explained",
+        "the first `scope()` once Keras is imported",
+        _OTHERS,
+    ),
     Patch(MODULE, REDUCE, "logs are means over replicas, not those of replica 0", _FIRST_SCOPE, _OTHERS),
     Patch(MODULE, REDUCE, "logs are reduced over all workers", _FIRST_WORKERS_SCOPE, _OTHERS),
     *(
@@ -168,8 +174,8 @@ def _as_number(kind: type) -> Callable[[Any], Any]:
     return lambda self: kind(self.numpy())
 
 
-def extend_trainer(make: Make, kind: type) -> None:
-    """Makes models call the function that `make` returns; only once per process. `kind` is the class of strategies."""
+def extend_trainer(make: Make) -> None:
+    """Makes models call the function that `make` returns; only once per process."""
     trainer = getattr(sys.modules.get(MODULE), TRAINER, None)
     method = getattr(trainer, METHOD, None)
     if method is None or hasattr(method, _MARK):
@@ -181,25 +187,42 @@ def extend_trainer(make: Make, kind: type) -> None:
 
     setattr(extended, _MARK, True)
     setattr(trainer, METHOD, extended)
-    _build_for_one_replica(trainer, kind)
 
 
-def _build_for_one_replica(trainer: Any, kind: type) -> None:
-    """Makes Keras build a model under a strategy of class `kind` from one replica's part of a batch.
+def extend_build(
+    check: Callable[[Any, Any], None], explained: Callable[[Exception], Exception], is_ours: Callable[[Any], bool]
+) -> None:
+    """Makes Keras build a model from one replica's part of the first batch; only once per process.
 
-    Keras builds the model from the mean over the parts of all replicas, and strings have no mean.
+    Keras builds the model from the mean over the parts of all replicas: strings have no mean, and parts of different
+    sizes fail in an op, AddN.
+
+    Args:
+        check: called with the batch of all replicas and the strategy, before the model is built.
+        explained: makes another error of one that is raised while the model is built.
+        is_ours: whether a strategy is one of this library's.
     """
+    trainer = getattr(sys.modules.get(MODULE), TRAINER, None)
     method = getattr(trainer, BUILD, None)
-    if method is None:
+    if method is None or hasattr(method, _MARK):
         return
 
     @functools.wraps(method)
     def built(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
-        if iterator is not None and isinstance(strategy_of(self), kind):
+        strategy = strategy_of(self)
+        if strategy is None or not is_ours(strategy):
+            return method(self, iterator=iterator, data_batch=data_batch)
+        if iterator is not None:
             _, _, batches = next(iter(iterator))
-            iterator, data_batch = None, distribute.first_values(next(batches))
-        return method(self, iterator=iterator, data_batch=data_batch)
+            batch = next(batches)
+            check(batch, strategy)
+            iterator, data_batch = None, distribute.first_values(batch)
+        try:
+            return method(self, iterator=iterator, data_batch=data_batch)
+        except Exception as error:
+            raise explained(error)
 
+    setattr(built, _MARK, True)
     setattr(trainer, BUILD, built)
 
 

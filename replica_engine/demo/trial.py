@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -100,6 +101,8 @@ def _run_loop(
 
     strategy = STRATEGIES[settings.strategy](devices)
     label = _count(settings.replicas, "replica")
+    if settings.strategy == "tpu":
+        print(f"  compiling the step for {label}; the first epoch waits for it", file=sys.stderr, flush=True)
     weights, accuracy, progress = _train(train, strategy, settings, digits, label, epoch_lines=True)
     print(f"  test accuracy    {accuracy:.4f}", flush=True)
 

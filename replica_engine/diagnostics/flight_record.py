@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from replica_engine._tf import eager
 from replica_engine.engine import SyncPoint
+from replica_engine.telemetry import html
 from replica_engine.values.structure import flatten
 
 
@@ -121,6 +122,32 @@ class SyncPointRecord:
         return f"{self.name}{where}{values}"
 
 
+class SyncPoints(list[SyncPointRecord]):
+    """A list of records that a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        columns = ("replica", "device", "run", "number", "sync point", "where", "tensors", "waited", "merge")
+        rows = [
+            (
+                record.replica,
+                record.device,
+                record.run,
+                record.number,
+                record.name,
+                record.where,
+                ", ".join(d + _shape_text(s) for d, s in zip(record.dtypes, record.shapes, strict=True)),
+                _milliseconds(record.waited),
+                _milliseconds(record.merge),
+            )
+            for record in self
+        ]
+        return html.table(f"{len(self)} sync points", columns, rows)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.1f} ms"
+
+
 def brought(values: Any) -> tuple[Brought, ...]:
     """Describes the tensors in the arguments of a merge call."""
     found: list[Brought] = []
@@ -144,14 +171,12 @@ def records(rings: Sequence[Iterable[SyncPoint]], devices: Sequence[str]) -> lis
         devices: the devices of the replicas, in the short form "CPU:1".
     """
     offset = time.time() - time.perf_counter()
-    return sorted(
-        (
-            _record(point, replica, devices, offset)
-            for replica, ring in enumerate(rings)
-            for point in list(ring)  # copied at once: the replica may be adding to it
-        ),
-        key=lambda record: (record.arrived, record.replica),
-    )
+    found = [
+        _record(point, replica, devices, offset)
+        for replica, ring in enumerate(rings)
+        for point in list(ring)  # copied at once: the replica may be adding to it
+    ]
+    return SyncPoints(sorted(found, key=lambda record: (record.arrived, record.replica)))
 
 
 def _record(point: SyncPoint, replica: int, devices: Sequence[str], offset: float) -> SyncPointRecord:
@@ -192,11 +217,11 @@ def launch_records(launches: Iterable[LaunchRecord], devices: Sequence[str], mos
         chosen += [(launch, number, collective) for number, collective in reversed(numbered)]
         if len(chosen) >= most:
             break
-    return [
+    return SyncPoints(
         _launch_record(launch, number, collective, replica, devices, offset)
         for launch, number, collective in reversed(chosen[:most])
         for replica in range(len(devices))
-    ]
+    )
 
 
 def _launch_record(

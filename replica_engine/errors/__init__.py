@@ -3,6 +3,7 @@
 - `base`: ReplicaEngineError, the base class.
 - `timeouts`: replicas and programs that do not return in time, and the table that shows where each replica is.
 - `threads`: replicas that do not meet at the same sync points, or that differ.
+- `scopes`: objects and calls that do not belong to the strategy that uses them.
 - `devices`: devices that do not exist, and a missing or unsuitable jax.
 - `hosts`: jobs of several workers.
 - `inputs`: calls of replicated functions with unusable arguments, or from the wrong place.
@@ -60,6 +61,8 @@ from replica_engine.errors.inputs import (
     InputsError,
     NotInBodyError,
     ReplicaMismatchError,
+    warn_dataset_for_each,
+    warn_whole_batch,
 )
 from replica_engine.errors.models import (
     BatchError,
@@ -78,6 +81,7 @@ from replica_engine.errors.programs import (
     GraphModeError,
     LostVariableError,
     LoweringError,
+    NoValueError,
     ProgramError,
     StuckProgramError,
     VariableCreationError,
@@ -89,6 +93,11 @@ from replica_engine.errors.programs import (
     note_kept_steps,
     read_from_cache,
     unusable_cache_dir,
+)
+from replica_engine.errors.scopes import (
+    ScopeError,
+    warn_shared_variable,
+    warn_tape_outside,
 )
 from replica_engine.errors.threads import (
     MergeCallGraphError,
@@ -136,6 +145,7 @@ __all__ = [
     "MergeCallGraphError",
     "MergeCallMismatchError",
     "NestedHostCallError",
+    "NoValueError",
     "NotInBodyError",
     "NotInReplicaError",
     "OptimizerError",
@@ -150,6 +160,7 @@ __all__ = [
     "ReplicaUnwound",
     "ReplicaValueError",
     "ReplicateError",
+    "ScopeError",
     "StructureMismatchError",
     "StuckProgramError",
     "VariableCreationError",
@@ -186,6 +197,10 @@ __all__ = [
     "slow_trace",
     "slow_workers",
     "unusable_cache_dir",
+    "warn_dataset_for_each",
+    "warn_shared_variable",
+    "warn_tape_outside",
+    "warn_whole_batch",
 ]
 
 # Users, tracebacks and pickle see one module, `replica_engine.errors`, not the files.

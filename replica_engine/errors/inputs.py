@@ -69,6 +69,14 @@ class InputsError(ReplicaEngineError, ValueError, TypeError):
         )
 
     @classmethod
+    def distributed(cls, name: str, kind: str) -> InputsError:
+        """`strategy.run` gets a distributed dataset, or an iterator over one."""
+        return cls(
+            f"{name} is a {kind}, and replicas take one batch of it at a time. Loop around the run: for batch in "
+            "dataset: strategy.run(step, args=(batch,)); with an iterator, args=(next(iterator),)."
+        )
+
+    @classmethod
     def dataset(cls, name: str, kind: str) -> InputsError:
         """A dataset where a batch is expected."""
         return cls(
@@ -220,3 +228,25 @@ class ReplicaMismatchError(ReplicaEngineError, ValueError):
             f"{name} differs by replica and holds {brief(value)}. A value that differs by replica must be a tensor, "
             "because one program runs on all replicas. To tell the replicas apart, use the replica id."
         )
+
+
+def warn_whole_batch(rows: int | None, size: int, where: str) -> str:
+    """The warning that a batch of a dataset was not distributed, so that each replica gets all of it."""
+    many = "" if rows is None else f" of {rows}"
+    return (
+        f"strategy.run{at(where)} gives the whole batch{many} to each of {size} replicas, which then compute the same. "
+        "Distribute the dataset, and each gets its part:\n"
+        "    dataset = strategy.experimental_distribute_dataset(dataset)\n"
+        "If all replicas shall have all of it, say so: "
+        "strategy.experimental_distribute_values_from_function(lambda context: batch)."
+    )
+
+
+def warn_dataset_for_each(name: str, size: int, where: str) -> str:
+    """The warning that a dataset is given to `run`, so that each replica goes through all of it."""
+    return (
+        f"{name} of strategy.run{at(where)} is a tf.data.Dataset: each of {size} replicas goes through all of it. "
+        "Distribute it, and run one batch at a time:\n"
+        "    for batch in strategy.experimental_distribute_dataset(dataset):\n"
+        "        strategy.run(step, args=(batch,))"
+    )

@@ -112,6 +112,35 @@ class BatchError(ReplicaEngineError, ValueError):
         return cls(f"All arrays of a batch must have the same number of samples: {rows}.")
 
     @classmethod
+    def uneven(cls, rows: Sequence[int]) -> BatchError:
+        """The first batch of `fit` or `evaluate` gives replicas unequal shares, under a strategy's scope."""
+        size, total = len(rows), sum(rows)
+        fits = -(-total // size) * size
+        return cls(
+            f"A batch of {total} samples does not divide by {size} replicas: they get "
+            f"{', '.join(map(str, rows[:-1]))} and {rows[-1]}, and Keras would average over replicas, not over "
+            f"samples. Pass a batch size that is a multiple of {size}, such as batch_size={fits}. Or let "
+            "replicate_model(model) divide batches of any size, with the results of one device."
+        )
+
+    @classmethod
+    def uneven_later(cls, size: int) -> BatchError:
+        """A later batch of `fit` or `evaluate`, such as the last one, gives replicas unequal shares of a program."""
+        return cls(
+            f"A batch, probably the last one, does not divide by {size} replicas, and a compiled step has one shape on "
+            "all of them. Leave the rest out, dataset.batch(n, drop_remainder=True). Or let replicate_model(model) "
+            "divide batches of any size, with the results of one device."
+        )
+
+    @classmethod
+    def distributed(cls, method: str, kind: str) -> BatchError:
+        """A replicated model gets a distributed dataset."""
+        return cls(
+            f"{method} of a replicated model got a {kind}, and divides each batch among the replicas itself. Pass the "
+            "dataset as it is, before experimental_distribute_dataset: replicated.fit(dataset)."
+        )
+
+    @classmethod
     def nothing(cls) -> BatchError:
         """The batch has no array with samples."""
         return cls("The batch has no array with samples, so there is nothing to divide among the replicas.")

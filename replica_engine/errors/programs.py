@@ -333,6 +333,15 @@ class LoweringError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
+    def beyond_array(cls, where: str, index: int, size: int) -> LoweringError:
+        """The body writes beyond the size of a tf.TensorArray that does not grow."""
+        return cls(
+            f"Index {index} is written{at(where)} in a tf.TensorArray of size {size}. A compiled program would drop "
+            f"the element without a word. Make the array large enough, tf.TensorArray(dtype, size={index + 1}), or let "
+            "it grow: dynamic_size=True."
+        )
+
+    @classmethod
     def growing_array(cls, where: str) -> LoweringError:
         """The body writes to a tf.TensorArray that may grow, and soft placement is off."""
         return cls(
@@ -440,6 +449,19 @@ class StuckProgramError(ReplicaEngineError, RuntimeError):
             "call in it does not return, or its replicas wait for each other: every replica must reach the same "
             "cross-replica operations, so a branch on the replica id must not contain one. Make a new strategy, and "
             "load the variables from a checkpoint."
+        )
+
+
+class NoValueError(ReplicaEngineError, AttributeError):
+    """A tensor of a traced function was asked for its value."""
+
+    @classmethod
+    def numpy(cls) -> NoValueError:
+        """A traced function calls `x.numpy()`."""
+        return cls(
+            "x.numpy() was called in a function that is traced, on TPUStrategy to be compiled; x has no value there "
+            "yet. Compute with TensorFlow's ops, or return x and read it after the run. To see it while the function "
+            "runs: tf.print(x), or tf.py_function(fn, [x], x.dtype)."
         )
 
 

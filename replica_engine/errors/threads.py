@@ -31,7 +31,8 @@ class MergeCallMismatchError(ReplicaEngineError, RuntimeError):
             "Every replica must make the same merge calls in the same order; all_reduce, all_gather, "
             "optimizer.apply_gradients and assignments to aggregated variables are merge calls too. "
             "Move the call out of the branch that only some replicas take, or let every replica make it "
-            "(with zeros, for example, if it has nothing to add)."
+            "(with zeros, for example, if it has nothing to add). If the branch depends on each replica's own values, "
+            'reduce the condition first, so that it is equal on all: context.all_reduce("SUM", value).'
         )
         error.rows = tuple(rows)
         return error
@@ -131,6 +132,15 @@ class MergeCallGraphError(ReplicaEngineError, RuntimeError):
         )
 
     @classmethod
+    def forward_mode(cls, where: str) -> MergeCallGraphError:
+        """A `tf.autodiff.ForwardAccumulator` is around a nested `tf.function` that replicas enter together."""
+        return cls(
+            f"A tf.autodiff.ForwardAccumulator is around a nested tf.function with merge calls, at {where}. Such a "
+            "function runs once for all replicas, and has no forward-mode derivative for each. Call its Python "
+            "function, f.python_function(x), or use tf.GradientTape."
+        )
+
+    @classmethod
     def shared_variable(cls, name: str, replica: str, where: str) -> MergeCallGraphError:
         """A replica asked for the gradient of a plain variable that other replicas use in the same operator as well."""
         return cls(
@@ -160,6 +170,15 @@ class NotInReplicaError(ReplicaEngineError, RuntimeError):
             f"merge_call was called on the thread {thread!r}, which is not running a replica of this context. Call it "
             "from the function that strategy.run runs, on the thread that runs it: another thread can compute values, "
             "and the replica's thread passes them to merge_call."
+        )
+
+    @classmethod
+    def used_after_run(cls) -> NotInReplicaError:
+        """A replica context was kept and used after the run that it belongs to."""
+        return cls(
+            "A replica context was used after its run had returned: no replica waits there any more. Call "
+            "tf.distribute.get_replica_context() each time in the function that strategy.run runs. Outside of it, "
+            'reduce the results: strategy.reduce("SUM", results, axis=None).'
         )
 
     @classmethod

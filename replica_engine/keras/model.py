@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from replica_engine.errors import BatchError
 from replica_engine.keras.replicas import Replicas
+from replica_engine.telemetry import html
 
 _RUN = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _WRITTEN_BY_THE_ORIGINAL = (
@@ -66,10 +69,25 @@ def _class_of(kind: Any) -> type:
     members["__reduce__"] = lambda self: getattr(self, _SLOT).original.__reduce__()
     members["__deepcopy__"] = lambda self, memo: copy.deepcopy(getattr(self, _SLOT).original, memo)
     members["strategy"] = _Strategy()
+    members["_repr_html_"] = _described
     members["from_config"] = classmethod(lambda cls, *args, **kwargs: kind.from_config(*args, **kwargs))
     # Code that asks an object for its class, such as Keras when it saves a model, gets the original's class.
     members["__class__"] = property(lambda self: kind)
     return type(kind.__name__, (kind,), members)
+
+
+def _described(self: Any) -> str:
+    """The replicated model in a notebook."""
+    strategy = getattr(self, _SLOT).strategy
+    weights = sum(math.prod(weight.shape) for weight in self.trainable_weights)
+    rows = [
+        ("model", f"{self.name} ({type(original_of(self)).__name__})"),
+        ("replicas", strategy.num_replicas_in_sync),
+        ("strategy", type(strategy).__name__),
+        ("trainable weights", f"{weights:,}"),
+        ("compiled", "yes" if self.compiled else "no: call compile() before fit()"),
+    ]
+    return html.table("replicated model", ("", ""), rows)
 
 
 class _Strategy:
@@ -85,6 +103,9 @@ def _running(kind: type, name: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         replicas = getattr(self, _SLOT)
+        data = args[0] if args else kwargs.get("x")
+        if isinstance(data, (tf.distribute.DistributedDataset, tf.distribute.DistributedIterator)):
+            raise BatchError.distributed(name, type(data).__name__)
         try:
             with replicas.entered():
                 return method(self, *args, **kwargs)

@@ -136,7 +136,7 @@ class OnXla:
             _logger.warning(many_batch_sizes(name, self._model.name, sizes))
 
     def _launch(self, step: Callable[..., Any], name: str, data: Any, size: int) -> Any:
-        return self._strategy.extended.run_of(self._programs, step, (name, data, size))
+        return self._strategy.extended.run_of(self._programs, _named(name, step), (name, data, size))
 
     def _loop(self, name: str, data: list[Any], total: int) -> Any:
         """Runs several steps in one launch."""
@@ -145,6 +145,7 @@ class OnXla:
         def step(context: Any, shares: Any) -> None:
             context.set_last_step_output("logs", self._step(name, shares, total))
 
+        step.__name__ = name
         settings = LoopSettings(len(data), spread=False, programs=self._programs)
         context = self._strategy.extended.run_steps(step, iter(data), settings)
         return context.last_step_outputs["logs"]
@@ -183,6 +184,13 @@ class OnXla:
 
     def _first(self, value: Any) -> Any:
         return select(0, value)
+
+
+def _named(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step under the name of the method of the model that it runs, as messages about its program call it."""
+    named = functools.partial(step)
+    named.__name__ = name  # type: ignore[attr-defined]
+    return named
 
 
 class _Branch:

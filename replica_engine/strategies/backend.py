@@ -13,18 +13,29 @@ Code above the strategies (Keras, the parity check) relies on the contract and n
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, TypeVar, overload, runtime_checkable
 
 import tensorflow as tf
 
 from replica_engine._tf import quick_scopes
 from replica_engine._tf.graphs import autograph
 from replica_engine.diagnostics.flight_record import SyncPointRecord
+from replica_engine.diagnostics.misuse import check_scope, explained
+from replica_engine.diagnostics.op_lines import here
+from replica_engine.diagnostics.suspicions import check_inputs
 from replica_engine.diagnostics.tracebacks import shortened
-from replica_engine.strategies import accumulation
+from replica_engine.engine import current_replica
+from replica_engine.errors import ScopeError
+from replica_engine.strategies import accumulation, models
 from replica_engine.strategies.validation import check_call, checked_reduction
 from replica_engine.threads.call import ReplicaOptions, call_for_each_replica, sync_points
+
+R = TypeVar("R")
+Arguments: TypeAlias = "Sequence[Any] | tf.distribute.DistributedValues"
+Keywords: TypeAlias = "Mapping[str, Any] | tf.distribute.DistributedValues | None"
+"""What `run` takes. It returns what the function returns, with a `DistributedValues` in the place of each leaf that
+differs by replica; types cannot say more of it than that None stays None."""
 
 
 @runtime_checkable
@@ -96,8 +107,20 @@ class OnReplicaThreads:
 
     extended: Any
 
+    @overload
+    def run(
+        self, fn: Callable[..., None], args: Arguments = ..., kwargs: Keywords = ..., options: Any = ...
+    ) -> None: ...
+
+    @overload
+    def run(
+        self, fn: Callable[..., R], args: Arguments = ..., kwargs: Keywords = ..., options: Any = ...
+    ) -> R | Any: ...
+
     @autograph.artifact
-    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+    def run(
+        self, fn: Callable[..., R], args: Arguments = (), kwargs: Keywords = None, options: Any = None
+    ) -> R | Any | None:
         """Runs `fn` on each replica with the given arguments, like `tf.distribute.Strategy.run`.
 
         Args:
@@ -114,13 +137,26 @@ class OnReplicaThreads:
             Exception: any exception of `fn` or of a merge function, with notes that name the replica.
         """
         check_call(fn, args, kwargs)
+        if current_replica() is not None:
+            raise ScopeError.in_replica("run", here())
+        check_inputs(self, fn, args, kwargs, len(self.extended.worker_devices), False)
         try:
             if not autograph.is_out_of_play():
                 return super().run(fn, args, kwargs, options)  # type: ignore[misc]
             with quick_scopes.in_scope(self):  # once here, instead of again in each call on the way
                 return self.extended._call_for_each_replica(fn, args, {} if kwargs is None else kwargs)
         except Exception as error:
-            raise shortened(error)
+            raise shortened(explained(error))
+
+    def scope(self) -> Any:
+        """Like the scope of every strategy.
+
+        Raises:
+            ScopeError: a replica calls it.
+        """
+        check_scope()
+        models.explain(has_backend)
+        return super().scope()  # type: ignore[misc]
 
     @autograph.artifact
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:

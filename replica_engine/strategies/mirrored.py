@@ -17,7 +17,7 @@ from replica_engine.process.interrupts import held_off_once
 from replica_engine.strategies.backend import OnReplicaThreads, ReplicaThreads
 from replica_engine.strategies.devices import resolve_devices
 from replica_engine.strategies.reductions import Reductions
-from replica_engine.strategies.validation import check_choice, check_flags, check_seconds
+from replica_engine.strategies.validation import check_choice, check_flags, check_seconds, check_updated
 from replica_engine.threads.cpu_reduction import CpuReduction
 
 # If two groups of devices use one collective key, TensorFlow fails: "joining a group with size 2, but that group has
@@ -59,6 +59,7 @@ class MirroredExtended(ReplicaThreads, Reductions, HostDatasets, distribute.Mirr
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         """The hook that updates all components of a variable or none: Ctrl-C waits until all are updated."""
+        check_updated(var)
         with held_off_once():
             return super()._update(var, fn, args, kwargs, group)
 

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf import distribute
-from replica_engine.errors import ReplicaValueError
+from replica_engine.errors import ReplicaValueError, ScopeError
 from replica_engine.errors.base import shown
 from replica_engine.values.structure import as_tensor
 
@@ -61,6 +61,16 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """
     if value is not None and value not in choices:
         raise ReplicaValueError.bad_choice(name, value, choices)
+
+
+def check_updated(variable: Any) -> None:
+    """Checks that a variable to update has a component on each replica.
+
+    Raises:
+        ScopeError: it is a plain variable.
+    """
+    if isinstance(variable, tf.Variable) and not isinstance(variable, distribute.DistributedVariable):
+        raise ScopeError.variable(variable.name.removesuffix(":0"))
 
 
 def check_seconds(**values: float | None) -> None:

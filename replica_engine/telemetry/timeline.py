@@ -17,6 +17,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from replica_engine.telemetry import html
 from replica_engine.telemetry.trace_file import Track, write
 
 MOST = 1_000_000
@@ -115,6 +116,15 @@ class timeline:
         assert recorder is not None, "entered"
         _change(lambda recorders: tuple(each for each in recorders if each is not recorder))
         write(self._path, recorder.spans, recorder.began, now(), recorder.dropped)
+
+    def _repr_html_(self) -> str:
+        """The picture and the table, for notebooks, once the block is over; without matplotlib, the table alone."""
+        if self._recorder is not None or not os.path.exists(self._path):
+            return html.plain(f"timeline({self._path!r}): nothing is recorded yet")
+        from replica_engine.telemetry.report import picture, shares, spans  # only to show it
+
+        recorded = spans.read(self._path)
+        return picture.as_svg(recorded) + html.plain(shares.table(recorded))
 
 
 def _change(how: Callable[[tuple], tuple]) -> None:

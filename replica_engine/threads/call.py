@@ -21,11 +21,12 @@ import tensorflow as tf
 from replica_engine._tf import distribute, quick_scopes, thread_state
 from replica_engine._tf.graphs import autograph, function, optimizer
 from replica_engine.diagnostics.failed_run import note_failed_run
-from replica_engine.diagnostics.flight_record import SyncPointRecord, records
+from replica_engine.diagnostics.flight_record import SyncPointRecord, SyncPoints, records
+from replica_engine.diagnostics.suspicions import watch_results
 from replica_engine.diagnostics.tracebacks import as_raised
 from replica_engine.diagnostics.user_frames import identity
 from replica_engine.engine import ErrandsFailed, GroupPool, Outcome, Replica, Run, SyncPoint
-from replica_engine.errors import CoordinatorRow, note_merge_failure, slow_function
+from replica_engine.errors import CoordinatorRow, ScopeError, note_merge_failure, slow_function
 from replica_engine.process import shutdown
 from replica_engine.process.fork import check_not_forked
 from replica_engine.telemetry import timeline
@@ -135,6 +136,7 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
     concurrent = options.concurrent and state.eager
     variables = SharedVariables(concurrent)
     known = _creates_nothing.setdefault(strategy, set()) if concurrent else set()
+    written: dict[int, tuple[Any, int]] = {}
     source = identity(fn)
     decisions = Decisions(_joint.setdefault(strategy, {}).setdefault(source, set()))
 
@@ -143,7 +145,7 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
         index = replica.index
         context = options.context_class(strategy, distribute.replica_id_in_sync_group(strategy, index))
         creator = variables.creator(replica, run.replicas[0])
-        context.attach(replica, state, devices[index], Attempts(decisions, index == 0), creator)
+        context.attach(replica, state, devices[index], Attempts(decisions, index == 0), creator, written)
         try:
             with state.entered(index, context, devices[index], replica.thread, creator):
                 own_args, own_kwargs = of_replicas[index]
@@ -175,7 +177,22 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
             raise
         if not variables.any:
             known.add(source)
+        if state.eager:
+            watch_results(strategy, results)
+        else:
+            _check_compiled(state.graph, devices, source)
         return results
+
+
+def _check_compiled(graph: Any, devices: Sequence[str], source: Any) -> None:
+    """Checks that XLA does not compile replicas of several CPU devices, with their variables, for one device.
+
+    Raises:
+        ScopeError: it does; TensorFlow would fail when the function runs.
+    """
+    places = {outside.device for outside, _ in getattr(graph, "captures", ()) if outside.dtype == tf.resource}
+    if len(devices) > 1 and len(places) > 1 and "CPU" in devices[0] and function.is_being_compiled():
+        raise ScopeError.compiled_for_one_device(_described(source), len(devices))
 
 
 @contextlib.contextmanager
@@ -271,7 +288,7 @@ def sync_points(strategy: tf.distribute.Strategy) -> list[SyncPointRecord]:
     """
     with _pools_lock:
         pool = _pools.get(strategy)
-    return [] if pool is None else records(pool.record.rings, pool.devices)
+    return SyncPoints() if pool is None else records(pool.record.rings, pool.devices)
 
 
 def _collectives_inside_xla(strategy: tf.distribute.Strategy, fn: Any) -> bool:

@@ -82,13 +82,21 @@ class ReplicaContext(tf.distribute.ReplicaContext):
     _detail: tuple = ()
     _creator: Callable[..., Any] | None = None
     _tokens: dict[int, Any] = {}  # noqa: RUF012  # the last token of each graph; replaced, never changed here
+    _is_over = False
     attempts: Any = None
+    written: dict[int, tuple[Any, int]] = {}  # noqa: RUF012  # replaced, never changed here
 
     def __init__(self, strategy: tf.distribute.Strategy, replica_id_in_sync_group: Any):
         distribute.init_context(self, strategy, replica_id_in_sync_group)
 
     def attach(
-        self, replica: Replica, state: InheritedState, device: str, attempts: Attempts, creator: Callable[..., Any]
+        self,
+        replica: Replica,
+        state: InheritedState,
+        device: str,
+        attempts: Attempts,
+        creator: Callable[..., Any],
+        written: dict[int, tuple[Any, int]],
     ) -> None:
         """Binds the context to an engine replica and what belongs to it.
 
@@ -98,7 +106,9 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             device: the full name of the replica's device.
             attempts: the replica's attempts at entering operators alone.
             creator: the replica's variable creator.
+            written: the plain variables that replicas of this run have added to; see `suspicions.note_write`.
         """
+        self.written = written
         self._replica = replica
         self._graph, self._scope_store = state.graph, state.scope_store
         self._device = device
@@ -108,7 +118,9 @@ class ReplicaContext(tf.distribute.ReplicaContext):
     def detach(self) -> None:
         """Unbinds the context at the end of the replica's body; it keeps only a weak reference to the strategy."""
         self._replica = self._graph = self._scope_store = self.attempts = self._creator = None
+        self.written = {}
         self._tokens = {}
+        self._is_over = True
         distribute.hold_weakly(self)
 
     def in_order(self, outputs: Sequence[Any], inputs: Sequence[Any], backward: Callable[..., Any]) -> tuple:
@@ -378,6 +390,8 @@ class _detailed:
         self._context, self._detail = context, detail
 
     def __enter__(self) -> None:
+        if self._context._is_over:
+            raise NotInReplicaError.used_after_run()
         self._before, self._context._detail = self._context._detail, self._detail
 
     def __exit__(self, *_: object) -> None:

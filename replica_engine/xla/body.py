@@ -105,6 +105,7 @@ class Body:
         launched: the number of launches so far.
         random: the source that its random ops draw from.
         told: what has been warned of.
+        of_strategy: whether a strategy runs it, so that variables can be made under a scope.
     """
 
     KEPT = 100
@@ -126,6 +127,7 @@ class Body:
         self.launched = 0
         self.random = random
         self.told: set[Any] = set()
+        self.of_strategy = name != "xla"
         self._soft_placement = soft_placement
 
     @property

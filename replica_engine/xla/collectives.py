@@ -354,7 +354,7 @@ def _rows(groups: Groups | None, size: int, equal_for: str = "") -> list[list[in
         return [list(range(size))]
     try:
         rows = [[operator.index(replica) for replica in group] for group in groups]
-    except TypeError:
+    except Exception:  # a table, for example, raises AttributeError when it is iterated
         raise CollectiveError.bad_groups(groups, size) from None
     if not all(rows) or sorted(replica for row in rows for replica in row) != list(range(size)):
         raise CollectiveError.bad_groups(rows, size)

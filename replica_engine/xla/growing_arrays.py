@@ -47,6 +47,7 @@ class Seen:
         writes: the writes that may let an array grow.
         lines: the user's lines of the writes.
         checks: the ops that ask for the size of an array only to check a write.
+        has_fixed: whether there are writes to arrays that do not grow.
     """
 
     made: list[tf.Operation] = dataclasses.field(default_factory=list)
@@ -54,6 +55,7 @@ class Seen:
     writes: list[tf.Operation] = dataclasses.field(default_factory=list)
     lines: list[str] = dataclasses.field(default_factory=list)
     checks: list[tf.Operation] = dataclasses.field(default_factory=list)
+    has_fixed: bool = False
 
     def is_like(self, other: Seen) -> bool:
         """Whether another trace made as many of each kind, at the same lines."""
@@ -93,6 +95,7 @@ def fixed(seen: Seen, final: Final | None, checks: bool) -> Iterator[None]:
 
     def see_write(op: tf.Operation) -> None:
         if not op.get_attr(_GROWS):
+            seen.has_fixed = True
             return
         made_ops.set_flag(op, _GROWS, False)  # XLA has no gradient of a write that grows
         seen.writes.append(op)

@@ -16,6 +16,7 @@ if sys.version_info < (3, 11):  # which jax needs
         "test_host_calls.py",
         "test_inputs.py",
         "test_models.py",
+        "test_scopes.py",
         "test_timeouts.py",
         "test_values.py",
     ]

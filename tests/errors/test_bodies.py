@@ -34,6 +34,19 @@ def test_a_dataset_iterator():
     strategy.run(step, args=(tf.constant(0.1),))
 
 
+@shows(LoweringError.beyond_array)
+def test_a_write_beyond_a_fixed_array():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x):
+        powers = tf.TensorArray(tf.float32, size=3)
+        for i in tf.range(4):
+            powers = powers.write(i, x ** tf.cast(i, tf.float32))
+        return powers.stack()
+
+    strategy.run(step, args=(tf.constant(2.0),))
+
+
 @shows(CaptureError.unknown_shape)
 def test_a_variable_that_may_change_its_shape():
     strategy = TPUStrategy(num_cores=2)

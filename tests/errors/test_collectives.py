@@ -62,6 +62,17 @@ def test_groups_that_leave_a_replica_out():
     xla.replicate(step, inputs=[[tf.constant(float(i))] for i in range(3)])
 
 
+@shows(CollectiveError.bad_groups, "of_a_table")
+def test_a_table_in_the_place_of_groups():
+    strategy = TPUStrategy(num_cores=2)
+    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([1], [2]), 0)
+
+    def step(x):
+        return xla.cross_replica_sum(x, table)
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
 @shows(CollectiveError.unequal_groups)
 def test_groups_of_two_sizes():
     def step(x):

@@ -143,3 +143,23 @@ class TestTheDefault:
     def test_takes_all_devices(self):
         everything = len(tf.config.list_logical_devices("CPU"))
         assert replicate_model(small()).strategy.num_replicas_in_sync == everything
+
+
+class Printing(keras.Model):
+    """A model whose step has an op that runs on the host, of which the library tells by the name of the step."""
+
+    def train_step(self, data):
+        tf.print("a step of", tf.shape(data[0])[0], output_stream="file:///dev/null")
+        return super().train_step(data)
+
+
+@pytest.mark.parametrize("rows", [8, 9], ids=["even", "uneven"])
+def test_a_compiled_step_is_called_as_the_method_of_the_model(rows, caplog):
+    inputs = keras.Input((4,))
+    model = Printing(inputs, keras.layers.Dense(1)(inputs), name="printing")
+    model.compile("sgd", "mse")
+    replicated = replicate_model(model, strategy=replica_engine.TPUStrategy(num_cores=2))
+    with caplog.at_level("INFO", "replica_engine"):
+        replicated.train_on_batch(X[:rows], X[:rows, :1])
+    (message,) = [text for text in of_level(caplog, "INFO") if "XLA cannot compile all of" in text]
+    assert message.startswith("XLA cannot compile all of `train_step`.")

@@ -192,7 +192,7 @@ class TestCommand:
         assert "<svg" in svg.read_text()
 
     @pytest.mark.parametrize(
-        ("text", "why"), [(None, "No such file"), ("not json", "is not a timeline"), ('{"a": 1}', "is not a timeline")]
+        ("text", "why"), [(None, "no such file"), ("not json", "is not a timeline"), ('{"a": 1}', "is not a timeline")]
     )
     def test_says_what_is_wrong_with_a_file(self, tmp_path, capsys, text, why):
         path = tmp_path / "run.json"

@@ -380,3 +380,98 @@ def test_appending_at_the_size_of_the_array_is_an_error(small):
 
     with pytest.raises(LoweringError, match=r"array.size\(\) at .*test_arrays_that_grow.py.* Count the elements"):
         on_replica_0(small, body)
+
+
+def of_three():
+    return tf.TensorArray(tf.float32, size=3)
+
+
+def full(x):
+    return of_three().unstack(x)
+
+
+def guarded_by_the_counter(x):
+    found = full(x)
+    for i in tf.range(5):
+        if i < 3:
+            found = found.write(i, 2.0 * x[i])
+    return found.stack()
+
+
+def in_a_branch_that_the_data_does_not_take(x):
+    found = full(x)
+    if tf.reduce_sum(x) > 100.0:
+        found = found.write(7, x[0])
+    return 2.0 * found.stack()
+
+
+def in_a_loop_that_the_data_does_not_enter(x):
+    found = full(x)
+    while tf.reduce_sum(x) > 100.0:
+        found = found.write(7, x[0])
+    return 2.0 * found.stack()
+
+
+def by_an_index_of_the_data(x):
+    return 2.0 * full(x).write(tf.cast(x[0], tf.int32), x[1]).write(1, x[1]).stack()
+
+
+def by_map_fn_and_scan(x):
+    return tf.map_fn(lambda each: 2.0 * each, x) + 0.0 * tf.scan(lambda a, b: a + b, x)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        guarded_by_the_counter,
+        in_a_branch_that_the_data_does_not_take,
+        in_a_loop_that_the_data_does_not_enter,
+        by_map_fn_and_scan,
+    ],
+)
+def test_arrays_that_do_not_grow_are_left_alone(body):
+    strategy = TPUStrategy(num_cores=1)
+    np.testing.assert_array_equal(strategy.run(body, args=(tf.constant(X),)), [2.0, 4.0, 6.0])
+
+
+def test_a_write_to_an_unknown_index_is_not_refused():
+    assert TPUStrategy(num_cores=1).run(by_an_index_of_the_data, args=(tf.constant(X),)).shape == (3,)
+
+
+def test_gradients_through_an_array_that_does_not_grow_are_right():
+    def body(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(guarded_by_the_counter(x) ** 2)
+        return tape.gradient(loss, x)
+
+    np.testing.assert_array_equal(TPUStrategy(num_cores=1).run(body, args=(tf.constant(X),)), [8.0, 16.0, 24.0])
+
+
+def in_a_python_loop(x):
+    found = of_three()
+    for i in range(4):
+        found = found.write(i, x[0])
+    return found.stack()
+
+
+def in_a_loop_of_the_program(x):
+    found = of_three()
+    for i in tf.range(5):
+        if i != 2:
+            found = found.write(i, x[0])
+    return found.stack()
+
+
+def in_a_nested_function(x):
+    @tf.function
+    def inner(x):
+        return full(x).write(3, x[0]).stack()
+
+    return inner(x)
+
+
+@pytest.mark.parametrize("body", [in_a_python_loop, in_a_loop_of_the_program, in_a_nested_function])
+def test_a_write_beyond_an_array_that_does_not_grow_is_an_error(body):
+    with pytest.raises(LoweringError, match=r"Index 3 is written at .* in a tf.TensorArray of size 3"):
+        TPUStrategy(num_cores=1).run(body, args=(tf.constant(X),))

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -52,8 +53,13 @@ from tensorflow.python.ops import while_v2 as _while_v2
 # _pfor_impl: tf.vectorized_map, and the jacobians of a tape.
 from tensorflow.python.ops.parallel_for import control_flow_ops as _parallel_for
 
+# ResourceVariable: a plain tf.Variable, or a component of a distributed one.
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable as _ResourceVariable
+
 # variable_accessed: tells tapes that a variable was read.
 from tensorflow.python.ops.resource_variable_ops import variable_accessed as variable_accessed
+
+from replica_engine._tf import batches
 
 
 class Wrapped(NamedTuple):
@@ -86,6 +92,9 @@ WRAPPED = {
     "gradient_types": Wrapped(_gradients_util, "PossibleTapeGradientTypes", "tapes count as without this library"),
     "push_tape": Wrapped(tf.GradientTape, "_push_tape", "tapes outlast an attempt to enter a branch alone"),
     "pop_tape": Wrapped(tf.GradientTape, "_pop_tape", "how many tapes record a nested tf.function"),
+    "assign_add": Wrapped(_ResourceVariable, "assign_add", "warns if several replicas add to one plain variable"),
+    "assign_sub": Wrapped(_ResourceVariable, "assign_sub", "warns if several replicas add to one plain variable"),
+    "next": Wrapped(batches.OWNER, batches.NAME, "warns if a batch of a plain dataset goes whole to all replicas"),
     "tape_gradient": Wrapped(tf.GradientTape, "gradient", "tapes outlast an attempt to enter a branch alone"),
 }
 """What `wrap` puts functions around, each idle outside the replicas of this library."""
@@ -142,6 +151,23 @@ def gradients_of_ops(*args: Any, **kwargs: Any) -> list[Any]:
     """`tf.gradients` for any graph, without what `wrap` put around it."""
     helper = _gradients_util._GradientsHelper
     return getattr(helper, _ORIGINAL, helper)(*args, **kwargs)
+
+
+_tapes = threading.local()
+
+
+def note_outer_tape(tape: tf.GradientTape, begins: bool) -> None:
+    """Notes that a tape begins or ends to record on this thread, which runs no replica."""
+    tapes = _tapes.__dict__.setdefault("outer", [])
+    if begins:
+        tapes.append(tape)
+    else:
+        tapes[:] = [each for each in tapes if each is not tape]
+
+
+def outer_tapes() -> list[tf.GradientTape]:
+    """The tapes that record on this thread, which runs no replica."""
+    return list(_tapes.__dict__.get("outer", ()))
 
 
 def has_tape() -> bool:

@@ -54,6 +54,17 @@ def options(fn: Any) -> tuple[bool, bool, Any]:
     return bool(fn._autograph), bool(fn._reduce_retracing), fn.input_signature
 
 
+def is_being_compiled() -> bool:
+    """Whether this call is made while a `tf.function` with `jit_compile=True` is traced."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        is_trace = frame.f_code is _trace_function.__code__
+        if is_trace and (frame.f_locals["tracing_options"].attributes or {}).get(_XLA_COMPILE):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 def leave_uncompiled() -> None:
     """Removes `jit_compile=True` from the tf.functions that are being traced around this call.
 

@@ -14,6 +14,8 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf.keras import trainer as keras_trainer
+from replica_engine.errors import BatchError
+from replica_engine.strategies import models
 from replica_engine.strategies.tpu.device_loops import LoopSettings
 
 
@@ -29,6 +31,14 @@ def device_loop(model: Any, step_function: Callable[..., Any], plain: Callable[.
     if not hasattr(strategy, "run_steps") or model.run_eagerly:
         return plain
 
+    def one_step(iterator: Any) -> Any:
+        try:
+            return plain(iterator)
+        except Exception as error:
+            if models.is_uneven(error):
+                raise BatchError.uneven_later(strategy.num_replicas_in_sync) from None
+            raise
+
     def step(context: Any, data: Any) -> None:
         context.set_last_step_output("logs", step_function(data))
 
@@ -38,7 +48,7 @@ def device_loop(model: Any, step_function: Callable[..., Any], plain: Callable[.
     def function(iterator: Any) -> Any:
         nonlocal source
         if model.steps_per_execution == 1 or not isinstance(iterator, tf.distribute.DistributedIterator):
-            return plain(iterator)
+            return one_step(iterator)
         if source is None or not source.is_of(iterator):  # a new epoch
             source = _Batches(iterator)
         logs = None

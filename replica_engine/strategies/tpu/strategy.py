@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, overload
 
 import tensorflow as tf
 
@@ -13,21 +13,29 @@ from replica_engine._tf import distribute, patches
 from replica_engine._tf.graphs import autograph
 from replica_engine._tf.host_datasets import HostDatasets
 from replica_engine.diagnostics.flight_record import SyncPointRecord
+from replica_engine.diagnostics.misuse import check_scope, explained
+from replica_engine.diagnostics.suspicions import check_inputs, watch_results
 from replica_engine.diagnostics.tracebacks import shortened
 from replica_engine.errors.base import positive_int, shown
 from replica_engine.pjrt.devices import device_group
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.process import pool
 from replica_engine.process.fork import check_not_forked
-from replica_engine.strategies import accumulation
-from replica_engine.strategies.backend import HostSide, has_backend
+from replica_engine.strategies import accumulation, models
+from replica_engine.strategies.backend import Arguments, HostSide, Keywords, R, has_backend
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.reductions import Reductions
 from replica_engine.strategies.tpu import keras_steps, variables
 from replica_engine.strategies.tpu.api import OneLogicalDevice, TPUFacts
 from replica_engine.strategies.tpu.context import BodyReplicaContext, gather_leaf, reduce_leaf
 from replica_engine.strategies.tpu.device_loops import LoopSettings, run_steps
-from replica_engine.strategies.validation import check_call, check_flags, check_seconds, checked_reduction
+from replica_engine.strategies.validation import (
+    check_call,
+    check_flags,
+    check_seconds,
+    check_updated,
+    checked_reduction,
+)
 from replica_engine.values.regroup import regroup, spread
 from replica_engine.xla.body import Limits, in_body
 from replica_engine.xla.graph_mode import refuses_graphs
@@ -109,7 +117,10 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, distribute.MirroredExtende
         with contextlib.nullcontext() if tf.executing_eagerly() else self._container_strategy().scope():
             args, kwargs = spread(args, size, "args"), spread(kwargs or {}, size, "kwargs")
             results = call_with_numbers(programs, source, args, kwargs)
-        return regroup(results, what="The results of the replicas")
+        regrouped = regroup(results, what="The results of the replicas")
+        if tf.executing_eagerly():
+            watch_results(self._container_strategy(), regrouped)
+        return regrouped
 
     @contextlib.contextmanager
     def _in_replica_context(self) -> Iterator[None]:
@@ -189,6 +200,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, distribute.MirroredExtende
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         """The hook of `update`: one call if all replicas share one value, one call per component of on-read ones."""
+        check_updated(var)
         components = list({id(component): component for component in var._values}.values())
         if in_body() is not None:
             with distribute.UpdateContext(0), tf.name_scope("update_0"):
@@ -327,12 +339,26 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
 
     def scope(self) -> Any:
         """Like the scope of every strategy. Keras models built in it run `steps_per_execution` steps in one launch."""
-        patches.extend_trainer(keras_steps.device_loop, TPUStrategy)
+        check_scope()
+        models.explain(has_backend)
+        patches.extend_trainer(keras_steps.device_loop)
         patches.average_logs(TPUStrategy)
         return super().scope()
 
+    @overload
+    def run(
+        self, fn: Callable[..., None], args: Arguments = ..., kwargs: Keywords = ..., options: Any = ...
+    ) -> None: ...
+
+    @overload
+    def run(
+        self, fn: Callable[..., R], args: Arguments = ..., kwargs: Keywords = ..., options: Any = ...
+    ) -> R | Any: ...
+
     @autograph.artifact
-    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+    def run(
+        self, fn: Callable[..., R], args: Arguments = (), kwargs: Keywords = None, options: Any = None
+    ) -> R | Any | None:
         """Runs `fn` on each replica with the given arguments, like `tf.distribute.Strategy.run`.
 
         Args:
@@ -349,10 +375,11 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
             Exception: any exception that `fn` raised while it was traced.
         """
         check_call(fn, args, kwargs)
+        check_inputs(self, fn, args, kwargs, self.extended.device_group.size, True)
         try:
             return self.extended.call_for_each_replica(fn, args, kwargs or {})
         except Exception as error:
-            raise shortened(error)
+            raise shortened(explained(error))
 
     @autograph.artifact
     def run_steps(

@@ -20,6 +20,7 @@ example:
 The picture needs matplotlib: pip install "replica-engine[plot]". To zoom, open run.json in ui.perfetto.dev.
 """
 FAILED = 1
+FORMATS = (".png", ".svg", ".pdf")
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -40,6 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--output",
         metavar="PICTURE",
+        type=_picture,
         help="file to draw to: .png, .svg or .pdf (default: the recording's name with .png)",
     )
     parser.add_argument(
@@ -53,7 +55,11 @@ def run(flags: argparse.Namespace) -> int:
     """Runs the command, and returns the exit status: 0, or 1 after a failure."""
     try:
         timeline = spans.read(flags.path)
-    except (OSError, ValueError) as error:
+    except FileNotFoundError:
+        return _failed(f"no such file: {flags.path}")
+    except OSError as error:
+        return _failed(f"cannot read {flags.path}: {error.strerror}")
+    except ValueError as error:
         return _failed(str(error))
     print(shares.table(timeline, flags.begin, flags.end))
     output = flags.output or f"{os.path.splitext(flags.path)[0]}.png"
@@ -65,6 +71,14 @@ def run(flags: argparse.Namespace) -> int:
         return _failed(f"could not draw {output}: {error}")
     print(f"wrote {output}")
     return 0
+
+
+def _picture(path: str) -> str:
+    """The path of a picture, for argparse."""
+    suffix = os.path.splitext(path)[1]
+    if suffix.lower() not in FORMATS:
+        raise argparse.ArgumentTypeError(f"{suffix or path} is no format of a picture here; take {', '.join(FORMATS)}")
+    return path
 
 
 def _failed(why: str) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from typing import TYPE_CHECKING
 
 from replica_engine.telemetry.report import steps
@@ -71,6 +73,19 @@ def draw(timeline: Timeline, path: str, begin: float = 0.0, end: float | None = 
     whole.legend(handles=handles, loc="outside lower right", ncols=len(handles), frameon=False, fontsize=9)
     whole.suptitle("\n".join(_title(timeline, tracks, stragglers, begin, end)), x=0.01, ha="left", fontsize=11)
     whole.savefig(path, dpi=130)
+
+
+def as_svg(timeline: Timeline) -> str:
+    """The picture as text to put into a page; "" without matplotlib, or if there is nothing to draw."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "timeline.svg")
+        try:
+            draw(timeline, path)
+        except (ImportError, ValueError):
+            return ""
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    return text[text.index("<svg") :]
 
 
 def _stragglers(timeline: Timeline, begin: float, end: float) -> dict[str, steps.Straggler | None]:

@@ -18,6 +18,7 @@ import tensorflow as tf
 from replica_engine._tf import thread_state
 from replica_engine._tf.graphs import autograph, control_flow, function
 from replica_engine.engine import Run
+from replica_engine.errors import MergeCallGraphError
 from replica_engine.threads.joint.gradients import Backward, recording
 from replica_engine.threads.joint.graphs import Notes, notes_of
 from replica_engine.threads.joint.operator import Built, JointOperator, Part, flat_tensors, is_differentiable
@@ -92,8 +93,12 @@ def build_call(run: Run, parts: Sequence[Part]) -> list[Built]:
     args = regroup([each.args for each in payloads], what, "args")
     kwargs = regroup([each.kwargs for each in payloads], what, "kwargs")
     _calling.operator = operator
+    depth = max(part.context.attempts.tapes for part in parts)
+    is_taped = any(part.taped for part in parts)
+    if is_taped and not depth:
+        raise MergeCallGraphError.forward_mode(operator.where)
     try:
-        if not any(part.taped for part in parts):
+        if not is_taped:
             return [Built(value) for value in parts_of(around(*args, **kwargs), size, "result")]
         notes = notes_of(around.get_concrete_function(*args, **kwargs).graph) or Notes()
         used = [[*filter(is_differentiable, flat_tensors([each.args, each.kwargs]))] for each in payloads]
@@ -103,7 +108,7 @@ def build_call(run: Run, parts: Sequence[Part]) -> list[Built]:
                 used[replica].append(tensor)
                 captured[replica].append(alias)
         # One tape for each order of gradients that the replicas' own tapes can be asked for.
-        tapes = [tf.GradientTape(persistent=True) for _ in range(max(part.context.attempts.tapes for part in parts))]
+        tapes = [tf.GradientTape(persistent=True) for _ in range(depth)]
         with operator.building(), recording(tapes, captured):
             values = parts_of(around(*args, **kwargs), size, "result")
     finally:

@@ -10,7 +10,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from replica_engine._tf import batches
 from replica_engine._tf.graphs import control_flow, function
+from replica_engine.diagnostics.suspicions import note_write
 from replica_engine.diagnostics.user_frames import identity, user_location
 from replica_engine.engine import current_replica
 from replica_engine.errors import MergeCallGraphError
@@ -38,6 +40,9 @@ def install() -> None:
     control_flow.wrap("push_tape", _push_tape)
     control_flow.wrap("pop_tape", _pop_tape)
     control_flow.wrap("tape_gradient", _tape_gradient)
+    control_flow.wrap("assign_add", _add)
+    control_flow.wrap("assign_sub", _add)
+    control_flow.wrap("next", batches.noted)
     control_flow.wrap_gradients(_gradient_of_op)
 
 
@@ -226,6 +231,7 @@ def _push_tape(original: Callable[..., Any], self: tf.GradientTape) -> Any:
     """A tape begins. In a graph it can be asked again after an attempt has asked it in vain."""
     context = _context()
     if context is None:
+        control_flow.note_outer_tape(self, begins=True)
         return original(self)
     context.attempts.tapes += 1
     context.attempts.persistent_tapes += self._persistent
@@ -240,7 +246,17 @@ def _pop_tape(original: Callable[..., Any], self: tf.GradientTape) -> Any:
     if context is not None:
         context.attempts.tapes -= 1
         context.attempts.persistent_tapes -= self._persistent
+    else:
+        control_flow.note_outer_tape(self, begins=False)
     return original(self)
+
+
+def _add(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`assign_add` or `assign_sub` of a plain variable, or of a component of a distributed one."""
+    context = _context()
+    if context is not None:
+        note_write(context.written, self, context.strategy, context.index)
+    return original(self, *args, **kwargs)
 
 
 def _gradient_types(original: Callable[..., int], tensors: Sequence[Any]) -> int:

@@ -24,6 +24,7 @@ from replica_engine.xla.growing_arrays import Final, Seen
 _WRITE = "TensorListSetItem"
 _RESERVE = "TensorListReserve"
 _LENGTH = "TensorListLength"
+_FEW_STEPS = 20_000  # about 200 iterations, a tenth of a second
 _NEEDS_NO_SIZE = ("TensorListGetItem", "TensorListElementShape")
 
 
@@ -52,11 +53,31 @@ def find(graph: Any, seen: Seen) -> Final:
     search = _Search(seen)
     with on_host():
         search.visit(search.evaluation.of(graph))
+    search.check_bounds()
     return search.result()
 
 
+def check(graph: Any, seen: Seen) -> None:
+    """Looks for writes beyond the size of an array that does not grow; XLA drops such a write without a word.
+
+    Only what surely happens is found: indices, sizes and conditions that are known while the body is traced. Long loops
+    are not followed to their end, since every model with a recurrent layer has such arrays.
+
+    Args:
+        graph: the body, without arrays that grow.
+        seen: its arrays.
+
+    Raises:
+        LoweringError: there is such a write.
+    """
+    search = _Search(seen, _FEW_STEPS)
+    with on_host():
+        search.visit(search.evaluation.of(graph))
+    search.check_bounds()
+
+
 class _Search:
-    def __init__(self, seen: Seen):
+    def __init__(self, seen: Seen, steps: int | None = None):
         self._seen = seen
         self._growing = {id(op) for op in seen.writes}
         self._checks = {id(op) for op in seen.checks}
@@ -72,7 +93,9 @@ class _Search:
             "TensorListPushBack": Rule(lambda op, inputs: [inputs[0]], (0,)),
             "TensorListPopBack": Rule(lambda op, inputs: [inputs[0], None], (0,)),
         }
-        self.evaluation = Evaluation(rules, _common)
+        self.evaluation = Evaluation(rules, _common) if steps is None else Evaluation(rules, _common, steps)
+        self._beyond: list[tuple[tf.Operation, int, int]] = []  # writes, their index and the size of their array
+        self._unsure = 0  # how many branches are entered of which it is unknown whether they are taken
         self._sizes: dict[int, set[int | None]] = {}  # by the id of the maker: after each write
         self._looks: dict[int, dict[tf.Operation, int | None]] = {}  # the same: when an op looks at all of the array
         self._writes: dict[int, set[int]] = {}  # by the id of a write that may grow: the makers of its arrays
@@ -86,19 +109,35 @@ class _Search:
         for op in self._of_lists(execution.graph):
             if op.type.endswith("While"):
                 condition, body = host_ops.functions_of(op)
-                execution.iterations(op, self._wanted(condition) | self._wanted(body), self.visit)
+                before = len(self._beyond)
+                count, _ = execution.iterations(op, self._wanted(condition) | self._wanted(body), self.visit)
+                if count is None:  # the last iteration stood for all, of which there may be none
+                    del self._beyond[before:]
             elif host_ops.runs_functions(op):
                 is_call = op.type.endswith("PartitionedCall")
                 taken = 0 if is_call else execution.branch_taken(op)
+                self._unsure += taken is None
                 for number in range(len(host_ops.functions_of(op))):
                     if taken in (None, number):
                         self.visit(execution.inside(op, number))
+                self._unsure -= taken is None
             elif self.evaluation.rule_of(op) is not None:
                 execution.value(op.outputs[0])
+                if op.type == _WRITE and id(op) not in self._growing and not self._unsure:
+                    self._note_bounds(op, *[execution.value(each) for each in op.inputs[:2]])
             elif op.type not in _NEEDS_NO_SIZE:
                 for tensor in op.inputs:
                     if tensor.dtype == tf.variant:
                         self._look(op, execution.value(tensor))
+
+    def _note_bounds(self, op: tf.Operation, array: _List | None, index: Value) -> None:
+        if array is not None and array.size is not None and index is not None and int(index) >= array.size:
+            self._beyond.append((op, int(index), array.size))
+
+    def check_bounds(self) -> None:
+        """Raises an error if an element is written beyond the size of an array that does not grow."""
+        for op, index, size in self._beyond:
+            raise LoweringError.beyond_array(user_line(op), index, size)
 
     def result(self) -> Final:
         """What was found."""

@@ -72,23 +72,24 @@ class Differences:
 
     Attributes:
         conditions: the causes of the condition of each branch and loop, by the id of its op.
+        variables: by the index of the input that is a variable's handle, the causes of the variable's value.
     """
 
     def __init__(self, graph: Any, of_input: Callable[[int], Cause], first_own: Callable[[int], int | None]):
         self.conditions: dict[int, Cause] = {}
         self._first_own = first_own
         self._needed_ops = functools.cache(host_ops.needed_ops)
-        self._variables = {
+        self.variables = {
             index: of_input(index) for index, each in enumerate(graph.inputs) if each.dtype == tf.resource
         }
         inputs = [
-            _Known(Cause.NONE, frozenset([index])) if index in self._variables else _Known(of_input(index))
+            _Known(Cause.NONE, frozenset([index])) if index in self.variables else _Known(of_input(index))
             for index in range(len(graph.inputs))
         ]
         while True:  # what is assigned late in an iteration or in a branch is read early in the next
-            before = dict(self._variables)
+            before = dict(self.variables)
             self._run(graph, inputs, Cause.NONE)
-            if self._variables == before:
+            if self.variables == before:
                 return
 
     def _run(self, graph: Any, inputs: Sequence[_Known], around: Cause) -> list[_Known]:
@@ -153,8 +154,8 @@ class Differences:
         variables = _variables_of(given)
         for variable in variables:
             if not op.outputs:  # it writes
-                self._variables[variable] |= cause | around
-            cause |= self._variables[variable]
+                self.variables[variable] |= cause | around
+            cause |= self.variables[variable]
         if op.op_def.is_stateful and not variables and op.type != "Placeholder":
             cause |= Cause.UNKNOWN
         return cause

@@ -56,12 +56,18 @@ class Evaluation:
     Args:
         rules: how to compute the outputs of ops of some types.
         common: what is known of a value that is one of several; only for values that rules made.
+        steps: the limit; an iteration of a loop takes about 100.
     """
 
-    def __init__(self, rules: Mapping[str, Rule], common: Callable[[list[Value]], Value] = lambda values: None):
+    def __init__(
+        self,
+        rules: Mapping[str, Rule],
+        common: Callable[[list[Value]], Value] = lambda values: None,
+        steps: int = _STEPS,
+    ):
         self._rules = rules
         self._common = common
-        self._left = _STEPS
+        self._left = steps
         self._runners: dict[int, Callable[[list[Any]], list[Any]]] = {}
         self._computes: dict[int, bool] = {}
         self._constants: dict[int, Value] = {}

@@ -12,7 +12,7 @@ recording in it. So the tape knows the derivatives of every order, and no functi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 import tensorflow as tf
 
@@ -26,9 +26,11 @@ from replica_engine.xla.host_calls.closures import Closure
 from replica_engine.xla.host_calls.results import HostResults, codes_of, results_of
 from replica_engine.xla.host_calls.session import Kept, Session
 
+P = ParamSpec("P")
+
 
 @autograph.artifact
-def outside_compilation(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def outside_compilation(fn: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> Any:
     """Runs `fn` on the host, from inside a compiled body: once on each replica, each time the body reaches the call.
 
     `fn` runs as eager TensorFlow, with concrete tensors: `x.numpy()`, strings, files, `tf.print`, `tf.summary`, any

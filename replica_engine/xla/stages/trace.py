@@ -16,6 +16,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from replica_engine._tf import distribute
+from replica_engine._tf import variables as variable_handles
 from replica_engine._tf.graphs import autograph, subgraphs, xla_ops
 from replica_engine.diagnostics.flight_record import Collective
 from replica_engine.diagnostics.op_lines import here
@@ -26,6 +28,7 @@ from replica_engine.errors import (
     VariableCreationError,
     may_wait_forever,
     slow_trace,
+    warn_shared_variable,
 )
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.stacks import stack_of
@@ -33,7 +36,7 @@ from replica_engine.telemetry.trace_file import Track
 from replica_engine.telemetry.watchdog import Watch
 from replica_engine.xla import soft_placement
 from replica_engine.xla.analysis import array_sizes, meetings
-from replica_engine.xla.analysis.differences import Cause
+from replica_engine.xla.analysis.differences import Cause, Differences
 from replica_engine.xla.body import Body
 from replica_engine.xla.growing_arrays import Final, Seen
 from replica_engine.xla.host_calls.call import HostCalls
@@ -121,6 +124,8 @@ def _trace(source: FunctionSpec, arguments: Arguments, shapes: Shapes, body: Bod
         if again:
             named = [(variable.name.removesuffix(":0"), where) for variable, where in again]
             raise VariableCreationError.each_time(traced.name, named)
+    if seen.has_fixed and not seen.writes:
+        array_sizes.check(traced.graph, seen)
     if seen.writes:
         final = array_sizes.find(traced.graph, seen)
         unknown = [line for number, line in enumerate(seen.lines) if number not in final.writes]
@@ -205,6 +210,33 @@ def _check_meetings(traced: Traced, arguments: Arguments) -> None:
     if new:
         traced.body.told.update(new)
         _logger.warning(may_wait_forever(traced.name, new))
+    if traced.body.size > 1 and traced.body.of_strategy:
+        _check_plain_variables(traced, cause, lambda index: calls[index].first_own)
+
+
+def _check_plain_variables(
+    traced: Traced, cause: Callable[[int], Cause], first_own: Callable[[int], int | None]
+) -> None:
+    """Warns of plain variables to which the replicas write values that may differ: only one of the values stays."""
+    plain = {}
+    for variable in traced.graph.variables:
+        if not isinstance(distribute.value_container(variable), distribute.DistributedVariable):
+            plain[id(variable_handles.raw_handle(variable))] = variable
+    indices = {
+        index: plain[id(outside)]
+        for index, each in enumerate(traced.graph.inputs)
+        if each.dtype == tf.resource
+        and id(outside := subgraphs.captured(each)) in plain
+        and not differs_by_replica(outside)
+    }
+    if not indices:
+        return
+    written = Differences(traced.graph, cause, first_own).variables
+    for index, variable in indices.items():
+        name = variable.name.removesuffix(":0")
+        if written[index] & (Cause.REPLICA_ID | Cause.OWN_DATA) and name not in traced.body.told:
+            traced.body.told.add(name)
+            _logger.warning(warn_shared_variable(name, ""))
 
 
 @contextlib.contextmanager

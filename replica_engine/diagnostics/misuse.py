@@ -1,0 +1,84 @@
+"""Says in the user's terms what TensorFlow's exceptions about strategies say in its own.
+
+Nothing is checked in advance: a program that works is never refused, and pays nothing. When a run has failed with one
+of a few known errors, the frames of its traceback show the object of the user that the error is about.
+"""
+
+from __future__ import annotations
+
+from types import FrameType
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._tf import distribute
+from replica_engine.diagnostics.op_lines import here
+from replica_engine.errors import NoValueError, ScopeError, add_note
+
+_MIXED = ("Mixing different tf.distribute.Strategy", "Need to be inside")
+_IN_REPLICA = "Method requires being in cross-replica context"
+
+
+def explained(error: Exception) -> Exception:
+    """The error of the library that says what a known error of TensorFlow means; otherwise the error itself."""
+    better = _meaning(error)
+    if better is None:
+        return error
+    for note in getattr(error, "__notes__", ()):
+        add_note(better, note)
+    better.__suppress_context__ = True
+    return better.with_traceback(error.__traceback__)
+
+
+def check_scope() -> None:
+    """Checks that `scope` is not called in a replica.
+
+    Raises:
+        ScopeError: it is.
+    """
+    if _is_in_replica():
+        raise ScopeError.in_replica("scope", here())
+
+
+def _meaning(error: Exception) -> Exception | None:
+    text = str(error)
+    if type(error) is RuntimeError and text.startswith(_MIXED):
+        return _foreign(error)
+    if isinstance(error, AttributeError) and "SymbolicTensor" in text and text.endswith("no attribute 'numpy'"):
+        return NoValueError.numpy()
+    if type(error) is RuntimeError and text.startswith(_IN_REPLICA) and _is_in_replica():
+        return ScopeError.in_replica("run", here())
+    return None
+
+
+def _foreign(error: Exception) -> ScopeError | None:
+    """Finds the optimizer or variable that does not belong to the strategy in use."""
+    frames: list[FrameType] = []
+    step = error.__traceback__
+    while step is not None:
+        frames.append(step.tb_frame)
+        step = step.tb_next
+    owners = [frame.f_locals.get("self") for frame in frames]
+    for owner in owners:  # the outermost first: an optimizer, rather than the variables that it updates
+        strategy = getattr(owner, "_distribution_strategy", None)  # of a Keras optimizer
+        if strategy is not None and hasattr(owner, "_trainable_variables"):
+            if _is_default(strategy):
+                return ScopeError.optimizer(owner.name, type(owner).__name__)  # type: ignore[union-attr]
+            return ScopeError.other_strategy("optimizer", owner.name)  # type: ignore[union-attr]
+    for owner in owners:
+        if isinstance(owner, distribute.DistributedVariable):
+            return ScopeError.other_strategy("variable", _name(owner))
+    return None
+
+
+def _is_default(strategy: Any) -> bool:
+    return strategy is distribute.default_strategy()
+
+
+def _name(variable: Any) -> str:
+    return str(variable.name).removesuffix(":0")
+
+
+def _is_in_replica() -> bool:
+    context = tf.distribute.get_replica_context()
+    return context is not None and not _is_default(context.strategy)

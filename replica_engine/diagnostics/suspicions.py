@@ -1,0 +1,137 @@
+"""Warnings about programs that run, and probably do not do what their author wants. Each is logged once.
+
+A warning must never come for a program that is right. So each of these looks at what happens, and not at how a program
+is written: a value that a plain dataset gave reaches all replicas whole; two replicas add to one variable; a gradient
+flows into the results of a run that no tape could see.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._tf import batches, distribute, eager
+from replica_engine._tf.graphs import control_flow
+from replica_engine.diagnostics.op_lines import here
+from replica_engine.errors import (
+    InputsError,
+    warn_dataset_for_each,
+    warn_shared_variable,
+    warn_tape_outside,
+    warn_whole_batch,
+)
+
+_logger = logging.getLogger("replica_engine")
+_told: weakref.WeakKeyDictionary[Any, set[Hashable]] = weakref.WeakKeyDictionary()
+
+
+def warn_once(strategy: Any, key: Hashable, text: str) -> None:
+    """Logs a warning, unless it was logged for this strategy and key."""
+    told = _told.setdefault(strategy, set())
+    if key not in told:
+        told.add(key)
+        _logger.warning(text)
+
+
+def check_inputs(
+    strategy: tf.distribute.Strategy, fn: Any, args: Sequence[Any], kwargs: Any, size: int, compiles: bool
+) -> None:
+    """Looks at the arguments of a run.
+
+    Args:
+        strategy: the strategy.
+        fn: the function that replicas run.
+        args: its positional arguments.
+        kwargs: its keyword arguments; None for none.
+        size: the number of replicas.
+        compiles: whether the strategy compiles; a compiled body refuses datasets itself.
+
+    Raises:
+        InputsError: an argument is a distributed dataset or an iterator over one.
+    """
+    values = [*args, *kwargs.values()] if isinstance(kwargs, Mapping) else list(args)
+    for index, value in enumerate(values):
+        is_distributed = None if compiles else _is_distributed(type(value))  # type: ignore[arg-type]
+        if is_distributed is not None:
+            name = f"args[{index}]" if index < len(args) else list(kwargs)[index - len(args)]
+            if is_distributed:
+                raise InputsError.distributed(name, type(value).__name__.lstrip("_"))
+            if size > 1:
+                warn_once(strategy, ("dataset", name), warn_dataset_for_each(name, size, here()))
+    if size > 1 and (batches.any_given() or not tf.executing_eagerly()):
+        _check_batches(strategy, fn, values, size)
+
+
+@functools.cache
+def _is_distributed(kind: Hashable) -> bool | None:
+    """For the type of a dataset, whether it is a distributed one; None for all other types."""
+    assert isinstance(kind, type)
+    if issubclass(kind, (tf.distribute.DistributedDataset, tf.distribute.DistributedIterator)):
+        return True
+    return False if issubclass(kind, tf.data.Dataset) else None
+
+
+def _check_batches(strategy: Any, fn: Any, values: Sequence[Any], size: int) -> None:
+    """Warns if the whole batch of a dataset goes to every replica, and nothing that differs by replica."""
+    leaves: list[Any] = []
+    for value in values:
+        leaves += value if isinstance(value, (tuple, list)) else value.values() if isinstance(value, dict) else [value]
+    if any(isinstance(leaf, distribute.DistributedValues) for leaf in leaves):
+        return
+    for leaf in leaves:
+        if batches.is_of_dataset(leaf) and leaf.shape.rank and (leaf.shape[0] is None or leaf.shape[0] >= size):
+            warn_once(strategy, ("batch", getattr(fn, "__name__", "")), warn_whole_batch(leaf.shape[0], size, here()))
+            return
+
+
+def note_write(written: dict[int, tuple[Any, int]], variable: Any, strategy: Any, replica: int) -> None:
+    """Notes that a replica adds to a variable; warns when a second replica of the run adds to the same one.
+
+    Args:
+        written: what the replicas of this run have written so far: by the id of a variable, it and a replica.
+        variable: a variable that is not a component of a distributed one, or of another replica.
+        strategy: the strategy.
+        replica: the index of the replica.
+    """
+    name = variable.name.removesuffix(":0")
+    _, first = written.setdefault(id(variable), (variable, replica))
+    if first != replica and "seed" not in name:  # a generator of random numbers may be shared
+        warn_once(strategy, ("written", name), warn_shared_variable(name, here()))
+
+
+def watch_results(strategy: tf.distribute.Strategy, results: Any) -> None:
+    """Warns if a tape around an eager run is asked for a gradient that flows through the results.
+
+    The replicas computed the results where the tape could not see it, so the gradient ends here. Nothing happens if
+    none flows: the tape may be there for something else.
+
+    Args:
+        strategy: the strategy.
+        results: the regrouped results.
+    """
+    tapes = control_flow.outer_tapes()
+    if not tapes:
+        return
+    outputs = [
+        part
+        for leaf in tf.nest.flatten(results)
+        for part in (leaf.values if isinstance(leaf, distribute.DistributedValues) else (leaf,))
+        if eager.is_eager(part) and part.dtype.is_floating and not eager.is_watched([part])
+    ]
+    where = here()
+    if not outputs:
+        return
+    token = tf.zeros([])
+    for tape in tapes:
+        tape.watch(token)
+
+    def backward(*upstream: Any) -> list[Any]:
+        warn_once(strategy, "tape", warn_tape_outside(where))
+        return [None]
+
+    control_flow.record_operation("strategy.run", outputs, [token], backward)

@@ -1,0 +1,85 @@
+"""Objects and calls that do not belong to the strategy whose replicas use them."""
+
+from __future__ import annotations
+
+from replica_engine.errors.base import ReplicaEngineError, at
+
+
+class ScopeError(ReplicaEngineError, RuntimeError):
+    """A variable, optimizer or call does not belong to the strategy whose replicas use it."""
+
+    @classmethod
+    def variable(cls, name: str) -> ScopeError:
+        """Replicas update a variable that was made outside the scope."""
+        return cls(
+            f"The variable {name!r} was made outside `strategy.scope()`: there is one for all replicas, and an update "
+            "needs one on each. Make it, or the model that it belongs to, under the scope:\n"
+            "    with strategy.scope():\n"
+            "        model = make_model()"
+        )
+
+    @classmethod
+    def optimizer(cls, name: str, kind: str) -> ScopeError:
+        """Replicas use an optimizer that was made outside the scope."""
+        return cls(
+            f"The optimizer {name!r} was made outside `strategy.scope()`, so it cannot keep its state on the replicas. "
+            "Make it under the scope:\n"
+            "    with strategy.scope():\n"
+            f"        optimizer = keras.optimizers.{kind}(...)"
+        )
+
+    @classmethod
+    def other_strategy(cls, what: str, name: str) -> ScopeError:
+        """Replicas use a variable or an optimizer that was made under the scope of another strategy."""
+        return cls(
+            f"The {what} {name!r} belongs to another strategy than the one whose replicas use it. Make one strategy, "
+            "enter its scope to make models and optimizers, and call run of the same object:\n"
+            "    with strategy.scope():\n"
+            f"        {what} = ...\n"
+            "    strategy.run(step)"
+        )
+
+    @classmethod
+    def in_replica(cls, method: str, where: str) -> ScopeError:
+        """`run` or `scope` is called by a function that replicas already run."""
+        cure = {
+            "run": "Call the inner function directly: each replica runs it. In a merge function, run works.",
+            "scope": "A replica is in the scope already: leave the `with` out, and what it makes belongs to the "
+            "strategy. Better, make variables before strategy.run.",
+        }[method]
+        return cls(
+            f"strategy.{method}() was called inside a replica{at(where)}, by code that strategy.run runs. {cure}"
+        )
+
+    @classmethod
+    def compiled_for_one_device(cls, name: str, size: int) -> ScopeError:
+        """A step with `jit_compile=True` reads variables of several CPU devices."""
+        return cls(
+            f"strategy.run of {name} for {size} replicas is in a function with jit_compile=True: XLA compiles that for "
+            "one device, and cannot use the variables of the others. Compile the model with jit_compile=False, "
+            "leave jit_compile=True out of tf.function, or let XLA compile the step for all replicas:\n"
+            "    strategy = replica_engine.TPUStrategy()"
+        )
+
+
+def warn_shared_variable(name: str, where: str) -> str:
+    """The warning that several replicas write one plain variable, each its own value."""
+    return (
+        f"The plain variable {name!r} is written by more than one replica{at(where)}. It was made outside "
+        "`strategy.scope()`, so all replicas share it, and each write comes on top of the others or replaces them. "
+        "Make it under the scope, and say what becomes of the replicas' values:\n"
+        "    with strategy.scope():\n"
+        "        v = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)"
+    )
+
+
+def warn_tape_outside(where: str) -> str:
+    """The warning that a gradient flows through an eager run, into which no tape sees: it is None, or lacks a part."""
+    return (
+        f"A gradient tape is around strategy.run{at(where)}. It does not see what the replicas compute in eager mode, "
+        "so the gradient of their results is None. Put the tape into the function that replicas run:\n"
+        "    def step(x):\n"
+        "        with tf.GradientTape() as tape:\n"
+        "            loss = ...\n"
+        "        return tape.gradient(loss, variables)"
+    )

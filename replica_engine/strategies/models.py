@@ -1,0 +1,45 @@
+"""Keras models that are built under a scope and trained with Keras' own `fit`: what goes wrong there, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._tf import distribute, patches
+from replica_engine.diagnostics.misuse import explained
+from replica_engine.errors import BatchError
+
+
+def explain(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
+    """Makes `fit` and `evaluate` check the first batch, and explain what fails before the first step.
+
+    Does nothing until Keras is imported, or a second time.
+
+    Args:
+        is_ours: whether a strategy runs on a backend of this library; all others keep what Keras does.
+    """
+    patches.extend_build(_check_batch, explained, is_ours)
+
+
+def _check_batch(batch: Any, strategy: tf.distribute.Strategy) -> None:
+    """Checks that the replicas have equal shares of a batch; `fit` averages over replicas, not over samples.
+
+    Raises:
+        BatchError: they have not.
+    """
+    for leaf in tf.nest.flatten(batch):
+        if isinstance(leaf, distribute.DistributedValues):
+            shapes = [getattr(part, "shape", None) for part in leaf.values]
+            rows = [shape[0] for shape in shapes if shape is not None and shape.rank]
+            if len(rows) == len(shapes) and len(set(rows)) > 1:
+                raise BatchError.uneven(rows)
+
+
+def is_uneven(error: BaseException) -> bool:
+    """Whether a compiled step in a `tf.function` failed because the replicas had unequal shares of a batch.
+
+    TensorFlow makes an error of its own of an exception that is raised while a graph runs, and keeps only the text.
+    """
+    return isinstance(error, tf.errors.OpError) and "ReplicaMismatchError" in str(error)

@@ -1,0 +1,148 @@
+"""Programs that are right, and close to those of which the library warns: none of them is warned of."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+
+@pytest.fixture(autouse=True)
+def warnings():
+    """The warnings that the library logs; a test fails that has some at its end, unless it has cleared them."""
+    seen: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("replica_engine")
+    logger.addHandler(handler)
+    yield seen
+    logger.removeHandler(handler)
+    assert seen == []
+
+
+def of_plain_dataset(element=None):
+    return next(iter(tf.data.Dataset.from_tensors(tf.ones([4]) if element is None else element)))
+
+
+def test_batches_of_a_distributed_dataset(strategy):
+    for batch in strategy.experimental_distribute_dataset(tf.data.Dataset.range(16).batch(8)):
+        strategy.run(tf.reduce_sum, args=(batch,))
+
+
+def test_a_setting_of_a_dataset_next_to_a_distributed_batch(strategy):
+    batch = strategy.experimental_distribute_values_from_function(lambda context: tf.ones([2]))
+    weights = of_plain_dataset()
+    strategy.run(lambda x, w: tf.reduce_sum(x) * tf.reduce_sum(w), args=(batch, weights))
+
+
+def test_a_number_of_a_dataset(strategy):
+    strategy.run(tf.square, args=(of_plain_dataset(tf.constant(0.1)),))
+
+
+def test_the_whole_batch_on_purpose(strategy):
+    batch = of_plain_dataset()
+    everywhere = strategy.experimental_distribute_values_from_function(lambda context: batch)
+    strategy.run(tf.reduce_sum, args=(everywhere,))
+
+
+def test_what_the_user_computed_of_a_batch(strategy):
+    strategy.run(tf.reduce_sum, args=(tf.reduce_mean(of_plain_dataset()) * tf.ones([4]),))
+
+
+def test_a_tape_for_something_else_around_run(strategy):
+    with strategy.scope():
+        weight = tf.Variable(2.0)
+    outside = tf.Variable(3.0)
+    with tf.GradientTape() as tape:
+        strategy.run(lambda: weight * weight)
+        loss = outside * outside
+    assert tape.gradient(loss, outside).numpy() == 6.0
+
+
+def test_a_tape_that_watches_an_argument_which_a_replica_returns(strategy):
+    weight = tf.Variable(3.0)
+    with tf.GradientTape() as tape:
+        x = weight * 1.0
+        strategy.run(lambda x: x, args=(x,))
+        loss = x * x
+    assert tape.gradient(loss, weight).numpy() == 6.0
+
+
+def test_a_tape_in_the_replicas(strategy):
+    with strategy.scope():
+        weight = tf.Variable(2.0)
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = weight * weight
+        return tape.gradient(loss, weight)
+
+    results = strategy.experimental_local_results(strategy.run(step))
+    assert {float(each) for each in results} == {4.0}
+
+
+@pytest.mark.parametrize(
+    ("synchronization", "aggregation"), [("ON_WRITE", "SUM"), ("ON_READ", "SUM"), ("ON_READ", "MEAN")]
+)
+def test_variables_of_the_scope(strategy, synchronization, aggregation):
+    with strategy.scope():
+        total = tf.Variable(
+            0.0,
+            synchronization=tf.VariableSynchronization[synchronization],
+            aggregation=tf.VariableAggregation[aggregation],
+        )
+
+    def step(x):
+        total.assign_add(x)
+
+    x = strategy.experimental_distribute_values_from_function(lambda context: tf.ones([]))
+    strategy.run(step, args=(x,))
+
+
+def test_a_plain_variable_that_gets_what_all_replicas_reduced(strategy):
+    mean = tf.Variable(0.0)
+
+    def step(x):
+        mean.assign(tf.distribute.get_replica_context().all_reduce("MEAN", x))
+
+    x = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.constant(float(context.replica_id_in_sync_group))
+    )
+    strategy.run(step, args=(x,))
+    assert mean.numpy() == (strategy.num_replicas_in_sync - 1) / 2
+
+
+def test_a_plain_variable_that_a_merge_function_writes(strategy):
+    count = tf.Variable(0.0)
+
+    def add(strategy):
+        count.assign_add(1.0)
+
+    def step():
+        tf.distribute.get_replica_context().merge_call(add)
+
+    strategy.run(step)
+    assert count.numpy() == 1.0
+
+
+@pytest.mark.threads("a compiled body has no Python index of the replica")
+def test_a_plain_variable_of_each_replica(strategy):
+    mine = [tf.Variable(0.0) for _ in range(strategy.num_replicas_in_sync)]
+
+    def step():
+        mine[tf.distribute.get_replica_context().replica_id_in_sync_group].assign_add(1.0)
+
+    strategy.run(step)
+    assert [each.numpy() for each in mine] == [1.0] * len(mine)
+
+
+def test_fit_with_dropout_metrics_and_a_rest(strategy):
+    size = strategy.num_replicas_in_sync
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+        model.compile("adam", "mse", metrics=["mae"])
+    x, y = np.ones((5 * size, 3), "float32"), np.ones((5 * size, 1), "float32")
+    model.fit(x, y, batch_size=2 * size, verbose=0)
+    model.evaluate(x, y, batch_size=2 * size, verbose=0)
+    model.predict(x, batch_size=2 * size, verbose=0)

@@ -1,0 +1,326 @@
+"""The commonest mistakes: what was made outside the scope, used in the wrong place, or not distributed."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from helpers.golden import shows
+
+from replica_engine import MirroredStrategy, TPUStrategy
+from replica_engine.errors import (
+    BatchError,
+    InputsError,
+    MergeCallGraphError,
+    NotInReplicaError,
+    NoValueError,
+    ScopeError,
+    warn_dataset_for_each,
+    warn_shared_variable,
+    warn_tape_outside,
+    warn_whole_batch,
+)
+from replica_engine.keras import replicate_model
+
+
+def make_model():
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="head")], name="net")
+
+
+@shows(ScopeError.variable)
+def test_a_model_outside_the_scope():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    model = make_model()
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD(0.1)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    strategy.run(step, args=(tf.ones([4, 3]),))
+
+
+@shows(ScopeError.variable, "compiled")
+def test_a_model_outside_the_scope_compiled_inside():
+    strategy = TPUStrategy(num_cores=2)
+    model = make_model()
+    with strategy.scope():
+        model.compile("sgd", "mse")
+    model.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=4, verbose=0)
+
+
+@shows(ScopeError.optimizer)
+def test_an_optimizer_outside_the_scope():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        model = make_model()
+    optimizer = keras.optimizers.Adam(0.1, name="adam")
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    strategy.run(step, args=(tf.ones([4, 3]),))
+
+
+@shows(ScopeError.optimizer, "in_fit")
+def test_compile_outside_the_scope():
+    strategy = TPUStrategy(num_cores=2)
+    with strategy.scope():
+        model = make_model()
+    model.compile(keras.optimizers.Adam(name="adam"), "mse")
+    model.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=4, verbose=0)
+
+
+@shows(ScopeError.other_strategy)
+def test_a_variable_of_another_strategy():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    with MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        count = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM, name="count")
+
+    def step():
+        count.assign_add(1.0)
+
+    strategy.run(step)
+
+
+@shows(ScopeError.other_strategy, "compiled")
+def test_an_optimizer_of_another_strategy():
+    strategy = TPUStrategy(num_cores=2)
+    with TPUStrategy(num_cores=2).scope():
+        optimizer = keras.optimizers.Adam(0.1, name="adam")
+    with strategy.scope():
+        weight = keras.Variable([1.0, 2.0])
+
+    def step():
+        optimizer.apply([tf.ones([2])], [weight])
+
+    strategy.run(step)
+
+
+@shows(ScopeError.in_replica)
+def test_run_in_a_replica():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def inner(x):
+        return x + 1.0
+
+    def step(x):
+        return strategy.run(inner, args=(x,))
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(ScopeError.in_replica, "compiled")
+def test_run_in_a_compiled_replica():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x):
+        return strategy.run(tf.square, args=(x,))
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(ScopeError.in_replica, "scope")
+def test_scope_in_a_replica():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x):
+        with strategy.scope():
+            weight = tf.Variable(1.0)
+        return weight * x
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(ScopeError.compiled_for_one_device)
+def test_jit_compile_on_replica_threads():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        weight = tf.Variable(2.0)
+
+    def step(x):
+        return weight * x
+
+    @tf.function(jit_compile=True)
+    def train(x):
+        return strategy.run(step, args=(x,))
+
+    train(tf.constant(1.0))
+
+
+@shows(NotInReplicaError.used_after_run)
+def test_a_context_that_was_kept():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    kept = []
+
+    def step(x):
+        kept.append(tf.distribute.get_replica_context())
+        return x * 2.0
+
+    strategy.run(step, args=(tf.constant(1.0),))
+    kept[0].all_reduce("SUM", tf.constant(1.0))
+
+
+@shows(NoValueError.numpy)
+def test_numpy_in_a_compiled_body():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x):
+        print("loss:", x.numpy())
+        return x
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(NoValueError.numpy, "traced")
+def test_numpy_in_a_traced_step():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    @tf.function
+    def step(x):
+        print("loss:", x.numpy())
+        return x
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(MergeCallGraphError.forward_mode)
+def test_a_forward_accumulator_around_a_nested_function():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    @tf.function
+    def total(x):
+        return tf.distribute.get_replica_context().all_reduce("SUM", x * x)
+
+    def step(x):
+        with tf.autodiff.ForwardAccumulator(x, tf.constant(1.0)) as accumulator:
+            y = total(x)
+        return accumulator.jvp(y)
+
+    strategy.run(step, args=(tf.constant(3.0),))
+
+
+@shows(BatchError.uneven)
+def test_a_batch_size_that_does_not_divide():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        model = make_model()
+        model.compile("sgd", "mse")
+    model.fit(np.ones((10, 3)), np.ones((10, 2)), batch_size=5, verbose=0)
+
+
+@shows(BatchError.uneven_later)
+def test_a_last_batch_that_does_not_divide():
+    strategy = TPUStrategy(num_cores=2)
+    with strategy.scope():
+        model = make_model()
+        model.compile("sgd", "mse")
+    model.fit(np.ones((11, 3)), np.ones((11, 2)), batch_size=4, verbose=0)
+
+
+@shows(BatchError.distributed)
+def test_a_distributed_dataset_for_a_replicated_model():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    model = make_model()
+    model.compile("sgd", "mse")
+    dataset = tf.data.Dataset.from_tensor_slices((np.ones((8, 3)), np.ones((8, 2)))).batch(4)
+    replicate_model(model, strategy=strategy).fit(strategy.experimental_distribute_dataset(dataset))
+
+
+@shows(InputsError.distributed)
+def test_a_distributed_dataset_given_to_run():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    dataset = strategy.experimental_distribute_dataset(tf.data.Dataset.range(8).batch(4))
+
+    def epoch(dataset):
+        return sum(tf.reduce_sum(batch) for batch in dataset)
+
+    strategy.run(epoch, args=(dataset,))
+
+
+@shows(warn_dataset_for_each)
+def test_a_dataset_given_to_run():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    dataset = tf.data.Dataset.range(8).batch(4)
+
+    def epoch(dataset):
+        return sum(tf.reduce_sum(batch) for batch in dataset)
+
+    print(strategy.reduce("SUM", strategy.run(epoch, args=(dataset,)), axis=None).numpy(), "instead of", sum(range(8)))
+
+
+@shows(warn_whole_batch)
+def test_a_batch_that_was_not_distributed():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def step(x):
+        return tf.reduce_sum(x)
+
+    for batch in tf.data.Dataset.range(8).batch(4):
+        strategy.run(step, args=(batch,))
+
+
+@shows(warn_whole_batch, "compiled")
+def test_a_batch_that_was_not_distributed_to_a_compiled_body():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x, y):
+        return tf.reduce_sum(x * y)
+
+    for batch in tf.data.Dataset.from_tensor_slices((np.ones(8), np.ones(8))).batch(4):
+        strategy.run(step, args=batch)
+
+
+@shows(warn_tape_outside)
+def test_a_tape_around_run():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        weight = tf.Variable(3.0)
+
+    with tf.GradientTape() as tape:
+        loss = strategy.reduce("SUM", strategy.run(lambda: weight * weight), axis=None)
+    print(tape.gradient(loss, weight))
+
+
+@shows(warn_tape_outside, "compiled")
+def test_a_tape_around_a_compiled_run():
+    strategy = TPUStrategy(num_cores=2)
+    with strategy.scope():
+        weight = tf.Variable(3.0)
+
+    def step():
+        return weight * weight
+
+    with tf.GradientTape() as tape:
+        losses = strategy.experimental_local_results(strategy.run(step))
+    print(tape.gradient(losses[0], weight))
+
+
+@shows(warn_shared_variable)
+def test_a_plain_variable_that_all_replicas_write():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    steps = tf.Variable(0, name="steps")
+
+    def step():
+        steps.assign_add(1)
+
+    strategy.run(step)
+    strategy.run(step)
+    print("steps:", steps.numpy())
+
+
+@shows(warn_shared_variable, "compiled")
+def test_a_plain_variable_in_a_compiled_body():
+    strategy = TPUStrategy(num_cores=2)
+    total = tf.Variable(0.0, name="total")
+
+    def step(x):
+        total.assign_add(x)
+
+    def value(context):
+        return tf.constant([1.0, 10.0][context.replica_id_in_sync_group])
+
+    strategy.run(step, args=(strategy.experimental_distribute_values_from_function(value),))
+    print("total:", total.numpy())

@@ -1,0 +1,78 @@
+"""The command `replica-engine` as a program of absl: its version, its flags, and what it logs."""
+
+import subprocess
+import sys
+
+import pytest
+
+import replica_engine
+from replica_engine.__main__ import main
+
+# The command, with another body, so that it needs no TensorFlow.
+LOGGING = """
+import logging, sys
+from replica_engine import __main__
+from replica_engine.telemetry.report import cli
+
+def run(flags):
+    for logger in ("replica_engine", "another"):
+        for level in (logging.DEBUG, logging.INFO, logging.WARNING):
+            logging.getLogger(logger).log(level, "%s of %s", logging.getLevelName(level), logger)
+    return 7
+
+cli.run = run
+sys.argv[0] = "replica-engine"
+__main__.console()
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        ([], ["INFO of replica_engine", "WARNING of replica_engine", "WARNING of another"]),
+        (["--verbosity=-1"], ["WARNING of replica_engine", "WARNING of another"]),
+        (
+            ["--verbosity=0"],
+            [f"{level} of {who}" for who in ("replica_engine", "another") for level in ("INFO", "WARNING")],
+        ),
+    ],
+    ids=["default", "warnings", "all"],
+)
+def test_messages_are_shown_as_verbosity_says(flags, shown):
+    done = subprocess.run(
+        [sys.executable, "-c", LOGGING, "timeline", "run.json", *flags], capture_output=True, text=True
+    )
+    assert done.returncode == 7, done.stderr
+    assert [line.partition("] ")[2] for line in done.stderr.splitlines()] == shown
+
+
+def test_flags_of_absl_stand_before_the_command_too():
+    done = subprocess.run(
+        [sys.executable, "-c", LOGGING, "-v=-2", "timeline", "run.json"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (7, "")
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert (exit_.value.code, capsys.readouterr().out) == (0, f"replica-engine {replica_engine.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "message"),
+    [
+        (["timeline", "absent.json"], 1, "timeline: no such file: absent.json\n"),
+        (["timeline", "."], 1, "timeline: cannot read .: Is a directory\n"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_line(capsys, flags, status, message):
+    assert main(flags) == status
+    assert capsys.readouterr().err == message
+
+
+def test_a_picture_in_an_unknown_format_is_refused(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["timeline", "run.json", "--output", "run.jpg"])
+    assert exit_.value.code == 2
+    assert ".jpg is no format of a picture here; take .png, .svg, .pdf" in capsys.readouterr().err

@@ -1,0 +1,135 @@
+"""What notebooks show of results, and the tutorial notebook: each of its cells runs, and shows what it says."""
+
+import ast
+import contextlib
+import html.parser
+import io
+import json
+import pathlib
+
+import keras
+import pytest
+import tensorflow as tf
+from helpers.devices import DEVICES
+
+import replica_engine
+from benchmarks.report import Report
+from replica_engine.keras import replicate_model
+
+TUTORIAL = pathlib.Path(__file__).parents[1] / "examples" / "tutorial.ipynb"
+
+
+class Reader(html.parser.HTMLParser):
+    """Collects the cells of tables, and complains of tags that are not closed in order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.cells, self.tags = [], [], set()
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        if tag not in ("path", "use", "meta"):
+            self.open.append(tag)
+        if tag in ("td", "th"):
+            self.cells.append("")
+
+    def handle_endtag(self, tag):
+        if tag not in ("path", "use", "meta"):
+            assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.add(tag)
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells[-1] += data
+
+
+def step(x):
+    return tf.distribute.get_replica_context().all_reduce("SUM", x)
+
+
+@pytest.fixture
+def mirrored():
+    return replica_engine.MirroredStrategy(DEVICES[:2])
+
+
+def test_sync_points_are_a_table(mirrored):
+    assert Reader(mirrored.sync_points()._repr_html_()).cells[:3] == ["replica", "device", "run"]
+    mirrored.run(step, args=(tf.ones([3]),))
+    cells = Reader(mirrored.sync_points()._repr_html_()).cells
+    assert cells.count("all_reduce") == 2
+    assert cells.count("float32[3]") == 2
+
+
+def test_sync_points_of_a_program_are_a_table():
+    tpu = replica_engine.TPUStrategy(num_cores=2)
+    tpu.run(step, args=(tf.ones([3]),))
+    assert Reader(tpu.sync_points()._repr_html_()).cells.count("float32[3]") == 2
+
+
+def test_a_timeline_is_a_picture_and_a_table(mirrored, tmp_path):
+    timeline = replica_engine.timeline(tmp_path / "run.json")
+    assert "nothing is recorded yet" in timeline._repr_html_()
+    with timeline:
+        mirrored.run(step, args=(tf.ones([3]),))
+        assert "nothing is recorded yet" in timeline._repr_html_()
+    text = timeline._repr_html_()
+    assert {"svg", "pre"} <= Reader(text).tags
+    assert "merges/s" in text
+
+
+def test_a_replicated_model_says_how_it_runs(mirrored):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)], name="<net>")
+    cells = Reader(replicate_model(model, strategy=mirrored)._repr_html_()).cells
+    assert dict(zip(cells[2::2], cells[3::2], strict=True)) == {
+        "model": "<net> (Sequential)",
+        "replicas": "2",
+        "strategy": "MirroredStrategy",
+        "trainable weights": "8",
+        "compiled": "no: call compile() before fit()",
+    }
+
+
+def test_results_of_benchmarks_are_a_table():
+    report = Report.read(pathlib.Path(__file__).parents[1] / "docs" / "benchmarks.json")
+    assert "contender" in Reader(report._repr_html_()).cells
+
+
+def run_cell(source, number, namespace):
+    """Runs a cell as a kernel does: what it prints, and the value of its last line if that is an expression.
+
+    The cell is a file in the current folder, so that AutoGraph and messages find its lines, as they do in a kernel.
+    """
+    path = pathlib.Path(f"cell_{number}.py")
+    path.write_text(source)
+    tree = ast.parse(source)
+    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(tree, str(path), "exec"), namespace)
+        value = None if last is None else eval(compile(ast.Expression(last.value), str(path), "eval"), namespace)
+    return printed.getvalue(), value
+
+
+def outputs_of(cell, kind):
+    return [output for output in cell["outputs"] if output["output_type"] == kind]
+
+
+def test_the_tutorial_shows_what_it_prints(monkeypatch, tmp_path):
+    """Runs the cells in one namespace, and compares what they show with what is stored."""
+    cells = [cell for cell in json.loads(TUTORIAL.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "tutorial"}
+    for cell in cells:
+        printed, value = run_cell("".join(cell["source"]), cell["execution_count"], namespace)
+        assert printed == "".join(text for output in outputs_of(cell, "stream") for text in output["text"])
+        results = outputs_of(cell, "execute_result")
+        assert (value is not None) == bool(results)
+        for result in results:
+            stored = "".join(result["data"]["text/html"])
+            assert Reader(value._repr_html_()).tags == Reader(stored).tags
+    assert namespace["loss"] < 0.1
