@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from replica_engine.hosts import Program
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.jaxlib import CompileOptions, DeviceAssignment, DeviceList, ShapedArray, array_result_handler
 from replica_engine.pjrt.markers import expand_markers
+from replica_engine.pjrt.workers import explained
 
 # The scheduler that saves memory is also faster for convolutions (0.7 to 0.9 of the time), and no slower for matrix
 # products.
@@ -28,6 +31,13 @@ class Executable:
         results: shape and dtype of each result.
         host_calls: functions that the program calls, by their index. Each gets and returns arrays, of exactly the
             dtypes and shapes that the program declares. They should never raise: other replicas would wait for ever.
+        name: what the program was made of, and where that is, for the comparison with other workers.
+        limits: seconds to wait for other workers at the first launch, or None; and seconds until a warning about that.
+
+    Raises:
+        ProgramDisagreementError: another worker compiles another program, or does something else.
+        WorkersMissingError: other workers did not come in time.
+        WorkerLostError: another worker is lost.
 
     Attributes:
         bytes_needed: bytes on each device for intermediate values and results, in addition to the arguments.
@@ -39,10 +49,18 @@ class Executable:
         devices: DeviceGroup,
         results: Sequence[tuple[tuple[int, ...], np.dtype]],
         host_calls: Sequence[Callable[..., tuple[np.ndarray, ...]]] = (),
+        name: tuple[str, str] = ("", ""),
+        limits: tuple[float | None, float | None] = (None, None),
     ):
+        self._compared: Program | None = None
+        self._limits = limits
+        self._is_first = True
+        if devices.member is not None:
+            self._compared = Program(hashlib.sha256(program.encode()).hexdigest()[:16], *name)
+            devices.member.compile(self._compared, *limits)
         options = CompileOptions()
-        options.num_replicas, options.num_partitions = devices.size, 1
-        ids = np.array([device.id for device in devices.devices]).reshape(devices.size, 1)
+        options.num_replicas, options.num_partitions = devices.replicas, 1
+        ids = np.array([device.id for device in devices.everywhere]).reshape(devices.replicas, 1)
         options.device_assignment = DeviceAssignment.create(ids)
         if devices.platform == "cpu":
             options.env_option_overrides = list(_CPU_OPTIONS)
@@ -50,7 +68,7 @@ class Executable:
         self._waits = devices.platform == "cpu" or bool(host_calls)
         client = devices.devices[0].client
         self._executable = client.compile_and_load(
-            expand_markers(program, devices.platform), DeviceList(devices.devices), options, list(host_calls)
+            expand_markers(program, devices.platform), DeviceList(devices.everywhere), options, list(host_calls)
         )
         memory = self._executable.get_compiled_memory_stats()
         self.bytes_needed = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -67,16 +85,33 @@ class Executable:
 
         Raises:
             StuckProgramError: an earlier program, whose wait was interrupted, has not ended.
+            WorkerLostError or another failure of the job of several workers.
         """
         devices = self._devices
+        self._tell_workers()
         devices.wait_for_interrupted()
-        if self._handlers:
-            results = self._executable.execute_sharded(arrays).consume_with_handlers(self._handlers)
-            devices.running, devices.interrupted = results[0], True  # until `wait` has waited for it
-            return results
-        running = self._executable.execute_sharded(arrays, with_tokens=True)
-        devices.running, devices.interrupted = running.consume_token(), True
-        return []
+        with explained(devices.member):
+            if self._handlers:
+                results = self._executable.execute_sharded(arrays).consume_with_handlers(self._handlers)
+                devices.running, devices.interrupted = results[0], True  # until `wait` has waited for it
+                return results
+            running = self._executable.execute_sharded(arrays, with_tokens=True)
+            devices.running, devices.interrupted = running.consume_token(), True
+            return []
+
+    def _tell_workers(self) -> None:
+        """Tells the other workers of the launch. The first one waits for them: Gloo gives a connection up after 30 s.
+
+        Compiling may take one worker longer than another, so that they began together is not enough.
+        """
+        member = self._devices.member
+        if member is None or self._compared is None:
+            return
+        member.check()
+        if self._is_first:
+            member.meet(f"the first launch of {self._compared.words}", *self._limits)
+            self._is_first = False
+        member.launched(self._compared)
 
     def wait(self, left: threading.Event | None = None) -> None:
         """Waits for the end of the program, on CPU or if the program calls the host. Otherwise it need only be queued.
@@ -86,14 +121,22 @@ class Executable:
 
         Args:
             left: an event that ends the wait. With it, the wait polls instead of blocking in jaxlib: if the program
-                never ends, a thread that blocks in jaxlib would bring the process down at its exit.
+                never ends, a thread that blocks in jaxlib would bring the process down at its exit. With several
+                workers it polls too.
+
+        Raises:
+            WorkerLostError or another failure of the job of several workers: the program may never end.
         """
         devices = self._devices
-        if self._waits:
+        member = devices.member
+        if self._waits or member is not None:
             pause = _SHORTEST
-            while left is not None and not devices.running.is_ready():
-                if left.wait(pause):
+            while (left is not None or member is not None) and not devices.running.is_ready():
+                if left is not None and left.wait(0.0 if member is not None else pause):
                     return
+                if member is not None and member.failed.wait(pause):
+                    member.check()
                 pause = min(2 * pause, _LONGEST)
-            devices.running.block_until_ready()
+            with explained(member):
+                devices.running.block_until_ready()
         devices.running, devices.interrupted = None, False

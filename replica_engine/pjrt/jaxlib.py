@@ -27,11 +27,17 @@ try:
     from jax._src.interpreters.mlir import make_ir_context
     from jax.core import ShapedArray
     from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+    # global_state: what jax has of the other processes when it makes clients of GPUs and TPUs.
+    from jax._src.distributed import global_state
     from jaxlib._jax import (
         ArrayImpl,  # the class of arrays, to make one from parts without checks
         DeviceList,  # the devices a program is compiled for
         array_result_handler,  # makes arrays from a program's results without Python code for each shard
         batched_device_put,  # makes one array from N host buffers, also on devices that jax.devices() does not list
+        get_distributed_runtime_client,  # a process's connection to the service, which clients of PJRT need
+        get_distributed_runtime_service,  # what tells the clients of several processes of each other
+        make_gloo_tcp_collectives,  # collectives between the CPU clients of several processes
     )
 
     # ir: reading and rewriting programs. CompileOptions, DeviceAssignment: replicas and their devices.
@@ -86,8 +92,12 @@ __all__ = [
     "SingleDeviceSharding",
     "array_result_handler",
     "batched_device_put",
+    "get_distributed_runtime_client",
+    "get_distributed_runtime_service",
+    "global_state",
     "ir",
     "jax",
     "make_cpu_client",
+    "make_gloo_tcp_collectives",
     "make_ir_context",
 ]

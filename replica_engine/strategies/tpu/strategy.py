@@ -15,7 +15,6 @@ from replica_engine._tf.host_datasets import HostDatasets
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.tracebacks import shortened
 from replica_engine.errors.base import positive_int, shown
-from replica_engine.pjrt.devices import device_group
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.process import pool
 from replica_engine.process.fork import check_not_forked
@@ -27,6 +26,7 @@ from replica_engine.strategies.tpu import keras_steps, variables
 from replica_engine.strategies.tpu.api import OneLogicalDevice, TPUFacts
 from replica_engine.strategies.tpu.context import BodyReplicaContext, gather_leaf, reduce_leaf
 from replica_engine.strategies.tpu.device_loops import LoopSettings, run_steps
+from replica_engine.strategies.tpu.workers import OverWorkers
 from replica_engine.strategies.validation import check_call, check_flags, check_seconds, checked_reduction
 from replica_engine.values.regroup import regroup, spread
 from replica_engine.xla.body import Limits, in_body
@@ -60,7 +60,7 @@ from replica_engine.xla.state.host_variable import handles_compared
     "update",
     "update_non_slot",
 )
-class TPUExtended(TPUFacts, Reductions, HostDatasets, distribute.MirroredExtended):
+class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.MirroredExtended):
     """The extended half of `TPUStrategy`.
 
     Before and after a run, values are on the host. In cross-replica context, TensorFlow's own code
@@ -184,7 +184,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, distribute.MirroredExtende
         if in_body() is None or isinstance(value, (distribute.DistributedValues, tf.Variable)):
             return super()._local_results(value)
         if not tf.is_tensor(value):
-            return (value,) * self.device_group.size
+            return (value,) * self.device_group.replicas
         return tuple(tf.unstack(xla.all_gather(value[tf.newaxis], axis=0)))
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
@@ -195,7 +195,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, distribute.MirroredExtende
                 result = fn(components[0], *distribute.first_values(args), **distribute.first_values(kwargs))
             if group:
                 return tf.nest.map_structure(_as_value, result)
-            return tf.nest.map_structure(lambda leaf: (leaf,) * self.device_group.size, result)
+            return tf.nest.map_structure(lambda leaf: (leaf,) * self.device_group.replicas, result)
         updates = []
         for index, component in enumerate(components):
             with tf.device(component.device), distribute.UpdateContext(index), tf.name_scope(f"update_{index}"):
@@ -315,8 +315,7 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
                 f"{shown(tpu_cluster_resolver)}. For a platform write TPUStrategy(PjrtClusterResolver('gpu')), for a "
                 "number of devices TPUStrategy(num_cores=4)."
             )
-        platform = None if tpu_cluster_resolver is None else tpu_cluster_resolver.platform
-        devices = device_group(platform, num_cores)
+        devices = (tpu_cluster_resolver or PjrtClusterResolver()).group(num_cores)
         pool.make_room(pool.FOR_LAUNCHES)
         limits = Limits(timeout, warn_after)
         # Not the parent's __init__: it would connect to TensorFlow's TPU system.

@@ -138,6 +138,7 @@ class _Loop:
         self, source: FunctionSpec, step: Callable[..., Any], like: Arguments, specs: Sequence[tf.TensorSpec], most: int
     ):
         self.__name__ = source.name
+        self.made_of = source.fn  # has the line
         self._fn = source.fn
         self._step: Any = step
         self._rebuild: Any = like.rebuild
@@ -236,7 +237,7 @@ class _Feed(HostCall):
             side, run = host_side(), self.calls.run
             assert side is not None, "it runs on the host"
             assert run is not None, "set before the launch"
-            return run.kept[int(side.replica)].texts[index]
+            return run.kept[int(side.replica) - run.first].texts[index]
 
         text = tf.numpy_function(take, [], tf.string)
         text.set_shape(self._specs[index].shape)

@@ -136,7 +136,9 @@ class Lowered:
             timeline.span(Track(body.name, "compile", order=-3), f"compile {name}", "compile"),
             Watch(lambda seconds: slow_compile(name, body.size, seconds), body.limits.warn_after),
         ):
-            executable = Executable(text, devices, self.program.results, calls)
+            executable = Executable(
+                text, devices, self.program.results, calls, (name, self.traced.where), tuple(body.limits)
+            )
         limit = memory_limit(devices)
         if limit is not None and executable.bytes_needed > limit:
             raise ProgramError.too_large(name, devices.size, executable.bytes_needed, limit)
@@ -155,8 +157,8 @@ class Lowered:
         if devices is not None and not isinstance(devices, DeviceGroup):
             raise DeviceError.no_group(devices)
         size = self.program.body.size
-        if devices is not None and devices.size != size:
-            raise DeviceError.other_size(devices.size, size)
+        if devices is not None and devices.replicas != size:
+            raise DeviceError.other_size(devices.replicas, size)
         devices = devices or device_group(count=size)
         return Compiled(self.program, devices, self.executable(self._text, devices))
 
