@@ -60,6 +60,7 @@ def least(devices: DeviceGroup, numbers: Sequence[int]) -> list[int]:
 
 def _run(devices: DeviceGroup, executable: Executable, value: np.ndarray) -> np.ndarray:
     with devices.in_flight:
+        executable.tell_workers()
         (result,) = executable.launch([devices.put([value])])
         executable.wait()
         return np.array(devices.fetch(result, 0))

@@ -11,7 +11,7 @@ import numpy as np
 from replica_engine.hosts import Program
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.jaxlib import CompileOptions, DeviceAssignment, DeviceList, ShapedArray, array_result_handler
-from replica_engine.pjrt.markers import expand_markers
+from replica_engine.pjrt.markers import WORK, expand_markers
 from replica_engine.pjrt.workers import explained
 
 # The scheduler that saves memory is also faster for convolutions (0.7 to 0.9 of the time), and no slower for matrix
@@ -66,10 +66,14 @@ class Executable:
             options.env_option_overrides = list(_CPU_OPTIONS)
         self._devices = devices
         self._waits = devices.platform == "cpu" or bool(host_calls)
+        self._results = len(results)
+        if devices.member is not None and devices.platform == "cpu" and devices.size == 1:
+            module = expand_markers(program, devices.platform, more_work=True)
+            results = [*results, WORK]
+        else:
+            module = expand_markers(program, devices.platform)
         client = devices.devices[0].client
-        self._executable = client.compile_and_load(
-            expand_markers(program, devices.platform), DeviceList(devices.everywhere), options, list(host_calls)
-        )
+        self._executable = client.compile_and_load(module, DeviceList(devices.everywhere), options, list(host_calls))
         memory = self._executable.get_compiled_memory_stats()
         self.bytes_needed = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         self._handlers = [
@@ -83,31 +87,37 @@ class Executable:
         Arrays that the program donates are gone afterwards; the results replace them, ready or not. The caller holds
         off Ctrl-C (`interrupts.held_off`) until it has stored the results.
 
+        With several workers, the caller calls `tell_workers` before.
+
         Raises:
-            StuckProgramError: an earlier program, whose wait was interrupted, has not ended.
-            WorkerLostError or another failure of the job of several workers.
+            WorkerLostError or another failure of the job of several workers: the arrays may be gone.
         """
         devices = self._devices
-        self._tell_workers()
-        devices.wait_for_interrupted()
         with explained(devices.member):
             if self._handlers:
-                results = self._executable.execute_sharded(arrays).consume_with_handlers(self._handlers)
+                results: list[Array] = self._executable.execute_sharded(arrays).consume_with_handlers(self._handlers)
                 devices.running, devices.interrupted = results[0], True  # until `wait` has waited for it
-                return results
+                return results[: self._results]
             running = self._executable.execute_sharded(arrays, with_tokens=True)
             devices.running, devices.interrupted = running.consume_token(), True
             return []
 
-    def _tell_workers(self) -> None:
-        """Tells the other workers of the launch. The first one waits for them: Gloo gives a connection up after 30 s.
+    def tell_workers(self) -> None:
+        """Waits for its turn on the devices, and tells the other workers of the launch that follows.
 
-        Compiling may take one worker longer than another, so that they began together is not enough.
+        The first launch waits for them: Gloo gives a connection up after 30 s. That they began to compile together is
+        not enough, since compiling may take one longer than another.
+
+        Raises:
+            StuckProgramError: an earlier program, whose wait was interrupted, has not ended.
+            WorkerLostError or another failure of the job of several workers.
         """
+        if self._devices.member is not None:
+            self._devices.member.check()
+        self._devices.wait_for_interrupted()
         member = self._devices.member
         if member is None or self._compared is None:
             return
-        member.check()
         if self._is_first:
             member.meet(f"the first launch of {self._compared.words}", *self._limits)
             self._is_first = False

@@ -132,6 +132,8 @@ class _Execution:
         self._writes = writes
 
     def start(self) -> list[list[Array]]:
+        for executable in self._executables:
+            executable.tell_workers()
         return [executable.launch(given) for executable, given in zip(self._executables, self._inputs, strict=True)]
 
     def wait(self, nobody_waits: threading.Event | None) -> None:
