@@ -134,6 +134,11 @@ def start_from_chief(name: str, components: Sequence[Any], devices: DeviceGroup)
         variables.write(variables.raw_handle(component), chiefs)
 
 
+def all_have(devices: DeviceGroup, has: bool) -> bool:
+    """Whether every worker has something, such as a next batch."""
+    return has if devices.member is None else bool(exchange.least(devices, [has])[0])
+
+
 def _has_parts(value: Any) -> bool:
     """Whether a value may differ by replica."""
     if isinstance(value, distribute.DistributedVariable):

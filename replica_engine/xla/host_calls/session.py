@@ -203,14 +203,20 @@ class Session:
         self._tokens[replica] -= self.size
         return self._tokens[replica]
 
-    def next_steps(self, call: Call, replica: int) -> tuple[list[list[np.ndarray]], bool]:
-        """Takes a replica's parts of the batches of its next steps, and returns whether more batches follow."""
+    def next_steps(self, call: Call, replica: int, done: int | None = None) -> tuple[list[list[np.ndarray]], bool]:
+        """Takes a replica's parts of the batches of its next steps, and returns whether more batches follow.
+
+        Args:
+            call: the call that takes them.
+            replica: the replica.
+            done: with several workers, how many steps all of them have made; the batches are an offer then.
+        """
         assert self._feed is not None, "launched with one"
-        self.steps[replica] = self._next_steps[replica]
+        self.steps[replica] = self._next_steps[replica] if done is None else done
         self.kept[replica].next_step()
         self._come_to(call, replica)
         try:
-            batches, more = self._feed.take(replica)
+            batches, more = self._feed.take(replica) if done is None else self._feed.offer(replica, done)
         finally:
             self.leave(call, replica)
         self._next_steps[replica] += len(batches)

@@ -1,0 +1,163 @@
+"""TPUStrategy in real processes: two workers of two replicas equal one process of four, replica by replica.
+
+Processes that start TensorFlow are expensive. So a job checks many things, and prints what it found as JSON.
+"""
+
+import json
+
+import pytest
+from helpers.jobs import LONG, job
+
+HEAD = """
+import json, os, signal, sys
+import numpy as np
+import tensorflow as tf
+import replica_engine
+from replica_engine import xla
+
+me = int(os.environ.get("REPLICA_ENGINE_PROCESS_ID", 0))
+context = tf.distribute.get_replica_context
+found, parts = {}, {}  # equal on all workers; of each worker's replicas
+"""
+TAIL = """
+print(json.dumps([found, parts]), flush=True)
+"""
+
+NUMBERS = """
+strategy = replica_engine.TPUStrategy(num_cores=4)
+rng = np.random.RandomState(0)
+x = rng.rand(96, 8).astype("float32")
+y = x.sum(1, keepdims=True)
+weight = rng.rand(8, 1).astype("float32")
+
+
+def local(value):
+    return [each.numpy().tolist() for each in strategy.experimental_local_results(value)]
+
+
+def variables():
+    with strategy.scope():
+        w = tf.Variable(weight + me)  # the chief's counts
+        b = tf.Variable(tf.zeros([]))
+        seen = tf.Variable(0.0, synchronization=tf.VariableSynchronization.ON_READ,
+                           aggregation=tf.VariableAggregation.SUM, trainable=False)
+        first = tf.Variable(-1.0, synchronization=tf.VariableSynchronization.ON_READ,
+                            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA, trainable=False)
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((tf.nn.dropout(x, 0.2) @ w + b - y) ** 2) / 16
+        gradients = context().all_reduce("SUM", tape.gradient(loss, [w, b]))
+        w.assign_sub(0.1 * gradients[0])
+        b.assign_sub(0.1 * gradients[1])
+        seen.assign_add(tf.cast(tf.shape(x)[0], tf.float32))
+        first.assign(tf.cast(context().replica_id_in_sync_group, tf.float32) + 3.0)
+        return loss
+
+    return w, b, seen, first, step
+
+
+def data():
+    # Replica i has the i-th four samples of a batch of 16, as in one process.
+    def own(of):
+        share = 16 // of.num_input_pipelines
+        begin = share * of.input_pipeline_id
+        batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+        return batches.map(lambda x, y: (x[begin : begin + share], y[begin : begin + share])).unbatch().batch(4)
+
+    return strategy.distribute_datasets_from_function(own)
+
+
+facts = xla.get_tpu_system_metadata(xla.PjrtClusterResolver("cpu"))
+parts["facts"] = [[strategy.num_replicas_in_sync, strategy.extended.num_hosts, facts.num_cores, facts.num_hosts]]
+tf.random.set_seed(7)
+w, b, seen, first, step = variables()
+found["initial"] = w.numpy().tolist()
+found["eager"] = [float(strategy.reduce("SUM", strategy.run(step, args=batch), axis=None)) for batch in data()]
+train = tf.function(lambda *batch: strategy.reduce("SUM", strategy.run(step, args=batch), axis=None))
+found["traced"] = [float(train(*batch)) for batch in data()]
+found["weights"] = [w.numpy().tolist(), float(b), float(seen), float(first)]
+
+w, b, seen, first, step = variables()
+loop = strategy.run_steps(lambda context, x, y: context.set_last_step_output("loss", step(x, y), "MEAN"),
+                          iter(data()), iterations=6)
+found["loop"] = [w.numpy().tolist(), float(loop.last_step_outputs["loss"]), loop.steps]
+
+parts["ids"] = local(strategy.run(lambda: context().replica_id_in_sync_group))
+parts["random"] = local(strategy.run(lambda: tf.random.uniform([3])))
+parts["host calls"] = local(strategy.run(lambda: xla.outside_compilation(lambda: tf.identity(xla.replica_id()))))
+parts["printed"] = local(strategy.run(lambda: tf.strings.length(tf.strings.as_string(10 ** xla.replica_id()))))
+parts["values"] = local(strategy.experimental_distribute_values_from_function(
+    lambda of: tf.constant([of.replica_id_in_sync_group, of.num_replicas_in_sync])))
+own = strategy.run(lambda: tf.cast(context().replica_id_in_sync_group, tf.float32))
+found["reduced"] = {op: float(strategy.reduce(op, own, axis=None)) for op in ("SUM", "MEAN")}
+found["gathered"] = strategy.gather(strategy.run(lambda: tf.fill([2], xla.replica_id())), axis=0).numpy().tolist()
+found["structure"] = [float(each) for each in tf.nest.flatten(strategy.reduce("SUM", {"a": own, "b": [own]}, axis=None))]
+
+
+def collectives():
+    id = tf.cast(xla.replica_id(), tf.float32)
+    four = tf.range(4.0) + 10 * id
+
+    def scattered(x):
+        with tf.GradientTape() as tape:  # the gradient of a gather is a reduce-scatter
+            tape.watch(x)
+            total = tf.reduce_sum(xla.all_gather(x) ** 2 * (id + 1))
+        return tape.gradient(total, x)
+
+    return {
+        "to all": xla.all_to_all(four, 0, 0),
+        "permuted": xla.collective_permute(id, [(0, 2), (2, 1), (1, 3), (3, 0)]),
+        "of pairs": xla.all_reduce(id, "SUM", [[0, 3], [1, 2]]),
+        "largest": xla.all_reduce(id, "MAX"),
+        "scattered": scattered(tf.reshape(id, [1])),
+        "in a branch": tf.cond(xla.cross_replica_sum(id) > 0, lambda: xla.cross_replica_sum(id * 2), lambda: id),
+    }
+
+
+results = strategy.run(collectives)
+for name in results:
+    parts[name] = local(results[name])
+"""
+
+
+def outputs(programs, made, program: str, **environment: str) -> list[list[dict]]:
+    """Runs a program in all workers of a job; returns what each has found."""
+    text = HEAD + program + TAIL
+    started = [programs.start(text, env=made.environment(worker, **environment)) for worker in range(made.size)]
+    return [read(each) for each in started]
+
+
+def read(process) -> list[dict]:
+    try:
+        out, err = process.communicate(LONG)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err[-4000:]
+    return json.loads(out.splitlines()[-1])
+
+
+def flat(value) -> list:
+    if isinstance(value, dict):
+        return flat([value[name] for name in sorted(value)])
+    return [leaf for each in value for leaf in flat(each)] if isinstance(value, list) else [value]
+
+
+def assert_equal_to_one_process(programs, program: str, close: float = 1e-6, **environment: str) -> list[list[dict]]:
+    """Two workers find bitwise the same, and what one process with as many replicas finds."""
+    with job() as made:
+        (first, of_first), (second, of_second) = outputs(programs, made, program, **environment)
+    expected, of_all = read(programs.start(HEAD + program + TAIL, env=environment))
+    assert first == second
+    facts = [each.pop("facts", None) for each in (of_first, of_second, of_all)]
+    for name, value in expected.items():
+        assert flat(first[name]) == pytest.approx(flat(value), abs=close), name
+    for name, value in of_all.items():
+        assert flat(of_first[name]) + flat(of_second[name]) == pytest.approx(flat(value), abs=close), name
+    return facts
+
+
+def test_two_workers_of_two_replicas_equal_one_process_of_four(programs):
+    facts = assert_equal_to_one_process(programs, NUMBERS)
+    assert [each[0][:2] for each in facts] == [[4, 2], [4, 2], [4, 1]]
+    assert facts[0][0][3] == facts[1][0][3] == 2
