@@ -161,3 +161,107 @@ def test_two_workers_of_two_replicas_equal_one_process_of_four(programs):
     facts = assert_equal_to_one_process(programs, NUMBERS)
     assert [each[0][:2] for each in facts] == [[4, 2], [4, 2], [4, 1]]
     assert facts[0][0][3] == facts[1][0][3] == 2
+
+
+DATA = """
+strategy = replica_engine.TPUStrategy(num_cores=4)
+Policies = tf.data.experimental.AutoShardPolicy
+
+
+def floats(count):
+    return tf.data.Dataset.range(count).map(lambda x: tf.cast(x, tf.float32))
+
+
+def sharded(dataset, policy=Policies.AUTO):
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = policy
+    return strategy.experimental_distribute_dataset(dataset.with_options(options))
+
+
+def total(part):
+    return context().all_reduce("SUM", tf.reduce_sum(part))
+
+
+def taken(name, dataset):
+    rows = []
+    found[name] = []
+    for batch in dataset:
+        rows.append([part.numpy().ravel().tolist() for part in strategy.experimental_local_results(batch)])
+        found[name].append(float(strategy.experimental_local_results(strategy.run(total, args=(batch,)))[0]))
+    parts[name] = rows
+
+
+@tf.function
+def in_a_loop(dataset):
+    result, steps = 0.0, 0
+    for batch in dataset:
+        result += strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(batch,)), axis=None)
+        steps += 1
+    return result, steps
+
+
+@tf.function
+def next_of(iterator):
+    return strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(next(iterator),)), axis=None)
+
+
+def lines(count_of_files):
+    names = [f"{os.environ['FOLDER']}/{index}" for index in range(count_of_files)]
+    return tf.data.TextLineDataset(names).map(lambda line: tf.strings.to_number(line)).batch(4, drop_remainder=True)
+
+
+taken("auto", sharded(floats(16).batch(8)))
+taken("data", sharded(floats(16).batch(8), Policies.DATA))
+taken("off", sharded(floats(16).batch(8), Policies.OFF))
+taken("file", sharded(lines(3), Policies.FILE))
+found["traced loop"] = [float(each) for each in in_a_loop(sharded(lines(3), Policies.FILE))]
+iterator = iter(sharded(lines(3), Policies.FILE))
+found["traced step"] = []
+try:
+    while True:
+        found["traced step"].append(float(next_of(iterator)))
+except (StopIteration, tf.errors.OutOfRangeError) as ended:
+    found["ended"] = type(ended).__name__
+
+
+def steps(context, part):
+    context.set_last_step_output("total", tf.reduce_sum(part), "SUM")
+
+
+uneven = strategy.distribute_datasets_from_function(lambda of: floats(2 * (7 - 3 * of.input_pipeline_id)).batch(1))
+found["loops"] = []
+for prefetch in (None, 1):
+    try:
+        strategy.run_steps(steps, iter(uneven), iterations=20, prefetch=prefetch)
+    except tf.errors.OutOfRangeError as error:
+        found["loops"].append([error.context.steps, float(error.context.last_step_outputs["total"])])
+found["whole"] = strategy.run_steps(steps, iter(uneven), iterations=4).steps
+empty = strategy.distribute_datasets_from_function(lambda of: floats(2 - 2 * of.input_pipeline_id).batch(1))
+try:
+    strategy.run_steps(steps, iter(empty), iterations=2)
+except tf.errors.OutOfRangeError as error:
+    found["empty"] = error.context.steps
+"""
+
+
+def test_datasets_end_on_the_same_step_everywhere(programs, tmp_path):
+    for index in range(3):
+        (tmp_path / str(index)).write_text("".join(f"{10 * index + line}\n" for line in range(1, 9)))
+    with job() as made:
+        (first, of_first), (second, of_second) = outputs(programs, made, DATA, FOLDER=str(tmp_path))
+    assert first == second
+    for name, rows in of_first.items():
+        assert len(rows) == len(of_second[name]) == len(first[name])
+        for ours, theirs, total in zip(rows, of_second[name], first[name], strict=True):
+            assert sum(flat(ours)) + sum(flat(theirs)) == total
+    seen = {name: sorted(flat([of_first[name], of_second[name]])) for name in of_first}
+    assert seen["auto"] == seen["data"] == [float(number) for number in range(16)]
+    assert seen["off"] == sorted([float(number) for number in range(16)] * 2)
+    # The second worker has one file of two batches: the second file of the first worker is not read.
+    assert seen["file"] == [1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 14, 15, 16, 17, 18]
+    assert first["traced loop"] == [sum(seen["file"]), 4]
+    assert first["traced step"] == first["file"]
+    assert first["ended"] == "OutOfRangeError"
+    # 7 and 4 steps of two replicas: in the fourth step they have 6 and 7.
+    assert first["loops"] == [[4, 26.0], [4, 26.0]]
+    assert (first["whole"], first["empty"]) == (4, 0)

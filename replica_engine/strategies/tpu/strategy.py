@@ -12,6 +12,7 @@ from replica_engine import xla
 from replica_engine._tf import distribute, patches
 from replica_engine._tf.graphs import autograph
 from replica_engine._tf.host_datasets import HostDatasets
+from replica_engine._tf.keras import files
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.tracebacks import shortened
 from replica_engine.errors.base import positive_int, shown
@@ -227,6 +228,11 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         return not distribute.is_merged()
 
 
+def _is_other(strategy: Any) -> bool:
+    """Whether this process is a worker that leaves the files of a model to the chief."""
+    return isinstance(strategy, TPUStrategy) and not strategy.extended.should_checkpoint
+
+
 def _own(value: Any) -> Any:
     """In a body, each replica's own value of a variable; reading the distributed variable would reduce it first."""
     return value._values[0] if isinstance(value, distribute.DistributedVariable) else value
@@ -328,7 +334,20 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
         """Like the scope of every strategy. Keras models built in it run `steps_per_execution` steps in one launch."""
         patches.extend_trainer(keras_steps.device_loop, TPUStrategy)
         patches.average_logs(TPUStrategy)
+        if self.extended.device_group.member is not None:
+            patches.reduce_over_workers(TPUStrategy)
+            self.leave_files_to_chief()
         return super().scope()
+
+    def leave_files_to_chief(self, *models: Any) -> None:
+        """Keeps all workers but the chief from writing files of Keras models that are trained on this strategy.
+
+        It is called for the models of `replicate_model`; those that were built in the scope need it not.
+        """
+        if self.extended.device_group.member is not None:
+            files.let_the_chief_write(_is_other)
+            if _is_other(self):
+                files.leave_to_chief(*models)
 
     @autograph.artifact
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:

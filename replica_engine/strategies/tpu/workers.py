@@ -16,7 +16,7 @@ from replica_engine import xla
 from replica_engine._tf import distribute, variables
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.pjrt import exchange
-from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.pjrt.group import DeviceGroup, is_needed_by_a_program
 from replica_engine.strategies.multi_worker.launches import of_variable
 from replica_engine.strategies.reductions import as_tensors
 from replica_engine.strategies.tpu.context import gather_leaf, reduce_leaf
@@ -77,6 +77,17 @@ class OverWorkers:
         if self.device_group.member is None:
             return super()._distribute_datasets_from_function(dataset_fn, options)  # type: ignore[misc]
         return distribute.MultiWorkerMirroredExtended._distribute_datasets_from_function(self, dataset_fn, options)
+
+    def have_batches(self) -> Callable[[Any], Any] | None:
+        """How the workers agree whether there is a batch; see `HostDatasets`."""
+        return None if self.device_group.member is None else self._all_have_batch
+
+    def _all_have_batch(self, has: Any) -> Any:
+        """Like `all_have`; but batches that are fetched for a running program are agreed on by that program."""
+        if not tf.executing_eagerly():
+            mine = tf.cast(has, tf.int32)
+            return self.over_workers("MIN", distribute.PerReplica((mine,) * self.device_group.size)) > 0
+        return has if is_needed_by_a_program() else all_have(self.device_group, bool(has))
 
     def _experimental_distribute_values_from_function(self, value_fn: Any) -> Any:
         """The hook of `experimental_distribute_values_from_function`: the values of this worker's replicas."""
