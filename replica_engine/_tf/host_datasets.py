@@ -123,9 +123,7 @@ class _Turns:
         agree: see `HostDatasets`.
     """
 
-    def __init__(
-        self, iterator: Any, worker: str, devices: Sequence[str], agree: Callable[[Any], Any] | None = None
-    ):
+    def __init__(self, iterator: Any, worker: str, devices: Sequence[str], agree: Callable[[Any], Any] | None = None):
         self.iterator = iterator
         self._agree = agree
         self._worker = worker

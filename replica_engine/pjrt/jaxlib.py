@@ -22,14 +22,13 @@ if tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
     raise BackendMissingError.unsupported(jax.__version__, ".".join(map(str, OLDEST)))
 
 try:
+    # global_state: what jax knows of the other processes when it makes clients of GPUs and TPUs.
     # ShapedArray: the shape and dtype of an array, needed to make one.
     # make_ir_context: an MLIR context that knows the dialects of the programs.
+    from jax._src.distributed import global_state
     from jax._src.interpreters.mlir import make_ir_context
     from jax.core import ShapedArray
     from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
-
-    # global_state: what jax has of the other processes when it makes clients of GPUs and TPUs.
-    from jax._src.distributed import global_state
     from jaxlib._jax import (
         ArrayImpl,  # the class of arrays, to make one from parts without checks
         DeviceList,  # the devices a program is compiled for

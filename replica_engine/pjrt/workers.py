@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.metadata
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -163,7 +164,7 @@ def group_of_job(
 
 
 def _join(cluster: hosts.Cluster, platform: str | None, count: int | None, versions: dict[str, str]) -> _Workers:
-    own = {"jax": jax.__version__, "jaxlib": jax.lib.__version__}
+    own = {"jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib")}
     replicas = count or (cores() if platform == "cpu" else 0)  # jax must not look for others before all have joined
     member = hosts.join(cluster, versions={**versions, **own}, replicas=replicas)
     try:

@@ -288,7 +288,7 @@ def _scatter(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
 
 
 def _scatter_by_exchange(x: tf.Tensor, axis: int, shape: list[int], rows: list[list[int]]) -> tf.Tensor:
-    """A reduce-scatter over several workers: Gloo's gives up when one of them is 30 s late, and its all-to-all waits."""
+    """A reduce-scatter over several workers: Gloo's gives up when one is 30 s late, and its all-to-all waits."""
     parts = _marker("all_to_all", x, x.shape, split_axis=axis, concat_axis=axis, groups=rows)
     return tf.reduce_sum(tf.reshape(parts, [*shape[:axis], len(rows[0]), *shape[axis:]]), axis)
 

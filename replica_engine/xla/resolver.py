@@ -123,13 +123,19 @@ def get_tpu_system_metadata(resolver: PjrtClusterResolver | None = None) -> TPUS
         (True, 1)
     """
     devices = (resolver or PjrtClusterResolver()).devices
-    hosts = devices.replicas // devices.size
-    return TPUSystemMetadata(devices.replicas, hosts, devices.size, None, list(devices.names))
+    number = devices.replicas // devices.size
+    return TPUSystemMetadata(devices.replicas, number, devices.size, None, list(devices.names))
+
+
+_FIELDS = {
+    "coordinator_address": clusters.COORDINATOR,
+    "num_processes": clusters.NUM_PROCESSES,
+    "process_id": clusters.PROCESS_ID,
+}
 
 
 def _cluster(address: str | None, size: int | None, index: int | None) -> hosts.Cluster:
-    given = {"coordinator_address": address, "num_processes": size, "process_id": index}
-    fields = {clusters.COORDINATOR: address, clusters.NUM_PROCESSES: size, clusters.PROCESS_ID: index}
+    given = dict(zip(_FIELDS, (address, size, index), strict=True))
     if all(value is None for value in given.values()):
         return hosts.find_cluster()
     for name, value in given.items():
@@ -137,9 +143,13 @@ def _cluster(address: str | None, size: int | None, index: int | None) -> hosts.
             other = next(other for other, value in given.items() if value is not None)
             raise ClusterConfigError.missing(name, other, "given too: all three of them, or none")
     try:
-        return hosts.find_cluster({name: str(value) for name, value in fields.items()})
+        return hosts.find_cluster({_FIELDS[name]: str(value) for name, value in given.items()})
     except ClusterConfigError as error:
-        named = str(error)
-        for name, field in zip(given, fields, strict=True):
-            named = named.replace(field, name)
-        raise ClusterConfigError(named) from None
+        words, error.field = (
+            str(error),
+            next((name for name, own in _FIELDS.items() if own == error.field), error.field),
+        )
+        for name, field in _FIELDS.items():
+            words = words.replace(field, name)
+        error.args = (words,)
+        raise

@@ -4,9 +4,14 @@ Processes that start TensorFlow are expensive. So a job checks many things, and 
 """
 
 import json
+import signal
+import socket
 
 import pytest
-from helpers.jobs import LONG, job
+from helpers.jobs import job
+
+LONGER = 300.0
+"""Seconds that are enough for a job on a machine that does much else."""
 
 HEAD = """
 import json, os, signal, sys
@@ -92,7 +97,8 @@ parts["values"] = local(strategy.experimental_distribute_values_from_function(
 own = strategy.run(lambda: tf.cast(context().replica_id_in_sync_group, tf.float32))
 found["reduced"] = {op: float(strategy.reduce(op, own, axis=None)) for op in ("SUM", "MEAN")}
 found["gathered"] = strategy.gather(strategy.run(lambda: tf.fill([2], xla.replica_id())), axis=0).numpy().tolist()
-found["structure"] = [float(each) for each in tf.nest.flatten(strategy.reduce("SUM", {"a": own, "b": [own]}, axis=None))]
+sums = strategy.reduce("SUM", {"a": own, "b": [own]}, axis=None)
+found["structure"] = [float(each) for each in tf.nest.flatten(sums)]
 
 
 def collectives():
@@ -130,7 +136,7 @@ def outputs(programs, made, program: str, **environment: str) -> list[list[dict]
 
 def read(process) -> list[dict]:
     try:
-        out, err = process.communicate(LONG)
+        out, err = process.communicate(LONGER)
     finally:
         process.kill()
     assert process.returncode == 0, err[-4000:]
@@ -265,3 +271,183 @@ def test_datasets_end_on_the_same_step_everywhere(programs, tmp_path):
     # 7 and 4 steps of two replicas: in the fourth step they have 6 and 7.
     assert first["loops"] == [[4, 26.0], [4, 26.0]]
     assert (first["whole"], first["empty"]) == (4, 0)
+
+
+KERAS = """
+import keras
+
+strategy = replica_engine.TPUStrategy(num_cores=4)
+folder = os.environ["FOLDER"]
+keras.utils.set_random_seed(1 + me)  # the chief's weights count
+rng = np.random.RandomState(0)
+x = rng.rand(64, 8).astype("float32")
+y = x.sum(1, keepdims=True)
+data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16, drop_remainder=True)
+
+
+def dense():
+    layers = [keras.Input((8,)), keras.layers.Dense(4, activation="relu"), keras.layers.Dense(1)]
+    return keras.Sequential(layers)
+
+
+with strategy.scope():
+    model = dense()
+    model.compile("adam", "mse", metrics=["mae"])
+callbacks = [
+    keras.callbacks.ModelCheckpoint(f"{folder}/{{epoch}}.weights.h5", save_weights_only=True),
+    keras.callbacks.BackupAndRestore(f"{folder}/backup", delete_checkpoint=False),
+]
+found["fit"] = model.fit(data, epochs=2, verbose=0, validation_data=data, callbacks=callbacks).history
+found["evaluate"] = model.evaluate(data, verbose=0, return_dict=True)
+model.save(f"{folder}/model.keras")
+found["weights"] = [each.tolist() for each in model.get_weights()]
+found["predict"] = model.predict(x[:16], batch_size=16, verbose=0).tolist()
+with strategy.scope():
+    model.compile("adam", "mse", metrics=["mae"], steps_per_execution=2)
+found["two steps"] = model.fit(data, epochs=1, verbose=0).history
+
+keras.utils.set_random_seed(1)
+model = dense()
+model.compile("adam", "mse", metrics=["mae"])
+fast = replica_engine.keras.replicate_model(model, strategy=strategy)
+found["fast"] = fast.fit(x[:54], y[:54], batch_size=16, epochs=2, verbose=0, shuffle=False).history
+found["fast evaluate"] = fast.evaluate(x[:3], y[:3], verbose=0, return_dict=True)
+found["fast predict"] = fast.predict(x[:10], verbose=0).tolist()
+fast.save(f"{folder}/fast.keras")
+found["fast weights"] = [each.tolist() for each in model.get_weights()]
+"""
+
+
+def test_keras(programs, tmp_path):
+    (tmp_path / "job").mkdir()
+    (tmp_path / "one").mkdir()
+    with job() as made:
+        (first, _), (second, _) = outputs(programs, made, KERAS, FOLDER=str(tmp_path / "job"))
+    alone, _ = read(programs.start(HEAD + KERAS + TAIL, env={"FOLDER": str(tmp_path / "one")}))
+    assert first == second
+    for name, value in alone.items():
+        assert flat(first[name]) == pytest.approx(flat(value), abs=2e-6), name
+    written = {
+        folder: sorted(str(path.relative_to(tmp_path / folder)) for path in (tmp_path / folder).rglob("*"))
+        for folder in ("job", "one")
+    }
+    assert written["job"] == written["one"]
+
+
+STEPS = """
+victim = int(os.environ["VICTIM"])
+strategy = replica_engine.TPUStrategy(num_cores=int(os.environ["CORES"]))
+with strategy.scope():
+    w = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
+
+
+def step(x):
+    w.assign_add(xla.cross_replica_sum(x))
+    return w.read_value()
+
+
+for _ in range(5):
+    strategy.run(step, args=(tf.constant(1.0),))
+if me == victim:
+    {fault}
+try:
+    while True:
+        strategy.run(step, args=(tf.constant(1.0),))
+except replica_engine.errors.WorkerLostError as error:
+    try:
+        float(w)
+    except replica_engine.errors.LostVariableError as lost:
+        pass
+    print(json.dumps([error.worker, error.pid, str(error)]), flush=True)
+    raise
+"""
+
+FAULTS = {  # what worker's program does, the words of the others' error, and its own exit status
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "has closed its connection without a word", -signal.SIGKILL),
+    "stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "has not been heard of for 3 s", -signal.SIGKILL),
+    "raised": ("raise ValueError('the body')", "has raised ValueError: the body", 1),
+    "left": ("sys.exit(0)", "has come to the end of its program or to sys.exit", 0),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("victim", "cores"), [(0, 4), (1, 2)])  # with one replica XLA starts programs differently
+def test_the_others_are_told_who_is_lost(programs, fault, victim, cores):
+    code, words, status = FAULTS[fault]
+    with job(heartbeat=3.0 if fault == "stopped" else LONGER) as made:
+        text = HEAD + STEPS.replace("{fault}", code)
+        lost, other = (
+            programs.start(text, env=made.environment(worker, VICTIM=str(victim), CORES=str(cores)))
+            for worker in (victim, 1 - victim)
+        )
+        try:
+            out, err = other.communicate(LONGER)
+        finally:
+            lost.kill() if fault == "stopped" else lost.communicate(LONGER)
+            other.kill()
+    assert other.returncode == 1, err[-4000:]  # its own exception: no abort
+    worker, pid, message = json.loads(out.splitlines()[-1])
+    assert (worker, pid, lost.returncode) == (victim, lost.pid, status)
+    assert f"worker {victim} of 2" in message
+    assert words in message
+    assert "`step` at program.py:" in message
+
+
+ORDER = """
+strategy = replica_engine.TPUStrategy(num_cores=2)
+
+
+def sums(x):
+    return context().all_reduce("SUM", x)
+
+
+def maxima(x):
+    return context().all_reduce("MAX", x)
+
+
+both = [sums, maxima]
+if os.environ["LATER"] == "1":
+    for step in both:
+        strategy.run(step, args=(tf.ones([4]),))
+while True:
+    for step in reversed(both) if me else both:
+        value = strategy.run(step, args=(tf.ones([4]),))
+        if os.environ["LATER"] == "0":
+            print("a number", flush=True)
+"""
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_another_order_is_found(programs, later):
+    """When the programs are compiled, before there is a number; later, soon after the launch."""
+    with job() as made:
+        started = [programs.start(HEAD + ORDER, env=made.environment(each, LATER=str(later))) for each in range(2)]
+        for process in started:
+            out, err = process.communicate(LONGER)
+            assert process.returncode == 1, err[-4000:]
+            assert "a number" not in out
+            assert "ProgramDisagreementError: After" in err
+            assert "`sums` at program.py:" in err
+            assert "`maxima` at program.py:" in err
+
+
+def test_what_a_resolver_says_itself(programs):
+    """Without a launcher: the coordinator is a child of worker 0, and the environment has only the token."""
+    program = """
+resolver = xla.PjrtClusterResolver("cpu", os.environ["ADDRESS"], 2, int(os.environ["INDEX"]))
+from replica_engine.compat.contrib import TPUStrategy
+strategy = TPUStrategy(resolver, num_cores=2)
+found["truth"] = [strategy.num_hosts, strategy.num_towers, strategy.num_towers_per_host]
+found["sum"] = float(strategy.reduce("SUM", strategy.run(lambda: tf.constant(2.0)), axis=None))
+"""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    started = [
+        programs.start(
+            HEAD + program + TAIL,
+            env={"ADDRESS": address, "INDEX": str(index), "REPLICA_ENGINE_TOKEN": "a secret"},
+        )
+        for index in range(2)
+    ]
+    for process in started:
+        assert read(process)[0] == {"truth": [2, 2, 1], "sum": 4.0}

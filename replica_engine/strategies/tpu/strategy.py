@@ -339,6 +339,19 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
             self.leave_files_to_chief()
         return super().scope()
 
+    def join_rows(self, value: Any) -> tf.Tensor:
+        """The rows of all replicas of all workers, in the order of the whole batch that they were taken from.
+
+        TensorFlow deals the shares of a batch out in turns: with two workers of two replicas, worker 0 has the first
+        and the third share. Keras calls this for predictions.
+        """
+        devices = self.extended.device_group
+        rows = self.gather(value, axis=0)
+        shape = tf.shape(rows)
+        shares = tf.reshape(rows, tf.concat([[devices.replicas // devices.size, devices.size, -1], shape[1:]], 0))
+        swapped = tf.transpose(shares, tf.concat([[1, 0], tf.range(2, tf.rank(shares))], 0))
+        return tf.reshape(swapped, shape)
+
     def leave_files_to_chief(self, *models: Any) -> None:
         """Keeps all workers but the chief from writing files of Keras models that are trained on this strategy.
 

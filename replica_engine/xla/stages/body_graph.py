@@ -124,7 +124,10 @@ class BodyGraph:
     def replicas_results(self, columns: Sequence[Sequence[Any]]) -> list[Any]:
         """What each replica returned. `columns` has, for each result, the values of the replicas."""
         tensors = [[_as_tensor(value) for value in column] for column in columns]
-        return [self.rebuild([column[replica] for column in tensors]) for replica in range(len(tensors[0]) if tensors else self.body.own)]
+        return [
+            self.rebuild([column[replica] for column in tensors])
+            for replica in range(len(tensors[0]) if tensors else self.body.own)
+        ]
 
     def registered(self) -> Any:
         """The graph as a function that TensorFlow can find by name."""

@@ -137,7 +137,12 @@ class Lowered:
             Watch(lambda seconds: slow_compile(name, body.size, seconds), body.limits.warn_after),
         ):
             executable = Executable(
-                text, devices, self.program.results, calls, (name, self.traced.where), tuple(body.limits)
+                text,
+                devices,
+                self.program.results,
+                calls,
+                (name, self.traced.where),
+                (body.limits.timeout, body.limits.warn_after),
             )
         limit = memory_limit(devices)
         if limit is not None and executable.bytes_needed > limit:
