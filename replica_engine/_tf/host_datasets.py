@@ -155,7 +155,7 @@ class _Turns:
             ]
 
     def _agreed(self, has: tf.Tensor, raises: bool = False) -> tf.Tensor:
-        """Whether all workers have batches, as an op in a graph. If not, it raises OutOfRangeError where that is asked."""
+        """Whether all workers have batches; in a graph, an op. With `raises`, it raises OutOfRangeError if not."""
         assert self._agree is not None, "there are several workers"
         agreed = self._agree(has)
         if not raises:

@@ -79,8 +79,10 @@ def group_of_job(
     own = None
     if count is not None:
         own, left = divmod(_number(count), cluster.num_processes)
-        if left or own > MOST_CPU_DEVICES:
+        if left:
             raise DeviceError.not_shared(count, cluster.num_processes)
+        if own > MOST_CPU_DEVICES:
+            raise DeviceError.too_many(own, MOST_CPU_DEVICES)
     platform = platform_named(platform) or (None if _has_plugin() else "cpu")
     return workers.group_of_job(cluster, platform, own, versions)
 
