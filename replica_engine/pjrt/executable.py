@@ -32,7 +32,8 @@ class Executable:
         results: shape and dtype of each result.
         host_calls: functions that the program calls, by their index. Each gets and returns arrays, of exactly the
             dtypes and shapes that the program declares. They should never raise: other replicas would wait for ever.
-        name: what the program was made of, and where that is, for the comparison with other workers.
+        name: what the program was made of, and where that is, for the comparison with other workers. A program
+            without collectives is not compared, since it concerns no other worker.
         limits: seconds to wait for other workers at the first launch, or None; and seconds until a warning about that.
 
     Raises:
@@ -56,7 +57,7 @@ class Executable:
         self._compared: Program | None = None
         self._limits = limits
         self._is_first = True
-        if devices.member is not None:
+        if devices.member is not None and _COLLECTIVE.search(program):
             self._compared = Program(_digest(program), *name)
             devices.member.compile(self._compared, *limits)
         options = CompileOptions()
@@ -153,6 +154,7 @@ class Executable:
         devices.running, devices.interrupted = None, False
 
 
+_COLLECTIVE = re.compile(r"stablehlo\.(all_\w+|reduce_scatter|collective_\w+)|@replica_engine\.(?!host_call)")
 _FUNCTION = re.compile(r"@[A-Za-z_][\w.$-]*")
 
 

@@ -94,6 +94,15 @@ parts["host calls"] = local(strategy.run(lambda: xla.outside_compilation(lambda:
 parts["printed"] = local(strategy.run(lambda: tf.strings.length(tf.strings.as_string(10 ** xla.replica_id()))))
 parts["values"] = local(strategy.experimental_distribute_values_from_function(
     lambda of: tf.constant([of.replica_id_in_sync_group, of.num_replicas_in_sync])))
+shares = strategy.experimental_distribute_values_from_function(lambda of: tf.ones([1 + of.replica_id_in_sync_group]))
+parts["uneven"] = local(strategy.run(lambda share: tf.reduce_sum(share) + tf.cast(xla.replica_id(), tf.float32),
+                                     args=(shares,)))
+tied = replica_engine.TPUStrategy(num_cores=4, same_random_numbers=True)
+tf.random.set_seed(None)
+found["tied"] = len({float(each) for each in tied.experimental_local_results(tied.run(
+    lambda: xla.all_gather(tf.random.uniform([1]))))[0]})
+if not me:
+    found_alone = strategy.run(lambda: tf.constant(1.0))  # without collectives: it concerns no other worker
 own = strategy.run(lambda: tf.cast(context().replica_id_in_sync_group, tf.float32))
 found["reduced"] = {op: float(strategy.reduce(op, own, axis=None)) for op in ("SUM", "MEAN")}
 found["gathered"] = strategy.gather(strategy.run(lambda: tf.fill([2], xla.replica_id())), axis=0).numpy().tolist()

@@ -258,11 +258,12 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
     and a change of shapes causes another compilation.
 
     Args:
-        tpu_cluster_resolver: a `replica_engine.xla.PjrtClusterResolver` that names the platform to run on. None
-            takes the first of TPUs, GPUs and CPU devices that the machine has.
+        tpu_cluster_resolver: a `replica_engine.xla.PjrtClusterResolver` that names the platform to run on, and perhaps
+            the job. None takes the first of TPUs, GPUs and CPU devices that the machine has, and the job that the
+            environment describes, as `docs/many_hosts.md` says: then the devices of all workers run one program.
         steps_per_run: how many steps one launch of a device loop runs if the call of `run_steps` does not say.
-        num_cores: the number of devices. None takes all TPUs or GPUs; CPU devices are made on request, so None makes
-            one for each core that the process may use.
+        num_cores: the number of devices, of all workers together; each gets equally many. None takes all TPUs or GPUs;
+            CPU devices are made on request, so None makes one for each core that the process may use.
         same_random_numbers: let random ops draw the same numbers on all replicas. By default each replica draws
             different numbers.
         soft_placement: let ops that XLA cannot compile (strings, tables, summaries, `tf.print`, `tf.py_function`,
@@ -277,7 +278,9 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
 
     Raises:
         BackendMissingError: jax is not installed, or its version does not work. The message names the command to run.
-        DeviceError: the platform has fewer devices than `num_cores`, or none.
+        DeviceError: the platform has fewer devices than `num_cores`, or none; or the workers cannot share them evenly.
+        ClusterConfigError: the description of the job is wrong.
+        WorkersMissingError, WorkerVersionError or WorkerLostError: the job failed to start.
         ValueError: `steps_per_run`, `timeout` or `warn_after` is not positive.
         TypeError: `tpu_cluster_resolver` is not a `replica_engine.xla.PjrtClusterResolver`.
         ReplicaValueError: `same_random_numbers` or `soft_placement` is not True or False.

@@ -164,6 +164,7 @@ class Launch:
 
     def _start_and_wait(self, execution: Execution) -> Results:
         name, began = self._program.name, time.perf_counter()
+        self._tell_progress()
         try:
             with timeline.profiled(f"launch {name}"), held_off():
                 with self._failures():
@@ -179,6 +180,13 @@ class Launch:
         finally:
             self._body.note_launch(self._program.collectives, began, time.perf_counter())
         return results
+
+    def _tell_progress(self) -> None:
+        """Tells the other workers how far this one is, for the message if it gets lost."""
+        if self._devices.member is not None:
+            last = self._program.collectives[-1:]
+            points = [f"{each.kind} at {each.where}" for each in last]
+            self._devices.member.progress(self._body.launched + 1, *points)
 
     def _wait(self, execution: Execution) -> None:
         with self._failures():
