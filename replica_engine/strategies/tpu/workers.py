@@ -43,21 +43,31 @@ class OverWorkers:
         reducer = reducers.setdefault(reduction, _reducer(reduction))
         if isinstance(value, distribute.DistributedVariable):
             value = distribute.PerReplica(tuple(component.read_value() for component in value._values))
+        elif not isinstance(value, distribute.DistributedValues):
+            value = distribute.PerReplica((value,))
         value = as_tensors(value, of_this.worker_devices)
         result = of_this.run_of(of_this._programs, reducer, (value,))
         return distribute.select_replica(0, result)
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         """The hook of `reduce` and `reduce_to`, for one value in cross-replica context."""
-        if self.device_group.member is None or not _has_parts(value):
+        if self.device_group.member is None or not self._has_parts(value):
             return super()._reduce_to(reduce_op, value, destinations, options)  # type: ignore[misc]
         return self.over_workers(reduce_op, value)
 
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
         """The hook of `gather`."""
-        if self.device_group.member is None or not _has_parts(value):
+        if self.device_group.member is None or not self._has_parts(value):
             return super()._gather_to_implementation(value, destinations, axis, options)  # type: ignore[misc]
         return self.over_workers(("gather", axis), value)
+
+    def _has_parts(self, value: Any) -> bool:
+        """Whether a value may differ by replica. What `run` returns is not wrapped where a worker has one replica."""
+        if isinstance(value, distribute.DistributedVariable):
+            return isinstance(value, distribute.SyncOnReadVariable)
+        if isinstance(value, (distribute.DistributedValues, tf.Variable)):
+            return isinstance(value, distribute.PerReplica)
+        return self.device_group.size == 1
 
     def _make_input_context(self) -> tf.distribute.InputContext:
         """The hook of TensorFlow's code for several workers."""
@@ -148,13 +158,6 @@ def start_from_chief(name: str, components: Sequence[Any], devices: DeviceGroup)
 def all_have(devices: DeviceGroup, has: bool) -> bool:
     """Whether every worker has something, such as a next batch."""
     return has if devices.member is None else bool(exchange.least(devices, [has])[0])
-
-
-def _has_parts(value: Any) -> bool:
-    """Whether a value may differ by replica."""
-    if isinstance(value, distribute.DistributedVariable):
-        return isinstance(value, distribute.SyncOnReadVariable)
-    return isinstance(value, distribute.PerReplica)
 
 
 def _reducer(reduction: Any) -> Callable[[Any], Any]:
