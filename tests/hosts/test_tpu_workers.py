@@ -10,6 +10,8 @@ import socket
 import pytest
 from helpers.jobs import job
 
+pytestmark = pytest.mark.timeout(360)
+
 LONGER = 300.0
 """Seconds that are enough for a job on a machine that does much else."""
 
