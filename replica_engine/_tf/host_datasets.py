@@ -10,7 +10,7 @@ batches, optionals and loops in a `tf.function` remain TensorFlow's own code. Ch
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -30,7 +30,12 @@ from tensorflow.python.distribute.input_lib import (
 
 
 class HostDatasets:
-    """Distributes datasets over CPU devices without copies. Put it before an extended class of `tf.distribute`."""
+    """Distributes datasets over CPU devices without copies. Put it before an extended class of `tf.distribute`.
+
+    With several workers, a pass over a dataset ends on all of them with the one that has the fewest batches. So the
+    extended class may have a method `have_batches`, which returns a function or, without other workers, None. The
+    function takes whether this worker has a batch, and returns whether all have one; in a graph, tensors.
+    """
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         """The hook of `experimental_distribute_dataset`."""
@@ -64,7 +69,8 @@ class _Iterable:
         (dataset,) = spec._to_components(self)
         (worker,), devices = workers.worker_devices, workers.compute_devices_for_worker(0)
         with tf.device(worker):
-            turns = _Turns(iter(_ahead(dataset, options, len(devices))), worker, devices)
+            ahead = iter(_ahead(dataset, options, len(devices)))
+            turns = _Turns(ahead, worker, devices, _agreement(self._strategy, self._cardinality))
         iterator = _HostIterator(
             workers,
             [turns],
@@ -89,6 +95,12 @@ class _Iterable:
         )
 
 
+def _agreement(strategy: Any, cardinality: int) -> Callable[[Any], Any] | None:
+    """How the workers of a strategy agree whether there is a batch; None where they need not."""
+    have_batches = getattr(strategy.extended, "have_batches", None)
+    return None if have_batches is None or cardinality == tf.data.INFINITE_CARDINALITY else have_batches()
+
+
 def _ahead(dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None, replicas: int) -> tf.data.Dataset:
     """The dataset that reads as many elements ahead for each replica as the user wants; by default one."""
     buffer = 1 if options is None else options.experimental_per_replica_buffer_size
@@ -108,10 +120,12 @@ class _Turns:
         iterator: the plain iterator.
         worker: the device that it is on.
         devices: the device of each replica.
+        agree: see `HostDatasets`.
     """
 
-    def __init__(self, iterator: Any, worker: str, devices: Sequence[str]):
+    def __init__(self, iterator: Any, worker: str, devices: Sequence[str], agree: Callable[[Any], Any] | None = None):
         self.iterator = iterator
+        self._agree = agree
         self._worker = worker
         self._devices = devices
         self._round = threading.Lock()  # a round of turns is not interrupted by that of another thread
@@ -119,12 +133,38 @@ class _Turns:
     def get_next_as_list(self, name: str | None = None) -> list[Any]:
         """The next elements of all replicas; raises OutOfRangeError if one gets none."""
         with self._round:
-            return [self._on(device, self.iterator.get_next()) for device in self._devices]
+            if self._agree is None:
+                return [self._on(device, self.iterator.get_next()) for device in self._devices]
+            optionals = [self.iterator.get_next_as_optional() for _ in self._devices]
+            agreed = self._agreed(tf.reduce_all([optional.has_value() for optional in optionals]), raises=True)
+            with tf.control_dependencies([agreed]):
+                pairs = zip(self._devices, optionals, strict=True)
+                return [self._on(device, optional.get_value()) for device, optional in pairs]
 
     def get_next_as_optional_list(self) -> list[Any]:
         """The next elements of all replicas, as optionals on the worker's device."""
         with self._round:
-            return [self.iterator.get_next_as_optional() for _ in self._devices]
+            optionals = [self.iterator.get_next_as_optional() for _ in self._devices]
+            if self._agree is None:
+                return optionals
+            agreed = self._agreed(tf.reduce_any([optional.has_value() for optional in optionals]))
+            spec = self.iterator.element_spec
+            return [
+                tf.cond(agreed, lambda optional=optional: optional, lambda: tf.experimental.Optional.empty(spec))
+                for optional in optionals
+            ]
+
+    def _agreed(self, has: tf.Tensor, raises: bool = False) -> tf.Tensor:
+        """Whether all workers have batches; in a graph, an op. With `raises`, it raises OutOfRangeError if not."""
+        assert self._agree is not None, "there are several workers"
+        agreed = self._agree(has)
+        if not raises:
+            return tf.convert_to_tensor(agreed)
+        if not tf.executing_eagerly():
+            return tf.numpy_function(_end_unless, [agreed], tf.bool)
+        if not agreed:
+            raise _ended()
+        return tf.constant(True)
 
     def padded(self) -> list[Any]:
         """The next elements of all replicas, with empty ones at the end; raises OutOfRangeError if all get none."""
@@ -134,11 +174,16 @@ class _Turns:
                 for device in self._devices:
                     elements.append(self._on(device, self.iterator.get_next()))
         except tf.errors.OutOfRangeError:
+            if self._agree is not None and not self._agree(bool(elements)):
+                elements = []
             if not elements:
                 raise
             for device in self._devices[len(elements) :]:
                 with tf.device(device):
                     elements.append(_dummy_tensor_fn(self.iterator.element_spec))
+            return elements
+        if self._agree is not None and not self._agree(True):
+            raise _ended()
         return elements
 
     def _on(self, device: str, element: Any) -> Any:
@@ -146,6 +191,17 @@ class _Turns:
             return element
         with tf.device(device):
             return tf.nest.map_structure(_copy, element, expand_composites=True)
+
+
+def _ended() -> tf.errors.OutOfRangeError:
+    return tf.errors.OutOfRangeError(None, None, "A worker has no batch left.")
+
+
+def _end_unless(agreed: Any) -> Any:
+    """Raises what TensorFlow makes an OutOfRangeError of, unless the workers agreed that all have a batch."""
+    if not agreed:
+        raise StopIteration(_ended().message)
+    return agreed
 
 
 def _copy(leaf: Any) -> Any:
@@ -198,7 +254,10 @@ class _HostIteratorSpec(DistributedIteratorSpec):
         (worker,), devices = self._input_workers.worker_devices, self._input_workers.compute_devices_for_worker(0)
         return _HostIterator(
             self._input_workers,
-            components=[_Turns(iterator, worker, devices) for iterator in components],
+            components=[
+                _Turns(iterator, worker, devices, _agreement(self._strategy, self._cardinality))
+                for iterator in components
+            ],
             element_spec=self._element_spec,
             strategy=self._strategy,
             cardinality=self._cardinality,

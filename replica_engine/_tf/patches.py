@@ -298,7 +298,8 @@ def _for_each_replica(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
 def reduce_over_workers(strategies: type) -> None:
     """Makes Keras reduce the logs of all workers under strategies of a class; only once per process.
 
-    Keras calls `strategy.reduce("MEAN", value, axis=0)` there, which fails for scalars, and logs are scalars.
+    Keras calls `strategy.reduce("MEAN", value, axis=0)` there, which fails for scalars, and logs are scalars. Rows of
+    predictions are joined by the strategy's `join_rows`, if it has that method.
     """
     module = sys.modules.get(MODULE)
     reduce = getattr(module, REDUCE, None)
@@ -308,6 +309,8 @@ def reduce_over_workers(strategies: type) -> None:
 
     @functools.wraps(reduce)
     def reduced(values: Any, strategy: Any, reduction: str) -> Any:
+        if reduction == "concat" and isinstance(strategy, strategies) and hasattr(strategy, "join_rows"):
+            return tf.nest.map_structure(strategy.join_rows, values)
         if reduction not in operations or not isinstance(strategy, strategies):
             return reduce(values, strategy, reduction)
         assert isinstance(strategy, tf.distribute.Strategy)

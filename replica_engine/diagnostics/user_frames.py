@@ -146,6 +146,12 @@ def _plumbing() -> tuple[str, ...]:
 stacks.hide(is_internal)
 
 
+def place_of(fn: Callable[..., Any]) -> str:
+    """The file, without its folder, and the first line of a function: "train.py:40"; "" if it has none."""
+    code = getattr(_plain(getattr(fn, "made_of", fn)), "__code__", None)
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}" if code is not None else ""
+
+
 def _plain(fn: Callable) -> Callable:
     """The user's function inside partial objects, bound methods and AutoGraph's wrappers."""
     if type(fn) is FunctionType and not fn.__dict__:  # it wraps nothing

@@ -50,6 +50,24 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
         )
 
     @classmethod
+    def not_shared(cls, count: int, processes: int) -> DeviceError:
+        """The number of devices of all workers cannot be shared out evenly."""
+        less, more = max(count // processes, 1) * processes, (count // processes + 1) * processes
+        choice = f"{more}" if less == more else f"{less} or {more}"
+        return cls(
+            f"num_cores={count} counts the devices of all workers, and {processes} workers cannot have equally many. "
+            f"Write num_cores={choice}, or leave it out: then each worker takes all that it has."
+        )
+
+    @classmethod
+    def too_few_in_job(cls, count: int, kind: str, present: int) -> DeviceError:
+        """The workers have fewer devices than asked for, or fewer than the first strategy took."""
+        return cls(
+            f"{count} {kind} devices were asked for, and all workers together have {present}. The first TPUStrategy of "
+            "a process settles how many CPU devices each worker has: make the one with the most devices first."
+        )
+
+    @classmethod
     def bad_count(cls, count: object) -> DeviceError:
         """The number of devices is not a positive int."""
         return cls(f"The number of devices must be a positive int; got {shown(count)}.")

@@ -358,6 +358,10 @@ class ProgramDisagreementError(ReplicaEngineError, RuntimeError):
         return error
 
 
+JOB_FAILURES = (WorkerLostError, WorkersMissingError, WorkerVersionError, ProgramDisagreementError)
+"""What a job of several workers fails with."""
+
+
 def slow_workers(worker: int, what: str, seconds: float, rows: Iterable[WorkerRow]) -> str:
     """The warning that a worker waits long for the others to come to a point where all meet."""
     table = "\n".join(f"  {row}" for row in rows)

@@ -53,6 +53,8 @@ class OnXla:
         self._model = model
         self._strategy = strategy
         self._size = strategy.num_replicas_in_sync
+        first, own = strategy.extended.device_group.first, strategy.extended.device_group.size
+        self._own = range(first, first + own)  # the replicas of this process
         self._undivided: set[str] = set()
         self._predicted: set[Any] = set()
         self._compiled: set[Any] = set()
@@ -108,7 +110,7 @@ class OnXla:
             outputs = self._run(self._predict_step, "predict_step", shares, size)
             self._predicted.add((kind, size))
             if samples.are_of(self._first(outputs), size // self._size):
-                return samples.take(samples.join([select(replica, outputs) for replica in range(self._size)]), 0, total)
+                return samples.take(self._joined(outputs), 0, total)
             self._undivided.add("predict_step")  # the outputs have no row per sample
         return self._first(self._run(self._predict_step, "predict_step", data, total))
 
@@ -158,7 +160,7 @@ class OnXla:
         size = -(-total // self._size)
         larger = total - (size - 1) * self._size  # the number of shards with `size` rows
         stops = [replica * (size - 1) + min(replica, larger) for replica in range(1, self._size + 1)]
-        return regroup([samples.take(data, stop - size, stop) for stop in stops])
+        return regroup([samples.take(data, stops[replica] - size, stops[replica]) for replica in self._own])
 
     @_as_keras_does
     def _step(self, name: str, data: Any, total: int) -> Any:
@@ -181,6 +183,12 @@ class OnXla:
     @_as_keras_does
     def _predict_step(self, name: str, data: Any, total: int) -> Any:
         return getattr(self._model, name)(data)
+
+    def _joined(self, outputs: Any) -> Any:
+        """The rows of all replicas, in their order."""
+        if len(self._own) < self._size:  # the other workers have the rest
+            return tf.nest.map_structure(lambda leaf: self._strategy.gather(leaf, axis=0), outputs)
+        return samples.join([select(replica, outputs) for replica in self._own])
 
     def _first(self, value: Any) -> Any:
         return select(0, value)

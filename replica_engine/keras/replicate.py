@@ -72,7 +72,7 @@ def replicate_model(
         raise ReplicateError.too_many(count, type(strategy).__name__, present)
     _check_inputs(model, present)
     twin = replicated(model, strategy)
-    if isinstance(strategy, MultiWorkerMirroredStrategy):
+    if isinstance(strategy, MultiWorkerMirroredStrategy) or _is_compiled(strategy):
         strategy.leave_files_to_chief(model, twin)
     return twin
 

@@ -3,6 +3,8 @@
 - `jaxlib`: every name of jax and jaxlib that is used, with its reason, and the check of the version.
 - `devices`: the devices of each platform, CPU devices in any number, and how much memory a CPU device can have.
 - `group`: the devices of one program; arrays on them; the order of programs; holding off Ctrl-C during a launch.
+- `workers`: the devices of all workers of a job, and `rendezvous`: the service by which their clients find each other.
+- `exchange`: small exchanges between workers, such as the chief's value of a variable.
 - `executable`: a program compiled for a group, and its launches.
 - `cache_folder`: compiled programs in a folder, for later processes.
 - `abandoned`: programs that nothing waits for any more.

@@ -10,7 +10,9 @@ import os
 import threading
 from typing import Any
 
+from replica_engine import hosts
 from replica_engine.errors import DeviceError, positive_int
+from replica_engine.pjrt import workers
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import jax, make_cpu_client
 from replica_engine.process import cores
@@ -38,11 +40,7 @@ def device_group(platform: str | None = None, count: int | None = None) -> Devic
     """
     if count is not None:
         count = _number(count)
-    if platform is None:
-        platform = next(name for name in PLATFORMS if name == "cpu" or _accelerators(name))
-    if not isinstance(platform, str) or platform.lower() not in PLATFORMS:
-        raise DeviceError.unknown_platform(platform, PLATFORMS)
-    platform = platform.lower()
+    platform = platform_named(platform) or next(name for name in PLATFORMS if name == "cpu" or _accelerators(name))
     if platform == "cpu":
         count = count or cores()
         if count > MOST_CPU_DEVICES:
@@ -60,6 +58,46 @@ def device_group(platform: str | None = None, count: int | None = None) -> Devic
     if count is not None and count > len(devices):
         raise DeviceError.too_few(count, platform.upper(), len(devices))
     return _group(platform, devices[:count])
+
+
+def group_of_job(
+    cluster: hosts.Cluster, platform: str | None, count: int | None, versions: dict[str, str]
+) -> DeviceGroup:
+    """The devices of all workers of a job; joins it, if this process has not joined it before.
+
+    Args:
+        cluster: the place of this process in the job.
+        platform: as for `device_group`; the same on all workers.
+        count: the number of devices of all workers, which all have equally many. None takes all of each; on CPU, one
+            for each core.
+        versions: the versions of packages that must be equal on all workers, besides those of jax and jaxlib.
+
+    Raises:
+        DeviceError: the platform is unknown, or there are fewer devices, or the workers cannot share them evenly.
+        ClusterConfigError, WorkersMissingError, WorkerVersionError, WorkerLostError: see `hosts.join`.
+    """
+    own = None
+    if count is not None:
+        own, left = divmod(_number(count), cluster.num_processes)
+        if left:
+            raise DeviceError.not_shared(count, cluster.num_processes)
+        if own > MOST_CPU_DEVICES:
+            raise DeviceError.too_many(own, MOST_CPU_DEVICES)
+    platform = platform_named(platform) or (None if _has_plugin() else "cpu")
+    return workers.group_of_job(cluster, platform, own, versions)
+
+
+def platform_named(platform: str | None) -> str | None:
+    """A platform's name in small letters; None for None.
+
+    Raises:
+        DeviceError: the platform is unknown.
+    """
+    if platform is None:
+        return None
+    if not isinstance(platform, str) or platform.lower() not in PLATFORMS:
+        raise DeviceError.unknown_platform(platform, PLATFORMS)
+    return platform.lower()
 
 
 def has_accelerators(platform: str) -> bool:

@@ -7,12 +7,14 @@ import hashlib
 import os
 import pathlib
 import platform
+import re
 import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from replica_engine._version import __version__
+from replica_engine.hosts import Program
 from replica_engine.pjrt import cpu_rewrites
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.jaxlib import (
@@ -24,7 +26,8 @@ from replica_engine.pjrt.jaxlib import (
     ShapedArray,
     array_result_handler,
 )
-from replica_engine.pjrt.markers import expand_markers
+from replica_engine.pjrt.markers import PREFIX, WORK, expand_markers
+from replica_engine.pjrt.workers import explained
 
 # The scheduler that saves memory is also faster for convolutions (0.7 to 0.9 of the time), and no slower for matrix
 # products.
@@ -44,9 +47,15 @@ class Executable:
         host_calls: functions that the program calls, by their index. Each gets and returns arrays, of exactly the
             dtypes and shapes that the program declares. They should never raise: other replicas would wait for ever.
         compiled: the bytes of this program, compiled before (`serialized`) for the same `circumstances`.
+        name: what the program was made of, and where that is, for the comparison with other workers. A program
+            without collectives is not compared, since it concerns no other worker.
+        limits: seconds to wait for other workers at the first launch, or None; and seconds until a warning about that.
 
     Raises:
         jax.errors.JaxRuntimeError: `compiled` is not a program.
+        ProgramDisagreementError: another worker compiles another program, or does something else.
+        WorkersMissingError: other workers did not come in time.
+        WorkerLostError: another worker is lost.
 
     Attributes:
         bytes_needed: bytes on each device for intermediate values and results, in addition to the arguments.
@@ -59,17 +68,29 @@ class Executable:
         results: Sequence[tuple[tuple[int, ...], np.dtype]],
         host_calls: Sequence[Callable[..., tuple[np.ndarray, ...]]] = (),
         compiled: bytes | None = None,
+        name: tuple[str, str] = ("", ""),
+        limits: tuple[float | None, float | None] = (None, None),
     ):
+        self._compared: Program | None = None
+        self._limits = limits
+        self._is_first = True
+        if devices.member is not None and _COLLECTIVE.search(program):
+            self._compared = Program(_digest(program), *name)
+            devices.member.compile(self._compared, *limits)
         self._devices = devices
         self._waits = devices.platform == "cpu" or bool(host_calls)
-        client, on, options = devices.devices[0].client, DeviceList(devices.devices), _options(devices)
+        self._results = len(results)
+        works_more = devices.member is not None and devices.platform == "cpu" and devices.size == 1
+        client, on, options = devices.devices[0].client, DeviceList(devices.everywhere), _options(devices)
         if compiled is None:
-            module = expand_markers(program, devices.platform)
+            module = expand_markers(program, devices.platform, more_work=works_more)
             if devices.platform == "cpu" and cpu_rewrites.enabled():
                 cpu_rewrites.rewrite(module)
             self._executable = client.compile_and_load(module, on, options, list(host_calls))
         else:
             self._executable = client.deserialize_executable(compiled, on, options, list(host_calls))
+        if works_more:
+            results = [*results, WORK]
         memory = self._executable.get_compiled_memory_stats()
         self.bytes_needed = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         self._handlers = [
@@ -90,18 +111,41 @@ class Executable:
         Arrays that the program donates are gone afterwards; the results replace them, ready or not. The caller holds
         off Ctrl-C (`interrupts.held_off`) until it has stored the results.
 
+        With several workers, the caller calls `tell_workers` before.
+
         Raises:
-            StuckProgramError: an earlier program, whose wait was interrupted, has not ended.
+            WorkerLostError or another failure of the job of several workers: the arrays may be gone.
         """
         devices = self._devices
-        devices.wait_for_interrupted()
-        if self._handlers:
-            results = self._executable.execute_sharded(arrays).consume_with_handlers(self._handlers)
-            devices.running, devices.interrupted = results[0], True  # until `wait` has waited for it
-            return results
-        running = self._executable.execute_sharded(arrays, with_tokens=True)
-        devices.running, devices.interrupted = running.consume_token(), True
-        return []
+        with explained(devices.member):
+            if self._handlers:
+                results: list[Array] = self._executable.execute_sharded(arrays).consume_with_handlers(self._handlers)
+                devices.running, devices.interrupted = results[0], True  # until `wait` has waited for it
+                return results[: self._results]
+            running = self._executable.execute_sharded(arrays, with_tokens=True)
+            devices.running, devices.interrupted = running.consume_token(), True
+            return []
+
+    def tell_workers(self) -> None:
+        """Waits for its turn on the devices, and tells the other workers of the launch that follows.
+
+        The first launch waits for them: Gloo gives a connection up after 30 s. That they began to compile together is
+        not enough, since compiling may take one longer than another.
+
+        Raises:
+            StuckProgramError: an earlier program, whose wait was interrupted, has not ended.
+            WorkerLostError or another failure of the job of several workers.
+        """
+        if self._devices.member is not None:
+            self._devices.member.check()
+        self._devices.wait_for_interrupted()
+        member = self._devices.member
+        if member is None or self._compared is None:
+            return
+        if self._is_first:
+            member.meet(f"the first launch of {self._compared.words}", *self._limits)
+            self._is_first = False
+        member.launched(self._compared)
 
     def wait(self, left: threading.Event | None = None) -> None:
         """Waits for the end of the program, on CPU or if the program calls the host. Otherwise it need only be queued.
@@ -111,16 +155,24 @@ class Executable:
 
         Args:
             left: an event that ends the wait. With it, the wait polls instead of blocking in jaxlib: if the program
-                never ends, a thread that blocks in jaxlib would bring the process down at its exit.
+                never ends, a thread that blocks in jaxlib would bring the process down at its exit. With several
+                workers it polls too.
+
+        Raises:
+            WorkerLostError or another failure of the job of several workers: the program may never end.
         """
         devices = self._devices
-        if self._waits:
+        member = devices.member
+        if self._waits or member is not None:
             pause = _SHORTEST
-            while left is not None and not devices.running.is_ready():
-                if left.wait(pause):
+            while (left is not None or member is not None) and not devices.running.is_ready():
+                if left is not None and left.wait(0.0 if member is not None else pause):
                     return
+                if member is not None and member.failed.wait(pause):
+                    member.check()
                 pause = min(2 * pause, _LONGEST)
-            devices.running.block_until_ready()
+            with explained(member):
+                devices.running.block_until_ready()
         devices.running, devices.interrupted = None, False
 
 
@@ -142,8 +194,8 @@ def circumstances(devices: DeviceGroup) -> dict[str, str]:
 
 def _options(devices: DeviceGroup) -> CompileOptions:
     options = CompileOptions()
-    options.num_replicas, options.num_partitions = devices.size, 1
-    ids = np.array([device.id for device in devices.devices]).reshape(devices.size, 1)
+    options.num_replicas, options.num_partitions = devices.replicas, 1
+    ids = np.array([device.id for device in devices.everywhere]).reshape(devices.replicas, 1)
     options.device_assignment = DeviceAssignment.create(ids)
     if devices.platform == "cpu":
         options.env_option_overrides = list(_CPU_OPTIONS)
@@ -159,3 +211,18 @@ def _cpu() -> str:
         lines = file.read_text().splitlines()
         features = next((line for line in lines if line.lower().startswith(("flags", "features"))), features)
     return f"{platform.machine()} {hashlib.sha256(' '.join(sorted(features.split())).encode()).hexdigest()[:16]}"
+
+
+_COLLECTIVE = re.compile(r"stablehlo\.(all_\w+|reduce_scatter|collective_\w+)|@replica_engine\.(?!host_call)")
+_FUNCTION = re.compile(r"@[A-Za-z_][\w.$-]*")
+
+
+def _digest(program: str) -> str:
+    """A hash of a program, in which the names of its functions do not count.
+
+    TensorFlow numbers the functions of a process, and a chief may have traced more of them than the others.
+    """
+    names: dict[str, str] = {}
+    alike = _FUNCTION.sub(lambda name: names.setdefault(name.group(), f"@{len(names)}"), program)
+    markers = [name for name in names if name.startswith(f"@{PREFIX}")]
+    return hashlib.sha256(f"{markers}{alike}".encode()).hexdigest()[:16]

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from replica_engine.errors import StuckProgramError
+from replica_engine.hosts import Member
 from replica_engine.pjrt.jaxlib import (
     ArrayImpl,
     Mesh,
@@ -153,10 +154,17 @@ def _comes_within(seconds: float, is_ready: Callable[[], bool]) -> bool:
 class DeviceGroup:
     """The devices that the replicas of one program run on, replica i on device i.
 
+    With several workers, each has the same number of devices, and the program runs on the devices of all. Arrays, puts
+    and fetches have the parts of this worker only.
+
     Attributes:
         platform: "cpu", "gpu" or "tpu".
-        devices: the PJRT devices.
-        size: the number of devices, which is the number of replicas.
+        devices: the PJRT devices of this process.
+        size: the number of these devices, which is the number of this process' replicas.
+        everywhere: the devices of all workers, in the order of the replicas.
+        replicas: the number of replicas of all workers.
+        first: the id of this process' first replica.
+        member: the connection to the job of several workers; None in a process on its own.
         names: the names of the devices in messages: "CPU:0", ...
         in_flight: the lock that is held from a program's launch to its end.
         running: an object that becomes ready when the program launched last ends; None if the program has ended.
@@ -171,12 +179,17 @@ class DeviceGroup:
     which one lock for each platform ensures.
     """
 
-    def __init__(self, platform: str, devices: tuple):
+    def __init__(self, platform: str, devices: tuple, everywhere: tuple | None = None, member: Member | None = None):
         self.platform = platform
         self.devices = devices
         self.size = len(devices)
-        self.names = [f"{platform.upper()}:{index}" for index in range(self.size)]
-        mesh = Mesh(np.array(devices), ("replica",))
+        self.everywhere = everywhere or devices
+        self.replicas = len(self.everywhere)
+        self.first = self.everywhere.index(devices[0])
+        self.member = member
+        place = "" if member is None else f"worker {member.worker}, "
+        self.names = [f"{place}{platform.upper()}:{index}" for index in range(self.size)]
+        mesh = Mesh(np.array(self.everywhere), ("replica",))
         self.sharding = NamedSharding(mesh, PartitionSpec())
         self._split = NamedSharding(mesh, PartitionSpec("replica"))
         self._single = [SingleDeviceSharding(device) for device in devices]
@@ -195,7 +208,7 @@ class DeviceGroup:
         if len(values) == 1:
             return self._put(aval, self.sharding, list(values) * self.size, list(self.devices))
         if first.ndim:  # as a sharded array: for a replicated one jax would use the first value for all
-            whole = ShapedArray((first.shape[0] * self.size, *first.shape[1:]), first.dtype)
+            whole = ShapedArray((first.shape[0] * self.replicas, *first.shape[1:]), first.dtype)
             return self._put(whole, self._split, list(values), list(self.devices))
         parts = [
             self._put(aval, single, [value], [device])

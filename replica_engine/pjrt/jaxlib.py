@@ -24,8 +24,10 @@ if tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
     raise BackendMissingError.unsupported(jax.__version__, ".".join(map(str, OLDEST)))
 
 try:
+    # global_state: what jax knows of the other processes when it makes clients of GPUs and TPUs.
     # ShapedArray: the shape and dtype of an array, needed to make one.
     # make_ir_context: an MLIR context that knows the dialects of the programs.
+    from jax._src.distributed import global_state
     from jax._src.interpreters.mlir import make_ir_context
     from jax.core import ShapedArray
     from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -34,6 +36,9 @@ try:
         DeviceList,  # the devices a program is compiled for
         array_result_handler,  # makes arrays from a program's results without Python code for each shard
         batched_device_put,  # makes one array from N host buffers, also on devices that jax.devices() does not list
+        get_distributed_runtime_client,  # a process's connection to the service, which clients of PJRT need
+        get_distributed_runtime_service,  # what tells the clients of several processes of each other
+        make_gloo_tcp_collectives,  # collectives between the CPU clients of several processes
     )
 
     # ir: reading and rewriting programs. CompileOptions, DeviceAssignment: replicas and their devices.
@@ -101,9 +106,13 @@ __all__ = [
     "array_result_handler",
     "batched_device_put",
     "cache_limit",
+    "get_distributed_runtime_client",
+    "get_distributed_runtime_service",
+    "global_state",
     "hlo",
     "ir",
     "jax",
     "make_cpu_client",
+    "make_gloo_tcp_collectives",
     "make_ir_context",
 ]

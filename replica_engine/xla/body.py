@@ -99,6 +99,7 @@ class Body:
         limits: how long a launch may take.
         soft_placement: whether ops that XLA cannot compile run on the host; None takes the setting of
             `tf.config.set_soft_device_placement`.
+        own: how many of the replicas run in this process; None for all.
 
     Attributes:
         launches: records of the most recent launches.
@@ -118,8 +119,10 @@ class Body:
         name: str = "xla",
         limits: Limits | None = None,
         soft_placement: bool | None = None,
+        own: int | None = None,
     ):
         self.size = size
+        self.own = size if own is None else own
         self.order = order
         self.name = name
         self.limits = limits or Limits()

@@ -10,6 +10,10 @@ replica has begun.
 For the same reason the first replica that asks for a chunk determines how long the chunk is, and whether it is the
 last. The others follow. XLA moves a collective of a value that is the same in each step out of the loop over a chunk,
 so all replicas must make the same chunks.
+
+With several workers, a chunk is an offer: each worker has a queue, and the program runs as many steps as the worker
+with the fewest batches offers. The next chunk begins after the steps that ran, so what was offered and not used is
+offered again.
 """
 
 from __future__ import annotations
@@ -63,7 +67,7 @@ class InputQueue:
     def __init__(self, replicas: int, depth: int, pace: Pace):
         self.begun = 0
         self._pace = pace
-        self._running: tuple[int, float] | None = None  # the steps of the latest chunk, and when it began
+        self._running: tuple[int, float] | None = None  # the first batch of the latest chunk, and when it began
         # Chunks that some replicas have yet to begin, by their first batch: the end of each, and whether more follow.
         self._chunks: dict[int, tuple[int, bool]] = {}
         self._depth = depth
@@ -102,13 +106,15 @@ class InputQueue:
     def over(self) -> None:
         """Called when all steps have run."""
         with self._changed:
-            self._note_pace()
+            self._note_pace(self.begun)
 
-    def _note_pace(self) -> float:
+    def _note_pace(self, end: int) -> float:
+        """Notes how long the latest chunk took, which ended before the batch `end`."""
         now = time.perf_counter()
         if self._running is not None:
-            count, began = self._running
-            self._pace.took(count, now - began)
+            first, began = self._running
+            if end > first:
+                self._pace.took(end - first, now - began)
             self._running = None
         return now
 
@@ -141,6 +147,26 @@ class InputQueue:
             self._changed.notify_all()
             return taken, more
 
+    def offer(self, replica: int, done: int) -> tuple[list[Any], bool]:
+        """Like `take`, but batches stay until the program has used them; for several workers.
+
+        Args:
+            replica: the replica.
+            done: how many steps all workers have made.
+        """
+        with self._changed:
+            for number in range(self._next[replica], done):
+                waiting = self._batches[number][1]
+                waiting[0] -= 1
+                if not waiting[0]:
+                    del self._batches[number]
+            self._next[replica] = done
+            for first in [first for first in self._chunks if first < min(self._next)]:
+                del self._chunks[first]
+            self._changed.notify_all()
+            end, more = self._chunk(done)
+            return [self._batches[number][0][replica] for number in range(done, end)], more
+
     def _chunk(self, first: int) -> tuple[int, bool]:
         """Waits for the chunk that begins with a batch. Returns its end, and whether another chunk follows."""
         while first not in self._chunks and self._put <= first and self._end is None:
@@ -149,9 +175,9 @@ class InputQueue:
             end = self._put if self._end is None else min(self._put, self._end)
             if first >= end:
                 return first, False
-            now = self._note_pace()
+            now = self._note_pace(first)
             count = self._pace.chunk(end - first)
-            self._running = count, now
+            self._running = first, now
             end = self.begun = first + count
             self._chunks[first] = end, end != self._end
         return self._chunks[first]

@@ -1,4 +1,4 @@
-"""The platform to run on, as a cluster resolver of `tf.distribute`."""
+"""The platform to run on, and the workers of the job, as a cluster resolver of `tf.distribute`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,28 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine.pjrt.devices import device_group
+from replica_engine import hosts
+from replica_engine.errors import ClusterConfigError
+from replica_engine.hosts import cluster as clusters
+from replica_engine.pjrt.devices import device_group, group_of_job, platform_named
 from replica_engine.pjrt.group import DeviceGroup
 
 
 class PjrtClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
-    """The devices of one PJRT platform on this machine.
+    """The devices of one PJRT platform: on this machine, or in all processes of a job.
+
+    Without the last three arguments, the job is read from the environment, as `docs/many_hosts.md` says. Either all
+    three are given or none.
 
     Args:
         platform: "tpu", "gpu" or "cpu"; None takes the first of these that the machine has.
+        coordinator_address: "host:port" of the job's coordinator, a free port on the machine of process 0.
+        num_processes: the number of processes of the job.
+        process_id: the index of this process, from 0.
 
     Raises:
         DeviceError: the platform is unknown, or has no device here.
+        ClusterConfigError: one of the last three arguments is missing or wrong, or the environment is.
 
     Example:
         >>> from replica_engine import xla
@@ -25,17 +35,47 @@ class PjrtClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         'cpu'
     """
 
-    def __init__(self, platform: str | None = None):
-        self._devices = device_group(platform)
-        self.platform = self._devices.platform
+    def __init__(
+        self,
+        platform: str | None = None,
+        coordinator_address: str | None = None,
+        num_processes: int | None = None,
+        process_id: int | None = None,
+    ):
+        self.cluster = _cluster(coordinator_address, num_processes, process_id)
+        self._found: DeviceGroup | None = None
+        self._asked = platform_named(platform)
+        if self.cluster.num_processes > 1:
+            self.task_type, self.task_id = "worker", self.cluster.process_id
+
+    @property
+    def platform(self) -> str:
+        """The platform: "tpu", "gpu" or "cpu"."""
+        return self._asked or self.devices.platform
 
     @property
     def devices(self) -> DeviceGroup:
-        """The devices. On the CPU platform there are as many as cores."""
-        return self._devices
+        """The devices, of all processes. On the CPU platform each has as many as cores.
+
+        With several processes, the first use joins the job and waits for all.
+        """
+        if self._found is None:
+            self._found = self.group(None)
+        return self._found
+
+    def group(self, count: int | None) -> DeviceGroup:
+        """The first `count` devices, of all processes; None takes all.
+
+        Raises:
+            DeviceError: there are fewer, or the processes cannot share them evenly.
+            WorkersMissingError, WorkerVersionError or WorkerLostError: the job failed to start.
+        """
+        if self.cluster.num_processes == 1:
+            return device_group(self._asked, count)
+        return group_of_job(self.cluster, self._asked, count, {"tensorflow": tf.__version__})
 
     def cluster_spec(self) -> tf.train.ClusterSpec:
-        """The cluster: empty, since there is only this machine."""
+        """The cluster: empty, since no server of TensorFlow runs in it."""
         return tf.train.ClusterSpec({})
 
     def master(self, task_type: Any = None, task_id: Any = None, rpc_layer: Any = None) -> str:
@@ -43,8 +83,8 @@ class PjrtClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         return ""
 
     def num_accelerators(self, task_type: Any = None, task_id: Any = None, config_proto: Any = None) -> dict[str, int]:
-        """The number of devices by kind: `{"CPU": 2}`."""
-        return {self.platform.upper(): self._devices.size}
+        """The number of this process' devices by kind: `{"CPU": 2}`."""
+        return {self.platform.upper(): self.devices.size}
 
     @property
     def environment(self) -> str:
@@ -56,11 +96,11 @@ class TPUSystemMetadata(NamedTuple):
     """The devices of a platform.
 
     Attributes:
-        num_cores: the number of devices.
-        num_hosts: the number of machines.
-        num_of_cores_per_host: the number of devices of each machine.
+        num_cores: the number of devices, of all processes.
+        num_hosts: the number of processes.
+        num_of_cores_per_host: the number of devices of each process.
         topology: None, since PJRT does not know it.
-        devices: the names of the devices: "CPU:0", ...
+        devices: the names of this process' devices: "CPU:0", ...
     """
 
     num_cores: int
@@ -83,4 +123,33 @@ def get_tpu_system_metadata(resolver: PjrtClusterResolver | None = None) -> TPUS
         (True, 1)
     """
     devices = (resolver or PjrtClusterResolver()).devices
-    return TPUSystemMetadata(devices.size, 1, devices.size, None, list(devices.names))
+    number = devices.replicas // devices.size
+    return TPUSystemMetadata(devices.replicas, number, devices.size, None, list(devices.names))
+
+
+_FIELDS = {
+    "coordinator_address": clusters.COORDINATOR,
+    "num_processes": clusters.NUM_PROCESSES,
+    "process_id": clusters.PROCESS_ID,
+}
+
+
+def _cluster(address: str | None, size: int | None, index: int | None) -> hosts.Cluster:
+    given = dict(zip(_FIELDS, (address, size, index), strict=True))
+    if all(value is None for value in given.values()):
+        return hosts.find_cluster()
+    for name, value in given.items():
+        if value is None:
+            other = next(other for other, value in given.items() if value is not None)
+            raise ClusterConfigError.missing(name, other, "given too: all three of them, or none")
+    try:
+        return hosts.find_cluster({_FIELDS[name]: str(value) for name, value in given.items()})
+    except ClusterConfigError as error:
+        words, error.field = (
+            str(error),
+            next((name for name, own in _FIELDS.items() if own == error.field), error.field),
+        )
+        for name, field in _FIELDS.items():
+            words = words.replace(field, name)
+        error.args = (words,)
+        raise

@@ -1,6 +1,7 @@
 """Devices of compiled programs, and jax, which brings them."""
 
 import sys
+import types
 
 import jax
 import jaxlib
@@ -9,9 +10,9 @@ import tensorflow as tf
 from helpers.golden import shows
 
 import replica_engine
-from replica_engine import TPUStrategy, xla
+from replica_engine import TPUStrategy, hosts, xla
 from replica_engine.errors import BackendMissingError, DeviceError
-from replica_engine.pjrt import devices, executable, markers
+from replica_engine.pjrt import devices, executable, markers, workers
 
 
 @shows(DeviceError.bad_count)
@@ -22,6 +23,28 @@ def test_half_a_device():
 @shows(DeviceError.too_many)
 def test_more_devices_than_are_made():
     TPUStrategy(num_cores=5000)
+
+
+@shows(DeviceError.not_shared)
+def test_devices_that_two_workers_cannot_share():
+    """In process 0 of 2."""
+    TPUStrategy(xla.PjrtClusterResolver("cpu", "host-a:2222", 2, 0), num_cores=3)
+
+
+@pytest.fixture
+def _a_job_of_two_devices(monkeypatch):
+    """This process has joined as worker 0 of 2, with one device each."""
+    cluster = hosts.find_cluster({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host-a", "MASTER_PORT": "2222"})
+    member = types.SimpleNamespace(check=lambda: None)
+    joined = types.SimpleNamespace(cluster=cluster, member=member, platform="cpu", devices=[("own",), ("other",)])
+    monkeypatch.setattr(workers, "_joined", [joined])
+
+
+@pytest.mark.usefixtures("_a_job_of_two_devices")
+@shows(DeviceError.too_few_in_job)
+def test_a_second_strategy_with_more_devices():
+    """After TPUStrategy(num_cores=2) in a job of two workers."""
+    TPUStrategy(xla.PjrtClusterResolver("cpu", "host-a:2222", 2, 0), num_cores=4)
 
 
 @shows(DeviceError.unknown_platform)

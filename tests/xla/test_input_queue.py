@@ -412,3 +412,21 @@ def test_chunks_get_longer_as_steps_turn_out_to_be_quick_and_the_pace_is_kept(mo
         clock[0] += 1000.0
     assert lengths[:3] == [1, 1, 2]
     assert lengths[-5:] == [8] * 5
+
+
+def test_an_offer_stays_until_all_workers_have_used_it():
+    """Of several workers, one may have fewer batches; what was offered and not used is offered again."""
+    pace = Pace(4)
+    for _ in range(40):
+        pace.took(1, 1e-9)  # quick steps: as many at a time as may be
+    queue = infeed.InputQueue(2, 8, pace)
+    for number in range(6):
+        queue.put([f"{number}a", f"{number}b"])
+    queue.close()
+    assert queue.offer(0, done=0) == (["0a", "1a", "2a", "3a"], True)
+    assert queue.offer(1, done=0) == (["0b", "1b", "2b", "3b"], True)  # the other worker offers one batch
+    assert queue.offer(0, done=1) == (["1a", "2a", "3a", "4a"], True)
+    assert queue.offer(1, done=1) == (["1b", "2b", "3b", "4b"], True)
+    assert queue.offer(0, done=5) == (["5a"], False)
+    assert queue.offer(1, done=5) == (["5b"], False)
+    assert queue.offer(0, done=6) == ([], False)

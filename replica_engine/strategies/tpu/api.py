@@ -5,7 +5,7 @@ tf.distribute.TPUStrategy)` takes the branch that it takes on TPUs, and in that 
 TensorFlow's class reads the answers from a TPU system, which does not exist here. The answers here hold on every
 platform:
 
-- One machine has all replicas.
+- A host is a worker, which is a process; one has all replicas, unless the job has several.
 - Each replica has one device. TensorFlow's model parallelism (several logical devices per replica) then has no effect.
 - No embedding accelerator exists, also on real TPUs, because TensorFlow's embedding ops need TensorFlow's own TPU
   runtime. Layers that ask for one (`tensorflow_recommenders.layers.embedding.TPUEmbedding`) then do lookups with ops
@@ -37,12 +37,12 @@ class TPUFacts:
 
     @property
     def num_hosts(self) -> int:
-        """The number of machines."""
-        return 1
+        """The number of workers: processes with devices."""
+        return self.device_group.replicas // self.device_group.size  # type: ignore[attr-defined]
 
     @property
     def num_replicas_per_host(self) -> int:
-        """The number of replicas on each machine."""
+        """The number of replicas of each worker."""
         return self.device_group.size  # type: ignore[attr-defined]
 
     @property

@@ -14,6 +14,7 @@ from replica_engine._tf.graphs import autograph
 from replica_engine.errors import InputsError, note_kept_steps, positive_int
 from replica_engine.process import shutdown
 from replica_engine.strategies.multi_step import MultiStepContext
+from replica_engine.strategies.tpu import workers
 from replica_engine.strategies.tpu.context import BodyReplicaContext
 from replica_engine.xla.loop.device_loop import run_loop
 from replica_engine.xla.signature.function_spec import FunctionSpec
@@ -101,8 +102,9 @@ def run_steps(
     except BaseException as error:
         _keep(error, context, iterations)
         raise
-    if first is None:
+    if not workers.all_have(strategy.extended.device_group, first is not None):
         raise _out_of_range(context, iterations)
+    assert first is not None, "all workers have a batch"
     with strategy.scope(), shutdown.running():
         mode = settings.in_replica, context_class
         outcome = run_loop(

@@ -12,12 +12,12 @@ from replica_engine import xla
 from replica_engine._tf import distribute, patches
 from replica_engine._tf.graphs import autograph
 from replica_engine._tf.host_datasets import HostDatasets
+from replica_engine._tf.keras import files
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.misuse import check_scope, explained
 from replica_engine.diagnostics.suspicions import check_inputs, watch_results
 from replica_engine.diagnostics.tracebacks import shortened
 from replica_engine.errors.base import positive_int, shown
-from replica_engine.pjrt.devices import device_group
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.process import pool
 from replica_engine.process.fork import check_not_forked
@@ -29,6 +29,7 @@ from replica_engine.strategies.tpu import keras_steps, variables
 from replica_engine.strategies.tpu.api import OneLogicalDevice, TPUFacts
 from replica_engine.strategies.tpu.context import BodyReplicaContext, gather_leaf, reduce_leaf
 from replica_engine.strategies.tpu.device_loops import LoopSettings, run_steps
+from replica_engine.strategies.tpu.workers import OverWorkers
 from replica_engine.strategies.validation import (
     check_call,
     check_flags,
@@ -68,7 +69,7 @@ from replica_engine.xla.state.host_variable import handles_compared
     "update",
     "update_non_slot",
 )
-class TPUExtended(TPUFacts, Reductions, HostDatasets, distribute.MirroredExtended):
+class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.MirroredExtended):
     """The extended half of `TPUStrategy`.
 
     Before and after a run, values are on the host. In cross-replica context, TensorFlow's own code
@@ -195,7 +196,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, distribute.MirroredExtende
         if in_body() is None or isinstance(value, (distribute.DistributedValues, tf.Variable)):
             return super()._local_results(value)
         if not tf.is_tensor(value):
-            return (value,) * self.device_group.size
+            return (value,) * self.device_group.replicas
         return tuple(tf.unstack(xla.all_gather(value[tf.newaxis], axis=0)))
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
@@ -207,7 +208,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, distribute.MirroredExtende
                 result = fn(components[0], *distribute.first_values(args), **distribute.first_values(kwargs))
             if group:
                 return tf.nest.map_structure(_as_value, result)
-            return tf.nest.map_structure(lambda leaf: (leaf,) * self.device_group.size, result)
+            return tf.nest.map_structure(lambda leaf: (leaf,) * self.device_group.replicas, result)
         updates = []
         for index, component in enumerate(components):
             with tf.device(component.device), distribute.UpdateContext(index), tf.name_scope(f"update_{index}"):
@@ -239,6 +240,11 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, distribute.MirroredExtende
         return not distribute.is_merged()
 
 
+def _is_other(strategy: Any) -> bool:
+    """Whether this process is a worker that leaves the files of a model to the chief."""
+    return isinstance(strategy, TPUStrategy) and not strategy.extended.should_checkpoint
+
+
 def _own(value: Any) -> Any:
     """In a body, each replica's own value of a variable; reading the distributed variable would reduce it first."""
     return value._values[0] if isinstance(value, distribute.DistributedVariable) else value
@@ -264,11 +270,12 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
     and a change of shapes causes another compilation.
 
     Args:
-        tpu_cluster_resolver: a `replica_engine.xla.PjrtClusterResolver` that names the platform to run on. None
-            takes the first of TPUs, GPUs and CPU devices that the machine has.
+        tpu_cluster_resolver: a `replica_engine.xla.PjrtClusterResolver` that names the platform to run on, and perhaps
+            the job. None takes the first of TPUs, GPUs and CPU devices that the machine has, and the job that the
+            environment describes, as `docs/many_hosts.md` says: then the devices of all workers run one program.
         steps_per_run: how many steps one launch of a device loop runs if the call of `run_steps` does not say.
-        num_cores: the number of devices. None takes all TPUs or GPUs; CPU devices are made on request, so None makes
-            one for each core that the process may use.
+        num_cores: the number of devices, of all workers together; each gets equally many. None takes all TPUs or GPUs;
+            CPU devices are made on request, so None makes one for each core that the process may use.
         same_random_numbers: let random ops draw the same numbers on all replicas. By default each replica draws
             different numbers.
         soft_placement: let ops that XLA cannot compile (strings, tables, summaries, `tf.print`, `tf.py_function`,
@@ -283,7 +290,9 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
 
     Raises:
         BackendMissingError: jax is not installed, or its version does not work. The message names the command to run.
-        DeviceError: the platform has fewer devices than `num_cores`, or none.
+        DeviceError: the platform has fewer devices than `num_cores`, or none; or the workers cannot share them evenly.
+        ClusterConfigError: the description of the job is wrong.
+        WorkersMissingError, WorkerVersionError or WorkerLostError: the job failed to start.
         ValueError: `steps_per_run`, `timeout` or `warn_after` is not positive.
         TypeError: `tpu_cluster_resolver` is not a `replica_engine.xla.PjrtClusterResolver`.
         ReplicaValueError: `same_random_numbers` or `soft_placement` is not True or False.
@@ -327,8 +336,7 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
                 f"{shown(tpu_cluster_resolver)}. For a platform write TPUStrategy(PjrtClusterResolver('gpu')), for a "
                 "number of devices TPUStrategy(num_cores=4)."
             )
-        platform = None if tpu_cluster_resolver is None else tpu_cluster_resolver.platform
-        devices = device_group(platform, num_cores)
+        devices = (tpu_cluster_resolver or PjrtClusterResolver()).group(num_cores)
         pool.make_room(pool.FOR_LAUNCHES)
         limits = Limits(timeout, warn_after)
         # Not the parent's __init__: it would connect to TensorFlow's TPU system.
@@ -343,7 +351,33 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
         models.explain(has_backend)
         patches.extend_trainer(keras_steps.device_loop)
         patches.average_logs(TPUStrategy)
+        if self.extended.device_group.member is not None:
+            patches.reduce_over_workers(TPUStrategy)
+            self.leave_files_to_chief()
         return super().scope()
+
+    def join_rows(self, value: Any) -> tf.Tensor:
+        """The rows of all replicas of all workers, in the order of the whole batch that they were taken from.
+
+        TensorFlow deals the shares of a batch out in turns: with two workers of two replicas, worker 0 has the first
+        and the third share. Keras calls this for predictions.
+        """
+        devices = self.extended.device_group
+        rows = self.gather(value, axis=0)
+        shape = tf.shape(rows)
+        shares = tf.reshape(rows, tf.concat([[devices.replicas // devices.size, devices.size, -1], shape[1:]], 0))
+        swapped = tf.transpose(shares, tf.concat([[1, 0], tf.range(2, tf.rank(shares))], 0))
+        return tf.reshape(swapped, shape)
+
+    def leave_files_to_chief(self, *models: Any) -> None:
+        """Keeps all workers but the chief from writing files of Keras models that are trained on this strategy.
+
+        It is called for the models of `replicate_model`; those that were built in the scope need it not.
+        """
+        if self.extended.device_group.member is not None:
+            files.let_the_chief_write(_is_other)
+            if _is_other(self):
+                files.leave_to_chief(*models)
 
     @overload
     def run(

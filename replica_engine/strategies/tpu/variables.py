@@ -14,6 +14,7 @@ import tensorflow as tf
 from replica_engine._tf import distribute, variables
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.strategies.backend import HostSide
+from replica_engine.strategies.tpu import workers
 from replica_engine.values import seeds
 from replica_engine.xla.state import initial_values
 from replica_engine.xla.state.device_value import DeviceValue, Spread
@@ -64,6 +65,14 @@ class MirroredDeviceVariable(_OnDevices, distribute.MirroredVariable):
 class OnReadDeviceVariable(_OnDevices, distribute.SyncOnReadVariable):
     """A variable with one value per replica; reading it in cross-replica context aggregates the values."""
 
+    def _get_cross_replica(self) -> Any:
+        """The hook that aggregates; for the first replica TensorFlow would take the first one of each worker."""
+        if self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
+            extended = self.distribute_strategy.extended
+            if extended.device_group.member is not None:
+                return extended.over_workers(workers.FIRST, self)
+        return super()._get_cross_replica()
+
 
 class _HostSide:
     """Implements `strategies.backend.HostSide`."""
@@ -103,6 +112,8 @@ def create(strategy: Any, next_creator: Callable[..., Any], kwargs: dict[str, An
         return values if on_read else values * devices.size
 
     variable = distribute.create_variable(strategy, components, MirroredDeviceVariable, OnReadDeviceVariable, kwargs)
+    if devices.member is not None:
+        workers.start_from_chief(name, variable._values, devices)
     make_device_value(variable._values, devices, spread)
     return variable
 

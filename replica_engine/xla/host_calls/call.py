@@ -168,7 +168,7 @@ class HostCalls:
             return
         if not self.replica_ids:
             with tf.init_scope(), tf.device("CPU:0"):
-                self.replica_ids = [tf.constant(replica) for replica in range(self.size)]
+                self.replica_ids = [tf.constant(devices.first + replica) for replica in range(devices.size)]
         devices.wait_for_interrupted()  # an abandoned program may be of this body, and still call the host
         run = self.run = Session(devices, feed)
         try:
@@ -257,7 +257,7 @@ class HostCall:
     def _on_host(
         self, run: Session, position: int, token: int, replica: int, arrays: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
-        side = HostSide(self.calls.replica_ids[replica], run.size, self.where)
+        side = HostSide(self.calls.replica_ids[replica], self.calls.size, self.where)
         with on_host(side), needed_by_a_program(lambda: HostAccessError.devices(self.where)):
             tensors = [eager.tensor(array) for array in arrays]
             results = self.compute(run.kept[replica], position, token, tensors)

@@ -103,7 +103,8 @@ class Session:
         feed: the inputs of a device loop.
 
     Attributes:
-        size: the number of replicas.
+        size: the number of replicas of this process.
+        first: the id of the first of them.
         failures: calls that raised, in the order of time.
         kept: for each replica, the data that the gradients of its calls need.
         has_ended: whether the program has ended.
@@ -119,6 +120,7 @@ class Session:
 
     def __init__(self, devices: DeviceGroup, feed: InputQueue | None):
         size = self.size = devices.size
+        self.first = devices.first
         self.has_ended = False
         self.failures: list[_Failure] = []
         self.kept = [Kept() for _ in range(size)]
@@ -201,14 +203,20 @@ class Session:
         self._tokens[replica] -= self.size
         return self._tokens[replica]
 
-    def next_steps(self, call: Call, replica: int) -> tuple[list[list[np.ndarray]], bool]:
-        """Takes a replica's parts of the batches of its next steps, and returns whether more batches follow."""
+    def next_steps(self, call: Call, replica: int, done: int | None = None) -> tuple[list[list[np.ndarray]], bool]:
+        """Takes a replica's parts of the batches of its next steps, and returns whether more batches follow.
+
+        Args:
+            call: the call that takes them.
+            replica: the replica.
+            done: with several workers, how many steps all of them have made; the batches are an offer then.
+        """
         assert self._feed is not None, "launched with one"
-        self.steps[replica] = self._next_steps[replica]
+        self.steps[replica] = self._next_steps[replica] if done is None else done
         self.kept[replica].next_step()
         self._come_to(call, replica)
         try:
-            batches, more = self._feed.take(replica)
+            batches, more = self._feed.take(replica) if done is None else self._feed.offer(replica, done)
         finally:
             self.leave(call, replica)
         self._next_steps[replica] += len(batches)
@@ -291,13 +299,15 @@ class Session:
         first = min(alike, key=lambda failure: (failure.replica, failure.times))
         others = [failure for failure in failures if failure not in alike]
         for failure in [first, *others[:7]]:
-            place = f"replica {failure.replica} of {self.size}, {self._devices.names[failure.replica]}"
+            number, size = self.first + failure.replica, self._devices.replicas
+            place = f"replica {number} of {size}, {self._devices.names[failure.replica]}"
             if failure.step is not None:
                 place += f", iteration {failure.step} of the device loop"
             raised = None if failure is first else failure.error
             note_host_failure(first.error, place, failure.call.describe(), failure.times, raised)
             if failure is first:
-                note_failed_alike(first.error, [each.replica for each in alike if each.replica != first.replica])
+                others_alike = [self.first + each.replica for each in alike if each.replica != first.replica]
+                note_failed_alike(first.error, others_alike)
         if first.step is not None:
             add_note(first.error, "what the steps of this launch wrote is not kept")
         if len(others) > 7:

@@ -6,6 +6,9 @@ call of the host takes as long as many small steps, so small batches come many a
 step that calls the host itself, come one by one. The host also answers how many batches a chunk has and whether more
 will follow, so one program serves any number of steps.
 
+With several workers, each has its own batches. The workers agree on the number of steps of each chunk, in the program:
+the smallest that any of them can make. So all end after the same step.
+
 Steps are always whole. If the inputs end early, or the iterator fails, the results of the steps that ran are kept. If
 a host call of a step fails, the results of no step of the launch are kept.
 """
@@ -99,7 +102,9 @@ def run_loop(
     compiled = program.find([tuple(shape) for shape in no_shapes])
     pace = _feed_of(program).pace
     # When a step runs, the other batches of its chunk count as fetched ahead, but have left the queue.
-    queue = InputQueue(arguments.size, (prefetch or 2 * pace.most) - pace.most + 1, pace)
+    several = programs.devices.member is not None  # then the batches of a chunk are in the queue until its end
+    depth = (prefetch or 2 * pace.most) - (0 if several else pace.most) + 1
+    queue = InputQueue(arguments.size, max(depth, pace.most + 1) if several else depth, pace)
     reader = BatchReader(first, arguments, source.name)
     queue.put(reader.parts(first, 0))
     prefetcher = Prefetcher(queue, reader, rest, iterations, program.traced.body.name)
@@ -111,11 +116,11 @@ def run_loop(
                 queue.close()
             columns = compiled.run(none.numpy(), feed=queue)
             queue.over()
-        results = program.traced.replicas_results(columns)
+        steps, results = zip(*program.traced.replicas_results(columns), strict=True)
     finally:
         queue.stop()
         prefetcher.end()
-    return Outcome(queue.begun, results, prefetcher.error)
+    return Outcome(int(steps[0]) if several else queue.begun, list(results), prefetcher.error)
 
 
 def _chunk(specs: Sequence[tf.TensorSpec], prefetch: int | None) -> int:
@@ -138,6 +143,7 @@ class _Loop:
         self, source: FunctionSpec, step: Callable[..., Any], like: Arguments, specs: Sequence[tf.TensorSpec], most: int
     ):
         self.__name__ = source.name
+        self.made_of = source.fn  # has the line
         self._fn = source.fn
         self._step: Any = step
         self._rebuild: Any = like.rebuild
@@ -174,20 +180,30 @@ class _Loop:
         calls_host = calls.calls or (body is not None and body.moves_ops and soft_placement.needs_host(step.graph))
         feed = _Feed(calls, self._specs, 1 if calls_host else self._most)
 
-        def chunk(_: tf.Tensor, outputs: list[tf.Tensor]) -> tuple:
-            count, more, inputs = feed.emit()
+        def chunk(_: tf.Tensor, done: tf.Tensor, outputs: list[tf.Tensor]) -> tuple:
+            count, more, inputs = feed.emit(done)
+            if feed.offers:
+                assert body is not None, "a loop is traced in one"
+                count, total = tf.unstack(
+                    xla_ops.all_reduce(
+                        tf.stack([count, count + tf.cast(more, tf.int32)]), [list(range(body.size))], "Min"
+                    )
+                )
+                more = total > count  # every worker has more
+                done += count
 
             def one(number: tf.Tensor, _: list[tf.Tensor]) -> tuple:
                 taken = step(*[each if each.dtype == tf.string else each[number] for each in inputs])
                 return number + 1, list(taken) if zeros else []
 
             _, outputs = tf.while_loop(lambda number, _: number < count, one, (0, outputs))
-            return more, outputs
+            return more, done, outputs
 
-        _, outputs = tf.while_loop(lambda more, _: more, chunk, (True, zeros))
+        _, done, outputs = tf.while_loop(lambda more, *_: more, chunk, (True, 0, zeros))
         found = iter(outputs)
         leaves, spec = packed[-1]
-        return spec.rebuild([next(found) if tf.is_tensor(each) else each for each in leaves])
+        value = spec.rebuild([next(found) if tf.is_tensor(each) else each for each in leaves])
+        return (done if feed.offers else 0), value
 
 
 class _Feed(HostCall):
@@ -204,6 +220,7 @@ class _Feed(HostCall):
 
     Attributes:
         pace: determines how many batches come at a time.
+        offers: whether the workers agree on how many of the batches they use; see `InputQueue.offer`.
     """
 
     is_users = False
@@ -215,14 +232,16 @@ class _Feed(HostCall):
         stacked = [tf.TensorSpec([most, *specs[index].shape], specs[index].dtype) for index in self._numbers]
         super().__init__(calls, "feed", "", [tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.bool), *stacked])
         self.pace = Pace(most)
+        body = in_body()
+        self.offers = body is not None and body.own < body.size
 
     def describe(self) -> str:
         """The call in words, for messages."""
         return "the wait for the next batch"
 
-    def emit(self) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
-        """Adds a call to the graph under construction."""
-        _, (count, more, *numbers) = self.calls.emit(self, [])
+    def emit(self, done: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+        """Adds a call to the graph under construction; `done` is the number of steps that all workers have made."""
+        _, (count, more, *numbers) = self.calls.emit(self, [done] if self.offers else [])
         found = iter(numbers)
         inputs = [
             self._text(index) if spec.dtype == tf.string else next(found) for index, spec in enumerate(self._specs)
@@ -236,13 +255,13 @@ class _Feed(HostCall):
             side, run = host_side(), self.calls.run
             assert side is not None, "it runs on the host"
             assert run is not None, "set before the launch"
-            return run.kept[int(side.replica)].texts[index]
+            return run.kept[int(side.replica) - run.first].texts[index]
 
         text = tf.numpy_function(take, [], tf.string)
         text.set_shape(self._specs[index].shape)
         return text
 
-    def __call__(self, position: np.ndarray, *_: np.ndarray) -> tuple[np.ndarray, ...]:
+    def __call__(self, position: np.ndarray, *done: np.ndarray) -> tuple[np.ndarray, ...]:
         """See `HostCall.__call__`. Quicker, and in a failed run it still works until all replicas may stop."""
         run = self.calls.run
         assert run is not None, "set before the launch"
@@ -251,7 +270,7 @@ class _Feed(HostCall):
         following = np.asarray(here + run.size)
         try:
             with needed_by_a_program(HostAccessError.in_inputs):
-                batches, more = run.next_steps(self, replica)
+                batches, more = run.next_steps(self, replica, int(done[0]) if done else None)
                 if batches and len(self._numbers) < len(self._specs):
                     run.kept[replica].texts = batches[0]
                 stacked = self._stacked([[batch[index] for index in self._numbers] for batch in batches])

@@ -101,7 +101,8 @@ class Piece(HostCall):
     def compute(self, kept: Kept, position: int, token: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Runs the ops."""
         values: list[Any] = [None] * self._registers
-        replica = position % self.calls.size
+        assert self.calls.run is not None, "set before the launch"
+        replica = position % self.calls.run.size
         for register, (kind, what) in self._sources.items():
             values[register] = self._value(kind, what, kept, replica, tensors)
         with tf.device("CPU:0"):

@@ -14,6 +14,7 @@ from replica_engine._tf import eager
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.diagnostics.flight_record import Collective
 from replica_engine.diagnostics.op_lines import user_line
+from replica_engine.diagnostics.user_frames import place_of
 from replica_engine.errors import CaptureError, HostAccessError, LoweringError, moved_to_host
 from replica_engine.xla import soft_placement
 from replica_engine.xla.analysis.meetings import Apart
@@ -120,10 +121,18 @@ class BodyGraph:
         """Whether a launch may overwrite the old values of variables; see `Program.donates`."""
         return not self.host_calls.can_fail and self.body.limits.timeout is None
 
+    @property
+    def where(self) -> str:
+        """The file and the line of the function: "train.py:40"; "" if it has none."""
+        return place_of(self.fn)
+
     def replicas_results(self, columns: Sequence[Sequence[Any]]) -> list[Any]:
         """What each replica returned. `columns` has, for each result, the values of the replicas."""
         tensors = [[_as_tensor(value) for value in column] for column in columns]
-        return [self.rebuild([column[replica] for column in tensors]) for replica in range(self.body.size)]
+        return [
+            self.rebuild([column[replica] for column in tensors])
+            for replica in range(len(tensors[0]) if tensors else self.body.own)
+        ]
 
     def registered(self) -> Any:
         """The graph as a function that TensorFlow can find by name."""

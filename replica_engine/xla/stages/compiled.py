@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.errors import InputsError
+from replica_engine.errors.hosts import JOB_FAILURES
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.xla.graph_mode import check_mode
@@ -75,7 +76,7 @@ class Compiled:
         on_host = {index: slots[index] for index in program.host_slots}
         with Launch(program, self.devices, feed, on_host) as launch:
             arguments += [variable.array() for variable in self.variables]
-            results = launch.run(_Execution(self.executable, arguments, self._writes))
+            results = launch.run(_Execution(self.executable, arguments, self._writes, program.donates))
             for variable, _ in self._writes:
                 variable.launched()
         columns = [self.devices.fetch_all(array) for array in results[: program.returned]]
@@ -125,13 +126,22 @@ class Compiled:
 class _Execution:
     """One launch of one executable; see `launch.Execution`."""
 
-    def __init__(self, executable: Executable, arguments: list[Array], writes: Sequence[tuple[Any, int]]):
+    def __init__(
+        self, executable: Executable, arguments: list[Array], writes: Sequence[tuple[Any, int]], donates: bool
+    ):
         self._executable = executable
+        self._donates = donates
         self._arguments = arguments
         self._writes = writes
 
     def start(self) -> list[Array]:
-        return self._executable.launch(self._arguments)
+        self._executable.tell_workers()
+        try:
+            return self._executable.launch(self._arguments)
+        except JOB_FAILURES:
+            if self._donates:
+                self.invalidate()
+            raise
 
     def wait(self, nobody_waits: threading.Event | None) -> None:
         self._executable.wait(nobody_waits)

@@ -36,6 +36,7 @@ from replica_engine.errors import (
     ReplicaUnwound,
     slow_program,
 )
+from replica_engine.errors.hosts import JOB_FAILURES
 from replica_engine.errors.timeouts import FOR_ITS_TURN
 from replica_engine.pjrt import abandoned
 from replica_engine.pjrt.group import DeviceGroup, held_off
@@ -163,6 +164,7 @@ class Launch:
 
     def _start_and_wait(self, execution: Execution) -> Results:
         name, began = self._program.name, time.perf_counter()
+        self._tell_progress()
         try:
             with timeline.profiled(f"launch {name}"), held_off():
                 with self._failures():
@@ -179,11 +181,18 @@ class Launch:
             self._body.note_launch(self._program.collectives, began, time.perf_counter())
         return results
 
+    def _tell_progress(self) -> None:
+        """Tells the other workers how far this one is, for the message if it gets lost."""
+        if self._devices.member is not None:
+            last = self._program.collectives[-1:]
+            points = [f"{each.kind} at {each.where}" for each in last]
+            self._devices.member.progress(self._body.launched + 1, *points)
+
     def _wait(self, execution: Execution) -> None:
         with self._failures():
             try:
                 execution.wait(self._nobody_waits)
-            except RUNTIME_ERRORS:
+            except (*RUNTIME_ERRORS, *JOB_FAILURES):
                 if self._program.donates:
                     execution.invalidate()
                 raise
@@ -280,17 +289,18 @@ class Launch:
         return rows, CoordinatorRow(self._thread.name, self._state, waited)
 
     def _row(self, replica: int, device: str, waited: float) -> ReplicaRow:
-        size = self._devices.size
+        size, number = self._devices.replicas, self._devices.first + replica
         if self._state == FOR_ITS_TURN:
-            return ReplicaRow(replica, size, device, "not started", 0, "", points="host call")
+            return ReplicaRow(number, size, device, "not started", 0, "", points="host call")
         made, last, inside = self._run.place_of(replica)
         if inside is None:
             state = "finished" if self._devices.has_ended(replica) else "running on the device"
-            return ReplicaRow(replica, size, device, state, made, last, waited, points="host call")
+            return ReplicaRow(number, size, device, state, made, last, waited, points="host call")
         ident, since = inside
         seconds = time.perf_counter() - since
-        return ReplicaRow(replica, size, device, "in a host call", made, last, seconds, stack_of(ident), "host call")
+        return ReplicaRow(number, size, device, "in a host call", made, last, seconds, stack_of(ident), "host call")
 
     def _track(self, replica: int) -> Track:
-        name = f"replica {replica} of {self._devices.size} ({self._devices.names[replica]})"
+        number, size = self._devices.first + replica, self._devices.replicas
+        name = f"replica {number} of {size} ({self._devices.names[replica]})"
         return Track(self._body.name, name, id(self._devices), replica + 1)

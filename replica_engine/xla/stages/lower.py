@@ -132,7 +132,10 @@ class Lowered:
         """Compiles the text, or a text made from it, for devices; or reads what an earlier process compiled."""
         name, body = self.program.name, self.program.body
         calls = [_held_weakly(call) for call in self.program.host_calls.calls]
-        make = functools.partial(Executable, text, devices, self.program.results, calls)
+        limits = body.limits.timeout, body.limits.warn_after
+        make = functools.partial(
+            Executable, text, devices, self.program.results, calls, name=(name, self.traced.where), limits=limits
+        )
         with (
             timeline.span(Track(body.name, "compile", order=-3), f"compile {name}", "compile"),
             Watch(lambda seconds: slow_compile(name, body.size, seconds), body.limits.warn_after),
@@ -156,8 +159,8 @@ class Lowered:
         if devices is not None and not isinstance(devices, DeviceGroup):
             raise DeviceError.no_group(devices)
         size = self.program.body.size
-        if devices is not None and devices.size != size:
-            raise DeviceError.other_size(devices.size, size)
+        if devices is not None and devices.replicas != size:
+            raise DeviceError.other_size(devices.replicas, size)
         devices = devices or device_group(count=size)
         return Compiled(self.program, devices, self.executable(self._text, devices))
 

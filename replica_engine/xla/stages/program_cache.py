@@ -75,7 +75,13 @@ class ProgramCache:
         self._enter = enter
         self._warns = warns
         self._body = body or Body(
-            devices.size, RandomState(devices, same_random), CallOrder(devices), name, limits, soft_placement
+            devices.replicas,
+            RandomState(devices, same_random),
+            CallOrder(devices),
+            name,
+            limits,
+            soft_placement,
+            devices.size,
         )
         self._traces: LastUsed = LastUsed(most)
         self._times: LastUsed = LastUsed(most)

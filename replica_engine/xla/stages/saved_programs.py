@@ -4,7 +4,8 @@ The folder is that of `set_cache_dir`, else of the environment variable `REPLICA
 `JAX_COMPILATION_CACHE_DIR`. A program is found by its text and by everything else that its compilation depends on
 (`circumstances`), so an executable that is found is the one that compiling would make. A text is found by the graph
 that it was lowered from, and by TensorFlow's version. Programs with host calls are kept too: an executable holds only
-the numbers of its host calls, and each process gives it its own functions.
+the numbers of its host calls, and each process gives it its own functions. In a job of several workers only the texts
+are kept: the workers compile together, so that their programs are compared.
 
 The folder only saves time, and nothing that is wrong with it may fail a program: what cannot be read is compiled and
 written again, and what cannot be written is not. Each is warned of once.
@@ -110,7 +111,7 @@ def found_or_compiled(
         devices: the devices to compile for.
         make: makes the executable from bytes that were written before; from None, it compiles.
     """
-    folder = _folder()
+    folder = None if devices.member is not None else _folder()
     if folder is None:
         count("compiles")
         return make(None)

@@ -71,7 +71,7 @@ def ready_uneven(
         text = lowered.as_text()
         if _COLLECTIVE.search(text):
             raise _mismatch(traced, slots)
-        text = _REPLICA_ID.sub(f"stablehlo.constant dense<{replica}> : tensor<ui32>", text)
+        text = _REPLICA_ID.sub(f"stablehlo.constant dense<{devices.first + replica}> : tensor<ui32>", text)
         parts.append((lowered.program, compile_(text, lowered, devices.alone(replica))))
     return functools.partial(_run, devices, parts, shares, constants)
 
@@ -132,6 +132,8 @@ class _Execution:
         self._writes = writes
 
     def start(self) -> list[list[Array]]:
+        for executable in self._executables:
+            executable.tell_workers()
         return [executable.launch(given) for executable, given in zip(self._executables, self._inputs, strict=True)]
 
     def wait(self, nobody_waits: threading.Event | None) -> None:

@@ -256,7 +256,10 @@ class DeviceValue:
 
     def _host_values(self) -> list[np.ndarray]:
         values = [variables.read(handle, self.dtype).numpy() for handle in self.handles]
-        return values if self.spread is None else self.spread(values[0], self._devices.size)
+        if self.spread is None:
+            return values
+        devices = self._devices
+        return self.spread(values[0], devices.replicas)[devices.first : devices.first + devices.size]
 
 
 class Borrowed:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from replica_engine.values import seeds
 from replica_engine.xla.state.device_value import DeviceValue
 
 _MIX = 0xBF58476D1CE4E5B9  # not the step from replica to replica: an op's seed and a replica's key must not cancel out
+_keys_of_job = itertools.count()
 _KEYS = functools.partial(seeds.states, bits=64)
 
 
@@ -48,10 +50,21 @@ class RandomState(DeviceValue):
         seeding, seed = random_ops.seeding()
         if seeding is not self._seeded:
             self._seeded = seeding
-            key = random.SystemRandom().getrandbits(62) if seed is None else seed
+            key = self._random_key() if seed is None else seed
             with self.host_writes():
                 variables.write(self.handles[0], np.array([_signed(key), 0], np.int64))
         return super().array()
+
+    def _random_key(self) -> int:
+        """A key that nobody can know; with several workers, the chief's."""
+        key, member = random.SystemRandom().getrandbits(62), self._devices.member
+        if member is None:
+            return key
+        name = f"random numbers {next(_keys_of_job)}"
+        if not member.worker:
+            member.put(name, key)
+            return key
+        return int(member.get(name))
 
     def owns(self, handle: tf.Tensor) -> bool:
         """Whether a handle belongs to this state."""

@@ -1,0 +1,188 @@
+"""The service by which the PJRT clients of several workers find each other, as a child process of worker 0.
+
+jaxlib aborts every process whose connection to this service breaks. So the service must outlive all workers, worker 0
+too: it runs in a process and a session of its own. Each worker holds a connection to that process, its *lifeline*,
+which the operating system closes when the worker ends, however it ends. With the last lifeline the process ends.
+
+jaxlib's own answer to a worker that is not heard of is to abort the others, so its heartbeats never run out. Who is
+lost is found out and told by `replica_engine.hosts`.
+
+A lifeline begins with a secret that worker 0 tells the others through the coordinator of the job. jaxlib's service
+itself has no password.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import pathlib
+import secrets
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+from replica_engine.errors import ClusterConfigError
+from replica_engine.hosts.cluster import join_address, split_address
+
+NEVER = 1_000_000
+"""Seconds after which jaxlib takes a worker for lost."""
+
+_FOLDER = str(pathlib.Path(__file__).parents[2])  # that has the package
+_PATIENCE = 60.0  # seconds for the first lifeline, and for a secret
+_REGISTER = 600  # seconds for all workers to connect; who has not come by then is found out by the job before
+
+started: list[subprocess.Popen[str]] = []
+"""The services that this process has started. They are kept: Python warns of one that is freed while it runs."""
+
+_lifelines: list[socket.socket] = []
+
+
+def start(size: int, address: str) -> dict[str, str]:
+    """Starts the service in a child process.
+
+    Args:
+        size: the number of workers.
+        address: where it listens, as "host:port".
+
+    Returns:
+        What `connect` needs in each worker; JSON can hold it.
+
+    Raises:
+        ClusterConfigError: it cannot listen there.
+    """
+    path = os.environ.get("PYTHONPATH", "")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "replica_engine.pjrt.rendezvous"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": f"{_FOLDER}{os.pathsep}{path}" if path else _FOLDER},
+    )
+    started.append(process)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process.stdin as stdin:
+        json.dump({"size": size, "address": address}, stdin)
+    with process.stdout as stdout:
+        line = stdout.readline()
+    answer: dict[str, str] = json.loads(line) if line else {"wrong": f"its process ended with {process.wait()}"}
+    if "wrong" in answer:
+        raise ClusterConfigError.not_bound(address, answer["wrong"])
+    return answer
+
+
+def hold(place: dict[str, str]) -> None:
+    """Connects this worker's lifeline, until the process ends.
+
+    Args:
+        place: what `start` returned in worker 0.
+
+    Raises:
+        OSError: the service has ended.
+    """
+    lifeline = socket.create_connection(split_address(place["lifeline"]), _PATIENCE)
+    _lifelines.append(lifeline)
+    lifeline.sendall(place["secret"].encode())
+
+
+class _Lifelines:
+    """The lifelines of the workers, as the process of the service sees them."""
+
+    def __init__(self, host: str):
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        self.secret = secrets.token_hex(16)
+        self._listener = socket.create_server((host, 0), family=family)
+        self._listener.setblocking(False)
+        self.address = join_address(*self._listener.getsockname()[:2])
+        self._read: dict[socket.socket, tuple[bytes, float]] = {}  # what it said, and until when it must say the secret
+        self._held: set[socket.socket] = set()
+
+    def wait(self) -> None:
+        """Waits until there was a lifeline and there is none any more."""
+        until: float | None = time.monotonic() + _PATIENCE
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            while self._held or (until is not None and time.monotonic() < until):
+                for key, _ in selector.select(_PATIENCE if not self._read and until is None else 1.0):
+                    if key.fileobj is self._listener:
+                        self._accept(selector)
+                    else:
+                        self._hear(selector, key.fileobj)
+                if self._held:
+                    until = None
+                now = time.monotonic()
+                for stranger in [each for each, (_, limit) in self._read.items() if limit < now]:
+                    self._drop(selector, stranger)
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        with contextlib.suppress(OSError):
+            sock, _ = self._listener.accept()
+            sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self._read[sock] = b"", time.monotonic() + _PATIENCE
+            selector.register(sock, selectors.EVENT_READ)
+
+    def _hear(self, selector: selectors.BaseSelector, sock: Any) -> None:
+        try:
+            data = sock.recv(len(self.secret))
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(selector, sock)
+        elif sock in self._read:
+            said, limit = self._read[sock]
+            said += data
+            self._read[sock] = said, limit
+            if len(said) >= len(self.secret):
+                if hmac.compare_digest(said, self.secret.encode()):
+                    del self._read[sock]
+                    self._held.add(sock)
+                else:
+                    self._drop(selector, sock)
+
+    def _drop(self, selector: selectors.BaseSelector, sock: socket.socket) -> None:
+        self._read.pop(sock, None)
+        self._held.discard(sock)
+        selector.unregister(sock)
+        sock.close()
+
+
+def main() -> int:
+    """The process of the service; returns its exit status."""
+    from replica_engine.pjrt.jaxlib import get_distributed_runtime_service
+
+    settings = json.load(sys.stdin)
+    try:
+        lifelines = _Lifelines(split_address(settings["address"])[0])
+        service = get_distributed_runtime_service(
+            settings["address"],
+            settings["size"],
+            heartbeat_timeout=NEVER,
+            cluster_register_timeout=_REGISTER,
+            shutdown_timeout=5,
+            recoverable=True,  # otherwise one that is lost ends all others
+        )
+    except (OSError, RuntimeError) as error:
+        print(json.dumps({"wrong": str(error)}), flush=True)
+        return 1
+    answer = {"address": settings["address"], "lifeline": lifelines.address, "secret": lifelines.secret}
+    print(json.dumps(answer), flush=True)
+    # Somebody who waits for the end of worker 0's output must not wait for this process too.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nothing, descriptor)
+    lifelines.wait()
+    del service
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""The devices of all workers of a job: one PJRT client in each worker, which sees them all.
+
+A process joins its job once. The first strategy of the process says how many devices each worker has; later ones may
+use fewer.
+
+On CPU the workers' collectives are Gloo's, on GPUs NCCL's, and TPUs have their own. GPUs and TPUs go through the same
+calls as CPU devices, and were not run.
+
+What must never happen: jaxlib ends the process. So nothing connects to its service before all workers are there, the
+service outlives them all (`rendezvous`), and the clients are never destroyed: at exit that would wait for programs that
+wait for a lost worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.metadata
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from replica_engine import hosts
+from replica_engine.errors import ClusterConfigError, DeviceError, WorkerVersionError
+from replica_engine.hosts.addresses import free_address
+from replica_engine.hosts.cluster import split_address
+from replica_engine.pjrt import rendezvous
+from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.pjrt.jaxlib import (
+    RUNTIME_ERRORS,
+    get_distributed_runtime_client,
+    global_state,
+    jax,
+    make_cpu_client,
+    make_gloo_tcp_collectives,
+)
+from replica_engine.process import cores
+
+_SERVICE = "jaxlib's service"
+_lock = threading.Lock()
+_joined: list[_Workers] = []
+
+
+class _Workers:
+    """The job of this process, and the devices of all its workers.
+
+    Attributes:
+        cluster: the place of this process in the job.
+        member: the connection to the coordinator.
+        platform: of the devices.
+        devices: for each worker, its devices.
+    """
+
+    def __init__(self, cluster: hosts.Cluster, member: hosts.Member, platform: str | None, count: int | None):
+        self.cluster = cluster
+        self.member = member
+        self._groups: dict[int, DeviceGroup] = {}
+        place = self._place()
+        rendezvous.hold(place)
+        with explained(member):
+            client = get_distributed_runtime_client(
+                place["address"],
+                cluster.process_id,
+                init_timeout=300,
+                shutdown_timeout=5,
+                heartbeat_timeout=rendezvous.NEVER,
+                shutdown_on_destruction=False,
+            )
+            client.connect()
+            _keep(client)
+            found = () if platform == "cpu" else self._accelerators(client, platform)
+            self.platform = found[0].platform if found else "cpu"
+            devices = found or self._cpu_devices(client, count or cores())
+        self.devices = [
+            tuple(sorted((each for each in devices if each.process_index == worker), key=lambda device: device.id))
+            for worker in range(cluster.num_processes)
+        ]
+        _keep(self.devices[cluster.process_id][0].client)
+        counts: dict[int, list[int]] = {}
+        for worker, own in enumerate(self.devices):
+            counts.setdefault(len(own), []).append(worker)
+        if len(counts) > 1:  # known only now for GPUs and TPUs
+            raise WorkerVersionError.of_replicas([(each, str(number)) for number, each in sorted(counts.items())])
+
+    def group(self, count: int) -> DeviceGroup:
+        """The first `count` devices of each worker; one replicated program runs on them all."""
+        group = self._groups.get(count)
+        if group is None:
+            everywhere = tuple(device for devices in self.devices for device in devices[:count])
+            own = self.devices[self.cluster.process_id][:count]
+            group = self._groups[count] = DeviceGroup(self.platform, own, everywhere, self.member)
+        return group
+
+    def _place(self) -> dict[str, str]:
+        """Where the service is, which worker 0 starts."""
+        if self.cluster.process_id == 0:
+            place = rendezvous.start(self.cluster.num_processes, free_address(self.cluster.coordinator))
+            self.member.put(_SERVICE, place)
+            return place
+        found: dict[str, str] = self.member.get(_SERVICE)
+        return found
+
+    def _cpu_devices(self, client: Any, count: int) -> Any:
+        host, _ = split_address(free_address(self.cluster.coordinator))
+        collectives = make_gloo_tcp_collectives(client, hostname=host)
+        made: Any = make_cpu_client(
+            distributed_client=client,
+            node_id=self.cluster.process_id,
+            num_nodes=self.cluster.num_processes,
+            collectives=collectives,
+            num_devices=count,
+        )
+        return made.devices()
+
+    def _accelerators(self, client: Any, platform: str | None) -> tuple:
+        """The GPUs or TPUs of all workers.
+
+        jax makes the clients for them, and takes from its global state that there are other processes.
+        """
+        global_state.client = client
+        global_state.process_id = self.cluster.process_id
+        global_state.num_processes = self.cluster.num_processes
+        for name in ("tpu", "gpu") if platform is None else (platform,):
+            try:
+                return tuple(jax.devices(name))
+            except RuntimeError as error:  # raised by jax if it finds no such device
+                if platform is not None:
+                    raise DeviceError.none_of_platform(name, ["cpu"]) from error
+        return ()
+
+
+def group_of_job(
+    cluster: hosts.Cluster, platform: str | None, count: int | None, versions: dict[str, str]
+) -> DeviceGroup:
+    """The devices of all workers of a job; joins it, if this process has not done so before.
+
+    Args:
+        cluster: the place of this process in the job.
+        platform: "tpu", "gpu" or "cpu", the same on all workers; None takes the first that there is.
+        count: the number of devices of each worker; None takes all, or those of the first strategy.
+        versions: the versions of packages that must be equal on all workers, besides those of jax and jaxlib.
+
+    Raises:
+        ClusterConfigError: this process has joined another job.
+        DeviceError: the workers have fewer devices.
+        WorkersMissingError: a worker did not join in time.
+        WorkerVersionError: the workers differ in a version or in the number of replicas.
+        WorkerLostError: a worker is lost.
+    """
+    with _lock:
+        if not _joined:
+            _joined.append(_join(cluster, platform, count, versions))
+        workers = _joined[0]
+        asked, joined = (f"worker {each.process_id} of {each.num_processes}" for each in (cluster, workers.cluster))
+        if asked != joined:
+            wanted = f"that of the job that this process has joined, as {joined}"
+            raise ClusterConfigError.bad_value("tpu_cluster_resolver", asked, wanted)
+        workers.member.check()
+        there = min(map(len, workers.devices))
+        if count is not None and count > there:
+            total = there * cluster.num_processes
+            raise DeviceError.too_few_in_job(count * cluster.num_processes, workers.platform.upper(), total)
+        return workers.group(count or there)
+
+
+def _join(cluster: hosts.Cluster, platform: str | None, count: int | None, versions: dict[str, str]) -> _Workers:
+    own = {"jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib")}
+    replicas = count or (cores() if platform == "cpu" else 0)  # jax must not look for others before all have joined
+    member = hosts.join(cluster, versions={**versions, **own}, replicas=replicas)
+    try:
+        return _Workers(cluster, member, platform, count)
+    except BaseException as error:
+        member.tell_exception(error)
+        member.close()
+        raise
+
+
+@contextlib.contextmanager
+def explained(member: hosts.Member | None) -> Iterator[None]:
+    """Inside, an error of the runtime becomes the failure of the job that is its cause, if there is one.
+
+    Raises:
+        WorkerLostError or another failure of the job.
+    """
+    try:
+        yield
+    except RUNTIME_ERRORS as error:
+        if member is not None:
+            member.explain(error)
+        raise
+
+
+def _keep(thing: Any) -> None:
+    """Keeps an object of jaxlib from being destroyed, at exit too."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

@@ -1,0 +1,178 @@
+"""What `TPUStrategy` does where the job has several workers. In a process on its own, nothing here is used.
+
+A worker has the values of its own replicas. Inside a body nothing changes: a collective is an op of the program, which
+runs on the devices of all workers. In cross-replica context, what concerns all replicas is a small program of its own.
+So all workers must reduce, read and make variables in the same order, as they must launch steps in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine import xla
+from replica_engine._tf import distribute, variables
+from replica_engine._tf.graphs import xla_ops
+from replica_engine.pjrt import exchange
+from replica_engine.pjrt.group import DeviceGroup, is_needed_by_a_program
+from replica_engine.strategies.multi_worker.launches import of_variable
+from replica_engine.strategies.reductions import as_tensors
+from replica_engine.strategies.tpu.context import gather_leaf, reduce_leaf
+from replica_engine.values.structure import as_tensor
+
+FIRST = "the first replica's value"
+"""The reduction of variables with `ONLY_FIRST_REPLICA`."""
+
+
+class OverWorkers:
+    """The hooks that concern the replicas of all workers. Put it before TensorFlow's extended class."""
+
+    device_group: DeviceGroup
+
+    def over_workers(self, reduction: Any, value: Any) -> Any:
+        """Reduces a value of each replica over the replicas of all workers.
+
+        Args:
+            reduction: a `tf.distribute.ReduceOp` or its name, `FIRST`, or ("gather", axis).
+            value: a distributed value or an ON_READ variable.
+        """
+        of_this: Any = self
+        reducers: dict[Any, Callable[[Any], Any]] = of_this.__dict__.setdefault("_reducers", {})
+        reducer = reducers.setdefault(reduction, _reducer(reduction))
+        if isinstance(value, distribute.DistributedVariable):
+            value = distribute.PerReplica(tuple(component.read_value() for component in value._values))
+        elif not isinstance(value, distribute.DistributedValues):
+            value = distribute.PerReplica((value,))
+        value = as_tensors(value, of_this.worker_devices)
+        result = of_this.run_of(of_this._programs, reducer, (value,))
+        return distribute.select_replica(0, result)
+
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        """The hook of `reduce` and `reduce_to`, for one value in cross-replica context."""
+        if self.device_group.member is None or not self._has_parts(value):
+            return super()._reduce_to(reduce_op, value, destinations, options)  # type: ignore[misc]
+        return self.over_workers(reduce_op, value)
+
+    def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
+        """The hook of `gather`."""
+        if self.device_group.member is None or not self._has_parts(value):
+            return super()._gather_to_implementation(value, destinations, axis, options)  # type: ignore[misc]
+        return self.over_workers(("gather", axis), value)
+
+    def _has_parts(self, value: Any) -> bool:
+        """Whether a value may differ by replica. What `run` returns is not wrapped where a worker has one replica."""
+        if isinstance(value, distribute.DistributedVariable):
+            return isinstance(value, distribute.SyncOnReadVariable)
+        if isinstance(value, (distribute.DistributedValues, tf.Variable)):
+            return isinstance(value, distribute.PerReplica)
+        return self.device_group.size == 1
+
+    def _make_input_context(self) -> tf.distribute.InputContext:
+        """The hook of TensorFlow's code for several workers."""
+        devices = self.device_group
+        return tf.distribute.InputContext(
+            devices.replicas // devices.size, devices.first // devices.size, devices.replicas
+        )
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        """The hook of `experimental_distribute_dataset`: this worker's part of the dataset."""
+        if self.device_group.member is None:
+            return super()._experimental_distribute_dataset(dataset, options)  # type: ignore[misc]
+        return distribute.MultiWorkerMirroredExtended._experimental_distribute_dataset(self, dataset, options)
+
+    def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+        """The hook of `distribute_datasets_from_function`."""
+        if self.device_group.member is None:
+            return super()._distribute_datasets_from_function(dataset_fn, options)  # type: ignore[misc]
+        return distribute.MultiWorkerMirroredExtended._distribute_datasets_from_function(self, dataset_fn, options)
+
+    def have_batches(self) -> Callable[[Any], Any] | None:
+        """How the workers agree whether there is a batch; see `HostDatasets`."""
+        return None if self.device_group.member is None else self._all_have_batch
+
+    def _all_have_batch(self, has: Any) -> Any:
+        """Like `all_have`; but batches that are fetched for a running program are agreed on by that program."""
+        if not tf.executing_eagerly():
+            mine = tf.cast(has, tf.int32)
+            return self.over_workers("MIN", distribute.PerReplica((mine,) * self.device_group.size)) > 0
+        return has if is_needed_by_a_program() else all_have(self.device_group, bool(has))
+
+    def _experimental_distribute_values_from_function(self, value_fn: Any) -> Any:
+        """The hook of `experimental_distribute_values_from_function`: the values of this worker's replicas."""
+        devices = self.device_group
+        if devices.member is None:
+            return super()._experimental_distribute_values_from_function(value_fn)  # type: ignore[misc]
+        contexts = [tf.distribute.experimental.ValueContext(id, devices.replicas) for id in _ids(devices)]
+        return distribute.PerReplica(tuple(value_fn(context) for context in contexts))
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return self.device_group.replicas
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """Whether this worker is the chief."""
+        return self._is_chief
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this worker writes checkpoints: the chief does."""
+        return self._is_chief
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this worker writes summaries: the chief does."""
+        return self._is_chief
+
+    @property
+    def _is_chief(self) -> bool:
+        return not self.device_group.first
+
+
+def start_from_chief(name: str, components: Sequence[Any], devices: DeviceGroup) -> None:
+    """Gives a new variable the chief's value, whatever this worker computed.
+
+    Args:
+        name: the name of the variable.
+        components: its variables on the host, all with one value.
+        devices: the devices of all workers.
+
+    Raises:
+        ProgramDisagreementError: another worker does not make this variable now.
+    """
+    member = devices.member
+    assert member is not None, "there are several workers"
+    unique = list({id(component): component for component in components}.values())
+    handle = variables.raw_handle(unique[0])
+    value = variables.read(handle, unique[0].dtype)
+    member.compile(of_variable(name, value))
+    if xla_ops.is_host_only(value.dtype):
+        return  # strings: each worker keeps its own
+    chiefs = exchange.from_chief(devices, value.numpy())
+    for component in unique:
+        variables.write(variables.raw_handle(component), chiefs)
+
+
+def all_have(devices: DeviceGroup, has: bool) -> bool:
+    """Whether every worker has something, such as a next batch."""
+    return has if devices.member is None else bool(exchange.least(devices, [has])[0])
+
+
+def _reducer(reduction: Any) -> Callable[[Any], Any]:
+    """A body that reduces its argument over all replicas."""
+
+    def reduce_over_workers(value: Any) -> Any:
+        if isinstance(reduction, tuple):
+            return gather_leaf(value, reduction[1])
+        if reduction == FIRST:
+            own = as_tensor(value, "The value of a variable")
+            return xla.cross_replica_sum(tf.where(xla.replica_id() == 0, own, tf.zeros_like(own)))
+        return reduce_leaf(reduction, value)
+
+    return reduce_over_workers
+
+
+def _ids(devices: DeviceGroup) -> range:
+    return range(devices.first, devices.first + devices.size)

@@ -1,0 +1,464 @@
+"""TPUStrategy in real processes: two workers of two replicas equal one process of four, replica by replica.
+
+Processes that start TensorFlow are expensive. So a job checks many things, and prints what it found as JSON.
+"""
+
+import json
+import signal
+import socket
+
+import pytest
+from helpers.jobs import job
+
+pytestmark = pytest.mark.timeout(360)
+
+LONGER = 300.0
+"""Seconds that are enough for a job on a machine that does much else."""
+
+HEAD = """
+import json, os, signal, sys
+import numpy as np
+import tensorflow as tf
+import replica_engine
+from replica_engine import xla
+
+me = int(os.environ.get("REPLICA_ENGINE_PROCESS_ID", 0))
+context = tf.distribute.get_replica_context
+found, parts = {}, {}  # equal on all workers; of each worker's replicas
+"""
+TAIL = """
+print(json.dumps([found, parts]), flush=True)
+"""
+
+NUMBERS = """
+strategy = replica_engine.TPUStrategy(num_cores=4)
+rng = np.random.RandomState(0)
+x = rng.rand(96, 8).astype("float32")
+y = x.sum(1, keepdims=True)
+weight = rng.rand(8, 1).astype("float32")
+
+
+def local(value):
+    return [each.numpy().tolist() for each in strategy.experimental_local_results(value)]
+
+
+def variables():
+    with strategy.scope():
+        w = tf.Variable(weight + me)  # the chief's counts
+        b = tf.Variable(tf.zeros([]))
+        seen = tf.Variable(0.0, synchronization=tf.VariableSynchronization.ON_READ,
+                           aggregation=tf.VariableAggregation.SUM, trainable=False)
+        first = tf.Variable(-1.0, synchronization=tf.VariableSynchronization.ON_READ,
+                            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA, trainable=False)
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((tf.nn.dropout(x, 0.2) @ w + b - y) ** 2) / 16
+        gradients = context().all_reduce("SUM", tape.gradient(loss, [w, b]))
+        w.assign_sub(0.1 * gradients[0])
+        b.assign_sub(0.1 * gradients[1])
+        seen.assign_add(tf.cast(tf.shape(x)[0], tf.float32))
+        first.assign(tf.cast(context().replica_id_in_sync_group, tf.float32) + 3.0)
+        return loss
+
+    return w, b, seen, first, step
+
+
+def data():
+    # Replica i has the i-th four samples of a batch of 16, as in one process.
+    def own(of):
+        share = 16 // of.num_input_pipelines
+        begin = share * of.input_pipeline_id
+        batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+        return batches.map(lambda x, y: (x[begin : begin + share], y[begin : begin + share])).unbatch().batch(4)
+
+    return strategy.distribute_datasets_from_function(own)
+
+
+facts = xla.get_tpu_system_metadata(xla.PjrtClusterResolver("cpu"))
+parts["facts"] = [[strategy.num_replicas_in_sync, strategy.extended.num_hosts, facts.num_cores, facts.num_hosts]]
+tf.random.set_seed(7)
+w, b, seen, first, step = variables()
+found["initial"] = w.numpy().tolist()
+found["eager"] = [float(strategy.reduce("SUM", strategy.run(step, args=batch), axis=None)) for batch in data()]
+train = tf.function(lambda *batch: strategy.reduce("SUM", strategy.run(step, args=batch), axis=None))
+found["traced"] = [float(train(*batch)) for batch in data()]
+found["weights"] = [w.numpy().tolist(), float(b), float(seen), float(first)]
+
+w, b, seen, first, step = variables()
+loop = strategy.run_steps(lambda context, x, y: context.set_last_step_output("loss", step(x, y), "MEAN"),
+                          iter(data()), iterations=6)
+found["loop"] = [w.numpy().tolist(), float(loop.last_step_outputs["loss"]), loop.steps]
+
+parts["ids"] = local(strategy.run(lambda: context().replica_id_in_sync_group))
+parts["random"] = local(strategy.run(lambda: tf.random.uniform([3])))
+parts["host calls"] = local(strategy.run(lambda: xla.outside_compilation(lambda: tf.identity(xla.replica_id()))))
+parts["printed"] = local(strategy.run(lambda: tf.strings.length(tf.strings.as_string(10 ** xla.replica_id()))))
+parts["values"] = local(strategy.experimental_distribute_values_from_function(
+    lambda of: tf.constant([of.replica_id_in_sync_group, of.num_replicas_in_sync])))
+shares = strategy.experimental_distribute_values_from_function(lambda of: tf.ones([1 + of.replica_id_in_sync_group]))
+parts["uneven"] = local(strategy.run(lambda share: tf.reduce_sum(share) + tf.cast(xla.replica_id(), tf.float32),
+                                     args=(shares,)))
+tied = replica_engine.TPUStrategy(num_cores=4, same_random_numbers=True)
+tf.random.set_seed(None)
+found["tied"] = len({float(each) for each in tied.experimental_local_results(tied.run(
+    lambda: xla.all_gather(tf.random.uniform([1]))))[0]})
+if not me:
+    found_alone = strategy.run(lambda: tf.constant(1.0))  # without collectives: it concerns no other worker
+own = strategy.run(lambda: tf.cast(context().replica_id_in_sync_group, tf.float32))
+found["reduced"] = {op: float(strategy.reduce(op, own, axis=None)) for op in ("SUM", "MEAN")}
+found["gathered"] = strategy.gather(strategy.run(lambda: tf.fill([2], xla.replica_id())), axis=0).numpy().tolist()
+sums = strategy.reduce("SUM", {"a": own, "b": [own]}, axis=None)
+found["structure"] = [float(each) for each in tf.nest.flatten(sums)]
+
+
+def collectives():
+    id = tf.cast(xla.replica_id(), tf.float32)
+    four = tf.range(4.0) + 10 * id
+
+    def scattered(x):
+        with tf.GradientTape() as tape:  # the gradient of a gather is a reduce-scatter
+            tape.watch(x)
+            total = tf.reduce_sum(xla.all_gather(x) ** 2 * (id + 1))
+        return tape.gradient(total, x)
+
+    return {
+        "to all": xla.all_to_all(four, 0, 0),
+        "permuted": xla.collective_permute(id, [(0, 2), (2, 1), (1, 3), (3, 0)]),
+        "of pairs": xla.all_reduce(id, "SUM", [[0, 3], [1, 2]]),
+        "largest": xla.all_reduce(id, "MAX"),
+        "scattered": scattered(tf.reshape(id, [1])),
+        "in a branch": tf.cond(xla.cross_replica_sum(id) > 0, lambda: xla.cross_replica_sum(id * 2), lambda: id),
+    }
+
+
+results = strategy.run(collectives)
+for name in results:
+    parts[name] = local(results[name])
+"""
+
+
+def outputs(programs, made, program: str, **environment: str) -> list[list[dict]]:
+    """Runs a program in all workers of a job; returns what each has found."""
+    text = HEAD + program + TAIL
+    started = [programs.start(text, env=made.environment(worker, **environment)) for worker in range(made.size)]
+    return [read(each) for each in started]
+
+
+def read(process) -> list[dict]:
+    try:
+        out, err = process.communicate(LONGER)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err[-4000:]
+    return json.loads(out.splitlines()[-1])
+
+
+def flat(value) -> list:
+    if isinstance(value, dict):
+        return flat([value[name] for name in sorted(value)])
+    return [leaf for each in value for leaf in flat(each)] if isinstance(value, list) else [value]
+
+
+def assert_equal_to_one_process(programs, program: str, close: float = 1e-6, **environment: str) -> list[list[dict]]:
+    """Two workers find bitwise the same, and what one process with as many replicas finds."""
+    with job() as made:
+        (first, of_first), (second, of_second) = outputs(programs, made, program, **environment)
+    expected, of_all = read(programs.start(HEAD + program + TAIL, env=environment))
+    assert first == second
+    facts = [each.pop("facts", None) for each in (of_first, of_second, of_all)]
+    for name, value in expected.items():
+        assert flat(first[name]) == pytest.approx(flat(value), abs=close), name
+    for name, value in of_all.items():
+        assert flat(of_first[name]) + flat(of_second[name]) == pytest.approx(flat(value), abs=close), name
+    return facts
+
+
+def test_two_workers_of_two_replicas_equal_one_process_of_four(programs):
+    facts = assert_equal_to_one_process(programs, NUMBERS)
+    assert [each[0][:2] for each in facts] == [[4, 2], [4, 2], [4, 1]]
+    assert facts[0][0][3] == facts[1][0][3] == 2
+
+
+DATA = """
+strategy = replica_engine.TPUStrategy(num_cores=4)
+Policies = tf.data.experimental.AutoShardPolicy
+
+
+def floats(count):
+    return tf.data.Dataset.range(count).map(lambda x: tf.cast(x, tf.float32))
+
+
+def sharded(dataset, policy=Policies.AUTO):
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = policy
+    return strategy.experimental_distribute_dataset(dataset.with_options(options))
+
+
+def total(part):
+    return context().all_reduce("SUM", tf.reduce_sum(part))
+
+
+def taken(name, dataset):
+    rows = []
+    found[name] = []
+    for batch in dataset:
+        rows.append([part.numpy().ravel().tolist() for part in strategy.experimental_local_results(batch)])
+        found[name].append(float(strategy.experimental_local_results(strategy.run(total, args=(batch,)))[0]))
+    parts[name] = rows
+
+
+@tf.function
+def in_a_loop(dataset):
+    result, steps = 0.0, 0
+    for batch in dataset:
+        result += strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(batch,)), axis=None)
+        steps += 1
+    return result, steps
+
+
+@tf.function
+def next_of(iterator):
+    return strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(next(iterator),)), axis=None)
+
+
+def lines(count_of_files):
+    names = [f"{os.environ['FOLDER']}/{index}" for index in range(count_of_files)]
+    return tf.data.TextLineDataset(names).map(lambda line: tf.strings.to_number(line)).batch(4, drop_remainder=True)
+
+
+taken("auto", sharded(floats(16).batch(8)))
+taken("data", sharded(floats(16).batch(8), Policies.DATA))
+taken("off", sharded(floats(16).batch(8), Policies.OFF))
+taken("file", sharded(lines(3), Policies.FILE))
+found["traced loop"] = [float(each) for each in in_a_loop(sharded(lines(3), Policies.FILE))]
+iterator = iter(sharded(lines(3), Policies.FILE))
+found["traced step"] = []
+try:
+    while True:
+        found["traced step"].append(float(next_of(iterator)))
+except (StopIteration, tf.errors.OutOfRangeError) as ended:
+    found["ended"] = type(ended).__name__
+
+
+def steps(context, part):
+    context.set_last_step_output("total", tf.reduce_sum(part), "SUM")
+
+
+uneven = strategy.distribute_datasets_from_function(lambda of: floats(2 * (7 - 3 * of.input_pipeline_id)).batch(1))
+found["loops"] = []
+for prefetch in (None, 1):
+    try:
+        strategy.run_steps(steps, iter(uneven), iterations=20, prefetch=prefetch)
+    except tf.errors.OutOfRangeError as error:
+        found["loops"].append([error.context.steps, float(error.context.last_step_outputs["total"])])
+found["whole"] = strategy.run_steps(steps, iter(uneven), iterations=4).steps
+empty = strategy.distribute_datasets_from_function(lambda of: floats(2 - 2 * of.input_pipeline_id).batch(1))
+try:
+    strategy.run_steps(steps, iter(empty), iterations=2)
+except tf.errors.OutOfRangeError as error:
+    found["empty"] = error.context.steps
+"""
+
+
+def test_datasets_end_on_the_same_step_everywhere(programs, tmp_path):
+    for index in range(3):
+        (tmp_path / str(index)).write_text("".join(f"{10 * index + line}\n" for line in range(1, 9)))
+    with job() as made:
+        (first, of_first), (second, of_second) = outputs(programs, made, DATA, FOLDER=str(tmp_path))
+    assert first == second
+    for name, rows in of_first.items():
+        assert len(rows) == len(of_second[name]) == len(first[name])
+        for ours, theirs, total in zip(rows, of_second[name], first[name], strict=True):
+            assert sum(flat(ours)) + sum(flat(theirs)) == total
+    seen = {name: sorted(flat([of_first[name], of_second[name]])) for name in of_first}
+    assert seen["auto"] == seen["data"] == [float(number) for number in range(16)]
+    assert seen["off"] == sorted([float(number) for number in range(16)] * 2)
+    # The second worker has one file of two batches: the second file of the first worker is not read.
+    assert seen["file"] == [1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 14, 15, 16, 17, 18]
+    assert first["traced loop"] == [sum(seen["file"]), 4]
+    assert first["traced step"] == first["file"]
+    assert first["ended"] == "OutOfRangeError"
+    # 7 and 4 steps of two replicas: in the fourth step they have 6 and 7.
+    assert first["loops"] == [[4, 26.0], [4, 26.0]]
+    assert (first["whole"], first["empty"]) == (4, 0)
+
+
+KERAS = """
+import keras
+
+strategy = replica_engine.TPUStrategy(num_cores=4)
+folder = os.environ["FOLDER"]
+keras.utils.set_random_seed(1 + me)  # the chief's weights count
+rng = np.random.RandomState(0)
+x = rng.rand(64, 8).astype("float32")
+y = x.sum(1, keepdims=True)
+data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16, drop_remainder=True)
+
+
+def dense():
+    layers = [keras.Input((8,)), keras.layers.Dense(4, activation="relu"), keras.layers.Dense(1)]
+    return keras.Sequential(layers)
+
+
+with strategy.scope():
+    model = dense()
+    model.compile("adam", "mse", metrics=["mae"])
+callbacks = [
+    keras.callbacks.ModelCheckpoint(f"{folder}/{{epoch}}.weights.h5", save_weights_only=True),
+    keras.callbacks.BackupAndRestore(f"{folder}/backup", delete_checkpoint=False),
+]
+found["fit"] = model.fit(data, epochs=2, verbose=0, validation_data=data, callbacks=callbacks).history
+found["evaluate"] = model.evaluate(data, verbose=0, return_dict=True)
+model.save(f"{folder}/model.keras")
+found["weights"] = [each.tolist() for each in model.get_weights()]
+found["predict"] = model.predict(x[:16], batch_size=16, verbose=0).tolist()
+with strategy.scope():
+    model.compile("adam", "mse", metrics=["mae"], steps_per_execution=2)
+found["two steps"] = model.fit(data, epochs=1, verbose=0).history
+
+keras.utils.set_random_seed(1)
+model = dense()
+model.compile("adam", "mse", metrics=["mae"])
+fast = replica_engine.keras.replicate_model(model, strategy=strategy)
+found["fast"] = fast.fit(x[:54], y[:54], batch_size=16, epochs=2, verbose=0, shuffle=False).history
+found["fast evaluate"] = fast.evaluate(x[:3], y[:3], verbose=0, return_dict=True)
+found["fast predict"] = fast.predict(x[:10], verbose=0).tolist()
+fast.save(f"{folder}/fast.keras")
+found["fast weights"] = [each.tolist() for each in model.get_weights()]
+"""
+
+
+def test_keras(programs, tmp_path):
+    (tmp_path / "job").mkdir()
+    (tmp_path / "one").mkdir()
+    with job() as made:
+        (first, _), (second, _) = outputs(programs, made, KERAS, FOLDER=str(tmp_path / "job"))
+    alone, _ = read(programs.start(HEAD + KERAS + TAIL, env={"FOLDER": str(tmp_path / "one")}))
+    assert first == second
+    for name, value in alone.items():
+        assert flat(first[name]) == pytest.approx(flat(value), abs=2e-6), name
+    written = {
+        folder: sorted(str(path.relative_to(tmp_path / folder)) for path in (tmp_path / folder).rglob("*"))
+        for folder in ("job", "one")
+    }
+    assert written["job"] == written["one"]
+
+
+STEPS = """
+victim = int(os.environ["VICTIM"])
+strategy = replica_engine.TPUStrategy(num_cores=int(os.environ["CORES"]))
+with strategy.scope():
+    w = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
+
+
+def step(x):
+    w.assign_add(xla.cross_replica_sum(x))
+    return w.read_value()
+
+
+for _ in range(5):
+    strategy.run(step, args=(tf.constant(1.0),))
+if me == victim:
+    {fault}
+try:
+    while True:
+        strategy.run(step, args=(tf.constant(1.0),))
+except replica_engine.errors.WorkerLostError as error:
+    try:
+        float(w)
+    except replica_engine.errors.LostVariableError as lost:
+        pass
+    print(json.dumps([error.worker, error.pid, str(error)]), flush=True)
+    raise
+"""
+
+FAULTS = {  # what worker's program does, the words of the others' error, and its own exit status
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "has closed its connection without a word", -signal.SIGKILL),
+    "stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "has not been heard of for 3 s", -signal.SIGKILL),
+    "raised": ("raise ValueError('the body')", "has raised ValueError: the body", 1),
+    "left": ("sys.exit(0)", "has come to the end of its program or to sys.exit", 0),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("victim", "cores"), [(0, 4), (1, 2)])  # with one replica XLA starts programs differently
+def test_the_others_are_told_who_is_lost(programs, fault, victim, cores):
+    code, words, status = FAULTS[fault]
+    with job(heartbeat=3.0 if fault == "stopped" else LONGER) as made:
+        text = HEAD + STEPS.replace("{fault}", code)
+        lost, other = (
+            programs.start(text, env=made.environment(worker, VICTIM=str(victim), CORES=str(cores)))
+            for worker in (victim, 1 - victim)
+        )
+        try:
+            out, err = other.communicate(LONGER)
+        finally:
+            lost.kill() if fault == "stopped" else lost.communicate(LONGER)
+            other.kill()
+    assert other.returncode == 1, err[-4000:]  # its own exception: no abort
+    worker, pid, message = json.loads(out.splitlines()[-1])
+    assert (worker, pid, lost.returncode) == (victim, lost.pid, status)
+    assert f"worker {victim} of 2" in message
+    assert words in message
+    assert "`step` at program.py:" in message
+
+
+ORDER = """
+strategy = replica_engine.TPUStrategy(num_cores=2)
+
+
+def sums(x):
+    return context().all_reduce("SUM", x)
+
+
+def maxima(x):
+    return context().all_reduce("MAX", x)
+
+
+both = [sums, maxima]
+if os.environ["LATER"] == "1":
+    for step in both:
+        strategy.run(step, args=(tf.ones([4]),))
+while True:
+    for step in reversed(both) if me else both:
+        value = strategy.run(step, args=(tf.ones([4]),))
+        if os.environ["LATER"] == "0":
+            print("a number", flush=True)
+"""
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_another_order_is_found(programs, later):
+    """When the programs are compiled, before there is a number; later, soon after the launch."""
+    with job() as made:
+        started = [programs.start(HEAD + ORDER, env=made.environment(each, LATER=str(later))) for each in range(2)]
+        for process in started:
+            out, err = process.communicate(LONGER)
+            assert process.returncode == 1, err[-4000:]
+            assert "a number" not in out
+            assert "ProgramDisagreementError: After" in err
+            assert "`sums` at program.py:" in err
+            assert "`maxima` at program.py:" in err
+
+
+def test_what_a_resolver_says_itself(programs):
+    """Without a launcher: the coordinator is a child of worker 0, and the environment has only the token."""
+    program = """
+resolver = xla.PjrtClusterResolver("cpu", os.environ["ADDRESS"], 2, int(os.environ["INDEX"]))
+from replica_engine.compat.contrib import TPUStrategy
+strategy = TPUStrategy(resolver, num_cores=2)
+found["truth"] = [strategy.num_hosts, strategy.num_towers, strategy.num_towers_per_host]
+found["sum"] = float(strategy.reduce("SUM", strategy.run(lambda: tf.constant(2.0)), axis=None))
+"""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    started = [
+        programs.start(
+            HEAD + program + TAIL,
+            env={"ADDRESS": address, "INDEX": str(index), "REPLICA_ENGINE_TOKEN": "a secret"},
+        )
+        for index in range(2)
+    ]
+    for process in started:
+        assert read(process)[0] == {"truth": [2, 2, 1], "sum": 4.0}
