@@ -15,7 +15,10 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._tf import distribute
+# get_seed: the pair of seeds of a random op, from the global seed and that of the op.
+from tensorflow.python.framework import random_seed as _random_seed
+
+from replica_engine._tf import checkpoints, distribute
 from replica_engine._tf.graphs import control_flow
 from replica_engine._tf.keras import accumulation as keras_accumulation
 from replica_engine._tf.keras import files
@@ -81,6 +84,10 @@ PATCHES: tuple[Patch, ...] = (
             (f"{files.CALLBACKS}.{files.BACKUP}", "on_train_end"),
             (f"{files.CALLBACKS}.{files.BOARD}", "set_model"),
             (f"{files.CALLBACKS}.{files.CSV}", "on_train_begin"),
+            (checkpoints.CHECKPOINT, checkpoints.WRITE),
+            (checkpoints.MANAGEMENT, checkpoints.STATE),
+            (checkpoints.MANAGEMENT, checkpoints.DELETE),
+            (checkpoints.SAVED_MODEL, checkpoints.NODES),
         )
     ),
     Patch(_LOSSES, "reduce_weighted_values", "a shard's loss counts by its samples", _FIT, _OUTSIDE),
@@ -107,6 +114,13 @@ PATCHES: tuple[Patch, ...] = (
         "an overflow on one replica counts for all; Keras asks replica 0 alone",
         _FIRST_VARIABLE,
         _ELSEWHERE,
+    ),
+    Patch(
+        "tensorflow.python.framework.random_seed",
+        "get_seed",
+        "what a replica draws follows from the global seed and its id, not from how many replicas drew before",
+        "import",
+        "passes on to TensorFlow outside the replicas of this library's threads, and for ops with a seed of their own",
     ),
     Patch(
         "tensorflow.python.eager.core",
@@ -172,6 +186,27 @@ def install_numbers() -> None:
 
 def _as_number(kind: type) -> Callable[[Any], Any]:
     return lambda self: kind(self.numpy())
+
+
+def seed_by_replica(seed_in_replica: Callable[[Callable[[], int | None]], int | None]) -> None:
+    """Lets replicas choose the seeds of random ops that have none of their own; only once per process.
+
+    Args:
+        seed_in_replica: returns the seed of an op that is being made, or None if TensorFlow's own is right. It is given
+            a function that draws TensorFlow's own, which is None without a global seed.
+    """
+    get_seed = _random_seed.get_seed
+    if hasattr(get_seed, _MARK):
+        return
+
+    @functools.wraps(get_seed)
+    def get_seed_of_replica(op_seed: Any) -> Any:
+        if op_seed is None:
+            op_seed = seed_in_replica(lambda: get_seed(None)[1])
+        return get_seed(op_seed)
+
+    setattr(get_seed_of_replica, _MARK, True)
+    _random_seed.get_seed = get_seed_of_replica
 
 
 def extend_trainer(make: Make) -> None:

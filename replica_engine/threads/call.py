@@ -33,6 +33,7 @@ from replica_engine.telemetry import timeline
 from replica_engine.telemetry.stacks import stack_of
 from replica_engine.telemetry.trace_file import Track
 from replica_engine.telemetry.watchdog import Watch
+from replica_engine.threads import random_numbers
 from replica_engine.threads.agreement import assertions, check_alike
 from replica_engine.threads.context import MergeRequest, ReplicaContext
 from replica_engine.threads.inherited_state import InheritedState
@@ -40,6 +41,7 @@ from replica_engine.threads.joint import hooks
 from replica_engine.threads.joint.attempt import Attempts, Decisions, NotJoint
 from replica_engine.threads.joint.operator import Part
 from replica_engine.threads.lift import lift
+from replica_engine.threads.random_numbers import Draws
 from replica_engine.threads.variables import SharedVariables
 from replica_engine.values.regroup import parts, regroup, spread
 
@@ -139,13 +141,16 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
     written: dict[int, tuple[Any, int]] = {}
     source = identity(fn)
     decisions = Decisions(_joint.setdefault(strategy, {}).setdefault(source, set()))
+    draws = Draws(state.graph)
 
     def body(replica: Replica) -> Any:
         """Runs `fn` in the inherited state and in replica context."""
         index = replica.index
-        context = options.context_class(strategy, distribute.replica_id_in_sync_group(strategy, index))
+        replica_id = distribute.replica_id_in_sync_group(strategy, index)
+        context = options.context_class(strategy, replica_id)
         creator = variables.creator(replica, run.replicas[0])
-        context.attach(replica, state, devices[index], Attempts(decisions, index == 0), creator, written)
+        attempts = Attempts(decisions, index == 0)
+        context.attach(replica, state, devices[index], attempts, creator, written, draws.of_replica(replica_id))
         try:
             with state.entered(index, context, devices[index], replica.thread, creator):
                 own_args, own_kwargs = of_replicas[index]
@@ -314,3 +319,4 @@ def short_name(device: str) -> str:
 
 hooks.install()
 optimizer.install()
+random_numbers.install()

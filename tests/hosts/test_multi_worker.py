@@ -9,23 +9,9 @@ import signal
 import pytest
 import tensorflow as tf
 from helpers.jobs import LONG, Job, job
+from helpers.workers import HEAD, TAIL, alone, files, flat, outputs, read
 
 from replica_engine.errors import WorkerVersionError
-
-HEAD = """
-import json, os, signal, sys, threading
-import numpy as np
-import tensorflow as tf
-import replica_engine
-
-me, local = int(os.environ.get("REPLICA_ENGINE_PROCESS_ID", 0)), int(os.environ["LOCAL"])
-one = [tf.config.LogicalDeviceConfiguration()] * local
-tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], one)
-KIND = replica_engine.MirroredStrategy if os.environ.get("ALONE") else replica_engine.MultiWorkerMirroredStrategy
-context = tf.distribute.get_replica_context
-found = {}
-"""
-TAIL = "print(json.dumps(found), flush=True)"
 
 LOOP = """
 strategy = KIND()
@@ -97,30 +83,6 @@ found["branches"] = [
 found["second"] = float(KIND().reduce("SUM", KIND().run(lambda: context().all_reduce("MEAN", 1.0)), axis=None))
 found["weights"] = [w.numpy().tolist(), float(b)]
 """
-
-
-def outputs(programs, made: Job, program: str, local: int = 1, **environment: str) -> list[dict]:
-    """Runs a program in all workers of a job; returns what each has found."""
-    text = HEAD + program + TAIL
-    started = [
-        programs.start(text, env=made.environment(worker, LOCAL=str(local), **environment))
-        for worker in range(made.size)
-    ]
-    return [read(each) for each in started]
-
-
-def alone(programs, program: str, replicas: int, **environment: str) -> dict:
-    """Runs a program in one process, with MirroredStrategy."""
-    return read(programs.start(HEAD + program + TAIL, env={"LOCAL": str(replicas), "ALONE": "1", **environment}))
-
-
-def read(process) -> dict:
-    try:
-        out, err = process.communicate(LONG)
-    finally:
-        process.kill()
-    assert process.returncode == 0, err[-4000:]
-    return json.loads(out.splitlines()[-1])
 
 
 def test_two_workers_of_two_replicas_equal_one_of_four(programs):
@@ -216,11 +178,6 @@ def test_replicate_model(programs, tmp_path):
     assert files(shared) == files(theirs) == ["1.keras", "saved by 0.keras"]
 
 
-def files(folder) -> list[str]:
-    """What there is in a folder, without the parts of names that differ from process to process."""
-    return sorted(str(path.relative_to(folder)).partition(".tfevents")[0] for path in folder.rglob("*"))
-
-
 RESUMED = """
 import keras
 
@@ -314,12 +271,6 @@ def test_datasets(programs, tmp_path):
     assert seen["file"] == [1, 2, 3, 11, 12, 13, 21, 22, 23]
     assert len(first["file"]) == 6  # two files of the first worker: the second one has no rows in the last steps
     assert seen["function"] == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5]
-
-
-def flat(value) -> list:
-    if isinstance(value, dict):
-        return flat([value[name] for name in sorted(value)])
-    return [leaf for each in value for leaf in flat(each)] if isinstance(value, list) else [value]
 
 
 def test_cluster_of_tf_config(programs, unused_ports):
