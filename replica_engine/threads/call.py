@@ -116,6 +116,7 @@ class ReplicaOptions:
         graph_optimizer: how much TensorFlow's graph optimizer does to a `tf.function` in which the replicas run:
             "full", "light" or "off". None is "light" on CPU devices and "full" elsewhere.
         merging: takes the sync point where the replicas have met; what it returns is entered around the merge function.
+        worker: the worker that this process is, if the job has several; records of sync points say it.
     """
 
     concurrent: bool = False
@@ -124,6 +125,7 @@ class ReplicaOptions:
     context_class: type[ReplicaContext] = ReplicaContext
     graph_optimizer: str | None = None
     merging: Callable[[SyncPoint], contextlib.AbstractContextManager[None]] | None = None
+    worker: int | None = None
 
 
 def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -178,7 +180,7 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
         try:
             results = regroup(run(), what=f"The results of {_described(source)}")
         except BaseException as error:
-            note_failed_run(error, lambda: records(group.record.rings, group.devices), run.number)
+            note_failed_run(error, lambda: records(group.record.rings, group.devices, options.worker), run.number)
             raise
         if not variables.any:
             known.add(source)
@@ -293,7 +295,7 @@ def sync_points(strategy: tf.distribute.Strategy) -> list[SyncPointRecord]:
     """
     with _pools_lock:
         pool = _pools.get(strategy)
-    return SyncPoints() if pool is None else records(pool.record.rings, pool.devices)
+    return SyncPoints() if pool is None else records(pool.record.rings, pool.devices, _options(strategy).worker)
 
 
 def _collectives_inside_xla(strategy: tf.distribute.Strategy, fn: Any) -> bool:

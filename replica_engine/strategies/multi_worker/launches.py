@@ -9,7 +9,7 @@ line, the reduction, dtype and shape.
 - Later launches are told without waiting. If they are in another order, the error comes about 0.1 s later.
 
 The line is compared for sync points in replicas and for calls of `reduce`, without the folder of the file. It is not
-compared for variables that are read or made, since a chief may save a model in a line of its own.
+compared for variables that are read or made, since that may happen in lines of TensorFlow or Keras.
 """
 
 from __future__ import annotations
@@ -110,6 +110,20 @@ class Launches:
             self._member.compile(program, self._timeout, self._warn_after)
             self._known.add(program.digest)
         self._member.launched(program)
+
+    def meet(self, name: str) -> None:
+        """Waits until all workers have come here, and have launched the same before.
+
+        Args:
+            name: the place in words, equal on all workers.
+
+        Raises:
+            ProgramDisagreementError: another worker does something else.
+            WorkersMissingError: the others did not come in time.
+            WorkerLostError: a worker is lost.
+        """
+        self._member.progress(None, name)
+        self._member.meet(name, self._timeout, self._warn_after)
 
 
 def of_variable(name: str, value: Any) -> hosts.Program:

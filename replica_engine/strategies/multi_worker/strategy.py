@@ -10,11 +10,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import collectives, distribute, patches
+from replica_engine._tf import checkpoints, collectives, distribute, patches
 from replica_engine._tf.keras import files
 from replica_engine.strategies.backend import OnReplicaThreads, ReplicaThreads
 from replica_engine.strategies.multi_worker import job
 from replica_engine.strategies.multi_worker.launches import Launches, of_variable
+from replica_engine.strategies.multi_worker.saving import Saving, belong, saving_of
 from replica_engine.strategies.reductions import Reductions
 from replica_engine.strategies.validation import check_seconds
 from replica_engine.threads.call import ReplicaOptions
@@ -59,6 +60,7 @@ class MultiWorkerExtended(ReplicaThreads, Reductions, _Compared, distribute.Mult
     """The extended half of `MultiWorkerMirroredStrategy`: TensorFlow's own, on this library's replica threads."""
 
     _enable_check_health = False  # the job notices who is lost, and says it
+    saving: Saving | None = None
 
     def __init__(
         self,
@@ -73,12 +75,14 @@ class MultiWorkerExtended(ReplicaThreads, Reductions, _Compared, distribute.Mult
         if self.job is not None:
             collectives.start_no_coordination_service()
             self.launches = Launches(self.job.member, replica_options.timeout, replica_options.warn_after)
-            replica_options = dataclasses.replace(replica_options, merging=self.launches.merging)
+            worker = self.job.cluster.process_id
+            replica_options = dataclasses.replace(replica_options, merging=self.launches.merging, worker=worker)
         self.replica_options = replica_options
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
         super().__init__(strategy, resolver if self.job is None else self.job.resolver, communication_options)
         if self.job is not None:
             assert self.launches is not None
+            self.saving = Saving(self.should_checkpoint, self.launches.meet)
             self.job.begin()
             for operations in (self._cross_device_ops, self._host_cross_device_ops):
                 collectives.note_launches(operations, self.launches.describe)
@@ -166,7 +170,7 @@ class MultiWorkerMirroredStrategy(OnReplicaThreads, tf.distribute.MultiWorkerMir
     def scope(self) -> Any:
         """Like the scope of every strategy. Models of Keras log means over all workers, and the chief writes files."""
         patches.reduce_over_workers(MultiWorkerMirroredStrategy)
-        files.let_the_chief_write(_is_other)
+        _let_the_chief_write()
         return super().scope()
 
     def leave_files_to_chief(self, *models: Any) -> None:
@@ -174,9 +178,9 @@ class MultiWorkerMirroredStrategy(OnReplicaThreads, tf.distribute.MultiWorkerMir
 
         It is called for the models of `replicate_model`; those that were built in the scope need it not.
         """
-        files.let_the_chief_write(_is_other)
-        if _is_other(self):
-            files.leave_to_chief(*models)
+        _let_the_chief_write()
+        if self.extended.saving is not None:
+            belong(self.extended.saving, *models)
 
     @property
     def num_hosts(self) -> int:
@@ -184,9 +188,14 @@ class MultiWorkerMirroredStrategy(OnReplicaThreads, tf.distribute.MultiWorkerMir
         return int(self.extended.num_hosts)
 
 
-def _is_other(strategy: Any) -> bool:
-    """Whether this process is a worker that leaves the files of a model to the chief."""
-    return isinstance(strategy, MultiWorkerMirroredStrategy) and not strategy.extended.should_checkpoint
+def _let_the_chief_write() -> None:
+    files.let_the_chief_write(_saving_of)
+    checkpoints.let_the_chief_write(_saving_of)
+
+
+def _saving_of(saved: Any) -> Saving | None:
+    """This worker, if what is saved is trained on several workers."""
+    return saving_of(saved, lambda strategy: getattr(getattr(strategy, "extended", None), "saving", None))
 
 
 def _by_dtype(values: Iterable[Any]) -> list[list[int]]:
