@@ -7,13 +7,14 @@ import pytest
 from helpers import jobs
 from helpers.golden import shows
 
-from replica_engine import hosts
+from replica_engine import MirroredStrategy, hosts
 from replica_engine.errors import (
     ClusterConfigError,
     ProgramDisagreementError,
     WorkerLostError,
     WorkersMissingError,
     WorkerVersionError,
+    note_workers,
     slow_workers,
 )
 from replica_engine.hosts import find_cluster
@@ -267,3 +268,14 @@ def test_another_order():
     for _ in range(2):
         member.launched(step)
     member.meet("the end of the epoch")
+
+
+@beside(f"member.launched(TRAIN); member.meet('a'); {FOLLOWS}")
+@shows(note_workers)
+def test_a_run_that_stands_still():
+    """The timeout of a run says where each worker of the job is."""
+    member = hosts.join()
+    member.launched(jobs.TRAIN)
+    member.meet("a")
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"], timeout=0.5)
+    strategy.run(lambda: threading.Event().wait(1.0))
