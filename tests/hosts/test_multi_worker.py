@@ -288,6 +288,7 @@ def test_cluster_of_tf_config(programs, unused_ports):
         }
         started.append(programs.start(HEAD + SMALL + TAIL, env=environment))
     expected = {"sum": 2.0, "server": workers, "task": "worker"}
+    expected["errors of v1"] = ["MultiWorkerMirroredStrategy of several work"] * 2
     assert [read(each) for each in started] == [{**expected, "id": 0}, {**expected, "id": 1}]
 
 
@@ -451,4 +452,11 @@ strategy = KIND()
 found["sum"] = float(strategy.run(lambda: context().all_reduce("SUM", 1.0)))
 found["server"] = strategy.cluster_resolver.cluster_spec().as_dict()["worker"]
 found["task"], found["id"] = strategy.cluster_resolver.task_type, strategy.cluster_resolver.task_id
+found["errors of v1"] = []
+for make in (lambda: strategy.run(lambda: context().all_reduce("SUM", 1.0)), lambda: tf.Variable(1.0)):
+    try:
+        with tf.Graph().as_default(), strategy.scope():
+            make()
+    except replica_engine.errors.GraphModeError as error:
+        found["errors of v1"].append(str(error)[:43])
 """

@@ -26,6 +26,7 @@ import tensorflow as tf
 from replica_engine import hosts
 from replica_engine.diagnostics.user_frames import calling_location
 from replica_engine.engine import SyncPoint
+from replica_engine.errors import GraphModeError
 
 
 class Launches:
@@ -83,7 +84,12 @@ class Launches:
             self._what = before
 
     def describe(self, kind: str, operand: Any) -> Any:
-        """Describes a collective; see `collectives.note_launches`."""
+        """Describes a collective; see `collectives.note_launches`.
+
+        Raises:
+            GraphModeError: it is in a graph of tf.compat.v1.
+        """
+        check_mode()
         what, where, compared = self._what or (kind, "", "")
         new_run, self._new_run = self._new_run, False
         body = f"{what}, {_tensor_text(operand)}"
@@ -124,6 +130,12 @@ class Launches:
         """
         self._member.progress(None, name)
         self._member.meet(name, self._timeout, self._warn_after)
+
+
+def check_mode() -> None:
+    """Raises GraphModeError in a graph of tf.compat.v1, whose sessions do not know the other workers."""
+    if not tf.executing_eagerly() and not tf.inside_function():
+        raise GraphModeError.of_workers()
 
 
 def of_variable(name: str, value: Any) -> hosts.Program:

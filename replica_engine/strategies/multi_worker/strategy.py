@@ -14,11 +14,13 @@ from replica_engine._tf import checkpoints, collectives, distribute, patches
 from replica_engine._tf.keras import files
 from replica_engine.strategies.backend import OnReplicaThreads, ReplicaThreads
 from replica_engine.strategies.multi_worker import job
-from replica_engine.strategies.multi_worker.launches import Launches, of_variable
+from replica_engine.strategies.multi_worker.launches import Launches, check_mode, of_variable
+from replica_engine.strategies.multi_worker.reduction import WorkerReduction
 from replica_engine.strategies.multi_worker.saving import Saving, belong, saving_of
 from replica_engine.strategies.reductions import Reductions
 from replica_engine.strategies.validation import check_seconds
 from replica_engine.threads.call import ReplicaOptions
+from replica_engine.threads.cpu_reduction import CpuReduction
 
 # As for MirroredStrategy, but counted apart: the numbers must be equal on all workers, and a chief may have made other
 # strategies besides.
@@ -80,12 +82,19 @@ class MultiWorkerExtended(ReplicaThreads, Reductions, _Compared, distribute.Mult
         self.replica_options = replica_options
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
         super().__init__(strategy, resolver if self.job is None else self.job.resolver, communication_options)
+        if self.job is None and self._kind == "CPU":
+            # TensorFlow's collectives would do; but one that fails ends all later ones, and graphs of v1 hang in them.
+            self._cross_device_ops = self._host_cross_device_ops = CpuReduction()
         if self.job is not None:
             assert self.launches is not None
+            if self._kind == "CPU" and self._count > 1:
+                ring, replicas = self._host_cross_device_ops, self._num_replicas_in_sync
+                self._cross_device_ops = WorkerReduction(ring, self.worker_devices[0], replicas, self._num_workers)
             self.saving = Saving(self.should_checkpoint, self.launches.meet)
             self.job.begin()
-            for operations in (self._cross_device_ops, self._host_cross_device_ops):
-                collectives.note_launches(operations, self.launches.describe)
+            for operations in {self._cross_device_ops, self._host_cross_device_ops}:
+                if not isinstance(operations, WorkerReduction):  # which has none of its own
+                    collectives.note_launches(operations, self.launches.describe)
 
     def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> tuple[tuple[str, ...], str]:
         """The hook that names the devices of this worker: all GPUs, or all logical CPUs on a machine without GPUs."""
@@ -95,6 +104,7 @@ class MultiWorkerExtended(ReplicaThreads, Reductions, _Compared, distribute.Mult
         """The hook that makes the initial value of a component: the chief's, on all workers."""
         launches = self.launches
         if launches is not None and not replica_id:
+            check_mode()
             given = kwargs["initial_value"]
 
             def compared() -> Any:
