@@ -19,11 +19,14 @@ import time
 from collections.abc import Iterator
 
 from soak.outcome import Outcome
-from soak.processes import LONGEST, Ended
+from soak.processes import Ended
 
 WORKERS = 2
 STEPS = 25
 """Steps of each training; every fifth one saves a checkpoint."""
+
+LONGEST = 600.0
+"""The longest time of a job, in seconds, of which most is starting TensorFlow four times."""
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 

@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import checkpoints, collectives, distribute, patches
+from replica_engine._tf.host_datasets import HostDatasets
 from replica_engine._tf.keras import files
 from replica_engine.strategies.backend import OnReplicaThreads, ReplicaThreads
 from replica_engine.strategies.multi_worker import job
@@ -58,7 +59,9 @@ class _Compared:
             return super()._gather_to_implementation(value, destinations, axis, options)  # type: ignore[misc]
 
 
-class MultiWorkerExtended(ReplicaThreads, Reductions, _Compared, distribute.MultiWorkerMirroredExtended):
+class MultiWorkerExtended(
+    ReplicaThreads, Reductions, _Compared, HostDatasets, distribute.MultiWorkerMirroredExtended
+):
     """The extended half of `MultiWorkerMirroredStrategy`: TensorFlow's own, on this library's replica threads."""
 
     _enable_check_health = False  # the job notices who is lost, and says it
@@ -103,7 +106,10 @@ class MultiWorkerExtended(ReplicaThreads, Reductions, _Compared, distribute.Mult
     def _get_variable_creator_initial_value(self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any) -> Any:
         """The hook that makes the initial value of a component: the chief's, on all workers."""
         launches = self.launches
-        if launches is not None and not replica_id:
+        if launches is None:  # there is nobody to ask, so nothing is put around the user's function
+            mirrored = super(distribute.MultiWorkerMirroredExtended, self)
+            return mirrored._get_variable_creator_initial_value(replica_id, device, primary_var, **kwargs)
+        if not replica_id:
             check_mode()
             given = kwargs["initial_value"]
 
