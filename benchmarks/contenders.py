@@ -74,7 +74,9 @@ def mirrored_strategy(model: Model, replicas: int) -> Contender:
     import replica_engine
     from replica_engine.testing import logical_devices
 
-    return strategy_contender("MirroredStrategy", replica_engine.MirroredStrategy(logical_devices(replicas)), model, True)
+    return strategy_contender(
+        "MirroredStrategy", replica_engine.MirroredStrategy(logical_devices(replicas)), model, True
+    )
 
 
 def tf_distribute(model: Model, replicas: int) -> Contender:

@@ -155,7 +155,7 @@ class Gloo:
 
 
 class Tcp:
-    """The limit: a ring of sockets that carries what a ring must carry, 2 (N - 1) / N of the bytes, and adds nothing."""
+    """The limit: a ring of sockets that carries what a ring must, 2 (N - 1) / N of the bytes, and adds nothing."""
 
     def __init__(self, index: int, workers: int, replicas: int, addresses: list[str]):
         host, port = addresses[index].split(":")
@@ -232,7 +232,9 @@ def main() -> None:
         what, argument, times = json.loads(line)
         do = known(what, argument)
         first = do()
-        print(json.dumps({"ms": milliseconds(do, times), "value": None if first is None else float(first)}), file=answer)
+        print(
+            json.dumps({"ms": milliseconds(do, times), "value": None if first is None else float(first)}), file=answer
+        )
 
 
 if __name__ == "__main__":

@@ -2,12 +2,12 @@
 
     python -m benchmarks.hosts [--workers 2,4] [--sizes 1000,1000000,100000000] [--models mlp] [--repeats 7] [--quick]
 
-Each contender has its own processes, one for each worker with one replica, and they all live during the measurement; one
-contender works at a time, and the others wait for orders. The time is the longest of the workers'. TCP is the limit: it
-carries the bytes of a ring over loopback sockets and adds nothing. A contender whose library is not installed is left
-out, and the row says so. What a message about a launch costs is compared with a step of 1 ms.
+Each contender has its own processes, one for each worker, and they all live during the measurement; one contender works
+at a time, and the others wait for orders. The time is the longest of the workers'. TCP is the limit: it carries the
+bytes of a ring over loopback sockets and adds nothing. A contender whose library is not installed is left out, and the
+row says so. What a message about a launch costs is compared with a step of 1 ms.
 
-With two replicas for each worker, the sum inside the worker comes before the ring; `--replicas` adds these rows, for the
+With two replicas for each worker, the sum inside the worker comes before the ring; `--replicas` has these rows, of the
 libraries that can have several replicas in a process.
 """
 

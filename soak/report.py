@@ -38,7 +38,10 @@ def write(figures: str, page: str = PAGE) -> None:
 def _table(data: dict[str, Any]) -> str:
     """The whole table in Markdown."""
     about, outcomes = data["machine"], data["outcomes"]
-    of = {suite: [each for each in outcomes if each["suite"] == suite] for suite in ("faults", "processes", "restarts", "load")}
+    of = {
+        suite: [each for each in outcomes if each["suite"] == suite]
+        for suite in ("faults", "processes", "restarts", "load")
+    }
     lines = [
         f"{about['date']}, {about['machine']}, Python {about['python']}, TensorFlow {about['tensorflow']}, "
         f"jax {about['jax']}.",
@@ -69,7 +72,8 @@ def _summary(of: dict[str, list[dict[str, Any]]]) -> str:
     seconds = sum(each["seconds"] for each in of["faults"])
     return (
         f"**{count['faults']:,} random faults** in {seconds / 60:.0f} minutes, {count['processes']:,} scenarios in "
-        f"processes of their own, {count['restarts']:,} jobs of which a worker was killed, {count['load']:,} runs under load. **{lost} lost.**"
+        f"processes of their own, {count['restarts']:,} jobs with a killed worker, {count['load']:,} runs under load. "
+        f"**{lost} lost.**"
     )
 
 

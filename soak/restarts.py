@@ -1,4 +1,4 @@
-"""Kills a random worker of a job at a random moment; the job starts again and must come to the same weights, bit by bit.
+"""Kills a random worker of a job at a random moment; all start again and must come to the same weights, bit by bit.
 
     python -m soak --only restarts [--restarts 50] [--seed 0]
 

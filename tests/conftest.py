@@ -64,7 +64,8 @@ class Row(NamedTuple):
 
 def _only_worker(size: int) -> tf.distribute.Strategy:
     """The strategy of several workers, which takes all devices, as if there were `size`."""
-    with unittest.mock.patch("replica_engine.strategies.multi_worker.strategy._devices", lambda: ("CPU", size)):
+    devices = "replica_engine.strategies.multi_worker.strategy._devices"
+    with unittest.mock.patch(devices, return_value=("CPU", size)):
         return replica_engine.MultiWorkerMirroredStrategy()
 
 

@@ -49,7 +49,12 @@ def _on_host(dataset: Any) -> Any:
     workers = dataset._input_workers
     kinds = {tf.DeviceSpec.from_string(device).device_type for device in workers.compute_devices_for_worker(0)}
     cls = _CLASSES.get(type(dataset))
-    if cls is None or workers.num_workers != 1 or kinds != {"CPU"} or dataset._strategy.extended._in_multi_worker_mode():
+    if (
+        cls is None
+        or workers.num_workers != 1
+        or kinds != {"CPU"}
+        or dataset._strategy.extended._in_multi_worker_mode()
+    ):
         return dataset
     # TensorFlow's hooks name the class that they make. So its state is moved to an object of the right class.
     on_host = cls.__new__(cls)

@@ -255,8 +255,8 @@ def note_sync_points(error: BaseException, lines: Sequence[str], path: str | Non
 
 def note_workers(error: BaseException, tables: Sequence[str]) -> None:
     """Adds notes to an exception: where each worker of the job is."""
-    for table in tables:
-        add_note(error, table)
+    for text in tables:
+        add_note(error, text)
 
 
 def note_abandoned(error: BaseException, rows: Sequence[ReplicaRow]) -> None:

@@ -10,7 +10,6 @@ process is, and tells every worker which other one is lost, missing or different
     coordinator   the sockets of the coordinator
     job           what the coordinator knows and decides
     member        a worker's connection to the coordinator, and its thread
-    timelines     one timeline of all workers
     launch_log    what the workers launched, compared
     clock         how far the clocks of two workers are apart
     failure       the first failure of a job, as data

@@ -40,8 +40,8 @@ from replica_engine.hosts.clock import ClockComparison, ClockOffset
 from replica_engine.hosts.failure import Failure
 from replica_engine.hosts.launch_log import COMPILE, END, LAUNCH, WAIT, entry, packed
 from replica_engine.hosts.wire import BadMessageError, Lines, Message
-from replica_engine.hosts.timelines import SharedTimelines
 from replica_engine.telemetry import timeline
+from replica_engine.telemetry.all_workers import SharedTimelines
 from replica_engine.telemetry.watchdog import Watch, describe_workers, forget_workers
 
 LOGGER = logging.getLogger("replica_engine")

@@ -2,8 +2,8 @@
 
 TensorFlow counts random ops where they are made: in eager mode for the process, in a graph for the graph. So what a
 replica drew would depend on how many replicas of this process had drawn before it, and two workers would draw the same.
-Here the replicas share one count. The k-th random op of any replica is the k-th op of the run, and the seed of replica r
-is r steps further (`values/seeds.py`); r counts the replicas of all workers. Replica 0 draws what one device draws.
+Here the replicas share one count. The k-th random op of any replica is the k-th op of the run, and the seed of replica
+r is r steps further (`values/seeds.py`); r counts the replicas of all workers. Replica 0 draws what one device draws.
 
 In a graph that a replica builds alone inside the run, such as a branch without merge calls, TensorFlow's count is for
 the replica already. Functions that replicas call there are traced once for all of them.

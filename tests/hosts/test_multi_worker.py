@@ -8,7 +8,7 @@ import signal
 
 import pytest
 import tensorflow as tf
-from helpers.jobs import LONG, Job, job
+from helpers.jobs import LONG, job
 from helpers.workers import HEAD, TAIL, alone, files, flat, outputs, read
 
 from replica_engine.errors import WorkerVersionError

@@ -8,8 +8,8 @@ import pytest
 from helpers.jobs import LONG, TRAIN, job
 
 from replica_engine.hosts.clock import ClockOffset
-from replica_engine.hosts.timelines import SharedTimelines
 from replica_engine.telemetry import timeline
+from replica_engine.telemetry.all_workers import SharedTimelines
 from replica_engine.telemetry.timeline import Span
 from replica_engine.telemetry.trace_file import Track
 from replica_engine.telemetry.watchdog import Watch

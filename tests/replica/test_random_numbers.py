@@ -2,9 +2,9 @@
 
 import pytest
 import tensorflow as tf
+from helpers.devices import DEVICES
 
 import replica_engine
-from helpers.devices import DEVICES
 
 
 @pytest.fixture(autouse=True)

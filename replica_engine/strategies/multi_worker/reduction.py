@@ -15,6 +15,9 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute
 
+PIECE = 4 << 20
+"""Bytes of a piece, and of a pack of small values, unless the user's options say otherwise."""
+
 
 class WorkerReduction(tf.distribute.CrossDeviceOps):
     """Reduces inside the worker, and then over the workers.
@@ -45,12 +48,18 @@ class WorkerReduction(tf.distribute.CrossDeviceOps):
 
     def batch_reduce_implementation(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
         """The hook of `batch_reduce`; the values of a batch go over the network together."""
+        size = options.bytes_per_pack or PIECE
+        packed = tf.distribute.experimental.CommunicationOptions(
+            bytes_per_pack=size, timeout_seconds=options.timeout_seconds, implementation=options.implementation
+        )
         with tf.device(self._device):
             own = [_sum(value.values) for value, _ in value_destination_pairs]
-        pairs = [(value, self._device) for value in own]
-        sums = self._over_workers.batch_reduce(tf.distribute.ReduceOp.SUM, pairs, options)
+            pieces = [_pieces(value, size) for value in own]
+        pairs = [(piece, self._device) for each in pieces for piece in each]
+        sums = iter(self._over_workers.batch_reduce(tf.distribute.ReduceOp.SUM, pairs, packed))
         with tf.device(self._device):
-            totals = [distribute.first_values(value) for value in sums]
+            parts = [[distribute.first_values(next(sums)) for _ in each] for each in pieces]
+            totals = [_joined(part, value) for part, value in zip(parts, own, strict=True)]
             if reduce_op == tf.distribute.ReduceOp.MEAN:
                 totals = [_changed(total, lambda values: values / self._replicas) for total in totals]
         destinations = [each for _, each in value_destination_pairs]
@@ -69,6 +78,23 @@ def _sum(values: Sequence[Any]) -> Any:
         return tf.add_n(values)
     rows, indices = (tf.concat([getattr(value, name) for value in values], 0) for name in ("values", "indices"))
     return tf.IndexedSlices(rows, indices, values[0].dense_shape)
+
+
+def _pieces(value: Any, size: int) -> list[Any]:
+    """A large tensor in pieces of about `size` bytes; anything else as it is."""
+    count = 1
+    if isinstance(value, tf.Tensor) and value.shape.is_fully_defined():
+        count = -(-value.shape.num_elements() * value.dtype.size // size)
+    if count <= 1:
+        return [value]
+    elements = value.shape.num_elements()
+    sizes = [elements * (part + 1) // count - elements * part // count for part in range(count)]
+    return tf.split(tf.reshape(value, [-1]), sizes)
+
+
+def _joined(parts: list[Any], like: Any) -> Any:
+    """The tensor that was in pieces."""
+    return parts[0] if len(parts) == 1 else tf.reshape(tf.concat(parts, 0), like.shape)
 
 
 def _changed(total: Any, change: Callable[[Any], Any]) -> Any:

@@ -1,8 +1,8 @@
 """Saving on several workers: which worker writes, and where the workers meet.
 
-All workers call what saves, with the same path. They meet before it, so that a checkpoint holds one step of all of them,
-and a worker that did something else is found before a file is written. They meet again when the chief has written, so
-that each can read the file.
+All workers call what saves, with the same path. They meet before it, so that a checkpoint holds one step of all of
+them, and a worker that did something else is found before a file is written. They meet again when the chief has
+written, so that each can read the file.
 """
 
 from __future__ import annotations

@@ -59,9 +59,7 @@ class _Compared:
             return super()._gather_to_implementation(value, destinations, axis, options)  # type: ignore[misc]
 
 
-class MultiWorkerExtended(
-    ReplicaThreads, Reductions, _Compared, HostDatasets, distribute.MultiWorkerMirroredExtended
-):
+class MultiWorkerExtended(ReplicaThreads, Reductions, _Compared, HostDatasets, distribute.MultiWorkerMirroredExtended):
     """The extended half of `MultiWorkerMirroredStrategy`: TensorFlow's own, on this library's replica threads."""
 
     _enable_check_health = False  # the job notices who is lost, and says it
@@ -90,7 +88,7 @@ class MultiWorkerExtended(
             self._cross_device_ops = self._host_cross_device_ops = CpuReduction()
         if self.job is not None:
             assert self.launches is not None
-            if self._kind == "CPU" and self._count > 1:
+            if self._kind == "CPU":
                 ring, replicas = self._host_cross_device_ops, self._num_replicas_in_sync
                 self._cross_device_ops = WorkerReduction(ring, self.worker_devices[0], replicas, self._num_workers)
             self.saving = Saving(self.should_checkpoint, self.launches.meet)
@@ -107,7 +105,7 @@ class MultiWorkerExtended(
         """The hook that makes the initial value of a component: the chief's, on all workers."""
         launches = self.launches
         if launches is None:  # there is nobody to ask, so nothing is put around the user's function
-            mirrored = super(distribute.MultiWorkerMirroredExtended, self)
+            mirrored: Any = super(distribute.MultiWorkerMirroredExtended, self)
             return mirrored._get_variable_creator_initial_value(replica_id, device, primary_var, **kwargs)
         if not replica_id:
             check_mode()

@@ -1,9 +1,9 @@
 """One timeline of all workers: each sends its spans through the coordinator, and the chief writes the file.
 
-Times are those of the chief. Each worker knows how far its clock is from the coordinator's (`clock`), so it sends times
-of the coordinator. The n-th timeline of one worker belongs to the n-th of the others; a worker that records none is left
-out. What must never happen is that a program waits for long, or fails, because another worker has not come to the end
-of its block: then the file lacks that worker, and says so.
+Times are those of the chief. Each worker knows how far its clock is from the coordinator's (`hosts/clock.py`), so it
+sends times of the coordinator. The n-th timeline of one worker belongs to the n-th of the others; a worker that records
+none is left out. What must never happen is that a program waits for long, or fails, because another worker has not come
+to the end of its block: then the file lacks that worker, and says so.
 """
 
 from __future__ import annotations
@@ -13,14 +13,11 @@ import itertools
 import json
 import logging
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from replica_engine.errors import ReplicaEngineError
 from replica_engine.telemetry.timeline import Span
 from replica_engine.telemetry.trace_file import Track
-
-if TYPE_CHECKING:
-    from replica_engine.hosts.member import Member
 
 LOGGER = logging.getLogger("replica_engine")
 
@@ -28,6 +25,31 @@ PATIENCE = 30.0
 """Seconds for which the chief waits for another worker at the end of a timeline."""
 
 _PART = 500_000  # characters of a message, which may have a megabyte
+
+
+class Ahead(Protocol):
+    """How far the coordinator's clock is ahead of this process' clock.
+
+    Attributes:
+        seconds: as seconds.
+    """
+
+    @property
+    def seconds(self) -> float: ...
+
+
+class Member(Protocol):
+    """This process as a worker of its job: `hosts.Member`, as far as it is needed here."""
+
+    worker: int
+    size: int
+
+    @property
+    def clock_offset(self) -> Ahead | None: ...
+
+    def put(self, key: str, value: Any) -> None: ...
+
+    def get(self, key: str, timeout: float | None = None) -> Any: ...
 
 
 class SharedTimelines:
