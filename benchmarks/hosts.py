@@ -32,6 +32,7 @@ from benchmarks.measure import Row, interleaved, same
 OURS = "MultiWorkerMirroredStrategy"
 NEEDS = {"JAX": "jax", "PyTorch Gloo": "torch"}
 CONTENDERS = (OURS, "tf.distribute", "JAX", "PyTorch Gloo", "TCP")
+PEERS = CONTENDERS[1:]
 SEVERAL = (OURS, "JAX")
 """Those that can have several replicas in a process without GPUs."""
 
@@ -123,7 +124,8 @@ def measure(flags: argparse.Namespace) -> Iterator[Row]:
     note = "".join(f"{name} is not installed. " for name in missing).strip()
     for workers in flags.workers:
         for replicas in flags.replicas:
-            names = [name for name in (CONTENDERS if replicas == 1 else SEVERAL) if name not in missing]
+            able = CONTENDERS if replicas == 1 else SEVERAL
+            names = [name for name in able if name == OURS or (name in flags.contenders and name not in missing)]
             with contextlib.ExitStack() as stack:
                 every = [Workers(name, workers, replicas) for name in names]
                 for each in every:
@@ -174,6 +176,7 @@ if __name__ == "__main__":
         command.Option("workers", "2,4", "2", "how many processes", command.numbers),
         command.Option("replicas", "1,2", "1", "how many replicas in each", command.numbers),
         command.Option("sizes", "1000,1000000,100000000", "1000,100000", "bytes of an all-reduce", command.numbers),
+        command.Option("contenders", ",".join(PEERS), ",".join(PEERS), "compared with which", command.some_of(*PEERS)),
         command.Option("models", "mlp", "mlp", "which to train", command.some_of("mlp", "small", "transformer")),
         command.Option("times", "20", "2", "how many are timed together at most"),
         command.Option("bytes", "100000000", "100000", "how many bytes are timed together at least"),

@@ -50,6 +50,7 @@ _FIRST_SCOPE = "the first `TPUStrategy.scope()`"
 _FIRST_WORKERS_SCOPE = "the first `MultiWorkerMirroredStrategy.scope()`"
 _JOINED = "the first `MultiWorkerMirroredStrategy` of several workers"
 _OTHERS = "passes on to Keras for models of other strategies"
+_NOT_OF_WORKERS = "passes on to TensorFlow for what is not trained on several workers"
 _NOT_FAILED = "passes on to TensorFlow for all other errors"
 _FIT = "a replicated `fit`, `evaluate` or `predict`"
 _OUTSIDE = "taken back when the last one ends; passes on to Keras for other models meanwhile"
@@ -84,6 +85,11 @@ PATCHES: tuple[Patch, ...] = (
             (f"{files.CALLBACKS}.{files.BACKUP}", "on_train_end"),
             (f"{files.CALLBACKS}.{files.BOARD}", "set_model"),
             (f"{files.CALLBACKS}.{files.CSV}", "on_train_begin"),
+        )
+    ),
+    *(
+        Patch(owner, name, "the chief writes files for all workers", _FIRST_WORKERS_SCOPE, _NOT_OF_WORKERS)
+        for owner, name in (
             (checkpoints.CHECKPOINT, checkpoints.WRITE),
             (checkpoints.MANAGEMENT, checkpoints.STATE),
             (checkpoints.MANAGEMENT, checkpoints.DELETE),
