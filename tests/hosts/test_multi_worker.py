@@ -65,6 +65,20 @@ def of_two_kinds():
     return {**mixed, "rows": tf.convert_to_tensor(mixed["rows"])}
 
 
+large = tf.reshape(tf.cast(tf.range(2_500_000) % 1000, tf.float32), [-1, 5])  # which goes in pieces
+
+
+def mean_of_large():
+    own = large * (1.0 + tf.cast(context().replica_id_in_sync_group, tf.float32))
+    return context().all_reduce("MEAN", own)
+
+
+for name, fn in (("large", mean_of_large), ("large, traced", tf.function(mean_of_large))):
+    values = strategy.experimental_local_results(strategy.run(fn))
+    found[name] = [bool(np.array_equal(value, large * 2.5)) for value in values][:2]
+found["worker"] = strategy.sync_points()[-1].worker
+
+
 for name, fn in (("mixed", of_two_kinds), ("traced", tf.function(of_two_kinds))):
     values = strategy.experimental_local_results(strategy.run(fn))[0]
     found[name] = [values[key].numpy().tolist() for key in sorted(values)]
@@ -90,10 +104,12 @@ def test_two_workers_of_two_replicas_equal_one_of_four(programs):
         first, second = outputs(programs, made, LOOP, local=2)
     reference = alone(programs, LOOP, 4)
     assert (first.pop("hosts"), second.pop("hosts"), reference.pop("hosts")) == (2, 2, None)
+    assert (first.pop("worker"), second.pop("worker"), reference.pop("worker")) == (0, 1, None)
     assert first == second
     assert first["ids"] == [0, 1, 2, 3]
     assert first["mixed"] == first["traced"] == [4, 2.0, [[1.0, 1.0]] * 4]
     assert first["branches"] == [4.0, 3.0]
+    assert first["large"] == first["large, traced"] == [True, True]
     assert (first["replicas"], first["seen"]) == (4, 192.0)
     assert first.keys() == reference.keys()
     for name, value in reference.items():
