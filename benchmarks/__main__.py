@@ -36,6 +36,7 @@ GROUPS = (
     "host_call",
     "concurrency",
     "memory",
+    "hosts",
     "control_flow",
     "growth",
     "cpu_rewrites",

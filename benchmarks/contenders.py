@@ -66,7 +66,7 @@ def tpu_strategy(model: Model, replicas: int, in_function: bool = False) -> Cont
     import replica_engine
 
     name = "TPUStrategy in tf.function" if in_function else "TPUStrategy"
-    return _strategy(name, replica_engine.TPUStrategy(num_cores=replicas), model, in_function)
+    return strategy_contender(name, replica_engine.TPUStrategy(num_cores=replicas), model, in_function)
 
 
 def mirrored_strategy(model: Model, replicas: int) -> Contender:
@@ -74,7 +74,9 @@ def mirrored_strategy(model: Model, replicas: int) -> Contender:
     import replica_engine
     from replica_engine.testing import logical_devices
 
-    return _strategy("MirroredStrategy", replica_engine.MirroredStrategy(logical_devices(replicas)), model, True)
+    return strategy_contender(
+        "MirroredStrategy", replica_engine.MirroredStrategy(logical_devices(replicas)), model, True
+    )
 
 
 def tf_distribute(model: Model, replicas: int) -> Contender:
@@ -84,10 +86,11 @@ def tf_distribute(model: Model, replicas: int) -> Contender:
     from replica_engine.testing import logical_devices
 
     strategy = tf.distribute.MirroredStrategy(logical_devices(replicas), tf.distribute.ReductionToOneDevice())
-    return _strategy("tf.distribute", strategy, model, True)
+    return strategy_contender("tf.distribute", strategy, model, True)
 
 
-def _strategy(name: str, strategy: Any, model: Model, in_function: bool) -> Contender:
+def strategy_contender(name: str, strategy: Any, model: Model, in_function: bool) -> Contender:
+    """Any strategy of `tf.distribute`."""
     import tensorflow as tf
 
     ops = TensorFlowOps()
@@ -127,10 +130,25 @@ def _strategy(name: str, strategy: Any, model: Model, in_function: bool) -> Cont
 def jax_shard_map(model: Model, replicas: int) -> Contender:
     """The same program in JAX: each device has its part of the batch, and `psum` sums the gradients."""
     import jax
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from jax.sharding import Mesh, NamedSharding
+
+    mesh = Mesh(np.array(jax.devices()[:replicas]), ("replica",))
+    return jax_contender(model, mesh, lambda values, spec: jax.device_put(values, NamedSharding(mesh, spec)))
+
+
+def jax_contender(model: Model, mesh: Any, on_devices: Callable[[Any, Any], Any]) -> Contender:
+    """The program in JAX on the devices of a mesh, which may be those of several processes.
+
+    Args:
+        model: what is trained.
+        mesh: the devices, along one axis, "replica".
+        on_devices: puts arrays on them; takes the arrays and how they are partitioned.
+    """
+    import jax
+    from jax.sharding import PartitionSpec
 
     ops = JaxOps()
-    mesh = Mesh(np.array(jax.devices()[:replicas]), ("replica",))
+    replicas = mesh.devices.size
     split, same = PartitionSpec("replica"), PartitionSpec()
 
     def replica_step(weights: list[Any], x: Any, labels: Any) -> tuple[list[Any], Any]:
@@ -144,8 +162,8 @@ def jax_shard_map(model: Model, replicas: int) -> Contender:
         replica_step, mesh=mesh, in_specs=(same, split, split), out_specs=(same, split), check_vma=False
     )
     compiled = jax.jit(mapped, donate_argnums=0)
-    weights = jax.device_put(model.weights(), NamedSharding(mesh, same))
-    batches = jax.device_put(model.data(replicas), NamedSharding(mesh, split))
+    weights = on_devices(model.weights(), same)
+    batches = on_devices(model.data(replicas), split)
 
     def step(index: int) -> Any:
         nonlocal weights
@@ -153,7 +171,10 @@ def jax_shard_map(model: Model, replicas: int) -> Contender:
         # The replicas of two programs that run on CPU at once can deadlock.
         return jax.block_until_ready(losses)
 
-    return Contender("JAX", step, lambda losses: float(np.mean(losses)))
+    def mean(losses: Any) -> float:
+        return float(np.mean([np.asarray(part.data) for part in losses.addressable_shards]))
+
+    return Contender("JAX", step, mean)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""`python -m soak`: faults in one process, faults in separate processes, and load; then writes docs/reliability.md."""
+"""`python -m soak`: faults in a process, in separate processes, in jobs, and load; then writes docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from soak.outcome import Outcome
 
-SUITES = ("faults", "processes", "load")
+SUITES = ("faults", "processes", "restarts", "load")
 
 
 def main() -> int:
@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument(
         "--moments", type=int, default=6, help="number of random moments for each signal (default %(default)s)"
     )
+    parser.add_argument("--restarts", type=int, default=50, help="number of killed workers (default %(default)s)")
     parser.add_argument("--runs", type=int, default=100_000, help="number of small runs in a row (default %(default)s)")
     parser.add_argument("--json", default="build/soak.json", help="file for the figures (default %(default)s)")
     parser.add_argument("--report", action="store_true", help="write docs/reliability.md from the figures")
@@ -55,6 +56,11 @@ def _suite(name: str, flags: argparse.Namespace) -> Iterator[Outcome]:
         from soak import processes
 
         yield from processes.run(list(processes.scenarios(flags.moments, flags.seed)))
+        return
+    if name == "restarts":
+        from soak import restarts
+
+        yield from restarts.run(flags.restarts, flags.seed)
         return
     from replica_engine.testing import logical_devices
 

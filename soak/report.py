@@ -38,7 +38,10 @@ def write(figures: str, page: str = PAGE) -> None:
 def _table(data: dict[str, Any]) -> str:
     """The whole table in Markdown."""
     about, outcomes = data["machine"], data["outcomes"]
-    of = {suite: [each for each in outcomes if each["suite"] == suite] for suite in ("faults", "processes", "load")}
+    of = {
+        suite: [each for each in outcomes if each["suite"] == suite]
+        for suite in ("faults", "processes", "restarts", "load")
+    }
     lines = [
         f"{about['date']}, {about['machine']}, Python {about['python']}, TensorFlow {about['tensorflow']}, "
         f"jax {about['jax']}.",
@@ -52,7 +55,9 @@ def _table(data: dict[str, Any]) -> str:
         rows = {each["where"]: each for each in of["faults"] if each["what"] == what}
         counts = [f"{rows[column]['count']:,}" if column in rows else "" for column in columns]
         lines.append(f"| {what} | {' | '.join(counts)} | {_lost(rows.values())} |")
-    for suite, title in (("processes", "Processes"), ("load", "Load")):
+    for suite, title in (("processes", "Processes"), ("restarts", "Jobs of two workers"), ("load", "Load")):
+        if not of[suite]:
+            continue
         lines += ["", f"### {title}", "", "| what | strategy | times | lost | found |"]
         lines.append("| --- | --- | ---: | ---: | --- |")
         for each in of[suite]:
@@ -67,7 +72,8 @@ def _summary(of: dict[str, list[dict[str, Any]]]) -> str:
     seconds = sum(each["seconds"] for each in of["faults"])
     return (
         f"**{count['faults']:,} random faults** in {seconds / 60:.0f} minutes, {count['processes']:,} scenarios in "
-        f"processes of their own, {count['load']:,} runs under load. **{lost} lost.**"
+        f"processes of their own, {count['restarts']:,} jobs with a killed worker, {count['load']:,} runs under load. "
+        f"**{lost} lost.**"
     )
 
 

@@ -13,6 +13,7 @@ import os
 import pathlib
 import signal
 import sys
+import unittest.mock
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -51,12 +52,21 @@ class Row(NamedTuple):
         sizes: with how many replicas.
         threads: whether each replica runs the function's Python code, on a thread; if not, it is traced once for
             all of them.
+        modules: the modules about what differs from the rows above; empty for all.
     """
 
     make: Callable[[list[str]], tf.distribute.Strategy]
     forms: tuple[str, ...] = FORMS
     sizes: tuple[int, ...] = SIZES
     threads: bool = True
+    modules: tuple[str, ...] = ()
+
+
+def _only_worker(size: int) -> tf.distribute.Strategy:
+    """The strategy of several workers, which takes all devices, as if there were `size`."""
+    devices = "replica_engine.strategies.multi_worker.strategy._devices"
+    with unittest.mock.patch(devices, return_value=("CPU", size)):
+        return replica_engine.MultiWorkerMirroredStrategy()
 
 
 STRATEGIES = {
@@ -66,6 +76,21 @@ STRATEGIES = {
         lambda devices: replica_engine.MirroredStrategy(devices, concurrent=True), ("eager",), (4,)
     ),
 }
+STRATEGIES["multi-worker"] = Row(  # as the only worker: on the threads and with the sum of the first row
+    lambda devices: _only_worker(len(devices)),
+    ("run-in-function",),
+    (4,),
+    modules=(
+        "test_backend",
+        "test_collectives",
+        "test_datasets",
+        "test_datasets_on_host",
+        "test_graph_v1",
+        "test_sync_points",
+        "test_tf_function",
+        "test_variables",
+    ),
+)
 if sys.version_info >= (3, 11):  # which jax needs
     STRATEGIES["tpu"] = Row(  # tests/xla and tests/tpu have 1 and 2 replicas
         lambda devices: replica_engine.TPUStrategy(num_cores=len(devices)), sizes=(4,), threads=False
@@ -122,9 +147,13 @@ def _sizes(metafunc, name):
 
 def _names(metafunc):
     only_threads, only_graphs = (metafunc.definition.get_closest_marker(mark) for mark in ("threads", "graphs"))
-    rows = STRATEGIES.items()
+    module = metafunc.module.__name__.rpartition(".")[2]
     return [
-        name for name, row in rows if (row.threads or not only_threads) and (row.forms != ("eager",) or not only_graphs)
+        name
+        for name, row in STRATEGIES.items()
+        if (row.threads or not only_threads)
+        and (row.forms != ("eager",) or not only_graphs)
+        and (not row.modules or module in row.modules)
     ]
 
 

@@ -7,8 +7,9 @@ import xml.etree.ElementTree
 import pytest
 
 from benchmarks import __main__ as program
-from benchmarks import command, page, picture, summary
+from benchmarks import command, page, picture, step_time, summary
 from benchmarks.__main__ import FIGURES, GROUPS, PAGE, ROOT, SUMMARY_PAGE
+from benchmarks.hosts import OURS
 from benchmarks.measure import Row, WrongResult, fitted, interleaved, same
 from benchmarks.report import COLUMNS, Report, cells
 
@@ -220,3 +221,33 @@ def test_a_quick_trial_says_that_its_figures_mean_nothing(flags, monkeypatch, ca
     out, err = capsys.readouterr()
     told = ["its figures mean nothing" in text for text in (out, err)]
     assert told == [flags == ["--quick"]] * 2
+
+
+def test_the_model_of_step_time_finds_the_network_it_was_made_of():
+    network = step_time.Network(latency=2e-4, bandwidth=5e8, memory=8e9)
+    made = [
+        step_time.Point(workers, replicas, size, network.all_reduce(size, workers, replicas))
+        for workers in (2, 4)
+        for replicas in (1, 2)
+        for size in (1e3, 1e6, 1e8)
+    ]
+    fitted = step_time.fitted(made)
+    assert (fitted.latency, fitted.bandwidth) == (pytest.approx(2e-4), pytest.approx(5e8))
+    assert fitted.memory == pytest.approx(8e9)
+    table = step_time.text(fitted, made)
+    assert "| 1,024   | 128" in table
+    assert fitted.step(0.4, 102e6, 1) == 0.4
+    with pytest.raises(ValueError, match="two sizes"):
+        step_time.fitted(made[:1])
+
+
+def test_the_model_of_step_time_reads_rows_of_the_group():
+    rows = [
+        Row("hosts", f"all-reduce, 2 workers{of}", {OURS: [3.0, 1.0, 2.0]}, axis="bytes", at=1e6)
+        for of in ("", " of 2")
+    ]
+    others = [Row("hosts", "step of mlp, 2 workers", {OURS: [5.0]})]
+    assert step_time.points([*rows, *others]) == [
+        step_time.Point(2, 1, 1e6, 0.002),
+        step_time.Point(2, 2, 1e6, 0.002),
+    ]

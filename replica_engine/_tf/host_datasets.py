@@ -47,11 +47,19 @@ class HostDatasets:
 
 
 def _on_host(dataset: Any) -> Any:
-    """The dataset with the iterator of this module, unless it feeds other devices than CPUs or has several workers."""
+    """The dataset with the iterator of this module, unless it feeds other devices than CPUs or has several workers.
+
+    In a job of several workers, TensorFlow's iterator asks the others whether any of them has a batch.
+    """
     workers = dataset._input_workers
     kinds = {tf.DeviceSpec.from_string(device).device_type for device in workers.compute_devices_for_worker(0)}
     cls = _CLASSES.get(type(dataset))
-    if cls is None or workers.num_workers != 1 or kinds != {"CPU"}:
+    if (
+        cls is None
+        or workers.num_workers != 1
+        or kinds != {"CPU"}
+        or dataset._strategy.extended._in_multi_worker_mode()
+    ):
         return dataset
     # TensorFlow's hooks name the class that they make. So its state is moved to an object of the right class.
     on_host = cls.__new__(cls)

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 from tensorflow.python.autograph.impl import api
+from tensorflow.python.checkpoint import checkpoint
 from tensorflow.python.distribute import distribute_lib, distribute_utils
 from tensorflow.python.distribute.collective_all_reduce_strategy import (
     CollectiveAllReduceExtended as MultiWorkerMirroredExtended,
 )
+from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
 from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
 from tensorflow.python.eager import context
@@ -155,8 +157,13 @@ PRIVATE = (
             ("_get_variable_creator_initial_value", "overridden: compares variables before the chief's value is sent"),
             ("_reduce_to", "overridden: says what is reduced"),
             ("_gather_to_implementation", "overridden: says what is gathered"),
+            ("_in_multi_worker_mode", "whether an iterator asks the other workers"),
         )
     ),
+    Private(tf.distribute.CrossDeviceOps, "_num_between_graph_workers", "overridden: several workers"),
+    Private(tf.distribute.CrossDeviceOps, "_gather", "gathers what a worker has gathered"),
+    Private(CollectiveAllReduce, "_gather_implementation", "overridden: gathers inside the worker first"),
+    Private(checkpoint, "_execute_callbacks", "callbacks of a checkpoint that the chief writes"),
     Private(tf.distribute.MirroredStrategy, "_collective_key_base", "separate collective keys for each strategy"),
 )
 """Every private attribute that this library uses, and every hook that it overrides."""

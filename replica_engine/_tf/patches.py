@@ -15,7 +15,10 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._tf import distribute
+# get_seed: the pair of seeds of a random op, from the global seed and that of the op.
+from tensorflow.python.framework import random_seed as _random_seed
+
+from replica_engine._tf import checkpoints, distribute
 from replica_engine._tf.graphs import control_flow
 from replica_engine._tf.keras import accumulation as keras_accumulation
 from replica_engine._tf.keras import files
@@ -44,9 +47,10 @@ _VALUES = "tensorflow.python.distribute.values.DistributedVariable"
 _LOSSES = "keras.src.losses.loss"
 _METRICS = "keras.src.metrics.reduction_metrics"
 _FIRST_SCOPE = "the first `TPUStrategy.scope()`"
-_FIRST_WORKERS_SCOPE = "the first `MultiWorkerMirroredStrategy.scope()`"
+_FIRST_WORKERS_SCOPE = "the first scope of a `MultiWorkerMirroredStrategy`, or of a `TPUStrategy` of several workers"
 _JOINED = "the first `MultiWorkerMirroredStrategy` of several workers"
 _OTHERS = "passes on to Keras for models of other strategies"
+_NOT_OF_WORKERS = "passes on to TensorFlow for what is not trained on several workers"
 _NOT_FAILED = "passes on to TensorFlow for all other errors"
 _FIT = "a replicated `fit`, `evaluate` or `predict`"
 _OUTSIDE = "taken back when the last one ends; passes on to Keras for other models meanwhile"
@@ -83,6 +87,15 @@ PATCHES: tuple[Patch, ...] = (
             (f"{files.CALLBACKS}.{files.CSV}", "on_train_begin"),
         )
     ),
+    *(
+        Patch(owner, name, "the chief writes files for all workers", _FIRST_WORKERS_SCOPE, _NOT_OF_WORKERS)
+        for owner, name in (
+            (checkpoints.CHECKPOINT, checkpoints.WRITE),
+            (checkpoints.MANAGEMENT, checkpoints.STATE),
+            (checkpoints.MANAGEMENT, checkpoints.DELETE),
+            (checkpoints.SAVED_MODEL, checkpoints.NODES),
+        )
+    ),
     Patch(_LOSSES, "reduce_weighted_values", "a shard's loss counts by its samples", _FIT, _OUTSIDE),
     Patch(_LOSSES, "scale_loss_for_distribution", "the losses of shards are scaled once", _FIT, _OUTSIDE),
     Patch(_LOSSES, "unscale_loss_for_distribution", "the losses of shards are scaled once", _FIT, _OUTSIDE),
@@ -107,6 +120,13 @@ PATCHES: tuple[Patch, ...] = (
         "an overflow on one replica counts for all; Keras asks replica 0 alone",
         _FIRST_VARIABLE,
         _ELSEWHERE,
+    ),
+    Patch(
+        "tensorflow.python.framework.random_seed",
+        "get_seed",
+        "what a replica draws follows from the global seed and its id, not from how many replicas drew before",
+        "import",
+        "passes on to TensorFlow outside the replicas of this library's threads, and for ops with a seed of their own",
     ),
     Patch(
         "tensorflow.python.eager.core",
@@ -172,6 +192,27 @@ def install_numbers() -> None:
 
 def _as_number(kind: type) -> Callable[[Any], Any]:
     return lambda self: kind(self.numpy())
+
+
+def seed_by_replica(seed_in_replica: Callable[[Callable[[], int | None]], int | None]) -> None:
+    """Lets replicas choose the seeds of random ops that have none of their own; only once per process.
+
+    Args:
+        seed_in_replica: returns the seed of an op that is being made, or None if TensorFlow's own is right. It is given
+            a function that draws TensorFlow's own, which is None without a global seed.
+    """
+    get_seed = _random_seed.get_seed
+    if hasattr(get_seed, _MARK):
+        return
+
+    @functools.wraps(get_seed)
+    def get_seed_of_replica(op_seed: Any) -> Any:
+        if op_seed is None:
+            op_seed = seed_in_replica(lambda: get_seed(None)[1])
+        return get_seed(op_seed)
+
+    setattr(get_seed_of_replica, _MARK, True)
+    _random_seed.get_seed = get_seed_of_replica
 
 
 def extend_trainer(make: Make) -> None:

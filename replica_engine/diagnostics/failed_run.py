@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from replica_engine.diagnostics.flight_record import SyncPointRecord, as_json, lasts
-from replica_engine.errors import ReplicaRow, note_sync_points
+from replica_engine.errors import ReplicaRow, ReplicaTimeoutError, note_sync_points, note_workers
+from replica_engine.telemetry.watchdog import workers
 
 VARIABLE = "REPLICA_ENGINE_DUMP_DIR"
 
@@ -36,6 +37,8 @@ def note_failed_run(error: BaseException, record: Callable[[], Sequence[SyncPoin
         record: returns the sync points of this run and of earlier runs.
         run: the number of the run; None if it is unknown which of its sync points the run reached.
     """
+    if isinstance(error, ReplicaTimeoutError):
+        note_workers(error, workers())
     folder = os.environ.get(VARIABLE)
     if run is None and not folder:
         return

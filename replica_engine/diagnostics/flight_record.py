@@ -90,6 +90,7 @@ class SyncPointRecord:
         merge: the seconds that the merge took; 0.0 and None as for `waited`.
         left: the time when the replica went on, in seconds since the epoch; None if it did not go on.
         traced: whether a function was being traced; then the record stands for each execution of the function.
+        worker: the worker whose replica this is, if the job has several; replicas are counted in their worker.
     """
 
     replica: int
@@ -108,9 +109,11 @@ class SyncPointRecord:
     merge: float | None
     left: float | None
     traced: bool
+    worker: int | None = None
 
     def __str__(self) -> str:
-        return f"replica {self.replica} of {self.size} ({self.device}): {self.text}"
+        of = "" if self.worker is None else f"worker {self.worker}, "
+        return f"{of}replica {self.replica} of {self.size} ({self.device}): {self.text}"
 
     @property
     def text(self) -> str:
@@ -163,23 +166,26 @@ def brought(values: Any) -> tuple[Brought, ...]:
     return tuple(found)
 
 
-def records(rings: Sequence[Iterable[SyncPoint]], devices: Sequence[str]) -> list[SyncPointRecord]:
+def records(rings: Sequence[Iterable[SyncPoint]], devices: Sequence[str], worker: int | None = None) -> SyncPoints:
     """The engine's record as data, in the order in which replicas arrived.
 
     Args:
         rings: for each replica, its last sync points.
         devices: the devices of the replicas, in the short form "CPU:1".
+        worker: the worker that this process is, if the job has several.
     """
     offset = time.time() - time.perf_counter()
     found = [
-        _record(point, replica, devices, offset)
+        _record(point, replica, devices, offset, worker)
         for replica, ring in enumerate(rings)
         for point in list(ring)  # copied at once: the replica may be adding to it
     ]
     return SyncPoints(sorted(found, key=lambda record: (record.arrived, record.replica)))
 
 
-def _record(point: SyncPoint, replica: int, devices: Sequence[str], offset: float) -> SyncPointRecord:
+def _record(
+    point: SyncPoint, replica: int, devices: Sequence[str], offset: float, worker: int | None
+) -> SyncPointRecord:
     began, ended = point.merged
     dtypes, shapes, size = as_data(point.values)
     return SyncPointRecord(
@@ -199,6 +205,7 @@ def _record(point: SyncPoint, replica: int, devices: Sequence[str], offset: floa
         merge=ended - began if point.left else 0.0,
         left=point.left + offset if point.left else None,
         traced=point.traced,
+        worker=worker,
     )
 
 

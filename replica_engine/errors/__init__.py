@@ -56,6 +56,7 @@ from replica_engine.errors.hosts import (
     WorkersMissingError,
     WorkerVersionError,
     slow_workers,
+    where_workers_are,
 )
 from replica_engine.errors.inputs import (
     InputsError,
@@ -111,6 +112,7 @@ from replica_engine.errors.threads import (
     note_failure,
     note_merge_failure,
     note_sync_points,
+    note_workers,
 )
 from replica_engine.errors.timeouts import (
     CoordinatorRow,
@@ -188,6 +190,7 @@ __all__ = [
     "note_stuck",
     "note_sync_points",
     "note_unknown_results",
+    "note_workers",
     "positive_int",
     "read_from_cache",
     "slow_compile",
@@ -201,6 +204,7 @@ __all__ = [
     "warn_shared_variable",
     "warn_tape_outside",
     "warn_whole_batch",
+    "where_workers_are",
 ]
 
 # Users, tracebacks and pickle see one module, `replica_engine.errors`, not the files.

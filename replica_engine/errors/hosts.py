@@ -372,6 +372,12 @@ def slow_workers(worker: int, what: str, seconds: float, rows: Iterable[WorkerRo
     )
 
 
+def where_workers_are(rows: Iterable[WorkerRow]) -> str:
+    """The table of all workers that is added to the warning that a run stands still, and to its timeout."""
+    table = "\n".join(f"  {row}" for row in rows)
+    return f"The workers of the job:\n{table}"
+
+
 def workers(indices: Iterable[int]) -> str:
     """Workers in words, with ranges: "worker 1", "workers 0, 3-7"."""
     every = sorted(indices)

@@ -389,7 +389,7 @@ class LoweringError(ReplicaEngineError, ValueError):
 
 
 class GraphModeError(ReplicaEngineError, RuntimeError):
-    """A TPUStrategy or a compiled body was used in a graph of tf.compat.v1."""
+    """A TPUStrategy, a compiled body or a job of several workers was used in a graph of tf.compat.v1."""
 
     @classmethod
     def in_graph(cls) -> GraphModeError:
@@ -398,6 +398,15 @@ class GraphModeError(ReplicaEngineError, RuntimeError):
             "TPUStrategy and compiled bodies run in eager mode and in tf.functions, not in a graph of tf.compat.v1. "
             "Remove the `with tf.Graph().as_default():` or tf.compat.v1.disable_eager_execution(). MirroredStrategy "
             "runs in such a graph."
+        )
+
+    @classmethod
+    def of_workers(cls) -> GraphModeError:
+        """A MultiWorkerMirroredStrategy of several workers makes a collective in a graph of tf.compat.v1."""
+        return cls(
+            "MultiWorkerMirroredStrategy of several workers runs in eager mode and in tf.functions. In a graph of "
+            "tf.compat.v1, TensorFlow's collectives would wait without end for the other workers. Remove the "
+            "`with tf.Graph().as_default():` or tf.compat.v1.disable_eager_execution()."
         )
 
 

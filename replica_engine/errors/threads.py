@@ -253,6 +253,12 @@ def note_sync_points(error: BaseException, lines: Sequence[str], path: str | Non
         add_note(error, f"the full record of the run: {path}")
 
 
+def note_workers(error: BaseException, tables: Sequence[str]) -> None:
+    """Adds notes to an exception: where each worker of the job is."""
+    for text in tables:
+        add_note(error, text)
+
+
 def note_abandoned(error: BaseException, rows: Sequence[ReplicaRow]) -> None:
     """Adds a note to an exception for each replica that could not be unwound and was abandoned."""
     for row in rows:

@@ -33,14 +33,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow, slow_workers
+from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow, slow_workers, where_workers_are
 from replica_engine.errors.base import in_words
 from replica_engine.hosts import wire
 from replica_engine.hosts.clock import ClockComparison, ClockOffset
 from replica_engine.hosts.failure import Failure
 from replica_engine.hosts.launch_log import COMPILE, END, LAUNCH, WAIT, entry, packed
 from replica_engine.hosts.wire import BadMessageError, Lines, Message
-from replica_engine.telemetry.watchdog import Watch
+from replica_engine.telemetry import timeline
+from replica_engine.telemetry.all_workers import SharedTimelines
+from replica_engine.telemetry.watchdog import Watch, describe_workers, forget_workers
 
 LOGGER = logging.getLogger("replica_engine")
 
@@ -49,6 +51,7 @@ _BEATS = 4  # within the heartbeat limit, or one a second if that is more often
 _READ = 1 << 16
 _MOST_ENTRIES = 10_000  # in a message, which has a longest length
 _GOODBYE = 2.0  # seconds to write the last messages
+_PATIENCE = 2.0  # seconds to wait for the rows of a warning
 _LONGEST_EXCEPTION = 4000  # characters
 
 
@@ -145,7 +148,10 @@ class Member:
         for message in early:
             self._take(message)
         _members.add(self)
+        self._timelines = SharedTimelines(self)
         self._thread.start()
+        describe_workers(self.describe)
+        timeline.share(self._timelines)
 
     def __enter__(self) -> Member:
         return self
@@ -294,14 +300,26 @@ class Member:
         """
         return self._ask(lambda number: ["get", number, key, timeout])
 
-    def rows(self) -> list[WorkerRow]:
-        """What the coordinator knows of each worker: where it runs, and how far it is."""
+    def rows(self, patience: float | None = None) -> list[WorkerRow]:
+        """What the coordinator knows of each worker: where it runs, and how far it is.
+
+        Args:
+            patience: seconds to wait for its answer, after which nothing is known; None waits without a limit.
+        """
 
         def question(number: int) -> Message:
             self._flush_log()
             return ["rows", number]
 
-        return [WorkerRow(**row) for row in self._ask(question)]
+        return [WorkerRow(**row) for row in self._ask(question, patience) or ()]
+
+    def describe(self) -> str:
+        """A table with a row for each worker, for the warning that a run stands still; "" if nothing is known."""
+        try:
+            rows = self.rows(_PATIENCE)
+        except ReplicaEngineError:  # the job has failed, which has an error of its own
+            return ""
+        return where_workers_are(rows) if rows else ""
 
     @property
     def clock_offset(self) -> ClockOffset | None:
@@ -342,6 +360,8 @@ class Member:
         self._left = True
         self._unhook()
         _members.discard(self)
+        forget_workers(self.describe)
+        timeline.share_no_more(self._timelines)
         if self._process != os.getpid():
             return
         with self._changed:
@@ -388,7 +408,7 @@ class Member:
             except ReplicaEngineError:  # the job has failed, which ends the wait
                 return None
 
-        return Watch(describe, warn_after)
+        return Watch(describe, warn_after, of_workers=True)
 
     def _meet(self, code: bytes, timeout: float | None) -> None:
         def question(number: int) -> Message:
@@ -397,14 +417,16 @@ class Member:
 
         self._ask(question)
 
-    def _ask(self, question: Callable[[int], Message]) -> Any:
-        """Sends a message with a number, and waits for the answer with that number."""
+    def _ask(self, question: Callable[[int], Message], patience: float | None = None) -> Any:
+        """Sends a message with a number, and waits for the answer with that number; None if it lasts too long."""
         with self._changed:
             number = next(self._numbers)
             answer = self._answers[number] = _Answer()
             self._queue(question(number))
             try:
-                self._changed.wait_for(lambda: answer.come or self._first_failure is not None or self._stopping)
+                over = lambda: answer.come or self._first_failure is not None or self._stopping  # noqa: E731
+                if not self._changed.wait_for(over, patience):
+                    return None
             finally:
                 del self._answers[number]
         if answer.late is not None:

@@ -194,6 +194,7 @@ class _Shared:
         self._is_component = self._components[0] is self.plain
         if not self._is_component:
             variables.take_identity(self._components[0], self.plain)
+        self._ids = [distribute.replica_id_in_sync_group(strategy, index) for index in range(len(self._components))]
         self.on_read = isinstance(self._distributed, distribute.SyncOnReadVariable)
         self.is_of_metric = self.on_read and not is_accumulator
         backend = backend_of(strategy)
@@ -227,6 +228,12 @@ class _Shared:
 
     def spread(self) -> None:
         """Gives the plain variable's value to all replicas; a sum goes to replica 0, and the others get 0."""
+        if self._is_seed:
+            seed = self.plain.read_value()
+            for replica, component in zip(self._ids, self._components, strict=True):
+                if replica or component is not self.plain:
+                    component.assign(_seed(seed, replica))
+            return
         others = self._components[1:] if self._is_component else self._components
         if others:
             value = self.plain.read_value()
@@ -237,13 +244,15 @@ class _Shared:
                 if is_sum and replica:
                     other.assign(tf.zeros_like(value))
                 else:
-                    other.assign(_seed(value, replica) if self._is_seed else value)
+                    other.assign(value)
 
     def gather(self) -> None:
         """Combines the values of the replicas in the plain variable."""
         if self.on_read and len(self._components) > 1:
             values = [component.read_value() for component in self._components]
             self.plain.assign(_AGGREGATED.get(self._distributed.aggregation, _first)(values))
+        elif self._is_seed and self._ids[0]:  # the first replica of another worker than the chief
+            self.plain.assign(_seed(self._components[0].read_value(), -self._ids[0]))
         elif not self._is_component:
             self.plain.assign(self._components[0].read_value())
 
@@ -271,7 +280,7 @@ def _make_plain(variable: keras.Variable) -> bool:
 
 
 def _seed(value: tf.Tensor, replica: int) -> tf.Tensor:
-    """The state of a seed generator on one replica."""
+    """The state of a seed generator on one replica, by its id among the replicas of all workers."""
     own = seed_of(replica, tf.cast(value[:1], tf.int64))
     return tf.concat([tf.cast(own, value.dtype), value[1:]], 0)
 

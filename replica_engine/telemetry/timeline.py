@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from replica_engine.telemetry import html
 from replica_engine.telemetry.trace_file import Track, write
@@ -67,6 +67,23 @@ class Profiler(NamedTuple):
     trace: Callable[[str], contextlib.AbstractContextManager[Any]]
 
 
+class Shared(Protocol):
+    """The timelines of all workers of a job; `replica_engine.hosts` has it.
+
+    Attributes:
+        writes: whether this worker writes the file.
+    """
+
+    writes: bool
+
+    def begin(self) -> int:
+        """A timeline begins; returns its number."""
+
+    def end(self, number: int, spans: list[Span], waits: bool) -> list[Span] | None:
+        """A timeline has ended: the spans of all workers; None if another worker writes the file."""
+
+
+_shared: list[Shared] = []
 _recorders: tuple[Recorder, ...] = ()
 _lock = threading.Lock()
 _profiler: Profiler | None = None
@@ -81,6 +98,9 @@ class timeline:
     too, and further tracks show compiling, launches, host calls and feeding. `python -m replica_engine timeline
     run.json` draws a picture of the file and prints a table. The file is also written if the block raises. At most a
     million spans are kept; the file says how many further spans it lacks.
+
+    In a job of several workers, all of them enter the block, with one path. The chief writes one file with the tracks
+    of all, on its clock; it waits up to 30 seconds for a worker that has begun the block and not ended it.
 
     Args:
         path: the path of the file. Its folder must exist.
@@ -103,10 +123,14 @@ class timeline:
     def __init__(self, path: str | os.PathLike[str]):
         self._path = os.fspath(path)
         self._recorder: Recorder | None = None
+        self._shared: tuple[Shared, int] | None = None
 
     def __enter__(self) -> timeline:
-        with open(self._path, "a"):  # fails now, not at the end of a long run, if the file cannot be written
-            pass
+        if not _shared or _shared[-1].writes:
+            with open(self._path, "a"):  # fails now, not at the end of a long run, if the file cannot be written
+                pass
+        if _shared:
+            self._shared = _shared[-1], _shared[-1].begin()
         self._recorder = Recorder()
         _change(lambda recorders: (*recorders, self._recorder))
         return self
@@ -115,7 +139,14 @@ class timeline:
         recorder, self._recorder = self._recorder, None
         assert recorder is not None, "entered"
         _change(lambda recorders: tuple(each for each in recorders if each is not recorder))
-        write(self._path, recorder.spans, recorder.began, now(), recorder.dropped)
+        ended = now()
+        spans: list[Span] | None = recorder.spans
+        if self._shared is not None:
+            shared, number = self._shared
+            spans = shared.end(number, recorder.spans, waits=error is None)
+        if spans is not None:
+            began = min([recorder.began, *(span.begin for span in spans)])
+            write(self._path, spans, began, ended, recorder.dropped)
 
     def _repr_html_(self) -> str:
         """The picture and the table, for notebooks, once the block is over; without matplotlib, the table alone."""
@@ -125,6 +156,17 @@ class timeline:
 
         recorded = spans.read(self._path)
         return picture.as_svg(recorded) + html.plain(shares.table(recorded))
+
+
+def share(shared: Shared) -> None:
+    """Makes timelines that begin from now on parts of those of a job."""
+    _shared.append(shared)
+
+
+def share_no_more(shared: Shared) -> None:
+    """Takes back `share`."""
+    if shared in _shared:
+        _shared.remove(shared)
 
 
 def _change(how: Callable[[tuple], tuple]) -> None:

@@ -46,6 +46,29 @@ WARN_AFTER = _default()
 """Seconds after which a watch warns, unless it is given another number."""
 
 
+_workers: list[Callable[[], str]] = []
+
+
+def describe_workers(describe: Callable[[], str]) -> None:
+    """Adds what is known of the other workers of a job to each warning and to each timeout.
+
+    Args:
+        describe: returns a table with a row for each worker, or "" if nothing is known. It must return soon.
+    """
+    _workers.append(describe)
+
+
+def forget_workers(describe: Callable[[], str]) -> None:
+    """Takes back `describe_workers`."""
+    if describe in _workers:
+        _workers.remove(describe)
+
+
+def workers() -> list[str]:
+    """What is known of the other workers of each job of this process, as text."""
+    return [text for text in (describe() for describe in list(_workers)) if text]
+
+
 class Watch:
     """A context manager around an operation that should return.
 
@@ -56,6 +79,7 @@ class Watch:
         timeout: seconds until the watch expires; None for no timeout.
         expire: called when the watch expires, and again after each further `timeout`, with the seconds that the
             operation has taken. The watchdog calls it on its thread, so it must be quick.
+        of_workers: whether the description has the rows of the other workers already; see `describe_workers`.
 
     Attributes:
         since: when the wait began, in seconds of `time.perf_counter`; `beat` sets it to the current time when the
@@ -63,7 +87,7 @@ class Watch:
         expired: how often the watch has expired.
     """
 
-    __slots__ = ("_describe", "_expire", "_said", "_timeout", "_warn_after", "expired", "since")
+    __slots__ = ("_describe", "_expire", "_of_workers", "_said", "_timeout", "_warn_after", "expired", "since")
 
     def __init__(
         self,
@@ -71,8 +95,10 @@ class Watch:
         warn_after: float | None = None,
         timeout: float | None = None,
         expire: Callable[[float], None] | None = None,
+        of_workers: bool = False,
     ):
         self._describe = describe
+        self._of_workers = of_workers
         self._warn_after = WARN_AFTER if warn_after is None else warn_after
         self._timeout = timeout
         self._expire = expire
@@ -124,7 +150,7 @@ class Watch:
             self._said = since, times
             text = self._describe(waited)
             if text:
-                log.warning("%s", text)
+                log.warning("%s", text if self._of_workers else "\n".join([text, *workers()]))
         due = since + self._warn_after * (times + 1)
         return due if self._timeout is None else min(due, since + self._timeout * (self.expired + 1))
 

@@ -8,6 +8,7 @@
 - `agreement`: checks that the replicas bring values of the same kind to a sync point.
 - `variables`: variables created inside a run.
 - `gradients`: the gradient of an all-reduce in a graph.
+- `random_numbers`: the seeds of random ops on each replica.
 - `cpu_reduction`: small tensors, which NumPy adds.
 
 The engine, which does not depend on TensorFlow, runs the threads and makes them meet.

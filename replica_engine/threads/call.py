@@ -33,6 +33,7 @@ from replica_engine.telemetry import timeline
 from replica_engine.telemetry.stacks import stack_of
 from replica_engine.telemetry.trace_file import Track
 from replica_engine.telemetry.watchdog import Watch
+from replica_engine.threads import random_numbers
 from replica_engine.threads.agreement import assertions, check_alike
 from replica_engine.threads.context import MergeRequest, ReplicaContext
 from replica_engine.threads.inherited_state import InheritedState
@@ -40,6 +41,7 @@ from replica_engine.threads.joint import hooks
 from replica_engine.threads.joint.attempt import Attempts, Decisions, NotJoint
 from replica_engine.threads.joint.operator import Part
 from replica_engine.threads.lift import lift
+from replica_engine.threads.random_numbers import Draws
 from replica_engine.threads.variables import SharedVariables
 from replica_engine.values.regroup import parts, regroup, spread
 
@@ -114,6 +116,7 @@ class ReplicaOptions:
         graph_optimizer: how much TensorFlow's graph optimizer does to a `tf.function` in which the replicas run:
             "full", "light" or "off". None is "light" on CPU devices and "full" elsewhere.
         merging: takes the sync point where the replicas have met; what it returns is entered around the merge function.
+        worker: the worker that this process is, if the job has several; records of sync points say it.
     """
 
     concurrent: bool = False
@@ -122,6 +125,7 @@ class ReplicaOptions:
     context_class: type[ReplicaContext] = ReplicaContext
     graph_optimizer: str | None = None
     merging: Callable[[SyncPoint], contextlib.AbstractContextManager[None]] | None = None
+    worker: int | None = None
 
 
 def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -139,13 +143,16 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
     written: dict[int, tuple[Any, int]] = {}
     source = identity(fn)
     decisions = Decisions(_joint.setdefault(strategy, {}).setdefault(source, set()))
+    draws = Draws(state.graph)
 
     def body(replica: Replica) -> Any:
         """Runs `fn` in the inherited state and in replica context."""
         index = replica.index
-        context = options.context_class(strategy, distribute.replica_id_in_sync_group(strategy, index))
+        replica_id = distribute.replica_id_in_sync_group(strategy, index)
+        context = options.context_class(strategy, replica_id)
         creator = variables.creator(replica, run.replicas[0])
-        context.attach(replica, state, devices[index], Attempts(decisions, index == 0), creator, written)
+        attempts = Attempts(decisions, index == 0)
+        context.attach(replica, state, devices[index], attempts, creator, written, draws.of_replica(replica_id))
         try:
             with state.entered(index, context, devices[index], replica.thread, creator):
                 own_args, own_kwargs = of_replicas[index]
@@ -173,7 +180,7 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
         try:
             results = regroup(run(), what=f"The results of {_described(source)}")
         except BaseException as error:
-            note_failed_run(error, lambda: records(group.record.rings, group.devices), run.number)
+            note_failed_run(error, lambda: records(group.record.rings, group.devices, options.worker), run.number)
             raise
         if not variables.any:
             known.add(source)
@@ -288,7 +295,7 @@ def sync_points(strategy: tf.distribute.Strategy) -> list[SyncPointRecord]:
     """
     with _pools_lock:
         pool = _pools.get(strategy)
-    return SyncPoints() if pool is None else records(pool.record.rings, pool.devices)
+    return SyncPoints() if pool is None else records(pool.record.rings, pool.devices, _options(strategy).worker)
 
 
 def _collectives_inside_xla(strategy: tf.distribute.Strategy, fn: Any) -> bool:
@@ -314,3 +321,4 @@ def short_name(device: str) -> str:
 
 hooks.install()
 optimizer.install()
+random_numbers.install()

@@ -20,6 +20,7 @@ from replica_engine.threads.inherited_state import InheritedState
 from replica_engine.threads.joint.attempt import Attempts
 from replica_engine.threads.joint.gradients import recorded
 from replica_engine.threads.joint.operator import Part, note_constants
+from replica_engine.threads.random_numbers import OfReplica
 from replica_engine.values.structure import as_tensor
 
 _DEFAULT_OPTIONS = tf.distribute.experimental.CommunicationOptions()
@@ -85,6 +86,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
     _is_over = False
     attempts: Any = None
     written: dict[int, tuple[Any, int]] = {}  # noqa: RUF012  # replaced, never changed here
+    draws: OfReplica | None = None
 
     def __init__(self, strategy: tf.distribute.Strategy, replica_id_in_sync_group: Any):
         distribute.init_context(self, strategy, replica_id_in_sync_group)
@@ -97,6 +99,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         attempts: Attempts,
         creator: Callable[..., Any],
         written: dict[int, tuple[Any, int]],
+        draws: OfReplica,
     ) -> None:
         """Binds the context to an engine replica and what belongs to it.
 
@@ -107,18 +110,19 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             attempts: the replica's attempts at entering operators alone.
             creator: the replica's variable creator.
             written: the plain variables that replicas of this run have added to; see `suspicions.note_write`.
+            draws: the seeds of its random ops.
         """
         self.written = written
         self._replica = replica
         self._graph, self._scope_store = state.graph, state.scope_store
         self._device = device
-        self.attempts, self._creator = attempts, creator
+        self.attempts, self._creator, self.draws = attempts, creator, draws
         self._tokens = {}
 
     def detach(self) -> None:
         """Unbinds the context at the end of the replica's body; it keeps only a weak reference to the strategy."""
-        self._replica = self._graph = self._scope_store = self.attempts = self._creator = None
         self.written = {}
+        self._replica = self._graph = self._scope_store = self.attempts = self._creator = self.draws = None
         self._tokens = {}
         self._is_over = True
         distribute.hold_weakly(self)

@@ -17,7 +17,11 @@ SIZE = 2
 
 
 def make_strategy(name: str, **options: Any) -> Any:
-    """A strategy by its name on the command line: "threads", "concurrent" or "compiled"."""
+    """A strategy by its name on the command line: "threads", "concurrent", "compiled" or "workers"."""
+    if name == "workers":
+        one = tf.config.LogicalDeviceConfiguration()
+        tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], [one] * SIZE)
+        return replica_engine.MultiWorkerMirroredStrategy(**options)
     devices = logical_devices(SIZE)
     if name == "compiled":
         return replica_engine.TPUStrategy(num_cores=SIZE, **options)

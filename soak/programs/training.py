@@ -1,16 +1,21 @@
 """Trains, saves a checkpoint every few steps, and resumes from the last one.
 
-    python -m soak.programs.training threads directory [--steps 40] [--full-disk]
+    python -m soak.programs.training threads directory [--steps 40] [--full-disk] [--kill 1 17 0.01]
 
-It prints a hash of the variables at the end, which does not depend on how often the training was stopped.
+With the strategy "workers" it is one of the workers of a job, and with `--kill` that worker gets kill -9 so many
+seconds after the beginning of that step, unless the job was started again. It prints a hash of the variables at the
+end, which does not depend on how often the training was stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import resource
 import signal
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,12 +34,13 @@ def main() -> None:
     parser.add_argument("directory")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--full-disk", action="store_true", help="no file may grow, for a while")
+    parser.add_argument("--kill", type=float, nargs=3, metavar=("WORKER", "STEP", "SECONDS"))
     flags = parser.parse_args()
-    say(train(make_strategy(flags.strategy), flags.directory, flags.steps, flags.full_disk))
+    say(train(make_strategy(flags.strategy), flags.directory, flags.steps, flags.full_disk, flags.kill))
     say("done")
 
 
-def train(strategy: Any, directory: str, to: int, full_disk: bool = False) -> str:
+def train(strategy: Any, directory: str, to: int, full_disk: bool = False, kill: Sequence[float] | None = None) -> str:
     """Trains from the last checkpoint in a directory, or from the beginning.
 
     Args:
@@ -42,6 +48,7 @@ def train(strategy: Any, directory: str, to: int, full_disk: bool = False) -> st
         directory: the folder of the checkpoints.
         to: the number of the last step.
         full_disk: whether the disk is full at the second checkpoint.
+        kill: the worker that is killed, in which step, and how many seconds later; None for none.
 
     Returns:
         The step where it resumed, and a hash of the variables at the end.
@@ -64,6 +71,8 @@ def train(strategy: Any, directory: str, to: int, full_disk: bool = False) -> st
         steps.assign_add(1)
 
     for number in range(began, to):
+        if kill is not None and number == kill[1]:
+            _kill_soon(int(kill[0]), kill[2])
         x = strategy.experimental_distribute_values_from_function(
             lambda context, number=number: tf.random.stateless_normal(
                 [16, 64], [number, context.replica_id_in_sync_group]
@@ -87,6 +96,12 @@ def train(strategy: Any, directory: str, to: int, full_disk: bool = False) -> st
 def hash_of(array: np.ndarray) -> str:
     """A hash of the bytes of arrays."""
     return hashlib.sha256(array.tobytes()).hexdigest()[:16]
+
+
+def _kill_soon(worker: int, seconds: float) -> None:
+    """Has this process killed, if it is that worker, and if the job is not one that was started again."""
+    if os.environ["REPLICA_ENGINE_PROCESS_ID"] == str(worker) and os.environ["REPLICA_ENGINE_RESTART"] == "0":
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
 def _save_on_full_disk(manager: tf.train.CheckpointManager) -> None:

@@ -4,20 +4,24 @@ import os
 import threading
 
 import pytest
+import tensorflow as tf
 from helpers import jobs
 from helpers.golden import shows
 
-from replica_engine import hosts
+from replica_engine import MirroredStrategy, hosts
 from replica_engine.errors import (
     ClusterConfigError,
+    GraphModeError,
     ProgramDisagreementError,
     WorkerLostError,
     WorkersMissingError,
     WorkerVersionError,
+    note_workers,
     slow_workers,
 )
 from replica_engine.hosts import find_cluster
 from replica_engine.hosts.member import _members
+from replica_engine.strategies.multi_worker.launches import Launches
 
 FOLLOWS = "member.failed.wait()"
 
@@ -267,3 +271,23 @@ def test_another_order():
     for _ in range(2):
         member.launched(step)
     member.meet("the end of the epoch")
+
+
+@beside(f"member.launched(TRAIN); member.meet('a'); {FOLLOWS}")
+@shows(note_workers)
+def test_a_run_that_stands_still():
+    """The timeout of a run says where each worker of the job is."""
+    member = hosts.join()
+    member.launched(jobs.TRAIN)
+    member.meet("a")
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"], timeout=0.5)
+    strategy.run(lambda: threading.Event().wait(1.0))
+
+
+@beside(FOLLOWS)
+@shows(GraphModeError.of_workers)
+def test_a_collective_in_a_graph_of_the_past():
+    """This is what the strategy calls for each collective; see test_multi_worker.py."""
+    launches = Launches(hosts.join())
+    with tf.Graph().as_default():
+        launches.describe("all_reduce", tf.constant(1.0))

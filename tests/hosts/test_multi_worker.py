@@ -8,24 +8,10 @@ import signal
 
 import pytest
 import tensorflow as tf
-from helpers.jobs import LONG, Job, job
+from helpers.jobs import LONG, job
+from helpers.workers import HEAD, TAIL, alone, files, flat, outputs, read
 
 from replica_engine.errors import WorkerVersionError
-
-HEAD = """
-import json, os, signal, sys, threading
-import numpy as np
-import tensorflow as tf
-import replica_engine
-
-me, local = int(os.environ.get("REPLICA_ENGINE_PROCESS_ID", 0)), int(os.environ["LOCAL"])
-one = [tf.config.LogicalDeviceConfiguration()] * local
-tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], one)
-KIND = replica_engine.MirroredStrategy if os.environ.get("ALONE") else replica_engine.MultiWorkerMirroredStrategy
-context = tf.distribute.get_replica_context
-found = {}
-"""
-TAIL = "print(json.dumps(found), flush=True)"
 
 LOOP = """
 strategy = KIND()
@@ -79,6 +65,20 @@ def of_two_kinds():
     return {**mixed, "rows": tf.convert_to_tensor(mixed["rows"])}
 
 
+large = tf.reshape(tf.cast(tf.range(2_500_000) % 1000, tf.float32), [-1, 5])  # which goes in pieces
+
+
+def mean_of_large():
+    own = large * (1.0 + tf.cast(context().replica_id_in_sync_group, tf.float32))
+    return context().all_reduce("MEAN", own)
+
+
+for name, fn in (("large", mean_of_large), ("large, traced", tf.function(mean_of_large))):
+    values = strategy.experimental_local_results(strategy.run(fn))
+    found[name] = [bool(np.array_equal(value, large * 2.5)) for value in values][:2]
+found["worker"] = strategy.sync_points()[-1].worker
+
+
 for name, fn in (("mixed", of_two_kinds), ("traced", tf.function(of_two_kinds))):
     values = strategy.experimental_local_results(strategy.run(fn))[0]
     found[name] = [values[key].numpy().tolist() for key in sorted(values)]
@@ -99,39 +99,17 @@ found["weights"] = [w.numpy().tolist(), float(b)]
 """
 
 
-def outputs(programs, made: Job, program: str, local: int = 1, **environment: str) -> list[dict]:
-    """Runs a program in all workers of a job; returns what each has found."""
-    text = HEAD + program + TAIL
-    started = [
-        programs.start(text, env=made.environment(worker, LOCAL=str(local), **environment))
-        for worker in range(made.size)
-    ]
-    return [read(each) for each in started]
-
-
-def alone(programs, program: str, replicas: int, **environment: str) -> dict:
-    """Runs a program in one process, with MirroredStrategy."""
-    return read(programs.start(HEAD + program + TAIL, env={"LOCAL": str(replicas), "ALONE": "1", **environment}))
-
-
-def read(process) -> dict:
-    try:
-        out, err = process.communicate(LONG)
-    finally:
-        process.kill()
-    assert process.returncode == 0, err[-4000:]
-    return json.loads(out.splitlines()[-1])
-
-
 def test_two_workers_of_two_replicas_equal_one_of_four(programs):
     with job() as made:
         first, second = outputs(programs, made, LOOP, local=2)
     reference = alone(programs, LOOP, 4)
     assert (first.pop("hosts"), second.pop("hosts"), reference.pop("hosts")) == (2, 2, None)
+    assert (first.pop("worker"), second.pop("worker"), reference.pop("worker")) == (0, 1, None)
     assert first == second
     assert first["ids"] == [0, 1, 2, 3]
     assert first["mixed"] == first["traced"] == [4, 2.0, [[1.0, 1.0]] * 4]
     assert first["branches"] == [4.0, 3.0]
+    assert first["large"] == first["large, traced"] == [True, True]
     assert (first["replicas"], first["seen"]) == (4, 192.0)
     assert first.keys() == reference.keys()
     for name, value in reference.items():
@@ -214,11 +192,6 @@ def test_replicate_model(programs, tmp_path):
     assert first == second
     assert flat(first) == pytest.approx(flat(alone(programs, REPLICATED, 4, FOLDER=str(theirs))), abs=1e-6)
     assert files(shared) == files(theirs) == ["1.keras", "saved by 0.keras"]
-
-
-def files(folder) -> list[str]:
-    """What there is in a folder, without the parts of names that differ from process to process."""
-    return sorted(str(path.relative_to(folder)).partition(".tfevents")[0] for path in folder.rglob("*"))
 
 
 RESUMED = """
@@ -316,12 +289,6 @@ def test_datasets(programs, tmp_path):
     assert seen["function"] == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5]
 
 
-def flat(value) -> list:
-    if isinstance(value, dict):
-        return flat([value[name] for name in sorted(value)])
-    return [leaf for each in value for leaf in flat(each)] if isinstance(value, list) else [value]
-
-
 def test_cluster_of_tf_config(programs, unused_ports):
     """The coordinator is a child of worker 0 then, and TensorFlow has the addresses of the cluster."""
     ports = unused_ports(3)
@@ -337,6 +304,7 @@ def test_cluster_of_tf_config(programs, unused_ports):
         }
         started.append(programs.start(HEAD + SMALL + TAIL, env=environment))
     expected = {"sum": 2.0, "server": workers, "task": "worker"}
+    expected["errors of v1"] = ["MultiWorkerMirroredStrategy of several work"] * 2
     assert [read(each) for each in started] == [{**expected, "id": 0}, {**expected, "id": 1}]
 
 
@@ -500,4 +468,11 @@ strategy = KIND()
 found["sum"] = float(strategy.run(lambda: context().all_reduce("SUM", 1.0)))
 found["server"] = strategy.cluster_resolver.cluster_spec().as_dict()["worker"]
 found["task"], found["id"] = strategy.cluster_resolver.task_type, strategy.cluster_resolver.task_id
+found["errors of v1"] = []
+for make in (lambda: strategy.run(lambda: context().all_reduce("SUM", 1.0)), lambda: tf.Variable(1.0)):
+    try:
+        with tf.Graph().as_default(), strategy.scope():
+            make()
+    except replica_engine.errors.GraphModeError as error:
+        found["errors of v1"].append(str(error)[:43])
 """

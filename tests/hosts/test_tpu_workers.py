@@ -311,6 +311,8 @@ callbacks = [
 found["fit"] = model.fit(data, epochs=2, verbose=0, validation_data=data, callbacks=callbacks).history
 found["evaluate"] = model.evaluate(data, verbose=0, return_dict=True)
 model.save(f"{folder}/model.keras")
+manager = tf.train.CheckpointManager(tf.train.Checkpoint(model=model), f"{folder}/managed", max_to_keep=1)
+found["saved"] = [os.path.basename(manager.save()) for _ in range(2)]
 found["weights"] = [each.tolist() for each in model.get_weights()]
 found["predict"] = model.predict(x[:16], batch_size=16, verbose=0).tolist()
 with strategy.scope():
@@ -336,6 +338,7 @@ def test_keras(programs, tmp_path):
         (first, _), (second, _) = outputs(programs, made, KERAS, FOLDER=str(tmp_path / "job"))
     alone, _ = read(programs.start(HEAD + KERAS + TAIL, env={"FOLDER": str(tmp_path / "one")}))
     assert first == second
+    assert first.pop("saved") == alone.pop("saved") == ["ckpt-1", "ckpt-2"]
     for name, value in alone.items():
         assert flat(first[name]) == pytest.approx(flat(value), abs=2e-6), name
     written = {

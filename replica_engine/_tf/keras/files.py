@@ -1,21 +1,21 @@
 """Files that Keras writes while several workers train one model in one shared folder: the chief writes them.
 
-The other workers save into a folder of their own, which is deleted at once: saving may read variables that have a part
-on each worker, so all workers have to do it. Checked on Keras 3.15.1; a name that Keras does not have is left out.
+As with checkpoints (`_tf/checkpoints.py`), the other workers save into a folder of their own, which is deleted at once,
+and all workers meet before they save and when the chief has written. Checked on Keras 3.15.1; a name that Keras does
+not have is left out.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import pathlib
 import sys
 import tempfile
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+from replica_engine._tf.checkpoints import Worker, folder
 from replica_engine._tf.keras.trainer import strategy_of
 
 SAVING = "keras.src.saving.saving_api"
@@ -33,21 +33,22 @@ _BACKUP_PATHS = (
 )
 
 
-def let_the_chief_write(is_other: Callable[[Any], bool]) -> None:
+def let_the_chief_write(worker_of: Callable[[Any], Worker | None]) -> None:
     """Keeps all workers but the chief from writing files; only once per process.
 
     Args:
-        is_other: takes the strategy of a model, or None; whether this process is a worker that must not write.
+        worker_of: takes a model, and returns this worker; None if the model is not trained on several workers.
     """
     saving, callbacks = sys.modules.get(SAVING), sys.modules.get(CALLBACKS)
     if saving is None or callbacks is None or hasattr(getattr(saving, SAVES[0], None), _MARK):
         return
 
     def of_other(model: Any) -> bool:
-        return model in _left or is_other(getattr(model, "_distribute_strategy", None) and strategy_of(model))
+        worker = worker_of(model)
+        return worker is not None and not worker.writes
 
     for name in SAVES:
-        _replace(saving, name, functools.partial(_saved, of_other))
+        _replace(saving, name, functools.partial(_saved, worker_of))
     backup, board, csv = (getattr(callbacks, name, None) for name in (BACKUP, BOARD, CSV))
     _replace(backup, "_save_model", functools.partial(_backed_up, of_other))
     _replace(backup, "on_train_end", functools.partial(_only_chief, of_other))
@@ -55,12 +56,9 @@ def let_the_chief_write(is_other: Callable[[Any], bool]) -> None:
     _replace(csv, "on_train_begin", functools.partial(_nowhere, of_other))
 
 
-def leave_to_chief(*models: Any) -> None:
-    """Keeps this process from writing files of these models, which need not have been built under a strategy."""
-    _left.update(models)
-
-
-_left: weakref.WeakSet[Any] = weakref.WeakSet()
+def built_under(model: Any) -> Any:
+    """The strategy that a model was built under; None for anything else."""
+    return getattr(model, "_distribute_strategy", None) and strategy_of(model)
 
 
 def _replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -71,12 +69,16 @@ def _replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callabl
         setattr(owner, name, replaced)
 
 
-def _saved(of_other: Callable[[Any], bool], original: Callable[..., Any]) -> Callable[..., Any]:
+def _saved(worker_of: Callable[[Any], Worker | None], original: Callable[..., Any]) -> Callable[..., Any]:
     def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        if not of_other(model):
+        worker = worker_of(model)
+        if worker is None:
             return original(model, filepath, *args, **kwargs)
-        with _folder() as folder:
-            return original(model, folder / os.path.basename(filepath), *args, **kwargs)
+        with worker.saving("a model"):
+            if worker.writes:
+                return original(model, filepath, *args, **kwargs)
+            with folder() as own:
+                return original(model, pathlib.Path(own) / os.path.basename(filepath), *args, **kwargs)
 
     return save
 
@@ -86,10 +88,10 @@ def _backed_up(of_other: Callable[[Any], bool], original: Callable[..., Any]) ->
         if not of_other(self.model):
             return original(self)
         before = {name: getattr(self, name) for name in _BACKUP_PATHS}
-        with _folder() as folder:
+        with folder() as own:
             try:
                 for name, path in before.items():
-                    setattr(self, name, str(folder if name == "backup_dir" else folder / os.path.basename(path)))
+                    setattr(self, name, own if name == "backup_dir" else os.path.join(own, os.path.basename(path)))
                 return original(self)
             finally:
                 vars(self).update(before)
@@ -128,9 +130,3 @@ def _nowhere(of_other: Callable[[Any], bool], original: Callable[..., Any]) -> C
             self.filename = before
 
     return begin
-
-
-@contextlib.contextmanager
-def _folder() -> Iterator[pathlib.Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        yield pathlib.Path(folder)

@@ -9,7 +9,7 @@ line, the reduction, dtype and shape.
 - Later launches are told without waiting. If they are in another order, the error comes about 0.1 s later.
 
 The line is compared for sync points in replicas and for calls of `reduce`, without the folder of the file. It is not
-compared for variables that are read or made, since a chief may save a model in a line of its own.
+compared for variables that are read or made, since that may happen in lines of TensorFlow or Keras.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import tensorflow as tf
 from replica_engine import hosts
 from replica_engine.diagnostics.user_frames import calling_location
 from replica_engine.engine import SyncPoint
+from replica_engine.errors import GraphModeError
 
 
 class Launches:
@@ -83,7 +84,12 @@ class Launches:
             self._what = before
 
     def describe(self, kind: str, operand: Any) -> Any:
-        """Describes a collective; see `collectives.note_launches`."""
+        """Describes a collective; see `collectives.note_launches`.
+
+        Raises:
+            GraphModeError: it is in a graph of tf.compat.v1.
+        """
+        check_mode()
         what, where, compared = self._what or (kind, "", "")
         new_run, self._new_run = self._new_run, False
         body = f"{what}, {_tensor_text(operand)}"
@@ -110,6 +116,26 @@ class Launches:
             self._member.compile(program, self._timeout, self._warn_after)
             self._known.add(program.digest)
         self._member.launched(program)
+
+    def meet(self, name: str) -> None:
+        """Waits until all workers have come here, and have launched the same before.
+
+        Args:
+            name: the place in words, equal on all workers.
+
+        Raises:
+            ProgramDisagreementError: another worker does something else.
+            WorkersMissingError: the others did not come in time.
+            WorkerLostError: a worker is lost.
+        """
+        self._member.progress(None, name)
+        self._member.meet(name, self._timeout, self._warn_after)
+
+
+def check_mode() -> None:
+    """Raises GraphModeError in a graph of tf.compat.v1, whose sessions do not know the other workers."""
+    if not tf.executing_eagerly() and not tf.inside_function():
+        raise GraphModeError.of_workers()
 
 
 def of_variable(name: str, value: Any) -> hosts.Program:

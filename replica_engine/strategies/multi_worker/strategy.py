@@ -11,13 +11,16 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import collectives, distribute, patches
-from replica_engine._tf.keras import files
+from replica_engine._tf.host_datasets import HostDatasets
 from replica_engine.strategies.backend import OnReplicaThreads, ReplicaThreads
 from replica_engine.strategies.multi_worker import job
-from replica_engine.strategies.multi_worker.launches import Launches, of_variable
+from replica_engine.strategies.multi_worker.launches import Launches, check_mode, of_variable
+from replica_engine.strategies.multi_worker.reduction import WorkerReduction
+from replica_engine.strategies.multi_worker.saving import Saving, let_the_chief_write
 from replica_engine.strategies.reductions import Reductions
 from replica_engine.strategies.validation import check_seconds
 from replica_engine.threads.call import ReplicaOptions
+from replica_engine.threads.cpu_reduction import CpuReduction
 
 # As for MirroredStrategy, but counted apart: the numbers must be equal on all workers, and a chief may have made other
 # strategies besides.
@@ -55,10 +58,11 @@ class _Compared:
             return super()._gather_to_implementation(value, destinations, axis, options)  # type: ignore[misc]
 
 
-class MultiWorkerExtended(ReplicaThreads, Reductions, _Compared, distribute.MultiWorkerMirroredExtended):
+class MultiWorkerExtended(ReplicaThreads, Reductions, _Compared, HostDatasets, distribute.MultiWorkerMirroredExtended):
     """The extended half of `MultiWorkerMirroredStrategy`: TensorFlow's own, on this library's replica threads."""
 
     _enable_check_health = False  # the job notices who is lost, and says it
+    saving: Saving | None = None
 
     def __init__(
         self,
@@ -73,15 +77,24 @@ class MultiWorkerExtended(ReplicaThreads, Reductions, _Compared, distribute.Mult
         if self.job is not None:
             collectives.start_no_coordination_service()
             self.launches = Launches(self.job.member, replica_options.timeout, replica_options.warn_after)
-            replica_options = dataclasses.replace(replica_options, merging=self.launches.merging)
+            worker = self.job.cluster.process_id
+            replica_options = dataclasses.replace(replica_options, merging=self.launches.merging, worker=worker)
         self.replica_options = replica_options
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
         super().__init__(strategy, resolver if self.job is None else self.job.resolver, communication_options)
+        if self.job is None and self._kind == "CPU":
+            # TensorFlow's collectives would do; but one that fails ends all later ones, and graphs of v1 hang in them.
+            self._cross_device_ops = self._host_cross_device_ops = CpuReduction()
         if self.job is not None:
             assert self.launches is not None
+            if self._kind == "CPU":
+                ring, replicas = self._host_cross_device_ops, self._num_replicas_in_sync
+                self._cross_device_ops = WorkerReduction(ring, self.worker_devices[0], replicas, self._num_workers)
+            self.saving = Saving(self.should_checkpoint, self.launches.meet)
             self.job.begin()
-            for operations in (self._cross_device_ops, self._host_cross_device_ops):
-                collectives.note_launches(operations, self.launches.describe)
+            for operations in {self._cross_device_ops, self._host_cross_device_ops}:
+                if not isinstance(operations, WorkerReduction):  # which has none of its own
+                    collectives.note_launches(operations, self.launches.describe)
 
     def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> tuple[tuple[str, ...], str]:
         """The hook that names the devices of this worker: all GPUs, or all logical CPUs on a machine without GPUs."""
@@ -90,7 +103,11 @@ class MultiWorkerExtended(ReplicaThreads, Reductions, _Compared, distribute.Mult
     def _get_variable_creator_initial_value(self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any) -> Any:
         """The hook that makes the initial value of a component: the chief's, on all workers."""
         launches = self.launches
-        if launches is not None and not replica_id:
+        if launches is None:  # there is nobody to ask, so nothing is put around the user's function
+            mirrored: Any = super(distribute.MultiWorkerMirroredExtended, self)
+            return mirrored._get_variable_creator_initial_value(replica_id, device, primary_var, **kwargs)
+        if not replica_id:
+            check_mode()
             given = kwargs["initial_value"]
 
             def compared() -> Any:
@@ -166,7 +183,7 @@ class MultiWorkerMirroredStrategy(OnReplicaThreads, tf.distribute.MultiWorkerMir
     def scope(self) -> Any:
         """Like the scope of every strategy. Models of Keras log means over all workers, and the chief writes files."""
         patches.reduce_over_workers(MultiWorkerMirroredStrategy)
-        files.let_the_chief_write(_is_other)
+        let_the_chief_write(self.extended.saving)
         return super().scope()
 
     def leave_files_to_chief(self, *models: Any) -> None:
@@ -174,19 +191,12 @@ class MultiWorkerMirroredStrategy(OnReplicaThreads, tf.distribute.MultiWorkerMir
 
         It is called for the models of `replicate_model`; those that were built in the scope need it not.
         """
-        files.let_the_chief_write(_is_other)
-        if _is_other(self):
-            files.leave_to_chief(*models)
+        let_the_chief_write(self.extended.saving, *models)
 
     @property
     def num_hosts(self) -> int:
         """The number of workers."""
         return int(self.extended.num_hosts)
-
-
-def _is_other(strategy: Any) -> bool:
-    """Whether this process is a worker that leaves the files of a model to the chief."""
-    return isinstance(strategy, MultiWorkerMirroredStrategy) and not strategy.extended.should_checkpoint
 
 
 def _by_dtype(values: Iterable[Any]) -> list[list[int]]:

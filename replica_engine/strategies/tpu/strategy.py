@@ -12,7 +12,6 @@ from replica_engine import xla
 from replica_engine._tf import distribute, patches
 from replica_engine._tf.graphs import autograph
 from replica_engine._tf.host_datasets import HostDatasets
-from replica_engine._tf.keras import files
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.misuse import check_scope, explained
 from replica_engine.diagnostics.suspicions import check_inputs, watch_results
@@ -24,12 +23,13 @@ from replica_engine.process.fork import check_not_forked
 from replica_engine.strategies import accumulation, models
 from replica_engine.strategies.backend import Arguments, HostSide, Keywords, R, has_backend
 from replica_engine.strategies.multi_step import MultiStepContext
+from replica_engine.strategies.multi_worker.saving import let_the_chief_write
 from replica_engine.strategies.reductions import Reductions
 from replica_engine.strategies.tpu import keras_steps, variables
 from replica_engine.strategies.tpu.api import OneLogicalDevice, TPUFacts
 from replica_engine.strategies.tpu.context import BodyReplicaContext, gather_leaf, reduce_leaf
 from replica_engine.strategies.tpu.device_loops import LoopSettings, run_steps
-from replica_engine.strategies.tpu.workers import OverWorkers
+from replica_engine.strategies.tpu.workers import OverWorkers, saving_on
 from replica_engine.strategies.validation import (
     check_call,
     check_flags,
@@ -91,6 +91,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         soft_placement: bool | None = None,
     ):
         self.device_group = devices
+        self.saving = saving_on(devices, limits)
         self._same_random = same_random
         name = type(strategy).__name__
         self._programs = ProgramCache(
@@ -240,11 +241,6 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         return not distribute.is_merged()
 
 
-def _is_other(strategy: Any) -> bool:
-    """Whether this process is a worker that leaves the files of a model to the chief."""
-    return isinstance(strategy, TPUStrategy) and not strategy.extended.should_checkpoint
-
-
 def _own(value: Any) -> Any:
     """In a body, each replica's own value of a variable; reading the distributed variable would reduce it first."""
     return value._values[0] if isinstance(value, distribute.DistributedVariable) else value
@@ -374,10 +370,8 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
 
         It is called for the models of `replicate_model`; those that were built in the scope need it not.
         """
-        if self.extended.device_group.member is not None:
-            files.let_the_chief_write(_is_other)
-            if _is_other(self):
-                files.leave_to_chief(*models)
+        if self.extended.saving is not None:
+            let_the_chief_write(self.extended.saving, *models)
 
     @overload
     def run(

@@ -18,9 +18,11 @@ from replica_engine._tf.graphs import xla_ops
 from replica_engine.pjrt import exchange
 from replica_engine.pjrt.group import DeviceGroup, is_needed_by_a_program
 from replica_engine.strategies.multi_worker.launches import of_variable
+from replica_engine.strategies.multi_worker.saving import Saving
 from replica_engine.strategies.reductions import as_tensors
 from replica_engine.strategies.tpu.context import gather_leaf, reduce_leaf
 from replica_engine.values.structure import as_tensor
+from replica_engine.xla.body import Limits
 
 FIRST = "the first replica's value"
 """The reduction of variables with `ONLY_FIRST_REPLICA`."""
@@ -129,6 +131,14 @@ class OverWorkers:
     @property
     def _is_chief(self) -> bool:
         return not self.device_group.first
+
+
+def saving_on(devices: DeviceGroup, limits: Limits) -> Saving | None:
+    """This worker, as one that saves together with the others; None if it is the only one."""
+    member = devices.member
+    if member is None:
+        return None
+    return Saving(not devices.first, lambda name: member.meet(name, limits.timeout, limits.warn_after))
 
 
 def start_from_chief(name: str, components: Sequence[Any], devices: DeviceGroup) -> None:

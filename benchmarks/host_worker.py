@@ -1,0 +1,241 @@
+"""One worker of one contender in the benchmark of several processes: does what it is told, line by line.
+
+    python -m benchmarks.host_worker CONTENDER INDEX WORKERS REPLICAS ADDRESS...
+
+It reads a JSON line for each order and answers with one: milliseconds for each, and the number to compare. All workers
+of a contender get the same orders, and the clock is that of each worker. `CONTENDERS` is the place for another library
+or strategy: a class with `all_reduce` and, if it trains, `train`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks.measure import milliseconds
+
+Do = Callable[[], Any]
+"""Does it once and waits for its end; returns the result."""
+
+
+class OnTensorFlow:
+    """A strategy of TensorFlow's kind, with steps in a `tf.function`."""
+
+    def __init__(self, make: Callable[[], Any], replicas: int):
+        import tensorflow as tf
+
+        one = tf.config.LogicalDeviceConfiguration()
+        tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], [one] * replicas)
+        self.strategy = make()
+
+    def all_reduce(self, size: int) -> Do:
+        """Sums a float32 array of `size` bytes; returns its first number."""
+        import tensorflow as tf
+
+        ones = self.strategy.experimental_distribute_values_from_function(lambda context: tf.ones([size // 4]))
+
+        @tf.function
+        def step(values: Any) -> Any:
+            def body(own: Any) -> Any:
+                own = tf.identity(own)  # tf.distribute does not take an argument itself
+                return tf.distribute.get_replica_context().all_reduce("SUM", own)
+
+            return self.strategy.run(body, args=(values,))
+
+        return lambda: self.strategy.experimental_local_results(step(ones))[0].numpy()[0]
+
+    def train(self, name: str) -> Do:
+        """One step of a model; returns the loss of this worker's replicas."""
+        from benchmarks.contenders import strategy_contender
+        from benchmarks.models import MODELS
+
+        return _steps(strategy_contender("", self.strategy, MODELS[name], in_function=True))
+
+
+class Ours(OnTensorFlow):
+    """`replica_engine.MultiWorkerMirroredStrategy`."""
+
+    def __init__(self, index: int, workers: int, replicas: int, addresses: list[str]):
+        import replica_engine
+
+        _cluster_of(index, addresses[:workers])
+        os.environ["REPLICA_ENGINE_TOKEN"] = "a benchmark"
+        os.environ["REPLICA_ENGINE_COORDINATOR"] = addresses[workers]
+        super().__init__(replica_engine.MultiWorkerMirroredStrategy, replicas)
+
+    def message(self) -> Do:
+        """Tells the job of one launch."""
+        import tensorflow as tf
+
+        launched = self.strategy.extended.launches.describe("all_reduce", tf.ones([256]))
+        launched()
+        return launched
+
+
+class TfDistribute(OnTensorFlow):
+    """`tf.distribute.MultiWorkerMirroredStrategy`, which has one replica for each worker without GPUs."""
+
+    def __init__(self, index: int, workers: int, replicas: int, addresses: list[str]):
+        import tensorflow as tf
+
+        _cluster_of(index, addresses[:workers])
+        super().__init__(tf.distribute.MultiWorkerMirroredStrategy, 1)
+        if replicas != 1:
+            raise ValueError("it has one replica for each worker without GPUs")
+
+
+class Jax:
+    """`jax.distributed` with Gloo: `psum` in `shard_map`."""
+
+    def __init__(self, index: int, workers: int, replicas: int, addresses: list[str]):
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", replicas)
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(addresses[0], workers, index)
+        self._mesh = jax.sharding.Mesh(np.array(jax.devices()), ("replica",))
+
+    def all_reduce(self, size: int) -> Do:
+        """As `OnTensorFlow.all_reduce`."""
+        import jax
+
+        split, same = jax.sharding.PartitionSpec("replica"), jax.sharding.PartitionSpec()
+        ones = self._on_devices(np.ones([len(jax.devices()), size // 4], np.float32), split)
+        mapped = jax.shard_map(
+            lambda own: jax.lax.psum(own[0], "replica"), mesh=self._mesh, in_specs=split, out_specs=same
+        )
+        compiled = jax.jit(mapped)
+        return lambda: float(np.asarray(compiled(ones).addressable_shards[0].data)[0])
+
+    def train(self, name: str) -> Do:
+        """As `OnTensorFlow.train`."""
+        from benchmarks.contenders import jax_contender
+        from benchmarks.models import MODELS
+
+        return _steps(jax_contender(MODELS[name], self._mesh, self._on_devices))
+
+    def _on_devices(self, values: Any, spec: Any) -> Any:
+        import jax
+
+        sharding = jax.sharding.NamedSharding(self._mesh, spec)
+        return jax.tree.map(
+            lambda value: jax.make_array_from_callback(value.shape, sharding, lambda index: value[index]), values
+        )
+
+
+class Gloo:
+    """PyTorch's Gloo, in its own thread pool; no training."""
+
+    def __init__(self, index: int, workers: int, replicas: int, addresses: list[str]):
+        import torch
+
+        torch.distributed.init_process_group("gloo", f"tcp://{addresses[0]}", rank=index, world_size=workers)
+
+    def all_reduce(self, size: int) -> Do:
+        """As `OnTensorFlow.all_reduce`; the result replaces the operand, which is set to one again."""
+        import torch
+
+        values = torch.ones(size // 4)
+
+        def once() -> float:
+            values.fill_(1.0)
+            torch.distributed.all_reduce(values)
+            return float(values[0])
+
+        return once
+
+
+class Tcp:
+    """The limit: a ring of sockets that carries what a ring must, 2 (N - 1) / N of the bytes, and adds nothing."""
+
+    def __init__(self, index: int, workers: int, replicas: int, addresses: list[str]):
+        host, port = addresses[index].split(":")
+        following = addresses[(index + 1) % workers].split(":")
+        with socket.create_server((host, int(port))) as listener:
+            self._next = _connected(following[0], int(following[1]))
+            self._before, _ = listener.accept()
+        self._workers = workers
+        for each in (self._next, self._before):
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def all_reduce(self, size: int) -> Do:
+        """Sends in as many rounds as a ring has, each to the next one while it receives from the one before."""
+        part = bytes(max(size // self._workers, 1))
+        found = bytearray(len(part))
+
+        def once() -> float:
+            for _ in range(2 * (self._workers - 1)):
+                sender = threading.Thread(target=self._next.sendall, args=(part,))
+                if len(part) > _FITS:
+                    sender.start()
+                else:
+                    self._next.sendall(part)
+                view = memoryview(found)
+                while view:
+                    view = view[self._before.recv_into(view) :]
+                if len(part) > _FITS:
+                    sender.join()
+            return float(self._workers)
+
+        return once
+
+
+CONTENDERS: dict[str, Callable[[int, int, int, list[str]], Any]] = {
+    "MultiWorkerMirroredStrategy": Ours,
+    "tf.distribute": TfDistribute,
+    "JAX": Jax,
+    "PyTorch Gloo": Gloo,
+    "TCP": Tcp,
+}
+"""The ways to use several processes. Each takes the worker's index, the number of workers, the replicas of each, and
+addresses of this machine that nobody uses, one more than there are workers."""
+
+_FITS = 1 << 16  # bytes that fit into the buffers of a connection, so that sending does not wait for the other side
+
+
+def _connected(host: str, port: int) -> socket.socket:
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=60.0)
+        except ConnectionRefusedError:  # it is about to listen
+            threading.Event().wait(0.05)
+
+
+def _cluster_of(index: int, addresses: list[str]) -> None:
+    task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+    os.environ["TF_CONFIG"] = json.dumps(task)
+
+
+def _steps(contender: Any) -> Do:
+    count = iter(range(10**9))
+    return lambda: contender.mean(contender.step(next(count)))
+
+
+def main() -> None:
+    """Follows orders until there are no more."""
+    name, index, workers, replicas, *addresses = sys.argv[1:]
+    answer = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # Gloo prints to stdout
+    contender = CONTENDERS[name](int(index), int(workers), int(replicas), addresses)
+    known = functools.cache(lambda what, argument: getattr(contender, what)(*[argument] * (argument is not None)))
+    print(json.dumps({"ready": True}), file=answer)
+    for line in sys.stdin:
+        what, argument, times = json.loads(line)
+        do = known(what, argument)
+        first = do()
+        print(
+            json.dumps({"ms": milliseconds(do, times), "value": None if first is None else float(first)}), file=answer
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Kills a random worker of a job at a random moment; all start again and must come to the same weights, bit by bit.
+
+    python -m soak --only restarts [--restarts 50] [--seed 0]
+
+Each job is `replica-engine launch --workers 2 --max-restarts 1` with `soak/programs/training.py`, two replicas for each
+worker. The launcher starts all workers again, and they go on from the last checkpoint in their shared folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+from soak.outcome import Outcome
+from soak.processes import Ended
+
+WORKERS = 2
+STEPS = 25
+"""Steps of each training; every fifth one saves a checkpoint."""
+
+LONGEST = 600.0
+"""The longest time of a job, in seconds, of which most is starting TensorFlow four times."""
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Kill:
+    """When a worker is killed.
+
+    Attributes:
+        worker: its index.
+        step: the step, from 0.
+        after: seconds from the beginning of the step.
+    """
+
+    worker: int
+    step: int
+    after: float
+
+    @classmethod
+    def drawn(cls, seed: int) -> Kill:
+        """The one that belongs to a seed."""
+        draw = random.Random(f"kill {seed}")
+        # Not in the last steps, of which some must be left when the moment has come.
+        return cls(draw.randrange(WORKERS), draw.randrange(STEPS - 5), draw.uniform(0.0, 0.02))
+
+
+def trained(kill: Kill | None) -> Ended:
+    """Runs one job to its end, with or without a kill."""
+    with tempfile.TemporaryDirectory() as folder:
+        train = [os.path.join(ROOT, "soak", "programs", "training.py"), "workers", folder, "--steps", str(STEPS)]
+        killed = [] if kill is None else ["--kill", str(kill.worker), str(kill.step), str(kill.after)]
+        launch = [sys.executable, "-m", "replica_engine", "launch", "--workers", str(WORKERS), "--max-restarts", "1"]
+        process = subprocess.Popen(
+            [*launch, *train, *killed],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": ROOT},
+        )
+        try:
+            output, errors = process.communicate(timeout=LONGEST)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)  # which ends the workers too
+            output, errors = process.communicate()
+            errors += f"\nended, since it was not over after {LONGEST:.0f} s"
+        return Ended(process.returncode, output, errors)
+
+
+def results(ended: Ended) -> dict[str, tuple[str, str]]:
+    """What each worker printed last: where its last start began, and the hash of its weights."""
+    found = {}
+    for line in ended.output.splitlines():
+        worker, _, text = line.removeprefix("[").partition("] ")
+        if text.startswith("from "):
+            began, _, weights = text.partition(": ")
+            found[worker] = began, weights
+    return found
+
+
+def problems(kill: Kill, ended: Ended, undisturbed: str) -> list[str]:
+    """What is wrong with the end of a job that was disturbed.
+
+    Args:
+        kill: what disturbed it.
+        ended: how it ended.
+        undisturbed: the hash of the weights of a job that nothing disturbed.
+    """
+    weights = results(ended)
+    if ended.code != 0 or len(weights) != WORKERS:
+        return [f"{kill}: ended with {ended.code}; printed {ended.output[-500:]!r}; {ended.errors[-1500:]}"]
+    wrong = [
+        f"{kill}: {worker} {began} came to {own}, not to {undisturbed}"
+        for worker, (began, own) in weights.items()
+        if own != undisturbed
+    ]
+    return wrong if "restart 1 of 1" in ended.errors else [*wrong, f"{kill}: nothing was started again"]
+
+
+def run(count: int, seed: int) -> Iterator[Outcome]:
+    """Disturbs `count` jobs; one after the other, since each has a process for each worker."""
+    undisturbed = trained(None)
+    weights = {own for _, own in results(undisturbed).values()}
+    outcome = Outcome("restarts", "MultiWorkerMirroredStrategy", "kill -9 of a worker; all start again")
+    if undisturbed.code != 0 or len(weights) != 1:
+        outcome.add(0.0, [f"without a fault: {undisturbed.output[-500:]!r}; {undisturbed.errors[-1500:]}"])
+        yield outcome
+        return
+    for number in range(seed, seed + count):
+        kill, began = Kill.drawn(number), time.monotonic()
+        ended = trained(kill)
+        wrong = problems(kill, ended, *weights)
+        outcome.add(time.monotonic() - began, wrong)
+        print(f"  {number}: {kill}: {'FAILED ' + str(wrong) if wrong else results(ended)}", flush=True)
+    outcome.found = f"{count - len(outcome.problems)} of {count} came to the weights of an undisturbed job, bit by bit"
+    yield outcome

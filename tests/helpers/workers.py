@@ -1,0 +1,58 @@
+"""Programs of the strategies of several workers, run in real processes.
+
+Processes that start TensorFlow are expensive. So a job checks many things, and prints what it found as JSON.
+"""
+
+import json
+
+from helpers.jobs import LONG, Job
+
+HEAD = """
+import json, os, signal, sys, threading
+import numpy as np
+import tensorflow as tf
+import replica_engine
+
+me, local = int(os.environ.get("REPLICA_ENGINE_PROCESS_ID", 0)), int(os.environ["LOCAL"])
+one = [tf.config.LogicalDeviceConfiguration()] * local
+tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], one)
+KIND = replica_engine.MirroredStrategy if os.environ.get("ALONE") else replica_engine.MultiWorkerMirroredStrategy
+context = tf.distribute.get_replica_context
+found = {}
+"""
+TAIL = "print(json.dumps(found), flush=True)"
+
+
+def outputs(programs, made: Job, program: str, local: int = 1, **environment: str) -> list[dict]:
+    """Runs a program in all workers of a job; returns what each has found."""
+    text = HEAD + program + TAIL
+    started = [
+        programs.start(text, env=made.environment(worker, LOCAL=str(local), **environment))
+        for worker in range(made.size)
+    ]
+    return [read(each) for each in started]
+
+
+def alone(programs, program: str, replicas: int, **environment: str) -> dict:
+    """Runs a program in one process, with MirroredStrategy."""
+    return read(programs.start(HEAD + program + TAIL, env={"LOCAL": str(replicas), "ALONE": "1", **environment}))
+
+
+def read(process) -> dict:
+    try:
+        out, err = process.communicate(LONG)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err[-4000:]
+    return json.loads(out.splitlines()[-1])
+
+
+def files(folder) -> list[str]:
+    """What there is in a folder, without the parts of names that differ from process to process."""
+    return sorted(str(path.relative_to(folder)).partition(".tfevents")[0] for path in folder.rglob("*"))
+
+
+def flat(value) -> list:
+    if isinstance(value, dict):
+        return flat([value[name] for name in sorted(value)])
+    return [leaf for each in value for leaf in flat(each)] if isinstance(value, list) else [value]
