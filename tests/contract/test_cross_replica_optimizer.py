@@ -23,7 +23,8 @@ def gradient(replica, step):
 @pytest.mark.graphs
 @pytest.mark.replicas(2)
 @pytest.mark.parametrize(
-    ("name", "reduction"), [("momentum", "mean"), ("clipped", "sum"), ("accumulating", "mean"), ("accumulating", "sum")]
+    ("name", "reduction"),  # Adam makes little of a factor, so momentum has both
+    [("momentum", "mean"), ("momentum", "sum"), ("clipped", "mean"), ("accumulating", "sum")],
 )
 def test_it_does_with_the_reduced_gradient_what_the_optimizer_does(strategy, per_replica, name, reduction):
     check_optimizer(strategy, per_replica, name, reduction)
@@ -32,7 +33,7 @@ def test_it_does_with_the_reduced_gradient_what_the_optimizer_does(strategy, per
 @pytest.mark.graphs
 @pytest.mark.replicas(1, 4)
 def test_it_does_so_with_any_number_of_replicas(strategy, per_replica):
-    check_optimizer(strategy, per_replica, "clipped", "mean")
+    check_optimizer(strategy, per_replica, "momentum", "mean")
 
 
 def check_optimizer(strategy, per_replica, name, reduction):
