@@ -17,9 +17,10 @@ from replica_engine.demo.data import load_digits, steps_per_epoch, training_batc
 from replica_engine.demo.report import TOLERANCE, Comparison, compare, replica_differences
 
 DEMO = [sys.executable, "-m", "replica_engine", "demo"]
-# Logical CPU devices everywhere, and TensorFlow's notes left for the demo to silence.
+# Logical CPU devices everywhere, TensorFlow's notes left for the demo to silence, and what conftest.py sets left out.
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
-ENVIRONMENT.pop("TF_CPP_MIN_LOG_LEVEL", None)
+for name in ("TF_CPP_MIN_LOG_LEVEL", "TF_ENABLE_ONEDNN_OPTS"):
+    ENVIRONMENT.pop(name, None)
 
 
 @pytest.fixture

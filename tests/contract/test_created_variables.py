@@ -3,6 +3,8 @@
 import pytest
 import tensorflow as tf
 
+pytestmark = pytest.mark.replicas(2)  # one that creates variables, and one that is given them
+
 SEED = 3
 MADE = tf.random.Generator.from_seed(SEED)
 

@@ -21,9 +21,22 @@ def gradient(replica, step):
 
 
 @pytest.mark.graphs
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.replicas(2)
+@pytest.mark.parametrize(
+    ("name", "reduction"),  # Adam makes little of a factor, so momentum has both
+    [("momentum", "mean"), ("momentum", "sum"), ("clipped", "mean"), ("accumulating", "sum")],
+)
 def test_it_does_with_the_reduced_gradient_what_the_optimizer_does(strategy, per_replica, name, reduction):
+    check_optimizer(strategy, per_replica, name, reduction)
+
+
+@pytest.mark.graphs
+@pytest.mark.replicas(1, 4)
+def test_it_does_so_with_any_number_of_replicas(strategy, per_replica):
+    check_optimizer(strategy, per_replica, "momentum", "mean")
+
+
+def check_optimizer(strategy, per_replica, name, reduction):
     n = strategy.num_replicas_in_sync
     expected, alone = tf.Variable([1.0, 2.0, 3.0]), MAKERS[name]()
     for step in range(STEPS):

@@ -22,6 +22,7 @@ def gradients_of(model, x, y):
     return tape.gradient(loss, model.trainable_variables), {"loss": loss, "none": None}
 
 
+@pytest.mark.replicas(2)
 @pytest.mark.parametrize(("steps", "parts"), [(1, {13}), (3, {5, 3}), (4, {4, 1})])
 def test_the_gradient_of_the_parts_is_that_of_the_batch(strategy, run, per_replica, steps, parts):
     """Thirteen rows on each replica, for example in 4 parts of 4, 4, 4 and 1 rows. One all-reduce for all."""

@@ -67,7 +67,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.replicas(4)
+@pytest.mark.replicas(2)
 @pytest.mark.parametrize("where", ["eager", "in-function"])
 @pytest.mark.parametrize(("apply", "aggregation"), WAYS)
 def test_ten_steps_equal_one_device_on_the_whole_batch(strategy, alone, apply, aggregation, where):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-pytestmark = pytest.mark.graphs
+pytestmark = [pytest.mark.graphs, pytest.mark.replicas(2)]
 
 IDS = tf.reshape(tf.range(48) % 10, [16, 3])
 TARGETS = tf.random.stateless_normal([16, 2], [1, 2])

@@ -3,6 +3,8 @@
 import pytest
 import tensorflow as tf
 
+pytestmark = pytest.mark.replicas(2)
+
 FORMS = ("around", "inside", "both")
 
 

@@ -45,15 +45,15 @@ def test_a_right_model_is_ok_and_left_as_it_was(kind):
     keras.utils.set_random_seed(3)
     python, numpy = random.getstate(), np.random.get_state()[1].copy()
 
-    report = check_parity(model, x, y, weights, replicas=2, steps=3, batch_size=8, strategies=kind)
+    report = check_parity(model, x, y, weights, replicas=2, steps=2, batch_size=8, strategies=kind)
 
     assert report.ok, str(report)
     report.raise_if_different()
-    assert (report.replicas, report.strategies, report.batches) == (2, (kind,), (8, 8, 7))
+    assert (report.replicas, report.strategies, report.batches) == (2, (kind,), (8, 7))
     compared = {row.kind: row.count for row in report.compared}
     assert set(compared) == {"layer output", "prediction", "loss", "gradient", "metric", "weight"}
     assert compared["gradient"] == 2 * len(model.trainable_variables)
-    assert compared["weight"] == 3 * len(model.weights)
+    assert compared["weight"] == 2 * len(model.weights)
     assert all(np.array_equal(value, now.numpy()) for value, now in zip(before, model.variables, strict=True))
     assert list(vars(model)) == list(attributes)
     assert all(vars(model)[name] is value for name, value in attributes.items())

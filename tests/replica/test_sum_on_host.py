@@ -55,6 +55,7 @@ def test_they_are_bitwise_those_of_tensorflow_in_eager_mode(both, op, dtypes):
         assert [each.numpy().tobytes() for each in one] == [each.numpy().tobytes() for each in other]
 
 
+@pytest.mark.parametrize("both", [2, 3], indirect=True)  # eight are traced one after the other
 @pytest.mark.parametrize(("op", "dtypes"), [("SUM", DTYPES[:4]), ("MEAN", (tf.float32, tf.float64))])
 def test_in_a_graph_they_are_those_of_eager_mode(both, op, dtypes):
     """But for the last bits, where TensorFlow makes a product of a quotient; its own differ in sums as well."""
