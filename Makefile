@@ -3,6 +3,8 @@
 #   make demo     train a model on 4 replicas           REPLICAS=4 EPOCHS=5 STRATEGY=mirrored (or tpu)
 #   make test     all tests                             ARGS="-k collectives"
 #   make test-clients   published libraries on our strategies, in .venv-clients: a few minutes
+#   make test-gpu       what needs GPUs; without them each part is skipped by name
+#   make matrix   the versions of TensorFlow, Keras, jax and Python that matter   ARGS="--tags oldest"
 #   make lint     ruff, mypy, import order
 #   make bench    the benchmarks                     ARGS="--quick" or ARGS="--only eager_run,launch"
 #   make soak     faults and load, half an hour         SOAK="--injections 1000 --only faults"
@@ -10,12 +12,15 @@
 #   make test-docs   builds it, and opens every page in headless Chromium
 #   make wheel    build the wheel, and import it from an empty environment
 #   make clean    remove .venv, .venv-clients and everything built
+#
+#   TENSORFLOW=tensorflow-cpu (of any target) installs that in place of tensorflow
 
 PYTHON ?= python3
 REPLICAS ?= 4
 EPOCHS ?= 5
 STRATEGY ?= mirrored
 ARGS ?=
+TENSORFLOW ?= tensorflow
 SOAK ?= --report
 
 VENV := .venv
@@ -23,7 +28,7 @@ BIN := $(VENV)/bin
 # Where pip runs this often, its version check and cache talk are noise.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help demo test test-clients lint format bench soak docs docs-serve test-docs wheel clean
+.PHONY: help demo test test-clients test-gpu matrix lint format bench soak docs docs-serve test-docs wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -42,14 +47,17 @@ DEMO_EXTRAS := demo$(if $(filter tpu,$(STRATEGY)),$(COMMA)xla)
 
 # One stamp a set of extras; made again when the metadata changes.
 $(VENV)/.extras-%: pyproject.toml | $(BIN)/python
-	@echo "installing replica_engine[$*] into $(VENV) (TensorFlow takes a minute or two the first time)"
-	@$(PIP) install --editable ".[$*]"
+	@echo "installing replica_engine[$*] into $(VENV) ($(TENSORFLOW) takes a minute or two the first time)"
+	@$(PIP) install --editable ".[$(TENSORFLOW),$*]"
 	@touch $@
 
 demo: $(VENV)/.extras-$(DEMO_EXTRAS)
 	@$(BIN)/python -m replica_engine demo --strategy $(STRATEGY) --replicas $(REPLICAS) --epochs $(EPOCHS) $(ARGS)
 
-test: $(VENV)/.extras-test
+# TPUStrategy is tested wherever jax can be installed.
+TEST_EXTRAS := test$(COMMA)xla
+
+test: $(VENV)/.extras-$(TEST_EXTRAS)
 	$(BIN)/python -m pytest $(ARGS)
 
 # Libraries that pin what they were released with, some of them years ago: an environment of their own, installed without
@@ -59,7 +67,7 @@ CLIENTS := .venv-clients
 $(CLIENTS)/.installed: pyproject.toml tests/clients/requirements.txt | $(BIN)/python
 	@echo "installing the libraries of tests/clients/requirements.txt into $(CLIENTS)"
 	@$(BIN)/python -m venv $(CLIENTS)
-	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install --editable ".[test]"
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install --editable ".[$(TENSORFLOW),$(TEST_EXTRAS)]"
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps \
 	  --requirement tests/clients/requirements.txt
 	@touch $@
@@ -68,7 +76,15 @@ test-clients: $(CLIENTS)/.installed
 	$(CLIENTS)/bin/python -m pytest --timeout 300 tests/clients/test_sonnet.py tests/clients/keras_3 $(ARGS)
 	TF_USE_LEGACY_KERAS=1 $(CLIENTS)/bin/python -m pytest --timeout 300 tests/clients/keras_2 $(ARGS)
 
-lint: $(VENV)/.extras-test $(VENV)/.extras-lint
+# With what is installed: on a machine with GPUs, install the extra cuda as well.
+test-gpu: $(VENV)/.extras-$(TEST_EXTRAS)
+	$(BIN)/python -m pytest -n 0 --verbose --timeout 600 tests/gpu $(ARGS)
+
+# Each cell in a fresh environment; what it came to goes into docs/versions.md.
+matrix: $(VENV)/.extras-matrix
+	PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/nox $(ARGS)  # where uv is too
+
+lint: $(VENV)/.extras-$(TEST_EXTRAS) $(VENV)/.extras-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -81,7 +97,7 @@ format: $(VENV)/.extras-lint
 bench: $(VENV)/.extras-demo$(COMMA)xla$(COMMA)plot
 	$(BIN)/python -m benchmarks $(ARGS)
 
-soak: $(VENV)/.extras-test
+soak: $(VENV)/.extras-$(TEST_EXTRAS)
 	$(BIN)/python -m soak $(SOAK)
 
 # The theme's notice about its successor is nothing for people who build.
@@ -100,9 +116,9 @@ wheel: $(BIN)/python
 	rm -rf dist build/wheel-check
 	$(BIN)/python -m build --wheel --outdir dist
 	$(PYTHON) -m venv build/wheel-check
-	build/wheel-check/bin/python -m pip --disable-pip-version-check --quiet install dist/*.whl
+	build/wheel-check/bin/python -m pip --disable-pip-version-check --quiet install "$$(echo dist/*.whl)[$(TENSORFLOW)]"
 	cd build && wheel-check/bin/python -c \
 	  'import replica_engine as r; print(r.__version__, r.MirroredStrategy(["CPU:0"]).run(lambda x: x + 1, args=(1,)))'
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(CLIENTS) .nox build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -32,12 +32,14 @@ SECTIONS = (
     "models",
     "parity",
     "contrib",
+    "versions",
 )
 OUTSIDE = {
     "BackendMissingError",
     "LostVariableError",
     "ReplicaTimeoutError",
     "StuckProgramError",
+    "TensorFlowVersionError",
     "WorkerLostError",
     "WorkersMissingError",
 }

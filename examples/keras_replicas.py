@@ -1,6 +1,6 @@
 """Trains a Keras model on 1, 2 and 4 replicas, and draws loss and throughput by the number of replicas.
 
-    pip install "replica-engine[demo,plot,xla]"
+    pip install "replica-engine[tensorflow,demo,plot,xla]"
     python examples/keras_replicas.py [--replicas 1,2,4] [--epochs 5] [--strategy mirrored|tpu] [--output replicas.png]
 
 The model is a small convolutional network, and the data are scikit-learn's handwritten digits. Neither 2 nor 4 divides

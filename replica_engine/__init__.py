@@ -88,11 +88,17 @@ make_room(FOR_ONE_LAUNCH)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PACKAGES:
-        return importlib.import_module(f"replica_engine.{name}")
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'replica_engine' has no attribute {name!r}")
+    home = f"replica_engine.{name}" if name in _PACKAGES else _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'replica_engine' has no attribute {name!r}")
+    versions = importlib.import_module("replica_engine._tf.versions")  # first: it names a version that does not serve
+    try:
+        module = importlib.import_module(home)
+    except ImportError as error:
+        if (explained := versions.explained(error)) is None:
+            raise
+        raise explained from error
+    return module if name in _PACKAGES else getattr(module, name)
 
 
 def __dir__() -> list[str]:

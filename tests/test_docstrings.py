@@ -4,9 +4,9 @@ import doctest
 import importlib
 import pkgutil
 import re
-import sys
 
 import pytest
+from helpers.versions import HAS_XLA
 
 import replica_engine
 
@@ -14,7 +14,7 @@ NEEDS_JAX = re.compile(r"replica_engine\.(xla|pjrt|strategies\.tpu)")  # and jax
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(replica_engine.__path__, "replica_engine.")
-    if not module.name.endswith("__main__") and (sys.version_info >= (3, 11) or not NEEDS_JAX.search(module.name))
+    if not module.name.endswith("__main__") and (HAS_XLA or not NEEDS_JAX.search(module.name))
 ]
 
 

@@ -5,10 +5,10 @@ that waited on its threads for something that needs one of them would hang with 
 """
 
 import os
-import sys
 import textwrap
 
 import pytest
+from helpers.versions import HAS_XLA, WHY_NO_XLA
 
 BEGIN = """
     import faulthandler, threading
@@ -115,7 +115,7 @@ UNDER_MIRRORED = [
     ("Keras fit", 2),
 ]
 UNDER_TPU = [("iterator in a function", 2), ("loop in Python", 2), ("Keras fit", 2)]
-NEEDS_JAX = pytest.mark.skipif(sys.version_info < (3, 11), reason="jax needs Python 3.11")
+NEEDS_JAX = pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import sys
 import textwrap
 
 import pytest
+from helpers.versions import HAS_XLA, WHY_NO_XLA
 
 from replica_engine.process import cores, pool
 
@@ -54,7 +55,7 @@ def run(source, **more):
     return subprocess.run(program, capture_output=True, text=True, timeout=100, env=environment(**more), check=False)
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="jax needs Python 3.11")
+@pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)
 @pytest.mark.parametrize(("started", "users", "threads"), [(True, 1, 2), (False, 3, 16)])
 def test_launches_inside_functions_leave_threads_for_what_they_call(programs, started, users, threads):
     source = LAUNCHES_WITH_HOST_CALLS.replace("{started}", str(started)).replace("{users}", str(users))

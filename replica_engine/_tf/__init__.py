@@ -15,5 +15,11 @@ Keras:
 
 Both: `patches`, everything that this library changes in TensorFlow and Keras.
 
+Both: `versions`, which of them serve. It is imported first, and names a version that does not.
+
 Nothing outside this package imports from `tensorflow.python` or `keras.src`. The engine must not import this package.
 """
+
+from replica_engine._tf import versions
+
+__all__ = ["versions"]

@@ -254,7 +254,7 @@ def extend_build(
         if strategy is None or not is_ours(strategy):
             return method(self, iterator=iterator, data_batch=data_batch)
         if iterator is not None:
-            _, _, batches = next(iter(iterator))
+            *_, batches = next(iter(iterator))  # after the number of a step; newer Keras has two
             batch = next(batches)
             check(batch, strategy)
             iterator, data_batch = None, distribute.first_values(batch)

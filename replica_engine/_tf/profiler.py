@@ -1,13 +1,22 @@
-"""TensorFlow's profiler: tells whether it runs, and adds spans. Checked on TensorFlow 2.21.0."""
+"""TensorFlow's profiler: tells whether it runs, and adds spans. Checked on TensorFlow 2.18 to 2.21."""
 
 from __future__ import annotations
 
 import tensorflow as tf
 
 # enabled: whether a profile is being taken. TensorFlow has no public function for this, and making a Trace costs more.
-from tensorflow.python.profiler.trace import enabled as is_running
+# A function since TensorFlow 2.21; before, a bool that the profiler sets, so it is looked up in its module each time.
+from tensorflow.python.profiler import trace as _trace
 
 Trace = tf.profiler.experimental.Trace
 """A context manager that shows the code inside as a span with a name."""
+
+
+def _read_flag() -> bool:
+    return _trace.enabled
+
+
+is_running = _trace.enabled if callable(_trace.enabled) else _read_flag
+"""Whether a profile is being taken."""
 
 __all__ = ["Trace", "is_running"]

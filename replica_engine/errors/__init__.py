@@ -13,6 +13,7 @@
 - `models`: Keras models, their batches and optimizers.
 - `parity`: results that differ between one device and N replicas.
 - `contrib`: TensorFlow's contrib API of 2018.
+- `versions`: TensorFlow and Keras in versions that do not serve, or that were never tested.
 
 The exceptions form three families. The family tells a reader of a traceback what must change:
 
@@ -127,6 +128,10 @@ from replica_engine.errors.timeouts import (
 from replica_engine.errors.values import (
     ReplicaValueError,
 )
+from replica_engine.errors.versions import (
+    TensorFlowVersionError,
+    untested_version,
+)
 
 __all__ = [
     "BackendMissingError",
@@ -165,6 +170,7 @@ __all__ = [
     "ScopeError",
     "StructureMismatchError",
     "StuckProgramError",
+    "TensorFlowVersionError",
     "VariableCreationError",
     "VariableMismatchError",
     "WorkerLostError",
@@ -199,6 +205,7 @@ __all__ = [
     "slow_replicas",
     "slow_trace",
     "slow_workers",
+    "untested_version",
     "unusable_cache_dir",
     "warn_dataset_for_each",
     "warn_shared_variable",

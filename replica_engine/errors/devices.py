@@ -183,7 +183,7 @@ class ForkedError(ReplicaEngineError, RuntimeError):
 
 
 class BackendMissingError(ReplicaEngineError, ImportError):
-    """Compiled programs run through jax, and jax is not installed or has a version that does not work."""
+    """Compiled programs run through jax, and jax is missing, or jax or TensorFlow has a version that does not work."""
 
     @classmethod
     def not_installed(cls) -> BackendMissingError:
@@ -200,6 +200,15 @@ class BackendMissingError(ReplicaEngineError, ImportError):
         return cls(
             f"jax {version} is installed; replica_engine needs {oldest} or newer. Install it with\n"
             '    pip install --upgrade "replica-engine[xla]"'
+        )
+
+    @classmethod
+    def no_stablehlo(cls, version: str, oldest: str) -> BackendMissingError:
+        """The installed TensorFlow cannot lower a function to StableHLO."""
+        return cls(
+            f"TensorFlow {version} is installed; TPUStrategy and replica_engine.xla need {oldest} or newer, which "
+            "lowers functions to StableHLO. MirroredStrategy works with this version. Install a newer one with\n"
+            f'    pip install --upgrade "tensorflow>={oldest}" "replica-engine[xla]"     # or tensorflow-cpu'
         )
 
     @classmethod

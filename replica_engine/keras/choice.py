@@ -67,8 +67,8 @@ def choose(model: keras.Model, replicas: int | None) -> tuple[tf.distribute.Stra
         why = f"XLA is fast at layers such as {fused[0]!r}" if fused else "it makes its own CPU devices"
         try:
             return _compiled(replicas), why
-        except BackendMissingError:
-            reason = "TPUStrategy needs jax: pip install 'replica_engine[xla]'"
+        except BackendMissingError as error:
+            reason = f"TPUStrategy cannot be used: {error}"
     if not can_mirror:
         raise ReplicateError.too_few_devices(replicas or 1, kind, len(mirrored))
     return MirroredStrategy(mirrored[:replicas]), reason

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine.keras.shard import Shard
 
 
@@ -81,11 +82,7 @@ def across_replicas(model: keras.Model, logs: Logs, weight: Any) -> dict[str, An
 
 def metric_variables(model: keras.Model) -> list[keras.Variable]:
     """The metric variables that each replica counts in separately and whose values are added up."""
-    return [
-        variable
-        for variable in model.metrics_variables
-        if variable.synchronization == "on_read" and variable.aggregation == "sum"
-    ]
+    return [variable for variable in model.metrics_variables if keras_metrics.is_counted(variable)]
 
 
 def _flat(logs: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,7 @@ def _apply(optimizer: Any, grads: Any, variables: Any) -> None:
     """
     step = _Step(optimizer, list(variables))
     tf.distribute.get_replica_context().merge_call(step.run, args=(list(grads),))
+    keras_accumulation.count(optimizer)
 
 
 class _Step:

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from replica_engine._tf import quick_scopes
 from replica_engine._tf.graphs import autograph
+from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.misuse import check_scope, explained
 from replica_engine.diagnostics.op_lines import here
@@ -92,6 +93,7 @@ class ReplicaThreads:
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         """The hook that makes variables. A Keras optimizer makes its first one before it builds accumulators."""
         accumulation.extend_keras(has_backend)
+        kwargs = keras_metrics.with_value_of_each_replica(kwargs)
         return super()._create_variable(next_creator, **kwargs)  # type: ignore[misc]
 
     def sync_points(self) -> list[SyncPointRecord]:

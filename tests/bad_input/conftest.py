@@ -1,14 +1,13 @@
 """Both strategies on two replicas, each with a step by which to see that it still works."""
 
-import sys
-
 import pytest
 from helpers.devices import DEVICES
+from helpers.versions import HAS_XLA
 
 from replica_engine import MirroredStrategy
 
 KINDS = {"mirrored": lambda: MirroredStrategy(DEVICES[:2])}
-if sys.version_info >= (3, 11):  # which jax needs
+if HAS_XLA:
     from replica_engine import TPUStrategy
 
     KINDS["tpu"] = lambda: TPUStrategy(num_cores=2)

@@ -1,12 +1,11 @@
 """Strategies and devices made of anything: made as asked, or refused."""
 
-import sys
-
 import pytest
 import tensorflow as tf
 from helpers.bad_inputs import PYTHON
 from helpers.bad_values import examples, garbage, of
 from helpers.outcomes import attempt
+from helpers.versions import HAS_XLA, WHY_NO_XLA
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,7 +43,7 @@ def test_logical_devices(n, kind):
     assert logical_devices(2) == ["CPU:0", "CPU:1"]
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="jax needs it")
+@pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)
 class TestCompiled:
     @examples(25)
     @given(number=(garbage() | NUMBERS).filter(lambda number: number is not None))

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.versions import HAS_XLA, WHY_NO_XLA
 
 from replica_engine import MirroredStrategy
 from replica_engine.keras import CrossReplicaOptimizer, replicate_model
@@ -133,6 +134,7 @@ def test_threads_reduce_once_in_k_steps(jit):
     assert weights[1].numpy() == pytest.approx(3.0 - 2 * 0.1 * 2)
 
 
+@pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)
 def test_a_program_has_its_collectives_in_the_branch_of_the_update(monkeypatch):
     pytest.importorskip("jax")
     from replica_engine import TPUStrategy

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 import tensorflow as tf
+from helpers.versions import HAS_XLA, WHY_NO_XLA
 
 import replica_engine
-from replica_engine import xla
 from replica_engine.errors import ReplicaTimeoutError, StuckProgramError
 from replica_engine.testing import logical_devices
 
@@ -24,11 +24,9 @@ def tpu(**options):
     return replica_engine.TPUStrategy(num_cores=2, **options)
 
 
-@pytest.fixture(params=[mirrored, tpu])
+@pytest.fixture(params=[mirrored, tpu] if HAS_XLA else [mirrored])
 def make(request):
     """Makes a strategy of two replicas with limits."""
-    if request.param is tpu:
-        pytest.importorskip("jax", reason="Python 3.10 has no jax that works")
     return request.param
 
 
@@ -191,11 +189,11 @@ def test_a_tf_function_that_does_not_return_is_warned_of(said):
     assert "in test_a_tf_function_that_does_not_return_is_warned_of" in said.text
 
 
+@pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)
 @pytest.mark.parametrize("size", [1, 2])
 class TestCompiled:
     @pytest.fixture
     def compiled(self, size):
-        pytest.importorskip("jax", reason="Python 3.10 has no jax that works")
         return replica_engine.TPUStrategy(num_cores=size, timeout=LIMIT)
 
     def test_a_host_call_that_is_stuck(self, compiled, size, release):
@@ -213,7 +211,7 @@ class TestCompiled:
 
         def stuck():
             count.assign_add(10.0)
-            xla.outside_compilation(endless)
+            replica_engine.xla.outside_compilation(endless)
 
         with pytest.raises(ReplicaTimeoutError) as caught:
             compiled.run(stuck)
@@ -232,8 +230,8 @@ class TestCompiled:
 
         def steps():
             for _ in tf.range(4):
-                xla.outside_compilation(threading.Event().wait, LIMIT / 3)
-            return xla.cross_replica_sum(1.0)
+                replica_engine.xla.outside_compilation(threading.Event().wait, LIMIT / 3)
+            return replica_engine.xla.cross_replica_sum(1.0)
 
         result = compiled.run(steps)
         assert [float(value) for value in compiled.experimental_local_results(result)] == [size] * size
@@ -243,9 +241,10 @@ class TestCompiled:
             raise KeyError("own")
 
         with pytest.raises(KeyError, match="own"):
-            compiled.run(lambda: xla.outside_compilation(fails))
+            compiled.run(lambda: replica_engine.xla.outside_compilation(fails))
 
 
+@pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)
 def test_replicas_of_a_program_that_wait_for_each_other(monkeypatch):
     """Replica 1 never comes to the all-reduce. The variables are still there, the devices are not."""
     pytest.importorskip("jax", reason="Python 3.10 has no jax that works")
@@ -256,8 +255,8 @@ def test_replicas_of_a_program_that_wait_for_each_other(monkeypatch):
 
     def stuck():
         x = tf.zeros([])
-        if xla.replica_id() == 0 and count > 0.0:  # only in part known before the run
-            x = xla.cross_replica_sum(x)
+        if replica_engine.xla.replica_id() == 0 and count > 0.0:  # only in part known before the run
+            x = replica_engine.xla.cross_replica_sum(x)
         count.assign_add(10.0)
         return x
 
@@ -272,7 +271,10 @@ def test_replicas_of_a_program_that_wait_for_each_other(monkeypatch):
     again = tpu()
     with again.scope():
         kept = tf.Variable(value)
-    assert [float(value) for value in again.run(lambda: xla.cross_replica_sum(kept)).values] == [2.0, 2.0]
+    assert [float(value) for value in again.run(lambda: replica_engine.xla.cross_replica_sum(kept)).values] == [
+        2.0,
+        2.0,
+    ]
 
 
 @pytest.mark.parametrize("option", ["timeout", "warn_after"])
@@ -282,6 +284,7 @@ def test_limits_are_positive_seconds(make, option, value):
         make(**{option: value})
 
 
+@pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)
 def test_a_run_that_waits_for_anothers_program_has_a_limit_too(release):
     """Programs take turns on CPU devices; one is stuck in a host call, and the other's time runs out."""
     pytest.importorskip("jax", reason="Python 3.10 has no jax that works")
@@ -294,7 +297,7 @@ def test_a_run_that_waits_for_anothers_program_has_a_limit_too(release):
         began.set()
         release.wait(60)
 
-    thread = threading.Thread(target=lambda: patient.run(lambda: xla.outside_compilation(wait)))
+    thread = threading.Thread(target=lambda: patient.run(lambda: replica_engine.xla.outside_compilation(wait)))
     thread.start()
     assert began.wait(60)
     with pytest.raises(ReplicaTimeoutError) as caught:
@@ -356,6 +359,7 @@ def test_an_update_that_never_ends_is_left_too(release):
         strategy.run(step)
 
 
+@pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)
 def test_a_program_that_gives_signs_of_life_may_be_waited_for_longer_than_the_limit():
     pytest.importorskip("jax", reason="Python 3.10 has no jax that works")
     busy, other = tpu(), tpu(timeout=LIMIT)
@@ -369,7 +373,7 @@ def test_a_program_that_gives_signs_of_life_may_be_waited_for_longer_than_the_li
 
     def calls():
         for _ in tf.range(10):
-            xla.outside_compilation(call)
+            replica_engine.xla.outside_compilation(call)
 
     thread = threading.Thread(target=lambda: busy.run(calls))
     thread.start()

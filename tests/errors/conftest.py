@@ -1,12 +1,11 @@
-"""Leaves out what needs jax where there is none."""
-
-import sys
+"""Leaves out what compiles replicas where that is not possible."""
 
 import pytest
+from helpers.versions import HAS_XLA
 
 pytest.register_assert_rewrite("helpers.golden")
 
-if sys.version_info < (3, 11):  # which jax needs
+if not HAS_XLA:
     collect_ignore = [
         "test_backend.py",
         "test_bodies.py",

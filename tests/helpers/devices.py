@@ -1,14 +1,27 @@
-"""Sets TensorFlow up for tests: eight CPU devices, and no tuning of datasets.
+"""Sets TensorFlow up for tests: eight CPU devices, or GPUs for tests/gpu, and no tuning of datasets.
 
 `tests/conftest.py` imports this module before any test module that uses TensorFlow: devices can be made only before
 TensorFlow starts.
 """
 
+import os
+
 import tensorflow as tf
 
 from replica_engine.testing import logical_devices
 
-DEVICES = logical_devices(8)
+
+def _gpus(count: int) -> list[str]:
+    """The first GPUs; parts of the first one if there are fewer."""
+    if len(tf.config.list_physical_devices("GPU")) < count:
+        return logical_devices(count, "GPU")
+    return [f"GPU:{index}" for index in range(count)]
+
+
+GPUS = int(os.environ.get("REPLICA_ENGINE_TEST_GPUS", "0"))
+"""How many GPUs take the place of CPU devices in the contract suite: cards, or parts of the first one."""
+
+DEVICES = _gpus(GPUS) if GPUS else logical_devices(8)
 
 
 def _switch_tuning_off():

@@ -110,7 +110,7 @@ def wordings() -> set[str]:
             found |= {f"{name}.{each}" for each, what in vars(value).items() if isinstance(what, classmethod)}
             if "__init__" in vars(value):  # it has a message of its own
                 found.add(name)
-        elif re.match(r"(note|many|slow|moved|warn)_", name):
+        elif re.match(r"(note|many|slow|moved|untested|warn)_", name):
             found.add(name)
     return found
 

@@ -3,13 +3,13 @@
 Sonnet's optimizers take its own replicators only, so a program has a class that is both.
 """
 
-import sys
 from collections.abc import Callable
 
 import sonnet as snt
 import tensorflow as tf
 
 import replica_engine
+from helpers.versions import HAS_XLA
 from replica_engine.testing import logical_devices
 
 REPLICAS = 2
@@ -23,7 +23,7 @@ REPLICATORS: dict[str, Callable[[], tf.distribute.Strategy]] = {
     "Mirrored": lambda: Mirrored(logical_devices(8)[:REPLICAS]),
 }
 
-if sys.version_info >= (3, 11):  # which jax needs
+if HAS_XLA:
 
     class Xla(replica_engine.TPUStrategy, snt.distribute.TpuReplicator):
         """All replicas in one compiled program."""

@@ -4,20 +4,21 @@ Tracing and compiling take nearly all the time. So a claim is tested on both kin
 code, and else on one of them, with `pytest.mark.on("mirrored")` or `pytest.mark.on("tpu")`.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 
 import keras
 import numpy as np
 import pytest
 from helpers.devices import DEVICES
+from helpers.versions import HAS_XLA
 
-from replica_engine import MirroredStrategy, TPUStrategy
+import replica_engine
+from replica_engine import MirroredStrategy
 from replica_engine.keras import replicate_model
 
 MAKERS = {"mirrored": lambda size: MirroredStrategy(DEVICES[:size])}
-if sys.version_info >= (3, 11):  # which jax needs
-    MAKERS["tpu"] = lambda size: TPUStrategy(num_cores=size)
+if HAS_XLA:
+    MAKERS["tpu"] = lambda size: replica_engine.TPUStrategy(num_cores=size)
 
 # Losses, gradients and metrics are summed over replicas, and so in another order than on one device: a few units in
 # the last place (6e-8 in float32) for each step. Adam divides by a root that may be small. Twenty steps of the small

@@ -4,11 +4,13 @@ import pathlib
 import runpy
 import sys
 
+from helpers.versions import HAS_XLA
+
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "keras_replicas.py"
 
 
 def test_it_trains_with_a_progress_bar_and_writes_a_picture(tmp_path, monkeypatch, capsys):
-    kind = "tpu" if sys.version_info >= (3, 11) else "mirrored"  # which jax needs; one of them, since each takes long
+    kind = "tpu" if HAS_XLA else "mirrored"  # one of them, since each takes long
     picture = tmp_path / "out.png"
     flags = ["--replicas=1,2", "--epochs=1", f"--strategy={kind}", f"--output={picture}"]
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *flags])

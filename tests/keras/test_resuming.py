@@ -5,11 +5,11 @@ The processes are real, and the kill is SIGKILL, at a batch that is drawn from t
 
 import random
 import signal
-import sys
 import textwrap
 
 import numpy as np
 import pytest
+from helpers.versions import HAS_XLA
 
 EPOCHS, BATCHES = 3, 3
 
@@ -191,7 +191,7 @@ CALLBACKS = (
 """
 )
 
-KINDS = ["mirrored", "tpu"] if sys.version_info >= (3, 11) else ["mirrored"]  # which jax needs
+KINDS = ["mirrored", "tpu"] if HAS_XLA else ["mirrored"]
 
 
 @pytest.fixture

@@ -1,15 +1,16 @@
 """Eagerly, several steps an execution, compiled by XLA, from another thread, several models at once."""
 
-import sys
 import threading
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.versions import HAS_XLA
 from keras import layers
 
-from replica_engine import MirroredStrategy, TPUStrategy
+import replica_engine
+from replica_engine import MirroredStrategy
 from replica_engine.keras import replicate_model
 from replica_engine.testing import logical_devices
 
@@ -129,8 +130,7 @@ def test_two_models_train_at_once_each_on_its_own_replicas(pair, both, alike):
 
 def test_replicated_models_of_one_original_take_turns(pair, alike):
     """On different numbers of replicas of both kinds of strategies: all of them are the original."""
-    has_xla = sys.version_info >= (3, 11)
-    strategy = TPUStrategy(num_cores=3) if has_xla else MirroredStrategy(logical_devices(3))
+    strategy = replica_engine.TPUStrategy(num_cores=3) if HAS_XLA else MirroredStrategy(logical_devices(3))
     other = replicate_model(pair.original, strategy=strategy)
     for model in (other, pair.replicated, pair.original, other, pair.replicated):
         alike(

@@ -1,14 +1,13 @@
 """Small models that run eagerly: nothing to trace on one device and on threads, so that a check takes a moment."""
 
-import sys
-
 import keras
 import numpy as np
 import pytest
+from helpers.versions import HAS_XLA
 
 from replica_engine.testing import check_parity
 
-KINDS = ["MirroredStrategy", "TPUStrategy"] if sys.version_info >= (3, 11) else ["MirroredStrategy"]  # as jax needs
+KINDS = ["MirroredStrategy", "TPUStrategy"] if HAS_XLA else ["MirroredStrategy"]
 
 X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(24, 1)).astype("float32")

@@ -1,12 +1,12 @@
 """`check_parity` of Keras models: right ones are found right, wrong ones by name, and all are left as they were."""
 
 import random
-import sys
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.versions import HAS_XLA, WHY_NO_XLA
 from keras import layers
 
 from replica_engine.errors import ParityError, ReplicateError
@@ -131,7 +131,7 @@ def test_a_layer_that_draws_with_tensorflow_is_named(make, on_threads):
     assert [(cause.kind, cause.name) for cause in report.causes] == [("random numbers", "noise")]
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="compiled replicas need jax, which needs Python 3.11")
+@pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)
 @pytest.mark.parametrize("alg", ["auto_select", "philox"])
 def test_stateless_random_numbers_differ_by_algorithm(make, alg):
     class Scale(layers.Layer):

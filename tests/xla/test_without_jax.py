@@ -69,9 +69,9 @@ UNFIT = """
             raise AssertionError(messages)
 
     version = jax.__version__
-    for old in ("0.4.30", "0.10.1", "0.9"):
+    for old in ("0.4.30", "0.7.2", "0.6"):
         jax.__version__ = old
-        refused(f"jax {old} is installed", "0.10.2", "pip install --upgrade")
+        refused(f"jax {old} is installed", "0.8.0", "pip install --upgrade")
     jax.__version__ = version
 
     needed = jaxlib._jax.batched_device_put

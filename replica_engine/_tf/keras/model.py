@@ -31,7 +31,10 @@ from keras.src.utils.tracking import Tracker as _Tracker
 # ListWrapper: TensorFlow's wrapper of a list that is an attribute; the list itself is an attribute of the wrapper.
 from tensorflow.python.trackable.data_structures import ListWrapper as _ListWrapper
 
+from replica_engine._tf import versions
 from replica_engine._tf.keras import accumulation as keras_accumulation
+
+versions.check_keras()
 
 REDUCE = "reduce_weighted_values"
 SAMPLEWISE = "reduce_to_samplewise_values"

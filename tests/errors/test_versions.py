@@ -1,0 +1,94 @@
+"""TensorFlow, Keras and jax in versions that do not serve, or that were never tested."""
+
+import importlib
+import sys
+
+import pytest
+import tensorflow as tf
+from helpers.golden import shows
+from helpers.versions import HAS_XLA, WHY_NO_XLA
+from tensorflow.python.autograph.impl import api
+
+import replica_engine
+from replica_engine.errors import BackendMissingError, TensorFlowVersionError, untested_version
+
+
+def import_again(monkeypatch, *names):
+    """Makes the next use import modules again."""
+    modules = [importlib.import_module(f"replica_engine.{name}") for name in ("_tf.versions", *names)]
+    for module in modules:
+        package, _, last = module.__name__.rpartition(".")
+        monkeypatch.delattr(sys.modules[package], last)
+        monkeypatch.delitem(sys.modules, module.__name__)
+
+
+@pytest.fixture
+def _no_tensorflow(monkeypatch):
+    import_again(monkeypatch)
+
+    class Nowhere:
+        def find_spec(self, name, path=None, target=None):
+            if name == "tensorflow":
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.delitem(sys.modules, "tensorflow")
+    monkeypatch.setattr(sys, "meta_path", [Nowhere(), *sys.meta_path])
+
+
+@pytest.mark.usefixtures("_no_tensorflow")
+@shows(TensorFlowVersionError.not_installed)
+def test_without_tensorflow():
+    """Where TensorFlow is not installed."""
+    replica_engine.MirroredStrategy(["CPU:0"])
+
+
+@pytest.fixture
+def _old_tensorflow(monkeypatch):
+    import_again(monkeypatch)
+    monkeypatch.setattr(tf, "__version__", "2.17.1")
+
+
+@pytest.mark.usefixtures("_old_tensorflow")
+@shows(TensorFlowVersionError.too_old)
+def test_with_an_old_tensorflow():
+    """Where TensorFlow 2.17.1 is installed."""
+    replica_engine.MirroredStrategy(["CPU:0"])
+
+
+@pytest.fixture
+def _new_tensorflow(monkeypatch):
+    import_again(monkeypatch, "values.micro_batches", "_tf.graphs.autograph")
+    monkeypatch.setattr(tf, "__version__", "2.30.0")
+
+
+@pytest.mark.usefixtures("_new_tensorflow")
+@shows(untested_version)
+def test_with_a_new_tensorflow():
+    """Where TensorFlow 2.30.0 is installed."""
+    replica_engine.MirroredStrategy(["CPU:0"])
+
+
+@pytest.fixture
+def _lacking_tensorflow(monkeypatch, _new_tensorflow):
+    monkeypatch.delattr(api, "autograph_artifact")
+
+
+@pytest.mark.usefixtures("_lacking_tensorflow")
+@shows(TensorFlowVersionError.name_vanished)
+def test_with_a_tensorflow_that_lacks_a_name():
+    """Where TensorFlow 2.30.0 is installed, and has other names."""
+    replica_engine.accumulate(2)
+
+
+@pytest.fixture
+def _tensorflow_without_stablehlo(monkeypatch):
+    import_again(monkeypatch, "strategies.tpu.strategy", "strategies.tpu", "xla.body", "xla", "_tf.graphs.xla_ops")
+    monkeypatch.setattr(tf, "__version__", "2.18.1")
+
+
+@pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)
+@pytest.mark.usefixtures("_tensorflow_without_stablehlo")
+@shows(BackendMissingError.no_stablehlo)
+def test_compiled_replicas_with_an_old_tensorflow():
+    """Where TensorFlow 2.18.1 is installed."""
+    replica_engine.TPUStrategy(num_cores=2)

@@ -1,0 +1,219 @@
+"""What runs on real GPUs: `make test-gpu`. A part whose GPUs are missing is skipped by name; no CPU stands in for one.
+
+Each part is a program of its own, since TensorFlow divides a GPU only before it starts. TensorFlow and jaxlib share the
+card: neither may take all of its memory at once, which both do unless they are told.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import tensorflow as tf
+from helpers.versions import HAS_XLA, WHY_NO_XLA
+
+ROOT = pathlib.Path(__file__).parents[2]
+SHARED = {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+CONTRACT = [f"tests/contract/test_{name}.py" for name in ("run", "merge_call", "collectives", "variables", "keras")]
+
+THREADS = """
+    from replica_engine import MirroredStrategy
+    strategy = MirroredStrategy(devices)
+    with strategy.scope():
+        weight = tf.Variable(1.0, aggregation=tf.VariableAggregation.MEAN)
+
+    def step(x):
+        total = tf.distribute.get_replica_context().all_reduce("SUM", tf.fill([1000], x))
+        weight.assign_add(total[0])
+        return total[-1]
+
+    expected = float(len(devices))
+    for run in (strategy.run, tf.function(strategy.run)):
+        results = strategy.experimental_local_results(run(step, args=(tf.constant(1.0),)))
+        assert [float(each) for each in results] == [expected] * len(devices), results
+        assert all("GPU" in each.device for each in results), [each.device for each in results]
+    copies = strategy.experimental_local_results(weight)
+    assert [float(each) for each in copies] == [1.0 + 2 * expected] * len(devices), copies
+"""
+
+COMPILED = """
+    from replica_engine import TPUStrategy, xla
+    strategy = TPUStrategy(xla.PjrtClusterResolver("gpu"))
+"""
+
+HOST_CALL = f"""{COMPILED}
+    seen = []
+
+    @xla.returns(tf.TensorSpec([], tf.float32))
+    def double(x):
+        seen.append(float(x))
+        return 2.0 * x
+
+    results = strategy.run(lambda x: xla.outside_compilation(double, x) + 1.0, args=(tf.constant(3.0),))
+    assert {{float(each) for each in strategy.experimental_local_results(results)}} == {{7.0}}, results
+    assert seen == [3.0] * strategy.num_replicas_in_sync, seen
+"""
+
+LOOP = f"""{COMPILED}
+    with strategy.scope():
+        total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
+    dataset = tf.data.Dataset.range(8 * strategy.num_replicas_in_sync).batch(
+        strategy.num_replicas_in_sync, drop_remainder=True
+    )
+    batches = strategy.experimental_distribute_dataset(dataset)
+    strategy.run_steps(
+        lambda x: total.assign_add(tf.reduce_sum(tf.cast(x, tf.float32))), iter(batches), iterations=8
+    )
+    count = 8 * strategy.num_replicas_in_sync
+    assert float(total) == count * (count - 1) / 2, total
+"""
+
+MEMORY = f"""{COMPILED}
+    one = tf.random.normal([4096, 4096])  # TensorFlow's part of the card
+    with strategy.scope():
+        weight = tf.Variable(tf.zeros([4096, 4096]))  # jaxlib's
+    strategy.run(lambda x: weight.assign(tf.linalg.matmul(x, x)), args=(one,))
+    tf.debugging.assert_near(weight.read_value(), tf.linalg.matmul(one, one), atol=1.0)
+"""
+
+MODEL = """
+    import keras
+    import numpy as np
+    from replica_engine import MirroredStrategy
+    from replica_engine.keras import replicate_model
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(32, "relu"), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    fast = replicate_model(model, strategy=MirroredStrategy(devices))
+    x = np.random.default_rng(0).normal(size=(100, 8)).astype("float32")
+    losses = fast.fit(x, x.sum(axis=1, keepdims=True), batch_size=30, epochs=5, verbose=0).history["loss"]
+    assert losses[-1] < losses[0], losses
+"""
+
+TIMELINE = """
+    import json, pathlib, tempfile
+    import replica_engine
+    path = pathlib.Path(tempfile.mkdtemp(), "run.json")
+    strategy = replica_engine.MirroredStrategy(devices)
+    with replica_engine.timeline(str(path)):
+        strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([10])))
+    text = path.read_text()
+    assert json.loads(text) and all(f"({device})" in text for device in devices), text[:2000]
+"""
+
+STUCK = """
+    import replica_engine
+    from replica_engine.errors import ReplicaTimeoutError
+    strategy = replica_engine.MirroredStrategy(devices, timeout=3.0)
+
+    def endless():
+        x = tf.ones([64, 64])
+        while True:
+            x = tf.linalg.matmul(x, x) / 64.0
+
+    try:
+        strategy.run(endless)
+    except ReplicaTimeoutError as error:
+        assert "GPU:0" in str(error), error
+    else:
+        raise AssertionError("no timeout")
+"""
+
+INTERRUPTED = """
+    import _thread, threading
+    import replica_engine
+    strategy = replica_engine.MirroredStrategy(devices)
+    began = threading.Event()
+
+    def endless():
+        x = tf.ones([64, 64])
+        while True:
+            x = tf.linalg.matmul(x, x) / 64.0
+            began.set()
+
+    threading.Thread(target=lambda: (began.wait(), _thread.interrupt_main()), daemon=True).start()
+    try:
+        strategy.run(endless)
+    except KeyboardInterrupt:
+        pass
+    else:
+        raise AssertionError("not interrupted")
+"""
+
+OF_THREADS = {
+    "threads": THREADS,
+    "replicate_model": MODEL,
+    "timeline": TIMELINE,
+    "watchdog": STUCK,
+    "Ctrl-C": INTERRUPTED,
+}
+COMPILED_PARTS = {"host calls": HOST_CALL, "device loops": LOOP, "memory of TensorFlow and jaxlib": MEMORY}
+
+
+def needs_gpus(count):
+    """Skips a part on a machine with fewer GPUs that TensorFlow can use."""
+    found = len(tf.config.list_physical_devices("GPU"))
+    return pytest.mark.skipif(found < count, reason=f"needs {count} GPUs, and TensorFlow sees {found}")
+
+
+def needs_gpus_of_jax(count):
+    """Skips a part on a machine with fewer GPUs that jax can use."""
+    if not HAS_XLA:
+        return pytest.mark.skipif(True, reason=WHY_NO_XLA)
+    from replica_engine.pjrt.devices import device_group, has_accelerators
+
+    found = device_group("gpu").size if has_accelerators("gpu") else 0
+    return pytest.mark.skipif(found < count, reason=f"needs {count} GPUs, and jax sees {found}")
+
+
+def passes(command, **more):
+    environment = {**os.environ, **SHARED, **more, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+
+
+def runs(program, devices):
+    begin = f"import tensorflow as tf\nimport replica_engine.testing\ndevices = {devices}\n"
+    passes([sys.executable, "-c", begin + textwrap.dedent(program)])
+
+
+@needs_gpus(1)
+@pytest.mark.parametrize("name", OF_THREADS)
+def test_on_one_gpu(name):
+    runs(OF_THREADS[name], ["GPU:0"])
+
+
+@needs_gpus(1)
+@pytest.mark.parametrize("name", OF_THREADS)
+def test_on_two_logical_gpus(name):
+    runs(OF_THREADS[name], 'replica_engine.testing.logical_devices(2, "GPU")')
+
+
+@needs_gpus(2)
+@pytest.mark.parametrize("name", OF_THREADS)
+def test_on_two_gpus_with_nccl(name):
+    runs(OF_THREADS[name], ["GPU:0", "GPU:1"])
+
+
+@needs_gpus_of_jax(1)
+@pytest.mark.parametrize("name", COMPILED_PARTS)
+def test_compiled(name):
+    runs(COMPILED_PARTS[name], [])
+
+
+@needs_gpus(1)
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_contract_suite_of_threads(size):
+    """Two replicas on one card are two logical GPUs."""
+    check_contract("mirrored", size)
+
+
+@pytest.mark.parametrize("size", [pytest.param(count, marks=needs_gpus_of_jax(count)) for count in (1, 2)])
+def test_the_contract_suite_of_compiled_replicas(size):
+    check_contract("tpu", size)
+
+
+def check_contract(row, size):
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", f"--replicas={size}"]
+    passes([*command, "-k", f"{row}-{size}", *CONTRACT], REPLICA_ENGINE_TEST_GPUS=str(size))
