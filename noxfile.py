@@ -109,7 +109,7 @@ def add(name: str, cell: Cell) -> None:
         session.run(
             *("python", "-m", "pytest", "--quiet", "--numprocesses=2", "--replicas=2", "-k", SELECTED),
             *(f"--junitxml={report}", *TESTS, *(XLA_TESTS if cell.xla else ()), *session.posargs),
-            success_codes=range(256),
+            success_codes=(0, 1),  # what failed is counted below
         )
         failed = note(name, session, report, round(time.monotonic() - began))
         session.run("python", "docs/generate_versions.py")

@@ -11,6 +11,7 @@ import keras
 import pytest
 import tensorflow as tf
 from helpers.devices import DEVICES
+from helpers.versions import HAS_XLA, WHY_NO_XLA
 
 import replica_engine
 from benchmarks.report import Report
@@ -64,6 +65,7 @@ def test_sync_points_are_a_table(mirrored):
     assert cells.count("float32[3]") == 2
 
 
+@pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)
 def test_sync_points_of_a_program_are_a_table():
     tpu = replica_engine.TPUStrategy(num_cores=2)
     tpu.run(step, args=(tf.ones([3]),))

@@ -22,7 +22,7 @@ from replica_engine._tf import checkpoints, distribute
 from replica_engine._tf.graphs import control_flow
 from replica_engine._tf.keras import accumulation as keras_accumulation
 from replica_engine._tf.keras import files
-from replica_engine._tf.keras.trainer import BUILD, METHOD, MODULE, REDUCE, TRAINER, strategy_of
+from replica_engine._tf.keras.trainer import BUILD, COMPILES, METHOD, MODULE, REDUCE, TRAINER, strategy_of
 
 
 class Patch(NamedTuple):
@@ -67,6 +67,7 @@ PATCHES: tuple[Patch, ...] = (
         "import",
         "only added",
     ),
+    Patch(f"{COMPILES}.Trainer", "compile", "metrics are made in the scope of the model", _FIRST_SCOPE, _OTHERS),
     Patch(f"{MODULE}.{TRAINER}", METHOD, "`steps_per_execution` steps in one launch", _FIRST_SCOPE, _OTHERS),
     Patch(
         f"{MODULE}.{TRAINER}",
@@ -228,6 +229,27 @@ def extend_trainer(make: Make) -> None:
 
     setattr(extended, _MARK, True)
     setattr(trainer, METHOD, extended)
+
+
+def compile_in_scope(kind: type) -> None:
+    """Makes models that were built under a strategy of a class make their metrics under it too; only once per process.
+
+    `compile` makes the variables of the loss and of metrics, and users call it outside of the scope. Replicas of a
+    program each have their own value of a variable that was made there, and only one of the values would count.
+    """
+    trainer: Any = getattr(sys.modules.get(COMPILES), "Trainer", None)
+    method = getattr(trainer, "compile", None)
+    if method is None or hasattr(method, _MARK):
+        return
+
+    @functools.wraps(method)
+    def compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        strategy = strategy_of(self)
+        with strategy.scope() if isinstance(strategy, kind) else contextlib.nullcontext():
+            return method(self, *args, **kwargs)
+
+    setattr(compiled, _MARK, True)
+    trainer.compile = compiled
 
 
 def extend_build(

@@ -234,8 +234,8 @@ def warn_whole_batch(rows: int | None, size: int, where: str) -> str:
     """The warning that a batch of a dataset was not distributed, so that each replica gets all of it."""
     many = "" if rows is None else f" of {rows}"
     return (
-        f"strategy.run{at(where)} gives the whole batch{many} to each of {size} replicas, which then compute the same. "
-        "Distribute the dataset, and each gets its part:\n"
+        f"strategy.run{at(where)} gives the whole batch{many} to each of {size} replicas, which then compute the same, "
+        "unless they look at their replica id. Distribute the dataset, and each gets its part:\n"
         "    dataset = strategy.experimental_distribute_dataset(dataset)\n"
         "If all replicas shall have all of it, say so: "
         "strategy.experimental_distribute_values_from_function(lambda context: batch)."

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
+import re
 from typing import Any
 
 from replica_engine.errors import BackendMissingError, untested_version
@@ -24,7 +25,7 @@ try:
 except ImportError as error:
     raise BackendMissingError.not_installed() from error
 
-VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
+VERSION = tuple(map(int, re.findall(r"\d+", jax.__version__)[:3]))
 """The version of jax, without what follows its numbers."""
 
 if VERSION < OLDEST:

@@ -5,8 +5,9 @@ replica drew would depend on how many replicas of this process had drawn before 
 Here the replicas share one count. The k-th random op of any replica is the k-th op of the run, and the seed of replica
 r is r steps further (`values/seeds.py`); r counts the replicas of all workers. Replica 0 draws what one device draws.
 
-In a graph that a replica builds alone inside the run, such as a branch without merge calls, TensorFlow's count is for
-the replica already. Functions that replicas call there are traced once for all of them.
+In a branch or a loop that a replica builds alone inside the run, TensorFlow's count is for the replica already, and
+only the seed is moved on. A `tf.function` that replicas call inside the run is traced once for all of them, so they
+draw the same there, and so they do after a `tf.random.set_seed` of their own, as under tf.distribute.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import patches, thread_state
+from replica_engine._tf.graphs import control_flow, random_ops
 from replica_engine.threads.joint.graphs import notes_of
 from replica_engine.values.seeds import seed_of
+
+_OWN = object()
+"""The place of random ops in a branch or a loop that a replica builds alone."""
 
 
 class Draws:
@@ -31,6 +36,7 @@ class Draws:
 
     def __init__(self, graph: tf.Graph):
         self._graph = graph
+        self._seeded = random_ops.seeding()
         self._drawn: dict[Any, list[int | None]] = {}
         self._lock = threading.Lock()  # replicas may run at the same time
 
@@ -39,11 +45,18 @@ class Draws:
         return OfReplica(self, replica)
 
     def place(self) -> Any:
-        """Where a random op is made: eagerly, in the graph of the run or in a joint one; None in a replica's own."""
+        """Where a random op is made: eagerly, in the graph of the run or a joint one, or in one of the replica's own.
+
+        None in a function that is traced for all replicas, and after the global seed was set again.
+        """
         if tf.executing_eagerly():
-            return "eagerly"
+            return "eagerly" if random_ops.seeding() == self._seeded else None
         graph = thread_state.default_graph()
-        return graph if graph is self._graph or notes_of(graph) is not None else None
+        if graph is self._graph or notes_of(graph) is not None:
+            return graph
+        while control_flow.is_branch_or_loop(graph):
+            graph = graph.outer_graph
+        return _OWN if graph is self._graph else None
 
     def seed(self, place: Any, number: int, draw: Callable[[], int | None]) -> int | None:
         """The seed that TensorFlow gives to the random op of a number; only the first replica there draws it."""
@@ -75,9 +88,12 @@ class OfReplica:
         place = self._draws.place()
         if place is None:
             return None
-        number = self._counts.get(place, 0)
-        self._counts[place] = number + 1
-        seed = self._draws.seed(place, number, draw)
+        if place is _OWN:
+            seed = draw()
+        else:
+            number = self._counts.get(place, 0)
+            self._counts[place] = number + 1
+            seed = self._draws.seed(place, number, draw)
         return None if seed is None else int(seed_of(self._replica, seed))
 
 

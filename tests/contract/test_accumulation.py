@@ -136,7 +136,6 @@ def test_threads_reduce_once_in_k_steps(jit):
 
 @pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)
 def test_a_program_has_its_collectives_in_the_branch_of_the_update(monkeypatch):
-    pytest.importorskip("jax")
     from replica_engine import TPUStrategy
     from replica_engine.xla.stages.program_cache import ProgramCache
 

@@ -45,3 +45,33 @@ def test_replica_0_draws_what_one_device_draws():
 
 def test_the_order_of_replicas_does_not_count():
     assert draws(4, concurrent=True) == draws(4)
+
+
+def test_a_seed_set_by_each_replica_is_the_seed_of_what_it_draws_next():
+    tf.random.set_seed(3)
+
+    def draw():
+        before = tf.random.uniform([])
+        tf.random.set_seed(5)
+        return before, tf.random.uniform([])
+
+    before, after = replica_engine.MirroredStrategy(DEVICES[:2]).run(draw)
+    assert len({float(value) for value in before.values}) == 2
+    tf.random.set_seed(5)
+    assert [float(value) for value in after.values] == [float(tf.random.uniform([]))] * 2
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_loops_and_branches_of_a_graph_draw_by_replica(size):
+    strategy = replica_engine.MirroredStrategy(DEVICES[:size])
+    tf.random.set_seed(3)
+
+    def draw():
+        mapped = tf.map_fn(lambda x: x + tf.random.uniform([]), tf.zeros([2]))
+        chosen = tf.cond(mapped[0] > -1.0, lambda: tf.random.normal([]), lambda: 0.0)
+        return tf.concat([mapped, chosen[None]], 0)
+
+    drawn = strategy.experimental_local_results(tf.function(lambda: strategy.run(draw))())
+    assert len({tuple(value.numpy().tolist()) for value in drawn}) == size
+    tf.random.set_seed(3)
+    assert drawn[0].numpy().tolist() == tf.function(draw)().numpy().tolist()

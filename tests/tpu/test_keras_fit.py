@@ -289,6 +289,18 @@ class Doubled(keras.Model):
         return [self.tracker]
 
 
+def test_a_model_that_is_compiled_outside_of_the_scope_logs_what_it_logs_in_it(scoped):
+    def plain():
+        return keras.Sequential([keras.Input((4,)), dense(1, 2)])
+
+    alone, model = plain(), scoped(plain)
+    for each in (alone, model):
+        each.compile("sgd", "mse", metrics=["mae"])
+    expected = fit(alone)
+    for name, values in fit(model).items():
+        np.testing.assert_allclose(values, expected[name], **CLOSE)
+
+
 def test_a_custom_training_step_with_collectives(scoped):
     def make():
         model = Doubled()

@@ -50,6 +50,9 @@ from tensorflow.python.ops import custom_gradient as _custom_gradient
 from tensorflow.python.ops import gradients_util as _gradients_util
 from tensorflow.python.ops import while_v2 as _while_v2
 
+# ControlFlowFuncGraph: the class of the graphs of branches and loops.
+from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph as _ControlFlowFuncGraph
+
 # _pfor_impl: tf.vectorized_map, and the jacobians of a tape.
 from tensorflow.python.ops.parallel_for import control_flow_ops as _parallel_for
 
@@ -135,6 +138,11 @@ def wrap_gradients(around: Callable[..., Any]) -> None:
 def replace_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
     """Gives an op that exists already another input."""
     op._update_input(index, tensor)
+
+
+def is_branch_or_loop(graph: Any) -> bool:
+    """Whether a graph is that of a branch, or of the condition or the body of a loop."""
+    return isinstance(graph, _ControlFlowFuncGraph)
 
 
 def graphs_inside(op: tf.Operation) -> list[Any]:

@@ -18,6 +18,8 @@ TRAINER = "TensorFlowTrainer"
 METHOD = "_make_function"
 BUILD = "_maybe_symbolic_build"
 REDUCE = "reduce_per_replica"
+COMPILES = "keras.src.trainers.trainer"
+"""The module whose class `Trainer` has `compile`."""
 
 
 def strategy_of(model: Any) -> Any:

@@ -30,7 +30,7 @@ from replica_engine.strategies.tpu import keras_steps, variables
 from replica_engine.strategies.tpu.api import OneLogicalDevice, TPUFacts
 from replica_engine.strategies.tpu.context import BodyReplicaContext, gather_leaf, reduce_leaf
 from replica_engine.strategies.tpu.device_loops import LoopSettings, run_steps
-from replica_engine.strategies.tpu.workers import OverWorkers, saving_on
+from replica_engine.strategies.tpu.workers import OverWorkers, explain_failures, saving_on
 from replica_engine.strategies.validation import (
     check_call,
     check_flags,
@@ -93,6 +93,8 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
     ):
         self.device_group = devices
         self.saving = saving_on(devices, limits)
+        if devices.member is not None:
+            explain_failures(devices.member)
         self._same_random = same_random
         name = type(strategy).__name__
         self._programs = ProgramCache(
@@ -349,6 +351,7 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
         models.explain(has_backend)
         patches.extend_trainer(keras_steps.device_loop)
         patches.average_logs(TPUStrategy)
+        patches.compile_in_scope(TPUStrategy)
         if self.extended.device_group.member is not None:
             patches.reduce_over_workers(TPUStrategy)
             self.leave_files_to_chief()

@@ -7,14 +7,16 @@ So all workers must reduce, read and make variables in the same order, as they m
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from replica_engine import xla
-from replica_engine._tf import distribute, variables
+from replica_engine._tf import collectives, distribute, variables
 from replica_engine._tf.graphs import xla_ops
+from replica_engine.hosts import Member
 from replica_engine.pjrt import exchange
 from replica_engine.pjrt.group import DeviceGroup, is_needed_by_a_program
 from replica_engine.strategies.multi_worker.launches import of_variable
@@ -139,6 +141,16 @@ def saving_on(devices: DeviceGroup, limits: Limits) -> Saving | None:
     if member is None:
         return None
     return Saving(not devices.first, lambda name: member.meet(name, limits.timeout, limits.warn_after))
+
+
+def explain_failures(member: Member) -> None:
+    """Makes an op or a `tf.function` that fails because the job has failed raise the job's error, and not TensorFlow's.
+
+    A program in a `tf.function`, such as a step of Keras' `fit`, is an op that calls Python. TensorFlow makes an
+    UnknownError with a long text of what that raises.
+    """
+    process = os.getpid()
+    collectives.explain_failures(lambda code, message: member.failure if os.getpid() == process else None)
 
 
 def start_from_chief(name: str, components: Sequence[Any], devices: DeviceGroup) -> None:
