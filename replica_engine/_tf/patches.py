@@ -245,7 +245,8 @@ def compile_in_scope(kind: type) -> None:
     @functools.wraps(method)
     def compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
         strategy = strategy_of(self)
-        with strategy.scope() if isinstance(strategy, kind) else contextlib.nullcontext():
+        inside = isinstance(strategy, kind)
+        with strategy.scope() if inside else contextlib.nullcontext():
             return method(self, *args, **kwargs)
 
     setattr(compiled, _MARK, True)
