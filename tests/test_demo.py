@@ -76,12 +76,15 @@ def test_on_compiled_replicas(demo):
 
 
 def test_with_flags(demo):
-    out, _ = demo("--replicas", "2", "--epochs", "2", "--loop", "custom", "--batch-size", "128", "--seed", "7")
+    """With a picture that cannot be drawn, which is told in one line."""
+    loop = ("--replicas", "2", "--epochs", "2", "--loop", "custom", "--batch-size", "128", "--seed", "7")
+    out, _ = demo(*loop, "--picture", "nowhere/loss.png")
     assert "replicas  2 on CPU:0 to CPU:1, strategy mirrored" in out
     assert "2 epochs of 10 steps, a global batch of 128 each, 64 samples a replica" in out
     assert "custom_loop.py" in out
     assert "keras_fit.py" not in out
     assert "weights on each of 2" in out
+    assert "no picture: could not draw nowhere/loss.png: [Errno 2] No such file or directory" in out
 
 
 def test_ctrl_c():
@@ -262,11 +265,6 @@ def test_the_picture_has_each_loss_and_the_throughput_by_number_of_replicas(demo
     assert trained[0].losses == pytest.approx(trained[2].losses, abs=1e-4)
     assert min(each.rate for each in trained) > 0
     assert "picture   loss.svg" in out
-
-
-def test_a_picture_that_cannot_be_drawn_is_told_in_one_line(demo):
-    out, _ = demo("--replicas", "2", "--epochs", "1", "--loop", "custom", "--picture", "nowhere/loss.png")
-    assert "no picture: could not draw nowhere/loss.png: [Errno 2] No such file or directory" in out
 
 
 # The data.

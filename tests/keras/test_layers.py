@@ -55,6 +55,7 @@ def convolutional():
 # Batches of 9 have 5 and 4 samples for 2 replicas.
 
 
+@pytest.mark.on("mirrored")
 def test_a_masked_loss_counts_each_word_the_same(trains_alike):
     """The replicas have different numbers of words."""
     trains_alike(tagger, 2, WORDS, WORDS % 3, batch_size=9, validation_data=(WORDS[:8], WORDS[:8] % 3))
@@ -206,7 +207,7 @@ def test_text_goes_into_a_model_that_looks_it_up(trains_alike):
     """Words that are split and looked up, and letters that are looked up."""
     words = np.array(["a b", "b c", "c", "a a a", "", "d"] * 3)
     letters = np.array([word[:1] for word in words])[:, None]
-    batches = tf.data.Dataset.from_tensor_slices(((words, letters), np.arange(18.0))).batch(7)
+    batches = tf.data.Dataset.from_tensor_slices(((words, letters), np.arange(18.0))).batch(9)
 
     def make():
         text, letter = keras.Input((), dtype="string"), keras.Input((1,), dtype="string")

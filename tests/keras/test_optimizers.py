@@ -78,6 +78,7 @@ class Spare(layers.Layer):
         return x
 
 
+@pytest.mark.on("tpu")
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_an_embedding_is_updated_where_the_batch_has_its_words(trains_alike):
     """Its gradients are rows of the table, of which shares have different numbers, and some rows twice.
@@ -99,7 +100,7 @@ def test_an_embedding_is_updated_where_the_batch_has_its_words(trains_alike):
 
 
 def test_rows_of_a_table_before_a_synchronized_normalization(trains_alike):
-    """Three samples on four replicas: each computes them all, and has a part of the gradient of each row.
+    """Two samples on three replicas: each computes them all, and has a part of the gradient of each row.
 
     Adam squares and clipnorm measures the rows that are there, of which some are there several times.
     """
@@ -112,7 +113,7 @@ def test_rows_of_a_table_before_a_synchronized_normalization(trains_alike):
         model.compile(optimizers.Adam(0.01, clipnorm=0.1), "mse")
         return model
 
-    trains_alike(make, 4, [np.array([[0, 1, 0], [2, 2, 1], [0, 3, 2]]), X[:3]], Y[:3], epochs=2)
+    trains_alike(make, 3, [np.array([[0, 1, 0], [2, 0, 2]]), X[:2]], Y[:2], epochs=2)
 
 
 class Neighbours(layers.Layer):

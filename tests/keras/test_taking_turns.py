@@ -82,6 +82,7 @@ def test_the_original_works_in_a_callback(both, alike):
     alike(everything(original, replicate_model(original, strategy=both(2)), all_uses(original)), expected)
 
 
+@pytest.mark.on("tpu")
 def test_another_replicated_model_takes_its_turn_in_a_callback(both, alike):
     alone, original = make_alone(), make()
     expected = everything(alone, alone, USES["fit"](alone))
@@ -89,6 +90,7 @@ def test_another_replicated_model_takes_its_turn_in_a_callback(both, alike):
     alike(everything(original, model, USES["fit"](other)), expected)
 
 
+@pytest.mark.on("mirrored")
 def test_another_thread_may_use_the_model_meanwhile(both, alike):
     alone, original = make_alone(), make()
     expected = everything(alone, alone, USES["predict"](alone))
@@ -96,6 +98,7 @@ def test_another_thread_may_use_the_model_meanwhile(both, alike):
     alike(everything(original, model, lambda: on_another_thread(USES["predict"](model))), expected)
 
 
+@pytest.mark.on("mirrored")
 def test_another_replicated_model_on_another_thread_is_refused(both):
     original = make()
     model, other = (replicate_model(original, strategy=both(2)) for _ in range(2))
@@ -106,6 +109,7 @@ def test_another_replicated_model_on_another_thread_is_refused(both):
     other.predict(X, verbose=0)
 
 
+@pytest.mark.on("tpu")
 def test_what_a_user_has_put_on_an_optimizer_is_there_again(both):
     original = make()
     seen = []

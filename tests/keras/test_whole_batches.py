@@ -90,21 +90,48 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_a_model_comes_to_what_it_does_on_one_device(trains_alike, name):
-    """Batches of 9, 9 and 5 samples on 2 replicas."""
-    trains_alike(MADE[name], 2, X, Y, batch_size=9)
+# Losses and metrics are those of `replica_engine/keras`, whatever the strategy: those are tested on both that the two
+# kinds of steps bring together in different ways.
 
 
+@pytest.fixture
+def trains(trains_alike):
+    """`trains(name)`, in batches of 9, 9 and 5 samples on 2 replicas."""
+    return lambda name: trains_alike(MADE[name], 2, X, Y, batch_size=9)
+
+
+@pytest.mark.parametrize("name", ["no reduction: a sum", "a correlation", "own logs"])
+def test_a_model_comes_to_what_it_does_on_one_device(trains, name):
+    trains(name)
+
+
+@pytest.mark.on("mirrored")
+@pytest.mark.parametrize("name", ["a loss of the batch", "a count that is never reset"])
+def test_on_threads_it_comes_to_what_it_does_on_one_device(trains, name):
+    trains(name)
+
+
+@pytest.mark.on("tpu")
+def test_compiled_numbers_come_to_what_they_do_on_one_device(trains):
+    trains("numbers")
+
+
+@pytest.mark.on("tpu")
 def test_fewer_samples_than_replicas_count_once(trains_alike):
-    trains_alike(lambda: dense(metrics=["mae"]), 4, X[:3], Y[:3])
+    trains_alike(lambda: dense(metrics=["mae", Seen()]), 4, X[:3], Y[:3])
 
 
-@pytest.mark.parametrize("options", [{"global_clipnorm": 0.1}, {"gradient_accumulation_steps": 2}])
-def test_rows_of_an_embedding_are_clipped_and_accumulated(trains_alike, options):
-    trains_alike(lambda: embedded(**options), 2, TOKENS, Y, batch_size=9)
+@pytest.mark.on("mirrored")
+def test_rows_of_an_embedding_are_clipped(trains_alike):
+    trains_alike(lambda: embedded(global_clipnorm=0.1), 2, TOKENS, Y, batch_size=9)
 
 
+@pytest.mark.on("tpu")
+def test_rows_of_an_embedding_are_accumulated(trains_alike):
+    trains_alike(lambda: embedded(gradient_accumulation_steps=2), 2, TOKENS, Y, batch_size=9)
+
+
+@pytest.mark.on("mirrored")
 def test_a_model_that_was_compiled_for_a_loop_of_its_own(trains_alike):
     def make():
         model = dense()

@@ -20,6 +20,12 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture
+def kinds():
+    """Both, for a check of all at once: what one device computes is computed once for them."""
+    return KINDS
+
+
+@pytest.fixture
 def make():
     """`make(*layers, loss=..., metrics=...)`: a compiled model with those layers between two Dense ones."""
 
@@ -35,9 +41,10 @@ def make():
 
 @pytest.fixture
 def on_threads():
-    """`on_threads(model)`: the check of a model on two threads, two steps."""
+    """`on_threads(model)`: the check of a model on two threads, one step with shares of 4 and 3 rows."""
 
     def on_threads(model, **options):
-        return check_parity(model, X, Y, steps=2, batch_size=8, **{"strategies": "MirroredStrategy", **options})
+        defaults = {"steps": 1, "batch_size": 7, "strategies": "MirroredStrategy"}
+        return check_parity(model, X, Y, **{**defaults, **options})
 
     return on_threads

@@ -34,7 +34,7 @@ def two_inputs_and_outputs():
     return model, x, y, {"p": RNG.random(24).astype("float32"), "q": RNG.random(24).astype("float32")}
 
 
-def test_a_right_model_is_ok_and_left_as_it_was(kind):
+def test_a_right_model_is_ok_and_left_as_it_was(kinds):
     """Several inputs and outputs, sparse gradients, sample weights, metrics, an optimizer that is not built."""
     model, x, y, weights = two_inputs_and_outputs()
     before = [variable.numpy() for variable in model.variables]
@@ -45,15 +45,16 @@ def test_a_right_model_is_ok_and_left_as_it_was(kind):
     keras.utils.set_random_seed(3)
     python, numpy = random.getstate(), np.random.get_state()[1].copy()
 
-    report = check_parity(model, x, y, weights, replicas=2, steps=2, batch_size=8, strategies=kind)
+    report = check_parity(model, x, y, weights, replicas=2, steps=2, batch_size=8, strategies=kinds)
 
     assert report.ok, str(report)
     report.raise_if_different()
-    assert (report.replicas, report.strategies, report.batches) == (2, (kind,), (8, 7))
-    compared = {row.kind: row.count for row in report.compared}
-    assert set(compared) == {"layer output", "prediction", "loss", "gradient", "metric", "weight"}
-    assert compared["gradient"] == 2 * len(model.trainable_variables)
-    assert compared["weight"] == 2 * len(model.weights)
+    assert (report.replicas, report.strategies, report.batches) == (2, tuple(kinds), (8, 7))
+    for kind in kinds:
+        compared = {row.kind: row.count for row in report.compared if row.strategy == kind}
+        assert set(compared) == {"layer output", "prediction", "loss", "gradient", "metric", "weight"}
+        assert compared["gradient"] == 2 * len(model.trainable_variables)
+        assert compared["weight"] == 2 * len(model.weights)
     assert all(np.array_equal(value, now.numpy()) for value, now in zip(before, model.variables, strict=True))
     assert list(vars(model)) == list(attributes)
     assert all(vars(model)[name] is value for name, value in attributes.items())
@@ -80,12 +81,13 @@ def test_weights_that_were_trained_and_functions_that_were_traced_stay(make, on_
     assert all(np.array_equal(one, other) for one, other in zip(optimizer, now, strict=True))
 
 
-def test_batch_normalization_is_the_first_to_differ_and_named(kind, make):
+def test_batch_normalization_is_the_first_to_differ_and_named(make, kinds):
     model = make(layers.BatchNormalization(name="norm"))
-    report = check_parity(model, X, Y, steps=2, batch_size=8, strategies=kind)
+    report = check_parity(model, X, Y, steps=2, batch_size=8, strategies=kinds)
     assert not report.ok
-    assert report.first[kind].kind == "layer output"
-    assert report.first[kind].name == "norm"
+    assert {kind: (first.kind, first.name) for kind, first in report.first.items()} == dict.fromkeys(
+        kinds, ("layer output", "norm")
+    )
     assert report.first_of("gradient").name == "small/first/kernel"
     assert report.first_of("prediction") is None  # which use the moving statistics
     assert {difference.name for difference in report.differences if difference.kind == "weight"} >= {
@@ -246,7 +248,7 @@ def test_a_train_step_of_its_own_with_an_optimizer_that_it_builds(on_threads):
 def test_a_mistake_of_the_library_is_found_and_has_no_known_cause(make, on_threads, monkeypatch):
     """Shares that all count the same, which is wrong for a batch of 7 rows alone."""
     monkeypatch.setattr(Shard, "weight", lambda self, dtype="float32": tf.cast(1 / self.replicas, dtype))
-    report = on_threads(make())
+    report = on_threads(make(), steps=2, batch_size=8)
     assert report.first_of("gradient").batch == "initial weights, 7 rows"
     assert {difference.step for difference in report.differences} <= {None, 2}
     assert report.causes == ()
@@ -303,7 +305,7 @@ def test_an_exception_leaves_the_model_as_it_was(make, on_threads):
 
 def test_the_log_says_which_part_runs(make, on_threads, caplog):
     caplog.set_level("INFO", "replica_engine")
-    on_threads(make())
+    on_threads(make(), steps=2, batch_size=8)
     texts = [record.getMessage() for record in caplog.records if "check_parity" in record.getMessage()]
     assert texts[:3] == [
         f"check_parity: one device, {what}" for what in ("outputs of layers", "predictions", "evaluation")

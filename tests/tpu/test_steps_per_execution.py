@@ -32,8 +32,8 @@ def build(steps, *more, rate=0.05, **options):
 
 
 def on_one_device(steps=1, **options):
-    """The same model under no strategy. Not compiled, which takes longer than training it."""
-    return build(steps, jit_compile=False, **options)
+    """The same model under no strategy; eager, which saves the time to trace it."""
+    return build(steps, run_eagerly=True, **options)
 
 
 def deep(steps, **options):
@@ -105,7 +105,7 @@ def shared(models):
 @pytest.fixture(scope="module")
 def alone():
     """The history of two epochs on one device, and the model."""
-    model = deep(1)
+    model = deep(1, run_eagerly=True)
     return fit(model, epochs=2), model
 
 
@@ -149,15 +149,16 @@ def test_training_comes_to_the_same_in_fewer_launches(replicas, alone, one_by_on
 def test_text_that_a_layer_splits_and_looks_up(scoped):
     texts = tf.constant(["a b c", "b a", "c c a b a b a", "d", "", "a", "c b", "b b"])
 
-    def make(steps):
+    def make(steps, **options):
         vectorize = keras.layers.TextVectorization(output_sequence_length=6, vocabulary=["a", "b", "c"])
         embed = keras.layers.Embedding(5, 1, keras.initializers.GlorotUniform(1))
         model = keras.Sequential([keras.Input((), dtype="string"), vectorize, embed, keras.layers.Flatten()])
-        model.compile("adam", "mse", steps_per_execution=steps)
+        model.compile("adam", "mse", steps_per_execution=steps, **options)
         return model
 
-    one, two = (fit(scoped(make, steps), texts, tf.zeros([8, 6]), 4)["loss"] for steps in (1, 2))
-    np.testing.assert_allclose(two, one, rtol=1e-6)
+    models = make(1, run_eagerly=True), scoped(make, 2)
+    alone, two = (fit(model, texts, tf.zeros([8, 6]), 4)["loss"] for model in models)
+    np.testing.assert_allclose(two, alone, **LOSS)
 
 
 def test_what_is_random_is_what_it_is_step_by_step(scoped):
@@ -200,13 +201,13 @@ class Own(keras.Model):
 
 
 def test_a_custom_training_step_may_have_collectives_and_logs_of_any_structure(scoped, launched):
-    def make(steps):
+    def make(steps, **options):
         model = Own()
-        model.compile(steps_per_execution=steps)
+        model.compile(steps_per_execution=steps, **options)
         return model
 
     ends = [[], []]
-    models = scoped(make, 3), make(3)
+    models = scoped(make, 3), make(3, run_eagerly=True)
     for model, seen in zip(models, ends, strict=True):
         callback = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs, seen=seen: seen.append(logs))
         seen.append(fit(model, callbacks=[callback]))
@@ -227,6 +228,7 @@ def test_a_model_of_several_inputs_and_outputs_in_dictionaries(scoped, launched)
         return model
 
     model, other = scoped(make), make()
+    other.run_eagerly = True
     data = {"a": X, "b": X[::-1]}, {"p": Y, "q": Y[::-1]}, 8
     same((fit(model, *data), model), (fit(other, *data), other))
     assert launched() == 2
