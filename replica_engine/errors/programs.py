@@ -527,6 +527,15 @@ def compiled_again(name: str, folder: str, programs: int, found: Sequence[tuple[
     )
 
 
+def not_rewritten(operation: str, reason: str) -> str:
+    """The warning that an operation keeps its form, since writing it another way for CPU failed."""
+    return (
+        f"An operation {operation} stays as it is: writing it in a form that is faster on CPU failed "
+        f"({reason.splitlines()[0][:200]}). The results are right; the program may take longer. Please "
+        "report this with the program. replica_engine.xla.set_cpu_rewrites(False) leaves all operations as they are."
+    )
+
+
 def broken_cache_file(file: str, reason: str) -> str:
     """The warning that a file in the cache folder is broken."""
     return (

@@ -8,6 +8,8 @@ import tensorflow as tf
 
 from replica_engine import xla
 from replica_engine.pjrt import cpu_rewrites
+from replica_engine.pjrt.cpu_rewrites import ops
+from replica_engine.pjrt.jaxlib import ir
 from replica_engine.pjrt.markers import expand_markers
 
 CONVOLUTION, POOLING, PRODUCT = "stablehlo.convolution", "stablehlo.select_and_scatter", "stablehlo.reduce"
@@ -18,6 +20,7 @@ RANDOM = np.random.default_rng(7)
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch):
     monkeypatch.setattr(cpu_rewrites, "_chosen", [])
+    monkeypatch.setattr(cpu_rewrites, "_failed", set())
 
 
 def random(*shape, dtype=np.float32):
@@ -185,8 +188,43 @@ class TestProducts:
         lowered = xla.lower(body, [[random(3, 4)]])
         assert cpu_rewrites.rewrite(expand_markers(lowered.as_text(), "cpu")) == {}
 
+    @pytest.mark.parametrize(
+        "dtype",
+        ["complex64", "complex128", "float16", "bfloat16", "float32", "float64", "int8", "uint8", "int64", "uint64"],
+    )
+    def test_sums_of_each_dtype(self, dtype):
+        ones = tf.cast(tf.ones([2, 3]), dtype)
+        made = xla.replicate(lambda x: (tf.reduce_sum(x), tf.reduce_prod(x)), [[ones], [ones]])
+        assert [[complex(each) for each in replica] for replica in made] == [[6, 1]] * 2
+        assert not cpu_rewrites._failed
+
     def test_a_sum_over_rows_stays_as_it_is(self):
         assert rewrites(lambda x, y: tf.reduce_sum(tf.matmul(x, y), 1), random(4, 7, 6), random(4, 6, 5)) == {}
+
+
+class TestRulesThatFail:
+    def test_the_operation_stays_as_it_is(self, monkeypatch, caplog):
+        """After the rule has made a sum without an end, which would be no program."""
+
+        def failing(operation):
+            number = ops.element_type(operation.lhs)
+            half = ir.Operation.create(
+                "stablehlo.reduce",
+                results=[ir.RankedTensorType.get([], number)],
+                operands=[ops.pad(operation.lhs, [1] * 4, [0] * 4), ops.scalar(0.0, number)],
+                regions=1,
+            )
+            half.regions[0].blocks.append()
+            raise IndexError("a shape that no rule thought of")
+
+        monkeypatch.setitem(cpu_rewrites._RULES, CONVOLUTION, failing)
+        assert rewrites(lambda x, w: tf.nn.conv2d(x, w, 1, "SAME"), random(2, 2, 2, 3), random(3, 3, 3, 4)) == {}
+        assert caplog.text.count("IndexError: a shape that no rule thought of") == 1
+
+    def test_a_value_of_another_shape_is_not_taken(self, monkeypatch):
+        monkeypatch.setitem(cpu_rewrites._RULES, CONVOLUTION, lambda operation: operation.lhs)
+        assert rewrites(lambda x, w: tf.nn.conv2d(x, w, 1, "SAME"), random(2, 2, 2, 3), random(3, 3, 3, 4)) == {}
+        assert cpu_rewrites._failed == {CONVOLUTION}
 
 
 class TestSwitch:
