@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from replica_engine import xla
 from replica_engine.pjrt import cpu_rewrites
-from replica_engine.pjrt.cpu_rewrites import ops
+from replica_engine.pjrt.cpu_rewrites import convolutions, ops
 from replica_engine.pjrt.jaxlib import ir
 from replica_engine.pjrt.markers import expand_markers
 
@@ -125,6 +125,41 @@ class TestConvolutions:
     def test_groups_of_several_channels_stay_as_they_are(self):
         op = lambda x, w: tf.nn.conv2d(x, w, 1, "SAME")  # noqa: E731
         assert rewrites(op, random(3, 2, 2, 8), random(3, 3, 4, 6)) == {}
+
+
+class TestMemory:
+    """What a program needs beside its arguments, rewritten and as it is."""
+
+    def compare(self, op, *shapes):
+        lowered = xla.lower(op, [[np.zeros(shape, np.float32) for shape in shapes]])
+        needed = []
+        for enabled in (True, False):
+            xla.set_cpu_rewrites(enabled)
+            needed.append(lowered.compile().executable.bytes_needed)
+        return needed
+
+    def test_patches_that_would_be_much_larger_than_the_image_are_not_made(self):
+        """The first transposed convolution of a DCGAN: patches would be 25 times as large as the dilated image."""
+        op = lambda x, w: tf.nn.conv2d_transpose(x, w, [128, 8, 8, 256], 2, "SAME")  # noqa: E731
+        rewritten, plain = self.compare(op, (128, 4, 4, 512), (5, 5, 256, 512))
+        assert rewritten == plain
+
+    def test_patches_of_many_images(self):
+        op = lambda x, w: tf.nn.conv2d(x, w, 1, "SAME")  # noqa: E731
+        rewritten, plain = self.compare(op, (64, 6, 6, 128), (7, 7, 128, 32))
+        assert rewritten == plain
+
+    def test_a_depthwise_input_that_is_mostly_padding(self):
+        around = [[0, 0], [700, 700], [700, 700], [0, 0]]
+        op = lambda x, w: tf.nn.depthwise_conv2d(x, w, [1, 512, 512, 1], around)  # noqa: E731
+        rewritten, plain = self.compare(op, (2, 9, 9, 8), (3, 3, 8, 1))
+        assert rewritten == plain
+
+    def test_the_last_stage_of_resnet_is_rewritten(self):
+        op = lambda x, w: tf.nn.conv2d(x, w, 1, "SAME")  # noqa: E731
+        rewritten, plain = self.compare(op, (16, 2, 2, 512), (3, 3, 512, 512))
+        assert rewritten != plain
+        assert rewritten <= plain + convolutions.MOST_BYTES
 
 
 class TestPooling:

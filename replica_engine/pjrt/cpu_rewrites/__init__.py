@@ -17,8 +17,11 @@ which Keras layer or TensorFlow op the operation came from. A rewrite of the Ten
 each op and data format; and while a body is lowered, nobody knows on which platform it will run. `Lowered.as_text`
 shows the program before the rewrite.
 
-A form has the same values, apart from the order in which numbers are added. An operation is rewritten only if its
-shape fits the rule of the form; `benchmarks/cpu_rewrites.py` prints the table that the rules were taken from.
+A form has the same values, apart from the order in which numbers are added. One exception: where an infinite or NaN
+element of a kernel meets padding, a form adds infinity times 0, which is NaN; XLA:CPU's own loop leaves padding out. An
+operation is rewritten only if its shape fits the rule of the form, and only if what the form keeps between its
+operations stays below a bound (`convolutions.MOST_BYTES`, `MOST_TIMES`). `benchmarks/cpu_rewrites.py` prints the table
+that the rules were taken from.
 
 One switch turns all of them off: `set_cpu_rewrites(False)`, or `REPLICA_ENGINE_CPU_REWRITES=0` in the environment.
 """
@@ -33,7 +36,7 @@ from replica_engine.errors import not_rewritten
 from replica_engine.pjrt.cpu_rewrites import convolutions, pooling, products
 from replica_engine.pjrt.jaxlib import ir
 
-VERSION = 1
+VERSION = 2
 """Part of what a compiled program depends on. Raise it when a rule or a form changes."""
 
 _RULES = {
