@@ -98,8 +98,10 @@ class CacheFolder:
                     found.append((file.stat().st_mtime, file))
         rows = []
         for _, file in sorted(found, reverse=True)[:_MOST_ABOUTS]:
-            with contextlib.suppress(OSError, ValueError):
-                rows.append(json.loads(file.read_text()))
+            with contextlib.suppress(OSError, ValueError, RecursionError):  # cut short, or written by another program
+                about = json.loads(file.read_text())
+                if isinstance(about, dict):
+                    rows.append(about)
         return rows
 
     def _write(self, name: str, data: bytes) -> None:

@@ -20,7 +20,7 @@ from jax._src import compilation_cache, lru_cache
 from replica_engine import TPUStrategy, xla
 from replica_engine.pjrt import cache_folder, executable
 from replica_engine.pjrt.cache_folder import CacheFolder
-from replica_engine.xla.stages import saved_programs
+from replica_engine.xla.stages import program_rows, saved_programs
 
 X = [[tf.constant([1.0, 2.0])], [tf.constant([3.0, 4.0])]]
 
@@ -230,7 +230,7 @@ def test_a_read_only_folder_is_read(folder, caplog, monkeypatch):
 
 def test_other_options_are_another_program(monkeypatch):
     compiled(double)
-    monkeypatch.setattr(executable, "_CPU_OPTIONS", ())
+    monkeypatch.setattr(executable, "CPU_OPTIONS", ())
     assert compiled(double)[1] == (1, 0)
     assert compiled(double)[1] == (0, 1)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
@@ -355,6 +355,75 @@ class TestWhyAProgramIsCompiledAgain:
         By.value = 3.0
         compiled(scale)
         assert "other operations" in caplog.text
+
+    def test_a_name_without_a_value_yet(self, caplog):
+        def step(x):
+            return later(x) if x.shape[0] > 100 else 2 * x
+
+        program, _ = compiled(step)
+        assert values(program(X)) == [[2.0, 4.0], [6.0, 8.0]]
+
+        def later(x):
+            return 3 * x
+
+        assert compiled(step, [[tf.zeros([3])], [tf.zeros([3])]])[1] == (1, 0)
+        assert "args[0]: float32 (3,) now, float32 (2,) there" in caplog.text
+
+    def test_a_list_that_holds_itself(self):
+        endless = [1.0]
+        endless.append(endless)
+
+        def step(x):
+            return x * endless[0]
+
+        assert values(compiled(step)[0](X)) == [[1.0, 2.0], [3.0, 4.0]]
+
+    def test_a_value_that_cannot_be_described(self, caplog):
+        class Odd:
+            @property
+            def __dict__(self):
+                raise RuntimeError("not now")
+
+            def step(self, x):
+                return 2 * x
+
+        assert values(compiled(Odd().step)[0](X)) == [[2.0, 4.0], [6.0, 8.0]]
+
+    @pytest.mark.parametrize("text", ["[1]", "1", "null", "{", "[" * 100_000], ids=["list", "1", "null", "cut", "deep"])
+    def test_an_about_that_is_no_object(self, folder, caplog, text):
+        compiled(double)
+        (about,) = folder.glob("replica_engine_double-*-about")
+        about.write_text(text)
+        caplog.clear()
+        assert compiled(double, [[tf.zeros([3])], [tf.zeros([3])]])[1] == (1, 0)
+        assert "no program of this name" in caplog.text
+
+    def test_large_arrays_are_not_copied(self, monkeypatch):
+        large, small = np.ones(2**20, np.float32), np.ones(4, np.float32)
+        copied = []
+        plain = np.ascontiguousarray
+        monkeypatch.setattr(np, "ascontiguousarray", lambda value: copied.append(value.shape) or plain(value))
+        rows = program_rows._closed_over(lambda x: x + large[:2] + small[:2])
+        assert rows["the closed-over large"] == "an array float32 (1048576,)"
+        assert copied == [(4,)]
+
+    def test_no_secret_is_written(self, folder, caplog):
+        class Job:
+            def __init__(self, secret):
+                self.api_key, self.unused, self.scale = secret, "SECRET-unused", 2.0
+
+            def step(self, x):
+                return x * self.scale * len(self.api_key)
+
+        closed = {"token": "SECRET-closed"}
+        compiled(Job("SECRET-1").step)
+        compiled(lambda x: x * len(closed["token"]))
+        assert "SECRET" not in "".join(file.read_text() for file in folder.glob("*-about"))
+        assert "unused" not in "".join(file.read_text() for file in folder.glob("*-about"))
+        caplog.clear()
+        compiled(Job("SECRET-23").step)
+        assert "self.api_key: a str with the hash" in caplog.text
+        assert "SECRET" not in caplog.text
 
 
 def test_a_folder_given_as_bytes_is_refused():
