@@ -95,6 +95,7 @@ from replica_engine.errors.programs import (
     not_rewritten,
     note_kept_steps,
     read_from_cache,
+    remote_cache_dir,
     unusable_cache_dir,
 )
 from replica_engine.errors.scopes import (
@@ -201,6 +202,7 @@ __all__ = [
     "note_workers",
     "positive_int",
     "read_from_cache",
+    "remote_cache_dir",
     "slow_compile",
     "slow_function",
     "slow_program",

@@ -17,6 +17,7 @@ from replica_engine.errors import (
     broken_cache_file,
     many_traces,
     not_rewritten,
+    remote_cache_dir,
     unusable_cache_dir,
 )
 from replica_engine.pjrt import cpu_rewrites
@@ -440,6 +441,14 @@ def test_a_file_of_the_cache_folder_that_is_cut_short(tmp_path):
 @shows(unusable_cache_dir)
 def test_a_cache_folder_that_cannot_be_written():
     xla.set_cache_dir("/dev/null/programs")
+    xla.lower(lambda x: 2 * x, [[1.0], [2.0]]).compile()
+    xla.lower(lambda x: 3 * x, [[1.0], [2.0]]).compile()
+
+
+@pytest.mark.usefixtures("_own_cache")
+@shows(remote_cache_dir)
+def test_a_cache_folder_in_the_network():
+    xla.set_cache_dir("gs://bucket/programs")
     xla.lower(lambda x: 2 * x, [[1.0], [2.0]]).compile()
     xla.lower(lambda x: 3 * x, [[1.0], [2.0]]).compile()
 

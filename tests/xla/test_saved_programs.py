@@ -167,6 +167,43 @@ def test_the_environment_names_the_folder(tmp_path, monkeypatch):
     assert compiled(double)[1] == (1, 0)
 
 
+@pytest.mark.parametrize("variable", ["REPLICA_ENGINE_CACHE_DIR", "JAX_COMPILATION_CACHE_DIR", None])
+class TestPaths:
+    @pytest.fixture(autouse=True)
+    def _here(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        saved_programs._absolute_at_first.cache_clear()
+        yield
+        saved_programs._absolute_at_first.cache_clear()
+
+    def choose(self, path, variable, monkeypatch):
+        saved_programs._chosen.clear()
+        if variable is None:
+            xla.set_cache_dir(path)
+        else:
+            monkeypatch.setenv(variable, path)
+
+    def test_an_address_is_warned_of_once_and_makes_no_folder(self, tmp_path, monkeypatch, caplog, variable):
+        self.choose("gs://bucket/programs", variable, monkeypatch)
+        assert compiled(double)[1] == (1, 0)
+        assert compiled(double)[1] == (1, 0)
+        assert not list(tmp_path.iterdir())
+        assert caplog.text.count("gs://bucket/programs is an address") == 1
+
+    def test_the_home_folder(self, tmp_path, monkeypatch, variable):
+        self.choose("~/programs", variable, monkeypatch)
+        compiled(double)
+        assert list((tmp_path / "home" / "programs").glob("*-cache"))
+
+    def test_the_current_folder_may_change(self, tmp_path, monkeypatch, variable):
+        self.choose("programs", variable, monkeypatch)
+        compiled(double)
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert compiled(double)[1] == (0, 1)
+
+
 @pytest.mark.parametrize("damage", [b"", b"no program at all"], ids=["empty", "other bytes"])
 def test_a_broken_file_is_replaced(folder, caplog, damage):
     compiled(double)
@@ -274,6 +311,32 @@ def test_readers_and_writers_at_the_same_time(folder):
     with concurrent.futures.ThreadPoolExecutor() as threads:
         list(threads.map(use, "abcabc"))
     assert not list(folder.glob("*.partial"))
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o022, 0o077])
+def test_files_have_the_permissions_of_other_files(folder, umask):
+    before = os.umask(umask)
+    try:
+        CacheFolder(folder).write("a", b"a program", 1.0, {})
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o666 & ~umask}
+
+
+def test_an_about_whose_program_is_gone_is_removed(folder):
+    CacheFolder(folder).write("old", b"a program", 1.0, {})
+    CacheFolder(folder).write("new", b"a program", 1.0, {})
+    for key in ("old", "new"):
+        (folder / f"{key}-cache").unlink()  # as jax removes programs: it knows no -about
+    os.utime(folder / "old-about", (0, 0))
+    CacheFolder(folder).write("another", b"a program", 1.0, {})
+    assert {file.name for file in folder.glob("*-about")} == {"new-about", "another-about"}
+
+
+def test_other_forms_of_markers_are_another_program(monkeypatch):
+    compiled(double)
+    monkeypatch.setattr(executable, "MARKERS_VERSION", 0)
+    assert compiled(double)[1] == (1, 0)
 
 
 def test_the_layout_is_that_of_jax(folder):

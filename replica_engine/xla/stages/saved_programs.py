@@ -33,6 +33,7 @@ from replica_engine.errors import (
     compiled_again,
     compiled_first,
     read_from_cache,
+    remote_cache_dir,
     unusable_cache_dir,
 )
 from replica_engine.pjrt.cache_folder import CacheFolder
@@ -64,7 +65,8 @@ def set_cache_dir(path: str | os.PathLike[str] | None) -> None:
     be writable only for users who are trusted.
 
     Args:
-        path: the folder; it is made if it does not exist. None: no folder, also if the environment names one.
+        path: the folder; it is made if it does not exist, and `~` is the home folder. An address (`gs://...`) is
+            warned of, and nothing is kept. None: no folder, also if the environment names one.
 
     Raises:
         InputsError: `path` is not a path.
@@ -88,6 +90,7 @@ def set_cache_dir(path: str | os.PathLike[str] | None) -> None:
             raise InputsError.no_cache_dir(path) from None
         if not isinstance(path, str):
             raise InputsError.no_cache_dir(path)
+        path = _absolute(path)  # the current folder may change later
     with _lock:
         _chosen[:] = [path]
 
@@ -170,8 +173,24 @@ def _hash(about: Mapping[str, str]) -> str:
 
 def _folder() -> CacheFolder | None:
     with _lock:
-        path = _chosen[0] if _chosen else next(filter(None, map(os.environ.get, _VARIABLES)), None)
+        path = _chosen[0] if _chosen else _named_by_environment()
+    if path and "://" in path:
+        _warn(remote_cache_dir(path))
+        return None
     return _opened(path, cache_limit()) if path else None
+
+
+def _absolute(path: str) -> str:
+    """A path that stays the same folder when the current folder changes. An address, such as gs://..., stays."""
+    return path if not path or "://" in path else os.path.abspath(os.path.expanduser(path))
+
+
+_absolute_at_first = functools.cache(_absolute)
+
+
+def _named_by_environment() -> str | None:
+    path = next(filter(None, map(os.environ.get, _VARIABLES)), None)
+    return _absolute_at_first(path) if path else None
 
 
 _opened = functools.cache(CacheFolder)
