@@ -83,6 +83,12 @@ def test_a_timeline_is_a_picture_and_a_table(mirrored, tmp_path):
     assert "merges/s" in text
 
 
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": [{"ph": "X"}]}', "no JSON"])
+def test_a_file_that_is_no_timeline_says_so(tmp_path, text):
+    (tmp_path / "run.json").write_text(text)
+    assert "is not a timeline of replica_engine" in replica_engine.timeline(tmp_path / "run.json")._repr_html_()
+
+
 def test_a_replicated_model_says_how_it_runs(mirrored):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)], name="<net>")
     cells = Reader(replicate_model(model, strategy=mirrored)._repr_html_()).cells

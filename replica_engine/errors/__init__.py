@@ -92,8 +92,10 @@ from replica_engine.errors.programs import (
     compiled_first,
     many_traces,
     may_wait_forever,
+    not_rewritten,
     note_kept_steps,
     read_from_cache,
+    remote_cache_dir,
     unusable_cache_dir,
 )
 from replica_engine.errors.scopes import (
@@ -186,6 +188,7 @@ __all__ = [
     "many_traces",
     "may_wait_forever",
     "moved_to_host",
+    "not_rewritten",
     "note_abandoned",
     "note_failed_alike",
     "note_failure",
@@ -199,6 +202,7 @@ __all__ = [
     "note_workers",
     "positive_int",
     "read_from_cache",
+    "remote_cache_dir",
     "slow_compile",
     "slow_function",
     "slow_program",

@@ -527,6 +527,24 @@ def compiled_again(name: str, folder: str, programs: int, found: Sequence[tuple[
     )
 
 
+def not_rewritten(operation: str, reason: str) -> str:
+    """The warning that an operation keeps its form, since writing it another way for CPU failed."""
+    return (
+        f"An operation {operation} stays as it is: writing it in a form that is faster on CPU failed "
+        f"({reason.splitlines()[0][:200]}). The results are right; the program may take longer. Please "
+        "report this with the program. replica_engine.xla.set_cpu_rewrites(False) leaves all operations as they are."
+    )
+
+
+def remote_cache_dir(address: str) -> str:
+    """The warning that the cache folder is the address of a store in the network."""
+    return (
+        f"The cache folder {address} is an address, and compiled programs are kept in folders of the file system only. "
+        "Programs are compiled in each process. Mount the store and name that folder, or name a local folder with "
+        "REPLICA_ENGINE_CACHE_DIR or replica_engine.xla.set_cache_dir. set_cache_dir(None) turns the cache off."
+    )
+
+
 def broken_cache_file(file: str, reason: str) -> str:
     """The warning that a file in the cache folder is broken."""
     return (

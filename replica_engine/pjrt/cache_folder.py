@@ -28,6 +28,7 @@ _SECONDS = 4  # bytes before the executable
 _MOST_ABOUTS = 256
 _PARTIAL = ".partial"
 _PARTIAL_FOR = 3600.0  # seconds after which a partial file belongs to a process that was killed
+_PROC_STATUS = pathlib.Path("/proc/self/status")
 
 
 class CacheFolder:
@@ -94,13 +95,18 @@ class CacheFolder:
         found = []
         for file in self.path.glob(f"{prefix}*{_ABOUT}"):
             with contextlib.suppress(OSError):
-                if self.file(file.name.removesuffix(_ABOUT)).exists():  # jax may have removed it
+                if self._has_program(file):  # jax may have removed it
                     found.append((file.stat().st_mtime, file))
         rows = []
         for _, file in sorted(found, reverse=True)[:_MOST_ABOUTS]:
-            with contextlib.suppress(OSError, ValueError):
-                rows.append(json.loads(file.read_text()))
+            with contextlib.suppress(OSError, ValueError, RecursionError):  # cut short, or written by another program
+                about = json.loads(file.read_text())
+                if isinstance(about, dict):
+                    rows.append(about)
         return rows
+
+    def _has_program(self, about: pathlib.Path) -> bool:
+        return self.file(about.name.removesuffix(_ABOUT)).exists()
 
     def _write(self, name: str, data: bytes) -> None:
         """Writes a file that other processes see whole or not at all."""
@@ -108,6 +114,7 @@ class CacheFolder:
         handle, partial = tempfile.mkstemp(suffix=_PARTIAL, dir=self.path)
         try:
             with os.fdopen(handle, "wb") as file:
+                os.fchmod(handle, 0o666 & ~_umask())  # as `open` makes files: others may share the folder
                 file.write(data)
             os.replace(partial, self.path / name)
         except BaseException:
@@ -116,13 +123,14 @@ class CacheFolder:
             raise
 
     def _tidy(self) -> None:
-        """Removes what killed processes left half written."""
+        """Removes what killed processes left half written, and what programs were for that jax has removed."""
         if self._tidied:
             return
         self._tidied = True
-        for file in self.path.glob(f"*{_PARTIAL}"):
+        abouts = (file for file in self.path.glob(f"*{_ABOUT}") if not self._has_program(file))
+        for file in (*self.path.glob(f"*{_PARTIAL}"), *abouts):
             with contextlib.suppress(OSError):
-                if time.time() - file.stat().st_mtime > _PARTIAL_FOR:
+                if time.time() - file.stat().st_mtime > _PARTIAL_FOR:  # a newer one may still get its program
                     file.unlink()
 
     def _evict(self, limit: int) -> None:
@@ -145,6 +153,15 @@ class CacheFolder:
         with contextlib.suppress(OSError):
             return int.from_bytes((self.path / f"{key}{_ATIME}").read_bytes(), "little")
         return 0
+
+
+def _umask() -> int:
+    """The permissions that new files do not get. Asking the system for them sets them, for all threads."""
+    with contextlib.suppress(OSError):
+        for line in _PROC_STATUS.read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    return 0o077  # without Linux's file: for this user only
 
 
 def _now() -> bytes:

@@ -28,6 +28,7 @@ from replica_engine.pjrt.jaxlib import (
     array_result_handler,
 )
 from replica_engine.pjrt.markers import PREFIX, WORK, expand_markers
+from replica_engine.pjrt.markers import VERSION as MARKERS_VERSION
 from replica_engine.pjrt.workers import explained
 
 _SHORTEST, _LONGEST = 2e-5, 5e-3  # seconds between checks whether a program has ended
@@ -181,6 +182,7 @@ def circumstances(devices: DeviceGroup) -> dict[str, str]:
         "the process of the job": str(client.process_index()),
         "the CPU": _cpu(),
         "the rewrites for CPU": str(cpu_rewrites.VERSION) if cpu_rewrites.enabled() else "off",
+        "the forms of markers": str(MARKERS_VERSION),
         "the version of jaxlib": JAXLIB_VERSION,
         "the version of replica_engine": __version__,
         "XLA_FLAGS": " ".join(sorted(flags)),

@@ -154,7 +154,10 @@ class timeline:
             return html.plain(f"timeline({self._path!r}): nothing is recorded yet")
         from replica_engine.telemetry.report import picture, shares, spans  # only to show it
 
-        recorded = spans.read(self._path)
+        try:
+            recorded = spans.read(self._path)
+        except (ValueError, OSError) as error:  # empty or of another program; a notebook shows no other cell for that
+            return html.plain(f"timeline({self._path!r}): {error}")
         return picture.as_svg(recorded) + html.plain(shares.table(recorded))
 
 

@@ -16,8 +16,11 @@ from replica_engine.errors import (
     VariableCreationError,
     broken_cache_file,
     many_traces,
+    not_rewritten,
+    remote_cache_dir,
     unusable_cache_dir,
 )
+from replica_engine.pjrt import cpu_rewrites
 from replica_engine.xla.stages import program_cache, saved_programs
 
 lower = importlib.import_module("replica_engine.xla.stages.lower")  # `xla.lower` is the function
@@ -443,6 +446,32 @@ def test_a_cache_folder_that_cannot_be_written():
 
 
 @pytest.mark.usefixtures("_own_cache")
+@shows(remote_cache_dir)
+def test_a_cache_folder_in_the_network():
+    xla.set_cache_dir("gs://bucket/programs")
+    xla.lower(lambda x: 2 * x, [[1.0], [2.0]]).compile()
+    xla.lower(lambda x: 3 * x, [[1.0], [2.0]]).compile()
+
+
+@pytest.mark.usefixtures("_own_cache")
 @shows(InputsError.no_cache_dir)
 def test_a_cache_folder_that_is_a_number():
     xla.set_cache_dir(1)
+
+
+@pytest.fixture
+def _failing_rule(monkeypatch):
+    def fails(operation):
+        raise IndexError("list index out of range")
+
+    monkeypatch.setattr(cpu_rewrites, "_failed", set())
+    monkeypatch.setitem(cpu_rewrites._RULES, "stablehlo.convolution", fails)
+
+
+@pytest.mark.usefixtures("_failing_rule")
+@shows(not_rewritten)
+def test_a_rewrite_for_cpu_that_fails():
+    images, kernel = tf.ones([2, 2, 2, 3]), tf.ones([3, 3, 3, 4])
+    blur = lambda image: tf.nn.conv2d(image, kernel, 1, "SAME")  # noqa: E731
+    xla.replicate(blur, [[images], [images]])
+    xla.replicate(lambda image: 2 * blur(image), [[images], [images]])

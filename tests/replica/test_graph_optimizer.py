@@ -2,8 +2,10 @@
 
 import pytest
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from replica_engine import MirroredStrategy
+from replica_engine._tf.graphs import optimizer
 
 DEVICES = ["CPU:0", "CPU:1"]
 
@@ -89,3 +91,30 @@ def test_gradients_through_a_function_are_those_of_one_device():
         results = on_replicas(strategy)(x * x)
         total = tf.add_n(strategy.experimental_local_results(results))
     assert tape.gradient(total, x).numpy().tolist() == [12.0]
+
+
+class TestContext:
+    """The context of one function, around TensorFlow's."""
+
+    @pytest.fixture
+    def own(self):
+        own = context.context()
+        before = own.function_call_options
+        yield own
+        own.function_call_options = before
+
+    def test_options_that_are_set_during_the_call_stay(self, own, monkeypatch):
+        others = context.FunctionCallOptions()
+        monkeypatch.setattr(own, "call_function", lambda: setattr(own, "function_call_options", others))
+        optimizer._Context(own, optimizer.LIGHT).call_function()
+        assert own.function_call_options is others
+
+    def test_otherwise_the_call_leaves_the_options_as_they_were(self, own, monkeypatch):
+        before = own.function_call_options
+        monkeypatch.setattr(own, "call_function", lambda: own.function_call_options)
+        used = optimizer._Context(own, optimizer.LIGHT).call_function()
+        assert used is not before
+        assert own.function_call_options is before
+
+    def test_it_shows_itself_as_the_context(self, own):
+        assert repr(optimizer._Context(own, optimizer.LIGHT)) == repr(own)

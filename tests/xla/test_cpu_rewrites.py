@@ -8,6 +8,8 @@ import tensorflow as tf
 
 from replica_engine import xla
 from replica_engine.pjrt import cpu_rewrites
+from replica_engine.pjrt.cpu_rewrites import convolutions, ops
+from replica_engine.pjrt.jaxlib import ir
 from replica_engine.pjrt.markers import expand_markers
 
 CONVOLUTION, POOLING, PRODUCT = "stablehlo.convolution", "stablehlo.select_and_scatter", "stablehlo.reduce"
@@ -18,6 +20,7 @@ RANDOM = np.random.default_rng(7)
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch):
     monkeypatch.setattr(cpu_rewrites, "_chosen", [])
+    monkeypatch.setattr(cpu_rewrites, "_failed", set())
 
 
 def random(*shape, dtype=np.float32):
@@ -124,6 +127,41 @@ class TestConvolutions:
         assert rewrites(op, random(3, 2, 2, 8), random(3, 3, 4, 6)) == {}
 
 
+class TestMemory:
+    """What a program needs beside its arguments, rewritten and as it is."""
+
+    def compare(self, op, *shapes):
+        lowered = xla.lower(op, [[np.zeros(shape, np.float32) for shape in shapes]])
+        needed = []
+        for enabled in (True, False):
+            xla.set_cpu_rewrites(enabled)
+            needed.append(lowered.compile().executable.bytes_needed)
+        return needed
+
+    def test_patches_that_would_be_much_larger_than_the_image_are_not_made(self):
+        """The first transposed convolution of a DCGAN: patches would be 25 times as large as the dilated image."""
+        op = lambda x, w: tf.nn.conv2d_transpose(x, w, [128, 8, 8, 256], 2, "SAME")  # noqa: E731
+        rewritten, plain = self.compare(op, (128, 4, 4, 512), (5, 5, 256, 512))
+        assert rewritten == plain
+
+    def test_patches_of_many_images(self):
+        op = lambda x, w: tf.nn.conv2d(x, w, 1, "SAME")  # noqa: E731
+        rewritten, plain = self.compare(op, (64, 6, 6, 128), (7, 7, 128, 32))
+        assert rewritten == plain
+
+    def test_a_depthwise_input_that_is_mostly_padding(self):
+        around = [[0, 0], [700, 700], [700, 700], [0, 0]]
+        op = lambda x, w: tf.nn.depthwise_conv2d(x, w, [1, 512, 512, 1], around)  # noqa: E731
+        rewritten, plain = self.compare(op, (2, 9, 9, 8), (3, 3, 8, 1))
+        assert rewritten == plain
+
+    def test_the_last_stage_of_resnet_is_rewritten(self):
+        op = lambda x, w: tf.nn.conv2d(x, w, 1, "SAME")  # noqa: E731
+        rewritten, plain = self.compare(op, (16, 2, 2, 512), (3, 3, 512, 512))
+        assert rewritten != plain
+        assert rewritten <= plain + convolutions.MOST_BYTES
+
+
 class TestPooling:
     @pytest.mark.parametrize(
         ("size", "strides", "padding"),
@@ -185,8 +223,43 @@ class TestProducts:
         lowered = xla.lower(body, [[random(3, 4)]])
         assert cpu_rewrites.rewrite(expand_markers(lowered.as_text(), "cpu")) == {}
 
+    @pytest.mark.parametrize(
+        "dtype",
+        ["complex64", "complex128", "float16", "bfloat16", "float32", "float64", "int8", "uint8", "int64", "uint64"],
+    )
+    def test_sums_of_each_dtype(self, dtype):
+        ones = tf.cast(tf.ones([2, 3]), dtype)
+        made = xla.replicate(lambda x: (tf.reduce_sum(x), tf.reduce_prod(x)), [[ones], [ones]])
+        assert [[complex(each) for each in replica] for replica in made] == [[6, 1]] * 2
+        assert not cpu_rewrites._failed
+
     def test_a_sum_over_rows_stays_as_it_is(self):
         assert rewrites(lambda x, y: tf.reduce_sum(tf.matmul(x, y), 1), random(4, 7, 6), random(4, 6, 5)) == {}
+
+
+class TestRulesThatFail:
+    def test_the_operation_stays_as_it_is(self, monkeypatch, caplog):
+        """After the rule has made a sum without an end, which would be no program."""
+
+        def failing(operation):
+            number = ops.element_type(operation.lhs)
+            half = ir.Operation.create(
+                "stablehlo.reduce",
+                results=[ir.RankedTensorType.get([], number)],
+                operands=[ops.pad(operation.lhs, [1] * 4, [0] * 4), ops.scalar(0.0, number)],
+                regions=1,
+            )
+            half.regions[0].blocks.append()
+            raise IndexError("a shape that no rule thought of")
+
+        monkeypatch.setitem(cpu_rewrites._RULES, CONVOLUTION, failing)
+        assert rewrites(lambda x, w: tf.nn.conv2d(x, w, 1, "SAME"), random(2, 2, 2, 3), random(3, 3, 3, 4)) == {}
+        assert caplog.text.count("IndexError: a shape that no rule thought of") == 1
+
+    def test_a_value_of_another_shape_is_not_taken(self, monkeypatch):
+        monkeypatch.setitem(cpu_rewrites._RULES, CONVOLUTION, lambda operation: operation.lhs)
+        assert rewrites(lambda x, w: tf.nn.conv2d(x, w, 1, "SAME"), random(2, 2, 2, 3), random(3, 3, 3, 4)) == {}
+        assert cpu_rewrites._failed == {CONVOLUTION}
 
 
 class TestSwitch:

@@ -20,7 +20,7 @@ from jax._src import compilation_cache, lru_cache
 from replica_engine import TPUStrategy, xla
 from replica_engine.pjrt import cache_folder, executable
 from replica_engine.pjrt.cache_folder import CacheFolder
-from replica_engine.xla.stages import saved_programs
+from replica_engine.xla.stages import program_rows, saved_programs
 
 X = [[tf.constant([1.0, 2.0])], [tf.constant([3.0, 4.0])]]
 
@@ -167,6 +167,43 @@ def test_the_environment_names_the_folder(tmp_path, monkeypatch):
     assert compiled(double)[1] == (1, 0)
 
 
+@pytest.mark.parametrize("variable", ["REPLICA_ENGINE_CACHE_DIR", "JAX_COMPILATION_CACHE_DIR", None])
+class TestPaths:
+    @pytest.fixture(autouse=True)
+    def _here(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        saved_programs._absolute_at_first.cache_clear()
+        yield
+        saved_programs._absolute_at_first.cache_clear()
+
+    def choose(self, path, variable, monkeypatch):
+        saved_programs._chosen.clear()
+        if variable is None:
+            xla.set_cache_dir(path)
+        else:
+            monkeypatch.setenv(variable, path)
+
+    def test_an_address_is_warned_of_once_and_makes_no_folder(self, tmp_path, monkeypatch, caplog, variable):
+        self.choose("gs://bucket/programs", variable, monkeypatch)
+        assert compiled(double)[1] == (1, 0)
+        assert compiled(double)[1] == (1, 0)
+        assert not list(tmp_path.iterdir())
+        assert caplog.text.count("gs://bucket/programs is an address") == 1
+
+    def test_the_home_folder(self, tmp_path, monkeypatch, variable):
+        self.choose("~/programs", variable, monkeypatch)
+        compiled(double)
+        assert list((tmp_path / "home" / "programs").glob("*-cache"))
+
+    def test_the_current_folder_may_change(self, tmp_path, monkeypatch, variable):
+        self.choose("programs", variable, monkeypatch)
+        compiled(double)
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert compiled(double)[1] == (0, 1)
+
+
 @pytest.mark.parametrize("damage", [b"", b"no program at all"], ids=["empty", "other bytes"])
 def test_a_broken_file_is_replaced(folder, caplog, damage):
     compiled(double)
@@ -230,7 +267,7 @@ def test_a_read_only_folder_is_read(folder, caplog, monkeypatch):
 
 def test_other_options_are_another_program(monkeypatch):
     compiled(double)
-    monkeypatch.setattr(executable, "_CPU_OPTIONS", ())
+    monkeypatch.setattr(executable, "CPU_OPTIONS", ())
     assert compiled(double)[1] == (1, 0)
     assert compiled(double)[1] == (0, 1)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
@@ -274,6 +311,32 @@ def test_readers_and_writers_at_the_same_time(folder):
     with concurrent.futures.ThreadPoolExecutor() as threads:
         list(threads.map(use, "abcabc"))
     assert not list(folder.glob("*.partial"))
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o022, 0o077])
+def test_files_have_the_permissions_of_other_files(folder, umask):
+    before = os.umask(umask)
+    try:
+        CacheFolder(folder).write("a", b"a program", 1.0, {})
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o666 & ~umask}
+
+
+def test_an_about_whose_program_is_gone_is_removed(folder):
+    CacheFolder(folder).write("old", b"a program", 1.0, {})
+    CacheFolder(folder).write("new", b"a program", 1.0, {})
+    for key in ("old", "new"):
+        (folder / f"{key}-cache").unlink()  # as jax removes programs: it knows no -about
+    os.utime(folder / "old-about", (0, 0))
+    CacheFolder(folder).write("another", b"a program", 1.0, {})
+    assert {file.name for file in folder.glob("*-about")} == {"new-about", "another-about"}
+
+
+def test_other_forms_of_markers_are_another_program(monkeypatch):
+    compiled(double)
+    monkeypatch.setattr(executable, "MARKERS_VERSION", 0)
+    assert compiled(double)[1] == (1, 0)
 
 
 def test_the_layout_is_that_of_jax(folder):
@@ -355,6 +418,75 @@ class TestWhyAProgramIsCompiledAgain:
         By.value = 3.0
         compiled(scale)
         assert "other operations" in caplog.text
+
+    def test_a_name_without_a_value_yet(self, caplog):
+        def step(x):
+            return later(x) if x.shape[0] > 100 else 2 * x
+
+        program, _ = compiled(step)
+        assert values(program(X)) == [[2.0, 4.0], [6.0, 8.0]]
+
+        def later(x):
+            return 3 * x
+
+        assert compiled(step, [[tf.zeros([3])], [tf.zeros([3])]])[1] == (1, 0)
+        assert "args[0]: float32 (3,) now, float32 (2,) there" in caplog.text
+
+    def test_a_list_that_holds_itself(self):
+        endless = [1.0]
+        endless.append(endless)
+
+        def step(x):
+            return x * endless[0]
+
+        assert values(compiled(step)[0](X)) == [[1.0, 2.0], [3.0, 4.0]]
+
+    def test_a_value_that_cannot_be_described(self, caplog):
+        class Odd:
+            @property
+            def __dict__(self):
+                raise RuntimeError("not now")
+
+            def step(self, x):
+                return 2 * x
+
+        assert values(compiled(Odd().step)[0](X)) == [[2.0, 4.0], [6.0, 8.0]]
+
+    @pytest.mark.parametrize("text", ["[1]", "1", "null", "{", "[" * 100_000], ids=["list", "1", "null", "cut", "deep"])
+    def test_an_about_that_is_no_object(self, folder, caplog, text):
+        compiled(double)
+        (about,) = folder.glob("replica_engine_double-*-about")
+        about.write_text(text)
+        caplog.clear()
+        assert compiled(double, [[tf.zeros([3])], [tf.zeros([3])]])[1] == (1, 0)
+        assert "no program of this name" in caplog.text
+
+    def test_large_arrays_are_not_copied(self, monkeypatch):
+        large, small = np.ones(2**20, np.float32), np.ones(4, np.float32)
+        copied = []
+        plain = np.ascontiguousarray
+        monkeypatch.setattr(np, "ascontiguousarray", lambda value: copied.append(value.shape) or plain(value))
+        rows = program_rows._closed_over(lambda x: x + large[:2] + small[:2])
+        assert rows["the closed-over large"] == "an array float32 (1048576,)"
+        assert copied == [(4,)]
+
+    def test_no_secret_is_written(self, folder, caplog):
+        class Job:
+            def __init__(self, secret):
+                self.api_key, self.unused, self.scale = secret, "SECRET-unused", 2.0
+
+            def step(self, x):
+                return x * self.scale * len(self.api_key)
+
+        closed = {"token": "SECRET-closed"}
+        compiled(Job("SECRET-1").step)
+        compiled(lambda x: x * len(closed["token"]))
+        assert "SECRET" not in "".join(file.read_text() for file in folder.glob("*-about"))
+        assert "unused" not in "".join(file.read_text() for file in folder.glob("*-about"))
+        caplog.clear()
+        compiled(Job("SECRET-23").step)
+        assert "self.api_key: a str with the hash" in caplog.text
+        assert "SECRET" not in caplog.text
 
 
 def test_a_folder_given_as_bytes_is_refused():

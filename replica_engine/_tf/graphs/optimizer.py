@@ -82,14 +82,18 @@ class _Context:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
 
+    def __repr__(self) -> str:
+        return repr(self._own)
+
     def call_function(self, *args: Any, **kwargs: Any) -> Any:
         """Calls a function in eager mode. Options belong to a thread, so no other call sees these."""
         own, given = self._own, self._own.function_call_options
-        own.function_call_options = self._options(given)
+        own.function_call_options = ours = self._options(given)
         try:
             return own.call_function(*args, **kwargs)
         finally:
-            own.function_call_options = given
+            if own.function_call_options is ours:  # else the function has set others, which must stay
+                own.function_call_options = given
 
     def _options(self, given: FunctionCallOptions) -> FunctionCallOptions:
         """The options of the user or of TensorFlow, with fewer passes; kept until the user sets others."""

@@ -17,21 +17,26 @@ which Keras layer or TensorFlow op the operation came from. A rewrite of the Ten
 each op and data format; and while a body is lowered, nobody knows on which platform it will run. `Lowered.as_text`
 shows the program before the rewrite.
 
-A form has the same values, apart from the order in which numbers are added. An operation is rewritten only if its
-shape fits the rule of the form; `benchmarks/cpu_rewrites.py` prints the table that the rules were taken from.
+A form has the same values, apart from the order in which numbers are added. One exception: where an infinite or NaN
+element of a kernel meets padding, a form adds infinity times 0, which is NaN; XLA:CPU's own loop leaves padding out. An
+operation is rewritten only if its shape fits the rule of the form, and only if what the form keeps between its
+operations stays below a bound (`convolutions.MOST_BYTES`, `MOST_TIMES`). `benchmarks/cpu_rewrites.py` prints the table
+that the rules were taken from.
 
 One switch turns all of them off: `set_cpu_rewrites(False)`, or `REPLICA_ENGINE_CPU_REWRITES=0` in the environment.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
+from replica_engine.errors import not_rewritten
 from replica_engine.pjrt.cpu_rewrites import convolutions, pooling, products
 from replica_engine.pjrt.jaxlib import ir
 
-VERSION = 1
+VERSION = 2
 """Part of what a compiled program depends on. Raise it when a rule or a form changes."""
 
 _RULES = {
@@ -40,7 +45,9 @@ _RULES = {
     "stablehlo.reduce": products.rewritten,
 }
 
+_logger = logging.getLogger("replica_engine")
 _chosen: list[bool] = []  # what `set_cpu_rewrites` was called with last
+_failed: set[str] = set()  # kinds of operations whose rule has failed and was told of
 
 
 def set_cpu_rewrites(enabled: bool) -> None:
@@ -60,7 +67,10 @@ def enabled() -> bool:
 
 
 def rewrite(module: Any) -> dict[str, int]:
-    """Rewrites the operations of a module in place. Returns how many of each kind were rewritten."""
+    """Rewrites the operations of a module in place. Returns how many of each kind were rewritten.
+
+    An operation whose rule fails stays as it is, and is warned of once: a rewrite only saves time.
+    """
     found: list[Any] = []
     done: dict[str, int] = {}
 
@@ -73,10 +83,30 @@ def rewrite(module: Any) -> dict[str, int]:
         module.operation.walk(collect)
         for operation in found:
             name = operation.name
-            with ir.InsertionPoint(operation), operation.location:
-                new = _RULES[name](operation.opview)
+            new = _made(operation)
             if new is not None:
                 operation.results[0].replace_all_uses_with(new)
                 operation.erase()
                 done[name] = done.get(name, 0) + 1
     return done
+
+
+def _made(operation: Any) -> Any:
+    """What the rule of an operation makes in front of it; None if it makes nothing."""
+    around = operation.block.operations
+    before = len(around)
+    try:
+        with ir.InsertionPoint(operation), operation.location:
+            new = _RULES[operation.name](operation.opview)
+        if new is not None and new.type != operation.results[0].type:
+            raise TypeError(f"{new.type} instead of {operation.results[0].type}")
+    except Exception as error:  # whatever the rule did not think of: the program is right without the rewrite
+        now = [each.operation for each in around]
+        end = now.index(operation)
+        for half_made in reversed(now[end - (len(now) - before) : end]):
+            half_made.erase()
+        if operation.name not in _failed:
+            _failed.add(operation.name)
+            _logger.warning(not_rewritten(operation.name, f"{type(error).__name__}: {error}"))
+        return None
+    return new

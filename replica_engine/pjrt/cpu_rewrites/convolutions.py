@@ -20,6 +20,12 @@ from replica_engine.pjrt.jaxlib import hlo, ir
 MOST_SLICES = 49
 """The most elements of a kernel (7x7), and so slices of the input: each is an operation of its own to compile."""
 
+MOST_BYTES = 16 * 2**20
+"""What a form may always keep between its operations, in bytes."""
+
+MOST_TIMES = 4
+"""How many times the bytes of the operands and of the result a form may keep, where that is more than `MOST_BYTES`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Convolution:
@@ -123,6 +129,8 @@ def rewritten(operation: Any) -> Value | None:
     each = Convolution.of(operation)
     slices, positions = math.prod(each.window_size), math.prod(each.result_size)
     kernel = ops.shape(each.kernel)
+    if not _fits(each, _padded_elements(each)):
+        return None
     if each.batch_groups > 1:
         one_a_group = ops.shape(each.input)[each.batch] == kernel[each.outputs] == each.batch_groups
         return _depthwise_kernel(each) if one_a_group and positions <= MOST_SLICES else None
@@ -133,7 +141,9 @@ def rewritten(operation: Any) -> Value | None:
         return _of_one_pixel(each)
     if positions == 1:
         return _to_one_pixel(each)
-    return _patches(each) if slices <= MOST_SLICES and is_slow(each) else None
+    if slices > MOST_SLICES or not is_slow(each) or not _fits(each, slices * positions * _elements_a_position(each)):
+        return None
+    return _patches(each)
 
 
 def is_slow(each: Convolution) -> bool:
@@ -143,6 +153,26 @@ def is_slow(each: Convolution) -> bool:
     other shape XLA:CPU's own code is as fast as patches, or up to ten times faster.
     """
     return math.prod(each.window_size) > math.prod(each.input_size)
+
+
+def _fits(each: Convolution, elements: int) -> bool:
+    """Whether so many elements are no more than a form may keep: speed must not cost the memory of the machine."""
+    bytes_of_one = 8 if str(ops.element_type(each.input)) == "f64" else 4
+    given = sum(math.prod(sizes) for sizes in (ops.shape(each.input), ops.shape(each.kernel), each.shape))
+    return bytes_of_one * elements <= max(MOST_BYTES, MOST_TIMES * bytes_of_one * given)
+
+
+def _padded_elements(each: Convolution) -> int:
+    """The size of `Convolution.padded`."""
+    sizes = zip(each.input_size, each.low, each.high, each.input_dilation, strict=True)
+    return _elements_a_position(each) * math.prod(
+        (size - 1) * dilation + 1 + low + high for size, low, high, dilation in sizes
+    )
+
+
+def _elements_a_position(each: Convolution) -> int:
+    """How many elements one position in space has in the input."""
+    return ops.shape(each.input)[each.batch] * ops.shape(each.input)[each.features]
 
 
 def _patches(each: Convolution) -> Value:

@@ -16,7 +16,9 @@ from replica_engine.pjrt.jaxlib import hlo
 def rewritten(operation: Any) -> Value | None:
     """The result of a sum of products; None if the operation is another."""
     reduce = operation.operation
-    if len(reduce.results) != 1 or not ops.is_zero(reduce.operands[1]):
+    if len(reduce.results) != 1 or not ops.is_static_float(reduce.operands[0], reduce.results[0]):
+        return None
+    if not ops.is_zero(reduce.operands[1]):
         return None
     body = [each.operation.name for each in reduce.regions[0].blocks[0].operations]
     if body != ["stablehlo.add", "stablehlo.return"]:

@@ -15,17 +15,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 import logging
 import os
 import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
 
-import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf.graphs import xla_ops
@@ -36,9 +33,9 @@ from replica_engine.errors import (
     compiled_again,
     compiled_first,
     read_from_cache,
+    remote_cache_dir,
     unusable_cache_dir,
 )
-from replica_engine.errors.base import shown
 from replica_engine.pjrt.cache_folder import CacheFolder
 from replica_engine.pjrt.executable import Executable, circumstances
 from replica_engine.pjrt.group import DeviceGroup
@@ -46,6 +43,7 @@ from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS, cache_limit
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.counts import count
 from replica_engine.xla.stages.program import Program
+from replica_engine.xla.stages.program_rows import rows_of
 
 _logger = logging.getLogger("replica_engine")
 
@@ -67,7 +65,8 @@ def set_cache_dir(path: str | os.PathLike[str] | None) -> None:
     be writable only for users who are trusted.
 
     Args:
-        path: the folder; it is made if it does not exist. None: no folder, also if the environment names one.
+        path: the folder; it is made if it does not exist, and `~` is the home folder. An address (`gs://...`) is
+            warned of, and nothing is kept. None: no folder, also if the environment names one.
 
     Raises:
         InputsError: `path` is not a path.
@@ -91,6 +90,7 @@ def set_cache_dir(path: str | os.PathLike[str] | None) -> None:
             raise InputsError.no_cache_dir(path) from None
         if not isinstance(path, str):
             raise InputsError.no_cache_dir(path)
+        path = _absolute(path)  # the current folder may change later
     with _lock:
         _chosen[:] = [path]
 
@@ -123,7 +123,7 @@ def found_or_compiled(
         count("cache_hits")
         _logger.info(read_from_cache(program.name, str(folder.path)))
         return found
-    about = _rows(traced, program) | about
+    about = rows_of(traced, program) | about
     _logger.info(_reason(program.name, folder, about, folder.abouts(prefix)))
     count("compiles")
     began = time.monotonic()
@@ -173,8 +173,24 @@ def _hash(about: Mapping[str, str]) -> str:
 
 def _folder() -> CacheFolder | None:
     with _lock:
-        path = _chosen[0] if _chosen else next(filter(None, map(os.environ.get, _VARIABLES)), None)
+        path = _chosen[0] if _chosen else _named_by_environment()
+    if path and "://" in path:
+        _warn(remote_cache_dir(path))
+        return None
     return _opened(path, cache_limit()) if path else None
+
+
+def _absolute(path: str) -> str:
+    """A path that stays the same folder when the current folder changes. An address, such as gs://..., stays."""
+    return path if not path or "://" in path else os.path.abspath(os.path.expanduser(path))
+
+
+_absolute_at_first = functools.cache(_absolute)
+
+
+def _named_by_environment() -> str | None:
+    path = next(filter(None, map(os.environ.get, _VARIABLES)), None)
+    return _absolute_at_first(path) if path else None
 
 
 _opened = functools.cache(CacheFolder)
@@ -220,63 +236,3 @@ def _differences(about: Mapping[str, str], other: Mapping[str, str]) -> list[tup
     """For each row that differs, its name, its value now, and its value in the other."""
     names = [name for name in {**about, **other} if name != _PROGRAM and about.get(name) != other.get(name)]
     return [(name, about.get(name), other.get(name)) for name in names]
-
-
-def _rows(traced: BodyGraph, program: Program) -> dict[str, str]:
-    """What a program was lowered for, as names and values that a user knows."""
-    rows = {"the number of replicas": str(program.body.size)}
-    for name, slot in zip(program.slot_names, program.slots, strict=True):
-        rows[name] = f"{slot.dtype.name} {slot.shape}"
-    for path, value in traced.constants:
-        rows[path] = _described(value)
-    for index, tensor in enumerate(program.tensors):
-        rows[f"the captured tensor {index}"] = f"{tensor.dtype.name} {tensor.shape}"
-    for index, handle in enumerate(program.handles):
-        dtype, shape = xla_ops.variable_dtype_and_shape(handle) or ("?", "?")
-        rows[f"the variable {index} ({xla_ops.variable_name(handle)})"] = f"{getattr(dtype, 'name', dtype)} {shape}"
-    return rows | _closed_over(traced.fn)
-
-
-def _closed_over(fn: Any) -> dict[str, str]:
-    """The code of a function, and the values that it uses without being given them."""
-    rows: dict[str, str] = {}
-    while isinstance(fn, functools.partial):
-        rows.update((f"the argument {index} of the partial", _described(value)) for index, value in enumerate(fn.args))
-        rows.update((f"the argument {name} of the partial", _described(value)) for name, value in fn.keywords.items())
-        fn = fn.func
-    if isinstance(fn, MethodType):
-        plain = {name: value for name, value in getattr(fn.__self__, "__dict__", {}).items() if _is_plain(value)}
-        rows.update((f"self.{name}", _described(value)) for name, value in plain.items())
-        fn = fn.__func__
-    if isinstance(fn, FunctionType):
-        rows["its code"] = _code(fn.__code__)
-        used = inspect.getclosurevars(fn)
-        rows.update((f"the closed-over {name}", _described(value)) for name, value in used.nonlocals.items())
-        rows.update((f"the global {name}", _described(value)) for name, value in used.globals.items())
-    return rows
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, complex, str, bytes))
-
-
-def _described(value: Any) -> str:
-    """A value as text that is the same in each process."""
-    if _is_plain(value):
-        return shown(value)
-    if isinstance(value, np.ndarray):
-        digest = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()[:8]
-        return f"an array {value.dtype} {value.shape} with the hash {digest}"
-    if isinstance(value, FunctionType):
-        return f"the function {value.__qualname__} {_code(value.__code__)}"
-    if type(value) in (list, tuple) and len(value) <= 16:
-        return f"[{', '.join(map(_described, value))}]"
-    if type(value) is dict and len(value) <= 16:
-        return "{" + ", ".join(f"{_described(key)}: {_described(item)}" for key, item in value.items()) + "}"
-    return type(value).__qualname__
-
-
-def _code(code: CodeType) -> str:
-    constants = [_code(each) if isinstance(each, CodeType) else shown(each) for each in code.co_consts]
-    parts = repr((code.co_code, code.co_names, constants))
-    return f"with the hash {hashlib.sha256(parts.encode()).hexdigest()[:8]}"
