@@ -138,7 +138,11 @@ def saving_on(devices: DeviceGroup, limits: Limits) -> Saving | None:
     member = devices.member
     if member is None:
         return None
-    return Saving(not devices.first, lambda name: member.meet(name, limits.timeout, limits.warn_after))
+
+    def meet(name: str, limited: bool) -> None:
+        member.meet(name, limits.timeout if limited else None, limits.warn_after)
+
+    return Saving(not devices.first, meet)
 
 
 def start_from_chief(name: str, components: Sequence[Any], devices: DeviceGroup) -> None:
