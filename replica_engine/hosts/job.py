@@ -377,6 +377,8 @@ class Job:
             self._refuse(ticket, str(key))
         else:
             self._waits[ticket] = self._wait(str(key), "", float("inf") if timeout is None else timeout)
+            if timeout is not None and timeout <= 0:  # now, and not at the next tick: the chief may ask for each worker
+                self._give_up(ticket, self._ticked)
 
     def _on_rows(self, worker: int, member: _Member, number: int) -> None:
         self._answer((worker, int(number)), [dataclasses.asdict(row) for row in self.rows(member.heard)])

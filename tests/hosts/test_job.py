@@ -260,6 +260,8 @@ def test_values():
     ((number, failure),) = played.told_to(2, "late")
     assert number == 8
     assert "No worker has put a value under 'address' within 2 s" in str(Failure.from_json(failure).error())
+    played.say(0, "get", 1, "address", 0.0)
+    assert [number for number, _ in played.told_to(0, "late")] == [1], "without waiting"
     played.say(0, "put", "address", {"port": 1})
     played.say(2, "get", 9, "address", None)
     assert played.told_to(1, "answer") == [[4, {"port": 1}]]
