@@ -360,7 +360,7 @@ class Job:
             self._values[str(key)] = value
             for ticket in waiting:
                 self._answer(ticket, value)
-        else:  # whoever asks for it is told; a member that only puts goes on
+        else:  # the members that ask for it are told; one that only puts goes on
             for ticket in waiting:
                 self._refuse(ticket, str(key))
 

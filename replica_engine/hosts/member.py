@@ -278,7 +278,7 @@ class Member:
     def put(self, key: str, value: Any) -> None:
         """Stores a value for all workers; a later value takes the place of an earlier one.
 
-        A job keeps 10,000 values until they are dropped. What has no room is not stored, and `get` says so.
+        A job keeps 10,000 values; what has no room is not stored, and `get` says so.
 
         Args:
             key: its name.
@@ -294,11 +294,7 @@ class Member:
             self._queue(message)
 
     def drop(self, *prefixes: str) -> None:
-        """Drops the values whose keys begin with one of the prefixes, so that the coordinator need not keep them.
-
-        Args:
-            prefixes: beginnings of keys, or whole keys.
-        """
+        """Drops the values whose keys begin with one of the prefixes, so that the coordinator need not keep them."""
         with self._changed:
             self._queue(["drop", *prefixes])
 
