@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 # checkpoint: Checkpoint._write is what save, write and CheckpointManager.save end in; _execute_callbacks is called
-# there at the end. checkpoint_management: update_checkpoint_state_internal writes the file that lists the checkpoints,
+# there at the end. Checkpoint.save starts a thread before that if it shall be asynchronous.
+# checkpoint_management: update_checkpoint_state_internal writes the file that lists the checkpoints,
 # _delete_file_if_exists deletes old ones.
 from tensorflow.python.checkpoint import checkpoint as _checkpoint
 from tensorflow.python.checkpoint import checkpoint_management as _management
@@ -30,8 +31,9 @@ from tensorflow.python.saved_model import save as _save
 CHECKPOINT = "tensorflow.python.checkpoint.checkpoint.Checkpoint"
 MANAGEMENT = "tensorflow.python.checkpoint.checkpoint_management"
 SAVED_MODEL = "tensorflow.python.saved_model.save"
-WRITE, STATE, DELETE, NODES = (
+WRITE, SAVE, STATE, DELETE, NODES = (
     "_write",
+    "save",
     "update_checkpoint_state_internal",
     "_delete_file_if_exists",
     "save_and_return_nodes",
@@ -63,6 +65,7 @@ def let_the_chief_write(worker_of: Callable[[Any], Worker | None]) -> None:
     if hasattr(getattr(cls, WRITE), _MARK):
         return
     _replace(cls, WRITE, functools.partial(_written, worker_of))
+    _replace(cls, SAVE, functools.partial(_saved, worker_of))
     _replace(_save, NODES, functools.partial(_exported, worker_of))
     for name in (STATE, DELETE):
         _replace(_management, name, _not_by_others)
@@ -80,8 +83,7 @@ def _written(worker_of: Callable[[Any], Worker | None], original: Callable[..., 
         worker = worker_of(self)
         if worker is None:
             return original(self, file_prefix, options)
-        options = copy.copy(options or tf.train.CheckpointOptions())
-        options.experimental_enable_async_checkpoint = False  # a thread of its own would meet out of order
+        options = _synchronous(options)
         with worker.saving("a checkpoint"):
             if worker.writes:
                 return original(self, file_prefix, options)
@@ -97,6 +99,22 @@ def _written(worker_of: Callable[[Any], Worker | None], original: Callable[..., 
             return path
 
     return write
+
+
+def _saved(worker_of: Callable[[Any], Worker | None], original: Callable[..., Any]) -> Callable[..., Any]:
+    def save(self: Any, file_prefix: Any, options: Any = None) -> Any:
+        if options is not None and options.experimental_enable_async_checkpoint and worker_of(self) is not None:
+            options = _synchronous(options)
+        return original(self, file_prefix, options)
+
+    return save
+
+
+def _synchronous(options: Any) -> Any:
+    """The options without asynchronous saving: a thread of its own would meet the other workers out of order."""
+    options = copy.copy(options or tf.train.CheckpointOptions())
+    options.experimental_enable_async_checkpoint = False
+    return options
 
 
 def _exported(worker_of: Callable[[Any], Worker | None], original: Callable[..., Any]) -> Callable[..., Any]:

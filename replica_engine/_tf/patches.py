@@ -92,6 +92,7 @@ PATCHES: tuple[Patch, ...] = (
         Patch(owner, name, "the chief writes files for all workers", _FIRST_WORKERS_SCOPE, _NOT_OF_WORKERS)
         for owner, name in (
             (checkpoints.CHECKPOINT, checkpoints.WRITE),
+            (checkpoints.CHECKPOINT, checkpoints.SAVE),
             (checkpoints.MANAGEMENT, checkpoints.STATE),
             (checkpoints.MANAGEMENT, checkpoints.DELETE),
             (checkpoints.SAVED_MODEL, checkpoints.NODES),

@@ -311,6 +311,14 @@ class WorkersMissingError(ReplicaEngineError, TimeoutError):
         """No worker has stored a value under the key within `timeout`."""
         return cls(f"No worker has put a value under {key!r} within {seconds:g} s (timeout=).")
 
+    @classmethod
+    def no_room(cls, key: str, most: int) -> WorkersMissingError:
+        """The job has no value under the key, and no room for one: the workers have put too many values."""
+        return cls(
+            f"There is no value under {key!r}, and no room for one: the workers have put {most:,} values, the most "
+            "that a job keeps. Put again under the same key, or drop with `member.drop(key)` what all have read."
+        )
+
 
 class WorkerVersionError(ReplicaEngineError, RuntimeError):
     """The workers have different versions of a package, or different numbers of replicas.

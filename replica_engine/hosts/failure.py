@@ -11,7 +11,7 @@ from replica_engine.errors import ReplicaEngineError, WorkerRow
 
 _WORDINGS = {
     "WorkerLostError": ("killed", "exited", "vanished", "raised", "left", "silent", "no_coordinator"),
-    "WorkersMissingError": ("not_joined", "not_met", "no_value"),
+    "WorkersMissingError": ("not_joined", "not_met", "no_value", "no_room"),
     "WorkerVersionError": ("of_package", "of_replicas"),
     "ProgramDisagreementError": ("differ",),
     "ClusterConfigError": ("other_size", "taken"),

@@ -355,18 +355,30 @@ class Job:
         return _Wait(what, point, float(timeout), self._ticked + float(timeout))
 
     def _on_put(self, worker: int, member: _Member, key: str, value: Any) -> None:
-        if len(self._values) >= _MOST_VALUES and key not in self._values:
-            raise BadMessageError(f"more than {_MOST_VALUES} values")
-        self._values[str(key)] = value
-        for ticket in [ticket for ticket, wait in self._waits.items() if wait.what == key]:
-            self._answer(ticket, value)
+        waiting = [ticket for ticket, wait in self._waits.items() if wait.what == key]
+        if self._has_room(str(key)):
+            self._values[str(key)] = value
+            for ticket in waiting:
+                self._answer(ticket, value)
+        else:  # the members that ask for it are told; one that only puts goes on
+            for ticket in waiting:
+                self._refuse(ticket, str(key))
+
+    def _on_drop(self, worker: int, member: _Member, *prefixes: str) -> None:
+        beginnings = tuple(map(str, prefixes))
+        for key in [key for key in self._values if key.startswith(beginnings)]:
+            del self._values[key]
 
     def _on_get(self, worker: int, member: _Member, number: int, key: str, timeout: float | None) -> None:
         ticket = worker, int(number)
         if key in self._values:
             self._answer(ticket, self._values[key])
+        elif not self._has_room(str(key)):
+            self._refuse(ticket, str(key))
         else:
             self._waits[ticket] = self._wait(str(key), "", float("inf") if timeout is None else timeout)
+            if timeout is not None and timeout <= 0:  # now, and not at the next tick: the chief may ask for each worker
+                self._give_up(ticket, self._ticked)
 
     def _on_rows(self, worker: int, member: _Member, number: int) -> None:
         self._answer((worker, int(number)), [dataclasses.asdict(row) for row in self.rows(member.heard)])
@@ -384,6 +396,14 @@ class Job:
         worker, number = ticket
         self._tell(worker, ["answer", number, value])
 
+    def _has_room(self, key: str) -> bool:
+        return key in self._values or len(self._values) < _MOST_VALUES
+
+    def _refuse(self, ticket: tuple[int, int], key: str) -> None:
+        self._waits.pop(ticket, None)
+        worker, number = ticket
+        self._tell(worker, ["late", number, Failure.of(WorkersMissingError.no_room, key, _MOST_VALUES).as_json()])
+
     def _give_up(self, ticket: tuple[int, int], now: float) -> None:
         wait = self._waits.pop(ticket)
         if isinstance(wait.what, int):
@@ -400,6 +420,7 @@ _HANDLERS: dict[str, Callable[..., None]] = {
     "program": Job._on_program,
     "log": Job._on_log,
     "put": Job._on_put,
+    "drop": Job._on_drop,
     "get": Job._on_get,
     "rows": Job._on_rows,
     "failed": Job._on_failed,

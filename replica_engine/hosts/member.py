@@ -278,6 +278,8 @@ class Member:
     def put(self, key: str, value: Any) -> None:
         """Stores a value for all workers; a later value takes the place of an earlier one.
 
+        A job keeps 10,000 values; what has no room is not stored, and `get` says so.
+
         Args:
             key: its name.
             value: something that JSON can hold, in less than a megabyte.
@@ -291,11 +293,16 @@ class Member:
         with self._changed:
             self._queue(message)
 
+    def drop(self, *prefixes: str) -> None:
+        """Drops the values whose keys begin with one of the prefixes, so that the coordinator need not keep them."""
+        with self._changed:
+            self._queue(["drop", *prefixes])
+
     def get(self, key: str, timeout: float | None = None) -> Any:
         """Waits until a worker has stored a value under a key, and returns it.
 
         Raises:
-            WorkersMissingError: there was none within `timeout` seconds.
+            WorkersMissingError: there was none within `timeout` seconds, or the job has no room for one.
             WorkerLostError: or another failure of the job.
         """
         return self._ask(lambda number: ["get", number, key, timeout])

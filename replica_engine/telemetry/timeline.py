@@ -10,10 +10,11 @@ on the thread of the span; `profiled` does so.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
@@ -67,6 +68,20 @@ class Profiler(NamedTuple):
     trace: Callable[[str], contextlib.AbstractContextManager[Any]]
 
 
+class Ended(NamedTuple):
+    """What becomes of a timeline of a job that has ended.
+
+    Attributes:
+        path: the file to write; None if another worker writes it.
+        spans: what to write.
+        lacks: by worker: why its spans are not there.
+    """
+
+    path: str | None
+    spans: list[Span]
+    lacks: Mapping[int, str] = {}
+
+
 class Shared(Protocol):
     """The timelines of all workers of a job; `replica_engine.hosts` has it.
 
@@ -76,12 +91,14 @@ class Shared(Protocol):
 
     writes: bool
 
-    def begin(self) -> int:
-        """A timeline begins; returns its number."""
+    def begin(self, path: str) -> None:
+        """A timeline of a path begins."""
 
-    def end(self, number: int, spans: list[Span], waits: bool) -> list[Span] | None:
-        """A timeline has ended: the spans of all workers; None if another worker writes the file."""
+    def end(self, path: str, spans: list[Span], waits: bool) -> Ended:
+        """A timeline has ended: what to write, with the spans of all workers if this is the chief."""
 
+
+LOGGER = logging.getLogger("replica_engine")
 
 _shared: list[Shared] = []
 _recorders: tuple[Recorder, ...] = ()
@@ -100,7 +117,9 @@ class timeline:
     million spans are kept; the file says how many further spans it lacks.
 
     In a job of several workers, all of them enter the block, with one path. The chief writes one file with the tracks
-    of all, on its clock; it waits up to 30 seconds for a worker that has begun the block and not ended it.
+    of all, on its clock; it waits up to 30 seconds for workers that have begun the block and not ended it. The file and
+    a warning name each worker that it lacks. A worker that records a path that the chief does not record at that time
+    writes its own file: `run.worker-1.json` for `run.json` on worker 1.
 
     Args:
         path: the path of the file. Its folder must exist.
@@ -123,14 +142,15 @@ class timeline:
     def __init__(self, path: str | os.PathLike[str]):
         self._path = os.fspath(path)
         self._recorder: Recorder | None = None
-        self._shared: tuple[Shared, int] | None = None
+        self._shared: Shared | None = None
 
     def __enter__(self) -> timeline:
         if not _shared or _shared[-1].writes:
             with open(self._path, "a"):  # fails now, not at the end of a long run, if the file cannot be written
                 pass
         if _shared:
-            self._shared = _shared[-1], _shared[-1].begin()
+            self._shared = _shared[-1]
+            self._shared.begin(self._path)
         self._recorder = Recorder()
         _change(lambda recorders: (*recorders, self._recorder))
         return self
@@ -140,13 +160,19 @@ class timeline:
         assert recorder is not None, "entered"
         _change(lambda recorders: tuple(each for each in recorders if each is not recorder))
         ended = now()
-        spans: list[Span] | None = recorder.spans
-        if self._shared is not None:
-            shared, number = self._shared
-            spans = shared.end(number, recorder.spans, waits=error is None)
-        if spans is not None:
-            began = min([recorder.began, *(span.begin for span in spans)])
-            write(self._path, spans, began, ended, recorder.dropped)
+        if self._shared is None:
+            write(self._path, recorder.spans, recorder.began, ended, recorder.dropped)
+            return
+        path, spans, lacks = self._shared.end(self._path, recorder.spans, waits=error is None)
+        if path is None:
+            return
+        began = min([recorder.began, *(span.begin for span in spans)])
+        try:
+            write(path, spans, began, ended, recorder.dropped, lacks)
+        except OSError as reason:
+            if path == self._path:
+                raise
+            LOGGER.warning("The timeline of this worker could not be written: %s", reason)  # not checked before
 
     def _repr_html_(self) -> str:
         """The picture and the table, for notebooks, once the block is over; without matplotlib, the table alone."""

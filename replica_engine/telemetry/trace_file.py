@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 
@@ -30,7 +30,14 @@ class Track(NamedTuple):
     order: int = 0
 
 
-def write(path: str, spans: Iterable[Any], began: float, ended: float, dropped: int) -> None:
+def write(
+    path: str,
+    spans: Iterable[Any],
+    began: float,
+    ended: float,
+    dropped: int,
+    lacks: Mapping[int, str] | None = None,
+) -> None:
     """Writes a trace file, completely or not at all.
 
     Args:
@@ -39,6 +46,7 @@ def write(path: str, spans: Iterable[Any], began: float, ended: float, dropped: 
         began: when the recording began, in seconds of the spans' clock.
         ended: when the recording ended, in seconds of the same clock.
         dropped: the number of spans that the recording dropped.
+        lacks: by worker of the job: why its spans are not there.
 
     Raises:
         OSError: the file cannot be written.
@@ -56,11 +64,13 @@ def write(path: str, spans: Iterable[Any], began: float, ended: float, dropped: 
         if details:
             event["args"] = details
         events.append(event)
-    data = {
+    data: dict[str, Any] = {
         "traceEvents": [*_names(groups, tracks), *events],
         "displayTimeUnit": "ms",
         "otherData": {"producer": "replica_engine", "seconds": ended - began, "dropped_spans": dropped},
     }
+    if lacks:
+        data["otherData"]["lacks"] = {f"worker {worker}": reason for worker, reason in lacks.items()}
     part = f"{path}.{os.getpid()}.part"
     try:
         with open(part, "w") as file:

@@ -248,6 +248,15 @@ def test_a_value_that_nobody_gives():
     member.get("address", timeout=0.5)
 
 
+@beside(FOLLOWS)
+@shows(WorkersMissingError.no_room)
+def test_more_values_than_a_job_keeps():
+    member = hosts.join()
+    for step in range(10_001):
+        member.put(f"loss of step {step}", 0.5)
+    member.get("loss of step 10000")
+
+
 @beside("", versions={"tensorflow": "2.20.0"})
 @shows(WorkerVersionError.of_package)
 def test_another_version():

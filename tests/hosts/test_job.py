@@ -260,10 +260,31 @@ def test_values():
     ((number, failure),) = played.told_to(2, "late")
     assert number == 8
     assert "No worker has put a value under 'address' within 2 s" in str(Failure.from_json(failure).error())
+    played.say(0, "get", 1, "address", 0.0)
+    assert [number for number, _ in played.told_to(0, "late")] == [1], "without waiting"
     played.say(0, "put", "address", {"port": 1})
     played.say(2, "get", 9, "address", None)
     assert played.told_to(1, "answer") == [[4, {"port": 1}]]
     assert played.told_to(2, "answer") == [[9, {"port": 1}]]
+
+
+def test_too_many_values_are_an_error_of_who_asks():
+    played = Played()
+    played.say(1, "get", 1, "too many", None)
+    for number in range(10_000):
+        played.say(0, "put", f"value {number}", number)
+    played.say(0, "put", "too many", 5)
+    played.say(2, "get", 2, "another", None)
+    for worker, key in ((1, "too many"), (2, "another")):
+        ((_, failure),) = played.told_to(worker, "late")
+        assert f"no value under '{key}', and no room for one" in str(Failure.from_json(failure).error())
+    played.say(0, "put", "value 3", "new")
+    played.say(0, "drop", "value 1", "value 2")
+    played.say(0, "put", "too many", 6)
+    for number, key in enumerate(("value 3", "too many")):
+        played.say(2, "get", 10 + number, key, None)
+    assert played.told_to(2, "answer") == [[10, "new"], [11, 6]]
+    assert played.error is None
 
 
 def test_how_far_all_are():

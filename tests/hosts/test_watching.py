@@ -7,6 +7,7 @@ import threading
 import pytest
 from helpers.jobs import LONG, TRAIN, job
 
+from replica_engine.errors import WorkersMissingError
 from replica_engine.hosts.clock import ClockOffset
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.all_workers import SharedTimelines
@@ -83,6 +84,7 @@ def test_one_timeline_has_the_tracks_of_all_workers(tmp_path):
     events = json.loads(path.read_text())["traceEvents"]
     groups = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
     assert set(groups) == {"worker 0: Strategy", "worker 1: Strategy"}
+    assert list(json.loads(path.read_text())["otherData"]["lacks"]) == ["worker 2"]
     steps = {event["name"]: event for event in events if event["ph"] == "X"}
     mine, other = steps["step of 0"], steps["step of 1"]
     assert mine["pid"] != other["pid"]
@@ -93,37 +95,97 @@ def test_one_timeline_has_the_tracks_of_all_workers(tmp_path):
 class FakeMember:
     """A worker whose clock differs from the coordinator's."""
 
-    def __init__(self, worker, values, ahead):
+    def __init__(self, worker, values, ahead=0.0):
         self.worker, self.size, self.clock_offset = worker, 2, ClockOffset(ahead, 0.0)
         self._values = values
 
     def put(self, key, value):
         self._values[key] = value
 
+    def drop(self, *prefixes):
+        for key in [key for key in self._values if key.startswith(prefixes)]:
+            del self._values[key]
+
     def get(self, key, timeout=None):
         if key not in self._values:
-            raise TimeoutError(key)
+            raise WorkersMissingError.no_value(key, timeout)
         return self._values[key]
+
+
+def both(values):
+    return [SharedTimelines(FakeMember(worker, values)) for worker in range(2)]
 
 
 def test_clocks_are_aligned():
     values = {}
-    chief, other = (SharedTimelines(FakeMember(worker, values, ahead)) for worker, ahead in ((0, 5.0), (1, -1000.0)))
-    assert chief.begin() == other.begin() == 0
-    assert other.end(0, [Span(TRACK, "step", "run", 1011.0, 1012.0, {"size": 3})], waits=True) is None
-    (span,) = chief.end(0, [], waits=True)
+    chief, other = SharedTimelines(FakeMember(0, values, 5.0)), SharedTimelines(FakeMember(1, values, -1000.0))
+    for each in (chief, other):
+        each.begin("a.json")
+    assert other.end("a.json", [Span(TRACK, "step", "run", 1011.0, 1012.0, {"size": 3})], waits=True).path is None
+    path, (span,), lacks = chief.end("a.json", [], waits=True)
+    assert (path, lacks) == ("a.json", {})
     assert (span.begin, span.end) == (pytest.approx(6.0), pytest.approx(7.0))
     assert (span.track.group, span.details) == ("worker 1: Strategy", {"size": 3})
-    assert all(not value for key, value in values.items() if "part" in key)  # the coordinator need not keep them
 
 
 def test_many_spans_travel_in_parts():
     values = {}
-    chief, other = (SharedTimelines(FakeMember(worker, values, 0.0)) for worker in (0, 1))
-    chief.begin(), other.begin()
+    chief, other = both(values)
+    chief.begin("a.json"), other.begin("a.json")
     spans = [
         Span(TRACK, f"{number * 7919 % 1000003}", "run", number / 7, number / 7 + 1, None) for number in range(60_000)
     ]
-    other.end(0, spans, waits=True)
+    other.end("a.json", spans, waits=True)
     assert sum("part" in key for key in values) > 1
-    assert [span.name for span in chief.end(0, [], waits=True)] == [span.name for span in spans]
+    assert [span.name for span in chief.end("a.json", [], waits=True).spans] == [span.name for span in spans]
+    assert values == {}
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_timelines_leave_nothing_at_the_coordinator(waits):
+    values = {}
+    chief, other = both(values)
+    for number in range(5):
+        path = f"{number % 2}.json"
+        chief.begin(path), other.begin(path)
+        assert other.end(path, [span(number)], waits).path is None
+        ended = chief.end(path, [], waits)
+        assert [each.name for each in ended.spans] == [f"step {number}"] * waits
+        assert set(ended.lacks) == (set() if waits else {1})
+        assert values == {}
+
+
+def test_a_worker_that_records_alone_writes_its_own_file_and_later_ones_are_paired(caplog):
+    values = {}
+    chief, other = both(values)
+    other.begin("a.json")
+    assert other.end("a.json", [span(0)], waits=True) == ("a.worker-1.json", [span(0)], {})
+    assert "Worker 1 records a timeline of 'a.json' alone, and writes it to 'a.worker-1.json'" in caplog.text
+    for _ in range(2):
+        chief.begin("a.json")
+        path, spans, lacks = chief.end("a.json", [], waits=True)
+        assert (path, spans, set(lacks)) == ("a.json", [], {1})
+    assert "The timeline 'a.json' lacks worker 1: it records no timeline of this path now" in caplog.text
+    chief.begin("a.json"), other.begin("b.json")
+    assert other.end("b.json", [span(1)], waits=True).path == "b.worker-1.json"
+    other.begin("a.json")
+    assert other.end("a.json", [span(2)], waits=True).path is None
+    assert [each.name for each in chief.end("a.json", [], waits=True).spans] == ["step 2"]
+    assert values == {}
+
+
+def test_a_worker_that_is_ahead_is_not_taken_for_the_timeline_before():
+    values = {}
+    chief, other = both(values)
+    chief.begin("a.json"), other.begin("a.json")
+    other.end("a.json", [span(0)], waits=True)
+    other.begin("a.json")
+    assert [each.name for each in chief.end("a.json", [], waits=True).spans] == ["step 0"]
+    chief.begin("a.json")
+    other.end("a.json", [span(1)], waits=True)
+    assert [each.name for each in chief.end("a.json", [], waits=True).spans] == ["step 1"]
+    assert values == {}
+
+
+def span(number):
+    return Span(TRACK, f"step {number}", "run", 1.0, 2.0, None)

@@ -1,7 +1,12 @@
 """Checkpoints and saved models of several workers in one shared folder."""
 
+import threading
+
 from helpers.jobs import job
 from helpers.workers import HEAD, TAIL, alone, files, outputs
+
+from replica_engine.strategies.multi_worker.launches import Launches
+from replica_engine.strategies.multi_worker.saving import Saving
 
 SAVING = """
 import keras
@@ -68,6 +73,34 @@ else:
     strategy.run(lambda: context().all_reduce("SUM", 1.0))
 """
 
+PARTS = """
+import keras
+
+folder = os.environ["FOLDER"]
+strategy = KIND()
+with strategy.scope():
+    w = tf.Variable(1.0)
+step = lambda: context().all_reduce("SUM", w)
+checkpoint = tf.train.Checkpoint(w=w)
+options = tf.train.CheckpointOptions(experimental_enable_async_checkpoint=True)
+for _ in range(3):
+    path = checkpoint.save(f"{folder}/asynchronous/ckpt", options)
+    found["is there"] = os.path.exists(path + ".index")
+    for _ in range(10):
+        strategy.run(step)
+plain = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+plain.compile("adam", "mse")
+model = replica_engine.keras.replicate_model(plain, strategy=strategy)
+model.fit(np.ones([8, 3], "float32"), np.ones([8, 1], "float32"), batch_size=4, verbose=0, shuffle=False)
+parts = {"model": plain, "layer": plain.layers[0], "optimizer": plain.optimizer, "variable": plain.variables[0].value}
+for name, part in parts.items():
+    tf.train.Checkpoint(part=part, step=tf.Variable(me)).write(f"{folder}/{name}")
+    found[name] = int(tf.train.load_variable(f"{folder}/{name}", "step/.ATTRIBUTES/VARIABLE_VALUE"))
+own = f"{folder}/own {me}"
+tf.train.Checkpoint(step=tf.Variable(me)).write(own)
+found["own"] = os.path.exists(own + ".index")
+"""
+
 
 def test_the_chief_writes_and_all_restore(programs, tmp_path):
     shared, theirs = tmp_path / "shared", tmp_path / "one"
@@ -83,6 +116,52 @@ def test_the_chief_writes_and_all_restore(programs, tmp_path):
     assert first["loaded"] == first["own"] == first["served"]
     assert first == reference
     assert [each for each in files(shared) if not each.startswith("of worker 1")] == files(theirs)
+
+
+def test_the_chief_writes_parts_of_replicated_models_and_asynchronous_checkpoints(programs, tmp_path):
+    with job() as made:
+        first, second = outputs(programs, made, PARTS, FOLDER=str(tmp_path))
+    chiefs = dict.fromkeys(("model", "layer", "optimizer", "variable"), 0)
+    assert first == second == {"is there": True, **chiefs, "own": True}
+    assert [name for name in files(tmp_path / "asynchronous") if name.endswith(".index")] == [
+        f"ckpt-{number}.index" for number in (1, 2, 3)
+    ]
+
+
+def test_each_thread_meets_for_what_it_saves():
+    met = []
+    saving = Saving(True, lambda name, limited: met.append((name, limited)))
+
+    def save(what):
+        with saving.saving(what), saving.saving("its weights"):
+            pass
+
+    with saving.saving("a model"):
+        thread = threading.Thread(target=save, args=("a checkpoint",))
+        thread.start()
+        thread.join()
+    begin, end = "the saving of {}", "the end of saving {}"
+    assert [name for name, _ in met] == [
+        begin.format("a model"),
+        *(each.format("a checkpoint") for each in (begin, end)),
+        end.format("a model"),
+    ]
+
+
+def test_the_timeout_does_not_bound_how_long_the_chief_writes():
+    timeouts = {}
+
+    class Member:
+        def progress(self, step, name):
+            pass
+
+        def meet(self, name, timeout, warn_after):
+            timeouts[name] = timeout, warn_after
+
+    saving = Saving(False, Launches(Member(), timeout=4.0, warn_after=1.0).meet)
+    with saving.saving("a model"):
+        pass
+    assert timeouts == {"the saving of a model": (4.0, 1.0), "the end of saving a model": (None, 1.0)}
 
 
 def test_a_checkpoint_of_the_chief_alone_is_found(programs, tmp_path):

@@ -117,11 +117,12 @@ class Launches:
             self._known.add(program.digest)
         self._member.launched(program)
 
-    def meet(self, name: str) -> None:
+    def meet(self, name: str, limited: bool = True) -> None:
         """Waits until all workers have come here, and have launched the same before.
 
         Args:
             name: the place in words, equal on all workers.
+            limited: whether to wait no longer than the timeout; the end of work that others do has no limit.
 
         Raises:
             ProgramDisagreementError: another worker does something else.
@@ -129,7 +130,7 @@ class Launches:
             WorkerLostError: a worker is lost.
         """
         self._member.progress(None, name)
-        self._member.meet(name, self._timeout, self._warn_after)
+        self._member.meet(name, self._timeout if limited else None, self._warn_after)
 
 
 def check_mode() -> None:

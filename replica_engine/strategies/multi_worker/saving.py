@@ -2,12 +2,13 @@
 
 All workers call what saves, with the same path. They meet before it, so that a checkpoint holds one step of all of
 them, and a worker that did something else is found before a file is written. They meet again when the chief has
-written, so that each can read the file.
+written, so that each can read the file. That takes as long as it takes: the timeout of runs does not bound it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,13 +24,12 @@ class Saving:
 
     Args:
         writes: whether it is the chief.
-        meet: waits for the other workers; takes a name of the place in words.
+        meet: waits for the other workers; takes a name of the place in words, and whether the timeout of runs holds.
     """
 
-    def __init__(self, writes: bool, meet: Callable[[str], None]):
+    def __init__(self, writes: bool, meet: Callable[[str, bool], None]):
         self.writes = writes
         self._meet = meet
-        self._inside = False
 
     @contextlib.contextmanager
     def saving(self, what: str) -> Iterator[None]:
@@ -42,16 +42,16 @@ class Saving:
             ProgramDisagreementError: another worker does something else.
             WorkerLostError: a worker is lost.
         """
-        if self._inside:  # Keras saves a model by saving its weights
+        if _inside.get():  # Keras saves a model by saving its weights
             yield
             return
-        self._meet(f"the saving of {what}")
-        self._inside = True
+        self._meet(f"the saving of {what}", True)
+        token = _inside.set(True)
         try:
             yield
         finally:
-            self._inside = False
-        self._meet(f"the end of saving {what}")  # not after a failure: what the others then get says what failed
+            _inside.reset(token)
+        self._meet(f"the end of saving {what}", False)  # not after a failure: what the others then get says what failed
 
 
 def let_the_chief_write(saving: Saving | None, *models: Any) -> None:
@@ -72,8 +72,30 @@ def _saving_of(saved: Any) -> Saving | None:
     own = _of_object(saved)
     if own is not None or not isinstance(saved, tf.__internal__.tracking.Trackable):
         return own
-    parts = map(_of_object, tf.train.TrackableView(saved).descendants())
-    return next((part for part in parts if part is not None), None)
+    parts = _parts(saved)
+    found = next((part for part in map(_of_object, parts) if part is not None), None)
+    return found or _of_parts(parts)
+
+
+def _of_parts(saved: list[Any]) -> Saving | None:
+    """This worker, if any of these objects is part of a model in `_belonging`: a layer, a variable, the optimizer."""
+    identities = {id(part) for part in saved}
+    for model, saving in list(_belonging.items()):
+        # Looked up now: layers, variables and the optimizer may have come after the model was replicated.
+        owners = [model, getattr(model, "optimizer", None)]
+        variables = [variable for owner in owners for variable in getattr(owner, "variables", ())]
+        parts = [part for owner in owners for part in _parts(owner)]
+        parts += [getattr(variable, "value", variable) for variable in variables]  # TensorFlow's in Keras' variables
+        if not identities.isdisjoint(map(id, parts)):
+            return saving
+    return None
+
+
+def _parts(root: Any) -> list[Any]:
+    """An object and all that it tracks; nothing for what tracks nothing."""
+    if not isinstance(root, tf.__internal__.tracking.Trackable):
+        return []
+    return list(tf.train.TrackableView(root).descendants())
 
 
 def _of_object(each: Any) -> Saving | None:
@@ -88,5 +110,8 @@ def _of_object(each: Any) -> Saving | None:
 def _of_strategy(strategy: Any) -> Saving | None:
     return getattr(getattr(strategy, "extended", None), "saving", None)
 
+
+_inside: contextvars.ContextVar[bool] = contextvars.ContextVar("replica_engine_saves", default=False)
+"""Whether this thread saves something that the workers have met for."""
 
 _belonging: weakref.WeakKeyDictionary[Any, Saving] = weakref.WeakKeyDictionary()

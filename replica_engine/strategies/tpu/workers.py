@@ -140,7 +140,11 @@ def saving_on(devices: DeviceGroup, limits: Limits) -> Saving | None:
     member = devices.member
     if member is None:
         return None
-    return Saving(not devices.first, lambda name: member.meet(name, limits.timeout, limits.warn_after))
+
+    def meet(name: str, limited: bool) -> None:
+        member.meet(name, limits.timeout if limited else None, limits.warn_after)
+
+    return Saving(not devices.first, meet)
 
 
 def explain_failures(member: Member) -> None:
