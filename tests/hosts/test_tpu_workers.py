@@ -407,6 +407,109 @@ def test_the_others_are_told_who_is_lost(programs, fault, victim, cores):
     assert "`step` at program.py:" in message
 
 
+JOINING = """
+import socket
+from replica_engine.hosts import member
+from replica_engine.pjrt import rendezvous, workers
+
+
+def dies(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def late(place, hold=rendezvous.hold):
+    (connection,) = member._members
+    assert connection.failed.wait(300)
+    host, port = place["lifeline"].rsplit(":", 1)
+    try:
+        while True:  # the service ends after worker 0
+            socket.create_connection((host, int(port))).close()
+    except OSError:
+        hold(place)
+
+
+if me == int(os.environ["VICTIM"]):
+    setattr(workers, os.environ["IN"], dies)
+elif os.environ["LATE"]:
+    rendezvous.hold = late
+try:
+    replica_engine.TPUStrategy(num_cores=2)
+except replica_engine.errors.WorkerLostError as error:
+    print(json.dumps([error.worker, type(error.__cause__).__name__]), flush=True)
+    raise
+"""
+
+
+@pytest.mark.parametrize(
+    ("victim", "place", "late", "cause"),
+    [
+        (1, "get_distributed_runtime_client", "", "NoneType"),
+        (1, "make_cpu_client", "", "NoneType"),
+        (0, "make_cpu_client", "", "NoneType"),
+        (0, "get_distributed_runtime_client", "late", "ConnectionRefusedError"),
+    ],
+)
+def test_a_worker_that_is_killed_while_the_job_joins(programs, victim, place, late, cause):
+    """jaxlib would wait for it for minutes; the other is told by the job, and ends with its own exception."""
+    with job(heartbeat=LONGER) as made:
+        asked = {"VICTIM": str(victim), "IN": place, "LATE": late}
+        lost, other = (
+            programs.start(HEAD + JOINING, env=made.environment(worker, **asked)) for worker in (victim, 1 - victim)
+        )
+        try:
+            out, err = other.communicate(LONGER / 5)  # jaxlib gives up after 300 s
+        finally:
+            lost.communicate(LONGER)
+            other.kill()
+    assert other.returncode == 1, err[-4000:]  # its own exception: no abort
+    assert json.loads(out.splitlines()[-1]) == [victim, cause]
+
+
+LATE = """
+from replica_engine.hosts import member
+
+strategy, limited = (replica_engine.TPUStrategy(num_cores=2, timeout=each, warn_after=0.5) for each in (None, 1))
+numbers = tf.data.Dataset.range(12).map(lambda x: tf.cast(x, tf.float32)).batch(4, drop_remainder=True)
+next(iter(strategy.experimental_distribute_dataset(numbers)))
+if me:
+    (connection,) = member._members
+    connection.failed.wait(300)
+    connection.check()
+
+
+def kind(work):
+    try:
+        return work()
+    except (replica_engine.errors.ReplicaTimeoutError, replica_engine.errors.WorkersMissingError) as error:
+        return type(error).__name__
+
+
+def variable():
+    with limited.scope():
+        tf.Variable(1.0)
+
+
+batches = iter(limited.experimental_distribute_dataset(numbers))
+print(json.dumps([kind(variable), kind(lambda: next(batches))]), flush=True)
+raise ValueError("the other must know")
+"""
+
+
+def test_datasets_and_variables_wait_for_others_within_the_limit(programs):
+    with job() as made:
+        waits, late = (programs.start(HEAD + LATE, env=made.environment(each)) for each in range(2))
+        try:
+            out, err = waits.communicate(LONGER)
+            _, of_late = late.communicate(LONGER)
+        finally:
+            waits.kill()
+            late.kill()
+    assert waits.returncode == 1, err[-4000:]  # its own exception: no abort
+    assert '["WorkersMissingError", "ReplicaTimeoutError"]' in out.splitlines()  # Gloo prints at the exit
+    assert "for the other workers to come to a minimum over workers:" in err
+    assert "has raised ValueError: the other must know" in of_late
+
+
 ORDER = """
 strategy = replica_engine.TPUStrategy(num_cores=2)
 

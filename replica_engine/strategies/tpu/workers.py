@@ -32,6 +32,7 @@ class OverWorkers:
     """The hooks that concern the replicas of all workers. Put it before TensorFlow's extended class."""
 
     device_group: DeviceGroup
+    limits: Limits
 
     def over_workers(self, reduction: Any, value: Any) -> Any:
         """Reduces a value of each replica over the replicas of all workers.
@@ -99,7 +100,7 @@ class OverWorkers:
         if not tf.executing_eagerly():
             mine = tf.cast(has, tf.int32)
             return self.over_workers("MIN", distribute.PerReplica((mine,) * self.device_group.size)) > 0
-        return has if is_needed_by_a_program() else all_have(self.device_group, bool(has))
+        return has if is_needed_by_a_program() else all_have(self.device_group, bool(has), self.limits)
 
     def _experimental_distribute_values_from_function(self, value_fn: Any) -> Any:
         """The hook of `experimental_distribute_values_from_function`: the values of this worker's replicas."""
@@ -141,33 +142,35 @@ def saving_on(devices: DeviceGroup, limits: Limits) -> Saving | None:
     return Saving(not devices.first, lambda name: member.meet(name, limits.timeout, limits.warn_after))
 
 
-def start_from_chief(name: str, components: Sequence[Any], devices: DeviceGroup) -> None:
+def start_from_chief(name: str, components: Sequence[Any], devices: DeviceGroup, limits: Limits) -> None:
     """Gives a new variable the chief's value, whatever this worker computed.
 
     Args:
         name: the name of the variable.
         components: its variables on the host, all with one value.
         devices: the devices of all workers.
+        limits: how long to wait for the other workers.
 
     Raises:
         ProgramDisagreementError: another worker does not make this variable now.
+        WorkersMissingError or ReplicaTimeoutError: another worker did not come in time.
     """
     member = devices.member
     assert member is not None, "there are several workers"
     unique = list({id(component): component for component in components}.values())
     handle = variables.raw_handle(unique[0])
     value = variables.read(handle, unique[0].dtype)
-    member.compile(of_variable(name, value))
+    member.compile(of_variable(name, value), *limits)
     if xla_ops.is_host_only(value.dtype):
         return  # strings: each worker keeps its own
-    chiefs = exchange.from_chief(devices, value.numpy())
+    chiefs = exchange.from_chief(devices, value.numpy(), limits)
     for component in unique:
         variables.write(variables.raw_handle(component), chiefs)
 
 
-def all_have(devices: DeviceGroup, has: bool) -> bool:
+def all_have(devices: DeviceGroup, has: bool, limits: Limits) -> bool:
     """Whether every worker has something, such as a next batch."""
-    return has if devices.member is None else bool(exchange.least(devices, [has])[0])
+    return has if devices.member is None else bool(exchange.least(devices, [has], limits)[0])
 
 
 def _reducer(reduction: Any) -> Callable[[Any], Any]:
