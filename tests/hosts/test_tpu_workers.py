@@ -96,6 +96,11 @@ parts["host calls"] = local(strategy.run(lambda: xla.outside_compilation(lambda:
 parts["printed"] = local(strategy.run(lambda: tf.strings.length(tf.strings.as_string(10 ** xla.replica_id()))))
 parts["values"] = local(strategy.experimental_distribute_values_from_function(
     lambda of: tf.constant([of.replica_id_in_sync_group, of.num_replicas_in_sync])))
+kept = {"bool": True, "int8": -5, "int64": 2**40 + 1, "float16": -0.0, "float64": -0.0, "complex64": 1 - 2j}
+with strategy.scope():
+    firsts = [tf.Variable(tf.cast(value, name), synchronization=tf.VariableSynchronization.ON_READ, trainable=False,
+                          aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA) for name, value in kept.items()]
+found["first bits"] = [list(each.read_value().numpy().tobytes()) for each in firsts]
 shares = strategy.experimental_distribute_values_from_function(lambda of: tf.ones([1 + of.replica_id_in_sync_group]))
 parts["uneven"] = local(strategy.run(lambda share: tf.reduce_sum(share) + tf.cast(xla.replica_id(), tf.float32),
                                      args=(shares,)))
@@ -546,6 +551,27 @@ def test_another_order_is_found(programs, later):
             assert "ProgramDisagreementError: After" in err
             assert "`sums` at program.py:" in err
             assert "`maxima` at program.py:" in err
+
+
+REDUCTIONS = """
+strategy = replica_engine.TPUStrategy(num_cores=2)
+for size in range(1, 10):
+    strategy.reduce("SUM", strategy.experimental_distribute_values_from_function(lambda _: tf.ones([size])), axis=None)
+shares = strategy.experimental_distribute_values_from_function(lambda _: tf.ones([10]))
+strategy.reduce("MEAN" if me else "SUM", shares, axis=None)
+"""
+
+
+def test_reductions_that_differ_are_named_by_the_line_that_makes_them(programs):
+    with job() as made:
+        started = [programs.start(HEAD + REDUCTIONS, env=made.environment(each)) for each in range(2)]
+        for process in started:
+            _, err = process.communicate(LONGER)
+            assert process.returncode == 1, err[-4000:]
+            line = (HEAD + REDUCTIONS).splitlines().index(next(x for x in REDUCTIONS.splitlines() if "MEAN" in x)) + 1
+            assert f"`reduce_SUM` at program.py:{line}" in err
+            assert f"`reduce_MEAN` at program.py:{line}" in err
+            assert "has been traced" not in err
 
 
 def test_what_a_resolver_says_itself(programs):

@@ -7,6 +7,8 @@ So all workers must reduce, read and make variables in the same order, as they m
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ import tensorflow as tf
 from replica_engine import xla
 from replica_engine._tf import distribute, variables
 from replica_engine._tf.graphs import xla_ops
+from replica_engine.diagnostics.user_frames import calling_location
 from replica_engine.pjrt import exchange
 from replica_engine.pjrt.group import DeviceGroup, is_needed_by_a_program
 from replica_engine.strategies.multi_worker.launches import of_variable
@@ -42,14 +45,15 @@ class OverWorkers:
             value: a distributed value or an ON_READ variable.
         """
         of_this: Any = self
-        reducers: dict[Any, Callable[[Any], Any]] = of_this.__dict__.setdefault("_reducers", {})
-        reducer = reducers.setdefault(reduction, _reducer(reduction))
+        filename, lineno, _ = calling_location()
+        reducer = _reducer(reduction, f"{os.path.basename(filename)}:{lineno}")
+        programs = of_this.__dict__.setdefault("_reductions", of_this._programs.beside())  # each shape is a trace
         if isinstance(value, distribute.DistributedVariable):
             value = distribute.PerReplica(tuple(component.read_value() for component in value._values))
         elif not isinstance(value, distribute.DistributedValues):
             value = distribute.PerReplica((value,))
         value = as_tensors(value, of_this.worker_devices)
-        result = of_this.run_of(of_this._programs, reducer, (value,))
+        result = of_this.run_of(programs, reducer, (value,))
         return distribute.select_replica(0, result)
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
@@ -173,18 +177,35 @@ def all_have(devices: DeviceGroup, has: bool, limits: Limits) -> bool:
     return has if devices.member is None else bool(exchange.least(devices, [has], limits)[0])
 
 
-def _reducer(reduction: Any) -> Callable[[Any], Any]:
-    """A body that reduces its argument over all replicas."""
+@functools.lru_cache(maxsize=1024)
+def _reducer(reduction: Any, where: str) -> Callable[[Any], Any]:
+    """A body that reduces its argument over all replicas, for a line of the user's code."""
 
     def reduce_over_workers(value: Any) -> Any:
         if isinstance(reduction, tuple):
             return gather_leaf(value, reduction[1])
         if reduction == FIRST:
-            own = as_tensor(value, "The value of a variable")
-            return xla.cross_replica_sum(tf.where(xla.replica_id() == 0, own, tf.zeros_like(own)))
+            return _of_first(as_tensor(value, "The value of a variable"))
         return reduce_leaf(reduction, value)
 
+    reducer: Any = reduce_over_workers
+    name = f"gather_{reduction[1]}" if isinstance(reduction, tuple) else str(getattr(reduction, "value", reduction))
+    reducer.__name__ = "first_value" if reduction == FIRST else name if "_" in name else f"reduce_{name.upper()}"
+    reducer.where = where
     return reduce_over_workers
+
+
+def _of_first(value: tf.Tensor) -> tf.Tensor:
+    """The first replica's value, bit by bit; a sum of numbers would lose the sign of zero, and bools have none."""
+    if value.dtype.is_complex:
+        return tf.complex(_of_first(tf.math.real(value)), _of_first(tf.math.imag(value)))
+    if value.dtype.is_bool:
+        return tf.cast(_of_first(tf.cast(value, tf.uint8)), tf.bool)
+    bits = tf.bitcast(value, _BITS[value.dtype.size])
+    return tf.bitcast(xla.cross_replica_sum(tf.where(xla.replica_id() == 0, bits, tf.zeros_like(bits))), value.dtype)
+
+
+_BITS = {1: tf.uint8, 2: tf.uint16, 4: tf.uint32, 8: tf.uint64}
 
 
 def _ids(devices: DeviceGroup) -> range:
