@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from replica_engine.errors import CoordinatorRow, ReplicaRow, ReplicaTimeoutError
+from replica_engine.errors import CoordinatorRow, ReplicaRow, ReplicaTimeoutError, note_workers
 from replica_engine.pjrt import abandoned
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup, held_off
-from replica_engine.telemetry.watchdog import Watch
+from replica_engine.telemetry.watchdog import Watch, workers
 
 Limits = tuple[float | None, float | None]
 
@@ -95,7 +95,9 @@ def _run(devices: DeviceGroup, element: str, op: str, before: str, value: np.nda
             for index, name in enumerate(devices.names)
         ]
         row = CoordinatorRow(threading.current_thread().name, f"waiting for {what}", seconds)
-        return ReplicaTimeoutError.after(timeout or 0.0, rows, row)
+        error = ReplicaTimeoutError.after(timeout or 0.0, rows, row)
+        note_workers(error, workers())
+        return error
 
     order = devices.in_flight
     with member.watched(what, warn_after), order if timeout is None else order.within(timeout, late):
