@@ -191,7 +191,7 @@ def _reducer(reduction: Any, where: str) -> Callable[[Any], Any]:
     reducer: Any = reduce_over_workers
     name = f"gather_{reduction[1]}" if isinstance(reduction, tuple) else str(getattr(reduction, "value", reduction))
     reducer.__name__ = "first_value" if reduction == FIRST else name if "_" in name else f"reduce_{name.upper()}"
-    reducer.where = where
+    reducer._replica_engine_where = where  # see `BodyGraph.where`
     return reduce_over_workers
 
 
