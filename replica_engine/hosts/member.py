@@ -244,7 +244,7 @@ class Member:
             WorkersMissingError: the time ran out.
             WorkerLostError: a worker is lost.
         """
-        with self._watched(program.words, warn_after):
+        with self.watched(program.words, warn_after):
             self._meet(self._entry(COMPILE, program.digest, program.words), timeout)
 
     def launched(self, program: Program) -> None:
@@ -272,8 +272,19 @@ class Member:
             WorkersMissingError: the time ran out.
             WorkerLostError: a worker is lost.
         """
-        with self._watched(name, warn_after):
+        with self.watched(name, warn_after):
             self._meet(self._entry(WAIT, name, name), timeout)
+
+    def watched(self, what: str, warn_after: float | None = None) -> Watch:
+        """A watch around a wait for the others to come to `what`; its warning has a row for each worker."""
+
+        def describe(seconds: float) -> str | None:
+            try:
+                return slow_workers(self.worker, what, seconds, self.rows())
+            except ReplicaEngineError:  # the job has failed, which ends the wait
+                return None
+
+        return Watch(describe, warn_after, of_workers=True)
 
     def put(self, key: str, value: Any) -> None:
         """Stores a value for all workers; a later value takes the place of an earlier one.
@@ -405,17 +416,6 @@ class Member:
                 code = self._known[kind, digest] = entry(kind, digest)
                 self._queue(["program", code.hex(), kind, words])
         return code
-
-    def _watched(self, what: str, warn_after: float | None) -> Watch:
-        """Warns of a wait for the others that lasts."""
-
-        def describe(seconds: float) -> str | None:
-            try:
-                return slow_workers(self.worker, what, seconds, self.rows())
-            except ReplicaEngineError:  # the job has failed, which ends the wait
-                return None
-
-        return Watch(describe, warn_after, of_workers=True)
 
     def _meet(self, code: bytes, timeout: float | None) -> None:
         def question(number: int) -> Message:

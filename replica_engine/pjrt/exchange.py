@@ -1,17 +1,26 @@
 """Small exchanges between the workers of a job, each one program on the devices of all: the chief's value, a minimum.
 
 All workers must make the same exchanges in the same order; they are compared as all programs are.
+
+An exchange obeys limits: the seconds to wait for the other workers, or None; and the seconds until a warning that it
+waits, or None for the setting of the process.
 """
 
 from __future__ import annotations
 
-import functools
+import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
 
+from replica_engine.errors import CoordinatorRow, ReplicaRow, ReplicaTimeoutError, note_workers
+from replica_engine.pjrt import abandoned
 from replica_engine.pjrt.executable import Executable
-from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.pjrt.group import DeviceGroup, held_off
+from replica_engine.telemetry.watchdog import Watch, workers
+
+Limits = tuple[float | None, float | None]
 
 _SMALLEST = 256  # words; sizes are powers of two, so that few programs serve all
 
@@ -34,40 +43,90 @@ _OF_FIRST = """    %id = stablehlo.replica_id : tensor<ui32>
     %own = stablehlo.select %is_first, %x, %nothing : tensor<i1>, {type}"""
 
 
-def from_chief(devices: DeviceGroup, value: np.ndarray) -> np.ndarray:
+def from_chief(devices: DeviceGroup, value: np.ndarray, limits: Limits = (None, None)) -> np.ndarray:
     """The chief's value of an array, bit by bit, on every worker.
 
     Args:
         devices: the devices of all workers.
         value: this worker's value; of the same dtype and shape on all.
+        limits: as above.
+
+    Raises:
+        ReplicaTimeoutError or WorkersMissingError: another worker did not come in time.
+        WorkerLostError or another failure of the job.
     """
     data = np.ascontiguousarray(value).tobytes()
     words = max(_SMALLEST, 1 << (-(-len(data) // 4) - 1).bit_length())
     sent = np.frombuffer(data.ljust(4 * words, b"\0"), np.uint32)
-    received = _run(devices, _program(devices, "ui32", words, "add", _OF_FIRST), sent)
+    received = _run(devices, "ui32", "add", _OF_FIRST, sent, limits)
     return np.frombuffer(received.tobytes()[: len(data)], value.dtype).reshape(value.shape)
 
 
-def least(devices: DeviceGroup, numbers: Sequence[int]) -> list[int]:
+def least(devices: DeviceGroup, numbers: Sequence[int], limits: Limits = (None, None)) -> list[int]:
     """For each number, the smallest that any worker has.
 
     Args:
         devices: the devices of all workers.
         numbers: this worker's numbers, equally many on all workers.
+        limits: as above.
+
+    Raises:
+        ReplicaTimeoutError, WorkersMissingError, WorkerLostError or another failure: as for `from_chief`.
     """
-    return _run(devices, _program(devices, "i64", len(numbers), "minimum", ""), np.array(numbers, np.int64)).tolist()
+    return _run(devices, "i64", "minimum", "", np.array(numbers, np.int64), limits).tolist()
 
 
-def _run(devices: DeviceGroup, executable: Executable, value: np.ndarray) -> np.ndarray:
-    with devices.in_flight:
+def _run(devices: DeviceGroup, element: str, op: str, before: str, value: np.ndarray, limits: Limits) -> np.ndarray:
+    """Runs one exchange, within the limits.
+
+    Ctrl-C ends each wait. It is held off between the moment when the program starts and that when its end is awaited.
+    """
+    timeout, warn_after = limits
+    what = "the chief's value" if before else "a minimum over workers"
+    member, began, left = devices.member, time.perf_counter(), threading.Event()
+    assert member is not None, "there are several workers"
+
+    def late() -> ReplicaTimeoutError:
+        seconds = time.perf_counter() - began
+        rows = [
+            ReplicaRow(
+                devices.first + index, devices.replicas, name, "running on the device", 0, "", points="host call"
+            )
+            for index, name in enumerate(devices.names)
+        ]
+        row = CoordinatorRow(threading.current_thread().name, f"waiting for {what}", seconds)
+        error = ReplicaTimeoutError.after(timeout or 0.0, rows, row)
+        note_workers(error, workers())
+        return error
+
+    order = devices.in_flight
+    with member.watched(what, warn_after), order if timeout is None else order.within(timeout, late):
+        executable = _program(devices, element, value.size, op, before, f"{what}, {value.size} numbers", limits)
         executable.tell_workers()
-        (result,) = executable.launch([devices.put([value])])
-        executable.wait()
+        try:
+            with Watch(lambda _: None, timeout=timeout, expire=lambda _: left.set()):
+                with held_off():
+                    (result,) = executable.launch([devices.put([value])])
+                    devices.running_name = what
+                executable.wait(left)
+            if devices.interrupted:  # the wait was left
+                raise late()
+        except BaseException:
+            abandoned.add(devices)
+            raise
         return np.array(devices.fetch(result, 0))
 
 
-@functools.cache
-def _program(devices: DeviceGroup, element: str, words: int, op: str, before: str) -> Executable:
+_programs: dict[tuple, Executable] = {}
+
+
+def _program(
+    devices: DeviceGroup, element: str, words: int, op: str, before: str, name: str, limits: Limits
+) -> Executable:
+    """The compiled program; the limits, which count for its first launch, are those of the call that compiles it."""
+    key = devices, element, words, op
+    if key in _programs:
+        return _programs[key]
     of_type = f"tensor<{words}x{element}>"
     text = _PROGRAM.format(
         type=of_type,
@@ -79,5 +138,5 @@ def _program(devices: DeviceGroup, element: str, words: int, op: str, before: st
         operand="%own" if before else "%x",
     )
     dtype = np.dtype(np.uint32 if element == "ui32" else np.int64)
-    what = "the chief's value" if before else "a minimum over workers"
-    return Executable(text, devices, [((words,), dtype)], name=(f"{what}, {words} numbers", ""))
+    made = _programs[key] = Executable(text, devices, [((words,), dtype)], name=(name, ""), limits=limits)
+    return made

@@ -34,6 +34,8 @@ NEVER = 1_000_000
 
 _FOLDER = str(pathlib.Path(__file__).parents[2])  # that has the package
 _PATIENCE = 60.0  # seconds for the first lifeline, and for a secret
+_MOST_STRANGERS = 64  # connections that have not said the secret
+_BREATH = 0.1  # seconds between two tries while the process has no descriptor left
 _REGISTER = 600  # seconds for all workers to connect; who has not come by then is found out by the job before
 
 started: list[subprocess.Popen[str]] = []
@@ -91,6 +93,17 @@ def hold(place: dict[str, str]) -> None:
     lifeline.sendall(place["secret"].encode())
 
 
+def _after_fork() -> None:
+    """In a forked child: a lifeline is the parent's, and closing the copy here lets the parent's end be noticed."""
+    for lifeline in _lifelines:
+        lifeline.close()
+    _lifelines.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 class _Lifelines:
     """The lifelines of the workers, as the process of the service sees them."""
 
@@ -121,14 +134,28 @@ class _Lifelines:
                     self._drop(selector, stranger)
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
-        with contextlib.suppress(OSError):
+        """Takes a stranger; the one that has been silent for longest gives way to it if there are too many."""
+        try:
             sock, _ = self._listener.accept()
-            sock.setblocking(False)
+        except BlockingIOError:  # it has gone again
+            return
+        except OSError:  # no descriptor is left: the connection stays in the queue, and the selector returns at once
+            if self._read:
+                self._drop(selector, next(iter(self._read)))
+            else:
+                time.sleep(_BREATH)
+            return
+        if len(self._read) >= _MOST_STRANGERS:
+            self._drop(selector, next(iter(self._read)))
+        with contextlib.suppress(OSError):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            self._read[sock] = b"", time.monotonic() + _PATIENCE
-            selector.register(sock, selectors.EVENT_READ)
+        sock.setblocking(False)
+        self._read[sock] = b"", time.monotonic() + _PATIENCE
+        selector.register(sock, selectors.EVENT_READ)
 
     def _hear(self, selector: selectors.BaseSelector, sock: Any) -> None:
+        if sock not in self._read and sock not in self._held:  # dropped since the selector returned
+            return
         try:
             data = sock.recv(len(self.secret))
         except BlockingIOError:

@@ -9,6 +9,9 @@ calls as CPU devices, and were not run.
 What must never happen: jaxlib ends the process. So nothing connects to its service before all workers are there, the
 service outlives them all (`rendezvous`), and the clients are never destroyed: at exit that would wait for programs that
 wait for a lost worker.
+
+jaxlib waits for a worker that dies while the job joins, for minutes and without Ctrl-C. So another thread calls jaxlib
+then. If the job fails, that thread stays inside jaxlib, which the service keeps waiting until this process has ended.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ import contextlib
 import ctypes
 import importlib.metadata
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from replica_engine import hosts
 from replica_engine.errors import ClusterConfigError, DeviceError, WorkerVersionError
@@ -35,6 +38,9 @@ from replica_engine.pjrt.jaxlib import (
     make_gloo_tcp_collectives,
 )
 from replica_engine.process import cores
+from replica_engine.process.interrupts import wait_for_ever
+
+T = TypeVar("T")
 
 _SERVICE = "jaxlib's service"
 _lock = threading.Lock()
@@ -56,21 +62,10 @@ class _Workers:
         self.member = member
         self._groups: dict[int, DeviceGroup] = {}
         place = self._place()
-        rendezvous.hold(place)
+        with explained(member, (OSError,)):  # refused if worker 0 is lost
+            rendezvous.hold(place)
         with explained(member):
-            client = get_distributed_runtime_client(
-                place["address"],
-                cluster.process_id,
-                init_timeout=300,
-                shutdown_timeout=5,
-                heartbeat_timeout=rendezvous.NEVER,
-                shutdown_on_destruction=False,
-            )
-            client.connect()
-            _keep(client)
-            found = () if platform == "cpu" else self._accelerators(client, platform)
-            self.platform = found[0].platform if found else "cpu"
-            devices = found or self._cpu_devices(client, count or cores())
+            self.platform, devices = _unless_it_fails(member, lambda: self._find(place, platform, count))
         self.devices = [
             tuple(sorted((each for each in devices if each.process_index == worker), key=lambda device: device.id))
             for worker in range(cluster.num_processes)
@@ -99,6 +94,21 @@ class _Workers:
             return place
         found: dict[str, str] = self.member.get(_SERVICE)
         return found
+
+    def _find(self, place: dict[str, str], platform: str | None, count: int | None) -> tuple[str, Any]:
+        """The platform, and its devices of all workers; waits inside jaxlib for the other workers."""
+        client = get_distributed_runtime_client(
+            place["address"],
+            self.cluster.process_id,
+            init_timeout=300,
+            shutdown_timeout=5,
+            heartbeat_timeout=rendezvous.NEVER,
+            shutdown_on_destruction=False,
+        )
+        _keep(client)  # before it waits: it must not be destroyed where the thread is given up
+        client.connect()
+        found = () if platform == "cpu" else self._accelerators(client, platform)
+        return (found[0].platform, found) if found else ("cpu", self._cpu_devices(client, count or cores()))
 
     def _cpu_devices(self, client: Any, count: int) -> Any:
         host, _ = split_address(free_address(self.cluster.coordinator))
@@ -175,8 +185,40 @@ def _join(cluster: hosts.Cluster, platform: str | None, count: int | None, versi
         raise
 
 
+def _unless_it_fails(member: hosts.Member, find: Callable[[], T]) -> T:
+    """Calls a function that may wait inside jaxlib for a worker that never comes; a failure of the job ends the wait.
+
+    Raises:
+        WorkerLostError or another failure of the job.
+        Exception: what the function raised.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+    over = threading.Event()
+
+    def work() -> None:
+        try:
+            results.append(find())
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            over.set()
+
+    def is_over(seconds: float) -> bool:
+        return over.wait(seconds) or member.failed.is_set()
+
+    with member.watched("the devices of the job"):
+        threading.Thread(target=work, name="replica_engine: the devices of the job", daemon=True).start()
+        wait_for_ever(is_over)
+    if errors:
+        raise errors.pop()
+    if not results:
+        member.check()
+    return results.pop()
+
+
 @contextlib.contextmanager
-def explained(member: hosts.Member | None) -> Iterator[None]:
+def explained(member: hosts.Member | None, errors: tuple[type[BaseException], ...] = RUNTIME_ERRORS) -> Iterator[None]:
     """Inside, an error of the runtime becomes the failure of the job that is its cause, if there is one.
 
     Raises:
@@ -184,7 +226,7 @@ def explained(member: hosts.Member | None) -> Iterator[None]:
     """
     try:
         yield
-    except RUNTIME_ERRORS as error:
+    except errors as error:
         if member is not None:
             member.explain(error)
         raise

@@ -96,6 +96,11 @@ parts["host calls"] = local(strategy.run(lambda: xla.outside_compilation(lambda:
 parts["printed"] = local(strategy.run(lambda: tf.strings.length(tf.strings.as_string(10 ** xla.replica_id()))))
 parts["values"] = local(strategy.experimental_distribute_values_from_function(
     lambda of: tf.constant([of.replica_id_in_sync_group, of.num_replicas_in_sync])))
+kept = {"bool": True, "int8": -5, "int64": 2**40 + 1, "float16": -0.0, "float64": -0.0, "complex64": 1 - 2j}
+with strategy.scope():
+    firsts = [tf.Variable(tf.cast(value, name), synchronization=tf.VariableSynchronization.ON_READ, trainable=False,
+                          aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA) for name, value in kept.items()]
+found["first bits"] = [list(each.read_value().numpy().tobytes()) for each in firsts]
 shares = strategy.experimental_distribute_values_from_function(lambda of: tf.ones([1 + of.replica_id_in_sync_group]))
 parts["uneven"] = local(strategy.run(lambda share: tf.reduce_sum(share) + tf.cast(xla.replica_id(), tf.float32),
                                      args=(shares,)))
@@ -407,6 +412,111 @@ def test_the_others_are_told_who_is_lost(programs, fault, victim, cores):
     assert "`step` at program.py:" in message
 
 
+JOINING = """
+import socket
+from replica_engine.hosts import member
+from replica_engine.pjrt import rendezvous, workers
+
+
+def dies(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def late(place, hold=rendezvous.hold):
+    (connection,) = member._members
+    assert connection.failed.wait(300)
+    host, port = place["lifeline"].rsplit(":", 1)
+    try:
+        while True:  # the service ends after worker 0
+            socket.create_connection((host, int(port))).close()
+    except OSError:
+        hold(place)
+
+
+if me == int(os.environ["VICTIM"]):
+    setattr(workers, os.environ["IN"], dies)
+elif os.environ["LATE"]:
+    rendezvous.hold = late
+try:
+    replica_engine.TPUStrategy(num_cores=2)
+except replica_engine.errors.WorkerLostError as error:
+    print(json.dumps([error.worker, type(error.__cause__).__name__]), flush=True)
+    raise
+"""
+
+
+@pytest.mark.parametrize(
+    ("victim", "place", "late", "cause"),
+    [
+        (1, "get_distributed_runtime_client", "", "NoneType"),
+        (1, "make_cpu_client", "", "NoneType"),
+        (0, "make_cpu_client", "", "NoneType"),
+        (0, "get_distributed_runtime_client", "late", "ConnectionRefusedError"),
+    ],
+)
+def test_a_worker_that_is_killed_while_the_job_joins(programs, victim, place, late, cause):
+    """jaxlib would wait for it for minutes; the other is told by the job, and ends with its own exception."""
+    with job(heartbeat=LONGER) as made:
+        asked = {"VICTIM": str(victim), "IN": place, "LATE": late}
+        lost, other = (
+            programs.start(HEAD + JOINING, env=made.environment(worker, **asked)) for worker in (victim, 1 - victim)
+        )
+        try:
+            out, err = other.communicate(LONGER / 5)  # jaxlib gives up after 300 s
+        finally:
+            lost.communicate(LONGER)
+            other.kill()
+    assert other.returncode == 1, err[-4000:]  # its own exception: no abort
+    assert json.loads(out.splitlines()[-1]) == [victim, cause]
+
+
+LATE = """
+from replica_engine.hosts import member
+
+strategy, limited = (replica_engine.TPUStrategy(num_cores=2, timeout=each, warn_after=0.5) for each in (None, 1))
+numbers = tf.data.Dataset.range(12).map(lambda x: tf.cast(x, tf.float32)).batch(4, drop_remainder=True)
+next(iter(strategy.experimental_distribute_dataset(numbers)))
+if me:
+    (connection,) = member._members
+    connection.failed.wait(300)
+    connection.check()
+
+
+def kind(work):
+    try:
+        return work()
+    except (replica_engine.errors.ReplicaTimeoutError, replica_engine.errors.WorkersMissingError) as error:
+        return type(error).__name__, "worker 1 of 2" in str([error, *getattr(error, "__notes__", [])])
+
+
+def variable():
+    with limited.scope():
+        tf.Variable(1.0)
+
+
+batches = iter(limited.experimental_distribute_dataset(numbers))
+print(json.dumps([kind(variable), kind(lambda: next(batches))]), flush=True)
+raise ValueError("the other must know")
+"""
+
+
+def test_datasets_and_variables_wait_for_others_within_the_limit(programs):
+    with job() as made:
+        waits, late = (programs.start(HEAD + LATE, env=made.environment(each)) for each in range(2))
+        try:
+            out, err = waits.communicate(LONGER)
+            _, of_late = late.communicate(LONGER)
+        finally:
+            waits.kill()
+            late.kill()
+    assert waits.returncode == 1, err[-4000:]  # its own exception: no abort
+    assert (
+        '[["WorkersMissingError", true], ["ReplicaTimeoutError", true]]' in out.splitlines()
+    )  # Gloo prints at the exit
+    assert "for the other workers to come to a minimum over workers:" in err
+    assert "has raised ValueError: the other must know" in of_late
+
+
 ORDER = """
 strategy = replica_engine.TPUStrategy(num_cores=2)
 
@@ -443,6 +553,27 @@ def test_another_order_is_found(programs, later):
             assert "ProgramDisagreementError: After" in err
             assert "`sums` at program.py:" in err
             assert "`maxima` at program.py:" in err
+
+
+REDUCTIONS = """
+strategy = replica_engine.TPUStrategy(num_cores=2)
+for size in range(1, 10):
+    strategy.reduce("SUM", strategy.experimental_distribute_values_from_function(lambda _: tf.ones([size])), axis=None)
+shares = strategy.experimental_distribute_values_from_function(lambda _: tf.ones([10]))
+strategy.reduce("MEAN" if me else "SUM", shares, axis=None)
+"""
+
+
+def test_reductions_that_differ_are_named_by_the_line_that_makes_them(programs):
+    with job() as made:
+        started = [programs.start(HEAD + REDUCTIONS, env=made.environment(each)) for each in range(2)]
+        for process in started:
+            _, err = process.communicate(LONGER)
+            assert process.returncode == 1, err[-4000:]
+            line = (HEAD + REDUCTIONS).splitlines().index(next(x for x in REDUCTIONS.splitlines() if "MEAN" in x)) + 1
+            assert f"`reduce_SUM` at program.py:{line}" in err
+            assert f"`reduce_MEAN` at program.py:{line}" in err
+            assert "has been traced" not in err
 
 
 def test_what_a_resolver_says_itself(programs):

@@ -102,7 +102,7 @@ def run_steps(
     except BaseException as error:
         _keep(error, context, iterations)
         raise
-    if not workers.all_have(strategy.extended.device_group, first is not None):
+    if not workers.all_have(strategy.extended.device_group, first is not None, strategy.extended.limits):
         raise _out_of_range(context, iterations)
     assert first is not None, "all workers have a batch"
     with strategy.scope(), shutdown.running():

@@ -79,6 +79,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
 
     Attributes:
         device_group: the devices that the replicas run on.
+        limits: how long a launch, or a wait for other workers, may take.
     """
 
     compiles = True
@@ -92,6 +93,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         soft_placement: bool | None = None,
     ):
         self.device_group = devices
+        self.limits = limits
         self.saving = saving_on(devices, limits)
         if devices.member is not None:
             explain_failures(devices.member)

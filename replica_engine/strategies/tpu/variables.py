@@ -113,7 +113,7 @@ def create(strategy: Any, next_creator: Callable[..., Any], kwargs: dict[str, An
 
     variable = distribute.create_variable(strategy, components, MirroredDeviceVariable, OnReadDeviceVariable, kwargs)
     if devices.member is not None:
-        workers.start_from_chief(name, variable._values, devices)
+        workers.start_from_chief(name, variable._values, devices, strategy.extended.limits)
     make_device_value(variable._values, devices, spread)
     return variable
 

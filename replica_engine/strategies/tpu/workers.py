@@ -7,6 +7,7 @@ So all workers must reduce, read and make variables in the same order, as they m
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ import tensorflow as tf
 from replica_engine import xla
 from replica_engine._tf import collectives, distribute, variables
 from replica_engine._tf.graphs import xla_ops
+from replica_engine.diagnostics.user_frames import calling_location
 from replica_engine.hosts import Member
 from replica_engine.pjrt import exchange
 from replica_engine.pjrt.group import DeviceGroup, is_needed_by_a_program
@@ -34,6 +36,7 @@ class OverWorkers:
     """The hooks that concern the replicas of all workers. Put it before TensorFlow's extended class."""
 
     device_group: DeviceGroup
+    limits: Limits
 
     def over_workers(self, reduction: Any, value: Any) -> Any:
         """Reduces a value of each replica over the replicas of all workers.
@@ -43,14 +46,15 @@ class OverWorkers:
             value: a distributed value or an ON_READ variable.
         """
         of_this: Any = self
-        reducers: dict[Any, Callable[[Any], Any]] = of_this.__dict__.setdefault("_reducers", {})
-        reducer = reducers.setdefault(reduction, _reducer(reduction))
+        filename, lineno, _ = calling_location()
+        reducer = _reducer(reduction, f"{os.path.basename(filename)}:{lineno}")
+        programs = of_this.__dict__.setdefault("_reductions", of_this._programs.beside())  # each shape is a trace
         if isinstance(value, distribute.DistributedVariable):
             value = distribute.PerReplica(tuple(component.read_value() for component in value._values))
         elif not isinstance(value, distribute.DistributedValues):
             value = distribute.PerReplica((value,))
         value = as_tensors(value, of_this.worker_devices)
-        result = of_this.run_of(of_this._programs, reducer, (value,))
+        result = of_this.run_of(programs, reducer, (value,))
         return distribute.select_replica(0, result)
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
@@ -101,7 +105,7 @@ class OverWorkers:
         if not tf.executing_eagerly():
             mine = tf.cast(has, tf.int32)
             return self.over_workers("MIN", distribute.PerReplica((mine,) * self.device_group.size)) > 0
-        return has if is_needed_by_a_program() else all_have(self.device_group, bool(has))
+        return has if is_needed_by_a_program() else all_have(self.device_group, bool(has), self.limits)
 
     def _experimental_distribute_values_from_function(self, value_fn: Any) -> Any:
         """The hook of `experimental_distribute_values_from_function`: the values of this worker's replicas."""
@@ -157,47 +161,66 @@ def explain_failures(member: Member) -> None:
     collectives.explain_failures(lambda code, message: member.failure if os.getpid() == process else None)
 
 
-def start_from_chief(name: str, components: Sequence[Any], devices: DeviceGroup) -> None:
+def start_from_chief(name: str, components: Sequence[Any], devices: DeviceGroup, limits: Limits) -> None:
     """Gives a new variable the chief's value, whatever this worker computed.
 
     Args:
         name: the name of the variable.
         components: its variables on the host, all with one value.
         devices: the devices of all workers.
+        limits: how long to wait for the other workers.
 
     Raises:
         ProgramDisagreementError: another worker does not make this variable now.
+        WorkersMissingError or ReplicaTimeoutError: another worker did not come in time.
     """
     member = devices.member
     assert member is not None, "there are several workers"
     unique = list({id(component): component for component in components}.values())
     handle = variables.raw_handle(unique[0])
     value = variables.read(handle, unique[0].dtype)
-    member.compile(of_variable(name, value))
+    member.compile(of_variable(name, value), *limits)
     if xla_ops.is_host_only(value.dtype):
         return  # strings: each worker keeps its own
-    chiefs = exchange.from_chief(devices, value.numpy())
+    chiefs = exchange.from_chief(devices, value.numpy(), limits)
     for component in unique:
         variables.write(variables.raw_handle(component), chiefs)
 
 
-def all_have(devices: DeviceGroup, has: bool) -> bool:
+def all_have(devices: DeviceGroup, has: bool, limits: Limits) -> bool:
     """Whether every worker has something, such as a next batch."""
-    return has if devices.member is None else bool(exchange.least(devices, [has])[0])
+    return has if devices.member is None else bool(exchange.least(devices, [has], limits)[0])
 
 
-def _reducer(reduction: Any) -> Callable[[Any], Any]:
-    """A body that reduces its argument over all replicas."""
+@functools.lru_cache(maxsize=1024)
+def _reducer(reduction: Any, where: str) -> Callable[[Any], Any]:
+    """A body that reduces its argument over all replicas, for a line of the user's code."""
 
     def reduce_over_workers(value: Any) -> Any:
         if isinstance(reduction, tuple):
             return gather_leaf(value, reduction[1])
         if reduction == FIRST:
-            own = as_tensor(value, "The value of a variable")
-            return xla.cross_replica_sum(tf.where(xla.replica_id() == 0, own, tf.zeros_like(own)))
+            return _of_first(as_tensor(value, "The value of a variable"))
         return reduce_leaf(reduction, value)
 
+    reducer: Any = reduce_over_workers
+    name = f"gather_{reduction[1]}" if isinstance(reduction, tuple) else str(getattr(reduction, "value", reduction))
+    reducer.__name__ = "first_value" if reduction == FIRST else name if "_" in name else f"reduce_{name.upper()}"
+    reducer._replica_engine_where = where  # see `BodyGraph.where`
     return reduce_over_workers
+
+
+def _of_first(value: tf.Tensor) -> tf.Tensor:
+    """The first replica's value, bit by bit; a sum of numbers would lose the sign of zero, and bools have none."""
+    if value.dtype.is_complex:
+        return tf.complex(_of_first(tf.math.real(value)), _of_first(tf.math.imag(value)))
+    if value.dtype.is_bool:
+        return tf.cast(_of_first(tf.cast(value, tf.uint8)), tf.bool)
+    bits = tf.bitcast(value, _BITS[value.dtype.size])
+    return tf.bitcast(xla.cross_replica_sum(tf.where(xla.replica_id() == 0, bits, tf.zeros_like(bits))), value.dtype)
+
+
+_BITS = {1: tf.uint8, 2: tf.uint16, 4: tf.uint32, 8: tf.uint64}
 
 
 def _ids(devices: DeviceGroup) -> range:

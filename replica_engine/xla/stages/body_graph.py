@@ -123,8 +123,11 @@ class BodyGraph:
 
     @property
     def where(self) -> str:
-        """The file and the line of the function: "train.py:40"; "" if it has none."""
-        return place_of(self.fn)
+        """The file and the line of the function: "train.py:40"; "" if it has none.
+
+        A body of the library has `_replica_engine_where`: the line of the user that it works for.
+        """
+        return getattr(self.fn, "_replica_engine_where", "") or place_of(self.fn)
 
     def replicas_results(self, columns: Sequence[Sequence[Any]]) -> list[Any]:
         """What each replica returned. `columns` has, for each result, the values of the replicas."""

@@ -1,0 +1,80 @@
+"""The lifelines of the service by which the PJRT clients of several workers find each other."""
+
+import contextlib
+import itertools
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from replica_engine.pjrt import rendezvous
+
+LONG = rendezvous._PATIENCE / 2  # seconds; a stranger is dropped only after twice as long
+
+WORKER = """
+import os, sys
+from replica_engine.pjrt import rendezvous
+
+place = rendezvous.start(1, sys.argv[1])
+rendezvous.hold(place)
+print(place["lifeline"], flush=True)
+os.read(0, 1)
+if os.fork() == 0:
+    os.read(0, 1)
+    print("the child lives", flush=True)
+os._exit(0)
+"""
+
+
+def test_the_service_ends_with_its_workers_though_a_forked_child_lives(unused_port):
+    command = [sys.executable, "-c", WORKER, f"127.0.0.1:{unused_port}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+        host, port = worker.stdout.readline().split(":")
+        with socket.create_connection((host, int(port)), LONG) as stranger:
+            worker.stdin.write("x")
+            worker.stdin.flush()
+            assert worker.wait(LONG) == 0
+            assert stranger.recv(1) == b""  # the service has ended
+        assert worker.communicate("x")[0] == "the child lives\n"
+
+
+@pytest.fixture
+def waiting():
+    """Lifelines that a thread waits for, one of which is held."""
+    lifelines = rendezvous._Lifelines("127.0.0.1")
+    host, port = lifelines.address.split(":")
+    thread = threading.Thread(target=lifelines.wait)
+    with socket.create_connection((host, int(port)), LONG) as held:
+        thread.start()
+        held.sendall(lifelines.secret.encode())
+        with socket.create_connection((host, int(port)), LONG) as liar:  # heard after the one that is held
+            liar.sendall(b"?" * len(lifelines.secret))
+            assert liar.recv(1) == b""
+        yield (host, int(port))
+    thread.join(LONG)
+    assert not thread.is_alive()
+
+
+def test_strangers_are_limited(waiting):
+    with contextlib.ExitStack() as stack:
+        strangers = [
+            stack.enter_context(socket.create_connection(waiting, LONG)) for _ in range(rendezvous._MOST_STRANGERS + 2)
+        ]
+        assert strangers[0].recv(1) == b""
+
+
+def test_without_descriptors_a_stranger_gives_way(waiting, monkeypatch):
+    """Otherwise the selector would return at once, again and again."""
+    accept, calls = socket.socket.accept, itertools.count()
+
+    def accept_but_the_second(self):
+        if next(calls) == 1:
+            raise OSError(24, "Too many open files")
+        return accept(self)
+
+    with socket.create_connection(waiting, LONG) as first:
+        monkeypatch.setattr(socket.socket, "accept", accept_but_the_second)
+        with socket.create_connection(waiting, LONG), socket.create_connection(waiting, LONG):
+            assert first.recv(1) == b""
