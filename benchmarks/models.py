@@ -1,0 +1,174 @@
+"""Training real models, each figure in new processes: ResNet-50, MobileNetV2, BERT and an LSTM language model.
+
+    python -m benchmarks.models [--models resnet,mobilenet,bert,lstm] [--replicas 1,2,4] [--steps 5] [--repeats 3]
+        [--quick] [--json out.json]
+
+The replicas share a batch of 16. For each model and number of replicas there are rows for a step, for the first step,
+for the first step of a second process that finds the programs of the first in the cache folder, and for the largest
+memory of the process. The first step of `TPUStrategy` and of Keras on JAX includes writing to that folder. TensorFlow's
+`jit_compile` runs on one device, with the whole batch; Keras on JAX has a device for each replica. BERT has the
+architecture and sizes of KerasHub's `bert_tiny_en_uncased`, in layers of Keras. Notes have the processor time of each
+row: other programs on the machine change it less than the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+
+from benchmarks import command
+from benchmarks.fresh import in_fresh_process
+from benchmarks.keras_models import BATCH, MODELS
+from benchmarks.keras_training import FULL, JAX, JIT, STAGES, THEIRS, THREADS, WARM_UP, XLA, Took, Trained, train
+from benchmarks.measure import Row, interleaved, same
+
+TOLERANCE = 1e-3
+"""The largest relative difference of losses, after an update of 50 layers."""
+
+FIRST_START = "the first start"
+
+PEERS = {THREADS: (FULL, THEIRS, JAX, JIT), XLA: (THEIRS, JAX, JIT)}
+"""The contenders of this library, and with whom they are compared."""
+
+SECOND_STARTS = (XLA, JAX)
+"""The contenders that keep programs for later processes."""
+
+START_UP_TARGETS = {4: {THEIRS: 0.6}, 8: {THEIRS: 0.25}}
+"""By number of replicas, of the first step of `MirroredStrategy` on ResNet-50. No other model has targets."""
+
+Starts = Sequence[Trained]
+"""What the first process of a contender measured, and the second one, of those that keep programs."""
+
+
+def measure(flags: argparse.Namespace) -> Iterator[Row]:
+    """Yields the rows of each model and number of replicas."""
+    for name in flags.models:
+        found: dict[tuple[str, int], list[Starts]] = {}
+
+        def step(
+            who: str, replicas: int, name: str = name, found: dict[tuple[str, int], list[Starts]] = found
+        ) -> float:
+            found.setdefault((who, replicas), []).append(starts(who, name, replicas, flags.steps))
+            return found[who, replicas][-1][0].step.seconds
+
+        every = dict.fromkeys(who for ours, peers in PEERS.items() for who in (ours, *peers))
+        each = [(who, replicas) for who in every for replicas in ([1] if who == JIT else flags.replicas)]
+        interleaved(
+            {f"{who}, {replicas}": functools.partial(step, who, replicas) for who, replicas in each}, flags.repeats
+        )
+        for replicas in flags.replicas:
+            yield from rows(name, replicas, {who: found[who, 1 if who == JIT else replicas] for who in every})
+
+
+def starts(who: str, name: str, replicas: int, steps: int) -> Starts:
+    """Trains in a new process, and then in a second one if the contender keeps programs for it."""
+    if who not in SECOND_STARTS:
+        return [in_fresh_process(train, who, name, replicas, BATCH, steps)]
+    with tempfile.TemporaryDirectory() as cache:
+        return [in_fresh_process(train, who, name, replicas, BATCH, steps, cache) for _ in range(2)]
+
+
+def rows(name: str, replicas: int, found: Mapping[str, Sequence[Starts]]) -> Iterator[Row]:
+    """Yields the rows of a model and a number of replicas.
+
+    Args:
+        name: the model.
+        replicas: the number of replicas.
+        found: by contender, what the processes of each repeat measured.
+
+    Raises:
+        WrongResult: losses differ.
+    """
+    first = {who: [each[0] for each in repeats] for who, repeats in found.items()}
+    second = {who: [each[1] for each in found[who]] for who in SECOND_STARTS}
+    check = checked(name, replicas, first)
+    targets = _targets(name, replicas)
+
+    def row(what: str, ours: str, figures: dict[str, list[Took]], note: str = "") -> Row:
+        return Row(
+            "models",
+            f"{MODELS[name].title}, {what}",
+            {who: [took.seconds for took in each] for who, each in figures.items()},
+            unit="s",
+            replicas=replicas,
+            targets=targets.get((what, ours), {}),
+            check=check,
+            note="; ".join(filter(None, (processor_time(figures), note))),
+        )
+
+    for ours, peers in PEERS.items():
+        shown = {who: first[who] for who in (ours, *peers)}
+        yield row("step", ours, {who: [each.step for each in processes] for who, processes in shown.items()})
+        begun = {who: [each.first for each in processes] for who, processes in shown.items()}
+        yield row("first step", ours, begun, staged(first[ours]))
+        memory = {who: [each.peak / 2**20 for each in processes] for who, processes in shown.items()}
+        title = f"{MODELS[name].title}, largest memory"
+        yield Row("models", title, memory, unit="MiB", replicas=replicas, check=check)
+    compared = {XLA: second[XLA], FIRST_START: first[XLA], JAX: second[JAX]}
+    check = checked(name, replicas, first | second)
+    again = {who: [each.first for each in processes] for who, processes in compared.items()}
+    yield row("second start", XLA, again, staged(second[XLA]))
+
+
+def _targets(name: str, replicas: int) -> dict[tuple[str, str], dict[str, float]]:
+    """The targets, by row and contender."""
+    if name != "resnet":
+        return {}
+    return {
+        ("step", XLA): {THEIRS: 1.0, JAX: 0.5},
+        ("first step", XLA): {JAX: 1.2},
+        ("first step", THREADS): START_UP_TARGETS.get(replicas, {}),
+        ("second start", XLA): {FIRST_START: 0.4},
+    }
+
+
+def checked(name: str, replicas: int, found: Mapping[str, Sequence[Trained]]) -> str:
+    """Compares the losses of the contenders, and says what is equal.
+
+    With batch normalization, replicas use the statistics of their part of the batch. Contenders that split the batch
+    are then compared with each other, and so are those that do not.
+
+    Raises:
+        WrongResult: losses differ.
+    """
+    groups = {"": tuple(found)}
+    if MODELS[name].batch_norm and replicas > 1:
+        groups = {" of split batches": (THREADS, FULL, XLA, THEIRS), " of whole batches": (JAX, JIT)}
+    told = []
+    for which, contenders in groups.items():
+        for step in range(WARM_UP):
+            losses = {who: found[who][-1].losses[step] for who in contenders}
+            told.append(same(f"loss {step + 1}{which}", losses, TOLERANCE))
+    return "; ".join(told)
+
+
+def processor_time(figures: Mapping[str, Sequence[Took]]) -> str:
+    """A note: the processor time of the first contender, and its ratio to each other, as the table has for the time."""
+    (_, ours), *peers = [(who, [took.processor for took in each]) for who, each in figures.items()]
+    ratios = [
+        f"{statistics.median(mine / its for mine, its in zip(ours, theirs, strict=True)):.2f} of {who}"
+        for who, theirs in peers
+    ]
+    return f"processor time {statistics.median(ours):.3g} s: {', '.join(ratios)}"
+
+
+def staged(found: Sequence[Trained]) -> str:
+    """A note: the stages of the first step, where they are known."""
+    if not found[0].stages:
+        return ""
+    seconds = {stage: statistics.median(each.stages.get(stage, 0.0) for each in found) for stage in STAGES}
+    return ", ".join(f"{stage} {taken:.2g} s" for stage, taken in seconds.items())
+
+
+if __name__ == "__main__":
+    command.main(
+        __doc__,
+        measure,
+        command.Option("repeats", "3", "1", "processes of each contender"),
+        command.Option("models", ",".join(MODELS), "lstm", "models to train", command.some_of(*MODELS)),
+        command.Option("replicas", "1,2,4", "2", "numbers of replicas, divisors of 16", command.numbers),
+        command.Option("steps", "5", "1", "steps for each figure of a step"),
+    )
