@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -52,6 +53,7 @@ def measure(flags: argparse.Namespace) -> Iterator[Row]:
             who: str, replicas: int, name: str = name, found: dict[tuple[str, int], list[Starts]] = found
         ) -> float:
             found.setdefault((who, replicas), []).append(starts(who, name, replicas, flags.steps))
+            print(f"{name}, {who}, N = {replicas}: {found[who, replicas][-1]}", file=sys.stderr, flush=True)
             return found[who, replicas][-1][0].step.seconds
 
         every = dict.fromkeys(who for ours, peers in PEERS.items() for who in (ours, *peers))
