@@ -47,22 +47,30 @@ Starts = Sequence[Trained]
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
     """Yields the rows of each model and number of replicas."""
     for name in flags.models:
-        found: dict[tuple[str, int], list[Starts]] = {}
-
-        def step(
-            who: str, replicas: int, name: str = name, found: dict[tuple[str, int], list[Starts]] = found
-        ) -> float:
-            found.setdefault((who, replicas), []).append(starts(who, name, replicas, flags.steps))
-            print(f"{name}, {who}, N = {replicas}: {found[who, replicas][-1]}", file=sys.stderr, flush=True)
-            return found[who, replicas][-1][0].step.seconds
-
-        every = dict.fromkeys(who for ours, peers in PEERS.items() for who in (ours, *peers))
-        each = [(who, replicas) for who in every for replicas in ([1] if who == JIT else flags.replicas)]
-        interleaved(
-            {f"{who}, {replicas}": functools.partial(step, who, replicas) for who, replicas in each}, flags.repeats
-        )
+        found = trained(name, flags.replicas, flags.steps, flags.repeats)
         for replicas in flags.replicas:
-            yield from rows(name, replicas, {who: found[who, 1 if who == JIT else replicas] for who in every})
+            yield from rows(name, replicas, {who: found[who, _size(who, replicas)] for who, _ in found})
+
+
+def trained(name: str, sizes: Sequence[int], steps: int, repeats: int) -> dict[tuple[str, int], list[Starts]]:
+    """What each contender measured with each number of replicas, in turn. Says on stderr how far it is."""
+    found: dict[tuple[str, int], list[Starts]] = {}
+
+    def step(who: str, replicas: int) -> float:
+        of_repeat = starts(who, name, replicas, steps)
+        print(f"{name}, {who}, N = {replicas}: {of_repeat}", file=sys.stderr, flush=True)
+        found.setdefault((who, replicas), []).append(of_repeat)
+        return of_repeat[0].step.seconds
+
+    contenders = dict.fromkeys(who for ours, peers in PEERS.items() for who in (ours, *peers))
+    turns = dict.fromkeys((who, _size(who, replicas)) for who in contenders for replicas in sizes)
+    interleaved({f"{who}, {size}": functools.partial(step, who, size) for who, size in turns}, repeats)
+    return found
+
+
+def _size(who: str, replicas: int) -> int:
+    """The number of devices of a contender."""
+    return 1 if who == JIT else replicas
 
 
 def starts(who: str, name: str, replicas: int, steps: int) -> Starts:

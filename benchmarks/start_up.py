@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from benchmarks import command
 from benchmarks.fresh import in_fresh_process
-from benchmarks.keras_training import THEIRS, THREADS, Trained, train
+from benchmarks.keras_training import THEIRS, THREADS, WARM_UP, Trained, train
 from benchmarks.measure import Row, interleaved, same
 from benchmarks.models import START_UP_TARGETS, TOLERANCE, processor_time
 
@@ -26,24 +26,29 @@ BATCH = 8
 
 
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
-    """Yields a row for the first step, and one that includes building the model, for each number of replicas."""
+    """Yields the rows of each number of replicas."""
     for replicas in flags.replicas:
-        found: dict[str, list[Trained]] = {THREADS: [], THEIRS: []}
+        yield from rows(replicas, flags.repeats)
 
-        def first(who: str, replicas: int = replicas, found: dict[str, list[Trained]] = found) -> float:
-            found[who].append(in_fresh_process(train, who, "resnet", replicas, replicas * BATCH))
-            return found[who][-1].first.seconds
 
-        figures = interleaved({who: functools.partial(first, who) for who in found}, flags.repeats)
-        whole = {who: [each.built.seconds + each.first.seconds for each in trained] for who, trained in found.items()}
-        check = "; ".join(
-            same(f"loss of step {step + 1}", {who: each[-1].losses[step] for who, each in found.items()}, TOLERANCE)
-            for step in (0, 1)
-        )
-        note = processor_time({who: [each.first for each in trained] for who, trained in found.items()})
-        row = functools.partial(Row, "start_up", unit="s", replicas=replicas, check=check)
-        yield row("first step of ResNet-50", figures, targets=START_UP_TARGETS.get(replicas, {}), note=note)
-        yield row("building ResNet-50, and its first step", whole)
+def rows(replicas: int, repeats: int) -> Iterator[Row]:
+    """Yields a row for the first step, and one that includes building the model."""
+    found: dict[str, list[Trained]] = {THREADS: [], THEIRS: []}
+
+    def first(who: str) -> float:
+        found[who].append(in_fresh_process(train, who, "resnet", replicas, replicas * BATCH))
+        return found[who][-1].first.seconds
+
+    figures = interleaved({who: functools.partial(first, who) for who in found}, repeats)
+    whole = {who: [each.built.seconds + each.first.seconds for each in trained] for who, trained in found.items()}
+    check = "; ".join(
+        same(f"loss of step {step + 1}", {who: each[-1].losses[step] for who, each in found.items()}, TOLERANCE)
+        for step in range(WARM_UP)
+    )
+    note = processor_time({who: [each.first for each in trained] for who, trained in found.items()})
+    row = functools.partial(Row, "start_up", unit="s", replicas=replicas, check=check)
+    yield row("first step of ResNet-50", figures, targets=START_UP_TARGETS.get(replicas, {}), note=note)
+    yield row("building ResNet-50, and its first step", whole)
 
 
 if __name__ == "__main__":
