@@ -39,7 +39,7 @@ class KerasModel:
         classes: the number of classes.
         ids: the number of different tokens in the examples; 0 for examples of real numbers.
         batch_norm: whether replicas normalize with the statistics of their own part of the batch.
-        rate: the learning rate: large enough that the second loss differs if the first update does.
+        rate: the learning rate. A wrong update changes the second loss; rounding, which depth amplifies, does not.
     """
 
     title: str
@@ -119,8 +119,8 @@ def _lstm() -> Any:
 
 
 MODELS = {
-    "resnet": KerasModel("ResNet-50", _resnet, IMAGE, batch_norm=True, rate=0.001),
-    "mobilenet": KerasModel("MobileNetV2", _mobilenet, IMAGE, batch_norm=True, rate=0.001),
+    "resnet": KerasModel("ResNet-50", _resnet, IMAGE, batch_norm=True, rate=1e-4),
+    "mobilenet": KerasModel("MobileNetV2", _mobilenet, IMAGE, batch_norm=True, rate=1e-4),
     "bert": KerasModel("BERT tiny", _bert, (BERT_LENGTH,), ids=BERT_WORDS),
     "lstm": KerasModel(
         "LSTM language model",
