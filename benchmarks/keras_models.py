@@ -119,8 +119,8 @@ def _lstm() -> Any:
 
 
 MODELS = {
-    "resnet": KerasModel("ResNet-50", _resnet, IMAGE, batch_norm=True, rate=1e-4),
-    "mobilenet": KerasModel("MobileNetV2", _mobilenet, IMAGE, batch_norm=True, rate=1e-4),
+    "resnet": KerasModel("ResNet-50", _resnet, IMAGE, batch_norm=True, rate=1e-5),
+    "mobilenet": KerasModel("MobileNetV2", _mobilenet, IMAGE, batch_norm=True, rate=1e-5),
     "bert": KerasModel("BERT tiny", _bert, (BERT_LENGTH,), ids=BERT_WORDS),
     "lstm": KerasModel(
         "LSTM language model",
