@@ -26,8 +26,12 @@ from benchmarks.keras_models import BATCH, MODELS
 from benchmarks.keras_training import FULL, JAX, JIT, STAGES, THEIRS, THREADS, WARM_UP, XLA, Took, Trained, train
 from benchmarks.measure import Row, interleaved, same
 
-TOLERANCE = 1e-3
-"""The largest relative difference of losses, after an update of 50 layers."""
+TOLERANCE, AFTER_BATCH_NORM = 1e-3, 0.05
+"""The largest relative difference of losses: of all, and after an update with batch normalization.
+
+There rounding grows with depth: after one update of ResNet-50, which takes the loss from 3.13 to 2.15, JAX on
+two devices is 0.013 apart from JAX on one, and TensorFlow's `jit_compile` 0.025 from its plain graph.
+"""
 
 FIRST_START = "the first start"
 
@@ -151,7 +155,8 @@ def checked(name: str, replicas: int, found: Mapping[str, Sequence[Trained]]) ->
     for which, contenders in groups.items():
         for step in range(WARM_UP):
             losses = {who: found[who][-1].losses[step] for who in contenders}
-            told.append(same(f"loss {step + 1}{which}", losses, TOLERANCE))
+            tolerance = AFTER_BATCH_NORM if step and MODELS[name].batch_norm else TOLERANCE
+            told.append(same(f"loss {step + 1}{which}", losses, tolerance))
     return "; ".join(told)
 
 
