@@ -27,6 +27,7 @@ from benchmarks.report import Report, machine
 GROUPS = (
     "eager_run",
     "launch",
+    "models",
     "train_step",
     "accumulation",
     "start_up",
@@ -142,7 +143,7 @@ def parse() -> argparse.Namespace:
         help="measure nothing; draw the pictures and write the page from the figures in docs/",
     )
     parser.add_argument(
-        "--patience", type=float, default=3600, help="longest time for a group, in seconds (default %(default)s)"
+        "--patience", type=float, default=6 * 3600, help="longest time for a group, in seconds (default %(default)s)"
     )
     flags = parser.parse_args()
     flags.only = flags.only.split(",")

@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks import command
 from benchmarks.measure import Row, interleaved, milliseconds, same
-from benchmarks.models import MODELS, Model, TensorFlowOps
+from benchmarks.shared_models import MODELS, Model, TensorFlowOps
 from benchmarks.train_step import TOLERANCE
 
 STEPS = 4

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.models import JaxOps, Model, TensorFlowOps
+from benchmarks.shared_models import JaxOps, Model, TensorFlowOps
 
 
 @dataclasses.dataclass(frozen=True)

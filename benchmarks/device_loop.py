@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks import command
 from benchmarks.measure import Row, interleaved, milliseconds, same
-from benchmarks.models import BATCHES, MODELS, JaxOps, Model, Ops, TensorFlowOps
+from benchmarks.shared_models import BATCHES, MODELS, JaxOps, Model, Ops, TensorFlowOps
 from benchmarks.train_step import TOLERANCE
 
 AT_LEAST = 20

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks import command
 from benchmarks.measure import Row, WrongResult, interleaved, same, seconds
-from benchmarks.models import Model, Ops, TensorFlowOps
+from benchmarks.shared_models import Model, Ops, TensorFlowOps
 
 WIDTH = 128
 

@@ -55,7 +55,7 @@ class OnTensorFlow:
     def train(self, name: str) -> Do:
         """One step of a model; returns the loss of this worker's replicas."""
         from benchmarks.contenders import strategy_contender
-        from benchmarks.models import MODELS
+        from benchmarks.shared_models import MODELS
 
         return _steps(strategy_contender("", self.strategy, MODELS[name], in_function=True))
 
@@ -119,7 +119,7 @@ class Jax:
     def train(self, name: str) -> Do:
         """As `OnTensorFlow.train`."""
         from benchmarks.contenders import jax_contender
-        from benchmarks.models import MODELS
+        from benchmarks.shared_models import MODELS
 
         return _steps(jax_contender(MODELS[name], self._mesh, self._on_devices))
 

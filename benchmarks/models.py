@@ -1,275 +1,189 @@
-"""The models of the training benchmarks, each written once for TensorFlow and JAX.
+"""Training real models, each figure in new processes: ResNet-50, MobileNetV2, BERT and an LSTM language model.
 
-A model is a function from weights and a batch to a loss. It calls `Ops`, which each framework implements, so contenders
-differ in the framework and never in the mathematics. Weights and batches are NumPy arrays from a fixed seed, so all
-contenders start from the same numbers.
+    python -m benchmarks.models [--models resnet,mobilenet,bert,lstm] [--replicas 1,2,4] [--steps 5] [--repeats 3]
+        [--quick] [--json out.json]
+
+The replicas share a batch of 16. For each model and number of replicas there are rows for a step, for the first step,
+for the first step of a second process that finds the programs of the first in the cache folder, and for the largest
+memory of the process. The first step of `TPUStrategy` and of Keras on JAX includes writing to that folder. TensorFlow's
+`jit_compile` runs on one device, with the whole batch; Keras on JAX has a device for each replica. BERT has the
+architecture and sizes of KerasHub's `bert_tiny_en_uncased`, in layers of Keras. Notes have the processor time of each
+row: other programs on the machine change it less than the time.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+import argparse
+import functools
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
+from benchmarks import command
+from benchmarks.fresh import in_fresh_process
+from benchmarks.keras_models import BATCH, MODELS
+from benchmarks.keras_training import FULL, JAX, JIT, STAGES, THEIRS, THREADS, WARM_UP, XLA, Took, Trained, train
+from benchmarks.measure import Row, interleaved, same
 
-BATCHES = 4
-"""The number of different batches for each model, used in turn."""
+TOLERANCE, AFTER_BATCH_NORM = 1e-3, 0.05
+"""The largest relative difference of losses: of all, and after an update with batch normalization.
 
+There rounding grows with depth: after one update of ResNet-50, which takes the loss from 3.13 to 2.15, JAX on
+two devices is 0.013 apart from JAX on one, and TensorFlow's `jit_compile` 0.025 from its plain graph.
+"""
 
-class Ops(Protocol):
-    """The operations that a model needs from a framework, besides Python's operators."""
+FIRST_START = "the first start"
 
-    def relu(self, x: Any) -> Any:
-        """max(x, 0)."""
+PEERS = {THREADS: (FULL, THEIRS, JAX, JIT), XLA: (THEIRS, JAX, JIT)}
+"""The contenders of this library, and with whom they are compared."""
 
-    def softmax(self, x: Any) -> Any:
-        """Softmax over the last dimension."""
+SECOND_STARTS = (XLA, JAX)
+"""The contenders that keep programs for later processes."""
 
-    def standardized(self, x: Any) -> Any:
-        """x with mean 0 and variance 1 over the last dimension."""
+START_UP_TARGETS = {4: {THEIRS: 0.6}, 8: {THEIRS: 0.25}}
+"""By number of replicas, of the first step of `MirroredStrategy` on ResNet-50. No other model has targets."""
 
-    def reshape(self, x: Any, shape: Sequence[int]) -> Any:
-        """x in another shape."""
-
-    def einsum(self, equation: str, *operands: Any) -> Any:
-        """Einstein summation."""
-
-    def dense(self, x: Any, weight: Any) -> Any:
-        """The product of the last dimension of x and a matrix."""
-
-    def conv(self, x: Any, kernel: Any) -> Any:
-        """A 2D convolution with stride 1 and "SAME" padding."""
-
-    def max_pool(self, x: Any) -> Any:
-        """Max pooling over 2 x 2 pixels."""
-
-    def take(self, table: Any, ids: Any) -> Any:
-        """Rows of a table."""
-
-    def cross_entropy(self, logits: Any, labels: Any) -> Any:
-        """The mean cross entropy over all labels."""
+Starts = Sequence[Trained]
+"""What the first process of a contender measured, and the second one, of those that keep programs."""
 
 
-class TensorFlowOps:
-    """The operations in TensorFlow."""
-
-    def __init__(self) -> None:
-        import tensorflow as tf
-
-        self._tf = tf
-        self.relu = tf.nn.relu
-        self.softmax = tf.nn.softmax
-        self.reshape = tf.reshape
-        self.einsum = tf.einsum
-        self.take = tf.gather
-
-    def standardized(self, x: Any) -> Any:
-        """See `Ops.standardized`."""
-        centered = x - self._tf.reduce_mean(x, -1, keepdims=True)
-        return centered * self._tf.math.rsqrt(self._tf.reduce_mean(centered * centered, -1, keepdims=True) + 1e-5)
-
-    def dense(self, x: Any, weight: Any) -> Any:
-        """See `Ops.dense`. `@` would compute the gradient with one product for each example."""
-        return self._tf.tensordot(x, weight, 1)
-
-    def conv(self, x: Any, kernel: Any) -> Any:
-        """See `Ops.conv`."""
-        return self._tf.nn.conv2d(x, kernel, strides=1, padding="SAME")
-
-    def max_pool(self, x: Any) -> Any:
-        """See `Ops.max_pool`."""
-        return self._tf.nn.max_pool2d(x, 2, strides=2, padding="VALID")
-
-    def cross_entropy(self, logits: Any, labels: Any) -> Any:
-        """See `Ops.cross_entropy`."""
-        each = self._tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
-        return self._tf.reduce_mean(each)
+def measure(flags: argparse.Namespace) -> Iterator[Row]:
+    """Yields the rows of each model and number of replicas."""
+    for name in flags.models:
+        found = trained(name, flags.replicas, flags.steps, flags.repeats)
+        for replicas in flags.replicas:
+            yield from rows(name, replicas, {who: found[who, _size(who, replicas)] for who, _ in found})
 
 
-class JaxOps:
-    """The operations in JAX."""
+def trained(name: str, sizes: Sequence[int], steps: int, repeats: int) -> dict[tuple[str, int], list[Starts]]:
+    """What each contender measured with each number of replicas, in turn. Says on stderr how far it is."""
+    found: dict[tuple[str, int], list[Starts]] = {}
 
-    def __init__(self) -> None:
-        import jax
-        import jax.numpy as jnp
+    def step(who: str, replicas: int) -> float:
+        of_repeat = starts(who, name, replicas, steps)
+        print(f"{name}, {who}, N = {replicas}: {of_repeat}", file=sys.stderr, flush=True)
+        found.setdefault((who, replicas), []).append(of_repeat)
+        return of_repeat[0].step.seconds
 
-        self._jax, self._jnp = jax, jnp
-        self.relu = jax.nn.relu
-        self.softmax = jax.nn.softmax
-        self.reshape = jnp.reshape
-        self.einsum = jnp.einsum
-
-    def standardized(self, x: Any) -> Any:
-        """See `Ops.standardized`."""
-        centered = x - self._jnp.mean(x, -1, keepdims=True)
-        return centered * self._jax.lax.rsqrt(self._jnp.mean(centered * centered, -1, keepdims=True) + 1e-5)
-
-    def dense(self, x: Any, weight: Any) -> Any:
-        """See `Ops.dense`."""
-        return x @ weight
-
-    def conv(self, x: Any, kernel: Any) -> Any:
-        """See `Ops.conv`."""
-        numbers = ("NHWC", "HWIO", "NHWC")
-        return self._jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
-
-    def max_pool(self, x: Any) -> Any:
-        """See `Ops.max_pool`."""
-        window = (1, 2, 2, 1)
-        return self._jax.lax.reduce_window(x, -np.inf, self._jax.lax.max, window, window, "VALID")
-
-    def take(self, table: Any, ids: Any) -> Any:
-        """See `Ops.take`."""
-        return self._jnp.take(table, ids, axis=0)
-
-    def cross_entropy(self, logits: Any, labels: Any) -> Any:
-        """See `Ops.cross_entropy`. It sums over one-hot rows, whose gradient needs no scatter."""
-        chosen = self._jax.nn.one_hot(labels, logits.shape[-1]) * self._jax.nn.log_softmax(logits)
-        return -self._jnp.mean(self._jnp.sum(chosen, -1))
+    contenders = dict.fromkeys(who for ours, peers in PEERS.items() for who in (ours, *peers))
+    turns = dict.fromkeys((who, _size(who, replicas)) for who in contenders for replicas in sizes)
+    interleaved({f"{who}, {size}": functools.partial(step, who, size) for who, size in turns}, repeats)
+    return found
 
 
-Loss = Callable[[Ops, Sequence[Any], Any, Any], Any]
-"""Computes the loss from weights and a batch (x, labels)."""
+def _size(who: str, replicas: int) -> int:
+    """The number of devices of a contender."""
+    return 1 if who == JIT else replicas
 
 
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """A model, its weights and its data.
+def starts(who: str, name: str, replicas: int, steps: int) -> Starts:
+    """Trains in a new process, and then in a second one if the contender keeps programs for it."""
+    if who not in SECOND_STARTS:
+        return [in_fresh_process(train, who, name, replicas, BATCH, steps)]
+    with tempfile.TemporaryDirectory() as cache:
+        return [in_fresh_process(train, who, name, replicas, BATCH, steps, cache) for _ in range(2)]
 
-    Attributes:
-        name: the name in the table.
-        loss: the mean loss of a batch.
-        shapes: the shapes of the weights.
-        batch: the number of examples for each replica.
-        example: the shape of one example.
-        labels: the shape of the labels of one example.
-        classes: the number of classes.
-        ids: the number of different ids in the examples; 0 for examples of real numbers.
-        rate: the learning rate.
+
+def rows(name: str, replicas: int, found: Mapping[str, Sequence[Starts]]) -> Iterator[Row]:
+    """Yields the rows of a model and a number of replicas.
+
+    Args:
+        name: the model.
+        replicas: the number of replicas.
+        found: by contender, what the processes of each repeat measured.
+
+    Raises:
+        WrongResult: losses differ.
     """
+    first = {who: [each[0] for each in repeats] for who, repeats in found.items()}
+    second = {who: [each[1] for each in found[who]] for who in SECOND_STARTS}
+    check = checked(name, replicas, first)
+    targets = _targets(name, replicas)
 
-    name: str
-    loss: Loss
-    shapes: tuple[tuple[int, ...], ...]
-    batch: int
-    example: tuple[int, ...]
-    labels: tuple[int, ...] = ()
-    classes: int = 10
-    ids: int = 0
-    rate: float = 0.05
+    def row(what: str, ours: str, figures: dict[str, list[Took]], note: str = "") -> Row:
+        return Row(
+            "models",
+            f"{MODELS[name].title}, {what}",
+            {who: [took.seconds for took in each] for who, each in figures.items()},
+            unit="s",
+            replicas=replicas,
+            targets=targets.get((what, ours), {}),
+            check=check,
+            note="; ".join(filter(None, (processor_time(figures), note))),
+        )
 
-    def weights(self) -> list[np.ndarray]:
-        """The initial weights: random, scaled so that activations are about 1; biases are 0."""
-        random = np.random.default_rng(0)
-        return [
-            (random.standard_normal(shape) / np.sqrt(np.prod(shape[:-1]))).astype(np.float32)
-            if len(shape) > 1
-            else np.zeros(shape, np.float32)
-            for shape in self.shapes
-        ]
-
-    def data(self, replicas: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Batches (x, labels), with a leading dimension for the replicas."""
-        random = np.random.default_rng(1)
-        lead = (replicas, self.batch)
-        batches = []
-        for _ in range(BATCHES):
-            x: np.ndarray
-            if self.ids:
-                x = random.integers(self.ids, size=lead + self.example, dtype=np.int32)
-            else:
-                x = random.standard_normal(lead + self.example, dtype=np.float32)
-            batches.append((x, random.integers(self.classes, size=lead + self.labels, dtype=np.int32)))
-        return batches
+    for ours, peers in PEERS.items():
+        shown = {who: first[who] for who in (ours, *peers)}
+        yield row("step", ours, {who: [each.step for each in processes] for who, processes in shown.items()})
+        begun = {who: [each.first for each in processes] for who, processes in shown.items()}
+        yield row("first step", ours, begun, staged(first[ours]))
+        memory = {who: [each.peak / 2**20 for each in processes] for who, processes in shown.items()}
+        title = f"{MODELS[name].title}, largest memory"
+        yield Row("models", title, memory, unit="MiB", replicas=replicas, check=check)
+    compared = {XLA: second[XLA], FIRST_START: first[XLA], JAX: second[JAX]}
+    check = checked(name, replicas, first | second)
+    again = {who: [each.first for each in processes] for who, processes in compared.items()}
+    yield row("second start", XLA, again, staged(second[XLA]))
 
 
-def _mlp(ops: Ops, weights: Sequence[Any], x: Any, labels: Any) -> Any:
-    w1, b1, w2, b2, w3, b3 = weights
-    x = ops.relu(ops.dense(x, w1) + b1)
-    x = ops.relu(ops.dense(x, w2) + b2)
-    return ops.cross_entropy(ops.dense(x, w3) + b3, labels)
+def _targets(name: str, replicas: int) -> dict[tuple[str, str], dict[str, float]]:
+    """The targets, by row and contender."""
+    if name != "resnet":
+        return {}
+    return {
+        ("step", XLA): {THEIRS: 1.0, JAX: 0.5},
+        ("first step", XLA): {JAX: 1.2},
+        ("first step", THREADS): START_UP_TARGETS.get(replicas, {}),
+        ("second start", XLA): {FIRST_START: 0.4},
+    }
 
 
-def _conv(ops: Ops, weights: Sequence[Any], x: Any, labels: Any) -> Any:
-    k1, b1, k2, b2, w, b = weights
-    x = ops.max_pool(ops.relu(ops.conv(x, k1) + b1))
-    x = ops.max_pool(ops.relu(ops.conv(x, k2) + b2))
-    return ops.cross_entropy(ops.dense(ops.reshape(x, (x.shape[0], -1)), w) + b, labels)
+def checked(name: str, replicas: int, found: Mapping[str, Sequence[Trained]]) -> str:
+    """Compares the losses of the contenders, and says what is equal.
+
+    With batch normalization, replicas use the statistics of their part of the batch. Contenders that split the batch
+    are then compared with each other, and so are those that do not.
+
+    Raises:
+        WrongResult: losses differ.
+    """
+    groups = {"": tuple(found)}
+    if MODELS[name].batch_norm and replicas > 1:
+        groups = {" of split batches": (THREADS, FULL, XLA, THEIRS), " of whole batches": (JAX, JIT)}
+    told = []
+    for which, contenders in groups.items():
+        for step in range(WARM_UP):
+            losses = {who: found[who][-1].losses[step] for who in contenders}
+            tolerance = AFTER_BATCH_NORM if step and MODELS[name].batch_norm else TOLERANCE
+            told.append(same(f"loss {step + 1}{which}", losses, tolerance))
+    return "; ".join(told)
 
 
-_HEADS, _WIDTH, _LENGTH, _WORDS, _LAYERS = 4, 128, 64, 256, 2
+def processor_time(figures: Mapping[str, Sequence[Took]]) -> str:
+    """A note: the processor time of the first contender, and its ratio to each other, as the table has for the time."""
+    (_, ours), *peers = [(who, [took.processor for took in each]) for who, each in figures.items()]
+    ratios = [
+        f"{statistics.median(mine / its for mine, its in zip(ours, theirs, strict=True)):.2f} of {who}"
+        for who, theirs in peers
+    ]
+    return f"processor time {statistics.median(ours):.3g} s: {', '.join(ratios)}"
 
 
-def _transformer(ops: Ops, weights: Sequence[Any], ids: Any, labels: Any) -> Any:
-    words, places, *layers, head = weights
-    x = ops.take(words, ids) + places
-    for first in range(0, len(layers), 4):
-        qkv, out, up, down = layers[first : first + 4]
-        x = x + _attention(ops, ops.standardized(x), qkv, out)
-        x = x + ops.dense(ops.relu(ops.dense(ops.standardized(x), up)), down)
-    return ops.cross_entropy(ops.dense(ops.standardized(x), head), labels)
+def staged(found: Sequence[Trained]) -> str:
+    """A note: the stages of the first step, where they are known."""
+    if not found[0].stages:
+        return ""
+    seconds = {stage: statistics.median(each.stages.get(stage, 0.0) for each in found) for stage in STAGES}
+    return ", ".join(f"{stage} {taken:.2g} s" for stage, taken in seconds.items())
 
 
-def _attention(ops: Ops, x: Any, qkv: Any, out: Any) -> Any:
-    batch, depth = x.shape[0], _WIDTH // _HEADS
-    parts = ops.reshape(ops.dense(x, qkv), (batch, _LENGTH, 3, _HEADS, depth))
-    query, key, value = (parts[:, :, index] for index in range(3))
-    scores = ops.softmax(ops.einsum("bqhd,bkhd->bhqk", query, key) / np.float32(np.sqrt(depth)))
-    mixed = ops.einsum("bhqk,bkhd->bqhd", scores, value)
-    return ops.dense(ops.reshape(mixed, (batch, _LENGTH, _WIDTH)), out)
-
-
-_SMALL, _GRADIENTS = 16, 200
-
-
-def _small(ops: Ops, weights: Sequence[Any], x: Any, labels: Any) -> Any:
-    *branches, head = weights
-    mixed = [ops.relu(ops.dense(x, branch)) for branch in branches]
-    return ops.cross_entropy(ops.dense(sum(mixed[1:], mixed[0]) / np.float32(len(mixed)), head), labels)
-
-
-MODELS = {
-    model.name: model
-    for model in (
-        Model(
-            "mlp",
-            _mlp,
-            shapes=((784, 512), (512,), (512, 512), (512,), (512, 10), (10,)),
-            batch=64,
-            example=(784,),
-        ),
-        Model(
-            "conv",
-            _conv,
-            shapes=((3, 3, 1, 32), (32,), (3, 3, 32, 64), (64,), (7 * 7 * 64, 10), (10,)),
-            batch=32,
-            example=(28, 28, 1),
-        ),
-        Model(
-            "transformer",
-            _transformer,
-            shapes=(
-                (_WORDS, _WIDTH),
-                (_LENGTH, _WIDTH),
-                *(((_WIDTH, 3 * _WIDTH), (_WIDTH, _WIDTH), (_WIDTH, 4 * _WIDTH), (4 * _WIDTH, _WIDTH)) * _LAYERS),
-                (_WIDTH, _WORDS),
-            ),
-            batch=8,
-            example=(_LENGTH,),
-            labels=(_LENGTH,),
-            classes=_WORDS,
-            ids=_WORDS,
-        ),
-        # Many small gradients, so most of the cost is their all-reduces.
-        Model(
-            "small",
-            _small,
-            shapes=((_SMALL, _SMALL),) * _GRADIENTS + ((_SMALL, 10),),
-            batch=8,
-            example=(_SMALL,),
-            rate=1.0,
-        ),
+if __name__ == "__main__":
+    command.main(
+        __doc__,
+        measure,
+        command.Option("repeats", "3", "1", "processes of each contender"),
+        command.Option("models", ",".join(MODELS), "lstm", "models to train", command.some_of(*MODELS)),
+        command.Option("replicas", "1,2,4", "2", "numbers of replicas, divisors of 16", command.numbers),
+        command.Option("steps", "5", "1", "steps for each figure of a step"),
     )
-}
-"""The models, by name."""

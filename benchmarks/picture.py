@@ -39,7 +39,9 @@ def draw_summary(report: Report, path: str | pathlib.Path) -> None:
     axis.set(xscale="log", yticks=[], ylim=(len(bars) - 0.4, -0.6), xlim=(0.06, 4))
     _ratio_axis(axis)
     axis.set_xlabel("time here / time of the other      \u2190 lower is better")
-    axis.set_title("The time of an operation, 4 replicas on one machine: 1 is as long as the other", loc="left")
+    sizes = {chosen.replicas for chosen, *_ in bars}
+    replicas = f"{sizes.pop()} replicas" if len(sizes) == 1 else "N replicas"
+    axis.set_title(f"The time of an operation, {replicas} on one machine: 1 is as long as the other", loc="left")
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
     _legend(figure)

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 from benchmarks import command
 from benchmarks.measure import Row, WrongResult, interleaved, milliseconds, same
-from benchmarks.models import MODELS
+from benchmarks.shared_models import MODELS
 
 TOLERANCE = 1e-4
 """The largest relative difference of losses: frameworks add numbers in different orders."""

@@ -7,9 +7,10 @@ import xml.etree.ElementTree
 import pytest
 
 from benchmarks import __main__ as program
-from benchmarks import command, page, picture, step_time, summary
+from benchmarks import command, keras_models, models, page, picture, step_time, summary
 from benchmarks.__main__ import FIGURES, GROUPS, PAGE, ROOT, SUMMARY_PAGE
 from benchmarks.hosts import OURS
+from benchmarks.keras_training import FULL, JAX, JIT, THEIRS, THREADS, XLA, Took, Trained
 from benchmarks.measure import Row, WrongResult, fitted, interleaved, same
 from benchmarks.report import COLUMNS, Report, cells
 
@@ -144,6 +145,73 @@ def test_the_summary_has_ten_rows_of_the_published_figures():
     assert len(summary.rows(published)) == len(summary.CHOSEN) == 10
     text = SUMMARY_PAGE.read_text(encoding="utf-8")
     assert page.with_summary(text, published) == text, "python -m benchmarks --docs writes it."
+
+
+def trained(seconds, split_loss=2.0, whole_loss=2.0):
+    """Two repeats of each contender on a model; the second takes twice as long."""
+    losses = {
+        THREADS: split_loss,
+        FULL: split_loss,
+        XLA: split_loss,
+        THEIRS: split_loss,
+        JAX: whole_loss,
+        JIT: whole_loss,
+    }
+
+    def process(who, factor, start):
+        taken = seconds[who] * factor / start
+        stages = {"trace": 1.0, "compile": taken} if who == XLA else {}
+        took = Took(taken, taken * 2 if who == XLA else taken)
+        return Trained(took, took, took, 2**20, [losses[who], losses[who] / 2], stages)
+
+    return {who: [[process(who, factor, start) for start in (1, 2)] for factor in (1, 2)] for who in losses}
+
+
+SECONDS = {THREADS: 1.0, FULL: 2.0, XLA: 1.0, THEIRS: 2.0, JAX: 4.0, JIT: 8.0}
+
+
+def test_the_rows_of_a_model_have_its_targets_and_the_processor_time():
+    rows = {(row.name, row.contender): row for row in models.rows("resnet", 4, trained(SECONDS))}
+    step = rows["ResNet-50, step", XLA]
+    assert {each.peer: (each.ratio, each.target) for each in step.comparisons} == {
+        THEIRS: (0.5, 1.0), JAX: (0.25, 0.5), JIT: (0.125, None)
+    }  # fmt: skip
+    assert step.note == (
+        "processor time 3 s: 1.00 of tf.distribute, 0.50 of Keras on JAX, 0.25 of TensorFlow jit_compile"
+    )
+    assert step.check == "loss 1 of split batches 2 ±0.001; loss 2 of split batches 1 ±0.05; " + (
+        "loss 1 of whole batches 2 ±0.001; loss 2 of whole batches 1 ±0.05"
+    )
+    assert rows["ResNet-50, first step", THREADS].targets == {THEIRS: 0.6}
+    assert rows["ResNet-50, first step", XLA].note.endswith("; trace 1 s, lower 0 s, compile 1.5 s")
+    second = rows["ResNet-50, second start", XLA]
+    assert [(each.peer, each.ratio, each.met) for each in second.comparisons] == [
+        (models.FIRST_START, 0.5, False),
+        (JAX, 0.25, None),
+    ]
+    assert not any(row.targets for row in models.rows("lstm", 4, trained(SECONDS)))
+
+
+def test_only_replicas_with_batch_norm_may_have_another_loss_than_the_whole_batch():
+    assert [*models.rows("resnet", 2, trained(SECONDS, split_loss=3.0))]
+    for name, replicas in (("resnet", 1), ("bert", 2)):
+        with pytest.raises(WrongResult, match="loss 1 apart"):
+            [*models.rows(name, replicas, trained(SECONDS, split_loss=3.0))]
+
+
+def test_the_summary_is_of_real_models_when_all_of_its_rows_are_there():
+    of_models = [row for name in models.MODELS for size in (1, 4) for row in models.rows(name, size, trained(SECONDS))]
+    published = Report.read(FIGURES)
+    both = Report(MADE_UP, published.rows + of_models)
+    assert [chosen for chosen, *_ in summary.rows(both)] == list(summary.OF_MODELS)
+    without = Report(MADE_UP, published.rows + [row for row in of_models if "LSTM" not in row.name])
+    assert [chosen for chosen, *_ in summary.rows(without)] == list(summary.CHOSEN)
+
+
+def test_bert_is_as_large_as_that_of_keras_hub():
+    model = keras_models.MODELS["bert"].build()
+    head = (keras_models.BERT_WIDTH + 1) * keras_models.CLASSES
+    assert model.count_params() - head == 4_385_920  # of bert_tiny_en_uncased, as KerasHub's list of presets says
 
 
 def test_a_bar_has_the_colour_of_its_ratio_whether_or_not_it_meets_its_target(tmp_path):
