@@ -41,12 +41,17 @@ def check_scope() -> None:
 
 
 def _meaning(error: Exception) -> Exception | None:
+    # Only of these two exact classes: an exception of the user may have a text that raises.
+    if type(error) is AttributeError:
+        text = str(error)
+        is_numpy = "SymbolicTensor" in text and text.endswith("no attribute 'numpy'")
+        return NoValueError.numpy() if is_numpy else None
+    if type(error) is not RuntimeError:
+        return None
     text = str(error)
-    if type(error) is RuntimeError and text.startswith(_MIXED):
+    if text.startswith(_MIXED):
         return _foreign(error)
-    if isinstance(error, AttributeError) and "SymbolicTensor" in text and text.endswith("no attribute 'numpy'"):
-        return NoValueError.numpy()
-    if type(error) is RuntimeError and text.startswith(_IN_REPLICA) and _is_in_replica():
+    if text.startswith(_IN_REPLICA) and _is_in_replica():
         return ScopeError.in_replica("run", here())
     return None
 

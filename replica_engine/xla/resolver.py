@@ -47,6 +47,8 @@ class PjrtClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         self._asked = platform_named(platform)
         if self.cluster.num_processes > 1:
             self.task_type, self.task_id = "worker", self.cluster.process_id
+        elif platform is not None:
+            self._found = self.group(None)  # fails now if there is none
 
     @property
     def platform(self) -> str:

@@ -107,8 +107,8 @@ def test_a_body_for_a_list_of_devices():
 
 @pytest.fixture
 def _as_on_a_tpu(monkeypatch):
-    def on_tpu(program, platform):
-        return markers.expand_markers(program, "tpu")
+    def on_tpu(program, platform, **options):
+        return markers.expand_markers(program, "tpu", **options)
 
     monkeypatch.setattr(executable, "expand_markers", on_tpu)
 

@@ -143,9 +143,9 @@ def test_a_run_that_fails_after_some_sync_points():
 
 @pytest.fixture
 def _slow_to_compile(monkeypatch):
-    def slow(program, platform):
+    def slow(program, platform, **options):
         threading.Event().wait(1.5)
-        return markers.expand_markers(program, platform)
+        return markers.expand_markers(program, platform, **options)
 
     monkeypatch.setattr(executable, "expand_markers", slow)
 

@@ -2,7 +2,6 @@
 
 import pathlib
 import re
-import runpy
 
 import keras
 import numpy as np
@@ -164,12 +163,3 @@ def test_every_old_name_in_the_guide_is_there():
 def test_names_of_2018_are_methods_and_properties():
     assert all(callable(getattr(contrib.TPUStrategy, name)) for name in METHODS)
     assert all(isinstance(getattr(contrib.TPUStrategy, name), property) for name in PROPERTIES)
-
-
-def test_the_example_of_the_guide_prints_what_it_says(capsys, tmp_path):
-    (example,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), flags=re.DOTALL)
-    (said,) = re.findall(r"print\(.*\)  # (.*)", example)
-    program = tmp_path / "example.py"  # in a file: AutoGraph reads its source
-    program.write_text(example)
-    runpy.run_path(str(program))
-    assert capsys.readouterr().out.strip() == said

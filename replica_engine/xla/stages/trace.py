@@ -16,7 +16,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import distribute
 from replica_engine._tf import variables as variable_handles
 from replica_engine._tf.graphs import autograph, subgraphs, xla_ops
 from replica_engine.diagnostics.flight_record import Collective
@@ -49,6 +48,7 @@ from replica_engine.xla.stages.counts import count
 from replica_engine.xla.stages.lower import Lowered, lower
 from replica_engine.xla.state import initial_values
 from replica_engine.xla.state.device_value import differs_by_replica
+from replica_engine.xla.state.host_variable import HostVariable
 
 _logger = logging.getLogger("replica_engine")
 
@@ -220,7 +220,7 @@ def _check_plain_variables(
     """Warns of plain variables to which the replicas write values that may differ: only one of the values stays."""
     plain = {}
     for variable in traced.graph.variables:
-        if not isinstance(distribute.value_container(variable), distribute.DistributedVariable):
+        if HostVariable.device_value(variable) is None:  # TensorFlow's `value_container` would ask for its handle
             plain[id(variable_handles.raw_handle(variable))] = variable
     indices = {
         index: plain[id(outside)]
