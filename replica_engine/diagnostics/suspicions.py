@@ -98,8 +98,6 @@ def note_write(written: dict[int, tuple[Any, int]], variable: Any, strategy: Any
         strategy: the strategy.
         replica: the index of the replica.
     """
-    if not variable.dtype.is_floating:
-        return  # a counter may well count what all replicas do
     name = variable.name.removesuffix(":0")
     _, first = written.setdefault(id(variable), (variable, replica))
     if first != replica and "seed" not in name:  # a generator of random numbers may be shared
