@@ -80,8 +80,10 @@ class InputsError(ReplicaEngineError, ValueError, TypeError):
     def dataset(cls, name: str, kind: str) -> InputsError:
         """A dataset where a batch is expected."""
         return cls(
-            f"{name} is a {kind}, and a compiled body takes the values of a batch: "
-            "for batch in dataset: strategy.run(step, args=(batch,))."
+            f"{name} is a {kind}, and a compiled body takes the values of a batch. Distribute it, and run one batch "
+            "at a time:\n"
+            "    for batch in strategy.experimental_distribute_dataset(dataset):\n"
+            "        strategy.run(step, args=(batch,))"
         )
 
     @classmethod
@@ -178,9 +180,10 @@ class ReplicaMismatchError(ReplicaEngineError, ValueError):
         met = met or "cross-replica operations (sums of gradients, for example)"
         return cls(
             f"{name} has shape {first} on replica 0 and {other} on replica {replica}. The replicas meet in {met}, so "
-            "one program runs on all of them, and their shapes must be equal. Batch with drop_remainder=True, give "
-            "Keras fit a number of samples that is a multiple of the batch size, or pad the last batch: in your own "
-            "loop, replica_engine.split_batch(strategy, batch) makes equal shares, with weights that are 0 for padding."
+            "one program runs on all of them, and their shapes must be equal. Use a batch size that the number of "
+            "replicas divides, and drop_remainder=True; give Keras fit a number of samples that is a multiple of the "
+            "batch size, or pad the last batch: in your own loop, replica_engine.split_batch(strategy, batch) makes "
+            "equal shares, with weights that are 0 for padding."
         )
 
     @classmethod
