@@ -290,7 +290,12 @@ def test_a_run_that_stands_still():
     member.launched(jobs.TRAIN)
     member.meet("a")
     strategy = MirroredStrategy(["CPU:0", "CPU:1"], timeout=0.5)
-    strategy.run(lambda: threading.Event().wait(1.0))
+
+    def step():
+        while True:
+            threading.Event().wait(0.01)
+
+    strategy.run(step)
 
 
 @beside(FOLLOWS)
