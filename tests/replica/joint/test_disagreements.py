@@ -28,11 +28,6 @@ class OwnError(Exception):
 
 
 @pytest.fixture
-def mirrored():
-    return MirroredStrategy(DEVICES[:2])
-
-
-@pytest.fixture
 def fails(mirrored):
     """`fails(error, body)`: the run raises the error, whose text is returned; the next run works."""
 

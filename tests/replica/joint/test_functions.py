@@ -6,20 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.devices import DEVICES
-from helpers.on_mirrored import FORMS, context, index, locally, numbered, run, stepping, total
-
-from replica_engine import MirroredStrategy
-
-
-@pytest.fixture
-def mirrored():
-    return MirroredStrategy(DEVICES[:2])
-
-
-@pytest.fixture(params=FORMS)
-def form(request):
-    return request.param
+from helpers.on_mirrored import context, index, locally, numbered, run, stepping, total
 
 
 @pytest.fixture

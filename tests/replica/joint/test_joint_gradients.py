@@ -7,18 +7,10 @@ batch, and a gradient with respect to a weight is summed over the replicas; on o
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.devices import DEVICES
 from helpers.on_mirrored import FORMS, context, locally, run, shares, stepping, total
-
-from replica_engine import MirroredStrategy
 
 ROWS = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
 WEIGHT = np.array([0.3, -0.2, 0.5], np.float32)
-
-
-@pytest.fixture
-def mirrored():
-    return MirroredStrategy(DEVICES[:2])
 
 
 def alone(x):

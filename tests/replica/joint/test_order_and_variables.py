@@ -4,16 +4,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.devices import DEVICES
 from helpers.on_mirrored import FORMS, index, locally, numbered, run, total
 
-from replica_engine import MirroredStrategy
 from replica_engine.errors import MergeCallGraphError, NotInReplicaError, StructureMismatchError
-
-
-@pytest.fixture
-def mirrored():
-    return MirroredStrategy(DEVICES[:2])
 
 
 def numbers(structure):

@@ -4,21 +4,9 @@ import re
 
 import pytest
 import tensorflow as tf
-from helpers.devices import DEVICES
-from helpers.on_mirrored import FORMS, locally, numbered, run, total
+from helpers.on_mirrored import locally, numbered, run, total
 
-from replica_engine import MirroredStrategy
 from replica_engine.errors import MergeCallGraphError
-
-
-@pytest.fixture
-def mirrored():
-    return MirroredStrategy(DEVICES[:2])
-
-
-@pytest.fixture(params=FORMS)
-def form(request):
-    return request.param
 
 
 @pytest.fixture

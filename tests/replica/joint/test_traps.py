@@ -15,11 +15,6 @@ from replica_engine.errors import MergeCallGraphError
 OPERATORS = ("If", "StatelessIf", "Case", "StatelessCase", "While", "StatelessWhile")
 
 
-@pytest.fixture
-def mirrored():
-    return MirroredStrategy(DEVICES[:2])
-
-
 def operators(step, *args):
     """The names of the operators in a traced step, those inside others included."""
     graph = step.get_concrete_function(*args).graph.as_graph_def()
