@@ -11,6 +11,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 from replica_engine.errors import ClusterConfigError
 from replica_engine.hosts.job import Limits
@@ -18,7 +19,7 @@ from replica_engine.hosts.job import Limits
 _FOLDER = str(pathlib.Path(__file__).parents[2])  # that has the package
 
 started: list[subprocess.Popen[str]] = []
-"""The coordinators that this process has started. They are kept: Python warns of one that is freed while it runs."""
+"""The child processes that this process has started. They are kept: Python warns of one that is freed while it runs."""
 
 
 def start(size: int, token: str, address: str, limits: Limits) -> str:
@@ -36,9 +37,26 @@ def start(size: int, token: str, address: str, limits: Limits) -> str:
     Raises:
         ClusterConfigError: it cannot listen there.
     """
+    settings = {"size": size, "token": token, "address": address, "join": limits.join, "heartbeat": limits.heartbeat}
+    return str(child("replica_engine.hosts", settings)["address"])
+
+
+def child(module: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Starts a module in a child process, which reads its settings, listens, and says where.
+
+    Args:
+        module: the module. It reads the settings from its standard input, and prints one line, both as JSON.
+        settings: what it needs; "address" is where it is to listen.
+
+    Returns:
+        What it printed.
+
+    Raises:
+        ClusterConfigError: it cannot listen there.
+    """
     path = os.environ.get("PYTHONPATH", "")
     process = subprocess.Popen(
-        [sys.executable, "-m", "replica_engine.hosts"],
+        [sys.executable, "-m", module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -46,14 +64,13 @@ def start(size: int, token: str, address: str, limits: Limits) -> str:
         env={**os.environ, "PYTHONPATH": f"{_FOLDER}{os.pathsep}{path}" if path else _FOLDER},
     )
     started.append(process)
-    settings = {"size": size, "token": token, "address": address, "join": limits.join, "heartbeat": limits.heartbeat}
     assert process.stdin is not None
     assert process.stdout is not None
     with process.stdin as stdin:
         json.dump(settings, stdin)
     with process.stdout as stdout:
         line = stdout.readline()
-    answer = json.loads(line) if line else {"wrong": f"its process ended with status {process.wait()}"}
+    answer: dict[str, Any] = json.loads(line) if line else {"wrong": f"its process ended with {process.wait()}"}
     if "wrong" in answer:
-        raise ClusterConfigError.not_bound(address, answer["wrong"])
-    return str(answer["address"])
+        raise ClusterConfigError.not_bound(settings["address"], answer["wrong"])
+    return answer

@@ -17,29 +17,23 @@ import contextlib
 import hmac
 import json
 import os
-import pathlib
 import secrets
 import selectors
 import socket
-import subprocess
 import sys
 import time
 from typing import Any
 
-from replica_engine.errors import ClusterConfigError
 from replica_engine.hosts.cluster import join_address, split_address
+from replica_engine.hosts.serve import child
 
 NEVER = 1_000_000
 """Seconds after which jaxlib takes a worker for lost."""
 
-_FOLDER = str(pathlib.Path(__file__).parents[2])  # that has the package
 _PATIENCE = 60.0  # seconds for the first lifeline, and for a secret
 _MOST_STRANGERS = 64  # connections that have not said the secret
 _BREATH = 0.1  # seconds between two tries while the process has no descriptor left
 _REGISTER = 600  # seconds for all workers to connect; who has not come by then is found out by the job before
-
-started: list[subprocess.Popen[str]] = []
-"""The services that this process has started. They are kept: Python warns of one that is freed while it runs."""
 
 _lifelines: list[socket.socket] = []
 
@@ -57,26 +51,7 @@ def start(size: int, address: str) -> dict[str, str]:
     Raises:
         ClusterConfigError: it cannot listen there.
     """
-    path = os.environ.get("PYTHONPATH", "")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "replica_engine.pjrt.rendezvous"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": f"{_FOLDER}{os.pathsep}{path}" if path else _FOLDER},
-    )
-    started.append(process)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with process.stdin as stdin:
-        json.dump({"size": size, "address": address}, stdin)
-    with process.stdout as stdout:
-        line = stdout.readline()
-    answer: dict[str, str] = json.loads(line) if line else {"wrong": f"its process ended with {process.wait()}"}
-    if "wrong" in answer:
-        raise ClusterConfigError.not_bound(address, answer["wrong"])
-    return answer
+    return child("replica_engine.pjrt.rendezvous", {"size": size, "address": address})
 
 
 def hold(place: dict[str, str]) -> None:
