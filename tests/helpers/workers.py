@@ -4,6 +4,7 @@ Processes that start TensorFlow are expensive. So a job checks many things, and 
 """
 
 import json
+from typing import Any
 
 from helpers.jobs import LONG, Job
 
@@ -38,9 +39,10 @@ def alone(programs, program: str, replicas: int, **environment: str) -> dict:
     return read(programs.start(HEAD + program + TAIL, env={"LOCAL": str(replicas), "ALONE": "1", **environment}))
 
 
-def read(process) -> dict:
+def read(process, limit: float = LONG) -> Any:
+    """What a program has printed last, as JSON; it fails if the program does, or takes longer than the limit."""
     try:
-        out, err = process.communicate(LONG)
+        out, err = process.communicate(limit)
     finally:
         process.kill()
     assert process.returncode == 0, err[-4000:]

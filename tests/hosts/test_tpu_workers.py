@@ -9,6 +9,7 @@ import socket
 
 import pytest
 from helpers.jobs import job
+from helpers.workers import flat, read
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -147,29 +148,14 @@ def outputs(programs, made, program: str, **environment: str) -> list[list[dict]
     """Runs a program in all workers of a job; returns what each has found."""
     text = HEAD + program + TAIL
     started = [programs.start(text, env=made.environment(worker, **environment)) for worker in range(made.size)]
-    return [read(each) for each in started]
-
-
-def read(process) -> list[dict]:
-    try:
-        out, err = process.communicate(LONGER)
-    finally:
-        process.kill()
-    assert process.returncode == 0, err[-4000:]
-    return json.loads(out.splitlines()[-1])
-
-
-def flat(value) -> list:
-    if isinstance(value, dict):
-        return flat([value[name] for name in sorted(value)])
-    return [leaf for each in value for leaf in flat(each)] if isinstance(value, list) else [value]
+    return [read(each, LONGER) for each in started]
 
 
 def assert_equal_to_one_process(programs, program: str, close: float = 1e-6, **environment: str) -> list[list[dict]]:
     """Two workers find bitwise the same, and what one process with as many replicas finds."""
     with job() as made:
         (first, of_first), (second, of_second) = outputs(programs, made, program, **environment)
-    expected, of_all = read(programs.start(HEAD + program + TAIL, env=environment))
+    expected, of_all = read(programs.start(HEAD + program + TAIL, env=environment), LONGER)
     assert first == second
     facts = [each.pop("facts", None) for each in (of_first, of_second, of_all)]
     for name, value in expected.items():
@@ -341,7 +327,7 @@ def test_keras(programs, tmp_path):
     (tmp_path / "one").mkdir()
     with job() as made:
         (first, _), (second, _) = outputs(programs, made, KERAS, FOLDER=str(tmp_path / "job"))
-    alone, _ = read(programs.start(HEAD + KERAS + TAIL, env={"FOLDER": str(tmp_path / "one")}))
+    alone, _ = read(programs.start(HEAD + KERAS + TAIL, env={"FOLDER": str(tmp_path / "one")}), LONGER)
     assert first == second
     assert first.pop("saved") == alone.pop("saved") == ["ckpt-1", "ckpt-2"]
     for name, value in alone.items():
@@ -595,4 +581,4 @@ found["sum"] = float(strategy.reduce("SUM", strategy.run(lambda: tf.constant(2.0
         for index in range(2)
     ]
     for process in started:
-        assert read(process)[0] == {"truth": [2, 2, 1], "sum": 4.0}
+        assert read(process, LONGER)[0] == {"truth": [2, 2, 1], "sum": 4.0}
