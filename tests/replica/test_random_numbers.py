@@ -67,7 +67,8 @@ def test_loops_and_branches_of_a_graph_draw_by_replica(size):
     tf.random.set_seed(3)
 
     def draw():
-        mapped = tf.map_fn(lambda x: x + tf.random.uniform([]), tf.zeros([2]))
+        # One iteration after the other: TensorFlow lets them draw in any order otherwise, on one device as well.
+        mapped = tf.map_fn(lambda x: x + tf.random.uniform([]), tf.zeros([2]), parallel_iterations=1)
         chosen = tf.cond(mapped[0] > -1.0, lambda: tf.random.normal([]), lambda: 0.0)
         return tf.concat([mapped, chosen[None]], 0)
 
