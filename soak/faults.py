@@ -123,7 +123,7 @@ def _outside(injection: Injection, arm: places.Arm) -> contextlib.ExitStack:
     """A context manager with a fault outside the user's code: in the compiler, or on the devices."""
     place = executable.Executable
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise arm.new()
 
     def fail_at_end(*arguments: Any) -> Any:

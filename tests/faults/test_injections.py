@@ -3,11 +3,14 @@
 A failure names the seed, and `python -m soak --only faults --seed SEED --injections 1` injects that fault alone.
 """
 
+import dataclasses
+
 import pytest
 
 from soak import injection
 from soak.faults import Injector
 from soak.injection import COMPILED, EAGER, Injection
+from soak.model import LOWERING
 
 
 def inject(injections):
@@ -30,7 +33,8 @@ def test_in_compiled_bodies():
         for each in drawn
         if each.strategy == COMPILED and each.size == 3 and each.form == EAGER and each.point != injection.INPUTS
     ]
-    inject([each for each in compiled if not each.traces][:30])
+    on_the_way = [dataclasses.replace(compiled[0], point=point) for point in (LOWERING, injection.COMPILE)]
+    inject([each for each in compiled if not each.traces][:30] + on_the_way)
 
 
 def test_one_seed_draws_one_fault():
