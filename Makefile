@@ -45,8 +45,14 @@ $(BIN)/python:
 COMMA := ,
 DEMO_EXTRAS := demo$(if $(filter tpu,$(STRATEGY)),$(COMMA)xla)
 
+# Two packages have the files of TensorFlow. An environment has one of them, so the other goes first.
+$(VENV)/.$(TENSORFLOW): | $(BIN)/python
+	@rm -f $(VENV)/.tensorflow* $(VENV)/.extras-*
+	@$(PIP) --quiet uninstall --yes $(filter-out $(TENSORFLOW),tensorflow tensorflow-cpu)
+	@touch $@
+
 # One stamp a set of extras; made again when the metadata changes.
-$(VENV)/.extras-%: pyproject.toml | $(BIN)/python
+$(VENV)/.extras-%: pyproject.toml $(VENV)/.$(TENSORFLOW) | $(BIN)/python
 	@echo "installing replica_engine[$*] into $(VENV) ($(TENSORFLOW) takes a minute or two the first time)"
 	@$(PIP) install --editable ".[$(TENSORFLOW),$*]"
 	@touch $@
