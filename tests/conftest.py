@@ -38,6 +38,9 @@ os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_TO_COMPILE))
 # For each op of each graph, oneDNN's pass searches all kernels: 3% of the time of all tests. Only some CPUs have it on.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
+# Imports and tracing make many objects that stay: the collector looks less often than Python's 700 would have it.
+gc.set_threshold(50_000, 20, 20)
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell starts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -122,6 +125,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # worker processes of xdist share one
+        server = fork_server.Server()
+        os.environ[fork_server.ADDRESS] = server.address
+        config.add_cleanup(server.close)
     config.addinivalue_line("markers", "replicas(*sizes): run the test with these numbers of replicas only")
     config.addinivalue_line(
         "markers", "threads(why): for strategies that run each replica on a thread, since it needs that"
@@ -181,13 +188,11 @@ def _names(metafunc):
 @pytest.fixture(autouse=True, scope="module")
 def _little_garbage():
     # The leak check collects garbage after most tests. What is there before a module's first one stays anyway,
-    # so the collector need not look at it each time: 200 ms a test without. Tracing makes many objects that stay
-    # for as long as the graph: by itself the collector looks at them less often than Python's 700 would have it.
+    # so the collector need not look at it each time: 200 ms a test without.
     # TensorFlow's global graph must not be there: it lists each variable that is made, and once frozen it never goes.
     _reset_global_graph()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -215,8 +220,7 @@ def _replica_threads_go(request, caplog):
 @pytest.fixture(scope="session")
 def programs():
     """Programs in processes of their own that have TensorFlow imported: for those that would import it first anyway."""
-    with contextlib.closing(fork_server.Programs()) as programs:
-        yield programs
+    return fork_server.Programs(os.environ[fork_server.ADDRESS])
 
 
 @pytest.fixture

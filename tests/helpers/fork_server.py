@@ -1,5 +1,6 @@
 """Programs in processes of their own that need not wait for TensorFlow to be imported. See `fork_server_main.py`."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -10,24 +11,68 @@ import sys
 import tempfile
 import threading
 
+ADDRESS = "REPLICA_ENGINE_TEST_PROGRAMS"
+"""The variable with the address of the server, which the processes of the tests share."""
+
 # Read when TensorFlow, jaxlib and this library start: the server must not have them for a program that has not.
 NOT_FOR_ALL = ("XLA_FLAGS", "TF_NUM_INTEROP_THREADS")
+# What conftest.py sets so that programs compile quickly, and those that tests start too.
+FOR_EACH = ("XLA_FLAGS", "TF_ENABLE_ONEDNN_OPTS")
 
 
-class Programs:
-    """Starts them. The first one waits for the import."""
+class Server:
+    """The process that starts them. It imports TensorFlow when the first one is asked for, which waits for that.
+
+    Attributes:
+        address: of its socket.
+    """
 
     def __init__(self):
         self._directory = tempfile.TemporaryDirectory(prefix="warm")  # a short path: those of sockets may not be long
-        self._server = None
+        self.address = os.path.join(self._directory.name, "socket")
+        env = {name: value for name, value in os.environ.items() if name not in NOT_FOR_ALL}
+        script = pathlib.Path(__file__).with_name("fork_server_main.py")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self.address)
+            listener.listen()
+            self._process = subprocess.Popen(
+                [sys.executable, script, str(listener.fileno()), os.path.join(self._directory.name, "bytecode")],
+                env=env,
+                stdin=subprocess.PIPE,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+            )
+
+    def close(self):
+        with self._process:
+            self._process.stdin.close()  # which ends it
+        self._directory.cleanup()
+
+
+class Programs:
+    """Starts them.
+
+    Args:
+        address: of the server.
+    """
+
+    def __init__(self, address):
+        self._address = address
 
     def start(self, program, *arguments, env=None):
-        """Starts a program, which is text, or the path of a file: as `subprocess.Popen` with pipes does."""
-        directory = pathlib.Path(tempfile.mkdtemp(dir=self._directory.name))
+        """Starts a program, which is text, or the path of a file: as `subprocess.Popen` with pipes does.
+
+        What makes it compile quickly is in its environment, also where `env` has not got it.
+        """
+        directory = pathlib.Path(tempfile.mkdtemp(dir=os.path.dirname(self._address)))
         if isinstance(program, str):
             program, text = directory / "program.py", program
             program.write_text(text)
-        return Program(self._connect(), program, arguments, os.environ if env is None else env, directory)
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(self._address)
+        quickly = {name: os.environ[name] for name in FOR_EACH if name in os.environ}
+        env = quickly | dict(os.environ if env is None else env)
+        return Program(connection, program, arguments, env, directory)
 
     def run(self, program, *arguments, env=None, timeout=100):
         """Runs it to its end: as `subprocess.run` with `capture_output=True, text=True`."""
@@ -37,29 +82,6 @@ class Programs:
         finally:
             process.kill()
         return subprocess.CompletedProcess([str(program), *arguments], process.returncode, stdout, stderr)
-
-    def close(self):
-        if self._server is not None:
-            with self._server:
-                self._server.stdin.close()  # which ends it
-        self._directory.cleanup()
-
-    def _connect(self):
-        path = os.path.join(self._directory.name, "socket")
-        if self._server is None:
-            env = {name: value for name, value in os.environ.items() if name not in NOT_FOR_ALL}
-            script = pathlib.Path(__file__).with_name("fork_server_main.py")
-            self._server = subprocess.Popen(
-                [sys.executable, script, path],
-                env=env,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-            )
-            assert self._server.stdout.readline() == b"ready\n", "the server of programs ended"
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(path)
-        return connection
 
 
 class Program:
@@ -77,7 +99,7 @@ class Program:
         request = {
             "program": str(program),
             "arguments": [str(one) for one in arguments],
-            "environment": dict(env),
+            "environment": env,
             "stdout": str(self._files[0]),
             "stderr": str(self._files[1]),
         }
@@ -103,7 +125,8 @@ class Program:
     def kill(self):
         """Ends it, if it has not ended."""
         if self.returncode is None:
-            os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(self.pid, signal.SIGKILL)
             self.communicate(10)
 
     def _line(self):
