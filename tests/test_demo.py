@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 
@@ -87,29 +86,39 @@ def test_with_flags(demo):
     assert "no picture: could not draw nowhere/loss.png: [Errno 2] No such file or directory" in out
 
 
-def test_ctrl_c():
-    process = subprocess.Popen(
-        [*DEMO, "--epochs", "500", "--loop", "custom", "--replicas", "2"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-    )
-    while "epoch   3/500" not in process.stdout.readline():
-        assert process.poll() is None
+CTRL_C = """
+import os, signal, sys, threading
+from replica_engine.__main__ import main
+
+ended = threading.Event()
+write = sys.stdout.write
+
+
+def interrupt():
     for _ in range(5):  # One that comes while TensorFlow's iterator goes, at the end of an epoch, Python ignores.
-        process.send_signal(signal.SIGINT)
-        try:
-            _, stderr = process.communicate(timeout=15)
-            break
-        except subprocess.TimeoutExpired:
-            continue
-    else:
-        process.kill()
-    assert process.returncode == 130
-    assert stderr.startswith("starting TensorFlow\n")
-    assert stderr.endswith("\ninterrupted\n")
-    assert "Traceback" not in stderr.partition("Exception ignored in")[0]
+        os.kill(os.getpid(), signal.SIGINT)
+        ended.wait(15)
+    os._exit(1)
+
+
+def interrupt_in_the_fourth_epoch(text):
+    if "epoch   3/500" in text:
+        threading.Thread(target=interrupt, daemon=True).start()
+    return write(text)
+
+
+sys.stdout.write = interrupt_in_the_fourth_epoch
+main(["demo", "--epochs", "500", "--loop", "custom", "--replicas", "2"])
+"""
+
+
+def test_ctrl_c(programs):
+    done = programs.run(CTRL_C)
+    assert done.returncode == 130
+    assert done.stderr.startswith("starting TensorFlow\n")
+    assert done.stderr.endswith("\ninterrupted\n")
+    assert "Traceback" not in done.stderr.partition("Exception ignored in")[0]
+    assert "epoch 500/500" not in done.stdout
 
 
 def test_an_error_that_ctrl_c_caused_is_ctrl_c():

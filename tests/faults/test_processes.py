@@ -7,27 +7,36 @@ import textwrap
 import pytest
 import tensorflow as tf
 
-from soak.processes import Ended, program
+from soak.processes import Ended
 from soak.programs.common import make_strategy
 from soak.programs.training import train
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 PROGRAM = """
-    import runpy, signal, sys
+    import os, runpy, signal, sys, threading
 
     sys.path[0] = {root!r}
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    write = sys.stdout.write
+
+    def killed_soon(text):
+        if "ready" in text:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return write(text)
+
+    if {killed}:
+        sys.stdout.write = killed_soon
     runpy.run_module("soak.programs.{name}", run_name="__main__", alter_sys=True)
 """
 
 
 @pytest.fixture
 def ended(programs):
-    """`ended(name, *arguments)`: how a program of `soak.programs` ended that checks everything itself."""
+    """`ended(name, *arguments)`: how a program of `soak.programs` ended, or was ended with `killed=True`."""
 
-    def ended(name, *arguments):
-        source = textwrap.dedent(PROGRAM).format(root=str(ROOT), name=name)
+    def ended(name, *arguments, killed=False):
+        source = textwrap.dedent(PROGRAM).format(root=str(ROOT), name=name, killed=killed)
         done = programs.run(source, *arguments)
         return Ended(done.returncode, done.stdout, done.stderr)
 
@@ -40,8 +49,8 @@ def test_ctrl_c_at_random_moments(ended):
     assert interrupts.last.startswith("20 interrupts")
 
 
-def test_kill_9_in_a_training_that_goes_on_from_its_checkpoint(tmp_path):
-    killed = program("training", "threads", tmp_path / "killed", "--steps", 4000, send=signal.SIGKILL, after=0.1)
+def test_kill_9_in_a_training_that_goes_on_from_its_checkpoint(ended, tmp_path):
+    killed = ended("training", "threads", tmp_path / "killed", "--steps", 4000, killed=True)
     assert killed.code == -signal.SIGKILL
     # Not the last file: the kill may have come between its end and the note that it is the last checkpoint.
     steps = 10 + int(tf.train.latest_checkpoint(str(tmp_path / "killed")).rpartition("-")[2])

@@ -5,8 +5,6 @@ import errno
 import logging
 import os
 import pathlib
-import subprocess
-import sys
 import tempfile
 import textwrap
 import zlib
@@ -69,12 +67,12 @@ def double(x):
     return 2 * x
 
 
-def test_a_second_process_lowers_and_compiles_nothing(tmp_path):
-    environment = os.environ | {"REPLICA_ENGINE_CACHE_DIR": str(tmp_path / "other"), "TF_CPP_MIN_LOG_LEVEL": "3"}
+def test_a_second_process_lowers_and_compiles_nothing(programs, tmp_path):
+    environment = os.environ | {"REPLICA_ENGINE_CACHE_DIR": str(tmp_path / "other")}
 
     def start():
-        command = [sys.executable, "-c", textwrap.dedent(TRAINS)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        done = programs.run(textwrap.dedent(TRAINS), env=environment)
+        assert done.returncode == 0, done.stderr
         results, counted = done.stdout.splitlines()
         return results, tuple(map(int, counted.split()))
 
