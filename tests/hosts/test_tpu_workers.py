@@ -288,8 +288,7 @@ data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16, drop_remainder=True)
 
 
 def dense():
-    layers = [keras.Input((8,)), keras.layers.Dense(4, activation="relu"), keras.layers.Dense(1)]
-    return keras.Sequential(layers)
+    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
 
 
 with strategy.scope():
@@ -331,7 +330,7 @@ def test_keras(programs, tmp_path):
     assert first == second
     assert first.pop("saved") == alone.pop("saved") == ["ckpt-1", "ckpt-2"]
     for name, value in alone.items():
-        assert flat(first[name]) == pytest.approx(flat(value), abs=2e-6), name
+        assert flat(first[name]) == pytest.approx(flat(value), rel=1e-6, abs=2e-6), name
     written = {
         folder: sorted(str(path.relative_to(tmp_path / folder)) for path in (tmp_path / folder).rglob("*"))
         for folder in ("job", "one")
@@ -391,7 +390,8 @@ def test_the_others_are_told_who_is_lost(programs, fault, victim, cores):
             lost.kill() if fault == "stopped" else lost.communicate(LONGER)
             other.kill()
     assert other.returncode == 1, err[-4000:]  # its own exception: no abort
-    worker, pid, message = json.loads(out.splitlines()[-1])
+    line = next(line for line in out.splitlines() if line.startswith(f"[{victim}, "))  # Gloo prints too
+    worker, pid, message = json.loads(line)
     assert (worker, pid, lost.returncode) == (victim, lost.pid, status)
     assert f"worker {victim} of 2" in message
     assert words in message
