@@ -44,7 +44,7 @@ gc.set_threshold(50_000, 20, 20)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell starts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-SIZES = (1, 4)  # 2 where a test asks for it: the suite has 6 minutes
+SIZES = (1, 4)  # where they are what a module is about; each trace takes time for each replica
 OF_ANY_SIZE = ("test_run", "test_merge_call", "test_collectives", "test_uneven_batches", "test_cross_replica_optimizer")
 FORMS = ("eager", "run-in-function", "function-in-run")
 
@@ -55,7 +55,8 @@ class Row(NamedTuple):
     Attributes:
         make: makes it, of a list of devices.
         forms: in which of the forms of `run` it differs from the rows above.
-        sizes: with how many replicas.
+        sizes: with how many replicas in the modules that are about that.
+        size: with how many elsewhere.
         threads: whether each replica runs the function's Python code, on a thread; if not, it is traced once for
             all of them.
         modules: the modules about what differs from the rows above; empty for all.
@@ -64,6 +65,7 @@ class Row(NamedTuple):
     make: Callable[[list[str]], tf.distribute.Strategy]
     forms: tuple[str, ...] = FORMS
     sizes: tuple[int, ...] = SIZES
+    size: int = 4
     threads: bool = True
     modules: tuple[str, ...] = ()
 
@@ -76,7 +78,8 @@ def _only_worker(size: int) -> tf.distribute.Strategy:
 
 
 STRATEGIES = {
-    "mirrored": Row(lambda devices: replica_engine.MirroredStrategy(devices)),
+    # The other rows with threads have 4 everywhere.
+    "mirrored": Row(lambda devices: replica_engine.MirroredStrategy(devices), size=2),
     # Eager mode only: graphs are built in order with and without `concurrent` (test_options.py sees to that).
     "mirrored-concurrent": Row(
         lambda devices: replica_engine.MirroredStrategy(devices, concurrent=True), ("eager",), (4,)
@@ -168,9 +171,8 @@ def pytest_generate_tests(metafunc):
 
 
 def _sizes(metafunc, name):
-    """All sizes of a strategy where they are what a module is about; the largest elsewhere, which saves a minute."""
-    sizes = STRATEGIES[name].sizes
-    return sizes if metafunc.module.__name__.rpartition(".")[2] in OF_ANY_SIZE else sizes[-1:]
+    row = STRATEGIES[name]
+    return row.sizes if metafunc.module.__name__.rpartition(".")[2] in OF_ANY_SIZE else (row.size,)
 
 
 def _names(metafunc):
