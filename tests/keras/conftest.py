@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from helpers.devices import DEVICES
 from helpers.versions import HAS_XLA
 
@@ -114,17 +115,30 @@ def alike():
     return _alike
 
 
+@pytest.fixture(scope="session")
+def batched():
+    """`batched(size, x, y)`: a dataset of batches of so many samples, of arrays or structures of arrays.
+
+    Of arrays Keras makes a pipeline for each call, which takes longer than most models here take to train:
+    tests/keras/test_inputs.py trains on arrays and on all else that Keras takes.
+    """
+    return _batched
+
+
 @pytest.fixture
 def trains_alike(alone_and_replicated):
     """`trains_alike(make, size, x, y)`: fits alone and replicated, and compares history, weights, optimizer state.
 
-    `close` are tolerances other than `CLOSE`. Returns both models, the replicated one last, and its history.
+    In batches of `batch_size`, or those of a dataset. `close` are tolerances other than `CLOSE`. Returns both models,
+    the replicated one last, and its history.
     """
 
-    def trains_alike(make, size, x, y=None, close=None, **options):
+    def trains_alike(make, size, *data, close=None, batch_size=32, validation_data=None, epochs=1):
         models = alone_and_replicated(make, size)
-        options = {"shuffle": False, "verbose": 0, **options}
-        expected, found = (model.fit(x, y, **options).history for model in models)
+        data = data[0] if isinstance(data[0], tf.data.Dataset) else _batched(batch_size, *data)
+        validation_data = validation_data and _batched(batch_size, *validation_data)
+        options = {"epochs": epochs, "validation_data": validation_data, "shuffle": False, "verbose": 0}
+        expected, found = (model.fit(data, **options).history for model in models)
         _alike(found, expected, **(close or {}))
         expected, new = (model.get_weights() for model in models)
         _alike(new, expected, **(close or {}))
@@ -133,6 +147,10 @@ def trains_alike(alone_and_replicated):
         return *models, found
 
     return trains_alike
+
+
+def _batched(size, *parts):
+    return tf.data.Dataset.from_tensor_slices(keras.tree.lists_to_tuples(parts)).batch(size)
 
 
 def _seeded(make):
