@@ -47,7 +47,7 @@ class Replicated:
         weights = [np.ones([4, 1], np.float32), np.zeros([1], np.float32)]
         for model in (self.plain, self.model):
             model.set_weights(weights)
-        np.testing.assert_allclose(self.model.predict(X, verbose=0), Y, rtol=1e-5)
+        np.testing.assert_allclose(self.model.predict_on_batch(X), Y, rtol=1e-5)
 
 
 def call(model, method, x, y=None):
@@ -70,9 +70,10 @@ def compare(both, method, x, y=None):
     both.check()
 
 
-@pytest.fixture
-def models(both):
-    return Replicated(both.strategy)
+@pytest.fixture(scope="module")
+def models(lasting):
+    """For all tests of the module: each leaves them as they were, which `check` sees to."""
+    return Replicated(lasting)
 
 
 def data(width):
@@ -123,8 +124,8 @@ def test_numbers_of_replicas_that_are_none(replicas):
         replicate_model(small(), replicas)
 
 
-def test_a_model_that_is_not_compiled_predicts_and_does_not_train(both):
-    model = replicate_model(small(compiled=False), strategy=both.strategy)
+def test_a_model_that_is_not_compiled_predicts_and_does_not_train(lasting):
+    model = replicate_model(small(compiled=False), strategy=lasting)
     np.testing.assert_allclose(model.predict(X, verbose=0), Y, rtol=1e-5)
     with pytest.raises(ValueError, match="compile"):
         model.fit(X, Y, verbose=0)

@@ -1,6 +1,7 @@
 """`gradient_accumulation_steps` of Keras' optimizers: one all-reduce in k steps, and the numbers of one device."""
 
 import contextlib
+import functools
 import re
 
 import keras
@@ -45,6 +46,7 @@ def assert_equal_replicas(strategy, variable, expected, **close):
     assert all(one.tobytes() == first.tobytes() for one in others)
 
 
+@pytest.mark.graphs  # eagerly alike on all threads: test_any_number_of_replicas_accumulates_as_one_device
 @pytest.mark.replicas(2)
 @pytest.mark.parametrize("name", MAKERS)
 def test_an_optimizer_accumulates_as_on_one_device(strategy, per_replica, name):
@@ -225,7 +227,12 @@ WORDS = RANDOM.integers(0, 9, size=(20, 3))
 LABELS = RANDOM.normal(size=(20, 2)).astype("float32")
 
 
-def model_of(k, make=lambda k: keras.optimizers.Adam(0.05, clipnorm=0.3, gradient_accumulation_steps=k), **options):
+def batches_of(size, count=20):
+    """Of arrays Keras would make a pipeline for each fit."""
+    return tf.data.Dataset.from_tensor_slices((WORDS[:count], LABELS[:count])).batch(size)
+
+
+def model_of(k, make=lambda k: keras.optimizers.SGD(0.2, 0.9, clipnorm=0.3, gradient_accumulation_steps=k), **options):
     table = keras.layers.Embedding(12, 3, embeddings_initializer=keras.initializers.RandomNormal(seed=1))
     dense = keras.layers.Dense(2, kernel_initializer=keras.initializers.GlorotUniform(seed=2))
     model = keras.Sequential([keras.Input((3,), dtype="int32"), table, keras.layers.Flatten(), dense])
@@ -233,14 +240,15 @@ def model_of(k, make=lambda k: keras.optimizers.Adam(0.05, clipnorm=0.3, gradien
     return model
 
 
-def trained(model, epochs=2, batch_size=4):
-    model.fit(WORDS, LABELS, batch_size, epochs, verbose=0, shuffle=False)
+def trained(model, epochs=2, data=None):
+    model.fit(batches_of(4) if data is None else data, epochs=epochs, verbose=0, shuffle=False)
     return model
 
 
-def alone(*args, **options):
+@functools.cache
+def alone(*args):
     """Trained on one device, without the time to trace it; the numbers are the same."""
-    return trained(model_of(*args, run_eagerly=True), **options)
+    return trained(model_of(*args, run_eagerly=True))
 
 
 def assert_same_state(found, expected, **close):
@@ -251,7 +259,7 @@ def assert_same_state(found, expected, **close):
 
 
 @pytest.mark.graphs
-@pytest.mark.replicas(4)
+@pytest.mark.replicas(2)
 def test_fit_in_a_scope(strategy):
     """Five steps an epoch in groups of 4: the second epoch begins in the middle of a group."""
     with strategy.scope():
@@ -264,10 +272,10 @@ def test_fit_in_a_scope(strategy):
 @pytest.mark.graphs
 @pytest.mark.replicas(2)
 def test_fit_of_a_replicated_model(strategy):
-    """Batches of 7, 7 and 6 rows."""
-    model = model_of(4)
-    trained(replicate_model(model, strategy=strategy), batch_size=7)
-    assert_same_state(model, alone(4, batch_size=7))
+    """Four batches of 7 rows in groups of 3."""
+    model = model_of(3)
+    trained(replicate_model(model, strategy=strategy), data=batches_of(7, 14))
+    assert_same_state(model, trained(model_of(3, run_eagerly=True), data=batches_of(7, 14)))
     assert any(variable.numpy().any() for variable in model.optimizer._accumulated_gradients)
 
 
@@ -281,37 +289,39 @@ def test_a_group_of_batches_is_a_batch(strategy):
 
     with strategy.scope():
         model = model_of(3, make)
-    whole = model_of(None, make)
-    model.fit(WORDS[:18], LABELS[:18], 2, 1, verbose=0, shuffle=False)
-    whole.fit(WORDS[:18], LABELS[:18], 6, 1, verbose=0, shuffle=False)
+    whole = model_of(None, make, run_eagerly=True)
+    model.fit(batches_of(2, 18), verbose=0, shuffle=False)
+    whole.fit(batches_of(6, 18), verbose=0, shuffle=False)
     for one, other in zip(model.get_weights(), whole.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, **CLOSE)
 
 
 @pytest.mark.graphs
 @pytest.mark.replicas(2)
-@pytest.mark.parametrize("kind", ["model", "checkpoint"])
-def test_training_goes_on_from_the_middle_of_a_group(strategy, make_strategy_like, tmp_path, kind):
+def test_training_goes_on_from_the_middle_of_a_group(strategy, make_strategy_like, tmp_path):
     """Saved after 5 steps of groups of 4, and loaded by one device and by another number of replicas."""
     with strategy.scope():
         model = model_of(4)
     trained(model, epochs=1)
-    undisturbed = alone(4)
-    if kind == "model":
-        model.save(tmp_path / "model.keras")
-    else:
-        tf.train.Checkpoint(model=model, optimizer=model.optimizer).write(str(tmp_path / "state"))
-    for scope in (contextlib.nullcontext, make_strategy_like(4).scope):
-        with scope():
-            if kind == "model":
-                again = keras.models.load_model(tmp_path / "model.keras")
-            else:
-                again = model_of(4)
-                again.optimizer.build(again.trainable_variables)
-                tf.train.Checkpoint(model=again, optimizer=again.optimizer).read(
-                    str(tmp_path / "state")
-                ).assert_existing_objects_matched()
-        assert_same_state(trained(again, epochs=1), undisturbed)
+    model.save(tmp_path / "model.keras")
+    tf.train.Checkpoint(model=model, optimizer=model.optimizer).write(str(tmp_path / "state"))
+
+    def loaded():
+        return keras.models.load_model(tmp_path / "model.keras")
+
+    def restored():
+        again = model_of(4)
+        again.optimizer.build(again.trainable_variables)
+        checkpoint = tf.train.Checkpoint(model=again, optimizer=again.optimizer)
+        checkpoint.read(str(tmp_path / "state")).assert_existing_objects_matched()
+        return again
+
+    for make in (loaded, restored):
+        for scope in (contextlib.nullcontext, make_strategy_like(3).scope):
+            with scope():
+                again = make()
+            again.run_eagerly = scope is contextlib.nullcontext  # which saves the time to trace it
+            assert_same_state(trained(again, epochs=1), alone(4))
 
 
 @pytest.fixture

@@ -137,12 +137,15 @@ def test_a_plain_variable_of_each_replica(strategy):
     assert [each.numpy() for each in mine] == [1.0] * len(mine)
 
 
+@pytest.mark.graphs
+@pytest.mark.replicas(2)
 def test_fit_with_dropout_metrics_and_a_rest(strategy):
     size = strategy.num_replicas_in_sync
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
-        model.compile("adam", "mse", metrics=["mae"])
+        model.compile("sgd", "mse", metrics=["mae"])
     x, y = np.ones((5 * size, 3), "float32"), np.ones((5 * size, 1), "float32")
-    model.fit(x, y, batch_size=2 * size, verbose=0)
-    model.evaluate(x, y, batch_size=2 * size, verbose=0)
-    model.predict(x, batch_size=2 * size, verbose=0)
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(2 * size)
+    model.fit(batches, verbose=0)
+    model.evaluate(batches, verbose=0)
+    model.predict(batches, verbose=0)

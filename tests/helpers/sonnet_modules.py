@@ -67,7 +67,9 @@ def on_one_device(descriptor, x, jit_compile=False):
     shares = [x] if descriptor.name == WHOLE_BATCH else np.split(x, REPLICAS)
     module(tf.constant(shares[0]))
     weights = [new_value(variable, number) for number, variable in enumerate(module.variables)]
-    compute = tf.function(lambda share: outputs_and_gradients(module, share), jit_compile=jit_compile)
+    compute = lambda share: outputs_and_gradients(module, share)  # noqa: E731
+    if jit_compile:
+        compute = tf.function(compute, jit_compile=True)
     results = []
     for share in shares:
         assign(module, weights)

@@ -30,7 +30,8 @@ DATA = {"validation_data": VALIDATION, **QUIET}
 def regression(optimizer=None, **options):
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((4,)), layers.Dense(2)])
-    model.compile(optimizer or optimizers.Adam(0.05), "mse", metrics=["mae"], run_eagerly=True, **options)
+    optimizer = optimizer or optimizers.SGD(0.05, momentum=0.9)
+    model.compile(optimizer, "mse", metrics=["mae"], run_eagerly=True, **options)
     return model
 
 
@@ -49,7 +50,7 @@ def build(model):
 
 
 def set_unbuilt(model):
-    model.optimizer = optimizers.SGD(0.1, momentum=0.9)
+    model.optimizer = optimizers.Adagrad(0.1)
     remake(model)
 
 
@@ -59,7 +60,7 @@ def set_built(model):
 
 
 def set_and_load(model):
-    model.optimizer = optimizers.Adam(0.02)
+    model.optimizer = optimizers.SGD(0.02, momentum=0.9)
     build(model)
     donor = regression()
     donor.fit(BATCHES, **QUIET)
@@ -70,14 +71,14 @@ def set_and_load(model):
 
 
 def compile(model):
-    model.compile(optimizers.SGD(0.1, momentum=0.9), "mae", metrics=["mse"], run_eagerly=True)
+    model.compile(optimizers.Adam(0.1), "mae", metrics=["mse"], run_eagerly=True)
     remake(model)
 
 
 def compile_and_use(model):
     compile(model)
-    model.fit(X[:8], Y[:8], 4, verbose=0, shuffle=False)
-    model.predict(X[:5], verbose=0)
+    model.fit(VALIDATION, **QUIET)
+    model.predict_on_batch(X[:5])
 
 
 def apply(model):
@@ -238,7 +239,7 @@ def test_in_a_scope_it_trains_as_outside(two_replicas, alike):
     created = []
     note = At("on_epoch_end", lambda model: created.append(tf.Variable(1.0)))
     with two_replicas.scope():
-        found = model.fit(X, Y, 8, 2, callbacks=[note], **DATA).history
+        found = model.fit(BATCHES, epochs=2, callbacks=[note], **DATA).history
         assert tf.distribute.get_strategy() is two_replicas
         inside = tf.Variable(1.0)
     alike(found, alone.fit(BATCHES, epochs=2, **DATA).history)
@@ -313,7 +314,7 @@ def test_a_seed_that_is_restored_in_a_callback_is_another_one_on_each_replica(tw
 def test_plain_keras_runs_none_of_this_library_afterwards(two_replicas):
     """Losses and metrics of Keras are Keras' own again once no replicated method runs."""
     model = regression()
-    replicate_model(model, strategy=two_replicas).fit(X, Y, 8, verbose=0)
+    replicate_model(model, strategy=two_replicas).fit(BATCHES, **QUIET)
     ours = set()
 
     def note(frame, event, _):
@@ -323,7 +324,7 @@ def test_plain_keras_runs_none_of_this_library_afterwards(two_replicas):
 
     sys.setprofile(note)
     try:
-        model.fit(X, Y, 8, verbose=0)
+        model.fit(BATCHES, **QUIET)
     finally:
         sys.setprofile(None)
     assert not ours

@@ -17,15 +17,14 @@ def crossentropy(y, outputs):
 
 
 class Classifier(keras.Model):
-    """Two layers; what follows writes its steps in the ways in which people do."""
+    """One layer; what follows writes its steps in the ways in which people do."""
 
     def __init__(self):
         super().__init__()
-        self.hidden = layers.Dense(5, "tanh")
-        self.last = layers.Dense(3)
+        self.layer = layers.Dense(3)
 
     def call(self, x):
-        return self.last(self.hidden(x))
+        return self.layer(x)
 
 
 class ByHand(Classifier):
@@ -130,50 +129,51 @@ def built(model, *options, **more):
     return model
 
 
-def test_a_step_by_hand(trains_alike, alike):
+def test_a_step_by_hand(trains_alike, batched, alike):
     """Its mean over a share is weighed by the share: of 9 samples replicas have 5 and 4, of 1 both have it."""
     make = lambda: built(ByHand(), keras.optimizers.SGD(0.1))  # noqa: E731
     alone, model, history = trains_alike(make, 2, X[:10], Y[:10], batch_size=9)
     assert {"own", "raw"} <= set(history)
-    expected, found = (each.evaluate(X[:9], Y[:9], 9, verbose=0, return_dict=True) for each in (alone, model))
+    data = batched(9, X[:9], Y[:9])
+    expected, found = (each.evaluate(data, verbose=0, return_dict=True) for each in (alone, model))
     alike(found, expected)
-    expected, found = (each.predict(X[:9], 9, verbose=0) for each in (alone, model))
+    expected, found = (each.predict(data, verbose=0) for each in (alone, model))
     assert found.shape == (9,)
     alike(found, expected)
 
 
 @pytest.mark.on("tpu")
-def test_a_step_with_the_loss_and_metrics_of_compile(trains_alike, alike):
+def test_a_step_with_the_loss_and_metrics_of_compile(trains_alike, batched, alike):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     make = lambda: built(OfKeras(), keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])  # noqa: E731
     alone, model, history = trains_alike(make, 2, X, Y, batch_size=9)
     assert {"accuracy", "loss"} == set(history)
-    expected, found = (each.evaluate(X[:9], Y[:9], 9, verbose=0, return_dict=True) for each in (alone, model))
+    data = batched(9, X[:9], Y[:9])
+    expected, found = (each.evaluate(data, verbose=0, return_dict=True) for each in (alone, model))
     alike(found, expected)
 
 
 @pytest.mark.on("mirrored")
 def test_a_step_with_several_optimizers(trains_alike, alike):
-    make = lambda: built(Adversaries(), keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.05))  # noqa: E731
+    make = lambda: built(Adversaries(), keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.05, momentum=0.9))  # noqa: E731
     alone, model, _ = trains_alike(make, 2, X, REAL, batch_size=9)
     for name in ("of_critic", "of_maker"):
         expected, found = ([variable.numpy() for variable in getattr(each, name).variables] for each in (alone, model))
         alike(found, expected)
 
 
-def test_a_step_that_brings_gradients_together_itself(both, alike):
+def test_a_step_that_brings_gradients_together_itself(both, batched, alike):
     """By the collectives of a replica; with equal shares the mean of all is that of the batch."""
     from replica_engine.keras import replicate_model
 
     keras.utils.set_random_seed(1)
     model = built(ByAssignment())
-    kernel, bias = (weight.numpy() for weight in model.last.trainable_variables)
-    hidden = model.hidden(X[:8]).numpy()
-    replicate_model(model, strategy=both(2)).fit(X[:8], Y[:8], 8, verbose=0)
-    outputs = hidden @ kernel + bias
+    kernel, bias = (weight.numpy() for weight in model.layer.trainable_variables)
+    replicate_model(model, strategy=both(2)).fit(batched(8, X[:8], Y[:8]), verbose=0)
+    outputs = X[:8] @ kernel + bias
     error = (np.exp(outputs) / np.exp(outputs).sum(1, keepdims=True) - np.eye(3)[Y[:8]]) / 8
-    alike(model.last.kernel.numpy(), (kernel - 0.1 * hidden.T @ error).astype("float32"))
-    alike(model.last.bias.numpy(), (bias - 0.1 * error.sum(0)).astype("float32"))
+    alike(model.layer.kernel.numpy(), (kernel - 0.1 * X[:8].T @ error).astype("float32"))
+    alike(model.layer.bias.numpy(), (bias - 0.1 * error.sum(0)).astype("float32"))
 
 
 @pytest.mark.on("mirrored")
@@ -221,15 +221,14 @@ def test_a_loss_of_ones_own(trains_alike):
 
     def make():
         inputs = keras.Input((4,))
-        hidden = layers.Dense(5, "tanh")(inputs)
-        model = keras.Model(inputs, [layers.Dense(4, name="one")(hidden), layers.Dense(4, name="two")(hidden)])
+        model = keras.Model(inputs, [layers.Dense(4, name="one")(inputs), layers.Dense(4, name="two")(inputs)])
         model.compile(keras.optimizers.SGD(0.1), [Squared(), absolute])
         return model
 
     trains_alike(make, 2, X, [REAL, REAL], batch_size=9)
 
 
-def test_a_step_may_keep_its_state_in_a_weight(both):
+def test_a_step_may_keep_its_state_in_a_weight(both, batched):
     """Counted once a step, not once for each replica."""
     from replica_engine.keras import replicate_model
 
@@ -246,8 +245,8 @@ def test_a_step_may_keep_its_state_in_a_weight(both):
     model = keras.Sequential([keras.Input((4,)), Counting(), layers.Dense(4)])
     model.compile("sgd", "mse")
     replicated = replicate_model(model, strategy=both(2))
-    replicated.fit(X[:16], REAL[:16], 8, verbose=0)
+    replicated.fit(batched(8, X[:16], REAL[:16]), verbose=0)
     assert float(model.layers[0].steps.numpy()) == 2.0
-    model.fit(X, REAL, 9, verbose=0)
+    model.fit(batched(9, X, REAL), verbose=0)
     replicated.train_on_batch(X[:8], REAL[:8])
     assert float(model.layers[0].steps.numpy()) == 5.0

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.on("mirrored")  # where nothing else is said
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(24, 4)).astype("float32")
 Y = RANDOM.normal(size=(24, 2)).astype("float32")
+ALL = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
 
 
 class Mine(Exception):
@@ -40,10 +41,10 @@ def is_usable(alike):
         assert int(pair.original.optimizer.iterations.numpy()) == int(pair.alone.optimizer.iterations.numpy())
         for model in (pair.alone, pair.replicated, pair.original):
             model.reset_metrics()
-        expected = pair.alone.fit(X, Y, 8, shuffle=False, verbose=0).history
-        alike(pair.replicated.fit(X, Y, 8, shuffle=False, verbose=0).history, expected)
-        expected = pair.alone.fit(X, Y, 8, shuffle=False, verbose=0).history
-        alike(pair.original.fit(X, Y, 8, shuffle=False, verbose=0).history, expected)
+        expected = pair.alone.fit(ALL, shuffle=False, verbose=0).history
+        alike(pair.replicated.fit(ALL, shuffle=False, verbose=0).history, expected)
+        expected = pair.alone.fit(ALL, shuffle=False, verbose=0).history
+        alike(pair.original.fit(ALL, shuffle=False, verbose=0).history, expected)
 
     return is_usable
 
@@ -57,7 +58,7 @@ def test_an_exception_of_a_callback(pair, is_usable, error):
 
     for model in pair.both:
         with pytest.raises(error, match="from a callback"):
-            model.fit(X, Y, 8, shuffle=False, verbose=0, callbacks=[Fails()])
+            model.fit(ALL, shuffle=False, verbose=0, callbacks=[Fails()])
     assert int(pair.original.optimizer.iterations.numpy()) == 2
     is_usable(pair)
 
@@ -151,18 +152,18 @@ def test_an_exception_of_a_step(failing):
     model, replicated = failing
     before = model.get_weights()
     with pytest.raises(Mine, match="from a step"):
-        replicated.fit(X, Y, 8, verbose=0)
+        replicated.fit(ALL, verbose=0)
     with pytest.raises(Mine, match="from a step"):
         replicated.train_on_batch(X[:8], Y[:8])
     with pytest.raises(Mine, match="from a prediction"):
         replicated.predict(X, verbose=0)
     assert all(np.array_equal(one, other) for one, other in zip(model.get_weights(), before, strict=True))
     FAILS.clear()
-    replicated.fit(X, Y, 8, 2, shuffle=False, verbose=0)
+    replicated.fit(ALL, epochs=2, shuffle=False, verbose=0)
     loss = np.mean((np.asarray(model(X)) - Y) ** 2)
     assert loss < np.mean((X @ before[0] + before[1] - Y) ** 2)
     assert int(model.optimizer.iterations.numpy()) == 6
-    np.testing.assert_allclose(replicated.predict(X, verbose=0), model(X), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(replicated.predict_on_batch(X[:8]), model(X[:8]), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.on("tpu")

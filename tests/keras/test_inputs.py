@@ -31,6 +31,12 @@ def two(make_pair):
     return make_pair(classifier, 2)
 
 
+@pytest.fixture(scope="module")
+def batches(batched):
+    """Those of all data here, for the model alone."""
+    return batched(9, X, Y)
+
+
 class Batches(keras.utils.PyDataset):
     """Two batches of 9 samples."""
 
@@ -48,6 +54,7 @@ def generated():
 
 
 DATA = {
+    "arrays": lambda: {"x": X, "y": Y, "batch_size": 9},
     "tensors": lambda: {"x": tf.constant(X), "y": tf.constant(Y), "batch_size": 9},
     "dataset": lambda: {"x": tf.data.Dataset.from_tensor_slices((X, Y)).batch(9)},
     "generator": lambda: {"x": generated(), "steps_per_epoch": 2},
@@ -56,18 +63,18 @@ DATA = {
 
 
 @pytest.mark.parametrize("kind", DATA)
-def test_data_of_any_kind_train_as_arrays_do(pair, alike, kind):
-    expected = pair.alone.fit(X, Y, 9, epochs=2, shuffle=False, verbose=0).history
+def test_data_of_any_kind_train_as_arrays_do(pair, batches, alike, kind):
+    expected = pair.alone.fit(batches, epochs=2, shuffle=False, verbose=0).history
     found = pair.replicated.fit(**DATA[kind](), epochs=2, shuffle=False, verbose=0).history
     alike(found, expected)
     alike(pair.replicated.get_weights(), pair.alone.get_weights())
 
 
 @pytest.mark.parametrize("kind", ["dataset", "pydataset"])
-def test_data_of_any_kind_are_evaluated_and_predicted_as_arrays_are(pair, alike, kind):
+def test_data_of_any_kind_are_evaluated_and_predicted_as_arrays_are(pair, batches, alike, kind):
     data = DATA[kind]()["x"]
-    alike(pair.replicated.evaluate(data, verbose=0), pair.alone.evaluate(X, Y, 9, verbose=0))
-    alike(pair.replicated.predict(data, verbose=0), pair.alone.predict(X, verbose=0))
+    alike(pair.replicated.evaluate(data, verbose=0), pair.alone.evaluate(batches, verbose=0))
+    alike(pair.replicated.predict(data, verbose=0), pair.alone(X).numpy())
 
 
 def test_validation_data_are_evaluated_after_each_epoch(pair, alike):
@@ -104,11 +111,11 @@ def test_several_inputs_and_outputs_by_name(trains_alike, alike):
 
     x, y = {"numbers": X, "words": WORDS}, {"kind": Y, "size": REAL}
     weights = {"kind": WEIGHTS, "size": WEIGHTS[::-1].copy()}
-    options = {"batch_size": 9, "sample_weight": weights, "validation_data": (x, y, weights)}
-    alone, model, history = trains_alike(make, 2, x, y, **options)
+    data = (x, y, weights)
+    alone, model, history = trains_alike(make, 2, *data, batch_size=9, validation_data=data)
     assert {"kind_loss", "size_loss", "kind_accuracy", "size_mae", "val_size_mse", "loss"} <= set(history)
-    expected, found = (each.predict({key: value[:7] for key, value in x.items()}, verbose=0) for each in (alone, model))
-    alike(found, expected)
+    few = {key: value[:7] for key, value in x.items()}
+    alike(model.predict(few, verbose=0), {key: value.numpy() for key, value in alone(few).items()})
 
 
 @pytest.mark.on("tpu")
@@ -121,7 +128,7 @@ def test_a_list_of_inputs_and_of_outputs(trains_alike, alike):
         return model
 
     alone, model, _ = trains_alike(make, 2, [X, REAL], [Y, REAL], batch_size=9)
-    alike(model.predict([X, REAL], 9, verbose=0), alone.predict([X, REAL], 9, verbose=0))
+    alike(model.predict([X, REAL], 9, verbose=0), [output.numpy() for output in alone([X, REAL])])
 
 
 REDUCTIONS = ("sum_over_batch_size", "mean_with_sample_weight", "sum")
@@ -146,11 +153,11 @@ ALL_BUT_SOME = np.concatenate([WEIGHTS[:5], np.zeros(4, "float32")])
 
 @pytest.mark.on("mirrored", "tpu")
 @pytest.mark.parametrize("weights", [WEIGHTS[:9], ALL_BUT_SOME], ids=["random", "0 for one replica"])
-def test_weighted_samples_count_as_much_as_on_one_device(two_reduced, alike, weights):
+def test_weighted_samples_count_as_much_as_on_one_device(two_reduced, batched, alike, weights):
     """However the loss is reduced; batches of 9 are 5 and 4 for the replicas."""
     two_reduced.restart()
-    options = {"batch_size": 9, "sample_weight": [np.tile(weights, 2)] * 3, "shuffle": False, "verbose": 0}
-    expected, found = (model.fit(X, [Y] * 3, **options).history for model in two_reduced.both)
+    data = batched(9, X, [Y] * 3, [np.tile(weights, 2)] * 3)
+    expected, found = (model.fit(data, shuffle=False, verbose=0).history for model in two_reduced.both)
     assert {f"{name}_loss" for name in REDUCTIONS} < set(found)
     alike(found, expected)
     alike(two_reduced.replicated.get_weights(), two_reduced.alone.get_weights())

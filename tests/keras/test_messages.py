@@ -13,6 +13,7 @@ from replica_engine.errors import LoweringError
 from replica_engine.keras import compiling, replicate_model
 
 X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
+BATCHES, SHORT = (tf.data.Dataset.from_tensor_slices((X[:count], X[:count, :1])).batch(8) for count in (24, 20))
 
 
 def small(*layers):
@@ -28,14 +29,14 @@ def of_level(caplog, level):
 def test_each_program_is_a_message_with_its_time_and_compiled_once(both, is_tpu, caplog):
     model = replicate_model(small(), strategy=both(2))
     with caplog.at_level("INFO", "replica_engine"):
-        model.fit(X, X[:, :1], 8, 2, verbose=0)
-        model.fit(X, X[:, :1], 8, verbose=0)
+        model.fit(BATCHES, epochs=2, verbose=0)
+        model.fit(BATCHES, verbose=0)
     (message,) = of_level(caplog, "INFO")
     assert message.startswith("compiled train_step of 'small' for 2 replicas, batches of ")
     assert message.endswith(" s")
     caplog.clear()
     with caplog.at_level("INFO", "replica_engine"):
-        model.fit(X[:20], X[:20, :1], 8, verbose=0)  # its last batch has 4 samples
+        model.fit(SHORT, verbose=0)  # its last batch has 4 samples
         model.predict(X, 8, verbose=0)
         model.predict(X[:6], 8, verbose=0)  # padded to 8
     assert len(of_level(caplog, "INFO")) == (2 if is_tpu else 1)
@@ -44,15 +45,15 @@ def test_each_program_is_a_message_with_its_time_and_compiled_once(both, is_tpu,
 def test_compile_frozen_layers_and_another_optimizer_are_noticed(both, caplog):
     original = small(keras.layers.Dense(3))
     model = replicate_model(original, strategy=both(2))
-    model.fit(X, X[:, :1], 8, verbose=0)
+    model.fit(BATCHES, verbose=0)
     original.layers[0].trainable = False
     before = original.layers[0].get_weights(), original.layers[1].get_weights()
-    model.fit(X, X[:, :1], 8, verbose=0)
+    model.fit(BATCHES, verbose=0)
     assert np.array_equal(before[0][0], original.layers[0].get_weights()[0])
     assert not np.array_equal(before[1][0], original.layers[1].get_weights()[0])
     original.compile(keras.optimizers.SGD(0.0), "mse")
     before = original.get_weights()
-    model.fit(X, X[:, :1], 8, verbose=0)
+    model.fit(BATCHES, verbose=0)
     assert all(np.array_equal(one, other) for one, other in zip(before, original.get_weights(), strict=True))
 
 
@@ -76,7 +77,7 @@ def test_a_long_compilation_says_that_it_goes_on(both, caplog, monkeypatch):
     logger.addHandler(handler)
     try:
         with caplog.at_level("WARNING", "replica_engine"):
-            model.fit(X, X[:, :1], 8, verbose=0)
+            model.fit(BATCHES, verbose=0)
     finally:
         logger.removeHandler(handler)
     assert "still compiling train_step of 'small' for 2 replicas" in of_level(caplog, "WARNING")[0]

@@ -52,6 +52,7 @@ def test_averaged_weights_and_a_clipped_global_norm(trains):
     trains("AdamW, averaged")
 
 
+@pytest.mark.on("mirrored")  # compiled: test_rows_of_an_embedding_are_accumulated in test_whole_batches.py
 def test_gradients_that_are_accumulated_and_clipped(trains):
     trains("accumulated, values clipped")
 

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 from replica_engine import MirroredStrategy
@@ -38,12 +39,8 @@ def recurrent():
 
 def fit(model, digits, epochs):
     """In batches of 127: 10 steps an epoch."""
-    options = {"batch_size": 127, "epochs": epochs, "shuffle": False, "verbose": 0}
-    return model.fit(digits.train_images[:1270], digits.train_labels[:1270], **options).history["loss"]
-
-
-def score(model, digits):
-    return model.evaluate(digits.test_images, digits.test_labels, 150, verbose=0)[1]
+    data = tf.data.Dataset.from_tensor_slices((digits.train_images[:1270], digits.train_labels[:1270])).batch(127)
+    return model.fit(data, epochs=epochs, shuffle=False, verbose=0).history["loss"]
 
 
 @pytest.fixture
@@ -73,10 +70,11 @@ def learns(trained, digits):
 
     def learns(make):
         alone, replicated = trained(make, 8)
-        found = score(replicated, digits)
-        assert found == pytest.approx(score(alone, digits), abs=0.01)
-        outputs = replicated.predict(digits.test_images, 150, verbose=0)
-        assert np.mean(outputs.argmax(1) == digits.test_labels) == pytest.approx(found, abs=1e-6)
+        found = replicated.evaluate(digits.test_images, digits.test_labels, 150, verbose=0)[1]
+        outputs = alone(digits.test_images).numpy(), replicated.predict(digits.test_images, 150, verbose=0)
+        expected, predicted = (np.mean(each.argmax(1) == digits.test_labels) for each in outputs)
+        assert found == pytest.approx(expected, abs=0.01)
+        assert found == pytest.approx(predicted, abs=1e-6)
         return found
 
     return learns
@@ -98,9 +96,14 @@ def test_a_recurrent_model_trains_on_digits(trained):
 
 
 def test_a_mobile_net_takes_a_step():
-    """Of Keras' applications, with 27 batch normalizations. XLA takes minutes to compile it on CPU devices."""
+    """Of Keras' applications, cut as people cut it to use it: its first blocks, with 9 batch normalizations.
+
+    XLA takes long to compile it on CPU devices.
+    """
     keras.utils.set_random_seed(1)
-    model = keras.applications.MobileNet((32, 32, 3), alpha=0.25, weights=None, classes=4)
+    whole = keras.applications.MobileNet((32, 32, 3), alpha=0.25, weights=None, include_top=False)
+    features = layers.GlobalAveragePooling2D()(whole.get_layer("conv_pw_4_relu").output)
+    model = keras.Model(whole.inputs, layers.Dense(4, "softmax")(features))
     model.compile(keras.optimizers.SGD(0.01), "sparse_categorical_crossentropy")
     replicated = replicate_model(model, strategy=MirroredStrategy(logical_devices(2)))
     random = np.random.default_rng(0)
@@ -109,4 +112,4 @@ def test_a_mobile_net_takes_a_step():
     assert np.isfinite(replicated.train_on_batch(x, y))
     after = model.get_weights()
     assert all(np.isfinite(weight).all() for weight in after)
-    assert sum(not np.array_equal(one, other) for one, other in zip(after, before, strict=True)) > 100
+    assert sum(not np.array_equal(one, other) for one, other in zip(after, before, strict=True)) > 40

@@ -34,6 +34,13 @@ SETUP = """
 
     def state_of(model):
         return [variable.numpy() for variable in [*model.variables, *model.optimizer.variables]]
+
+    def batches_of(count):
+        # Of arrays Keras would make a pipeline for each fit, which takes longer than to train; and iterators that tune
+        # themselves take long to delete.
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        return tf.data.Dataset.from_tensor_slices((x[:count], y[:count])).batch(8).with_options(options)
 """
 
 # Further arguments: the kind of strategy, and at which batch it kills itself, if it is not 0.
@@ -53,18 +60,13 @@ TRAINING = (
 
     keras.utils.set_random_seed(1)
     model = keras.Sequential(
-        [
-            keras.Input((4,)),
-            keras.layers.Dense(4, "tanh"),
-            keras.layers.BatchNormalization(momentum=0.5),
-            keras.layers.Dense(2),
-        ]
+        [keras.Input((4,)), keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(2)]
     )
-    model.compile(keras.optimizers.Adam(0.05), "mse", metrics=["mae"])
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"])
     # Killed comes first: what happens at the batch where it strikes is lost.
     resuming = [Killed(), keras.callbacks.BackupAndRestore(f"{folder}/backup")]
     fit = replicate_model(model, strategy=strategy).fit
-    history = fit(x, y, 8, EPOCHS, shuffle=False, verbose=0, callbacks=resuming).history
+    history = fit(batches_of(24), epochs=EPOCHS, verbose=0, callbacks=resuming).history
     state = {f"state {index}": value for index, value in enumerate(state_of(model))}
     np.savez(f"{folder}/found.npz", backup=os.path.exists(f"{folder}/backup"), **history, **state)
 """.replace("EPOCHS", str(EPOCHS))
@@ -79,8 +81,8 @@ CALLBACKS = (
 
     process, names = sys.argv[2], sys.argv[3:]
 
-    def adam(**options):
-        return optimizers.Adam(0.05, **options)
+    def sgd(**options):
+        return optimizers.SGD(0.05, momentum=0.9, **options)
 
     def at(hook, do):
         "Does it at the first call of the hook in this process."
@@ -149,29 +151,24 @@ CALLBACKS = (
         schedule = callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
         board = callbacks.TensorBoard(f"{folder}/board", update_freq="batch")
         return {
-            "backup": (adam(), [backup()]),
-            "backup by batches": (adam(), [backup(save_freq=2, double_checkpoint=True)]),
-            "checkpoint": (adam(), [checkpoint, best, load(weights)]),
-            "whole": (adam(gradient_accumulation_steps=2, clipnorm=0.5), [Whole(f"{folder}/whole.keras")]),
-            "early stopping": (adam(), [backup(), stopping]),
-            "rates": (adam(), [schedule, callbacks.ReduceLROnPlateau("loss", 0.5, 1, min_delta=100.0), backup()]),
-            "averages": (adam(use_ema=True, ema_momentum=0.5), [swap, backup()]),
-            "nan": (adam(), [backup(), at("on_epoch_end", spoil), callbacks.TerminateOnNaN()]),
-            "logs": (adam(), [board, callbacks.CSVLogger(f"{folder}/table.csv", append=True), backup()]),
-            "compile": (adam(), [at("on_train_begin", compile), backup()]),
-            "replace": (adam(), [backup(), at("on_train_batch_end", replace)]),
-            "scaled": (optimizers.LossScaleOptimizer(adam()), [backup()]),
+            "backup": (optimizers.Adam(0.05), [backup()]),
+            "backup by batches": (sgd(), [backup(save_freq=2, double_checkpoint=True)]),
+            "checkpoint": (sgd(), [checkpoint, best, load(weights)]),
+            "whole": (sgd(gradient_accumulation_steps=2, clipnorm=0.5), [Whole(f"{folder}/whole.keras")]),
+            "early stopping": (sgd(), [backup(), stopping]),
+            "rates": (sgd(), [schedule, callbacks.ReduceLROnPlateau("loss", 0.5, 1, min_delta=100.0), backup()]),
+            "averages": (sgd(use_ema=True, ema_momentum=0.5), [swap, backup()]),
+            "nan": (sgd(), [backup(), at("on_epoch_end", spoil), callbacks.TerminateOnNaN()]),
+            "logs": (sgd(), [board, callbacks.CSVLogger(f"{folder}/table.csv", append=True), backup()]),
+            "compile": (sgd(), [at("on_train_begin", compile), backup()]),
+            "replace": (sgd(), [backup(), at("on_train_batch_end", replace)]),
+            "scaled": (optimizers.LossScaleOptimizer(sgd()), [backup()]),
         }
 
     kinds = dict.fromkeys(name.split("/")[0] for name in names)
     cases_of = dict.fromkeys(name.split("/")[1] for name in names)
     strategies = {kind: strategy_of(kind) for kind in kinds}
-    # Of arrays Keras would make a pipeline for each fit, which takes longer than to train; and iterators that tune
-    # themselves take long to delete.
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    samples = (tf.data.Dataset.from_tensor_slices((x[:count], y[:count])) for count in (16, 8))
-    batches, validation = (dataset.batch(8).with_options(options) for dataset in samples)
+    batches, validation = batches_of(16), batches_of(8)
     found = {}
     for name in [*(f"alone/{case}" for case in cases_of), *names]:
         kind, case = name.split("/")

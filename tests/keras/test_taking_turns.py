@@ -5,18 +5,20 @@ import threading
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from replica_engine.errors import ReplicateError
 from replica_engine.keras import replicate_model
 
 X = np.random.default_rng(0).normal(size=(18, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
+HALVES, WHOLE = (tf.data.Dataset.from_tensor_slices((X, Y)).batch(size) for size in (9, 18))
 
 
 def make():
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.Adam(0.05), "mse")
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
     return model
 
 
@@ -55,9 +57,9 @@ def on_another_thread(do):
 
 
 USES = {
-    "evaluate": lambda model: lambda: model.evaluate(X, Y, verbose=0),
-    "predict": lambda model: lambda: model.predict(X, verbose=0),
-    "fit": lambda model: lambda: model.fit(X, Y, len(X), verbose=0).history["loss"],
+    "evaluate": lambda model: lambda: model.evaluate(WHOLE, verbose=0),
+    "predict": lambda model: lambda: model.predict(WHOLE, verbose=0),
+    "fit": lambda model: lambda: model.fit(WHOLE, verbose=0).history["loss"],
 }
 
 
@@ -71,8 +73,8 @@ def everything(original, model, do):
     for use in USES.values():
         use(original)()  # so that Keras has traced its functions, with the variables that it has now
     callback = AfterTheFirstBatch(do)
-    history = model.fit(X, Y, 9, 1, verbose=0, shuffle=False, callbacks=[callback]).history["loss"]
-    after = original.fit(X, Y, len(X), verbose=0).history["loss"]
+    history = model.fit(HALVES, verbose=0, shuffle=False, callbacks=[callback]).history["loss"]
+    after = USES["fit"](original)()
     return [history, callback.found, after, *original.get_weights()]
 
 
@@ -103,10 +105,10 @@ def test_another_replicated_model_on_another_thread_is_refused(both):
     original = make()
     model, other = (replicate_model(original, strategy=both(2)) for _ in range(2))
     callback = AfterTheFirstBatch(lambda: on_another_thread(USES["predict"](other)))
-    model.fit(X, Y, 9, verbose=0, callbacks=[callback])
+    model.fit(HALVES, verbose=0, callbacks=[callback])
     assert isinstance(callback.found, ReplicateError)
     assert "take turns" in str(callback.found)
-    other.predict(X, verbose=0)
+    USES["predict"](other)()
 
 
 @pytest.mark.on("tpu")
@@ -116,7 +118,7 @@ def test_what_a_user_has_put_on_an_optimizer_is_there_again(both):
     apply = original.optimizer.apply
     original.optimizer.apply = lambda *args: seen.append(len(args)) or apply(*args)
     mine = original.optimizer.apply
-    replicate_model(original, strategy=both(2)).fit(X, Y, verbose=0)
+    replicate_model(original, strategy=both(2)).fit(WHOLE, verbose=0)
     assert original.optimizer.apply is mine
 
 

@@ -19,10 +19,11 @@ pytestmark = pytest.mark.on("mirrored")  # where nothing else is said
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(54, 4)).astype("float32")
 Y = RANDOM.integers(0, 3, size=54)
+BATCHES, VALIDATION = (tf.data.Dataset.from_tensor_slices((X[:count], Y[:count])).batch(9) for count in (54, 18))
 
 
 def classifier(**options):
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(4, "tanh"), layers.Dense(3)])
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"], **options)
     return model
@@ -38,10 +39,10 @@ def _trains_with(alone_and_replicated, alike, options):
     alone, replicated = alone_and_replicated(lambda: classifier(**options), 2)
     batches = []
     note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: batches.append(batch))
-    arguments = {"validation_data": (X[:18], Y[:18]), "validation_batch_size": 9, "shuffle": False, "verbose": 0}
+    arguments = {"validation_data": VALIDATION, "shuffle": False, "verbose": 0}
     alone.compile(alone.optimizer, alone.loss, metrics=["accuracy"], run_eagerly=True)
-    expected = alone.fit(X, Y, 9, **arguments).history
-    alike(replicated.fit(X, Y, 9, callbacks=[note], **arguments).history, expected)
+    expected = alone.fit(BATCHES, **arguments).history
+    alike(replicated.fit(BATCHES, callbacks=[note], **arguments).history, expected)
     alike(replicated.get_weights(), alone.get_weights())
     assert int(replicated.optimizer.iterations.numpy()) == 6
     assert batches == ([3, 7] if "steps_per_execution" in options else [*range(6)])
@@ -80,7 +81,7 @@ def test_another_thread_trains_it(pair, alike):
     results = []
     for model in pair.both:
         thread = threading.Thread(
-            target=lambda model=model: results.append(model.fit(X, Y, 9, shuffle=False, verbose=0).history)
+            target=lambda model=model: results.append(model.fit(BATCHES, shuffle=False, verbose=0).history)
         )
         thread.start()
         thread.join(60)
@@ -91,10 +92,10 @@ def test_another_thread_trains_it(pair, alike):
 def test_two_threads_predict_with_it_at_once(pair, alike):
     """One after the other: each has the whole model for as long as its call takes."""
     expected = pair.original(X).numpy()
-    pair.replicated.predict(X, 9, verbose=0)
+    pair.replicated.predict(BATCHES, verbose=0)
     outputs = []
     threads = [
-        threading.Thread(target=lambda: outputs.append(pair.replicated.predict(X, 9, verbose=0))) for _ in range(2)
+        threading.Thread(target=lambda: outputs.append(pair.replicated.predict(BATCHES, verbose=0))) for _ in range(2)
     ]
     for thread in threads:
         thread.start()
@@ -109,13 +110,13 @@ def test_two_models_train_at_once_each_on_its_own_replicas(pair, both, alike):
     other = classifier()
     other.set_weights(pair.alone.get_weights())
     models = [pair.replicated, replicate_model(other, strategy=both(2))]
-    expected = pair.alone.fit(X, Y, 9, shuffle=False, verbose=0).history
+    expected = pair.alone.fit(BATCHES, shuffle=False, verbose=0).history
     found = {}
     barrier = threading.Barrier(2)
 
     def train(index):
         barrier.wait(30)
-        found[index] = models[index].fit(X, Y, 9, shuffle=False, verbose=0).history
+        found[index] = models[index].fit(BATCHES, shuffle=False, verbose=0).history
 
     threads = [threading.Thread(target=train, args=(index,)) for index in range(2)]
     for thread in threads:
@@ -134,11 +135,11 @@ def test_replicated_models_of_one_original_take_turns(pair, alike):
     other = replicate_model(pair.original, strategy=strategy)
     for model in (other, pair.replicated, pair.original, other, pair.replicated):
         alike(
-            model.fit(X, Y, 9, shuffle=False, verbose=0).history,
-            pair.alone.fit(X, Y, 9, shuffle=False, verbose=0).history,
+            model.fit(BATCHES, shuffle=False, verbose=0).history,
+            pair.alone.fit(BATCHES, shuffle=False, verbose=0).history,
         )
         alike(other.get_weights(), pair.alone.get_weights())
-    alike(other.predict(X[:7], verbose=0), pair.alone(X[:7]).numpy())
+    alike(other.predict_on_batch(X[:7]), pair.alone(X[:7]).numpy())
     assert other.strategy.num_replicas_in_sync == 3
     assert pair.replicated.strategy.num_replicas_in_sync == 2
 
@@ -153,11 +154,11 @@ def test_two_models_share_a_layer(both, alike):
     whole.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     strategy = both(2)
     fast_encoder, fast = replicate_model(encoder, strategy=strategy), replicate_model(whole, strategy=strategy)
-    before = fast_encoder.predict(X[:8], verbose=0)
-    fast.fit(X[:16], Y[:16], 8, verbose=0)
-    after = fast_encoder.predict(X[:8], verbose=0)
+    before = fast_encoder.predict_on_batch(X[:9])
+    fast.fit(VALIDATION, verbose=0)
+    after = fast_encoder.predict_on_batch(X[:9])
     assert not np.array_equal(before, after)
-    alike(after, encoder(X[:8]).numpy())
+    alike(after, encoder(X[:9]).numpy())
 
 
 def test_a_strategy_is_used_for_a_loop_of_ones_own_between_calls(both, alike):

@@ -27,7 +27,7 @@ def two_inputs_and_outputs():
     outputs = {"p": layers.Dense(1, name="p")(hidden), "q": layers.Dense(2, "softmax", name="q")(hidden)}
     model = keras.Model({"a": a, "b": b}, outputs, name="two")
     losses = {"p": "mse", "q": "sparse_categorical_crossentropy"}
-    optimizer = keras.optimizers.Adam(0.01, clipnorm=0.5)
+    optimizer = keras.optimizers.SGD(0.01, momentum=0.9, clipnorm=0.5)
     model.compile(optimizer, losses, weighted_metrics={"q": ["accuracy"]}, run_eagerly=True)
     x = {"a": X, "b": RNG.integers(0, 10, (24, 3))}
     y = {"p": Y, "q": RNG.integers(0, 2, 24)}
@@ -45,11 +45,11 @@ def test_a_right_model_is_ok_and_left_as_it_was(kinds):
     keras.utils.set_random_seed(3)
     python, numpy = random.getstate(), np.random.get_state()[1].copy()
 
-    report = check_parity(model, x, y, weights, replicas=2, steps=2, batch_size=8, strategies=kinds)
+    report = check_parity(model, x, y, weights, replicas=2, steps=2, batch_size=7, strategies=kinds)
 
     assert report.ok, str(report)
     report.raise_if_different()
-    assert (report.replicas, report.strategies, report.batches) == (2, tuple(kinds), (8, 7))
+    assert (report.replicas, report.strategies, report.batches) == (2, tuple(kinds), (7, 7))
     for kind in kinds:
         compared = {row.kind: row.count for row in report.compared if row.strategy == kind}
         assert set(compared) == {"layer output", "prediction", "loss", "gradient", "metric", "weight"}
@@ -65,13 +65,13 @@ def test_a_right_model_is_ok_and_left_as_it_was(kinds):
     assert (np.random.get_state()[1] == numpy).all()
     assert (tf.random.uniform([2]).numpy() == drawn[0]).all()
     assert (keras.random.uniform([2]).numpy() == drawn[1]).all()
-    model.fit(x, y, verbose=0)  # it is a plain model as before
+    model.train_on_batch(x, y)  # it is a plain model as before
     assert model.optimizer.built
 
 
 def test_weights_that_were_trained_and_functions_that_were_traced_stay(make, on_threads):
-    model = make(eager=False, optimizer="adam")
-    model.fit(X, Y, verbose=0)
+    model = make(eager=False, optimizer=keras.optimizers.SGD(momentum=0.9))
+    model.fit(tf.data.Dataset.from_tensors((X, Y)), verbose=0)
     function, optimizer = model.train_function, [each.numpy() for each in model.optimizer.variables]
     weights = model.get_weights()
     assert on_threads(model).ok
@@ -83,7 +83,7 @@ def test_weights_that_were_trained_and_functions_that_were_traced_stay(make, on_
 
 def test_batch_normalization_is_the_first_to_differ_and_named(make, kinds):
     model = make(layers.BatchNormalization(name="norm"))
-    report = check_parity(model, X, Y, steps=2, batch_size=8, strategies=kinds)
+    report = check_parity(model, X, Y, steps=1, batch_size=7, strategies=kinds)
     assert not report.ok
     assert {kind: (first.kind, first.name) for kind, first in report.first.items()} == dict.fromkeys(
         kinds, ("layer output", "norm")
@@ -97,7 +97,7 @@ def test_batch_normalization_is_the_first_to_differ_and_named(make, kinds):
     assert [(cause.kind, cause.name) for cause in report.causes] == [("batch normalization", "norm")]
     text = str(report)
     assert "DIFFERENT numbers" in text
-    assert "layer output 'norm', training mode, 8 rows" in text
+    assert "layer output 'norm', training mode, 7 rows" in text
     assert "BatchNormalization(synchronized=True)" in text
     with pytest.raises(ParityError, match="layer output 'norm'") as caught:
         report.raise_if_different()
@@ -134,18 +134,23 @@ def test_a_layer_that_draws_with_tensorflow_is_named(make, on_threads):
 
 
 @pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)
-@pytest.mark.parametrize("alg", ["auto_select", "philox"])
-def test_stateless_random_numbers_differ_by_algorithm(make, alg):
-    class Scale(layers.Layer):
-        def call(self, x):
-            return x * tf.random.stateless_uniform([3], seed=[1, 2], alg=alg)
+def test_stateless_random_numbers_differ_by_algorithm(make):
+    """Of two layers that draw the second is the first to differ, and alone the cause."""
 
-    report = check_parity(make(Scale(name="scale")), X, Y, steps=1, batch_size=8, strategies="TPUStrategy")
-    assert report.ok == (alg == "philox"), str(report)
-    if not report.ok:
-        assert report.first["TPUStrategy"].name == "scale"
-        assert [(cause.kind, cause.name) for cause in report.causes] == [("stateless algorithm", "scale")]
-        assert 'alg="philox"' in str(report)
+    class Scale(layers.Layer):
+        def __init__(self, alg):
+            super().__init__(name=alg)
+            self.alg = alg
+
+        def call(self, x):
+            return x * tf.random.stateless_uniform([3], seed=[1, 2], alg=self.alg)
+
+    model = make(Scale("philox"), Scale("auto_select"))
+    report = check_parity(model, X, Y, steps=1, batch_size=7, strategies="TPUStrategy")
+    assert not report.ok
+    assert report.first["TPUStrategy"].name == "auto_select"
+    assert [(cause.kind, cause.name) for cause in report.causes] == [("stateless algorithm", "auto_select")]
+    assert 'alg="philox"' in str(report)
 
 
 def worst(y, outputs):
@@ -204,8 +209,7 @@ def test_a_weight_that_a_layer_assigns_from_its_rows_is_named(make, on_threads):
 def test_half_precision_has_a_tolerance_of_its_own_and_is_named_with_another(on_threads):
     def half():
         keras.utils.set_random_seed(0)
-        last = layers.Dense(1, dtype="float32")
-        inside = [layers.Dense(16, "tanh", dtype="mixed_float16"), layers.Dense(8, "tanh", dtype="mixed_float16"), last]
+        inside = [layers.Dense(16, "tanh", dtype="mixed_float16"), layers.Dense(1, dtype="float32")]
         model = keras.Sequential([keras.Input((4,)), *inside])
         model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "mse", run_eagerly=True)
         return model
@@ -275,7 +279,7 @@ def test_a_model_that_is_not_compiled_and_not_built(on_threads):
 
 def test_batches_of_a_dataset_and_more_replicas_than_two(make):
     dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
-    report = check_parity(make(), dataset, replicas=4, steps=4, strategies=["MirroredStrategy"])
+    report = check_parity(make(), dataset, replicas=3, steps=4, strategies=["MirroredStrategy"])
     assert report.ok, str(report)
     assert report.batches == (8, 8, 8, 7)
 

@@ -193,10 +193,11 @@ def model(two):
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(8, 2)).astype("float32")
+BATCH = tf.data.Dataset.from_tensors((X, Y))  # of arrays Keras would make a pipeline for each call
 
 
 def fit(model):
-    return model.fit(X, Y, 8, 1, verbose=0).history["loss"][0]
+    return model.fit(BATCH, verbose=0).history["loss"][0]
 
 
 def test_get_weights_and_set_weights_go_past_the_devices(two, model):
@@ -211,35 +212,38 @@ def test_get_weights_and_set_weights_go_past_the_devices(two, model):
     np.testing.assert_allclose(inside, [alone] * 2, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("how", ["model", "weights", "checkpoint"])
-def test_a_keras_model_goes_on_where_it_was_saved(two, model, tmp_path, how):
+def test_a_keras_model_goes_on_where_it_was_saved(two, model, tmp_path):
+    """As a whole, its weights alone, and in a checkpoint."""
     fit(model)
     expected = model.get_weights()
-    if how == "model":
-        model.save(tmp_path / "model.keras")
-    elif how == "weights":
-        model.save_weights(tmp_path / "model.weights.h5")
-    else:
-        path = tf.train.Checkpoint(model=model).save(str(tmp_path / "checkpoint"))
+    model.save(tmp_path / "model.keras")
+    model.save_weights(tmp_path / "model.weights.h5")
+    path = tf.train.Checkpoint(model=model).save(str(tmp_path / "checkpoint"))
     next_loss = fit(model)
-    if how == "model":
+
+    def whole():
         with two.strategy.scope():
-            again = keras.models.load_model(tmp_path / "model.keras")
-    else:
-        again = model
-        if how == "weights":
-            again.load_weights(tmp_path / "model.weights.h5")
-        else:
-            tf.train.Checkpoint(model=model).restore(path)
-    assert all(np.array_equal(a, b) for a, b in zip(again.get_weights(), expected, strict=True))
-    assert fit(again) == pytest.approx(next_loss, rel=1e-6)
+            return keras.models.load_model(tmp_path / "model.keras")
+
+    def weights():
+        model.load_weights(tmp_path / "model.weights.h5")
+        return model
+
+    def checkpoint():
+        tf.train.Checkpoint(model=model).restore(path)
+        return model
+
+    for loaded in (whole, weights, checkpoint):
+        again = loaded()
+        assert all(np.array_equal(a, b) for a, b in zip(again.get_weights(), expected, strict=True))
+        assert fit(again) == pytest.approx(next_loss, rel=1e-6)
 
 
 def test_a_keras_model_is_exported_with_the_weights_of_the_last_step(model, tmp_path):
     fit(model)
     model.export(tmp_path / "exported", verbose=False)
-    expected = model.predict(X, 8, verbose=0)
+    expected = model.predict(BATCH, verbose=0)
     loaded = tf.saved_model.load(tmp_path / "exported")
     np.testing.assert_allclose(loaded.serve(X), expected, rtol=1e-5, atol=1e-6)
     fit(model)
-    assert not np.allclose(model.predict(X, 8, verbose=0), expected)
+    assert not np.allclose(model.predict(BATCH, verbose=0), expected)
