@@ -31,14 +31,6 @@ def both(request):
     return _witness(request.param)
 
 
-@pytest.fixture(scope="module", params=list(KINDS))
-def lasting(request):
-    """A strategy of each kind for all tests of a module: for models, which take long to trace."""
-    strategy = KINDS[request.param]()
-    strategy.run(lambda: None)  # so that its threads are there before a test that looks for new ones
-    return strategy
-
-
 @pytest.fixture
 def compiled():
     """A new TPUStrategy, with its known-good step taken once."""

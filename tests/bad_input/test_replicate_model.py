@@ -70,10 +70,9 @@ def compare(both, method, x, y=None):
     both.check()
 
 
-@pytest.fixture(scope="module")
-def models(lasting):
-    """For all tests of the module: each leaves them as they were, which `check` sees to."""
-    return Replicated(lasting)
+@pytest.fixture
+def models(both):
+    return Replicated(both.strategy)
 
 
 def data(width):
@@ -94,15 +93,9 @@ def test_no_models(model, replicas, strategy):
         attempt(replicate_model, small(), replicas, strategy)
 
 
-@examples(5)
-@given(x=data(4), method=st.sampled_from(["predict", "predict_on_batch"]))
-def test_predictions_for_arrays(models, x, method):
-    compare(models, method, x)
-
-
-@examples(5)
-@given(x=data(4), y=data(1), method=st.sampled_from(METHODS[:2]))
-def test_fits_to_arrays(models, x, y, method):
+@examples(10)
+@given(x=data(4), y=data(1), method=st.sampled_from(["fit", "evaluate", "predict", "predict_on_batch"]))
+def test_arrays(models, x, y, method):
     compare(models, method, x, y)
 
 
@@ -124,19 +117,18 @@ def test_numbers_of_replicas_that_are_none(replicas):
         replicate_model(small(), replicas)
 
 
-def test_a_model_that_is_not_compiled_predicts_and_does_not_train(lasting):
-    model = replicate_model(small(compiled=False), strategy=lasting)
+def test_a_model_that_is_not_compiled_predicts_and_does_not_train(both):
+    model = replicate_model(small(compiled=False), strategy=both.strategy)
     np.testing.assert_allclose(model.predict(X, verbose=0), Y, rtol=1e-5)
     with pytest.raises(ValueError, match="compile"):
         model.fit(X, Y, verbose=0)
 
 
-@pytest.mark.parametrize("method", ["fit", "evaluate"])
-def test_nan_is_a_loss_like_any_other(models, method):
+def test_nan_is_a_loss_like_any_other(models):
     x = X.copy()
     x[3, 1] = np.nan
-    result = call(models.model, method, x, Y)
-    assert np.isnan(result.history["loss"][0] if method == "fit" else result)
+    assert np.isnan(call(models.model, "evaluate", x, Y))
+    assert np.isnan(call(models.model, "fit", x, Y).history["loss"][0])
     models.check()
 
 

@@ -317,7 +317,7 @@ def test_training_goes_on_from_the_middle_of_a_group(strategy, make_strategy_lik
         return again
 
     for make in (loaded, restored):
-        for scope in (contextlib.nullcontext, make_strategy_like(3).scope):
+        for scope in (contextlib.nullcontext, make_strategy_like(4).scope):
             with scope():
                 again = make()
             again.run_eagerly = scope is contextlib.nullcontext  # which saves the time to trace it
