@@ -26,6 +26,8 @@ from replica_engine._tf.keras import model as keras_model
 from replica_engine.strategies.backend import backend_of
 from replica_engine.values.seeds import seed_of
 
+_WORTH_A_GRAPH = 8  # calls, about as many as its trace takes as long as
+
 
 class ReplicatedVariables:
     """The distributed variables of one model and one strategy.
@@ -41,8 +43,7 @@ class ReplicatedVariables:
         self._shared: dict[int, _Shared] = {}
         self._is_inside = False
         self._optimizers: dict[int, tuple[Any, Any]] = {}
-        self._spread: Callable[[], None] | None = None
-        self._gather: Callable[[], None] | None = None
+        self._spread, self._gather = (_with_all({}, do) for do in (_Shared.spread, _Shared.gather))
 
     @contextlib.contextmanager
     def metrics_left(self) -> Iterator[None]:
@@ -69,7 +70,7 @@ class ReplicatedVariables:
         self._find()
         for shared in self._shared.values():
             shared.put_distributed()
-        self._spread = self._all(_Shared.spread, self._spread)
+        self._spread()
         self._lend_optimizers()
 
     def leave(self) -> bool:
@@ -81,7 +82,7 @@ class ReplicatedVariables:
         self._is_inside = False
         self._return_optimizers(list(self._optimizers.values()))
         self.reconcile()
-        self._gather = self._all(_Shared.gather, self._gather)
+        self._gather()
         for shared in self._shared.values():
             shared.put_plain()
         made = [_make_plain(variable) for variable in keras_model.variables_of(self._model)]
@@ -130,7 +131,7 @@ class ReplicatedVariables:
             known[id(variable)] = shared
         if known != self._shared:
             self._shared = known
-            self._spread = self._gather = None
+            self._spread, self._gather = (_with_all(known, do) for do in (_Shared.spread, _Shared.gather))
 
     def _lend_optimizers(self) -> None:
         """Makes the model's optimizers update variables through the strategy; gives former optimizers back."""
@@ -151,23 +152,6 @@ class ReplicatedVariables:
                 own = distribute.default_strategy() if strategy is self._strategy else strategy
                 keras_model.set_strategy_of_optimizer(each, own)
             del self._optimizers[id(optimizer)]
-
-    def _all(self, do: Callable[[_Shared], None], graph: Callable[[], None] | None) -> Callable[[], None]:
-        """Does `do` with all variables: the first time op by op in eager mode, later by one call of a graph."""
-
-        def each() -> None:
-            for shared in self._shared.values():
-                do(shared)
-
-        if graph is None:
-            each()
-            if any(shared.host_side for shared in self._shared.values()):
-                return each  # variables of XLA track their own reads and writes: a graph gains nothing
-            # Not a tf.function: TensorFlow would warn that this code is traced often, because each model needs one
-            # trace.
-            return tf.function(each, autograph=False).get_concrete_function()
-        graph()
-        return graph
 
 
 class _Shared:
@@ -269,6 +253,32 @@ class _Shared:
                 )
             else:
                 self._distributed.assign(values[0])
+
+
+def _with_all(shared: dict[int, _Shared], do: Callable[[_Shared], None]) -> Callable[[], None]:
+    """Returns a function that does `do` with all variables.
+
+    It works op by op at first, and by one call of a graph once it was called as often as makes up for the trace: a model
+    that changes, or that is used for one call, needs none.
+    """
+    calls = 0
+    graph: Callable[[], None] | None = None
+
+    def each() -> None:
+        for one in shared.values():
+            do(one)
+
+    def with_all() -> None:
+        nonlocal calls, graph
+        calls += 1
+        # Variables of XLA track their own reads and writes: a graph gains nothing.
+        if calls == _WORTH_A_GRAPH and not any(one.host_side for one in shared.values()):
+            # Not a tf.function: TensorFlow would warn that this code is traced often, because each model needs one
+            # trace.
+            graph = tf.function(each, autograph=False).get_concrete_function()
+        (graph or each)()
+
+    return with_all
 
 
 def _make_plain(variable: keras.Variable) -> bool:
