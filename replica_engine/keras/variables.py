@@ -26,7 +26,7 @@ from replica_engine._tf.keras import model as keras_model
 from replica_engine.strategies.backend import backend_of
 from replica_engine.values.seeds import seed_of
 
-_WORTH_A_GRAPH = 8  # calls, about as many as its trace takes as long as
+_WORTH_A_GRAPH = 8  # calls that take about as long as one trace
 
 
 class ReplicatedVariables:
@@ -258,8 +258,8 @@ class _Shared:
 def _with_all(shared: dict[int, _Shared], do: Callable[[_Shared], None]) -> Callable[[], None]:
     """Returns a function that does `do` with all variables.
 
-    It works op by op at first, and by one call of a graph once it was called as often as makes up for the trace: a model
-    that changes, or that is used for one call, needs none.
+    It works op by op at first, and by one call of a graph once it was called so often that a trace pays: a model that
+    changes, or that is used for one call, needs none.
     """
     calls = 0
     graph: Callable[[], None] | None = None
