@@ -297,9 +297,10 @@ class TestTimeout:
         )
 
     def test_a_loop_in_python_is_interrupted(self):
-        ended = threading.Event()
+        began, ended = threading.Event(), threading.Event()
 
         def body(replica):
+            began.set()
             try:
                 while True:
                     replica.row()
@@ -307,9 +308,10 @@ class TestTimeout:
                 ended.set()
 
         with no_leaked_threads():
-            pool = GroupPool(["CPU:0"])
-            with pytest.raises(ReplicaTimeoutError), pool.lease() as group:
-                Run(group, [body], list, timeout=0.1)()
+            while not began.is_set():  # on a busy machine the time may be over before the thread gets its turn
+                pool = GroupPool(["CPU:0"])
+                with pytest.raises(ReplicaTimeoutError), pool.lease() as group:
+                    Run(group, [body], list, timeout=0.1)()
             assert ended.wait(10)
 
 
