@@ -55,6 +55,10 @@ Every error and warning of the library, each with a program that comes to it and
 `replica_engine.errors`, and all but `ReplicaUnwound` are a `ReplicaEngineError`. An exception of your own code is never
 wrapped: it leaves `run` as the object that you raised, with notes on which replica raised it and where the others were.
 
+`replica-engine explain ScopeError.variable` prints the part of this page about one message, and
+`replica-engine explain "words of a message"` finds it. Each error names its part in a note,
+`more: replica-engine explain ScopeError.variable`, which is left out below.
+
 Three families say whose turn it is:
 
 - **misuse**: the program has to change;
@@ -134,7 +138,8 @@ def _described(error: type) -> str:
     text, _, attributes = text.partition("\n\nAttributes:\n")
     rows = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE)
     listed = [f"- `{name}`: {' '.join(meaning.split())}" for name, meaning in rows]
-    family = f"*{_family(error.__name__)}; a {_also(error)}.*"
+    also = _also(error)
+    family = f"*{_family(error.__name__)}; {'an' if also[0] in 'AEIOU' else 'a'} {also}.*"
     return "\n\n".join([text, family, *(["Attributes:\n\n" + "\n".join(listed)] if listed else [])])
 
 

@@ -18,6 +18,7 @@ from absl.flags import FLAGS, argparse_flags
 
 from replica_engine._version import __version__
 from replica_engine.demo import cli as demo
+from replica_engine.errors import explain
 from replica_engine.hosts import cli as launch
 from replica_engine.telemetry.report import cli as trace_report
 
@@ -63,6 +64,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     demo.add_parser(commands)
     launch.add_parser(commands)
     trace_report.add_parser(commands)
+    explain.add_parser(commands)
     parser.set_defaults(run=lambda flags: _no_command(parser))
     return parser.parse_args(argv)
 

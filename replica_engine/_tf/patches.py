@@ -22,7 +22,7 @@ from replica_engine._tf import checkpoints, distribute
 from replica_engine._tf.graphs import control_flow
 from replica_engine._tf.keras import accumulation as keras_accumulation
 from replica_engine._tf.keras import files
-from replica_engine._tf.keras.trainer import BUILD, COMPILES, METHOD, MODULE, REDUCE, TRAINER, strategy_of
+from replica_engine._tf.keras.trainer import BUILD, COMPILES, METHOD, MODULE, REDUCE, TRAINER, size_of_rest, strategy_of
 
 
 class Patch(NamedTuple):
@@ -255,7 +255,9 @@ def compile_in_scope(kind: type) -> None:
 
 
 def extend_build(
-    check: Callable[[Any, Any], None], explained: Callable[[Exception], Exception], is_ours: Callable[[Any], bool]
+    check: Callable[[Any, int | None, Any], None],
+    explained: Callable[[Exception], Exception],
+    is_ours: Callable[[Any], bool],
 ) -> None:
     """Makes Keras build a model from one replica's part of the first batch; only once per process.
 
@@ -263,7 +265,8 @@ def extend_build(
     sizes fail in an op, AddN.
 
     Args:
-        check: called with the batch of all replicas and the strategy, before the model is built.
+        check: called before the model is built: with the batch of all replicas, the number of samples in a smaller
+            last batch (None if there is none, or Keras does not know it), and the strategy.
         explained: makes another error of one that is raised while the model is built.
         is_ours: whether a strategy is one of this library's.
     """
@@ -280,7 +283,7 @@ def extend_build(
         if iterator is not None:
             *_, batches = next(iter(iterator))  # after the number of a step; newer Keras has two
             batch = next(batches)
-            check(batch, strategy)
+            check(batch, size_of_rest(iterator), strategy)
             iterator, data_batch = None, distribute.first_values(batch)
         try:
             return method(self, iterator=iterator, data_batch=data_batch)

@@ -72,6 +72,7 @@ from replica_engine.errors.models import (
     ReplicateError,
     many_batch_sizes,
     note_sparse_inputs,
+    warn_uneven_rest,
 )
 from replica_engine.errors.parity import (
     ParityArgumentError,
@@ -214,6 +215,7 @@ __all__ = [
     "warn_dataset_for_each",
     "warn_shared_variable",
     "warn_tape_outside",
+    "warn_uneven_rest",
     "warn_whole_batch",
     "where_workers_are",
 ]

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import traceback
+from collections.abc import Callable
+from typing import Any
+
+_MORE = "more: replica-engine explain "
 
 
 class ReplicaEngineError(Exception):
@@ -12,6 +17,7 @@ class ReplicaEngineError(Exception):
 
     The constructor of each subclass takes the message only; the wordings are class methods. So code that copies an
     error as `type(error)(message)` gets an error of the same type. Keras does so with an exception that a layer raises.
+    A note of the error says where to read more: its part of the Errors page of the documentation.
 
     Example:
         >>> issubclass(MergeCallMismatchError, ReplicaEngineError)
@@ -19,6 +25,24 @@ class ReplicaEngineError(Exception):
     """
 
     ag_pass_through = True  # tells AutoGraph to raise it unchanged: a new exception would lose the type and attributes
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, what in list(vars(cls).items()):
+            if isinstance(what, classmethod):
+                setattr(cls, name, classmethod(_with_more(what.__func__)))
+
+
+def _with_more(wording: Callable[..., Any]) -> Callable[..., Any]:
+    """A wording whose errors have a note that names their part of the Errors page."""
+
+    @functools.wraps(wording)
+    def worded(cls: type, *args: Any, **kwargs: Any) -> Any:
+        error = wording(cls, *args, **kwargs)
+        add_note(error, f"{_MORE}{cls.__name__}.{wording.__name__}")
+        return error
+
+    return worded
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -36,9 +60,13 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def in_words(error: BaseException) -> str:
-    """An exception as the last line of its traceback, or the name of its class if the exception cannot be printed."""
+    """An exception as the last lines of its traceback, or the name of its class if the exception cannot be printed.
+
+    Without the note that says where to read more: the text becomes a part of another message.
+    """
     with contextlib.suppress(Exception):
-        return "".join(traceback.format_exception_only(error)).strip()
+        lines = "".join(traceback.format_exception_only(error)).strip().split("\n")
+        return "\n".join(line for line in lines if not line.startswith(_MORE))
     return f"{type(error).__module__}.{type(error).__qualname__}"
 
 

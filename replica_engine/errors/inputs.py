@@ -6,6 +6,12 @@ from collections.abc import Sequence
 
 from replica_engine.errors.base import ReplicaEngineError, at, brief, shown
 
+_LOOP = (
+    "    for batch in strategy.experimental_distribute_dataset(dataset):\n"
+    "        strategy.run(step, args=(batch,))\n"
+    "If its batches are tuples and the step takes their parts, step(x, y), write args=batch."
+)
+
 
 class NotInBodyError(ReplicaEngineError, RuntimeError):
     """A cross-replica operation was used where no replicated body is being traced."""
@@ -72,8 +78,11 @@ class InputsError(ReplicaEngineError, ValueError, TypeError):
     def distributed(cls, name: str, kind: str) -> InputsError:
         """`strategy.run` gets a distributed dataset, or an iterator over one."""
         return cls(
-            f"{name} is a {kind}, and replicas take one batch of it at a time. Loop around the run: for batch in "
-            "dataset: strategy.run(step, args=(batch,)); with an iterator, args=(next(iterator),)."
+            f"{name} is a {kind}, and replicas take one batch of it at a time. Loop over it around the run:\n"
+            "    for batch in distributed_dataset:\n"
+            "        strategy.run(step, args=(batch,))\n"
+            "If its batches are tuples and the step takes their parts, step(x, y), write args=batch. With an iterator, "
+            "args=(next(iterator),)."
         )
 
     @classmethod
@@ -81,9 +90,7 @@ class InputsError(ReplicaEngineError, ValueError, TypeError):
         """A dataset where a batch is expected."""
         return cls(
             f"{name} is a {kind}, and a compiled body takes the values of a batch. Distribute it, and run one batch "
-            "at a time:\n"
-            "    for batch in strategy.experimental_distribute_dataset(dataset):\n"
-            "        strategy.run(step, args=(batch,))"
+            f"at a time:\n{_LOOP}"
         )
 
     @classmethod
@@ -180,10 +187,11 @@ class ReplicaMismatchError(ReplicaEngineError, ValueError):
         met = met or "cross-replica operations (sums of gradients, for example)"
         return cls(
             f"{name} has shape {first} on replica 0 and {other} on replica {replica}. The replicas meet in {met}, so "
-            "one program runs on all of them, and their shapes must be equal. Use a batch size that the number of "
-            "replicas divides, and drop_remainder=True; give Keras fit a number of samples that is a multiple of the "
-            "batch size, or pad the last batch: in your own loop, replica_engine.split_batch(strategy, batch) makes "
-            "equal shares, with weights that are 0 for padding."
+            "one program runs on all of them, and their shapes must be equal. Use a batch size that is a multiple of "
+            "the number of replicas. If only the last batch is smaller, leave it out, dataset.batch(n, "
+            "drop_remainder=True), or give Keras fit a number of samples that is a multiple of the batch size. For "
+            "batches of any size in your own loop, replica_engine.split_batch(strategy, batch) makes equal shares, "
+            "with weights that are 0 for padding."
         )
 
     @classmethod
@@ -249,7 +257,5 @@ def warn_dataset_for_each(name: str, size: int, where: str) -> str:
     """The warning that a dataset is given to `run`, so that each replica goes through all of it."""
     return (
         f"{name} of strategy.run{at(where)} is a tf.data.Dataset: each of {size} replicas goes through all of it. "
-        "Distribute it, and run one batch at a time:\n"
-        "    for batch in strategy.experimental_distribute_dataset(dataset):\n"
-        "        strategy.run(step, args=(batch,))"
+        f"Distribute it, and run one batch at a time:\n{_LOOP}"
     )

@@ -151,6 +151,16 @@ class BatchError(ReplicaEngineError, ValueError):
         return cls(f"The batch has {rows} samples, more than the batch_size={size} that was given.")
 
 
+def warn_uneven_rest(rows: int, size: int) -> str:
+    """The warning that the last batch of `fit` or `evaluate` gives replicas unequal shares, in a strategy's scope."""
+    return (
+        f"The last batch, of {rows} sample{'' if rows == 1 else 's'}, does not divide by {size} replicas. Keras "
+        "averages over replicas, not over samples, as in tf.distribute: its samples do not count equally, and the "
+        "numbers are not quite those of one device. replicate_model(model) divides batches of any size with the "
+        "numbers of one device. Or leave the rest out, dataset.batch(n, drop_remainder=True)."
+    )
+
+
 def many_batch_sizes(step: str, model: str, sizes: int) -> str:
     """The warning that a step has been compiled for many batch sizes."""
     return (

@@ -522,9 +522,17 @@ def compiled_again(name: str, folder: str, programs: int, found: Sequence[tuple[
     rows = [f"  {row}: {now or '(none)'} now, {before or '(none)'} there" for row, now, before in found[:8]]
     if len(found) > 8:
         rows.append(f"  and {len(found) - 8} more")
+    why = "for a new shape" if any(_is_new_shape(now, before) for _, now, before in found) else "again"
     return "\n".join(
-        [f"`{name}` is compiled again: {nearest} of this name in the cache folder {folder} was compiled for:", *rows]
+        [f"`{name}` is compiled {why}: {nearest} of this name in the cache folder {folder} was compiled for:", *rows]
     )
+
+
+def _is_new_shape(now: str | None, before: str | None) -> bool:
+    """Whether two rows are tensors of one dtype, such as "float32 (16, 64)", that differ in shape."""
+    shape = r"(\w+) \(.*\)"
+    found, other = re.fullmatch(shape, now or ""), re.fullmatch(shape, before or "")
+    return found is not None and other is not None and found[1] == other[1] and now != before
 
 
 def not_rewritten(operation: str, reason: str) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -23,11 +23,12 @@ _logger = logging.getLogger("replica_engine")
 
 
 @contextlib.contextmanager
-def compiling(what: str) -> Iterator[None]:
+def compiling(what: str, was_read: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Logs at level INFO that something was compiled, with the time, and at level WARNING if it takes long.
 
     Args:
         what: a description of what the `with` block traces, compiles and runs for the first time.
+        was_read: asked after the block: whether the program was read from the cache folder, and not compiled.
     """
     started = time.monotonic()
     done = threading.Event()
@@ -43,7 +44,8 @@ def compiling(what: str) -> Iterator[None]:
     finally:
         done.set()
         teller.join()
-    _logger.info("compiled %s, and ran it once, in %.1f s", what, time.monotonic() - started)
+    made = "read the program for" if was_read() else "compiled"
+    _logger.info("%s %s, and ran it once, in %.1f s", made, what, time.monotonic() - started)
 
 
 @contextlib.contextmanager

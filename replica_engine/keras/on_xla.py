@@ -120,17 +120,24 @@ class OnXla:
         key = (step.__name__, name, size, samples.described(select(0, data)))
         if key in self._compiled:
             return run(name, data, size)
-        with compiling(self._what(name, step, size)), layers_named(self._model):
+        before = xla.counts()
+
+        def was_read() -> bool:
+            made = xla.counts() - before
+            return made.cache_hits > 0 and made.compiles == 0
+
+        with compiling(self._what(name, step, size), was_read), layers_named(self._model):
             outputs = run(name, data, size)
         self._compiled.add(key)
         self._tell_of_many(name)
         return outputs
 
     def _what(self, name: str, step: Callable[..., Any], size: int) -> str:
-        samples = f"{size} samples"
+        first = last = size
         if step == self._step_of_unequal_shares:
-            samples = f"{size * self._size + 1} to {size * self._size + self._size - 1} samples"
-        return f"{name} of {self._model.name!r} for {self._size} replicas, batches of {samples}"
+            first, last = size * self._size + 1, (size + 1) * self._size - 1
+        sizes = f"{first}" if first == last else f"{first} to {last}"
+        return f"{name} of {self._model.name!r} for {self._size} replicas, batches of {sizes} samples"
 
     def _tell_of_many(self, name: str) -> None:
         sizes = sum(name in key for key in self._compiled)

@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute, patches
 from replica_engine.diagnostics.misuse import explained
-from replica_engine.errors import BatchError
+from replica_engine.diagnostics.suspicions import warn_once
+from replica_engine.errors import BatchError, warn_uneven_rest
 
 
 def explain(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
@@ -23,8 +24,11 @@ def explain(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
     patches.extend_build(_check_batch, explained, is_ours)
 
 
-def _check_batch(batch: Any, strategy: tf.distribute.Strategy) -> None:
+def _check_batch(batch: Any, rest: int | None, strategy: tf.distribute.Strategy) -> None:
     """Checks that the replicas have equal shares of a batch; `fit` averages over replicas, not over samples.
+
+    Of a last batch that is smaller, a warning is enough: it is one step of an epoch. Compiled replicas refuse it when
+    it comes.
 
     Raises:
         BatchError: they have not.
@@ -35,6 +39,9 @@ def _check_batch(batch: Any, strategy: tf.distribute.Strategy) -> None:
             rows = [shape[0] for shape in shapes if shape is not None and shape.rank]
             if len(rows) == len(shapes) and len(set(rows)) > 1:
                 raise BatchError.uneven(rows)
+    size = strategy.num_replicas_in_sync
+    if rest and rest % size and not hasattr(strategy, "run_steps"):
+        warn_once(strategy, "rest", warn_uneven_rest(rest, size))
 
 
 def is_uneven(error: BaseException) -> bool:

@@ -67,6 +67,17 @@ def test_a_dataset_as_an_argument():
     def step(batch):
         return 2.0 * batch
 
+    strategy.run(step, args=(dataset,))
+
+
+@shows(InputsError.distributed, "compiled")
+def test_a_distributed_dataset_as_an_argument():
+    strategy = TPUStrategy(num_cores=2)
+    dataset = tf.data.Dataset.from_tensor_slices([1.0, 2.0, 3.0, 4.0]).batch(2)
+
+    def step(batch):
+        return 2.0 * batch
+
     strategy.run(step, args=(strategy.experimental_distribute_dataset(dataset),))
 
 

@@ -16,6 +16,7 @@ from replica_engine.errors import (
     warn_dataset_for_each,
     warn_shared_variable,
     warn_tape_outside,
+    warn_uneven_rest,
     warn_whole_batch,
 )
 from replica_engine.keras import replicate_model
@@ -209,6 +210,16 @@ def test_a_batch_size_that_does_not_divide():
         model = make_model()
         model.compile("sgd", "mse")
     model.fit(np.ones((10, 3)), np.ones((10, 2)), batch_size=5, verbose=0)
+
+
+@shows(warn_uneven_rest)
+def test_a_rest_that_does_not_divide():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        model = make_model()
+        model.compile("sgd", "mse")
+    model.fit(np.ones((11, 3)), np.ones((11, 2)), batch_size=4, epochs=2, verbose=0)
+    model.evaluate(np.ones((11, 3)), np.ones((11, 2)), batch_size=4, verbose=0)  # warned of once
 
 
 @shows(BatchError.uneven_later)

@@ -34,6 +34,7 @@ from replica_engine import errors
 
 FOLDER = pathlib.Path(__file__).parents[1] / "errors" / "golden"
 UPDATE = "UPDATE_GOLDEN" in os.environ
+MORE = "more: replica-engine explain "  # of each error the same, and left out
 LINE = " what the user sees ".center(120, "=")
 
 _GENERATED = "__autograph_generated_file"
@@ -239,7 +240,7 @@ class _Source:
         kind = type(error)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         message = f": {error}" if str(error) else ""
-        notes = "".join(f"{note}\n" for note in getattr(error, "__notes__", ()))
+        notes = "".join(f"{note}\n" for note in getattr(error, "__notes__", ()) if not note.startswith(MORE))
         return f"{text}Traceback (most recent call last):\n{''.join(frames)}{name}{message}\n{notes}"
 
     def normal(self, text: str) -> str:

@@ -42,6 +42,26 @@ def test_each_program_is_a_message_with_its_time_and_compiled_once(both, is_tpu,
     assert len(of_level(caplog, "INFO")) == (2 if is_tpu else 1)
 
 
+@pytest.mark.on("tpu")
+def test_a_program_of_the_cache_folder_is_read_and_not_compiled(both, is_tpu, caplog, tmp_path):
+    if not is_tpu:
+        pytest.skip("there is no jax")
+    from replica_engine import xla
+
+    model = small()
+    xla.set_cache_dir(tmp_path)
+    try:
+        with caplog.at_level("INFO", "replica_engine"):
+            for _ in range(2):
+                replicate_model(model, strategy=both(2)).train_on_batch(X[:8], X[:8, :1])
+    finally:
+        xla.set_cache_dir(None)
+    first, second = (text for text in of_level(caplog, "INFO") if "ran it once" in text)
+    batch = "train_step of 'small' for 2 replicas, batches of 8 samples, and ran it once"
+    assert first.startswith(f"compiled {batch}")
+    assert second.startswith(f"read the program for {batch}")
+
+
 def test_compile_frozen_layers_and_another_optimizer_are_noticed(both, caplog):
     original = small(keras.layers.Dense(3))
     model = replicate_model(original, strategy=both(2))
@@ -94,7 +114,8 @@ def test_a_layer_that_xla_cannot_compile_is_named_and_runs_on_threads(both, is_t
         return
     with pytest.raises(LoweringError, match=r"RangeDataset at .*test_messages\.py:\d+ in call") as raised:
         model.predict(X, verbose=0)
-    (note,) = raised.value.__notes__
+    more, note = raised.value.__notes__
+    assert more.startswith("more: replica-engine explain LoweringError.")
     assert "in the layer 'drawn' (Drawn) of the model 'small'" in note
     assert "replicate_model(model, strategy=replica_engine.MirroredStrategy())" in note
 

@@ -361,10 +361,11 @@ class TestWhyAProgramIsCompiledAgain:
         compiled(double)
         caplog.clear()
         compiled(double, [[tf.zeros([3])], [tf.zeros([3])]])
+        assert "`double` is compiled for a new shape: the program of this name" in caplog.text
         assert "args[0]: float32 (3,) now, float32 (2,) there" in caplog.text
         caplog.clear()
         compiled(double, [[tf.zeros([3], tf.int32)], [tf.zeros([3], tf.int32)]])
-        assert "the nearest of 2 programs" in caplog.text
+        assert "`double` is compiled again: the nearest of 2 programs" in caplog.text
         assert "args[0]: int32 (3,) now, float32 (3,) there" in caplog.text
 
     def test_a_value_among_the_arguments(self, caplog):

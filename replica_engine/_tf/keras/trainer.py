@@ -18,6 +18,7 @@ TRAINER = "TensorFlowTrainer"
 METHOD = "_make_function"
 BUILD = "_maybe_symbolic_build"
 REDUCE = "reduce_per_replica"
+REST = "partial_batch_size"
 COMPILES = "keras.src.trainers.trainer"
 """The module whose class `Trainer` has `compile`."""
 
@@ -25,6 +26,11 @@ COMPILES = "keras.src.trainers.trainer"
 def strategy_of(model: Any) -> Any:
     """The strategy under which a model was built; None if it was built under none."""
     return model._distribute_strategy
+
+
+def size_of_rest(iterator: Any) -> int | None:
+    """The number of samples in the last batch of an epoch, if Keras knows that it is smaller than the others."""
+    return getattr(getattr(iterator, "data_adapter", None), REST, None)
 
 
 def reduced(outputs: Any, strategy: Any) -> Any:

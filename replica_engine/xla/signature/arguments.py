@@ -179,7 +179,9 @@ class Arguments:
         first = parts[0]
         if isinstance(first, (tf.data.Iterator, tf.distribute.DistributedIterator)):
             raise InputsError.iterator(name, type(first).__name__)
-        if isinstance(first, (tf.data.Dataset, tf.distribute.DistributedDataset)):
+        if isinstance(first, tf.distribute.DistributedDataset):
+            raise InputsError.distributed(name, type(first).__name__.lstrip("_"))
+        if isinstance(first, tf.data.Dataset):
             raise InputsError.dataset(name, type(first).__name__.lstrip("_"))
         columns = [structure.components(part, name) for part in parts]
         if len({len(column) for column in columns}) > 1:

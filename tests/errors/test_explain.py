@@ -1,0 +1,70 @@
+"""`replica-engine explain` shows the part of the Errors page that an error names."""
+
+import pickle
+
+import pytest
+
+from replica_engine.__main__ import main
+from replica_engine.errors import ScopeError, explain, warn_whole_batch
+from replica_engine.errors.base import in_words
+
+MORE = "more: replica-engine explain "
+
+
+def explained(capsys, *words):
+    """The exit status, and what is printed."""
+    status = main(["explain", *words])
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+def test_an_error_names_its_part_of_the_page_and_keeps_doing_so():
+    error = ScopeError.variable("weight")
+    (note,) = error.__notes__
+    assert note == f"{MORE}ScopeError.variable"
+    assert "more:" not in str(error)
+    assert pickle.loads(pickle.dumps(error)).__notes__ == [note]
+    assert MORE not in in_words(error)  # in messages that quote the error
+
+
+@pytest.mark.parametrize(
+    "name", ["ScopeError.variable", "replica_engine.errors.ScopeError.variable:", "scopeerror.variable"]
+)
+def test_a_wording_is_explained_with_its_program(capsys, name):
+    status, text = explained(capsys, name)
+    assert status == 0
+    assert text.startswith("ScopeError.variable\n===")
+    assert "\n    with strategy.scope():\n" in text
+    assert "ScopeError.optimizer" not in text
+
+
+def test_a_class_is_explained_with_the_names_of_its_messages(capsys):
+    status, text = explained(capsys, "ScopeError")
+    assert status == 0
+    assert "\n  ScopeError.optimizer: Replicas use an optimizer" in text
+
+
+def test_a_class_of_one_message_shows_it(capsys):
+    _, text = explained(capsys, "NoValueError")
+    assert "A traced function calls `x.numpy()`." in text
+    assert "\nwhich shows:\n" in text
+
+
+def test_words_of_a_warning_find_it(capsys):
+    status, text = explained(capsys, warn_whole_batch(512, 8, "other.py:77 in mine").partition("\n")[0])
+    assert (status, text.partition("\n")[0]) == (0, "warn_whole_batch")
+
+
+def test_words_of_several_parts_list_them(capsys):
+    status, text = explained(capsys, "made", "outside", "scope")
+    assert status == 0
+    assert "ScopeError.variable:" in text
+    assert "ScopeError.optimizer:" in text
+
+
+def test_words_of_no_part_are_an_error(capsys):
+    assert explained(capsys, "zebra") == (1, "explain: the Errors page has nothing about: zebra\n")
+
+
+def test_the_page_that_is_shown_is_the_one_of_the_documentation():
+    assert explain.PAGE.resolve().parts[-2:] == ("docs", "errors.md")
