@@ -59,6 +59,8 @@ wrapped: it leaves `run` as the object that you raised, with notes on which repl
 `replica-engine explain "words of a message"` finds it. Each error names its part in a note,
 `more: replica-engine explain ScopeError.variable`, which is left out below.
 
+Warnings are logged once, by the logger `replica_engine`; [how to leave one out](in_your_process.md#what-it-logs).
+
 Three families say whose turn it is:
 
 - **misuse**: the program has to change;

@@ -7,6 +7,7 @@ import pytest
 from helpers import pages
 
 README_LINES = 110
+NEEDS_DEVICES = re.compile(r"replicate_model\(|(?<!\w)MirroredStrategy\((?!\[\"CPU:0\"\]\))|check_parity\(")
 NEEDS_JAX = re.compile(r"TPUStrategy\(|\bxla\b|contrib")
 
 
@@ -21,6 +22,16 @@ def test_the_blocks_of_a_page_run_and_print_what_it_says(page, tmp_path, monkeyp
     _skip_without_jax(page)
     monkeypatch.chdir(tmp_path)
     pages.check(page, tmp_path, programs)
+
+
+@pytest.mark.parametrize("page", pages.pages())
+def test_the_programs_of_a_page_run_where_the_reader_has_one_device_and_no_jax_or_the_page_says_so(page):
+    program = "\n".join(block.text for block in pages.blocks(page) if block.language == "python")
+    if needs := NEEDS_DEVICES.search(program):
+        line = program[: needs.end()].count("\n")
+        assert "logical_devices(" in "\n".join(program.split("\n")[: line + 1]), needs[0]
+    if NEEDS_JAX.search(program):
+        assert re.search(r"\bjax\b|\[tensorflow,xla\]", (pages.ROOT / page).read_text(encoding="utf-8"))
 
 
 def test_the_readme_is_short_and_has_its_two_commands():
