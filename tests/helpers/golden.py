@@ -108,7 +108,8 @@ def wordings() -> set[str]:
     for name in errors.__all__:
         value = getattr(errors, name)
         if isinstance(value, type) and issubclass(value, BaseException):
-            found |= {f"{name}.{each}" for each, what in vars(value).items() if isinstance(what, classmethod)}
+            made = {each for each, what in vars(value).items() if isinstance(what, classmethod)}
+            found |= {f"{name}.{each}" for each in made - {"__init_subclass__"}}
             if "__init__" in vars(value):  # it has a message of its own
                 found.add(name)
         elif re.match(r"(note|many|slow|moved|untested|warn)_", name):
