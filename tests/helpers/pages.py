@@ -170,14 +170,15 @@ def _run(block: Block, namespace: dict[str, Any], path: pathlib.Path) -> tuple[s
     path.write_text(before + block.text, encoding="utf-8")
     linecache.checkcache(str(path))
     padded = "\n" * before.count("\n") + block.text
-    seen = io.StringIO()
+    seen, failed = io.StringIO(), ""
     try:
         with contextlib.redirect_stdout(seen):
             exec(compile(padded, str(path), "exec"), namespace)
     except Exception as error:
-        text = "".join(traceback.format_exception_only(error)).replace(f"{path.parent}/", "")
-        return seen.getvalue() + re.sub(r"^[\w.]+\.(\w+(?::|$))", r"\1", text), type(error).__name__
-    return seen.getvalue(), ""
+        text = "".join(traceback.format_exception_only(error))
+        seen.write(re.sub(r"^[\w.]+\.(\w+(?::|$))", r"\1", text))
+        failed = type(error).__name__
+    return seen.getvalue().replace(f"{path.parent}/", ""), failed
 
 
 def _check_session(block: Block, namespace: dict[str, Any], where: str) -> None:
