@@ -29,7 +29,7 @@ class ReplicaEngineError(Exception):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name, what in list(vars(cls).items()):
-            if isinstance(what, classmethod):
+            if isinstance(what, classmethod) and not name.startswith("_"):
                 setattr(cls, name, classmethod(_with_more(what.__func__)))
 
 
