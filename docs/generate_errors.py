@@ -21,6 +21,7 @@ GOLDEN = ROOT / "tests" / "errors" / "golden"
 
 SECTIONS = (
     "threads",
+    "copies",
     "scopes",
     "timeouts",
     "hosts",

@@ -3,6 +3,7 @@
 - `base`: ReplicaEngineError, the base class.
 - `timeouts`: replicas and programs that do not return in time, and the table that shows where each replica is.
 - `threads`: replicas that do not meet at the same sync points, or that differ.
+- `copies`: what `trace_once` cannot copy from replica 0 to the others.
 - `scopes`: objects and calls that do not belong to the strategy that uses them.
 - `devices`: devices that do not exist, and a missing or unsuitable jax.
 - `hosts`: jobs of several workers.
@@ -34,6 +35,10 @@ from replica_engine.errors.base import (
 )
 from replica_engine.errors.contrib import (
     ContribError,
+)
+from replica_engine.errors.copies import (
+    TraceOnceError,
+    traced_each,
 )
 from replica_engine.errors.devices import (
     BackendMissingError,
@@ -174,6 +179,7 @@ __all__ = [
     "StructureMismatchError",
     "StuckProgramError",
     "TensorFlowVersionError",
+    "TraceOnceError",
     "VariableCreationError",
     "VariableMismatchError",
     "WorkerLostError",
@@ -210,6 +216,7 @@ __all__ = [
     "slow_replicas",
     "slow_trace",
     "slow_workers",
+    "traced_each",
     "untested_version",
     "unusable_cache_dir",
     "warn_dataset_for_each",

@@ -1,0 +1,65 @@
+"""The context of the one replica that is traced for all: what differs by replica is a placeholder, or is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._tf import thread_state
+from replica_engine._tf.graphs import control_flow
+from replica_engine.diagnostics.user_frames import is_internal
+from replica_engine.threads.context import ReplicaContext
+from replica_engine.threads.once.template import Template
+
+_ID = "_id_in_sync_group"
+
+
+class TemplateContext(ReplicaContext):
+    """The context of a replica whose operations are copied for all replicas.
+
+    Args:
+        strategy: the strategy.
+        replica_id: the id of the replica, whose components of variables are used.
+        template: what the replica traces.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, replica_id: int, template: Template):
+        self._template = template
+        super().__init__(strategy, replica_id)
+
+    @property
+    def replica_id_in_sync_group(self) -> Any:
+        """The id of the replica, as a tensor that is another one in each copy."""
+        graph = thread_state.default_graph()
+        if tf.executing_eagerly():
+            raise self._template.refusal("the replica id outside the graph, as in tf.init_scope,")
+        while graph is not self._template.graph:
+            if not control_flow.is_branch_or_loop(graph):
+                raise self._template.refusal("the replica id in a nested tf.function")
+            graph = graph.outer_graph
+        return self._template.replica_id()
+
+    @property
+    def _replica_id_in_sync_group(self) -> Any:
+        caller = sys._getframe(1)
+        if not is_internal(caller.f_code.co_filename):
+            raise self._template.refusal("the replica id as a Python number")
+        return self.__dict__[_ID]
+
+    @_replica_id_in_sync_group.setter
+    def _replica_id_in_sync_group(self, value: Any) -> None:
+        self.__dict__[_ID] = value
+
+    @property
+    def devices(self) -> list:
+        """Refused: each copy is on another device."""
+        raise self._template.refusal("the device of the replica")
+
+    def enter_operator(
+        self, kind: str, build: Callable[..., Any], payload: Any, guessed: bool = False, of: object = None
+    ) -> Any:
+        """Refused: an operator with a sync point inside is built by all replicas together."""
+        raise self._template.refusal(f"a sync point in {kind}")
