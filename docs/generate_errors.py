@@ -142,7 +142,7 @@ def _described(error: type) -> str:
     rows = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE)
     listed = [f"- `{name}`: {' '.join(meaning.split())}" for name, meaning in rows]
     also = _also(error)
-    family = f"*{_family(error.__name__)}; {'an' if also[0] in 'AEIOU' else 'a'} {also}.*"
+    family = f"Family: {_family(error.__name__)}. Also {'an' if also[0] in 'AEIOU' else 'a'} {also}."
     return "\n\n".join([text, family, *(["Attributes:\n\n" + "\n".join(listed)] if listed else [])])
 
 
