@@ -248,11 +248,6 @@ class TPUStrategy(_TPUStrategy):
         return _HOST
 
     @property
-    def num_hosts(self) -> int:
-        """The number of machines."""
-        return self.extended.num_hosts
-
-    @property
     def num_towers(self) -> int:
         """The number of replicas; `num_replicas_in_sync` today."""
         return self.num_replicas_in_sync

@@ -159,6 +159,17 @@ class ClusterConfigError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
+    def joined(cls, worker: int, address: str) -> ClusterConfigError:
+        """A process joins its job a second time: for a strategy of another kind, or with `hosts.join`."""
+        return _about(
+            cls,
+            "process_id",
+            f"This process has joined the job at {address} already, as worker {worker}. A process joins its job once: "
+            "use either MultiWorkerMirroredStrategy or TPUStrategy in it, or hosts.join without them. Several "
+            "strategies of one kind share what the first one has joined.",
+        )
+
+    @classmethod
     def not_bound(cls, address: str, reason: str) -> ClusterConfigError:
         """The coordinator cannot listen at the address that it was given."""
         return _about(

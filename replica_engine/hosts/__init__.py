@@ -22,6 +22,7 @@ process is, and tells every worker which other one is lost, missing or different
 
 from replica_engine.hosts.cluster import Cluster, find_cluster
 from replica_engine.hosts.joining import join
-from replica_engine.hosts.member import Member, Program
+from replica_engine.hosts.launch_log import Program
+from replica_engine.hosts.member import Member
 
 __all__ = ["Cluster", "Member", "Program", "find_cluster", "join"]

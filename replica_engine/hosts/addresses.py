@@ -8,17 +8,17 @@ import socket
 from replica_engine.hosts.cluster import join_address, split_address
 
 
-def free_address(coordinator: str) -> str:
-    """An address of this machine that the other workers reach, with a port that nobody listens at now.
+def own_host(coordinator: str) -> str:
+    """The host under which the other workers reach this machine.
 
-    The host is the one from which this machine reaches the coordinator. On the coordinator's own machine that may be
+    It is the one from which this machine reaches the coordinator. On the coordinator's own machine that may be
     127.0.0.1, which leads the others nowhere: there it is the coordinator's host.
 
     Args:
         coordinator: the coordinator's address, as "host:port".
 
     Example:
-        >>> free_address("127.0.0.1:2222").rpartition(":")[0]
+        >>> own_host("127.0.0.1:2222")
         '127.0.0.1'
     """
     host, port = split_address(coordinator)
@@ -26,7 +26,17 @@ def free_address(coordinator: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as asked:
         asked.connect(there)  # sends nothing; it only looks the way up
         own = asked.getsockname()[0]
+    return host if ipaddress.ip_address(own).is_loopback else own
+
+
+def free_address(coordinator: str) -> str:
+    """An address of this machine that the other workers reach, with a port that nobody listens at now.
+
+    Args:
+        coordinator: the coordinator's address, as "host:port".
+    """
+    host = own_host(coordinator)
+    family, _, _, _, here = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, socket.SOCK_STREAM) as tried:
-        tried.bind((own, 0))
-        free = tried.getsockname()[1]
-    return join_address(host if ipaddress.ip_address(own).is_loopback else own, free)
+        tried.bind(here)
+        return join_address(host, tried.getsockname()[1])

@@ -17,7 +17,7 @@ from replica_engine.errors.hosts import TOKEN
 from replica_engine.hosts import serve, wire
 from replica_engine.hosts.cluster import Cluster, find_cluster, split_address
 from replica_engine.hosts.job import Limits
-from replica_engine.hosts.member import Member
+from replica_engine.hosts.member import Member, member_of
 from replica_engine.hosts.wire import BadMessageError, Lines, Message
 
 JOIN_TIMEOUT = "REPLICA_ENGINE_JOIN_TIMEOUT"
@@ -52,13 +52,14 @@ def join(
         The connection to the job.
 
     Raises:
-        ClusterConfigError: the environment is wrong, or the token is missing or another.
+        ClusterConfigError: the environment is wrong, the token is missing or another, or this process has joined already.
         WorkersMissingError: a worker did not join within the join limit.
         WorkerVersionError: the workers differ in a version or in the number of replicas.
         WorkerLostError: a worker ended before all had joined.
     """
     environ = os.environ if environ is None else environ
     cluster = find_cluster(environ) if cluster is None else cluster
+    check_joins_once(cluster)
     limits = limits_of(environ)
     token = environ.get(TOKEN, "")
     if not token:
@@ -82,6 +83,12 @@ def join(
         member.close()
         raise
     return member
+
+
+def check_joins_once(cluster: Cluster) -> None:
+    """Raises ClusterConfigError if this process is that worker of that job already."""
+    if cluster.coordinator and member_of(cluster.coordinator, cluster.process_id) is not None:
+        raise ClusterConfigError.joined(cluster.process_id, cluster.coordinator)
 
 
 def limits_of(environ: Mapping[str, str]) -> Limits:

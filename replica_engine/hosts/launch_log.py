@@ -34,6 +34,26 @@ Ticket = tuple[int, int]
 """A wait: the worker, and the number that it gave to the wait."""
 
 
+@dataclass(frozen=True)
+class Program:
+    """A program as the workers compare it.
+
+    Attributes:
+        digest: a hash of the program; it must be equal on all workers.
+        body: the name of the function that it was made of.
+        where: the file and line of that function: "train.py:40".
+    """
+
+    digest: str
+    body: str
+    where: str = ""
+
+    @property
+    def words(self) -> str:
+        """The program in words: "`train_step` at train.py:40, program 2d03ab12"."""
+        return f"`{self.body}`" + (f" at {self.where}" if self.where else "") + f", program {self.digest[:8]}"
+
+
 def backwards(entries: bytes) -> Iterator[bytes]:
     """The single entries, from the last to the first."""
     for end in range(len(entries), 0, -ENTRY):

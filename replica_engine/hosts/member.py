@@ -30,7 +30,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow, slow_workers, where_workers_are
@@ -38,7 +37,7 @@ from replica_engine.errors.base import in_words
 from replica_engine.hosts import wire
 from replica_engine.hosts.clock import ClockComparison, ClockOffset
 from replica_engine.hosts.failure import Failure
-from replica_engine.hosts.launch_log import COMPILE, END, LAUNCH, WAIT, entry, packed
+from replica_engine.hosts.launch_log import COMPILE, END, LAUNCH, WAIT, Program, entry, packed
 from replica_engine.hosts.wire import BadMessageError, Lines, Message
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.all_workers import SharedTimelines
@@ -53,26 +52,6 @@ _MOST_ENTRIES = 10_000  # in a message, which has a longest length
 _GOODBYE = 2.0  # seconds to write the last messages
 _PATIENCE = 2.0  # seconds to wait for the rows of a warning
 _LONGEST_EXCEPTION = 4000  # characters
-
-
-@dataclass(frozen=True)
-class Program:
-    """A program as the workers compare it.
-
-    Attributes:
-        digest: a hash of the program; it must be equal on all workers.
-        body: the name of the function that it was made of.
-        where: the file and line of that function: "train.py:40".
-    """
-
-    digest: str
-    body: str
-    where: str = ""
-
-    @property
-    def words(self) -> str:
-        """The program in words: "`train_step` at train.py:40, program 2d03ab12"."""
-        return f"`{self.body}`" + (f" at {self.where}" if self.where else "") + f", program {self.digest[:8]}"
 
 
 class _Answer:
@@ -578,6 +557,11 @@ class Member:
 _WRITE = selectors.EVENT_WRITE
 
 _members: weakref.WeakSet[Member] = weakref.WeakSet()
+
+
+def member_of(address: str, worker: int) -> Member | None:
+    """The connection that this process has to a coordinator as this worker; None if there is none."""
+    return next((each for each in list(_members) if (each._address, each.worker) == (address, worker)), None)
 
 
 @atexit.register

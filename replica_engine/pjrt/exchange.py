@@ -102,7 +102,7 @@ def _run(devices: DeviceGroup, element: str, op: str, before: str, value: np.nda
     order = devices.in_flight
     with member.watched(what, warn_after), order if timeout is None else order.within(timeout, late):
         executable = _program(devices, element, value.size, op, before, f"{what}, {value.size} numbers", limits)
-        executable.tell_workers()
+        executable.wait_for_turn()
         try:
             with Watch(lambda _: None, timeout=timeout, expire=lambda _: left.set()):
                 with held_off():

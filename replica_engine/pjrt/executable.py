@@ -108,12 +108,15 @@ class Executable:
         Arrays that the program donates are gone afterwards; the results replace them, ready or not. The caller holds
         off Ctrl-C (`interrupts.held_off`) until it has stored the results.
 
-        With several workers, the caller calls `tell_workers` before.
+        The caller calls `wait_for_turn` before. The other workers are told of the launch here, where no Ctrl-C can come
+        between: a launch that was told and not made would leave them alone in its collectives.
 
         Raises:
             WorkerLostError or another failure of the job of several workers: the arrays may be gone.
         """
         devices = self._devices
+        if devices.member is not None and self._compared is not None:
+            devices.member.launched(self._compared)
         with explained(devices.member):
             if self._handlers:
                 results: list[Array] = self._executable.execute_sharded(arrays).consume_with_handlers(self._handlers)
@@ -123,11 +126,11 @@ class Executable:
             devices.running, devices.interrupted = running.consume_token(), True
             return []
 
-    def tell_workers(self) -> None:
-        """Waits for its turn on the devices, and tells the other workers of the launch that follows.
+    def wait_for_turn(self) -> None:
+        """Waits for its turn on the devices, and before the first launch for the other workers.
 
-        The first launch waits for them: Gloo gives a connection up after 30 s. That they began to compile together is
-        not enough, since compiling may take one longer than another.
+        Gloo gives a connection up after 30 s. That the workers began to compile together is not enough, since compiling
+        may take one longer than another. The caller does not hold off Ctrl-C, which ends the wait.
 
         Raises:
             StuckProgramError: an earlier program, whose wait was interrupted, has not ended.
@@ -137,12 +140,9 @@ class Executable:
             self._devices.member.check()
         self._devices.wait_for_interrupted()
         member = self._devices.member
-        if member is None or self._compared is None:
-            return
-        if self._is_first:
+        if member is not None and self._compared is not None and self._is_first:
             member.meet(f"the first launch of {self._compared.words}", *self._limits)
             self._is_first = False
-        member.launched(self._compared)
 
     def wait(self, left: threading.Event | None = None) -> None:
         """Waits for the end of the program, on CPU or if the program calls the host. Otherwise it need only be queued.

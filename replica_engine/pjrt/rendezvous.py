@@ -7,6 +7,9 @@ which the operating system closes when the worker ends, however it ends. With th
 jaxlib's own answer to a worker that is not heard of is to abort the others, so its heartbeats never run out. Who is
 lost is found out and told by `replica_engine.hosts`.
 
+The service takes its port while it holds it: with a port that was free a moment ago two jobs could get the same one, and
+jaxlib's service then listens beside another without an error.
+
 A lifeline begins with a secret that worker 0 tells the others through the coordinator of the job. jaxlib's service
 itself has no password.
 """
@@ -38,20 +41,20 @@ _REGISTER = 600  # seconds for all workers to connect; who has not come by then 
 _lifelines: list[socket.socket] = []
 
 
-def start(size: int, address: str) -> dict[str, str]:
+def start(size: int, host: str) -> dict[str, str]:
     """Starts the service in a child process.
 
     Args:
         size: the number of workers.
-        address: where it listens, as "host:port".
+        host: the host at which it listens, at a port of its own.
 
     Returns:
-        What `connect` needs in each worker; JSON can hold it.
+        What each worker needs: the service's "address", and for `hold` the "lifeline" and the "secret". JSON can hold it.
 
     Raises:
         ClusterConfigError: it cannot listen there.
     """
-    return child("replica_engine.pjrt.rendezvous", {"size": size, "address": address})
+    return child("replica_engine.pjrt.rendezvous", {"size": size, "address": host})
 
 
 def hold(place: dict[str, str]) -> None:
@@ -66,6 +69,18 @@ def hold(place: dict[str, str]) -> None:
     lifeline = socket.create_connection(split_address(place["lifeline"]), _PATIENCE)
     _lifelines.append(lifeline)
     lifeline.sendall(place["secret"].encode())
+
+
+def held_port(host: str) -> socket.socket:
+    """A socket with a port of a host that no other socket gets without asking for it by its number, until it is closed.
+
+    It does not listen, so that connections go to jaxlib's service, which shares its ports.
+    """
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    held = socket.socket(family, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind((host, 0))
+    return held
 
 
 def _after_fork() -> None:
@@ -162,10 +177,12 @@ def main() -> int:
     from replica_engine.pjrt.jaxlib import get_distributed_runtime_service
 
     settings = json.load(sys.stdin)
+    host = settings["address"]
     try:
-        lifelines = _Lifelines(split_address(settings["address"])[0])
+        lifelines, held = _Lifelines(host), held_port(host)
+        address = join_address(host, held.getsockname()[1])
         service = get_distributed_runtime_service(
-            settings["address"],
+            address,
             settings["size"],
             heartbeat_timeout=NEVER,
             cluster_register_timeout=_REGISTER,
@@ -175,13 +192,14 @@ def main() -> int:
     except (OSError, RuntimeError) as error:
         print(json.dumps({"wrong": str(error)}), flush=True)
         return 1
-    answer = {"address": settings["address"], "lifeline": lifelines.address, "secret": lifelines.secret}
+    answer = {"address": address, "lifeline": lifelines.address, "secret": lifelines.secret}
     print(json.dumps(answer), flush=True)
     # Somebody who waits for the end of worker 0's output must not wait for this process too.
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
-    lifelines.wait()
+    with held:
+        lifelines.wait()
     del service
     return 0
 

@@ -25,8 +25,7 @@ from typing import Any, TypeVar
 
 from replica_engine import hosts
 from replica_engine.errors import ClusterConfigError, DeviceError, WorkerVersionError
-from replica_engine.hosts.addresses import free_address
-from replica_engine.hosts.cluster import split_address
+from replica_engine.hosts.addresses import own_host
 from replica_engine.pjrt import rendezvous
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import (
@@ -89,7 +88,7 @@ class _Workers:
     def _place(self) -> dict[str, str]:
         """Where the service is, which worker 0 starts."""
         if self.cluster.process_id == 0:
-            place = rendezvous.start(self.cluster.num_processes, free_address(self.cluster.coordinator))
+            place = rendezvous.start(self.cluster.num_processes, own_host(self.cluster.coordinator))
             self.member.put(_SERVICE, place)
             return place
         found: dict[str, str] = self.member.get(_SERVICE)
@@ -111,8 +110,7 @@ class _Workers:
         return (found[0].platform, found) if found else ("cpu", self._cpu_devices(client, count or cores()))
 
     def _cpu_devices(self, client: Any, count: int) -> Any:
-        host, _ = split_address(free_address(self.cluster.coordinator))
-        collectives = make_gloo_tcp_collectives(client, hostname=host)
+        collectives = make_gloo_tcp_collectives(client, hostname=own_host(self.cluster.coordinator))
         made: Any = make_cpu_client(
             distributed_client=client,
             node_id=self.cluster.process_id,

@@ -104,6 +104,7 @@ class Body:
     Attributes:
         launches: records of the most recent launches.
         launched: the number of launches so far.
+        steps: the number of the user's steps so far that replicas make together; a device loop has several in a launch.
         random: the source that its random ops draw from.
         told: what has been warned of.
         of_strategy: whether a strategy runs it, so that variables can be made under a scope.
@@ -128,6 +129,7 @@ class Body:
         self.limits = limits or Limits()
         self.launches: deque[LaunchRecord] = deque(maxlen=self.KEPT)
         self.launched = 0
+        self.steps = 0
         self.random = random
         self.told: set[Any] = set()
         self.of_strategy = name != "xla"

@@ -132,6 +132,13 @@ def test_two_workers_with_one_index():
     hosts.join()
 
 
+@beside(FOLLOWS)
+@shows(ClusterConfigError.joined)
+def test_a_process_that_joins_twice():
+    hosts.join()
+    hosts.join()
+
+
 @beside(None)
 @shows(ClusterConfigError.started)
 def test_a_tensor_before_the_strategy():

@@ -3,12 +3,14 @@
 import contextlib
 import itertools
 import socket
+import struct
 import subprocess
 import sys
 import threading
 
 import pytest
 
+from replica_engine.hosts.cluster import split_address
 from replica_engine.pjrt import rendezvous
 
 LONG = rendezvous._PATIENCE / 2  # seconds; a stranger is dropped only after twice as long
@@ -17,9 +19,9 @@ WORKER = """
 import os, sys
 from replica_engine.pjrt import rendezvous
 
-place = rendezvous.start(1, sys.argv[1])
+place = rendezvous.start(1, "127.0.0.1")
 rendezvous.hold(place)
-print(place["lifeline"], flush=True)
+print(place["lifeline"], place["address"], flush=True)
 os.read(0, 1)
 if os.fork() == 0:
     os.read(0, 1)
@@ -28,16 +30,31 @@ os._exit(0)
 """
 
 
-def test_the_service_ends_with_its_workers_though_a_forked_child_lives(unused_port):
-    command = [sys.executable, "-c", WORKER, f"127.0.0.1:{unused_port}"]
+def test_the_service_ends_with_its_workers_though_a_forked_child_lives():
+    command = [sys.executable, "-c", WORKER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
-        host, port = worker.stdout.readline().split(":")
-        with socket.create_connection((host, int(port)), LONG) as stranger:
+        lifeline, service = (split_address(each) for each in worker.stdout.readline().split())
+        socket.create_connection(service, LONG).close()  # it listens at its port, which is held
+        with socket.create_connection(lifeline, LONG) as stranger:
             worker.stdin.write("x")
             worker.stdin.flush()
             assert worker.wait(LONG) == 0
             assert stranger.recv(1) == b""  # the service has ended
         assert worker.communicate("x")[0] == "the child lives\n"
+
+
+def test_two_services_never_get_one_port():
+    """A port that one holds is free for nobody who asks for any, though jaxlib's service shares its ports."""
+    with rendezvous.held_port("127.0.0.1") as held, socket.socket() as other:
+        port = held.getsockname()[1]
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        only = 51, struct.pack("=I", port << 16 | port)  # IP_LOCAL_PORT_RANGE: it may get this port and no other
+        try:
+            other.setsockopt(socket.IPPROTO_IP, *only)
+        except OSError:
+            pytest.skip("the kernel has no ranges of ports for single sockets")
+        with pytest.raises(OSError, match="[Aa]ddress already in use"):
+            other.bind(("127.0.0.1", 0))
 
 
 @pytest.fixture

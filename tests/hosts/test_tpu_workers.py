@@ -77,7 +77,7 @@ def data():
 
 
 facts = xla.get_tpu_system_metadata(xla.PjrtClusterResolver("cpu"))
-parts["facts"] = [[strategy.num_replicas_in_sync, strategy.extended.num_hosts, facts.num_cores, facts.num_hosts]]
+parts["facts"] = [[strategy.num_replicas_in_sync, strategy.num_hosts, facts.num_cores, facts.num_hosts]]
 tf.random.set_seed(7)
 w, b, seen, first, step = variables()
 found["initial"] = w.numpy().tolist()

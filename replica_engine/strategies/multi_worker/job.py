@@ -25,6 +25,7 @@ from replica_engine._tf import collectives
 from replica_engine.errors import ClusterConfigError, ReplicaEngineError
 from replica_engine.hosts.addresses import free_address
 from replica_engine.hosts.cluster import COORDINATOR
+from replica_engine.hosts.joining import check_joins_once
 
 _KINDS = {"chief": "chief", "master": "chief"}  # of tasks in TF_CONFIG; every other task is a worker for TensorFlow
 _BROKEN = (
@@ -90,7 +91,8 @@ def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None, kind: 
         The job; None if this process is the only one.
 
     Raises:
-        ClusterConfigError: the description of the cluster is wrong, or TensorFlow has started already.
+        ClusterConfigError: the description of the cluster is wrong, TensorFlow has started already, or the process has
+            joined the job for a strategy of another kind.
         WorkersMissingError: a worker did not join in time.
         WorkerVersionError: the workers differ in a version or in the number of replicas.
         WorkerLostError: a worker ended before all had joined.
@@ -101,6 +103,7 @@ def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None, kind: 
             return None
         if _joined:
             return _same(_joined[0], cluster, replicas)
+        check_joins_once(cluster)
         if collectives.has_started():
             raise ClusterConfigError.started()
         member = hosts.join(cluster, versions={"tensorflow": tf.__version__}, replicas=replicas)

@@ -195,7 +195,7 @@ class MultiWorkerMirroredStrategy(OnReplicaThreads, tf.distribute.MultiWorkerMir
 
     @property
     def num_hosts(self) -> int:
-        """The number of workers."""
+        """The number of workers: processes that run the replicas together."""
         return int(self.extended.num_hosts)
 
 

@@ -302,6 +302,8 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
     Example:
         >>> import tensorflow as tf, replica_engine
         >>> strategy = replica_engine.TPUStrategy(num_cores=2)
+        >>> strategy.num_hosts, strategy.num_replicas_in_sync
+        (1, 2)
         >>> with strategy.scope():
         ...     total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
         >>> def fn(x):
@@ -490,6 +492,11 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
                 lambda _, value: super(TPUStrategy, self).reduce(reduce_op, value, axis), (value,)
             )
         return super().reduce(reduce_op, value, axis)
+
+    @property
+    def num_hosts(self) -> int:
+        """The number of workers: processes that run the replicas together."""
+        return self.extended.num_hosts
 
     @property
     def steps_per_run(self) -> int:

@@ -323,6 +323,8 @@ class Session:
 class NoCalls:
     """A launch of a program without host calls."""
 
+    steps: Sequence[int | None] = ()
+
     @staticmethod
     def end(wait: Callable[[], None]) -> None:
         """See `Session.end`."""

@@ -120,7 +120,11 @@ def run_loop(
     finally:
         queue.stop()
         prefetcher.end()
-    return Outcome(int(steps[0]) if several else queue.begun, list(results), prefetcher.error)
+    made = int(steps[0]) if several else queue.begun
+    program.traced.body.steps += made
+    if programs.devices.member is not None:
+        programs.devices.member.progress(program.traced.body.steps)
+    return Outcome(made, list(results), prefetcher.error)
 
 
 def _chunk(specs: Sequence[tf.TensorSpec], prefetch: int | None) -> int:

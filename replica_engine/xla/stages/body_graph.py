@@ -129,6 +129,11 @@ class BodyGraph:
         """
         return getattr(self.fn, "_replica_engine_where", "") or place_of(self.fn)
 
+    @property
+    def is_users(self) -> bool:
+        """Whether it is the user's function, and not a body of the library."""
+        return not hasattr(self.fn, "_replica_engine_where")
+
     def replicas_results(self, columns: Sequence[Sequence[Any]]) -> list[Any]:
         """What each replica returned. `columns` has, for each result, the values of the replicas."""
         tensors = [[_as_tensor(value) for value in column] for column in columns]

@@ -134,8 +134,10 @@ class _Execution:
         self._arguments = arguments
         self._writes = writes
 
+    def wait_for_turn(self) -> None:
+        self._executable.wait_for_turn()
+
     def start(self) -> list[Array]:
-        self._executable.tell_workers()
         try:
             return self._executable.launch(self._arguments)
         except JOB_FAILURES:

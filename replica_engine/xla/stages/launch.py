@@ -3,10 +3,12 @@
 The order of a launch, whose parts an `Execution` carries out:
 
 1. The launch waits for its turn on the devices (`DeviceGroup.in_flight`). After that it may read values of variables.
-2. **start**: the program runs.
-3. If the program donates, **commit** at once: the old values of variables are gone, and the wait may be interrupted.
-4. **wait** for the end. If the program fails and donates, **invalidate**: its variables no longer have a value.
-5. If the program does not donate, **commit** now, after it has ended well: all variables or none.
+2. **wait for turn**: an interrupted program has ended, and before a first launch all workers of a job are there. Ctrl-C
+   ends this wait.
+3. **start**: the program runs.
+4. If the program donates, **commit** at once: the old values of variables are gone, and the wait may be interrupted.
+5. **wait** for the end. If the program fails and donates, **invalidate**: its variables no longer have a value.
+6. If the program does not donate, **commit** now, after it has ended well: all variables or none.
 
 Two things must never happen: a variable still refers to its value after that value was donated; a launch commits after
 a host call of it has failed.
@@ -60,6 +62,9 @@ _RUNNING = "waiting for the program"
 
 class Execution(Protocol):
     """The parts of one launch. The implementation knows the program's arguments and the variables that it writes."""
+
+    def wait_for_turn(self) -> None:
+        """Waits until the program may start."""
 
     def start(self) -> Results:
         """Starts the program, and returns its results, ready or not."""
@@ -166,6 +171,7 @@ class Launch:
         name, began = self._program.name, time.perf_counter()
         self._tell_progress()
         try:
+            execution.wait_for_turn()
             with timeline.profiled(f"launch {name}"), held_off():
                 with self._failures():
                     results = execution.start()
@@ -179,14 +185,21 @@ class Launch:
                 self._draw(began, launched, time.perf_counter())
         finally:
             self._body.note_launch(self._program.collectives, began, time.perf_counter())
+            if self._program.is_users and self._program.collectives and self._feed is None:
+                self._body.steps += 1
         return results
 
     def _tell_progress(self) -> None:
-        """Tells the other workers how far this one is, for the message if it gets lost."""
-        if self._devices.member is not None:
+        """Tells the other workers how far this one is, for the message if it gets lost.
+
+        Each worker counts the steps that it makes together with the others.
+        """
+        if self._devices.member is not None and (self._program.collectives or self._feed is not None):
             last = self._program.collectives[-1:]
             points = [f"{each.kind} at {each.where}" for each in last]
-            self._devices.member.progress(self._body.launched + 1, *points)
+            done = max((step or 0 for step in self._run.steps), default=0)
+            step = self._body.steps + done + 1 if self._program.is_users else None
+            self._devices.member.progress(step, *points)
 
     def _wait(self, execution: Execution) -> None:
         with self._failures():
@@ -263,6 +276,8 @@ class Launch:
     def _beat(self) -> None:
         self._watch.beat()
         self._devices.in_flight.beat()
+        if self._feed is not None:
+            self._tell_progress()
 
     def _describe(self, waited: float) -> str:
         return slow_program(self._program.name, waited, *self._stand(), self._meetings())

@@ -72,6 +72,7 @@ class Lowered:
             body=traced.body,
             host_calls=traced.host_calls,
             collectives=traced.collectives,
+            is_users=traced.is_users,
             apart=traced.apart,
             donates=traced.donates,
             key=traced.key,

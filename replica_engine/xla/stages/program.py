@@ -28,6 +28,7 @@ class Program:
         body: the replicas it is for.
         host_calls: its calls to the host.
         collectives: its cross-replica operations.
+        is_users: whether it is the user's function, and not work of the library between steps.
         apart: those of them that perhaps not all replicas reach.
         donates: whether a launch gives the old values of variables to the program, which overwrites them with the new
             ones. False if a host call may fail, or if the caller may stop waiting: then a launch that does not end
@@ -50,6 +51,7 @@ class Program:
     body: Body
     host_calls: HostCalls
     collectives: list[Collective]
+    is_users: bool
     apart: list[Apart]
     donates: bool
     key: Any

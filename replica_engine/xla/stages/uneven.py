@@ -131,9 +131,11 @@ class _Execution:
         self._inputs = inputs
         self._writes = writes
 
-    def start(self) -> list[list[Array]]:
+    def wait_for_turn(self) -> None:
         for executable in self._executables:
-            executable.tell_workers()
+            executable.wait_for_turn()
+
+    def start(self) -> list[list[Array]]:
         return [executable.launch(given) for executable, given in zip(self._executables, self._inputs, strict=True)]
 
     def wait(self, nobody_waits: threading.Event | None) -> None:
