@@ -108,7 +108,12 @@ if HAS_XLA:
     )
 else:
     collect_ignore = ["xla", "tpu", *(f"bad_input/test_{name}.py" for name in ("collectives", "replicate"))]
-    collect_ignore += ["hosts/test_tpu_workers.py", "replica/test_user_lines.py", "telemetry/test_timeline.py"]
+    collect_ignore += [
+        "hosts/test_tpu_faults.py",
+        "hosts/test_tpu_workers.py",
+        "replica/test_user_lines.py",
+        "telemetry/test_timeline.py",
+    ]
 
 
 def _platform(devices):

@@ -23,6 +23,24 @@ found = {}
 """
 TAIL = "print(json.dumps(found), flush=True)"
 
+LONGER = 300.0
+"""Seconds that are enough for a job on a machine that does much else."""
+
+TPU_HEAD = """
+import json, os, signal, sys
+import numpy as np
+import tensorflow as tf
+import replica_engine
+from replica_engine import xla
+
+me = int(os.environ.get("REPLICA_ENGINE_PROCESS_ID", 0))
+context = tf.distribute.get_replica_context
+found, parts = {}, {}  # equal on all workers; of each worker's replicas
+"""
+TPU_TAIL = """
+print(json.dumps([found, parts]), flush=True)
+"""
+
 
 def outputs(programs, made: Job, program: str, local: int = 1, **environment: str) -> list[dict]:
     """Runs a program in all workers of a job; returns what each has found."""

@@ -53,7 +53,7 @@ def test_two_services_never_get_one_port():
             other.setsockopt(socket.IPPROTO_IP, *only)
         except OSError:
             pytest.skip("the kernel has no ranges of ports for single sockets")
-        with pytest.raises(OSError, match="[Aa]ddress already in use"):
+        with pytest.raises(OSError, match=r"[Aa]ddress already in use"):
             other.bind(("127.0.0.1", 0))
 
 

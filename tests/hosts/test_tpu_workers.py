@@ -3,33 +3,13 @@
 Processes that start TensorFlow are expensive. So a job checks many things, and prints what it found as JSON.
 """
 
-import json
-import signal
 import socket
 
 import pytest
 from helpers.jobs import job
-from helpers.workers import flat, read
+from helpers.workers import LONGER, TPU_HEAD, TPU_TAIL, flat, read
 
 pytestmark = pytest.mark.timeout(360)
-
-LONGER = 300.0
-"""Seconds that are enough for a job on a machine that does much else."""
-
-HEAD = """
-import json, os, signal, sys
-import numpy as np
-import tensorflow as tf
-import replica_engine
-from replica_engine import xla
-
-me = int(os.environ.get("REPLICA_ENGINE_PROCESS_ID", 0))
-context = tf.distribute.get_replica_context
-found, parts = {}, {}  # equal on all workers; of each worker's replicas
-"""
-TAIL = """
-print(json.dumps([found, parts]), flush=True)
-"""
 
 NUMBERS = """
 strategy = replica_engine.TPUStrategy(num_cores=4)
@@ -76,8 +56,13 @@ def data():
     return strategy.distribute_datasets_from_function(own)
 
 
+other = "made"
+try:
+    replica_engine.MultiWorkerMirroredStrategy()
+except replica_engine.errors.ClusterConfigError as error:
+    other = str(error)
 facts = xla.get_tpu_system_metadata(xla.PjrtClusterResolver("cpu"))
-parts["facts"] = [[strategy.num_replicas_in_sync, strategy.num_hosts, facts.num_cores, facts.num_hosts]]
+parts["facts"] = [[strategy.num_replicas_in_sync, strategy.num_hosts, facts.num_cores, facts.num_hosts, other]]
 tf.random.set_seed(7)
 w, b, seen, first, step = variables()
 found["initial"] = w.numpy().tolist()
@@ -146,7 +131,7 @@ for name in results:
 
 def outputs(programs, made, program: str, **environment: str) -> list[list[dict]]:
     """Runs a program in all workers of a job; returns what each has found."""
-    text = HEAD + program + TAIL
+    text = TPU_HEAD + program + TPU_TAIL
     started = [programs.start(text, env=made.environment(worker, **environment)) for worker in range(made.size)]
     return [read(each, LONGER) for each in started]
 
@@ -155,7 +140,7 @@ def assert_equal_to_one_process(programs, program: str, close: float = 1e-6, **e
     """Two workers find bitwise the same, and what one process with as many replicas finds."""
     with job() as made:
         (first, of_first), (second, of_second) = outputs(programs, made, program, **environment)
-    expected, of_all = read(programs.start(HEAD + program + TAIL, env=environment), LONGER)
+    expected, of_all = read(programs.start(TPU_HEAD + program + TPU_TAIL, env=environment), LONGER)
     assert first == second
     facts = [each.pop("facts", None) for each in (of_first, of_second, of_all)]
     for name, value in expected.items():
@@ -169,6 +154,9 @@ def test_two_workers_of_two_replicas_equal_one_process_of_four(programs):
     facts = assert_equal_to_one_process(programs, NUMBERS)
     assert [each[0][:2] for each in facts] == [[4, 2], [4, 2], [4, 1]]
     assert facts[0][0][3] == facts[1][0][3] == 2
+    for worker in range(2):
+        assert f"already, as worker {worker}. A process joins its job once" in facts[worker][0][4]
+    assert facts[2][0][4] == "made"
 
 
 DATA = """
@@ -326,7 +314,7 @@ def test_keras(programs, tmp_path):
     (tmp_path / "one").mkdir()
     with job() as made:
         (first, _), (second, _) = outputs(programs, made, KERAS, FOLDER=str(tmp_path / "job"))
-    alone, _ = read(programs.start(HEAD + KERAS + TAIL, env={"FOLDER": str(tmp_path / "one")}), LONGER)
+    alone, _ = read(programs.start(TPU_HEAD + KERAS + TPU_TAIL, env={"FOLDER": str(tmp_path / "one")}), LONGER)
     assert first == second
     assert first.pop("saved") == alone.pop("saved") == ["ckpt-1", "ckpt-2"]
     for name, value in alone.items():
@@ -336,230 +324,6 @@ def test_keras(programs, tmp_path):
         for folder in ("job", "one")
     }
     assert written["job"] == written["one"]
-
-
-STEPS = """
-victim = int(os.environ["VICTIM"])
-strategy = replica_engine.TPUStrategy(num_cores=int(os.environ["CORES"]))
-with strategy.scope():
-    w = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
-
-
-def step(x):
-    w.assign_add(xla.cross_replica_sum(x))
-    return w.read_value()
-
-
-for _ in range(5):
-    strategy.run(step, args=(tf.constant(1.0),))
-if me == victim:
-    {fault}
-try:
-    while True:
-        strategy.run(step, args=(tf.constant(1.0),))
-except replica_engine.errors.WorkerLostError as error:
-    try:
-        float(w)
-    except replica_engine.errors.LostVariableError as lost:
-        pass
-    print(json.dumps([error.worker, error.pid, str(error)]), flush=True)
-    raise
-"""
-
-FAULTS = {  # what worker's program does, the words of the others' error, and its own exit status
-    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "has closed its connection without a word", -signal.SIGKILL),
-    "stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "has not been heard of for 3 s", -signal.SIGKILL),
-    "raised": ("raise ValueError('the body')", "has raised ValueError: the body", 1),
-    "left": ("sys.exit(0)", "has come to the end of its program or to sys.exit", 0),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize(("victim", "cores"), [(0, 4), (1, 2)])  # with one replica XLA starts programs differently
-def test_the_others_are_told_who_is_lost(programs, fault, victim, cores):
-    code, words, status = FAULTS[fault]
-    with job(heartbeat=3.0 if fault == "stopped" else LONGER) as made:
-        text = HEAD + STEPS.replace("{fault}", code)
-        lost, other = (
-            programs.start(text, env=made.environment(worker, VICTIM=str(victim), CORES=str(cores)))
-            for worker in (victim, 1 - victim)
-        )
-        try:
-            out, err = other.communicate(LONGER)
-        finally:
-            lost.kill() if fault == "stopped" else lost.communicate(LONGER)
-            other.kill()
-    assert other.returncode == 1, err[-4000:]  # its own exception: no abort
-    line = next(line for line in out.splitlines() if line.startswith(f"[{victim}, "))  # Gloo prints too
-    worker, pid, message = json.loads(line)
-    assert (worker, pid, lost.returncode) == (victim, lost.pid, status)
-    assert f"worker {victim} of 2" in message
-    assert words in message
-    assert "`step` at program.py:" in message
-
-
-JOINING = """
-import socket
-from replica_engine.hosts import member
-from replica_engine.pjrt import rendezvous, workers
-
-
-def dies(*_, **__):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def late(place, hold=rendezvous.hold):
-    (connection,) = member._members
-    assert connection.failed.wait(300)
-    host, port = place["lifeline"].rsplit(":", 1)
-    try:
-        while True:  # the service ends after worker 0
-            socket.create_connection((host, int(port))).close()
-    except OSError:
-        hold(place)
-
-
-if me == int(os.environ["VICTIM"]):
-    setattr(workers, os.environ["IN"], dies)
-elif os.environ["LATE"]:
-    rendezvous.hold = late
-try:
-    replica_engine.TPUStrategy(num_cores=2)
-except replica_engine.errors.WorkerLostError as error:
-    print(json.dumps([error.worker, type(error.__cause__).__name__]), flush=True)
-    raise
-"""
-
-
-@pytest.mark.parametrize(
-    ("victim", "place", "late", "cause"),
-    [
-        (1, "get_distributed_runtime_client", "", "NoneType"),
-        (1, "make_cpu_client", "", "NoneType"),
-        (0, "make_cpu_client", "", "NoneType"),
-        (0, "get_distributed_runtime_client", "late", "ConnectionRefusedError"),
-    ],
-)
-def test_a_worker_that_is_killed_while_the_job_joins(programs, victim, place, late, cause):
-    """jaxlib would wait for it for minutes; the other is told by the job, and ends with its own exception."""
-    with job(heartbeat=LONGER) as made:
-        asked = {"VICTIM": str(victim), "IN": place, "LATE": late}
-        lost, other = (
-            programs.start(HEAD + JOINING, env=made.environment(worker, **asked)) for worker in (victim, 1 - victim)
-        )
-        try:
-            out, err = other.communicate(LONGER / 5)  # jaxlib gives up after 300 s
-        finally:
-            lost.communicate(LONGER)
-            other.kill()
-    assert other.returncode == 1, err[-4000:]  # its own exception: no abort
-    assert json.loads(out.splitlines()[-1]) == [victim, cause]
-
-
-LATE = """
-from replica_engine.hosts import member
-
-strategy, limited = (replica_engine.TPUStrategy(num_cores=2, timeout=each, warn_after=0.5) for each in (None, 1))
-numbers = tf.data.Dataset.range(12).map(lambda x: tf.cast(x, tf.float32)).batch(4, drop_remainder=True)
-next(iter(strategy.experimental_distribute_dataset(numbers)))
-if me:
-    (connection,) = member._members
-    connection.failed.wait(300)
-    connection.check()
-
-
-def kind(work):
-    try:
-        return work()
-    except (replica_engine.errors.ReplicaTimeoutError, replica_engine.errors.WorkersMissingError) as error:
-        return type(error).__name__, "worker 1 of 2" in str([error, *getattr(error, "__notes__", [])])
-
-
-def variable():
-    with limited.scope():
-        tf.Variable(1.0)
-
-
-batches = iter(limited.experimental_distribute_dataset(numbers))
-print(json.dumps([kind(variable), kind(lambda: next(batches))]), flush=True)
-raise ValueError("the other must know")
-"""
-
-
-def test_datasets_and_variables_wait_for_others_within_the_limit(programs):
-    with job() as made:
-        waits, late = (programs.start(HEAD + LATE, env=made.environment(each)) for each in range(2))
-        try:
-            out, err = waits.communicate(LONGER)
-            _, of_late = late.communicate(LONGER)
-        finally:
-            waits.kill()
-            late.kill()
-    assert waits.returncode == 1, err[-4000:]  # its own exception: no abort
-    assert (
-        '[["WorkersMissingError", true], ["ReplicaTimeoutError", true]]' in out.splitlines()
-    )  # Gloo prints at the exit
-    assert "for the other workers to come to a minimum over workers:" in err
-    assert "has raised ValueError: the other must know" in of_late
-
-
-ORDER = """
-strategy = replica_engine.TPUStrategy(num_cores=2)
-
-
-def sums(x):
-    return context().all_reduce("SUM", x)
-
-
-def maxima(x):
-    return context().all_reduce("MAX", x)
-
-
-both = [sums, maxima]
-if os.environ["LATER"] == "1":
-    for step in both:
-        strategy.run(step, args=(tf.ones([4]),))
-while True:
-    for step in reversed(both) if me else both:
-        value = strategy.run(step, args=(tf.ones([4]),))
-        if os.environ["LATER"] == "0":
-            print("a number", flush=True)
-"""
-
-
-@pytest.mark.parametrize("later", [0, 1])
-def test_another_order_is_found(programs, later):
-    """When the programs are compiled, before there is a number; later, soon after the launch."""
-    with job() as made:
-        started = [programs.start(HEAD + ORDER, env=made.environment(each, LATER=str(later))) for each in range(2)]
-        for process in started:
-            out, err = process.communicate(LONGER)
-            assert process.returncode == 1, err[-4000:]
-            assert "a number" not in out
-            assert "ProgramDisagreementError: After" in err
-            assert "`sums` at program.py:" in err
-            assert "`maxima` at program.py:" in err
-
-
-REDUCTIONS = """
-strategy = replica_engine.TPUStrategy(num_cores=2)
-for size in range(1, 10):
-    strategy.reduce("SUM", strategy.experimental_distribute_values_from_function(lambda _: tf.ones([size])), axis=None)
-shares = strategy.experimental_distribute_values_from_function(lambda _: tf.ones([10]))
-strategy.reduce("MEAN" if me else "SUM", shares, axis=None)
-"""
-
-
-def test_reductions_that_differ_are_named_by_the_line_that_makes_them(programs):
-    with job() as made:
-        started = [programs.start(HEAD + REDUCTIONS, env=made.environment(each)) for each in range(2)]
-        for process in started:
-            _, err = process.communicate(LONGER)
-            assert process.returncode == 1, err[-4000:]
-            line = (HEAD + REDUCTIONS).splitlines().index(next(x for x in REDUCTIONS.splitlines() if "MEAN" in x)) + 1
-            assert f"`reduce_SUM` at program.py:{line}" in err
-            assert f"`reduce_MEAN` at program.py:{line}" in err
-            assert "has been traced" not in err
 
 
 def test_what_a_resolver_says_itself(programs):
@@ -575,7 +339,7 @@ found["sum"] = float(strategy.reduce("SUM", strategy.run(lambda: tf.constant(2.0
         address = f"127.0.0.1:{server.getsockname()[1]}"
     started = [
         programs.start(
-            HEAD + program + TAIL,
+            TPU_HEAD + program + TPU_TAIL,
             env={"ADDRESS": address, "INDEX": str(index), "REPLICA_ENGINE_TOKEN": "a secret"},
         )
         for index in range(2)

@@ -1,0 +1,267 @@
+"""What a worker of TPUStrategy gets when another one is lost, comes late, or launches something else."""
+
+import json
+import signal
+
+import pytest
+from helpers.jobs import job
+from helpers.workers import LONGER, TPU_HEAD
+
+pytestmark = pytest.mark.timeout(360)
+
+STEPS = """
+victim = int(os.environ["VICTIM"])
+strategy = replica_engine.TPUStrategy(num_cores=int(os.environ["CORES"]))
+with strategy.scope():
+    w = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
+
+
+def step(x):
+    w.assign_add(xla.cross_replica_sum(x))
+    return w.read_value()
+
+
+def several(_, x):
+    step(x)
+
+
+for _ in range(5):
+    strategy.run(step, args=(tf.constant(1.0),))
+if os.environ["LOOP"]:
+    strategy.reduce("SUM", strategy.run(step, args=(tf.constant(1.0),)), axis=None)  # a launch, and no step
+    strategy.run_steps(several, [tf.constant(1.0)] * 4, iterations=4)
+if me == victim:
+    {fault}
+try:
+    while True:
+        strategy.run(step, args=(tf.constant(1.0),))
+except replica_engine.errors.WorkerLostError as error:
+    try:
+        float(w)
+    except replica_engine.errors.LostVariableError as lost:
+        pass
+    print(json.dumps([error.worker, error.pid, error.step, str(error)]), flush=True)
+    raise
+"""
+
+FAULTS = {  # what worker's program does, the words of the others' error, and its own exit status
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "has closed its connection without a word", -signal.SIGKILL),
+    "stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "has not been heard of for 3 s", -signal.SIGKILL),
+    "raised": ("raise ValueError('the body')", "has raised ValueError: the body", 1),
+    "left": ("sys.exit(0)", "has come to the end of its program or to sys.exit", 0),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("victim", "cores"), [(0, 4), (1, 2)])  # with one replica XLA starts programs differently
+def test_the_others_are_told_who_is_lost(programs, fault, victim, cores):
+    code, words, status = FAULTS[fault]
+    told = fault in ("raised", "left")  # with the very last words of the worker
+    asked = {"VICTIM": str(victim), "CORES": str(cores), "LOOP": "loop" if told else ""}
+    with job(heartbeat=3.0 if fault == "stopped" else LONGER) as made:
+        text = TPU_HEAD + STEPS.replace("{fault}", code)
+        lost, other = (programs.start(text, env=made.environment(worker, **asked)) for worker in (victim, 1 - victim))
+        try:
+            out, err = other.communicate(LONGER)
+        finally:
+            lost.kill() if fault == "stopped" else lost.communicate(LONGER)
+            other.kill()
+    assert other.returncode == 1, err[-4000:]  # its own exception: no abort
+    line = next(line for line in out.splitlines() if line.startswith(f"[{victim}, "))  # Gloo prints too
+    worker, pid, step, message = json.loads(line)
+    assert (worker, pid, lost.returncode) == (victim, lost.pid, status)
+    assert step == 10 if told else step in (None, *range(6))
+    assert f"worker {victim} of 2" in message
+    assert words in message
+    assert f"`{'several' if told else 'step'}` at program.py:" in message
+
+
+JOINING = """
+import socket
+from replica_engine.hosts import member
+from replica_engine.pjrt import rendezvous, workers
+
+
+def dies(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def late(place, hold=rendezvous.hold):
+    (connection,) = member._members
+    assert connection.failed.wait(300)
+    host, port = place["lifeline"].rsplit(":", 1)
+    try:
+        while True:  # the service ends after worker 0
+            socket.create_connection((host, int(port))).close()
+    except OSError:
+        hold(place)
+
+
+if me == int(os.environ["VICTIM"]):
+    setattr(workers, os.environ["IN"], dies)
+elif os.environ["LATE"]:
+    rendezvous.hold = late
+try:
+    replica_engine.TPUStrategy(num_cores=2)
+except replica_engine.errors.WorkerLostError as error:
+    print(json.dumps([error.worker, type(error.__cause__).__name__]), flush=True)
+    raise
+"""
+
+
+@pytest.mark.parametrize(
+    ("victim", "place", "late", "cause"),
+    [
+        (1, "get_distributed_runtime_client", "", "NoneType"),
+        (1, "make_cpu_client", "", "NoneType"),
+        (0, "make_cpu_client", "", "NoneType"),
+        (0, "get_distributed_runtime_client", "late", "ConnectionRefusedError"),
+    ],
+)
+def test_a_worker_that_is_killed_while_the_job_joins(programs, victim, place, late, cause):
+    """jaxlib would wait for it for minutes; the other is told by the job, and ends with its own exception."""
+    with job(heartbeat=LONGER) as made:
+        asked = {"VICTIM": str(victim), "IN": place, "LATE": late}
+        lost, other = (
+            programs.start(TPU_HEAD + JOINING, env=made.environment(worker, **asked)) for worker in (victim, 1 - victim)
+        )
+        try:
+            out, err = other.communicate(LONGER / 5)  # jaxlib gives up after 300 s
+        finally:
+            lost.communicate(LONGER)
+            other.kill()
+    assert other.returncode == 1, err[-4000:]  # its own exception: no abort
+    assert json.loads(out.splitlines()[-1]) == [victim, cause]
+
+
+LATE = """
+import logging
+from replica_engine.hosts import member
+
+strategy, limited = (replica_engine.TPUStrategy(num_cores=2, timeout=each, warn_after=0.5) for each in (None, 1))
+numbers = tf.data.Dataset.range(12).map(lambda x: tf.cast(x, tf.float32)).batch(4, drop_remainder=True)
+next(iter(strategy.experimental_distribute_dataset(numbers)))
+
+
+def sums():
+    return context().all_reduce("SUM", 1.0)
+
+
+if me:
+    (connection,) = member._members
+
+    def stay(*_):  # instead of waiting for the other to launch what both have compiled
+        connection.failed.wait(300)
+        connection.check()
+
+    connection.meet = stay
+    strategy.run(sums)
+
+
+def kind(work):
+    try:
+        return work()
+    except (replica_engine.errors.ReplicaTimeoutError, replica_engine.errors.WorkersMissingError) as error:
+        return type(error).__name__, "worker 1 of 2" in str([error, *getattr(error, "__notes__", [])])
+
+
+def variable():
+    with limited.scope():
+        tf.Variable(1.0)
+
+
+class Interrupts(logging.Handler):  # Ctrl-C, as soon as the warning comes that the first launch waits
+    def emit(self, record):
+        print(record.getMessage(), file=sys.stderr)
+        if "the first launch of `sums`" in record.getMessage():
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+logging.getLogger("replica_engine").addHandler(Interrupts())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    strategy.run(sums)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+batches = iter(limited.experimental_distribute_dataset(numbers))
+print(json.dumps([kind(variable), kind(lambda: next(batches))]), flush=True)
+raise ValueError("the other must know")
+"""
+
+
+def test_waits_for_others_end_at_the_limit_and_with_ctrl_c(programs):
+    with job() as made:
+        waits, late = (programs.start(TPU_HEAD + LATE, env=made.environment(each)) for each in range(2))
+        try:
+            out, err = waits.communicate(LONGER)
+            _, of_late = late.communicate(LONGER)
+        finally:
+            waits.kill()
+            late.kill()
+    assert waits.returncode == 1, err[-4000:]  # its own exception: no abort
+    lines = out.splitlines()  # Gloo prints at the exit
+    assert "interrupted" in lines
+    assert '[["WorkersMissingError", true], ["ReplicaTimeoutError", true]]' in lines
+    assert "for the other workers to come to a minimum over workers:" in err
+    assert "has raised ValueError: the other must know" in of_late
+
+
+ORDER = """
+strategy = replica_engine.TPUStrategy(num_cores=2)
+
+
+def sums(x):
+    return context().all_reduce("SUM", x)
+
+
+def maxima(x):
+    return context().all_reduce("MAX", x)
+
+
+both = [sums, maxima]
+if os.environ["LATER"] == "1":
+    for step in both:
+        strategy.run(step, args=(tf.ones([4]),))
+while True:
+    for step in reversed(both) if me else both:
+        value = strategy.run(step, args=(tf.ones([4]),))
+        if os.environ["LATER"] == "0":
+            print("a number", flush=True)
+"""
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_another_order_is_found(programs, later):
+    """When the programs are compiled, before there is a number; later, soon after the launch."""
+    with job() as made:
+        started = [programs.start(TPU_HEAD + ORDER, env=made.environment(each, LATER=str(later))) for each in range(2)]
+        for process in started:
+            out, err = process.communicate(LONGER)
+            assert process.returncode == 1, err[-4000:]
+            assert "a number" not in out
+            assert "ProgramDisagreementError: After" in err
+            assert "`sums` at program.py:" in err
+            assert "`maxima` at program.py:" in err
+
+
+REDUCTIONS = """
+strategy = replica_engine.TPUStrategy(num_cores=2)
+for size in range(1, 10):
+    strategy.reduce("SUM", strategy.experimental_distribute_values_from_function(lambda _: tf.ones([size])), axis=None)
+shares = strategy.experimental_distribute_values_from_function(lambda _: tf.ones([10]))
+strategy.reduce("MEAN" if me else "SUM", shares, axis=None)
+"""
+
+
+def test_reductions_that_differ_are_named_by_the_line_that_makes_them(programs):
+    with job() as made:
+        started = [programs.start(TPU_HEAD + REDUCTIONS, env=made.environment(each)) for each in range(2)]
+        for process in started:
+            _, err = process.communicate(LONGER)
+            assert process.returncode == 1, err[-4000:]
+            line = (TPU_HEAD + REDUCTIONS).splitlines().index(
+                next(x for x in REDUCTIONS.splitlines() if "MEAN" in x)
+            ) + 1
+            assert f"`reduce_SUM` at program.py:{line}" in err
+            assert f"`reduce_MEAN` at program.py:{line}" in err
+            assert "has been traced" not in err
