@@ -41,6 +41,28 @@ TPU_TAIL = """
 print(json.dumps([found, parts]), flush=True)
 """
 
+UNEVEN_KERAS = """
+import keras
+
+
+def keras_on(dataset, rows):
+    # Trains on a dataset whose ends are uneven: how many steps there were, and the loss beside that of all rows.
+    steps = []
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
+        model.compile(keras.optimizers.SGD(1e-4), "mse")
+    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(batch))
+    logs = model.fit(dataset, epochs=2, verbose=0, callbacks=[count]).history["loss"]
+    kernel, bias = (float(each.ravel()[0]) for each in model.get_weights())
+    rows = np.array(rows)
+    of_rows = np.mean((rows * kernel + bias - rows / 2) ** 2)
+    return [len(steps), logs, kernel, model.evaluate(dataset, verbose=0), of_rows]
+
+
+def pairs(dataset):
+    return dataset.map(lambda x: (x[:, tf.newaxis], x[:, tf.newaxis] / 2))
+"""
+
 
 def outputs(programs, made: Job, program: str, local: int = 1, **environment: str) -> list[dict]:
     """Runs a program in all workers of a job; returns what each has found."""

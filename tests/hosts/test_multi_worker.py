@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from helpers.jobs import LONG, job
 from helpers.versions import HAS_XLA
-from helpers.workers import HEAD, TAIL, alone, files, flat, outputs, read
+from helpers.workers import HEAD, TAIL, UNEVEN_KERAS, alone, files, flat, outputs, read
 
 LOOP = """
 strategy = KIND()
@@ -263,6 +263,15 @@ def sharded(dataset, policy):
     return strategy.experimental_distribute_dataset(dataset.with_options(options))
 
 
+@tf.function
+def in_a_loop(dataset):
+    result, steps = 0.0, 0
+    for batch in dataset:
+        result += strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(batch,)), axis=None)
+        steps += 1
+    return result, steps
+
+
 numbers = tf.data.Dataset.range(10).map(lambda x: tf.cast(x, tf.float32)).batch(4)
 files = tf.data.TextLineDataset([f"{folder}/{index}" for index in range(3)]).map(
     lambda line: tf.strings.to_number(line)).batch(2)
@@ -270,6 +279,8 @@ found["auto"] = taken(strategy.experimental_distribute_dataset(numbers))
 found["data"] = taken(sharded(numbers, Options.DATA))
 found["off"] = taken(sharded(numbers, Options.OFF))
 found["file"] = taken(sharded(files, Options.FILE))
+found["traced loop"] = [float(each) for each in in_a_loop(sharded(files, Options.FILE))]
+found["keras"] = keras_on(sharded(pairs(files), Options.FILE), [1, 2, 3, 11, 12, 13, 21, 22, 23])
 found["function"] = taken(strategy.distribute_datasets_from_function(
     lambda context: tf.data.Dataset.range(context.input_pipeline_id, 5 + context.input_pipeline_id).map(
         lambda x: tf.cast(x, tf.float32)).batch(context.get_per_replica_batch_size(4))))
@@ -280,7 +291,11 @@ def test_datasets(programs, tmp_path):
     for index in range(3):
         (tmp_path / str(index)).write_text("".join(f"{10 * index + line}\n" for line in range(1, 4)))
     with job() as made:
-        first, second = outputs(programs, made, DATA, FOLDER=str(tmp_path))
+        first, second = outputs(programs, made, UNEVEN_KERAS + DATA, FOLDER=str(tmp_path))
+    assert first.pop("traced loop") == second.pop("traced loop") == [108, 6]
+    steps, *_, loss, of_all_rows = keras = first.pop("keras")
+    assert keras == second.pop("keras")
+    assert (steps, loss) == (12, pytest.approx(of_all_rows))
     for name, rows in first.items():
         theirs = second[name]
         assert [total for _, total in rows] == [total for _, total in theirs], name  # also: as many steps

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 from helpers.jobs import job
-from helpers.workers import LONGER, TPU_HEAD, TPU_TAIL, flat, read
+from helpers.workers import LONGER, TPU_HEAD, TPU_TAIL, UNEVEN_KERAS, flat, read
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -211,6 +211,7 @@ taken("data", sharded(floats(16).batch(8), Policies.DATA))
 taken("off", sharded(floats(16).batch(8), Policies.OFF))
 taken("file", sharded(lines(3), Policies.FILE))
 found["traced loop"] = [float(each) for each in in_a_loop(sharded(lines(3), Policies.FILE))]
+found["keras"] = keras_on(sharded(pairs(lines(3)), Policies.FILE), [*range(1, 9), *range(11, 19)])
 iterator = iter(sharded(lines(3), Policies.FILE))
 found["traced step"] = []
 try:
@@ -231,7 +232,11 @@ for prefetch in (None, 1):
         strategy.run_steps(steps, iter(uneven), iterations=20, prefetch=prefetch)
     except tf.errors.OutOfRangeError as error:
         found["loops"].append([error.context.steps, float(error.context.last_step_outputs["total"])])
-found["whole"] = strategy.run_steps(steps, iter(uneven), iterations=4).steps
+batches = iter(uneven)  # what a launch does not take stays
+found["whole"] = []
+for count in (1, 3):
+    loop = strategy.run_steps(steps, batches, iterations=count)
+    found["whole"].append([loop.steps, float(loop.last_step_outputs["total"])])
 empty = strategy.distribute_datasets_from_function(lambda of: floats(2 - 2 * of.input_pipeline_id).batch(1))
 try:
     strategy.run_steps(steps, iter(empty), iterations=2)
@@ -244,8 +249,10 @@ def test_datasets_end_on_the_same_step_everywhere(programs, tmp_path):
     for index in range(3):
         (tmp_path / str(index)).write_text("".join(f"{10 * index + line}\n" for line in range(1, 9)))
     with job() as made:
-        (first, of_first), (second, of_second) = outputs(programs, made, DATA, FOLDER=str(tmp_path))
+        (first, of_first), (second, of_second) = outputs(programs, made, UNEVEN_KERAS + DATA, FOLDER=str(tmp_path))
     assert first == second
+    steps, *_, loss, of_rows = first["keras"]
+    assert (steps, loss) == (8, pytest.approx(of_rows))
     for name, rows in of_first.items():
         assert len(rows) == len(of_second[name]) == len(first[name])
         for ours, theirs, total in zip(rows, of_second[name], first[name], strict=True):
@@ -260,7 +267,7 @@ def test_datasets_end_on_the_same_step_everywhere(programs, tmp_path):
     assert first["ended"] == "OutOfRangeError"
     # 7 and 4 steps of two replicas: in the fourth step they have 6 and 7.
     assert first["loops"] == [[4, 26.0], [4, 26.0]]
-    assert (first["whole"], first["empty"]) == (4, 0)
+    assert (first["whole"], first["empty"]) == ([[1, 2.0], [3, 26.0]], 0)
 
 
 KERAS = """
