@@ -74,8 +74,9 @@ class WorkerReduction(tf.distribute.CrossDeviceOps):
 
 
 def _sum(values: Sequence[Any]) -> Any:
+    """The sum of the replicas' values, on the current device: TensorFlow packs only values that say their device."""
     if not isinstance(values[0], tf.IndexedSlices):
-        return tf.add_n(values)
+        return tf.add_n(values) if len(values) > 1 else tf.identity(values[0])
     rows, indices = (tf.concat([getattr(value, name) for value in values], 0) for name in ("values", "indices"))
     return tf.IndexedSlices(rows, indices, values[0].dense_shape)
 
