@@ -14,7 +14,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from soak.outcome import Outcome
 
-SUITES = ("faults", "processes", "restarts", "load")
+SUITES = ("faults", "processes", "restarts", "lost", "load")
 
 
 def main() -> int:
@@ -27,7 +27,10 @@ def main() -> int:
     parser.add_argument(
         "--moments", type=int, default=6, help="number of random moments for each signal (default %(default)s)"
     )
-    parser.add_argument("--restarts", type=int, default=50, help="number of killed workers (default %(default)s)")
+    parser.add_argument(
+        "--restarts", type=int, default=50, help="number of killed workers of each strategy (default %(default)s)"
+    )
+    parser.add_argument("--lost", type=int, default=3, help="number of losses of each kind (default %(default)s)")
     parser.add_argument("--runs", type=int, default=100_000, help="number of small runs in a row (default %(default)s)")
     parser.add_argument("--json", default="build/soak.json", help="file for the figures (default %(default)s)")
     parser.add_argument("--report", action="store_true", help="write docs/reliability.md from the figures")
@@ -61,6 +64,11 @@ def _suite(name: str, flags: argparse.Namespace) -> Iterator[Outcome]:
         from soak import restarts
 
         yield from restarts.run(flags.restarts, flags.seed)
+        return
+    if name == "lost":
+        from soak import lost_workers
+
+        yield from lost_workers.run(flags.lost)
         return
     from replica_engine.testing import logical_devices
 

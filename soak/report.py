@@ -40,7 +40,7 @@ def _table(data: dict[str, Any]) -> str:
     about, outcomes = data["machine"], data["outcomes"]
     of = {
         suite: [each for each in outcomes if each["suite"] == suite]
-        for suite in ("faults", "processes", "restarts", "load")
+        for suite in ("faults", "processes", "restarts", "lost", "load")
     }
     lines = [
         f"{about['date']}, {about['machine']}, Python {about['python']}, TensorFlow {about['tensorflow']}, "
@@ -55,7 +55,13 @@ def _table(data: dict[str, Any]) -> str:
         rows = {each["where"]: each for each in of["faults"] if each["what"] == what}
         counts = [f"{rows[column]['count']:,}" if column in rows else "" for column in columns]
         lines.append(f"| {what} | {' | '.join(counts)} | {_lost(rows.values())} |")
-    for suite, title in (("processes", "Processes"), ("restarts", "Jobs of two workers"), ("load", "Load")):
+    titles = {
+        "processes": "Processes",
+        "restarts": "Jobs of two workers that start again",
+        "lost": "How soon a lost worker is known",
+        "load": "Load",
+    }
+    for suite, title in titles.items():
         if not of[suite]:
             continue
         lines += ["", f"### {title}", "", "| what | strategy | times | lost | found |"]
@@ -72,7 +78,8 @@ def _summary(of: dict[str, list[dict[str, Any]]]) -> str:
     seconds = sum(each["seconds"] for each in of["faults"])
     return (
         f"**{count['faults']:,} random faults** in {seconds / 60:.0f} minutes, {count['processes']:,} scenarios in "
-        f"processes of their own, {count['restarts']:,} jobs with a killed worker, {count['load']:,} runs under load. "
+        f"processes of their own, {count['restarts']:,} jobs with a killed worker, "
+        f"{count['lost']:,} with a lost one, {count['load']:,} runs under load. "
         f"**{lost} lost.**"
     )
 

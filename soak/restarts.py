@@ -3,7 +3,8 @@
     python -m soak --only restarts [--restarts 50] [--seed 0]
 
 Each job is `replica-engine launch --workers 2 --max-restarts 1` with `soak/programs/training.py`, two replicas for each
-worker. The launcher starts all workers again, and they go on from the last checkpoint in their shared folder.
+worker, and so many jobs are run with each strategy. The launcher starts all workers again, and they go on from the last
+checkpoint in their shared folder.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from soak.outcome import Outcome
 from soak.processes import Ended
 
 WORKERS = 2
+STRATEGIES = {"workers": "MultiWorkerMirroredStrategy", "compiled workers": "TPUStrategy"}
+"""The strategies of several workers, by the names that the programs know."""
+
 STEPS = 25
 """Steps of each training; every fifth one saves a checkpoint."""
 
@@ -53,27 +57,36 @@ class Kill:
         return cls(draw.randrange(WORKERS), draw.randrange(STEPS - 5), draw.uniform(0.0, 0.02))
 
 
-def trained(kill: Kill | None) -> Ended:
+def trained(strategy: str, kill: Kill | None) -> Ended:
     """Runs one job to its end, with or without a kill."""
     with tempfile.TemporaryDirectory() as folder:
-        train = [os.path.join(ROOT, "soak", "programs", "training.py"), "workers", folder, "--steps", str(STEPS)]
+        train = [os.path.join(ROOT, "soak", "programs", "training.py"), strategy, folder, "--steps", str(STEPS)]
         killed = [] if kill is None else ["--kill", str(kill.worker), str(kill.step), str(kill.after)]
-        launch = [sys.executable, "-m", "replica_engine", "launch", "--workers", str(WORKERS), "--max-restarts", "1"]
-        process = subprocess.Popen(
-            [*launch, *train, *killed],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": ROOT},
-        )
-        try:
-            output, errors = process.communicate(timeout=LONGEST)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGTERM)  # which ends the workers too
-            output, errors = process.communicate()
-            errors += f"\nended, since it was not over after {LONGEST:.0f} s"
-        return Ended(process.returncode, output, errors)
+        return launched(["--max-restarts", "1"], [*train, *killed])
+
+
+def launched(options: list[str], program: list[str]) -> Ended:
+    """Runs a program as a job of `WORKERS` workers to its end.
+
+    Args:
+        options: of the launcher.
+        program: the path of the program, and its arguments.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", "replica_engine", "launch", "--workers", str(WORKERS), *options, *program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": ROOT},
+    )
+    try:
+        output, errors = process.communicate(timeout=LONGEST)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)  # which ends the workers too
+        output, errors = process.communicate()
+        errors += f"\nended, since it was not over after {LONGEST:.0f} s"
+    return Ended(process.returncode, output, errors)
 
 
 def results(ended: Ended) -> dict[str, tuple[str, str]]:
@@ -107,17 +120,22 @@ def problems(kill: Kill, ended: Ended, undisturbed: str) -> list[str]:
 
 
 def run(count: int, seed: int) -> Iterator[Outcome]:
-    """Disturbs `count` jobs; one after the other, since each has a process for each worker."""
-    undisturbed = trained(None)
+    """Disturbs `count` jobs of each strategy; one after the other, since each has a process for each worker."""
+    for strategy in STRATEGIES:
+        yield from _run(strategy, count, seed)
+
+
+def _run(strategy: str, count: int, seed: int) -> Iterator[Outcome]:
+    undisturbed = trained(strategy, None)
     weights = {own for _, own in results(undisturbed).values()}
-    outcome = Outcome("restarts", "MultiWorkerMirroredStrategy", "kill -9 of a worker; all start again")
+    outcome = Outcome("restarts", STRATEGIES[strategy], "kill -9 of a worker; all start again")
     if undisturbed.code != 0 or len(weights) != 1:
         outcome.add(0.0, [f"without a fault: {undisturbed.output[-500:]!r}; {undisturbed.errors[-1500:]}"])
         yield outcome
         return
     for number in range(seed, seed + count):
         kill, began = Kill.drawn(number), time.monotonic()
-        ended = trained(kill)
+        ended = trained(strategy, kill)
         wrong = problems(kill, ended, *weights)
         outcome.add(time.monotonic() - began, wrong)
         print(f"  {number}: {kill}: {'FAILED ' + str(wrong) if wrong else results(ended)}", flush=True)

@@ -17,7 +17,9 @@ SIZE = 2
 
 
 def make_strategy(name: str, **options: Any) -> Any:
-    """A strategy by its name on the command line: "threads", "concurrent", "compiled" or "workers"."""
+    """A strategy by its name: "threads", "concurrent", "compiled", and of a job "workers" or "compiled workers"."""
+    if name == "compiled workers":
+        return replica_engine.TPUStrategy(num_cores=SIZE * int(os.environ["REPLICA_ENGINE_NUM_PROCESSES"]), **options)
     if name == "workers":
         one = tf.config.LogicalDeviceConfiguration()
         tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], [one] * SIZE)

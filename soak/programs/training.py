@@ -2,9 +2,9 @@
 
     python -m soak.programs.training threads directory [--steps 40] [--full-disk] [--kill 1 17 0.01]
 
-With the strategy "workers" it is one of the workers of a job, and with `--kill` that worker gets kill -9 so many
-seconds after the beginning of that step, unless the job was started again. It prints a hash of the variables at the
-end, which does not depend on how often the training was stopped.
+With the strategy "workers" or "compiled workers" it is one of the workers of a job, and with `--kill` that worker gets
+kill -9 so many seconds after the beginning of that step, unless the job was started again. It prints a hash of the
+variables at the end, which does not depend on how often the training was stopped.
 """
 
 from __future__ import annotations
