@@ -52,7 +52,7 @@ def join(
         The connection to the job.
 
     Raises:
-        ClusterConfigError: the environment is wrong, the token is missing or another, or this process has joined already.
+        ClusterConfigError: the environment is wrong, the token is missing or another, or it has joined already.
         WorkersMissingError: a worker did not join within the join limit.
         WorkerVersionError: the workers differ in a version or in the number of replicas.
         WorkerLostError: a worker ended before all had joined.

@@ -7,8 +7,8 @@ which the operating system closes when the worker ends, however it ends. With th
 jaxlib's own answer to a worker that is not heard of is to abort the others, so its heartbeats never run out. Who is
 lost is found out and told by `replica_engine.hosts`.
 
-The service takes its port while it holds it: with a port that was free a moment ago two jobs could get the same one, and
-jaxlib's service then listens beside another without an error.
+The port of the service is held from its choice to the end. With a port that was free a moment ago, two jobs could get
+the same one: jaxlib's service shares its ports, and listens beside another one without an error.
 
 A lifeline begins with a secret that worker 0 tells the others through the coordinator of the job. jaxlib's service
 itself has no password.
@@ -49,7 +49,7 @@ def start(size: int, host: str) -> dict[str, str]:
         host: the host at which it listens, at a port of its own.
 
     Returns:
-        What each worker needs: the service's "address", and for `hold` the "lifeline" and the "secret". JSON can hold it.
+        The service's "address", and for `hold` the "lifeline" and the "secret"; JSON can hold it.
 
     Raises:
         ClusterConfigError: it cannot listen there.

@@ -398,10 +398,8 @@ def test_the_others_are_told_who_is_lost(programs, fault, victim):
     assert lost.returncode == STATUSES.get(fault, -signal.SIGKILL)
     assert f"worker {victim} of 2" in found["text"]
     assert WORDS[fault] in found["text"]
-    if fault == "stopped":
-        assert (
-            3.0 < made.coordinator.failure.arguments[0].silent < 4.0
-        )  # as the coordinator counted, which tells at once
+    if fault == "stopped":  # by the clock of the coordinator, which tells it at once
+        assert 3.0 < made.coordinator.failure.arguments[0].silent < 4.0
     assert found["point"].startswith("all_reduce at ")
     assert found["point"].endswith("in sums")
     assert 1 <= found["step"] <= 20

@@ -70,10 +70,8 @@ def test_the_others_are_told_who_is_lost(programs, fault, victim, cores):
     line = next(line for line in out.splitlines() if line.startswith(f"[{victim}, "))  # Gloo prints too
     worker, pid, step, message = json.loads(line)
     assert (worker, pid, lost.returncode) == (victim, lost.pid, status)
-    if fault == "stopped":
-        assert (
-            3.0 < made.coordinator.failure.arguments[0].silent < 4.0
-        )  # as the coordinator counted, which tells at once
+    if fault == "stopped":  # by the clock of the coordinator, which tells it at once
+        assert 3.0 < made.coordinator.failure.arguments[0].silent < 4.0
     assert step == 10 if told else step in (None, *range(6))
     assert f"worker {victim} of 2" in message
     assert words in message
