@@ -38,7 +38,8 @@ _MOST_STRANGERS = 64  # connections that have not said the secret
 _BREATH = 0.1  # seconds between two tries while the process has no descriptor left
 _REGISTER = 600  # seconds for all workers to connect; who has not come by then is found out by the job before
 
-_lifelines: list[socket.socket] = []
+_lifelines: list[int] = []
+"""Descriptors, and no sockets: those would be closed when Python ends, and the process lives on for a moment."""
 
 
 def start(size: int, host: str) -> dict[str, str]:
@@ -66,9 +67,9 @@ def hold(place: dict[str, str]) -> None:
     Raises:
         OSError: the service has ended.
     """
-    lifeline = socket.create_connection(split_address(place["lifeline"]), _PATIENCE)
-    _lifelines.append(lifeline)
-    lifeline.sendall(place["secret"].encode())
+    with socket.create_connection(split_address(place["lifeline"]), _PATIENCE) as lifeline:
+        lifeline.sendall(place["secret"].encode())
+        _lifelines.append(lifeline.detach())
 
 
 def held_port(host: str) -> socket.socket:
@@ -86,7 +87,7 @@ def held_port(host: str) -> socket.socket:
 def _after_fork() -> None:
     """In a forked child: a lifeline is the parent's, and closing the copy here lets the parent's end be noticed."""
     for lifeline in _lifelines:
-        lifeline.close()
+        os.close(lifeline)
     _lifelines.clear()
 
 
