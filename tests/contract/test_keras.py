@@ -62,7 +62,7 @@ def assert_trained_alike(strategy, model, history, expected):
 
 
 @pytest.mark.graphs
-@pytest.mark.replicas(4)
+@pytest.mark.replicas(2)
 def test_fit_equals_fit_on_one_device(strategy, alone):
     with strategy.scope():
         model = small(optimizer=keras.optimizers.Adam(0.05), metrics=["mae"])

@@ -26,17 +26,12 @@ def stack(shape, *parts, **options):
     return compiled(keras.Sequential([keras.Input(shape), *parts]), **options)
 
 
-def tagger(*parts, **options):
-    inputs = [keras.Input((3,), dtype="int32"), layers.Embedding(20, 6, mask_zero=True)]
-    return compiled(keras.Sequential([*inputs, *parts, layers.Dense(3)]), **options)
-
-
 def transformer():
     inputs = keras.Input((3,), dtype="int32")
     table = layers.Embedding(20, 6, mask_zero=True)(inputs)
     attended = layers.MultiHeadAttention(2, 3)(table, table)
     hidden = layers.LayerNormalization()(layers.Add()([table, attended]))
-    return compiled(keras.Model(inputs, layers.Dense(3)(layers.GlobalAveragePooling1D()(hidden))))
+    return compiled(keras.Model(inputs, layers.Dense(3)(hidden)), metrics=["accuracy"])
 
 
 def convolutional():
@@ -56,43 +51,38 @@ def convolutional():
 
 
 @pytest.mark.on("mirrored")
-def test_a_masked_loss_counts_each_word_the_same(trains_alike):
+def test_attention_with_a_mask_and_a_masked_loss_that_counts_each_word_the_same(trains_alike):
     """The replicas have different numbers of words."""
-    make = lambda: tagger(metrics=["accuracy"])  # noqa: E731
-    trains_alike(make, 2, WORDS, WORDS % 3, batch_size=9, validation_data=(WORDS[:8], WORDS[:8] % 3))
+    trains_alike(transformer, 2, WORDS, WORDS % 3, batch_size=9, validation_data=(WORDS[:8], WORDS[:8] % 3))
 
 
 @pytest.mark.on("tpu")
 def test_recurrence_with_a_mask(trains_alike):
-    make = lambda: tagger(layers.LSTM(3, return_sequences=True))  # noqa: E731
+    def make():
+        parts = [layers.Embedding(20, 6, mask_zero=True), layers.LSTM(3, return_sequences=True), layers.Dense(3)]
+        return compiled(keras.Sequential([keras.Input((3,), dtype="int32"), *parts]))
+
     trains_alike(make, 2, WORDS, WORDS % 3, batch_size=9)
 
 
 @pytest.mark.on("mirrored")
-def test_attention_with_a_mask(trains_alike):
-    trains_alike(transformer, 2, WORDS, Y, batch_size=9)
-
-
-@pytest.mark.on("mirrored")
 def test_convolutions_and_a_batch_normalization_with_the_statistics_of_the_whole_batch(trains_alike):
-    trains_alike(convolutional, 2, IMAGES, Y, batch_size=9, validation_data=(IMAGES[:9], Y[:9]))
+    trains_alike(convolutional, 2, IMAGES, Y, batch_size=9)
 
 
 def normalized(**options):
     return stack((4,), layers.Dense(4), layers.BatchNormalization(momentum=0.5, **options), layers.Dense(3))
 
 
-@pytest.fixture
-def normalizing(both):
-    """A model with a plain batch normalization; itself, and on 2 replicas."""
-    keras.utils.set_random_seed(1)
-    model = normalized()
-    return model, replicate_model(model, strategy=both(2))
+@pytest.fixture(scope="module")
+def two(make_pair):
+    """With a plain batch normalization."""
+    return make_pair(normalized, 2)
 
 
-def test_a_batch_normalization_has_one_moving_mean_after_training(normalizing, batched, alike):
+def test_a_batch_normalization_has_one_moving_mean_after_training(pair, batched, alike):
     """Each replica normalizes with the statistics of its share; what they keep is the mean of those."""
-    model, replicated = normalizing
+    model, replicated = pair.original, pair.replicated
     hidden, layer = model.layers[0](X[:8]).numpy(), model.layers[1]
     last = batched(8, X[:8], Y[:8])
     replicated.train_on_batch(X[:8], Y[:8])
@@ -103,11 +93,10 @@ def test_a_batch_normalization_has_one_moving_mean_after_training(normalizing, b
 
 
 @pytest.mark.on("mirrored")
-def test_a_batch_normalization_keeps_finite_statistics_on_small_and_uneven_batches(normalizing):
-    model, replicated = normalizing
+def test_a_batch_normalization_keeps_finite_statistics_on_small_and_uneven_batches(pair):
     for count in (9, 1):
-        replicated.train_on_batch(X[:count], Y[:count])
-        assert all(np.isfinite(weight).all() for weight in model.get_weights())
+        pair.replicated.train_on_batch(X[:count], Y[:count])
+        assert all(np.isfinite(weight).all() for weight in pair.original.get_weights())
 
 
 def test_dropout_drops_while_training_only_and_the_same_for_the_same_seed(both):
@@ -204,6 +193,7 @@ def test_a_loss_scale_is_halved_when_gradients_overflow(both):
     assert not np.array_equal(model.get_weights()[0], before[0])
 
 
+@pytest.mark.on("tpu")  # on threads: test_tables_of_words_are_built_without_being_called in test_whole_batches.py
 def test_text_goes_into_a_model_that_looks_it_up(trains_alike):
     """Words that are split and looked up, and letters that are looked up."""
     words = np.array(["a b", "b c", "c", "a a a", "", "d"] * 3)

@@ -100,6 +100,7 @@ def test_an_embedding_is_updated_where_the_batch_has_its_words(trains_alike):
     assert model.get_weights()[1].tolist() == [1.0, 1.0]
 
 
+@pytest.mark.on("tpu")
 def test_rows_of_a_table_before_a_synchronized_normalization(trains_alike):
     """Two samples on three replicas: each computes them all, and has a part of the gradient of each row.
 

@@ -51,7 +51,7 @@ def test_a_last_batch_that_does_not_divide_evenly_trains_as_on_one_device(pair, 
 
 @pytest.mark.on("tpu")
 def test_one_replica_trains_as_one_device(trains_alike):
-    _, model, _ = trains_alike(classifier, 1, X[:13], Y[:13], batch_size=8)
+    _, model, _ = trains_alike(classifier, 1, X[:16], Y[:16], batch_size=8)
     assert int(model.optimizer.iterations.numpy()) == 2
 
 

@@ -157,9 +157,8 @@ def test_tables_of_words_are_built_without_being_called(batched):
     np.testing.assert_allclose(replicated.predict_on_batch(text), model(text), rtol=1e-5)
 
 
-def test_sparse_inputs(both, is_tpu):
-    if is_tpu:
-        return  # XLA has no sparse tensors of unknown size
+@pytest.mark.on("mirrored")  # XLA has no sparse tensors of unknown size
+def test_sparse_inputs(both):
     model = keras.Sequential([keras.Input((4,), sparse=True), layers.Dense(3)])
     model.compile("sgd", "mse")
     before = np.mean((X @ model.get_weights()[0] - Y) ** 2)

@@ -13,8 +13,8 @@ RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(16, 4)).astype("float32")
 Y = (X @ np.array([[1.0], [-2.0], [0.5], [3.0]], "float32")).astype("float32")
 
-# Gradients are summed in another order than on one device: a few units in the last place (6e-8) a step, and
-# Adam divides by a root that may be small. Four steps leave that far below these.
+# Gradients are summed in another order than on one device: a few units in the last place (6e-8) a step. Four steps
+# leave that far below these.
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 
 
@@ -24,7 +24,7 @@ def dense(units, seed, **options):
 
 def build(*more, optimizer=None, **options):
     model = keras.Sequential([keras.Input((4,)), dense(4, 1, activation="tanh"), *more, dense(1, 2)])
-    model.compile(optimizer or keras.optimizers.Adam(0.05), "mse", metrics=["mae"], **options)
+    model.compile(optimizer or keras.optimizers.SGD(0.05, momentum=0.9), "mse", **options)
     return model
 
 
@@ -80,14 +80,14 @@ def like_shared():
 @pytest.fixture(scope="module")
 def alone():
     """What the model comes to on one device: its history and weights."""
-    model = on_one_device()
+    model = on_one_device(metrics=["mae"])
     return fit(model), model.get_weights()
 
 
 @pytest.mark.parametrize("jit_compile", [True, False])
 def test_jit_compile_trains_on_two_replicas(scoped, alone, jit_compile):
     """With True, tf.distribute refuses on CPU: a variable is "located in device CPU:0" and wanted on CPU:1."""
-    model = scoped(lambda: build(jit_compile=jit_compile))
+    model = scoped(lambda: build(jit_compile=jit_compile, metrics=["mae"]))
     history = fit(model)
     for key, values in alone[0].items():
         np.testing.assert_allclose(history[key], values, rtol=2e-5)
@@ -100,7 +100,7 @@ def test_jit_compile_trains_on_two_replicas(scoped, alone, jit_compile):
 
 def test_a_model_that_runs_eagerly_is_the_same_model(scoped, alone, launched):
     model = scoped(lambda: build(run_eagerly=True))
-    np.testing.assert_allclose(fit(model)["mae"], alone[0]["mae"], rtol=2e-5)
+    np.testing.assert_allclose(fit(model)["loss"], alone[0]["loss"], rtol=2e-5)
     assert launched() == 4  # a step is one program here too
 
 
@@ -117,9 +117,9 @@ def test_dropout_is_different_on_each_replica_and_step_and_the_same_for_the_same
         model = scoped(dropping)
         histories.append(fit(model, epochs=1)["loss"])
         weights.append(model.get_weights()[0])
-        dropped = functools.partial(model.layers[0], tf.ones([4, 50]), training=True)
-        drops = [str(one) for _ in range(2) for one in two.each(two.strategy.run(dropped))]
-        assert len(set(drops)) == 4
+    dropped = functools.partial(model.layers[0], tf.ones([4, 50]), training=True)
+    drops = [str(one) for _ in range(2) for one in two.each(two.strategy.run(dropped))]
+    assert len(set(drops)) == 4
     assert histories[0] == histories[1]
     assert np.array_equal(weights[0], weights[1])
     assert histories[0] != histories[2]
@@ -161,7 +161,7 @@ def test_evaluate_and_predict_take_partial_batches(replicas):
     """
     other = build()
     with replicas(4).strategy.scope():
-        model = build()
+        model = build(metrics=["mae"])
     for count in (1, 9):
         x, y = X[:count], Y[:count]
         expected = other(x).numpy()
@@ -196,12 +196,14 @@ def test_a_data_set_with_drop_remainder_trains(shared):
 def test_a_model_is_built_in_its_first_batch(scoped, alone):
     def make():
         model = keras.Sequential([dense(4, 1, activation="tanh"), dense(1, 2)])
-        model.compile(keras.optimizers.Adam(0.05), "mse", jit_compile=True)
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", jit_compile=True)
         return model
 
     model = scoped(make)
     np.testing.assert_allclose(fit(model)["loss"], alone[0]["loss"], rtol=2e-5)
-    assert all(v.value.distribute_strategy is not None for v in model.optimizer.variables[2:])
+    momentum = model.optimizer.variables[2:]
+    assert len(momentum) == 4
+    assert all(variable.value.distribute_strategy is not None for variable in momentum)
 
 
 # Callbacks, which look at and write to the model from the host, between steps.

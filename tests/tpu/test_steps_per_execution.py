@@ -36,10 +36,10 @@ def on_one_device(steps=1, **options):
     return build(steps, run_eagerly=True, **options)
 
 
-def deep(steps, **options):
+def scheduled(steps, **options):
     """A model whose learning rate depends on how many steps its optimizer has counted."""
     rates = keras.optimizers.schedules.PiecewiseConstantDecay([2, 7], [0.02, 0.1, 0.05])
-    return build(steps, dense(4, 2, activation="tanh"), rate=rates, **options)
+    return build(steps, rate=rates, **options)
 
 
 def batches(*data, size=8):
@@ -110,7 +110,7 @@ def shared(models):
 @pytest.fixture(scope="module")
 def alone():
     """The history of two epochs on one device, and the model."""
-    model = deep(1, run_eagerly=True)
+    model = scheduled(1, run_eagerly=True)
     return fit(model, epochs=2), model
 
 
@@ -128,7 +128,7 @@ def one_by_one():
     The learning rate depends on the steps that the devices have counted, there too.
     """
     with TPUStrategy(num_cores=2).scope():
-        model = deep(1)
+        model = scheduled(1)
     before = xla.counts()
     history = fit(model, epochs=2)
     return history, model.get_weights(), (xla.counts() - before).launches
@@ -140,7 +140,7 @@ def one_by_one():
 @pytest.mark.parametrize(("size", "steps", "jit_compile"), [(1, 100, False), (2, 4, True)])
 def test_training_comes_to_the_same_in_fewer_launches(replicas, alone, one_by_one, launched, size, steps, jit_compile):
     with replicas(size).strategy.scope():
-        model = deep(steps, jit_compile=jit_compile)
+        model = scheduled(steps, jit_compile=jit_compile)
     history = fit(model, epochs=2)
     assert launched() == 2 * math.ceil(6 / steps)
     assert one_by_one[2] == 2 * 6
