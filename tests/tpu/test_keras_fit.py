@@ -251,7 +251,7 @@ def test_early_stopping_stops_and_puts_the_best_weights_back(shared):
     )
     assert len(history["loss"]) == 3
     assert history["val_loss"][2] > history["val_loss"][1]
-    assert shared.evaluate(batches(), verbose=0)[0] == pytest.approx(history["val_loss"][1], rel=1e-5)
+    assert shared.evaluate(batches(), verbose=0) == pytest.approx(history["val_loss"][1], rel=1e-5)
 
 
 def test_checkpoints_of_each_epoch_have_its_weights(shared, tmp_path):

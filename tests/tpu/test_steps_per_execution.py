@@ -270,11 +270,11 @@ def test_batches_of_several_shapes_are_run_shape_by_shape(shared, launched):
 def test_a_data_set_goes_on_from_epoch_to_epoch(shared, launched):
     """With three steps an epoch, which Keras rounds up to executions of two."""
     model, other = shared(2), shared(2, alone=True)
-    data = dataset(8, 8, 4, 8, 4, 8).repeat()
+    data = dataset(*[8] * 6).repeat()
     options = {"epochs": 3, "steps_per_epoch": 3}
     same((fit(model, data, **options), model), (fit(other, data, **options), other))
     assert steps_of(model) == 12
-    assert launched() < 12
+    assert launched() == 6
 
 
 def test_samples_have_weights(scoped, plain, launched):
