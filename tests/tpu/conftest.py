@@ -52,15 +52,6 @@ def _plain(value):
     return np.asarray(value).tolist() if tf.is_tensor(value) or isinstance(value, np.ndarray) else value
 
 
-def pytest_collection_modifyitems(items):
-    """Moves the test that waits for a program of `test_interruption` behind those of the next module."""
-    waits = [item for item in items if item.name == "test_a_collective_that_takes_long_does_not_end_the_process"]
-    after = [index for index, item in enumerate(items) if item.path.name == "test_keras_fit.py"]
-    if waits and after and items.index(waits[0]) < after[-1]:
-        items.insert(after[-1] + 1, waits[0])
-        items.remove(waits[0])
-
-
 @pytest.fixture(scope="session")
 def replicas():
     """`replicas(size, **options)`: a new strategy of that many replicas."""

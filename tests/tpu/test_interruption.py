@@ -1,13 +1,10 @@
 """Ctrl-C while a compiled program runs, and programs whose replicas wait for each other. In processes of their own."""
 
 import re
+import signal
 import textwrap
 
-import pytest
-
 BEGIN = """
-import os
-os.environ.pop("XLA_FLAGS", None)  # before anything reads it
 import logging, signal, threading, time
 import tensorflow as tf
 import replica_engine
@@ -36,27 +33,10 @@ def interrupted(fn):
 """
 
 
-WAITS_LONG = """
-print(os.environ.get("XLA_FLAGS"))
-
-def stuck():
-    x = tf.zeros([])
-    if xla.replica_id() == 0 and steps < 1.0:  # only in part known before the run
-        x = xla.cross_replica_sum(x)
-    return x
-
-def later():
-    time.sleep(45)
-    print("alive", flush=True)
-    os._exit(0)
-
-threading.Thread(target=later).start()
-strategy.run(stuck)
-"""
-
-
-def start(programs, text):
-    return programs.start(BEGIN + textwrap.dedent(text))
+def start(programs, text, flags=None):
+    """Starts a program, with these flags of XLA and no others."""
+    before = f"os.environ['XLA_FLAGS'] = {flags!r}" if flags else "del os.environ['XLA_FLAGS']"
+    return programs.start(f"import os\n{before}\n{BEGIN}{textwrap.dedent(text)}")
 
 
 def printed(process):
@@ -71,14 +51,6 @@ def printed(process):
 
 def run_program(programs, text):
     return printed(start(programs, text))
-
-
-@pytest.fixture(autouse=True, scope="session")
-def waits_long(programs):
-    """A program that sleeps for 45 s, while the other tests run, and those of the next module (see `conftest.py`)."""
-    process = start(programs, WAITS_LONG)
-    yield process
-    process.kill()
 
 
 def test_ctrl_c_in_a_step_leaves_whole_steps(programs):
@@ -136,7 +108,38 @@ def test_replicas_that_wait_for_each_other_are_warned_of_and_can_be_left(program
     assert re.match(r"  all_reduce at .* in stuck \(perhaps not all replicas reach it\)\n", table)
 
 
-def test_a_collective_that_takes_long_does_not_end_the_process(waits_long):
+def test_a_collective_that_takes_long_does_not_end_the_process(programs):
     """XLA's own limit is 40 s, and a flag of jaxlib's: read with ours in it, and then put back."""
-    lines, _ = printed(waits_long)
-    assert lines[:2] == ["None", "alive"]
+    lines, _ = run_program(
+        programs,
+        """
+        from replica_engine.pjrt.jaxlib import CompileOptions
+
+        print(os.environ.get("XLA_FLAGS"))
+        print(bytes([0xC0, 0x84, 0x3D]) in CompileOptions().SerializeAsString())  # a protocol buffer's 1,000,000
+        """,
+    )
+    assert lines[:2] == ["None", "True"]
+
+
+def test_a_limit_that_the_user_chose_is_kept(programs):
+    """So it is this limit that ends a process."""
+    process = start(
+        programs,
+        """
+        def stuck():
+            x = tf.zeros([])
+            if xla.replica_id() == 0 and steps < 1.0:  # only in part known before the run
+                x = xla.cross_replica_sum(x)
+            return x
+
+        strategy.run(stuck)
+        """,
+        flags=" ".join(f"--xla_cpu_collective_call_{each}_timeout_seconds=1" for each in ("warn_stuck", "terminate")),
+    )
+    try:
+        _, errors = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == -signal.SIGABRT
+    assert "Termination timeout" in errors
