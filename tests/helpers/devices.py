@@ -1,4 +1,4 @@
-"""Sets TensorFlow up for tests: eight CPU devices, or GPUs for tests/gpu, and no tuning of datasets.
+"""Sets TensorFlow up for tests: CPU devices, or GPUs for tests/gpu; no tuning of datasets; AutoGraph reads less.
 
 `tests/conftest.py` imports this module before any test module that uses TensorFlow: devices can be made only before
 TensorFlow starts.
@@ -8,6 +8,7 @@ import os
 
 import tensorflow as tf
 
+from helpers import lambdas
 from replica_engine.testing import logical_devices
 
 
@@ -38,3 +39,4 @@ def _switch_tuning_off():
 
 
 _switch_tuning_off()
+lambdas.look_nearby()
