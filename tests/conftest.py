@@ -121,6 +121,8 @@ def _platform(devices):
     return replica_engine.xla.PjrtClusterResolver("gpu") if devices[0].startswith("GPU") else None
 
 
+# They wait for processes, up to half a minute each. One that begins last would keep the other workers waiting.
+FIRST = {"hosts", "faults", "test_demo.py", "test_few_threads.py", "test_resuming.py"}
 WITHOUT_TENSORFLOW = pathlib.Path(__file__).with_name("engine")
 
 _FAILED = pytest.StashKey[bool]()
@@ -150,6 +152,10 @@ def pytest_collectstart(collector):
     """Sets TensorFlow up before a test module that may start it is imported."""
     if isinstance(collector, pytest.Module) and WITHOUT_TENSORFLOW not in collector.path.parents:
         importlib.import_module("helpers.devices")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: FIRST.isdisjoint(item.path.parts[-2:]))
 
 
 def pytest_generate_tests(metafunc):
