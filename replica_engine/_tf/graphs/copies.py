@@ -110,7 +110,9 @@ class Copies:
             new: the ops.
             seeds: for ops, by name, whose seed differs between the copies: the seed of each copy.
         """
-        new = _in_order(new)
+        kinds = {op.type for op in new}
+        if not kinds.isdisjoint(_CHANGED_LATER):
+            new = _in_order(new)
         for name, function in list(self._source._functions.items()):
             if name not in self._target._functions:
                 self._target._add_function_recursive(function)
@@ -127,7 +129,7 @@ class Copies:
     def _before_changes(self, new: Sequence[tf.Operation]) -> set[str]:
         """The names of the new ops that ops of earlier copies have got as inputs since."""
         pending = [tensor.op for op, _, inputs, _ in self._changing for tensor in list(op.inputs)[inputs:]]
-        inside = {op.name for op in new}
+        inside = {op.name for op in new} if pending else set()
         found: set[str] = set()
         while pending:
             op = pending.pop()
@@ -162,26 +164,35 @@ class Copies:
         inside = {op.name for op in new}
         inputs = {tensor.name: tensor for op in new for tensor in op.inputs if tensor.op.name not in inside}
         controls = {control.name: control for op in new for control in op.control_inputs if control.name not in inside}
-        pieces = [_without_far_colocation(op._node_def, inside) for op in new]
-        traces = _lines(new)
+        nodes = [op._node_def for op in new]
+        pieces = [_without_far_colocation(node, inside) for node in nodes]
+        lines = _lines(new)
+        # What is the same for all copies is asked once: each question to C++ counts in a graph of many thousand ops.
+        about = [
+            (
+                op.name,
+                op.device,
+                lines.get(op.name + "@"),
+                self._own_gradient if _has_own_gradient(op, node) else op._gradient_function,
+                any(output.dtype in _HANDLES for output in op.outputs),
+            )
+            for op, node in zip(new, nodes, strict=True)
+        ]
         for copy, device in enumerate(self._devices):
             for position, op in enumerate(new):
                 if op.name in seeds:
                     pieces[position] = _with_seed(pieces[position], seeds[op.name][copy])
             made = self._imported(copy, pieces, inputs, controls)
             known = self._operations[copy]
-            for op, original in zip(made, new, strict=True):
-                assert op.type == original.type, (op.name, original.name)
-                op._set_device_from_string(_on(device, original.device))
-                # That of a call computes with the op that it is given.
-                op._gradient_function = (
-                    self._own_gradient if _has_own_gradient(original) else original._gradient_function
-                )
-                known[original.name] = op
-                trace = traces.get(original.name + "@")
-                if trace is not None:
-                    _c_api.TF_SetOpStackTrace(op._c_op, trace)
-                _copy_handles(original.outputs, op.outputs)
+            for op, original, (name, named, line, gradient, is_handle) in zip(made, new, about, strict=True):
+                assert op.name.endswith(name), (op.name, name)
+                op._set_device_from_string(_on(device, named))
+                op._gradient_function = gradient  # that of a call computes with the op that it is given
+                known[name] = op
+                if line is not None:
+                    _c_api.TF_SetOpStackTrace(op._c_op, line)
+                if is_handle:
+                    _copy_handles(original.outputs, op.outputs)
         self._changing += [
             (op, len(op.outputs), len(op.inputs), op._node_def) for op in new if op.type in _CHANGED_LATER
         ]
@@ -309,12 +320,12 @@ def _without_far_colocation(data: bytes, inside: set[str]) -> bytes:
     return node.SerializeToString()
 
 
-def _has_own_gradient(op: tf.Operation) -> bool:
+def _has_own_gradient(op: tf.Operation, node: bytes) -> bool:
     """Whether the gradient of an op is not one for its copies.
 
     That of a tf.custom_gradient computes with the tensors of the source, and that of a loop changes functions by name.
     """
-    return op.type in _LOOPS or _CUSTOM in op._node_def
+    return _CUSTOM in node or op.type in _LOOPS
 
 
 def _with_seed(data: bytes, seed: int) -> bytes:

@@ -90,6 +90,8 @@ class Draws:
         """
         if copies.counted_seeds(self._graph) - self._begin != len(self._drawn) - self._done:
             raise self._refusal("seeds that were drawn without this library")
+        if self._done == len(self._drawn):
+            return {}
         everything = self._graph.get_operations()
         names = {op.name for op in new}
         found: dict[str, list[int]] = {}

@@ -41,6 +41,7 @@ _REFUSED = {
     "Switch": "control flow of TensorFlow 1",
     "RefSwitch": "control flow of TensorFlow 1",
 }
+_KINDS = tuple(_REFUSED)
 
 
 class Segment(NamedTuple):
@@ -228,9 +229,10 @@ class Template:
             raise self.refusal("a Python value that a tf.function looks up at each call")
         new = self._copies.new_operations()
         for op in new:
-            for kind, what in _REFUSED.items():
-                if op.type.startswith(kind):
-                    raise self.refusal(what, user_line(op))
+            kind = op.type
+            if kind.startswith(_KINDS):
+                what = next(what for beginning, what in _REFUSED.items() if kind.startswith(beginning))
+                raise self.refusal(what, user_line(op))
         return Segment(new, captures, self.draws.of_copies(new, self._ids))
 
     def copy(self, segment: Segment) -> None:
