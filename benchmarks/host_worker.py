@@ -15,26 +15,31 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from benchmarks.contenders import Contender, jax_contender, strategy_contender
 from benchmarks.measure import milliseconds
+from benchmarks.shared_models import MODELS, TorchOps
 
 Do = Callable[[], Any]
 """Does it once and waits for its end; returns the result."""
 
 
 class OnTensorFlow:
-    """A strategy of TensorFlow's kind, with steps in a `tf.function`."""
+    """A strategy of TensorFlow's kind.
 
-    def __init__(self, make: Callable[[], Any], replicas: int):
-        import tensorflow as tf
+    Args:
+        make: makes the strategy.
+        in_function: whether its steps are in a `tf.function`.
+    """
 
-        one = tf.config.LogicalDeviceConfiguration()
-        tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], [one] * replicas)
+    def __init__(self, make: Callable[[], Any], in_function: bool = True):
         self.strategy = make()
+        self._in_function = in_function
 
     def all_reduce(self, size: int) -> Do:
         """Sums a float32 array of `size` bytes; returns its first number."""
@@ -42,42 +47,62 @@ class OnTensorFlow:
 
         ones = self.strategy.experimental_distribute_values_from_function(lambda context: tf.ones([size // 4]))
 
-        @tf.function
-        def step(values: Any) -> Any:
-            def body(own: Any) -> Any:
-                own = tf.identity(own)  # tf.distribute does not take an argument itself
-                return tf.distribute.get_replica_context().all_reduce("SUM", own)
+        def body(own: Any) -> Any:
+            own = tf.identity(own)  # tf.distribute does not take an argument itself
+            return tf.distribute.get_replica_context().all_reduce("SUM", own)
 
+        def step(values: Any) -> Any:
             return self.strategy.run(body, args=(values,))
 
+        if self._in_function:
+            step = tf.function(step)
         return lambda: self.strategy.experimental_local_results(step(ones))[0].numpy()[0]
 
     def train(self, name: str) -> Do:
         """One step of a model; returns the loss of this worker's replicas."""
-        from benchmarks.contenders import strategy_contender
-        from benchmarks.shared_models import MODELS
-
-        return _steps(strategy_contender("", self.strategy, MODELS[name], in_function=True))
+        return _steps(strategy_contender("", self.strategy, MODELS[name], self._in_function))
 
 
-class Ours(OnTensorFlow):
+class Threads(OnTensorFlow):
     """`replica_engine.MultiWorkerMirroredStrategy`."""
 
     def __init__(self, index: int, workers: int, replicas: int, addresses: list[str]):
+        import tensorflow as tf
+
         import replica_engine
 
-        _cluster_of(index, addresses[:workers])
-        os.environ["REPLICA_ENGINE_TOKEN"] = "a benchmark"
-        os.environ["REPLICA_ENGINE_COORDINATOR"] = addresses[workers]
-        super().__init__(replica_engine.MultiWorkerMirroredStrategy, replicas)
+        _cluster_of(index, addresses)
+        one = tf.config.LogicalDeviceConfiguration()
+        tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], [one] * replicas)
+        super().__init__(replica_engine.MultiWorkerMirroredStrategy)
 
-    def message(self) -> Do:
-        """Tells the job of one launch."""
+    def launches(self, told: bool) -> Do:
+        """Steps of a millisecond, of which the job is told or not; returns the processor milliseconds of a step."""
         import tensorflow as tf
 
         launched = self.strategy.extended.launches.describe("all_reduce", tf.ones([256]))
         launched()
-        return launched
+        launch, millisecond, steps = launched if told else lambda: None, threading.Event(), 1000
+
+        def once() -> float:
+            before = time.process_time()
+            for _ in range(steps):
+                launch()
+                millisecond.wait(1e-3)
+            return (time.process_time() - before) / steps * 1e3
+
+        return once
+
+
+class Compiled(OnTensorFlow):
+    """`replica_engine.TPUStrategy` on CPU devices, with steps in eager mode, which is how it is fastest."""
+
+    def __init__(self, index: int, workers: int, replicas: int, addresses: list[str]):
+        import replica_engine
+
+        _cluster_of(index, addresses)
+        cpus = replica_engine.xla.PjrtClusterResolver("cpu")
+        super().__init__(lambda: replica_engine.TPUStrategy(cpus, num_cores=workers * replicas), in_function=False)
 
 
 class TfDistribute(OnTensorFlow):
@@ -86,8 +111,8 @@ class TfDistribute(OnTensorFlow):
     def __init__(self, index: int, workers: int, replicas: int, addresses: list[str]):
         import tensorflow as tf
 
-        _cluster_of(index, addresses[:workers])
-        super().__init__(tf.distribute.MultiWorkerMirroredStrategy, 1)
+        _cluster_of(index, addresses)
+        super().__init__(tf.distribute.MultiWorkerMirroredStrategy)
         if replicas != 1:
             raise ValueError("it has one replica for each worker without GPUs")
 
@@ -118,9 +143,6 @@ class Jax:
 
     def train(self, name: str) -> Do:
         """As `OnTensorFlow.train`."""
-        from benchmarks.contenders import jax_contender
-        from benchmarks.shared_models import MODELS
-
         return _steps(jax_contender(MODELS[name], self._mesh, self._on_devices))
 
     def _on_devices(self, values: Any, spec: Any) -> Any:
@@ -133,12 +155,14 @@ class Jax:
 
 
 class Gloo:
-    """PyTorch's Gloo, in its own thread pool; no training."""
+    """PyTorch's Gloo; a worker is one replica."""
 
     def __init__(self, index: int, workers: int, replicas: int, addresses: list[str]):
         import torch
 
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))  # its threads spin while they wait
         torch.distributed.init_process_group("gloo", f"tcp://{addresses[0]}", rank=index, world_size=workers)
+        self._index, self._workers = index, workers
 
     def all_reduce(self, size: int) -> Do:
         """As `OnTensorFlow.all_reduce`; the result replaces the operand, which is set to one again."""
@@ -152,6 +176,29 @@ class Gloo:
             return float(values[0])
 
         return once
+
+    def train(self, name: str) -> Do:
+        """As `OnTensorFlow.train`; all gradients are summed as one tensor, as DistributedDataParallel sums a bucket."""
+        import torch
+
+        model, ops = MODELS[name], TorchOps()
+        weights = [torch.tensor(value, requires_grad=True) for value in model.weights()]
+        batches = [
+            (torch.tensor(x[self._index]), torch.tensor(labels[self._index], dtype=torch.int64))
+            for x, labels in model.data(self._workers)
+        ]
+
+        def step(index: int) -> Any:
+            loss = model.loss(ops, weights, *batches[index % len(batches)])
+            gradients = torch.autograd.grad(loss, weights)
+            total = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            torch.distributed.all_reduce(total)
+            with torch.no_grad():
+                for weight, own in zip(weights, total.split([each.numel() for each in weights]), strict=True):
+                    weight -= model.rate / self._workers * own.reshape(weight.shape)
+            return loss
+
+        return _steps(Contender("", step, lambda loss: float(loss.detach())))
 
 
 class Tcp:
@@ -190,7 +237,8 @@ class Tcp:
 
 
 CONTENDERS: dict[str, Callable[[int, int, int, list[str]], Any]] = {
-    "MultiWorkerMirroredStrategy": Ours,
+    "MultiWorkerMirroredStrategy": Threads,
+    "TPUStrategy": Compiled,
     "tf.distribute": TfDistribute,
     "JAX": Jax,
     "PyTorch Gloo": Gloo,
@@ -211,11 +259,14 @@ def _connected(host: str, port: int) -> socket.socket:
 
 
 def _cluster_of(index: int, addresses: list[str]) -> None:
-    task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+    """Puts the cluster into the environment; the last address is the coordinator's."""
+    task = {"cluster": {"worker": addresses[:-1]}, "task": {"type": "worker", "index": index}}
     os.environ["TF_CONFIG"] = json.dumps(task)
+    os.environ["REPLICA_ENGINE_TOKEN"] = "a benchmark"
+    os.environ["REPLICA_ENGINE_COORDINATOR"] = addresses[-1]
 
 
-def _steps(contender: Any) -> Do:
+def _steps(contender: Contender) -> Do:
     count = iter(range(10**9))
     return lambda: contender.mean(contender.step(next(count)))
 

@@ -1,4 +1,4 @@
-"""The models of the training benchmarks, each written once for TensorFlow and JAX.
+"""The models of the training benchmarks, each written once for TensorFlow, JAX and PyTorch.
 
 A model is a function from weights and a batch to a loss. It calls `Ops`, which each framework implements, so contenders
 differ in the framework and never in the mathematics. Weights and batches are NumPy arrays from a fixed seed, so all
@@ -127,6 +127,48 @@ class JaxOps:
         """See `Ops.cross_entropy`. It sums over one-hot rows, whose gradient needs no scatter."""
         chosen = self._jax.nn.one_hot(labels, logits.shape[-1]) * self._jax.nn.log_softmax(logits)
         return -self._jnp.mean(self._jnp.sum(chosen, -1))
+
+
+class TorchOps:
+    """The operations in PyTorch; `labels` are int64."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+        self.relu = torch.relu
+        self.reshape = torch.reshape
+        self.einsum = torch.einsum
+
+    def softmax(self, x: Any) -> Any:
+        """See `Ops.softmax`."""
+        return self._torch.softmax(x, -1)
+
+    def standardized(self, x: Any) -> Any:
+        """See `Ops.standardized`."""
+        return self._torch.nn.functional.layer_norm(x, x.shape[-1:], eps=1e-5)
+
+    def dense(self, x: Any, weight: Any) -> Any:
+        """See `Ops.dense`."""
+        return x @ weight
+
+    def conv(self, x: Any, kernel: Any) -> Any:
+        """See `Ops.conv`. PyTorch has channels before pixels."""
+        images, kernels = x.permute(0, 3, 1, 2), kernel.permute(3, 2, 0, 1)
+        return self._torch.nn.functional.conv2d(images, kernels, padding="same").permute(0, 2, 3, 1)
+
+    def max_pool(self, x: Any) -> Any:
+        """See `Ops.max_pool`."""
+        return self._torch.nn.functional.max_pool2d(x.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1)
+
+    def take(self, table: Any, ids: Any) -> Any:
+        """See `Ops.take`."""
+        return table[ids]
+
+    def cross_entropy(self, logits: Any, labels: Any) -> Any:
+        """See `Ops.cross_entropy`."""
+        classes = logits.shape[-1]
+        return self._torch.nn.functional.cross_entropy(logits.reshape(-1, classes), labels.reshape(-1))
 
 
 Loss = Callable[[Ops, Sequence[Any], Any, Any], Any]
