@@ -61,7 +61,8 @@ def test_a_program_of_the_cache_folder_is_read_and_not_compiled(both, caplog, tm
     assert second.startswith(f"read the program for {batch}")
 
 
-def test_compile_frozen_layers_and_another_optimizer_are_noticed(both, caplog):
+@pytest.mark.on("tpu")  # on threads: test_shared_with_original.py
+def test_compile_frozen_layers_and_another_optimizer_are_noticed(both):
     original = small(keras.layers.Dense(3))
     model = replicate_model(original, strategy=both(2))
     model.fit(BATCHES, verbose=0)
