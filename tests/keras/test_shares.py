@@ -44,6 +44,7 @@ def test_a_last_batch_that_does_not_divide_evenly_trains_as_on_one_device(pair, 
     alike(history, expected)
     alike(*(model.get_weights() for model in (pair.replicated, pair.alone)))
     alike(*([variable.numpy() for variable in model.optimizer.variables] for model in (pair.replicated, pair.alone)))
+    alike(*([variable.numpy() for variable in model.metrics_variables] for model in (pair.replicated, pair.alone)))
     assert list(history) == ["accuracy", "loss"]
     assert history["loss"][2] < history["loss"][0]
     assert int(pair.replicated.optimizer.iterations.numpy()) == 6
