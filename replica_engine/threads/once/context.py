@@ -27,25 +27,32 @@ class TemplateContext(ReplicaContext):
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, replica_id: int, template: Template):
-        self._template = template
+        self._template: Template | None = template
         super().__init__(strategy, replica_id)
 
     @property
     def replica_id_in_sync_group(self) -> Any:
         """The id of the replica, as a tensor that is another one in each copy."""
-        graph = thread_state.default_graph()
+        template, graph = self._template, thread_state.default_graph()
+        if template is None:
+            return super().replica_id_in_sync_group
         if tf.executing_eagerly():
-            raise self._template.refusal("the replica id outside the graph, as in tf.init_scope,")
-        while graph is not self._template.graph:
+            raise template.refusal("the replica id outside the graph, as in tf.init_scope,")
+        while graph is not template.graph:
             if not control_flow.is_branch_or_loop(graph):
-                raise self._template.refusal("the replica id in a nested tf.function")
+                raise template.refusal("the replica id in a nested tf.function")
             graph = graph.outer_graph
-        return self._template.replica_id()
+        return template.replica_id()
+
+    def detach(self) -> None:
+        """Unbinds the context at the end of the body; TensorFlow may keep it, and the template holds variables."""
+        super().detach()
+        self._template = None
 
     @property
     def _replica_id_in_sync_group(self) -> Any:
         caller = sys._getframe(1)
-        if not is_internal(caller.f_code.co_filename):
+        if self._template is not None and not is_internal(caller.f_code.co_filename):
             raise self._template.refusal("the replica id as a Python number")
         return self.__dict__[_ID]
 
@@ -56,10 +63,13 @@ class TemplateContext(ReplicaContext):
     @property
     def devices(self) -> list:
         """Refused: each copy is on another device."""
+        if self._template is None:
+            return super().devices
         raise self._template.refusal("the device of the replica")
 
     def enter_operator(
         self, kind: str, build: Callable[..., Any], payload: Any, guessed: bool = False, of: object = None
     ) -> Any:
         """Refused: an operator with a sync point inside is built by all replicas together."""
+        assert self._template is not None, "called by code that runs in the replica"
         raise self._template.refusal(f"a sync point in {kind}")
