@@ -21,7 +21,6 @@ GOLDEN = ROOT / "tests" / "errors" / "golden"
 
 SECTIONS = (
     "threads",
-    "copies",
     "scopes",
     "timeouts",
     "hosts",

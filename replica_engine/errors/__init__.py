@@ -3,7 +3,6 @@
 - `base`: ReplicaEngineError, the base class.
 - `timeouts`: replicas and programs that do not return in time, and the table that shows where each replica is.
 - `threads`: replicas that do not meet at the same sync points, or that differ.
-- `copies`: what `trace_once` cannot copy from replica 0 to the others.
 - `scopes`: objects and calls that do not belong to the strategy that uses them.
 - `devices`: devices that do not exist, and a missing or unsuitable jax.
 - `hosts`: jobs of several workers.
@@ -35,10 +34,6 @@ from replica_engine.errors.base import (
 )
 from replica_engine.errors.contrib import (
     ContribError,
-)
-from replica_engine.errors.copies import (
-    TraceOnceError,
-    traced_each,
 )
 from replica_engine.errors.devices import (
     BackendMissingError,
@@ -115,6 +110,7 @@ from replica_engine.errors.threads import (
     NotInReplicaError,
     ReplicaUnwound,
     StructureMismatchError,
+    TraceOnceError,
     VariableMismatchError,
     note_abandoned,
     note_failed_alike,
@@ -122,6 +118,7 @@ from replica_engine.errors.threads import (
     note_merge_failure,
     note_sync_points,
     note_workers,
+    traced_each,
 )
 from replica_engine.errors.timeouts import (
     CoordinatorRow,
