@@ -9,6 +9,7 @@ import pathlib
 import platform
 import re
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -32,6 +33,9 @@ from replica_engine.pjrt.markers import VERSION as MARKERS_VERSION
 from replica_engine.pjrt.workers import explained
 
 _SHORTEST, _LONGEST = 2e-5, 5e-3  # seconds between checks whether a program has ended
+_LATE = 0.02  # of the time so far: how much later than the program a check may come
+_EXPECTED = 0.95  # of the time of earlier launches, before which there is little to check
+_AWAKE = 1e-3  # seconds of checks without a sleep: to be woken takes longer than a small program runs
 
 
 class Executable:
@@ -71,6 +75,8 @@ class Executable:
         self._compared: Program | None = None
         self._limits = limits
         self._is_first = True
+        self._calls_host = bool(host_calls)
+        self._took = 0.0  # seconds of a launch, about the shortest of late
         if devices.member is not None and _COLLECTIVE.search(program):
             self._compared = Program(_digest(program), *name)
             devices.member.compile(self._compared, *limits)
@@ -161,16 +167,34 @@ class Executable:
         devices = self._devices
         member = devices.member
         if self._waits or member is not None:
-            pause = _SHORTEST
-            while (left is not None or member is not None) and not devices.running.is_ready():
-                if left is not None and left.wait(0.0 if member is not None else pause):
-                    return
-                if member is not None and member.failed.wait(pause):
-                    member.check()
-                pause = min(2 * pause, _LONGEST)
+            if (left is not None or member is not None) and not self._poll(left):
+                return
             with explained(member):
                 devices.running.block_until_ready()
         devices.running, devices.interrupted = None, False
+
+    def _poll(self, left: threading.Event | None) -> bool:
+        """Waits until the program has ended, and returns True; or until `left` is set, or the job fails, which raises.
+
+        A program that calls the host needs the interpreter lock, so its end is waited for asleep.
+        """
+        running, member = self._devices.running, self._devices.member
+        began = time.perf_counter()
+        while not running.is_ready():
+            waited = time.perf_counter() - began
+            early = _EXPECTED * self._took - waited if self._took > _AWAKE else 0.0
+            if early <= 0 and waited < self._took + _AWAKE and not self._calls_host:
+                _give_way()
+                pause = 0.0
+            else:
+                pause = min(max(_SHORTEST, early, _LATE * waited), _LONGEST)
+            if left is not None and left.wait(0.0 if member is not None else pause):
+                return False
+            if member is not None and (member.failed.wait(pause) if pause else member.failed.is_set()):
+                member.check()
+        waited = time.perf_counter() - began
+        self._took = min(waited, 1.05 * self._took) if self._took else waited
+        return True
 
 
 def circumstances(devices: DeviceGroup) -> dict[str, str]:
@@ -210,6 +234,8 @@ def _cpu() -> str:
         features = next((line for line in lines if line.lower().startswith(("flags", "features"))), features)
     return f"{platform.machine()} {hashlib.sha256(' '.join(sorted(features.split())).encode()).hexdigest()[:16]}"
 
+
+_give_way = getattr(os, "sched_yield", lambda: None)  # to programs' threads; not every system has it
 
 _COLLECTIVE = re.compile(r"stablehlo\.(all_\w+|reduce_scatter|collective_\w+)|@replica_engine\.(?!host_call)")
 _FUNCTION = re.compile(r"@[A-Za-z_][\w.$-]*")
