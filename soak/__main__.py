@@ -28,7 +28,7 @@ def main() -> int:
         "--moments", type=int, default=6, help="number of random moments for each signal (default %(default)s)"
     )
     parser.add_argument(
-        "--restarts", type=int, default=50, help="number of killed workers of each strategy (default %(default)s)"
+        "--restarts", type=int, default=25, help="number of killed workers of each strategy (default %(default)s)"
     )
     parser.add_argument("--lost", type=int, default=3, help="number of losses of each kind (default %(default)s)")
     parser.add_argument("--runs", type=int, default=100_000, help="number of small runs in a row (default %(default)s)")

@@ -1,6 +1,6 @@
 """Kills a random worker of a job at a random moment; all start again and must come to the same weights, bit by bit.
 
-    python -m soak --only restarts [--restarts 50] [--seed 0]
+    python -m soak --only restarts [--restarts 25] [--seed 0]
 
 Each job is `replica-engine launch --workers 2 --max-restarts 1` with `soak/programs/training.py`, two replicas for each
 worker, and so many jobs are run with each strategy. The launcher starts all workers again, and they go on from the last
