@@ -18,7 +18,7 @@ import tensorflow as tf
 # get_seed: the pair of seeds of a random op, from the global seed and that of the op.
 from tensorflow.python.framework import random_seed as _random_seed
 
-from replica_engine._tf import checkpoints, components, distribute
+from replica_engine._tf import checkpoints, distribute
 from replica_engine._tf.graphs import control_flow
 from replica_engine._tf.keras import accumulation as keras_accumulation
 from replica_engine._tf.keras import files
@@ -48,7 +48,6 @@ _LOSSES = "keras.src.losses.loss"
 _METRICS = "keras.src.metrics.reduction_metrics"
 _FIRST_SCOPE = "the first `TPUStrategy.scope()`"
 _FIRST_WORKERS_SCOPE = "the first scope of a `MultiWorkerMirroredStrategy`, or of a `TPUStrategy` of several workers"
-_TRACED_ONCE = "the first `MirroredStrategy(trace_once=...)`"
 _JOINED = "the first `MultiWorkerMirroredStrategy` of several workers"
 _OTHERS = "passes on to Keras for models of other strategies"
 _NOT_OF_WORKERS = "passes on to TensorFlow for what is not trained on several workers"
@@ -130,14 +129,6 @@ PATCHES: tuple[Patch, ...] = (
         "what a replica draws follows from the global seed and its id, not from how many replicas drew before",
         "import",
         "passes on to TensorFlow outside the replicas of this library's threads, and for ops with a seed of their own",
-    ),
-    *(
-        Patch(owner, name, why, _TRACED_ONCE, "passes on to TensorFlow; looks on while such a strategy's replicas run")
-        for owner, name, why in (
-            (components.VARIABLE, "__init__", "which variable a handle is a component of, for `trace_once`"),
-            (components.COMPONENT, "handle", "whether a component is used through its variable, for `trace_once`"),
-            (components.CONSTANTS, "_ConstantValue", "whether Python code asks for values, for `trace_once`"),
-        )
     ),
     Patch(
         "tensorflow.python.eager.core",

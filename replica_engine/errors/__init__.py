@@ -110,7 +110,6 @@ from replica_engine.errors.threads import (
     NotInReplicaError,
     ReplicaUnwound,
     StructureMismatchError,
-    TraceOnceError,
     VariableMismatchError,
     note_abandoned,
     note_failed_alike,
@@ -118,7 +117,6 @@ from replica_engine.errors.threads import (
     note_merge_failure,
     note_sync_points,
     note_workers,
-    traced_each,
 )
 from replica_engine.errors.timeouts import (
     CoordinatorRow,
@@ -176,7 +174,6 @@ __all__ = [
     "StructureMismatchError",
     "StuckProgramError",
     "TensorFlowVersionError",
-    "TraceOnceError",
     "VariableCreationError",
     "VariableMismatchError",
     "WorkerLostError",
@@ -213,7 +210,6 @@ __all__ = [
     "slow_replicas",
     "slow_trace",
     "slow_workers",
-    "traced_each",
     "untested_version",
     "unusable_cache_dir",
     "warn_dataset_for_each",
