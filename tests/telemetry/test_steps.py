@@ -48,6 +48,11 @@ def test_one_slow_step_does_not_make_a_straggler(recorded, capsys):
     assert "slowest: none, the replicas work equally long (median of 6 steps)" in shown(capsys, path)
 
 
+def test_one_step_alone_is_said_to_be_little_to_judge_by(recorded, capsys):
+    """All that is recorded of a `tf.function` around `run` is that it is traced."""
+    assert "of one step; a first step traces and compiles, so record more" in shown(capsys, recorded([(0.5, 0.1)]))
+
+
 def test_a_difference_that_is_small_in_the_step_is_not_named(recorded):
     timeline = spans.read(str(recorded([(0.1, 0.1), *[(0.100, 0.102)] * 5])))
     assert steps.straggler(spans.by_replica(timeline.tracks), steps.compared(timeline, "MirroredStrategy")) is None

@@ -54,7 +54,7 @@ def _slowest(replicas: list[DrawnTrack], of_steps: list[tuple[float, float]]) ->
     if not of_steps:
         return ["  slowest: not known, there is no whole step in this time"]
     found = steps.straggler(replicas, of_steps)
-    return [f"  slowest: {found or f'none, the replicas work equally long (median of {len(of_steps)} steps)'}"]
+    return [f"  slowest: {found or f'none, the replicas work equally long ({steps.counted(len(of_steps))})'}"]
 
 
 def _beside(tracks: list[DrawnTrack], seconds: float) -> list[str]:

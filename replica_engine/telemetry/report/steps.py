@@ -35,7 +35,7 @@ class Straggler:
 
     def __str__(self) -> str:
         times = f", {self.seconds / self.others:.1f} times as long as the others" if self.others else ""
-        return f"{self.name}: it works {shown(self.seconds)} in a step{times} (median of {self.steps} steps)"
+        return f"{self.name}: it works {shown(self.seconds)} in a step{times} ({counted(self.steps)})"
 
 
 def steps_of(timeline: Timeline, group: str) -> list[tuple[float, float]]:
@@ -73,6 +73,11 @@ def straggler(replicas: list[DrawnTrack], steps: list[tuple[float, float]]) -> S
     if medians[most] - others <= NOISE * max(others, share):
         return None
     return Straggler(replicas[most].name, medians[most], others, len(steps))
+
+
+def counted(steps: int) -> str:
+    """How many steps were compared, for people."""
+    return f"median of {steps} steps" if steps > 1 else "of one step; a first step traces and compiles, so record more"
 
 
 def shown(seconds: float) -> str:
