@@ -41,6 +41,28 @@ TPU_TAIL = """
 print(json.dumps([found, parts]), flush=True)
 """
 
+IN_A_LOOP = """
+@tf.function
+def in_a_loop(dataset):
+    result, steps = 0.0, 0
+    for batch in dataset:
+        result += strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(batch,)), axis=None)
+        steps += 1
+    return result, steps
+"""
+
+IN_ANOTHER_ORDER = """
+# Worker 1 runs the two functions in `both` the other way round, at once or after both have run.
+if os.environ["LATER"] == "1":
+    for step in both:
+        strategy.run(step, args=(tf.ones([4]),))
+while True:
+    for step in reversed(both) if me else both:
+        strategy.run(step, args=(tf.ones([4]),))
+        if os.environ["LATER"] == "0":
+            print("a number", flush=True)
+"""
+
 UNEVEN_KERAS = """
 import keras
 

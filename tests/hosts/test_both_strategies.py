@@ -136,7 +136,7 @@ def test_the_network_is_cut(programs, kind, victim):
     assert found[1 - victim][0] == victim
     assert f"worker {victim} of 2" in found[1 - victim][1]
     assert "has not been heard of for 3 s" in found[1 - victim][1]
-    assert 3.0 < silent < 4.0  # as the coordinator counted, which tells it at once
+    assert silent >= 3.0  # not before the limit, by the clock of the coordinator
 
 
 RESTARTED = """

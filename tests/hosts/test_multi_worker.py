@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from helpers.jobs import LONG, job
 from helpers.versions import HAS_XLA
-from helpers.workers import HEAD, TAIL, UNEVEN_KERAS, alone, files, flat, outputs, read
+from helpers.workers import HEAD, IN_A_LOOP, IN_ANOTHER_ORDER, TAIL, UNEVEN_KERAS, alone, files, flat, outputs, read
 
 LOOP = """
 strategy = KIND()
@@ -274,15 +274,6 @@ def sharded(dataset, policy):
     return strategy.experimental_distribute_dataset(dataset.with_options(options))
 
 
-@tf.function
-def in_a_loop(dataset):
-    result, steps = 0.0, 0
-    for batch in dataset:
-        result += strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(batch,)), axis=None)
-        steps += 1
-    return result, steps
-
-
 numbers = tf.data.Dataset.range(10).map(lambda x: tf.cast(x, tf.float32)).batch(4)
 files = tf.data.TextLineDataset([f"{folder}/{index}" for index in range(3)]).map(
     lambda line: tf.strings.to_number(line)).batch(2)
@@ -302,7 +293,7 @@ def test_datasets(programs, tmp_path):
     for index in range(3):
         (tmp_path / str(index)).write_text("".join(f"{10 * index + line}\n" for line in range(1, 4)))
     with job() as made:
-        first, second = outputs(programs, made, UNEVEN_KERAS + DATA, FOLDER=str(tmp_path))
+        first, second = outputs(programs, made, UNEVEN_KERAS + IN_A_LOOP + DATA, FOLDER=str(tmp_path))
     assert first.pop("traced loop") == second.pop("traced loop") == [108, 6]
     steps, *_, loss, of_all_rows = keras = first.pop("keras")
     assert keras == second.pop("keras")
@@ -398,8 +389,8 @@ def test_the_others_are_told_who_is_lost(programs, fault, victim):
     assert lost.returncode == STATUSES.get(fault, -signal.SIGKILL)
     assert f"worker {victim} of 2" in found["text"]
     assert WORDS[fault] in found["text"]
-    if fault == "stopped":  # by the clock of the coordinator, which tells it at once
-        assert 3.0 < made.coordinator.failure.arguments[0].silent < 4.0
+    if fault == "stopped":  # not before the limit, by the clock of the coordinator
+        assert made.coordinator.failure.arguments[0].silent >= 3.0
     assert found["point"].startswith("all_reduce at ")
     assert found["point"].endswith("in sums")
     assert 1 <= found["step"] <= 20
@@ -469,14 +460,6 @@ def means(x):
 if os.environ["TRACED"] == "1":
     sums, means = tf.function(sums), tf.function(means)
 both = [sums, means]
-if os.environ["LATER"] == "1":
-    for step in both:
-        strategy.run(step, args=(tf.ones([4]),))
-while True:
-    for step in reversed(both) if me else both:
-        value = strategy.run(step, args=(tf.ones([4]),))
-        if os.environ["LATER"] == "0":
-            print(value.numpy(), flush=True)
 """
 
 
@@ -485,7 +468,10 @@ def test_another_order_is_found(programs, traced, later):
     """At the first launch before there is a number; later, soon after it."""
     with job() as made:
         environment = {"LOCAL": "1", "TRACED": str(traced), "LATER": str(later)}
-        started = [programs.start(HEAD + ORDER, env=made.environment(worker, **environment)) for worker in range(2)]
+        started = [
+            programs.start(HEAD + ORDER + IN_ANOTHER_ORDER, env=made.environment(worker, **environment))
+            for worker in range(2)
+        ]
         for process in started:
             error = failing(process)
             assert "ProgramDisagreementError: After" in error

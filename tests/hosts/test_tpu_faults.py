@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from helpers.jobs import job
-from helpers.workers import LONGER, TPU_HEAD
+from helpers.workers import IN_ANOTHER_ORDER, LONGER, TPU_HEAD
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -70,8 +70,8 @@ def test_the_others_are_told_who_is_lost(programs, fault, victim, cores):
     line = next(line for line in out.splitlines() if line.startswith(f"[{victim}, "))  # Gloo prints too
     worker, pid, step, message = json.loads(line)
     assert (worker, pid, lost.returncode) == (victim, lost.pid, status)
-    if fault == "stopped":  # by the clock of the coordinator, which tells it at once
-        assert 3.0 < made.coordinator.failure.arguments[0].silent < 4.0
+    if fault == "stopped":  # not before the limit, by the clock of the coordinator
+        assert made.coordinator.failure.arguments[0].silent >= 3.0
     assert step == 10 if told else step in (None, *range(6))
     assert f"worker {victim} of 2" in message
     assert words in message
@@ -221,14 +221,6 @@ def maxima(x):
 
 
 both = [sums, maxima]
-if os.environ["LATER"] == "1":
-    for step in both:
-        strategy.run(step, args=(tf.ones([4]),))
-while True:
-    for step in reversed(both) if me else both:
-        value = strategy.run(step, args=(tf.ones([4]),))
-        if os.environ["LATER"] == "0":
-            print("a number", flush=True)
 """
 
 
@@ -236,7 +228,10 @@ while True:
 def test_another_order_is_found(programs, later):
     """When the programs are compiled, before there is a number; later, soon after the launch."""
     with job() as made:
-        started = [programs.start(TPU_HEAD + ORDER, env=made.environment(each, LATER=str(later))) for each in range(2)]
+        started = [
+            programs.start(TPU_HEAD + ORDER + IN_ANOTHER_ORDER, env=made.environment(each, LATER=str(later)))
+            for each in range(2)
+        ]
         for process in started:
             out, err = process.communicate(LONGER)
             assert process.returncode == 1, err[-4000:]

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 from helpers.jobs import job
-from helpers.workers import LONGER, TPU_HEAD, TPU_TAIL, UNEVEN_KERAS, flat, read
+from helpers.workers import IN_A_LOOP, LONGER, TPU_HEAD, TPU_TAIL, UNEVEN_KERAS, flat, read
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -188,15 +188,6 @@ def taken(name, dataset):
 
 
 @tf.function
-def in_a_loop(dataset):
-    result, steps = 0.0, 0
-    for batch in dataset:
-        result += strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(batch,)), axis=None)
-        steps += 1
-    return result, steps
-
-
-@tf.function
 def next_of(iterator):
     return strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(next(iterator),)), axis=None)
 
@@ -249,7 +240,9 @@ def test_datasets_end_on_the_same_step_everywhere(programs, tmp_path):
     for index in range(3):
         (tmp_path / str(index)).write_text("".join(f"{10 * index + line}\n" for line in range(1, 9)))
     with job() as made:
-        (first, of_first), (second, of_second) = outputs(programs, made, UNEVEN_KERAS + DATA, FOLDER=str(tmp_path))
+        (first, of_first), (second, of_second) = outputs(
+            programs, made, UNEVEN_KERAS + IN_A_LOOP + DATA, FOLDER=str(tmp_path)
+        )
     assert first == second
     steps, *_, loss, of_rows = first["keras"]
     assert (steps, loss) == (8, pytest.approx(of_rows))
