@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute
 
-PIECE = 4 << 20
+PIECE = 8 << 20
 """Bytes of a piece, and of a pack of small values, unless the user's options say otherwise."""
 
 
