@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from replica_engine.errors.base import ReplicaEngineError, shown
+from replica_engine.errors.base import ReplicaEngineError, add_note, shown
 from replica_engine.errors.timeouts import count_of
 
 TOKEN = "REPLICA_ENGINE_TOKEN"
 """The variable with the secret of a job; messages name it."""
 
-_AGAIN = (
-    "The others cannot go on without it. Start all workers again from the last checkpoint; "
-    "`replica-engine launch --max-restarts 1` does so by itself."
-)
+LAUNCHED = "REPLICA_ENGINE_LAUNCHED"
+"""The variable that `replica-engine launch` sets to "1": it says itself what becomes of the job."""
+
+_AGAIN = "start all workers again from the last checkpoint; `replica-engine launch --max-restarts 1` does so by itself"
 
 
 @dataclass(frozen=True)
@@ -417,7 +418,9 @@ def _about(kind: type[ClusterConfigError], field: str, message: str) -> ClusterC
 
 def _lost(kind: type[WorkerLostError], row: WorkerRow, what: str) -> WorkerLostError:
     last = f" Its last: {row.last}." if row.last else ""
-    error = kind(f"{row.name} {what}.{last} {_AGAIN}")
+    error = kind(f"{row.name} {what}.{last} The others cannot go on without it.")
+    if os.environ.get(LAUNCHED) != "1":
+        add_note(error, _AGAIN)
     error.worker, error.host, error.pid = row.worker, row.host, row.pid
     error.step, error.sync_point = row.step, row.sync_point
     return error

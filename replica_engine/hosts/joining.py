@@ -13,7 +13,7 @@ from typing import Any
 
 from replica_engine._version import __version__
 from replica_engine.errors import ClusterConfigError, WorkersMissingError
-from replica_engine.errors.hosts import TOKEN
+from replica_engine.errors.hosts import LAUNCHED, TOKEN
 from replica_engine.hosts import serve, wire
 from replica_engine.hosts.cluster import Cluster, find_cluster, split_address
 from replica_engine.hosts.job import Limits
@@ -23,8 +23,6 @@ from replica_engine.hosts.wire import BadMessageError, Lines, Message
 JOIN_TIMEOUT = "REPLICA_ENGINE_JOIN_TIMEOUT"
 HEARTBEAT_TIMEOUT = "REPLICA_ENGINE_HEARTBEAT_TIMEOUT"
 LISTEN = "REPLICA_ENGINE_LISTEN"
-LAUNCHED = "REPLICA_ENGINE_LAUNCHED"
-"""Set by `replica-engine launch`, in which the coordinator runs; worker 0 starts none then."""
 
 _READ = 1 << 16
 _PAUSES = (0.05, 1.0)  # seconds between attempts to connect: the first, and the longest
@@ -64,7 +62,8 @@ def join(
     token = environ.get(TOKEN, "")
     if not token:
         raise ClusterConfigError.no_token(cluster.coordinator or "127.0.0.1")
-    address, launched = cluster.coordinator, environ.get(LAUNCHED) == "1"
+    address = cluster.coordinator
+    launched = environ.get(LAUNCHED) == "1"  # the coordinator runs in the launcher, so worker 0 starts none
     if cluster.process_id == 0 and not launched:
         listening = serve.start(cluster.num_processes, token, environ.get(LISTEN) or address or "127.0.0.1:0", limits)
         address = address or listening

@@ -30,13 +30,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
-from replica_engine.errors import WorkerLostError, WorkerRow
-from replica_engine.errors.hosts import TOKEN
+from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow
+from replica_engine.errors.hosts import LAUNCHED, TOKEN
 from replica_engine.hosts.cluster import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from replica_engine.hosts.coordinator import Coordinator
 from replica_engine.hosts.failure import Failure
 from replica_engine.hosts.job import Limits
-from replica_engine.hosts.joining import HEARTBEAT_TIMEOUT, JOIN_TIMEOUT, LAUNCHED
+from replica_engine.hosts.joining import HEARTBEAT_TIMEOUT, JOIN_TIMEOUT
 
 RESTART = "REPLICA_ENGINE_RESTART"
 """How often the workers were started before: 0 at first. Scripts may read it."""
@@ -324,9 +324,16 @@ class _Attempt:
                 self._err.write(b"[worker %d] %s\n" % (first.index, line))
             if first.process.returncode and not first.ended_here:
                 status = _shell_status(first.process.returncode)
-        text = _how(first, self._plan.workers) if failure is None else str(failure.error())
-        _say(self._err, f"{text}\n{_NAME}: exit status {status}")
+        error = _how(first, self._plan.workers) if failure is None else failure.error()
+        _say(self._err, f"{error}{self._advice(error)}\n{_NAME}: exit status {status}")
         return status
+
+    def _advice(self, error: ReplicaEngineError) -> str:
+        """What to do after a failure, unless this launcher does it now."""
+        if not isinstance(error, WorkerLostError) or self._restart < self._plan.max_restarts:
+            return ""
+        by_itself = "" if self._plan.max_restarts else "; `--max-restarts 1` does so by itself"
+        return f" Start all workers again from the last checkpoint{by_itself}."
 
 
 def _wake_up(wake: socket.socket) -> None:
@@ -334,12 +341,12 @@ def _wake_up(wake: socket.socket) -> None:
         wake.send(b"\0")
 
 
-def _how(worker: _Worker | None, size: int) -> str:
+def _how(worker: _Worker | None, size: int) -> WorkerLostError:
     """How a worker ended that was no member, or that had said goodbye."""
     assert worker is not None
     row = WorkerRow(worker.index, size, socket.gethostname(), worker.process.pid)
     status = worker.process.returncode
-    return str(WorkerLostError.killed(row, -status) if status < 0 else WorkerLostError.exited(row, status))
+    return WorkerLostError.killed(row, -status) if status < 0 else WorkerLostError.exited(row, status)
 
 
 def _shell_status(status: int) -> int:

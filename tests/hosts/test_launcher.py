@@ -112,6 +112,8 @@ def test_the_first_failure_is_the_exit_status_and_printed_last(script, fails, st
     before, last = result.stderr.splitlines()[-2:]
     assert before.startswith(f"replica-engine launch: worker {victim} of 3 (")
     assert text in before
+    assert before.endswith("Start all workers again from the last checkpoint; `--max-restarts 1` does so by itself.")
+    assert result.stderr.count("does so by itself") == 1
     assert last == f"replica-engine launch: exit status {status}"
     for other in {0, 1, 2} - {victim}:
         assert f"[worker {other}] replica_engine.errors.WorkerLostError: worker {victim} of 3" in result.stderr
@@ -179,6 +181,8 @@ def test_not_more_often_than_allowed(script):
     result = launch("--workers", "2", "--max-restarts", "1", script(JOINS + RESTARTS))
     assert result.returncode == 137
     assert result.stdout.count("start") == 4
+    assert "--max-restarts" not in result.stderr  # it is there already
+    assert result.stderr.count("Start all workers again from the last checkpoint.") == 1  # after the last failure
 
 
 STAYS = """
