@@ -56,8 +56,9 @@ Every error and warning of the library, each with a program that comes to it and
 wrapped: it leaves `run` as the object that you raised, with notes on which replica raised it and where the others were.
 
 `replica-engine explain ScopeError.variable` prints the part of this page about one message, and
-`replica-engine explain "words of a message"` finds it. Each error names its part in a note,
-`more: replica-engine explain ScopeError.variable`, which is left out below.
+`replica-engine explain "words of a message"` finds it; without a name it lists all. Each error names its part in a
+note, `more: replica-engine explain ScopeError.variable`, and so does the last line of most warnings. Both are left out
+below.
 
 Warnings are logged once, by the logger `replica_engine`; [how to leave one out](in_your_process.md#what-it-logs).
 

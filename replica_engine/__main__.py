@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import select
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -26,6 +27,7 @@ DESCRIPTION = "Run one TensorFlow function on N replicas."
 EPILOG = "Each command also takes --help, and absl's flags, such as --verbosity=-1 (warnings only) or 1 (debugging)."
 WRONG_FLAGS = 2
 INTERRUPTED = 130  # the exit status that shells report for a program that Ctrl-C ended
+UNREAD = 141  # the one for a program that SIGPIPE ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def console() -> None:
     """The `replica-engine` command: `main` as a program of `absl.app`, which exits with its status."""
-    app.run(_run, flags_parser=_parse_for_console)
+    try:
+        try:
+            app.run(_run, flags_parser=_parse_for_console)
+        finally:
+            sys.stdout.flush()  # Python itself would do so at exit, and print a traceback if nobody reads
+    except BrokenPipeError:
+        if not _is_unread():
+            raise
+        sys.exit(UNREAD)
 
 
 def _parse_for_console(argv: Sequence[str]) -> argparse.Namespace:
@@ -98,6 +108,18 @@ def _interrupted(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _is_unread() -> bool:
+    """Whether nobody reads what this process prints, as in `replica-engine explain | head -1`; the rest is dropped."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)  # only whether the other end is closed
+    if not poll.poll(0):
+        return False
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, sys.stdout.fileno())
+    os.close(nothing)
+    return True
 
 
 def _leave() -> NoReturn:

@@ -53,6 +53,17 @@ def test_flags_of_absl_stand_before_the_command_too():
     assert (done.returncode, done.stderr) == (7, "")
 
 
+@pytest.mark.parametrize("flags", [["explain"], ["explain", "ScopeError.variable"]], ids=" ".join)
+def test_a_reader_that_goes_away_is_no_error(flags):
+    """As `head -1` does. What is longer than a pipe fails while it is printed, and what is shorter at exit."""
+    command = [sys.executable, "-m", "replica_engine", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        process.wait()
+    assert process.returncode == 141
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["--version"])

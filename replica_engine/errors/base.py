@@ -7,8 +7,9 @@ import functools
 import operator
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec
 
+P = ParamSpec("P")
 _MORE = "more: replica-engine explain "
 
 
@@ -41,6 +42,16 @@ def _with_more(wording: Callable[..., Any]) -> Callable[..., Any]:
         error = wording(cls, *args, **kwargs)
         add_note(error, f"{_MORE}{cls.__name__}.{wording.__name__}")
         return error
+
+    return worded
+
+
+def with_more(wording: Callable[P, str]) -> Callable[P, str]:
+    """The wording of a warning whose last line names its part of the Errors page."""
+
+    @functools.wraps(wording)
+    def worded(*args: P.args, **kwargs: P.kwargs) -> str:
+        return f"{wording(*args, **kwargs)}\n{_MORE}{wording.__name__}"
 
     return worded
 

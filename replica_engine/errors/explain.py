@@ -1,12 +1,13 @@
 """The `explain` command: a part of the Errors page of the documentation, on the terminal and without a network.
 
-Errors name their part of the page in a note: `more: replica-engine explain ScopeError.variable`. A warning has no name
-that users see, so the command also takes words of a message.
+Errors name their part of the page in a note: `more: replica-engine explain ScopeError.variable`. Most warnings do so in
+their last line. The command also takes words of a message.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import pathlib
 import re
 import sys
@@ -43,12 +44,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="say what an error or a warning means, with a program that shows it",
         description="Says what an error or a warning means, with a program that shows it. Works without a network.",
         epilog="examples:\n  replica-engine explain ScopeError\n  replica-engine explain ScopeError.variable\n"
-        '  replica-engine explain "gives the whole batch to each of 2 replicas"',
+        '  replica-engine explain "gives the whole batch to each of 2 replicas"\n'
+        "  replica-engine explain      (lists all names)",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
-        "message", nargs="+", help="the name of an error, as a traceback shows it, or words of a message"
+        "message", nargs="*", help="the name of an error, as a traceback shows it, or words of a message"
     )
     parser.set_defaults(run=run)
 
@@ -57,9 +59,15 @@ def run(flags: argparse.Namespace) -> int:
     """Runs the command, and returns the exit status: 0, or 1 if nothing was found."""
     asked = " ".join(flags.message)
     parts = _parts()
+    if not asked:
+        print("\n".join(part.brief() for part in parts))
+        return 0
     found = _named(parts, asked) or _with_words(parts, asked)
     if not found:
-        print(f"explain: the Errors page has nothing about: {asked}", file=sys.stderr)
+        near = _near(parts, asked)
+        meant = f" Did you mean {' or '.join(near)}?" if near else ""
+        print(f"explain: the Errors page has nothing about: {asked}.{meant}", file=sys.stderr)
+        print("`replica-engine explain` without a name lists all.", file=sys.stderr)
         return FAILED
     if len(found) > 1:
         print("Several parts of the Errors page have these words; name one of them, or more words:")
@@ -85,6 +93,12 @@ def _named(parts: list[Part], asked: str) -> list[Part]:
     """The part of this name; its letters may be lower case, as in the address of its place on the page."""
     name = asked.removeprefix("replica_engine.errors.").rstrip(":").lower()
     return [part for part in parts if part.name.lower() in (name, name.replace("-", "_"))]
+
+
+def _near(parts: list[Part], asked: str) -> list[str]:
+    """Names that are written like this one, the nearest first; a name without its class counts too."""
+    names = {form.lower(): part.name for part in parts for form in (part.name, part.name.rpartition(".")[2])}
+    return list(dict.fromkeys(names[each] for each in difflib.get_close_matches(asked.lower(), names)))
 
 
 def _with_words(parts: list[Part], asked: str) -> list[Part]:

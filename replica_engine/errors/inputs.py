@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replica_engine.errors.base import ReplicaEngineError, at, brief, shown
+from replica_engine.errors.base import ReplicaEngineError, at, brief, shown, with_more
 
 _LOOP = (
     "    for batch in strategy.experimental_distribute_dataset(dataset):\n"
@@ -241,6 +241,7 @@ class ReplicaMismatchError(ReplicaEngineError, ValueError):
         )
 
 
+@with_more
 def warn_whole_batch(rows: int | None, size: int, where: str) -> str:
     """The warning that a batch of a dataset was not distributed, so that each replica gets all of it."""
     many = "" if rows is None else f" of {rows}"
@@ -253,6 +254,7 @@ def warn_whole_batch(rows: int | None, size: int, where: str) -> str:
     )
 
 
+@with_more
 def warn_dataset_for_each(name: str, size: int, where: str) -> str:
     """The warning that a dataset is given to `run`, so that each replica goes through all of it."""
     return (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replica_engine.errors.base import ReplicaEngineError, add_note, brief, shown
+from replica_engine.errors.base import ReplicaEngineError, add_note, brief, shown, with_more
+from replica_engine.errors.timeouts import count_of
 
 
 class ReplicateError(ReplicaEngineError, ValueError):
@@ -124,6 +125,17 @@ class BatchError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
+    def uneven_rest(cls, rows: int, size: int) -> BatchError:
+        """The last batch of the arrays for `fit` would give replicas unequal shares of a program."""
+        most = rows % size
+        return cls(
+            f"The last batch, of {count_of(rows, 'sample')}, does not divide by {size} replicas, and a compiled "
+            f"step has one shape on all of them. Leave out {count_of(most, 'sample')}: "
+            f"fit(x[:-{most}], y[:-{most}]). Or let replicate_model(model) divide batches of any size, with the "
+            "results of one device."
+        )
+
+    @classmethod
     def uneven_later(cls, size: int) -> BatchError:
         """A later batch of `fit` or `evaluate`, such as the last one, gives replicas unequal shares of a program."""
         return cls(
@@ -151,6 +163,7 @@ class BatchError(ReplicaEngineError, ValueError):
         return cls(f"The batch has {rows} samples, more than the batch_size={size} that was given.")
 
 
+@with_more
 def warn_uneven_rest(rows: int, size: int) -> str:
     """The warning that the last batch of `fit` or `evaluate` gives replicas unequal shares, in a strategy's scope."""
     return (
@@ -161,6 +174,7 @@ def warn_uneven_rest(rows: int, size: int) -> str:
     )
 
 
+@with_more
 def many_batch_sizes(step: str, model: str, sizes: int) -> str:
     """The warning that a step has been compiled for many batch sizes."""
     return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from replica_engine.errors.base import ReplicaEngineError, add_note, at, shown
+from replica_engine.errors.base import ReplicaEngineError, add_note, at, shown, with_more
 
 WRITTEN_BEYOND_ITS_SIZE = (
     "A tf.TensorArray with dynamic_size=True was written beyond its size, and arrays of a compiled program do not "
@@ -132,6 +132,7 @@ def _replicas(numbers: Sequence[int]) -> str:
     return f"replicas {', '.join(map(str, numbers[:8]))}{rest}"
 
 
+@with_more
 def may_wait_forever(fn: str, rows: Sequence[tuple[str, str, bool, str, bool]]) -> str:
     """The warning that not all replicas may reach a collective.
 
@@ -491,6 +492,7 @@ def note_kept_steps(error: BaseException, steps: int, iterations: int) -> None:
     add_note(error, f"{steps} of {iterations} steps of the device loop ran; the values that they wrote are kept")
 
 
+@with_more
 def many_traces(name: str, times: int) -> str:
     """The warning that a function has been traced and compiled many times."""
     return (
@@ -535,6 +537,7 @@ def _is_new_shape(now: str | None, before: str | None) -> bool:
     return found is not None and other is not None and found[1] == other[1] and now != before
 
 
+@with_more
 def not_rewritten(operation: str, reason: str) -> str:
     """The warning that an operation keeps its form, since writing it another way for CPU failed."""
     return (
@@ -544,6 +547,7 @@ def not_rewritten(operation: str, reason: str) -> str:
     )
 
 
+@with_more
 def remote_cache_dir(address: str) -> str:
     """The warning that the cache folder is the address of a store in the network."""
     return (
@@ -553,6 +557,7 @@ def remote_cache_dir(address: str) -> str:
     )
 
 
+@with_more
 def broken_cache_file(file: str, reason: str) -> str:
     """The warning that a file in the cache folder is broken."""
     return (
@@ -561,6 +566,7 @@ def broken_cache_file(file: str, reason: str) -> str:
     )
 
 
+@with_more
 def unusable_cache_dir(folder: str, reason: str) -> str:
     """The warning that programs cannot be read from the cache folder, or cannot be written to it."""
     return (

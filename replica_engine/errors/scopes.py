@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replica_engine.errors.base import ReplicaEngineError, at
+from replica_engine.errors.base import ReplicaEngineError, at, with_more
 
 
 class ScopeError(ReplicaEngineError, RuntimeError):
@@ -62,6 +62,7 @@ class ScopeError(ReplicaEngineError, RuntimeError):
         )
 
 
+@with_more
 def warn_shared_variable(name: str, where: str) -> str:
     """The warning that several replicas write one plain variable, each its own value."""
     return (
@@ -74,6 +75,7 @@ def warn_shared_variable(name: str, where: str) -> str:
     )
 
 
+@with_more
 def warn_tape_outside(where: str) -> str:
     """The warning that a gradient flows through an eager run, into which no tape sees: it is None, or lacks a part."""
     return (

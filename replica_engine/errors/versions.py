@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replica_engine.errors.base import ReplicaEngineError
+from replica_engine.errors.base import ReplicaEngineError, with_more
 
 
 class TensorFlowVersionError(ReplicaEngineError, ImportError):
@@ -37,6 +37,7 @@ class TensorFlowVersionError(ReplicaEngineError, ImportError):
         )
 
 
+@with_more
 def untested_version(package: str, version: str, oldest: str, newest: str) -> str:
     """The warning that an installed package is newer than those that the library was tested with."""
     return (

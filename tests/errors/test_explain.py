@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from replica_engine.__main__ import main
-from replica_engine.errors import ScopeError, explain, warn_whole_batch
+from replica_engine.errors import ScopeError, explain, many_traces, untested_version, warn_whole_batch
 from replica_engine.errors.base import in_words
 
 MORE = "more: replica-engine explain "
@@ -25,6 +25,14 @@ def test_an_error_names_its_part_of_the_page_and_keeps_doing_so():
     assert "more:" not in str(error)
     assert pickle.loads(pickle.dumps(error)).__notes__ == [note]
     assert MORE not in in_words(error)  # in messages that quote the error
+
+
+def test_the_last_line_of_a_warning_names_its_part(capsys):
+    for text in (warn_whole_batch(512, 8, ""), many_traces("step", 8), untested_version("jax", "9", "1", "2")):
+        last = text.splitlines()[-1]
+        assert last.startswith(MORE)
+        assert explained(capsys, last.removeprefix(MORE))[0] == 0
+        assert explained(capsys, text)[0] == 0  # the whole message, as somebody copies it
 
 
 @pytest.mark.parametrize(
@@ -63,7 +71,25 @@ def test_words_of_several_parts_list_them(capsys):
 
 
 def test_words_of_no_part_are_an_error(capsys):
-    assert explained(capsys, "zebra") == (1, "explain: the Errors page has nothing about: zebra\n")
+    nothing = "explain: the Errors page has nothing about: zebra.\n`replica-engine explain` without a name lists all.\n"
+    assert explained(capsys, "zebra") == (1, nothing)
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"), [("ScopeEror", "ScopeError"), ("warn_whole_bach", "warn_whole_batch"), ("zebra", None)]
+)
+def test_a_name_that_is_nearly_right_is_offered(capsys, asked, meant):
+    status, text = explained(capsys, asked)
+    assert status == 1
+    assert (f"Did you mean {meant}" in text) if meant else ("Did you mean" not in text)
+
+
+def test_without_a_name_all_are_listed(capsys):
+    status, text = explained(capsys)
+    names = [line.partition(":")[0] for line in text.splitlines()]
+    assert status == 0
+    assert {"ScopeError", "ScopeError.variable", "warn_whole_batch"} <= set(names)
+    assert len(names) == len(explain._parts())
 
 
 def test_the_page_that_is_shown_is_the_one_of_the_documentation():

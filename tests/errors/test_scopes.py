@@ -222,13 +222,23 @@ def test_a_rest_that_does_not_divide():
     model.evaluate(np.ones((11, 3)), np.ones((11, 2)), batch_size=4, verbose=0)  # warned of once
 
 
-@shows(BatchError.uneven_later)
-def test_a_last_batch_that_does_not_divide():
+@shows(BatchError.uneven_rest)
+def test_arrays_whose_last_batch_does_not_divide():
     strategy = TPUStrategy(num_cores=2)
     with strategy.scope():
         model = make_model()
         model.compile("sgd", "mse")
     model.fit(np.ones((11, 3)), np.ones((11, 2)), batch_size=4, verbose=0)
+
+
+@shows(BatchError.uneven_later)
+def test_a_last_batch_of_a_dataset_that_does_not_divide():
+    strategy = TPUStrategy(num_cores=2)
+    with strategy.scope():
+        model = make_model()
+        model.compile("sgd", "mse")
+    dataset = tf.data.Dataset.from_tensor_slices((np.ones((11, 3)), np.ones((11, 2))))
+    model.fit(dataset.batch(4), verbose=0)
 
 
 @shows(BatchError.distributed)
@@ -320,6 +330,19 @@ def test_a_plain_variable_that_all_replicas_write():
     strategy.run(step)
     strategy.run(step)
     print("steps:", steps.numpy())
+
+
+@shows(warn_shared_variable, "equal")
+def test_a_plain_variable_to_which_compiled_replicas_add():
+    strategy = TPUStrategy(num_cores=2)
+    samples = tf.Variable(0, name="samples")
+
+    def step(x):
+        samples.assign_add(len(x))
+
+    batch = strategy.experimental_distribute_values_from_function(lambda context: tf.ones([4]))
+    strategy.run(step, args=(batch,))
+    print("samples:", samples.numpy())
 
 
 @shows(warn_shared_variable, "compiled")

@@ -34,7 +34,7 @@ from replica_engine import errors
 
 FOLDER = pathlib.Path(__file__).parents[1] / "errors" / "golden"
 UPDATE = "UPDATE_GOLDEN" in os.environ
-MORE = "more: replica-engine explain "  # of each error the same, and left out
+MORE = "more: replica-engine explain "  # of each error and warning the same, and left out
 LINE = " what the user sees ".center(120, "=")
 
 _GENERATED = "__autograph_generated_file"
@@ -44,6 +44,7 @@ _CHAINED = {
 }
 
 _NORMAL = (
+    (rf"^{MORE}.*\n", ""),
     (r'^( *)File "(?!program\.py|__autograph).*\n(?:\1  .*\n)*', ""),  # frames that are not the user's
     (r"(?:/[\w.+-]+)+/replica_engine-\d+-\d+\.json", "/tmp/runs/replica_engine-1234-0.json"),
     (r"(?:/[\w.+-]+)+/(replica_engine_\w+)-[0-9a-f]{64}", r"/tmp/programs/\1-0123abcd"),
