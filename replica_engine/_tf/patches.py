@@ -180,6 +180,25 @@ PATCHES += tuple(
 
 _MARK = "_replica_engine"
 
+
+class FirstBatch(NamedTuple):
+    """What is known when `fit` or `evaluate` begins.
+
+    Attributes:
+        model: the model.
+        strategy: the strategy under which it was built.
+        batch: the first batch of all replicas.
+        rest: the number of samples in a smaller last batch; None if there is none, or if Keras does not know it.
+        is_fit: whether the method is `fit`.
+    """
+
+    model: Any
+    strategy: Any
+    batch: Any
+    rest: int | None
+    is_fit: bool
+
+
 Make = Callable[[Any, Callable[..., Any], Callable[..., Any]], Callable[..., Any]]
 """Takes a model, its step and Keras' own function; returns the function to call with an iterator."""
 
@@ -255,7 +274,7 @@ def compile_in_scope(kind: type) -> None:
 
 
 def extend_build(
-    check: Callable[[Any, int | None, Any], None],
+    check: Callable[[FirstBatch], None],
     explained: Callable[[Exception], Exception],
     is_ours: Callable[[Any], bool],
 ) -> None:
@@ -265,8 +284,7 @@ def extend_build(
     sizes fail in an op, AddN.
 
     Args:
-        check: called before the model is built: with the batch of all replicas, the number of samples in a smaller
-            last batch (None if there is none, or Keras does not know it), and the strategy.
+        check: called before the model is built, and before the first callback.
         explained: makes another error of one that is raised while the model is built.
         is_ours: whether a strategy is one of this library's.
     """
@@ -283,7 +301,9 @@ def extend_build(
         if iterator is not None:
             *_, batches = next(iter(iterator))  # after the number of a step; newer Keras has two
             batch = next(batches)
-            check(batch, size_of_rest(iterator), strategy)
+            # The method is told by its name: Keras calls this one in the same way from all.
+            is_fit = sys._getframe(1).f_code.co_name == "fit"
+            check(FirstBatch(self, strategy, batch, size_of_rest(iterator), is_fit))
             iterator, data_batch = None, distribute.first_values(batch)
         try:
             return method(self, iterator=iterator, data_batch=data_batch)

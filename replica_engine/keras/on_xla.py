@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from replica_engine import xla
 from replica_engine._tf.keras import model as keras_model
+from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.errors import CollectiveError, many_batch_sizes
 from replica_engine.keras.compiling import compiling, layers_named, sparse_inputs_named
 from replica_engine.keras.shard import Shard
@@ -160,7 +161,7 @@ class OnXla:
         return context.last_step_outputs["logs"]
 
     def _is_divisible(self, name: str) -> bool:
-        return name != "train_step" or keras_model.has_keras_step(self._model, name)
+        return name != "train_step" or keras_trainer.has_keras_step(self._model, name)
 
     def _shares(self, data: Any, total: int) -> Any:
         """Each replica's rows, equally many for all; a smaller shard also gets the row before its first."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
 from replica_engine._tf import distribute, patches
+from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.diagnostics.misuse import explained
 from replica_engine.diagnostics.suspicions import warn_once
 from replica_engine.errors import BatchError, warn_uneven_rest
@@ -24,24 +24,29 @@ def explain(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
     patches.extend_build(_check_batch, explained, is_ours)
 
 
-def _check_batch(batch: Any, rest: int | None, strategy: tf.distribute.Strategy) -> None:
+def _check_batch(first: patches.FirstBatch) -> None:
     """Checks that the replicas have equal shares of a batch; `fit` averages over replicas, not over samples.
 
-    Of a last batch that is smaller, a warning is enough: it is one step of an epoch. Compiled replicas refuse it when
-    it comes.
+    Of a last batch that is smaller, a warning is enough on threads: it is one step. Compiled replicas cannot
+    train on it, and it may come after hours. They can evaluate it. A `train_step` of the user's may have no collective;
+    if it has one, the batch is refused when it comes.
 
     Raises:
         BatchError: they have not.
     """
-    for leaf in tf.nest.flatten(batch):
+    for leaf in tf.nest.flatten(first.batch):
         if isinstance(leaf, distribute.DistributedValues):
             shapes = [getattr(part, "shape", None) for part in leaf.values]
             rows = [shape[0] for shape in shapes if shape is not None and shape.rank]
             if len(rows) == len(shapes) and len(set(rows)) > 1:
                 raise BatchError.uneven(rows)
-    size = strategy.num_replicas_in_sync
-    if rest and rest % size and not hasattr(strategy, "run_steps"):
-        warn_once(strategy, "rest", warn_uneven_rest(rest, size))
+    size = first.strategy.num_replicas_in_sync
+    if not first.rest or first.rest % size == 0:
+        return
+    if not hasattr(first.strategy, "run_steps"):
+        warn_once(first.strategy, "rest", warn_uneven_rest(first.rest, size))
+    elif first.is_fit and keras_trainer.has_keras_step(first.model, "train_step"):
+        raise BatchError.uneven_rest(first.rest, size)
 
 
 def is_uneven(error: BaseException) -> bool:

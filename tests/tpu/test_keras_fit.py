@@ -179,6 +179,16 @@ def test_a_partial_last_batch_in_fit_says_what_to_do(shared):
     assert second < first
 
 
+def test_arrays_with_a_partial_last_batch_are_refused_before_anything_runs(shared):
+    begun = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: pytest.fail("fit has begun"))
+    with pytest.raises(BatchError, match=r"last batch, of 3 samples.* fit\(x\[:-1\], y\[:-1\]\)"):
+        shared.fit(X[:11], Y[:11], batch_size=8, callbacks=[begun], verbose=0)
+    assert shared.optimizer.iterations.numpy() == 0
+    shared.fit(X[:11], Y[:11], batch_size=8, steps_per_epoch=1, verbose=0)  # which ends before that batch
+    expected = np.mean((shared.predict(X[:11], 8, verbose=0) - Y[:11]) ** 2)
+    assert shared.evaluate(X[:11], Y[:11], 8, verbose=0) == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_last_batch_that_divides_evenly_trains(shared):
     """16 = 12 + 4: another shape, but the same one on both replicas."""
     other = like_shared()

@@ -33,6 +33,7 @@ from tensorflow.python.trackable.data_structures import ListWrapper as _ListWrap
 
 from replica_engine._tf import versions
 from replica_engine._tf.keras import accumulation as keras_accumulation
+from replica_engine._tf.keras import trainer as keras_trainer
 
 versions.check_keras()
 
@@ -219,7 +220,7 @@ def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
 def is_built(model: keras.Model) -> bool:
     """Whether all variables that a training step needs exist."""
     parts = [getattr(model, "_compile_metrics", None), getattr(model, "_compile_loss", None)]
-    if has_keras_step(model, "train_step"):  # other steps build the optimizers that they use
+    if keras_trainer.has_keras_step(model, "train_step"):  # other steps build the optimizers that they use
         parts.append(model.optimizer)
     return all(part is None or part.built for part in parts)
 
@@ -270,11 +271,6 @@ def own_functions(model: keras.Model) -> list[str]:
     """The names of the methods for making Keras' functions that the model overrides."""
     names = [f"make_{name}_function" for name in _FUNCTIONS]
     return [name for name in names if getattr(type(model), name) is not getattr(_Trainer, name)]
-
-
-def has_keras_step(model: keras.Model, name: str) -> bool:
-    """Whether a step such as `train_step` is Keras' own and not overridden by the model."""
-    return getattr(type(model), name) is getattr(_Trainer, name)
 
 
 def masked(sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:

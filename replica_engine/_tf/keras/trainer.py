@@ -28,9 +28,19 @@ def strategy_of(model: Any) -> Any:
     return model._distribute_strategy
 
 
+def has_keras_step(model: Any, name: str) -> bool:
+    """Whether a step such as `train_step` is Keras' own and not overridden by the model."""
+    return getattr(type(model), name) is getattr(getattr(sys.modules[MODULE], TRAINER), name)
+
+
 def size_of_rest(iterator: Any) -> int | None:
-    """The number of samples in the last batch of an epoch, if Keras knows that it is smaller than the others."""
-    return getattr(getattr(iterator, "data_adapter", None), REST, None)
+    """The number of samples in the last batch of an epoch, if Keras knows that it is smaller than the others.
+
+    None too if an epoch ends before that batch, because of `steps_per_epoch`.
+    """
+    adapter: Any = getattr(iterator, "data_adapter", None)
+    steps: int = getattr(iterator, "steps_per_epoch", None) or 0
+    return None if 0 < steps < (getattr(adapter, "num_batches", None) or 0) else getattr(adapter, REST, None)
 
 
 def reduced(outputs: Any, strategy: Any) -> Any:
