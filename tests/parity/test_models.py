@@ -133,6 +133,16 @@ def test_a_layer_that_draws_with_tensorflow_is_named(make, on_threads):
     assert [(cause.kind, cause.name) for cause in report.causes] == [("random numbers", "noise")]
 
 
+def test_a_layer_that_draws_the_same_everywhere_is_not_named_for_another_one(make, on_threads):
+    class Scale(layers.Layer):
+        def call(self, x):
+            return x * tf.random.stateless_uniform([3], seed=[1, 2], alg="philox")
+
+    report = on_threads(make(Scale(name="scale"), layers.Dropout(0.5, name="drop")))
+    assert report.first["MirroredStrategy"].name == "drop"
+    assert [(cause.kind, cause.name) for cause in report.causes] == [("random numbers", "drop")]
+
+
 @pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)
 @pytest.mark.parametrize("alg", ["auto_select", "philox"])
 def test_stateless_random_numbers_differ_by_algorithm(alg):

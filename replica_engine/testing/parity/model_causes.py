@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -30,6 +30,7 @@ def found(
     replicas: int,
     differences: Sequence[Difference],
     limits: Tolerance,
+    equal: Collection[str] = (),
 ) -> tuple[Cause, ...]:
     """Finds the known causes in a model whose numbers differ.
 
@@ -39,9 +40,11 @@ def found(
         replicas: the number of replicas.
         differences: all differences.
         limits: the tolerance.
+        equal: the layers whose outputs were compared and do not differ.
     """
     causes = list(_normalizations(model))
     if is_callable(model):
+        causes += [each for each in _random_numbers(model, batch) if each.name not in equal]
         causes += _of_outputs(model, batch, replicas, differences)
     causes += _assigned(model, differences)
     causes += _halves(limits)
@@ -50,7 +53,6 @@ def found(
 
 def _of_outputs(model: keras.Model, batch: Any, replicas: int, differences: Sequence[Difference]) -> Iterator[Cause]:
     kinds = {each.kind for each in differences}
-    yield from _random_numbers(model, batch)
     if kinds & {"loss", "gradient", "weight"}:
         yield from _losses(model, batch, replicas)
     if "metric" in kinds:

@@ -25,6 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf.keras import model as keras_model
+from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.errors import LoweringError, ParityArgumentError
 from replica_engine.keras import replicate_model
 from replica_engine.keras.model import original_of
@@ -92,7 +93,7 @@ class _Check:
         self._settings = settings
         self._layers = LayerOutputs(model)
         self._left_out = dict(settings.left_out)
-        self._has_optimizer = getattr(model, "optimizer", None) is not None or not keras_model.has_keras_step(
+        self._has_optimizer = getattr(model, "optimizer", None) is not None or not keras_trainer.has_keras_step(
             model, "train_step"
         )
         self._has_loss = getattr(model, "compiled", False)
@@ -140,7 +141,9 @@ class _Check:
         if any(each.strategy in found for each in differences):
             try:
                 with self._part():
-                    causes = model_causes.found(self._model, self._even, self._settings.replicas, differences, limits)
+                    causes = model_causes.found(
+                        self._model, self._even, self._settings.replicas, differences, limits, self._equal(differences)
+                    )
             except Exception as error:  # a model with run_eagerly may not be traceable
                 notes.append(f"The search for known causes failed: {type(error).__name__}: {error}")
         return ParityReport(
@@ -277,6 +280,12 @@ class _Check:
                 "measured for losses and weights, and only the tolerance counts."
             )
 
+    def _equal(self, differences: Sequence[Difference]) -> set[str]:
+        """The layers whose outputs were compared and do not differ."""
+        layers = self._layers.layers
+        different = {layers[each.name].name for each in differences if each.name in layers}
+        return {layer.name for layer in layers.values()} - different
+
     def _unexplained(self, differences: Sequence[Difference], causes: Sequence[Cause]) -> Iterator[str]:
         """Notes for each strategy whose first differing layer has no known cause, while other layers have one."""
         named = {cause.name.split("/")[0] for cause in causes}
@@ -297,7 +306,7 @@ class _Check:
         model = self._model
         has_loss = model.loss is not None or bool(model.losses) if self._has_loss else False
         is_own = type(model).compute_loss is not keras.Model.compute_loss
-        is_own = is_own or not keras_model.has_keras_step(model, "test_step")
+        is_own = is_own or not keras_trainer.has_keras_step(model, "test_step")
         return self._has_loss and is_callable(self._model) and (has_loss or is_own)
 
     def _attributes(self) -> Attributes:
@@ -373,7 +382,7 @@ def _as_fit_does(array: Any) -> Any:
 def _check_targets(model: keras.Model, batch: Any) -> None:
     """Checks that there are targets for a loss given to `compile`; a custom step or loss may need none."""
     is_keras_loss = type(model).compute_loss is keras.Model.compute_loss
-    is_keras_step = all(keras_model.has_keras_step(model, name) for name in ("train_step", "test_step"))
+    is_keras_step = all(keras_trainer.has_keras_step(model, name) for name in ("train_step", "test_step"))
     has_loss = getattr(model, "compiled", False) and getattr(model, "loss", None) is not None
     if batch[1] is None and has_loss and is_keras_loss and is_keras_step:
         raise ParityArgumentError.no_targets(model.name)
