@@ -1,7 +1,7 @@
 """Makes the exceptions of a run show the user's lines.
 
 The tracebacks contain the user's frames, without the frames of this library and TensorFlow between them. If AutoGraph
-converted the function, the frames show the generated code, and a note shows the lines that the user wrote.
+converted the function, a note shows the lines that the user wrote, in place of the frames of the generated code.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ def shortened(error: E) -> E:
         return error
     frames = []
     frame = error.__traceback__
+    in_note = autograph.has_users_lines(error)
     while frame is not None:
-        if not is_internal(frame.tb_frame.f_code.co_filename):
+        file = frame.tb_frame.f_code.co_filename
+        if not is_internal(file) and not (in_note and autograph.is_generated(file)):
             frames.append(frame)
         frame = frame.tb_next
     traceback: TracebackType | None = None

@@ -1,5 +1,6 @@
 """Whose frames a traceback shows."""
 
+import sys
 import traceback
 
 import pytest
@@ -32,6 +33,19 @@ def test_the_users_frames_follow_the_line_that_called_run(strategy):
     assert names[-2:] == ["step", "fails_below"]
     assert names == ["test_the_users_frames_follow_the_line_that_called_run", "run", "step", "fails_below"]
     assert sum("tensorflow" in file for file in files_of(caught.value)) == 0
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not show notes, and so shows generated code")
+def test_a_note_takes_the_place_of_generated_code(strategy):
+    def step():
+        fails_below()
+
+    with pytest.raises(KeyError) as caught:
+        strategy.run(tf.function(step))
+    assert not any("autograph" in file for file in files_of(caught.value))
+    (note,) = (note for note in caught.value.__notes__ if note.startswith("in user code:"))
+    assert f'{__file__}", line {step.__code__.co_firstlineno + 1}, in step' in note
+    assert "in fails_below" in note
 
 
 def test_an_error_of_the_librarys_ends_at_the_call(strategy):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -130,6 +131,11 @@ def as_user_raised(error: E, is_internal: Callable[[str], bool]) -> E:
     with contextlib.suppress(Exception):  # AutoGraph will change an exception that takes no attributes
         original.ag_pass_through = True
     return original
+
+
+def has_users_lines(error: BaseException) -> bool:
+    """Whether a note of `as_user_raised` is shown with an exception; Python 3.10 shows no notes."""
+    return sys.version_info >= (3, 11) and any(note.startswith(_HEAD) for note in getattr(error, "__notes__", ()))
 
 
 class _Line(NamedTuple):
