@@ -7,10 +7,12 @@ flows into the results of a run that no tape could see.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import threading
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -27,6 +29,7 @@ from replica_engine.errors import (
 )
 
 _logger = logging.getLogger("replica_engine")
+_thread = threading.local()
 _told: weakref.WeakKeyDictionary[Any, set[Hashable]] = weakref.WeakKeyDictionary()
 
 
@@ -102,6 +105,29 @@ def note_write(written: dict[int, tuple[Any, int]], variable: Any, strategy: Any
     _, first = written.setdefault(id(variable), (variable, replica))
     if first != replica and "seed" not in name:  # a generator of random numbers may be shared
         warn_once(strategy, ("written", name), warn_shared_variable(name, here()))
+
+
+@contextlib.contextmanager
+def additions_noted() -> Iterator[dict[int, str]]:
+    """Inside, where one trace stands for all replicas, notes which variables they add to.
+
+    Yields:
+        By the id of a variable, the user's line that adds to it first. What merge functions add is not there.
+    """
+    before = getattr(_thread, "added", None)
+    added: dict[int, str] = {}
+    _thread.added = added
+    try:
+        yield added
+    finally:
+        _thread.added = before
+
+
+def note_addition(variable: Any) -> None:
+    """Notes that a variable is added to, on a thread that runs no replica."""
+    added = getattr(_thread, "added", None)
+    if added is not None and not tf.distribute.in_cross_replica_context():
+        added.setdefault(id(variable), here())
 
 
 def watch_results(strategy: tf.distribute.Strategy, results: Any) -> None:

@@ -13,7 +13,7 @@ import enum
 import functools
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -23,6 +23,7 @@ from replica_engine.pjrt.markers import HOST_CALL, PREFIX
 from replica_engine.xla.analysis.known_values import is_passed_on
 
 _EQUAL_EVERYWHERE = frozenset(("Shape", "ShapeN", "Size", "Rank", "TensorListLength", "ZerosLike", "OnesLike"))
+_ADDS = ("AssignAddVariableOp", "AssignSubVariableOp")
 _PARTS = ("reduce_scatter", "all_to_all", "collective_permute")  # each replica gets another part, even of equal values
 
 
@@ -73,10 +74,13 @@ class Differences:
     Attributes:
         conditions: the causes of the condition of each branch and loop, by the id of its op.
         variables: by the index of the input that is a variable's handle, the causes of the variable's value.
+        added: the indices of variables to which values are added that come from no collective and no variable. They
+            may be meant as the sum over the replicas, also if they are equal.
     """
 
     def __init__(self, graph: Any, of_input: Callable[[int], Cause], first_own: Callable[[int], int | None]):
         self.conditions: dict[int, Cause] = {}
+        self.added: set[int] = set()
         self._first_own = first_own
         self._needed_ops = functools.cache(host_ops.needed_ops)
         self.variables = {
@@ -88,6 +92,7 @@ class Differences:
         ]
         while True:  # what is assigned late in an iteration or in a branch is read early in the next
             before = dict(self.variables)
+            self.added.clear()
             self._run(graph, inputs, Cause.NONE)
             if self.variables == before:
                 return
@@ -98,9 +103,9 @@ class Differences:
         known = {id(inside): value for inside, value in zip(graph.inputs, inputs, strict=False)}
         for op in self._needed_ops(graph):
             if not op.outputs or id(op.outputs[0]) not in known:
-                given = [known.get(id(each), _Known(Cause.UNKNOWN)) for each in op.inputs]
+                given = [known.get(id(each), _UNKNOWN) for each in op.inputs]
                 known.update(zip(map(id, op.outputs), self._visit(op, given, around), strict=False))
-        return [known.get(id(output), _Known(Cause.UNKNOWN)) for output in graph.outputs]
+        return [known.get(id(output), _UNKNOWN) for output in graph.outputs]
 
     def _visit(self, op: tf.Operation, given: list[_Known], around: Cause) -> Sequence[_Known]:
         functions = host_ops.functions_of(op)
@@ -115,8 +120,17 @@ class Differences:
         if xla_ops.marker_name(op) == HOST_CALL:
             return self._host_call(op, given)
         cause, variables = self._cause(op, given, around), _variables_of(given)
+        settled = any(each.settled for each in given)
+        if op.type in _ADDS and not settled:
+            self.added |= variables
+        settled |= bool(variables) or Collective.of(op) is not None
         # What was read from a variable is not the variable: an op that writes it elsewhere does not write this one.
-        return [_Known(cause, variables if each.dtype == tf.resource else frozenset()) for each in op.outputs]
+        return [
+            _Known(
+                cause, variables if each.dtype == tf.resource else frozenset(), settled and each.dtype != tf.resource
+            )
+            for each in op.outputs
+        ]
 
     def _branches(self, op: tf.Operation, functions: list[Any], given: list[_Known], around: Cause) -> Sequence[_Known]:
         cause = given[0].cause
@@ -125,8 +139,9 @@ class Differences:
         return [_joined([*values, _Known(cause)]) for values in zip(*columns, strict=False)]
 
     def _loop(self, op: tf.Operation, condition: Any, body: Any, given: list[_Known], around: Cause) -> list[_Known]:
-        values = given
+        values, added = given, set(self.added)
         while True:
+            self.added = set(added)  # what seemed so before all iterations were known does not count
             (test,) = self._run(condition, values, around)
             cause = test.cause
             after = self._run(body, values, around | cause)
@@ -165,31 +180,33 @@ class Differences:
         first_own = self._first_own(json.loads(xla_ops.marker_parameters(op))["index"])
         if first_own is not None:
             own = [index > first_own for index in range(len(op.outputs))]
-            return [_Known(Cause.OWN_DATA if each else Cause.UNKNOWN) for each in own]
-        return [_Known(_joined(given[1:]).cause | Cause.UNKNOWN)] * len(op.outputs)
+            return [_Known(Cause.OWN_DATA if each else Cause.UNKNOWN, settled=not each) for each in own]
+        return [_Known(_joined(given[1:]).cause | Cause.UNKNOWN, settled=True)] * len(op.outputs)
 
 
-class _Known:
-    """What is known of a tensor: its cause, and the indices of the variables whose handle it is."""
+class _Known(NamedTuple):
+    """What is known of a tensor.
 
-    __slots__ = ("cause", "variables")
+    Attributes:
+        cause: why it may differ.
+        variables: the indices of the variables whose handle it is.
+        settled: whether it comes from a collective, in which the replicas have agreed, or from a variable; True too if
+            that is not known.
+    """
 
-    def __init__(self, cause: Cause, variables: frozenset[int] = frozenset()):
-        self.cause = cause
-        self.variables = variables
+    cause: Cause
+    variables: frozenset[int] = frozenset()
+    settled: bool = False
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Known) and (self.cause, self.variables) == (other.cause, other.variables)
 
-    def __hash__(self) -> int:
-        return hash((self.cause, self.variables))
+_UNKNOWN = _Known(Cause.UNKNOWN, settled=True)
 
 
 def _joined(values: Sequence[_Known]) -> _Known:
     cause = Cause.NONE
     for value in values:
         cause |= value.cause
-    return _Known(cause, _variables_of(values))
+    return _Known(cause, _variables_of(values), any(value.settled for value in values))
 
 
 def _variables_of(values: Sequence[_Known]) -> frozenset[int]:

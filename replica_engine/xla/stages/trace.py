@@ -20,6 +20,7 @@ from replica_engine._tf import variables as variable_handles
 from replica_engine._tf.graphs import autograph, subgraphs, xla_ops
 from replica_engine.diagnostics.flight_record import Collective
 from replica_engine.diagnostics.op_lines import here
+from replica_engine.diagnostics.suspicions import additions_noted
 from replica_engine.diagnostics.tracebacks import as_raised
 from replica_engine.errors import (
     CoordinatorRow,
@@ -61,6 +62,7 @@ class Traced(BodyGraph):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
+        self.added: dict[int, str] = {}  # see `additions_noted`
         self._lock = threading.Lock()
 
     def lower(self, shapes: Sequence[Any] | None = None, captured: Sequence[Any] | None = None) -> Lowered:
@@ -176,7 +178,8 @@ def _trace_once(
 
     try:
         # In a copy of the context: a context variable that the function sets is set only inside the body.
-        graph = contextvars.copy_context().run(xla_ops.trace, source.name, flat, specs)
+        with additions_noted() as added:
+            graph = contextvars.copy_context().run(xla_ops.trace, source.name, flat, specs)
     except Exception as error:
         failure = as_raised(error)
     else:
@@ -184,6 +187,7 @@ def _trace_once(
             closure.settle()
         kept = [variable for variable, _ in created]
         traced = Traced(source.name, graph, body, arguments, outputs[-1], host_calls, collectives, source.fn, kept)
+        traced.added = added
         return traced, created
     raise failure
 
@@ -217,7 +221,11 @@ def _check_meetings(traced: Traced, arguments: Arguments) -> None:
 def _check_plain_variables(
     traced: Traced, cause: Callable[[int], Cause], first_own: Callable[[int], int | None]
 ) -> None:
-    """Warns of plain variables to which the replicas write values that may differ: only one of the values stays."""
+    """Warns of plain variables that the replicas write, of whose writes one stays.
+
+    That is what the user wants if all write what a collective gave them. If their values may differ, or if they add
+    something of their own, such as a number of samples, the rest is lost.
+    """
     plain = {}
     for variable in traced.graph.variables:
         if HostVariable.device_value(variable) is None:  # TensorFlow's `value_container` would ask for its handle
@@ -231,12 +239,14 @@ def _check_plain_variables(
     }
     if not indices:
         return
-    written = Differences(traced.graph, cause, first_own).variables
+    differences = Differences(traced.graph, cause, first_own)
     for index, variable in indices.items():
-        name = variable.name.removesuffix(":0")
-        if written[index] & (Cause.REPLICA_ID | Cause.OWN_DATA) and name not in traced.body.told:
+        name, where = variable.name.removesuffix(":0"), traced.added.get(id(variable))
+        differs = differences.variables[index] & (Cause.REPLICA_ID | Cause.OWN_DATA)
+        adds = where is not None and index in differences.added and "seed" not in name
+        if (differs or adds) and name not in traced.body.told:
             traced.body.told.add(name)
-            _logger.warning(warn_shared_variable(name, ""))
+            _logger.warning(warn_shared_variable(name, where or ""))
 
 
 @contextlib.contextmanager
