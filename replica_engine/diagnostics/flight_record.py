@@ -113,7 +113,8 @@ class SyncPointRecord:
 
     def __str__(self) -> str:
         of = "" if self.worker is None else f"worker {self.worker}, "
-        return f"{of}replica {self.replica} of {self.size} ({self.device}): {self.text}"
+        waited = "" if self.waited is None or self.left is None else f", waited {self.waited:.3g} s"
+        return f"{of}replica {self.replica} of {self.size} ({self.device}): {self.text}{waited}"
 
     @property
     def text(self) -> str:
@@ -126,7 +127,10 @@ class SyncPointRecord:
 
 
 class SyncPoints(list[SyncPointRecord]):
-    """A list of records that a notebook shows as a table."""
+    """A list of records that prints one in a line, and that a notebook shows as a table."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
 
     def _repr_html_(self) -> str:
         columns = ("replica", "device", "run", "number", "sync point", "where", "tensors", "waited", "merge")

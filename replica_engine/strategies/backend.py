@@ -29,8 +29,9 @@ from replica_engine.diagnostics.tracebacks import shortened
 from replica_engine.engine import current_replica
 from replica_engine.errors import ScopeError
 from replica_engine.strategies import accumulation, models
+from replica_engine.strategies.devices import described
 from replica_engine.strategies.validation import check_call, checked_reduction
-from replica_engine.threads.call import ReplicaOptions, call_for_each_replica, sync_points
+from replica_engine.threads.call import ReplicaOptions, call_for_each_replica, short_name, sync_points
 
 R = TypeVar("R")
 Arguments: TypeAlias = "Sequence[Any] | tf.distribute.DistributedValues"
@@ -108,6 +109,9 @@ class OnReplicaThreads:
     """The strategy half for an extended half with `ReplicaThreads`. Put it before a class of `tf.distribute`."""
 
     extended: Any
+
+    def __repr__(self) -> str:
+        return described(self, [*map(short_name, self.extended.worker_devices)])
 
     @overload
     def run(

@@ -12,6 +12,7 @@ from replica_engine.errors import DeviceError
 from replica_engine.threads.call import short_name
 
 LOCAL_JOBS = (None, "localhost")
+_MOST_NAMED = 4
 
 
 def resolve_devices(devices: Sequence[str | tf.config.LogicalDevice] | None) -> list[str] | None:
@@ -42,6 +43,19 @@ def resolve_devices(devices: Sequence[str | tf.config.LogicalDevice] | None) -> 
     if eager:  # In a tf.compat.v1 program the session decides which devices exist.
         _check_exist(names, kinds[0])
     return names
+
+
+def described(strategy: tf.distribute.Strategy, devices: Sequence[str]) -> str:
+    """A strategy in one line: "MirroredStrategy(2 replicas: CPU:0, CPU:1)".
+
+    Args:
+        strategy: the strategy.
+        devices: the short names of the devices of this process.
+    """
+    size = strategy.num_replicas_in_sync
+    named = [*devices[: _MOST_NAMED - 2], "...", devices[-1]] if len(devices) > _MOST_NAMED else devices
+    here = "" if len(devices) == size else ", on this worker"
+    return f"{type(strategy).__name__}({size} replica{'' if size == 1 else 's'}{here}: {', '.join(named)})"
 
 
 def _listed(devices: object) -> list[Any]:

@@ -2,7 +2,9 @@
 
 import pytest
 import tensorflow as tf
+from helpers.devices import DEVICES
 
+from replica_engine import MirroredStrategy
 from replica_engine.strategies.backend import Backend, backend_of, compiles
 
 
@@ -25,6 +27,11 @@ def test_every_strategy_fulfils_the_contract(strategy):
 
 
 @pytest.mark.replicas(2)
+def test_a_strategy_prints_with_its_devices(strategy):
+    assert repr(strategy) == f"{type(strategy).__name__}(2 replicas: CPU:0, CPU:1)"
+
+
+@pytest.mark.replicas(2)
 def test_a_variable_that_follows_the_devices_says_how(strategy):
     with strategy.scope():
         variable = tf.Variable(1.0, aggregation=tf.VariableAggregation.SUM)
@@ -39,6 +46,12 @@ def test_a_variable_that_follows_the_devices_says_how(strategy):
         side.attach()
         strategy.run(lambda: variable.assign_add(tf.constant(1.0)))
         assert float(plain) == 5.0
+
+
+def test_of_many_devices_the_first_ones_and_the_last_are_printed():
+    many = MirroredStrategy(DEVICES[:8])
+    assert repr(many) == "MirroredStrategy(8 replicas: CPU:0, CPU:1, ..., CPU:7)"
+    assert repr(MirroredStrategy(["CPU:0"])) == "MirroredStrategy(1 replica: CPU:0)"
 
 
 def test_a_strategy_of_tensorflow_has_no_backend_of_this_library():

@@ -54,7 +54,9 @@ def test_each_replica_has_its_last_ones_in_order(strategy):
             assert point.waited is None or point.waited >= 0
             assert point.merge is None or point.merge >= 0
             assert str(point).startswith(f"replica {replica} of {size} (CPU:{replica}): all_reduce at ")
+            assert ("bytes, waited " in str(point)) == (point.waited is not None)
             assert not point.traced
+    assert str(found).split("\n") == [str(point) for point in found]
 
 
 def test_the_record_is_bounded(strategy):

@@ -23,6 +23,7 @@ from replica_engine.process import pool
 from replica_engine.process.fork import check_not_forked
 from replica_engine.strategies import accumulation, models
 from replica_engine.strategies.backend import Arguments, HostSide, Keywords, R, has_backend
+from replica_engine.strategies.devices import described
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.multi_worker.saving import let_the_chief_write
 from replica_engine.strategies.reductions import Reductions
@@ -348,6 +349,9 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
         extended.steps_per_run = steps
         tf.distribute.Strategy.__init__(self, extended)
         self._resolver = tpu_cluster_resolver
+
+    def __repr__(self) -> str:
+        return described(self, self.extended.device_group.names)
 
     def scope(self) -> Any:
         """Like the scope of every strategy. Keras models built in it run `steps_per_execution` steps in one launch."""
