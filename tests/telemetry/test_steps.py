@@ -86,6 +86,23 @@ def test_the_picture_has_a_title_marks_for_steps_and_names_the_straggler(recorde
     assert drawn.count("#c0392b") == 2  # the replica's name and the band behind its track
 
 
+def test_the_replica_whose_host_calls_take_longest_is_named(tmp_path, capsys):
+    """A launch is over long before its program, of which both replicas have a span of the same length."""
+    written = []
+    for step in range(4):
+        begin = float(step)
+        written.append(Span(Track("TPUStrategy", "launch", order=-2), "step", "launch", begin, begin + 0.01, None))
+        for replica, (name, seconds) in enumerate(zip(NAMES, (0.02, 0.5), strict=True)):
+            track = Track("TPUStrategy", name, 1, replica + 1)
+            written.append(Span(track, "step", "run", begin, begin + 0.9, None))
+            written.append(Span(track, "look", "host call", begin + 0.3, begin + 0.3 + seconds, None))
+    path = tmp_path / "run.json"
+    write(str(path), written, 0.0, 4.0, 0)
+    out = shown(capsys, path, "--output", tmp_path / "run.svg")
+    assert f"slowest: {NAMES[1]}: its host calls take 500 ms in a step, 25.0 times as long as the others" in out
+    assert "(median of 3 steps)" in out
+
+
 def test_a_run_inside_a_merge_is_part_of_the_step(tmp_path):
     track = Track("MirroredStrategy", "coordinator (MainThread)")
     inside = [Span(track, "run", "waiting", begin, end, None) for begin, end in ((0.4, 0.6), (0.0, 1.0), (2.0, 3.0))]

@@ -94,7 +94,8 @@ def _stragglers(timeline: Timeline, begin: float, end: float) -> dict[str, steps
     found = {}
     for group in dict.fromkeys(track.group for track in part.tracks if track.is_replica):
         replicas = by_replica([track for track in part.tracks if track.group == group])
-        found[group] = steps.straggler(replicas, steps.compared(timeline, group, begin, end))
+        of_steps = steps.compared(timeline, group, begin, end)
+        found[group] = steps.straggler(replicas, of_steps, steps.is_compiled(timeline, group))
     return found
 
 
@@ -111,7 +112,7 @@ def _title(
         number = sum(start < end and stop > begin for start, stop in steps.steps_of(timeline, group))
         line = f"{group}, {number} {'step' if number == 1 else 'steps'} in {steps.shown(end - begin)}"
         if group in stragglers:
-            line += f". Slowest: {stragglers[group] or 'none, the replicas work equally long'}"
+            line += f". Slowest: {stragglers[group] or steps.nobody(steps.is_compiled(timeline, group))}"
         lines.append(line)
     return lines
 

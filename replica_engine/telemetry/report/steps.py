@@ -10,10 +10,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+from collections.abc import Sequence
 
 from replica_engine.telemetry.report.spans import DrawnSpan, DrawnTrack, Timeline
 
 WORK = ("run", "host call")
+ON_HOST = ("host call",)  # of a compiled program: all replicas are in it from its launch to its end
 NOISE = 0.05  # of the others' work and of a replica's share of the step: a smaller difference is nobody's fault
 
 
@@ -26,26 +28,30 @@ class Straggler:
         seconds: how long it works in a step, the median over `steps`.
         others: the same for the other replicas, on average.
         steps: how many steps were compared.
+        does: what it does for so long.
     """
 
     name: str
     seconds: float
     others: float
     steps: int
+    does: str = "it works"
 
     def __str__(self) -> str:
         times = f", {self.seconds / self.others:.1f} times as long as the others" if self.others else ""
-        return f"{self.name}: it works {shown(self.seconds)} in a step{times} ({counted(self.steps)})"
+        return f"{self.name}: {self.does} {shown(self.seconds)} in a step{times} ({counted(self.steps)})"
 
 
 def steps_of(timeline: Timeline, group: str) -> list[tuple[float, float]]:
     """The steps of a group of tracks, as (begin, end) in seconds of the recording, in order."""
     tracks = [track for track in timeline.tracks if track.group == group]
-    runs = [span for track in tracks if track.name.startswith("coordinator") for span in track.spans if _is_run(span)]
-    spans = runs or [span for track in tracks for span in track.spans if span.kind == "launch"]
+    runs = _runs(tracks)
+    # A launch is over before its program is, of which each replica has a span.
+    spans = runs or [span for track in tracks if track.is_replica for span in track.spans if span.kind == "run"]
     found: list[tuple[float, float]] = []
     for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
-        if not found or span.end > found[-1][1]:  # not a run inside a merge of another one
+        middle = (span.begin + span.end) / 2  # not an end: times in files are rounded
+        if not found or middle > found[-1][1]:  # not a run inside a merge, nor the same one on another replica
             found.append((span.begin, span.end))
     return found
 
@@ -56,23 +62,36 @@ def compared(timeline: Timeline, group: str, begin: float = 0.0, end: float = ma
     return [step for step in every[1:] or every if step[0] >= begin and step[1] <= end]
 
 
-def straggler(replicas: list[DrawnTrack], steps: list[tuple[float, float]]) -> Straggler | None:
+def is_compiled(timeline: Timeline, group: str) -> bool:
+    """Whether the replicas of a group run one program, so that no thread calls them."""
+    return not _runs([track for track in timeline.tracks if track.group == group])
+
+
+def straggler(replicas: list[DrawnTrack], steps: list[tuple[float, float]], compiled: bool = False) -> Straggler | None:
     """The replica that works longest in the median step; None if no replica stands out.
 
     Args:
         replicas: one track for each replica.
         steps: the steps to compare, in order and apart from each other.
+        compiled: see `is_compiled`; then their host calls are compared.
     """
     if len(replicas) < 2 or not steps:
         return None
-    work = [_work(track, steps) for track in replicas]
+    work = [_work(track, steps, ON_HOST if compiled else WORK) for track in replicas]
     medians = [statistics.median(each) for each in work]
     most = max(range(len(replicas)), key=lambda index: medians[index])
     others = statistics.mean(median for index, median in enumerate(medians) if index != most)
-    share = statistics.median(end - begin for begin, end in steps) / len(replicas)
+    step = statistics.median(end - begin for begin, end in steps)
+    share = step if compiled else step / len(replicas)  # replicas on threads take turns
     if medians[most] - others <= NOISE * max(others, share):
         return None
-    return Straggler(replicas[most].name, medians[most], others, len(steps))
+    does = "its host calls take" if compiled else "it works"
+    return Straggler(replicas[most].name, medians[most], others, len(steps), does)
+
+
+def nobody(compiled: bool) -> str:
+    """The words for a group without a straggler."""
+    return f"none, {'their host calls take' if compiled else 'the replicas work'} equally long"
 
 
 def counted(steps: int) -> str:
@@ -85,18 +104,20 @@ def shown(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
-def _is_run(span: DrawnSpan) -> bool:
-    return span.name == "run" and span.kind == "waiting"
+def _runs(tracks: list[DrawnTrack]) -> list[DrawnSpan]:
+    """The calls of `run`, as the threads see them that made them."""
+    calling = [track for track in tracks if track.name.startswith("coordinator")]
+    return [span for track in calling for span in track.spans if span.name == "run" and span.kind == "waiting"]
 
 
-def _work(track: DrawnTrack, steps: list[tuple[float, float]]) -> list[float]:
-    """For each step the seconds that the replica worked in it."""
+def _work(track: DrawnTrack, steps: list[tuple[float, float]], kinds: Sequence[str]) -> list[float]:
+    """For each step the seconds that the replica worked in it, in spans of some kinds."""
     total = [0.0] * len(steps)
     at = 0
     for span in sorted(track.spans, key=lambda span: span.begin):
-        middle = (span.begin + span.end) / 2  # not an end: times in files are rounded
+        middle = (span.begin + span.end) / 2
         while at < len(steps) and steps[at][1] <= middle:
             at += 1
-        if span.kind in WORK and at < len(steps) and middle > steps[at][0]:
+        if span.kind in kinds and at < len(steps) and middle > steps[at][0]:
             total[at] += span.own
     return total
