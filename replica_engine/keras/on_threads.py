@@ -14,6 +14,7 @@ from replica_engine._tf.keras import model as keras_model
 from replica_engine.keras.compiling import compiling
 from replica_engine.keras.shard import Shard
 from replica_engine.keras.steps import run_step
+from replica_engine.threads.call import function_watched
 from replica_engine.values import samples
 from replica_engine.values.regroup import regroup
 
@@ -67,7 +68,8 @@ class OnThreads:
         general = samples.generalized(batch)
         kind = (key, samples.described(batch))
         if kind in self._traced:
-            return compiled(batch)
+            with function_watched(self._strategy, name):
+                return compiled(batch)
         what = f"{name} of {self._model.name!r} for {self._size} replicas, batches of {samples.described(batch)}"
         with compiling(what):
             # The graph takes any number of samples, so the last batch of a dataset needs no other graph.

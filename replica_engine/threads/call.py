@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -95,7 +95,9 @@ def call_for_each_replica(
         args, kwargs = spread(args, size, "args"), spread(kwargs, size, "kwargs")
     with quick_scopes.in_scope(strategy):
         if function.is_tf_function(fn) and not _collectives_inside_xla(strategy, fn):
-            with _function_watched(strategy, getattr(fn, "__name__", "a function")):
+            name, thread = getattr(fn, "__name__", "a function"), threading.current_thread()
+            track = Track(type(strategy).__name__, f"coordinator ({thread.name})", thread.ident or 0)
+            with function_watched(strategy, name), timeline.span(track, name, "launch"):
                 return lift(strategy, fn, call_for_each_replica)(*args, **kwargs)
         if not tf.executing_eagerly():
             fn = autograph.convert(fn)
@@ -202,8 +204,7 @@ def _check_compiled(graph: Any, devices: Sequence[str], source: Any) -> None:
         raise ScopeError.compiled_for_one_device(_described(source), len(devices))
 
 
-@contextlib.contextmanager
-def _function_watched(strategy: tf.distribute.Strategy, name: str) -> Iterator[None]:
+def function_watched(strategy: tf.distribute.Strategy, name: str) -> Watch:
     """Watches a call of a `tf.function`, because the engine observes the function only while it is traced."""
     thread = threading.current_thread()
 
@@ -211,9 +212,7 @@ def _function_watched(strategy: tf.distribute.Strategy, name: str) -> Iterator[N
         row = CoordinatorRow(thread.name, "in the tf.function", seconds, stack_of(thread.ident))
         return slow_function(name, seconds, row)
 
-    track = Track(type(strategy).__name__, f"coordinator ({thread.name})", thread.ident or 0)
-    with Watch(describe, _options(strategy).warn_after), timeline.span(track, name, "launch"):
-        yield
+    return Watch(describe, _options(strategy).warn_after)
 
 
 def _graph_optimizer(devices: Sequence[str]) -> str:

@@ -77,6 +77,36 @@ def test_compile_frozen_layers_and_another_optimizer_are_noticed(both):
     assert all(np.array_equal(one, other) for one, other in zip(before, original.get_weights(), strict=True))
 
 
+def test_a_traced_step_that_does_not_come_back_is_warned_of(caplog):
+    """The engine sees a step on threads only while it is traced."""
+    told = threading.Event()
+    slow = threading.Event()
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            if "The tf.function `test_step` has not returned" in record.getMessage():
+                told.set()
+
+    def wait(x):
+        return x if not slow.is_set() or told.wait(60) else np.full_like(x, np.nan)
+
+    class Waits(keras.layers.Layer):
+        def call(self, x):
+            return tf.ensure_shape(tf.numpy_function(wait, [x], tf.float32), x.shape)
+
+    strategy = replica_engine.MirroredStrategy(["CPU:0", "CPU:1"], warn_after=0.05)
+    model = replicate_model(small(Waits()), strategy=strategy)
+    model.test_on_batch(X[:8], X[:8, :1])
+    logger = logging.getLogger("replica_engine")
+    logger.addHandler(handler := Handler())
+    try:
+        slow.set()
+        model.test_on_batch(X[:8], X[:8, :1])
+    finally:
+        logger.removeHandler(handler)
+    assert told.is_set()
+
+
 def test_a_long_compilation_says_that_it_goes_on(both, caplog, monkeypatch):
     """The layer is traced until somebody has been told that it takes long."""
     told = threading.Event()
