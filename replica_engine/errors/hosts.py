@@ -398,6 +398,11 @@ def where_workers_are(rows: Iterable[WorkerRow]) -> str:
     return f"The workers of the job:\n{table}"
 
 
+def lost_of(error: WorkerLostError) -> str:
+    """What a worker prints of the loss of another one, where `replica-engine launch` prints the rest at the end."""
+    return f"worker {error.worker} ({error.host}, pid {error.pid}) is lost; `replica-engine launch` says below how"
+
+
 def workers(indices: Iterable[int]) -> str:
     """Workers in words, with ranges: "worker 1", "workers 0, 3-7"."""
     every = sorted(indices)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
+import traceback
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 from replica_engine import errors
-from replica_engine.errors import ReplicaEngineError, WorkerRow
+from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow
+from replica_engine.errors.hosts import lost_of
 
 _WORDINGS = {
     "WorkerLostError": ("killed", "exited", "vanished", "raised", "left", "silent", "no_coordinator"),
@@ -17,6 +22,8 @@ _WORDINGS = {
     "ClusterConfigError": ("other_size", "taken"),
 }
 """What may arrive: nothing else is called because a message names it."""
+
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +71,21 @@ class Failure:
         owner, _, name = self.wording.partition(".")
         error: ReplicaEngineError = getattr(getattr(errors, owner), name)(*self.arguments)
         return error
+
+
+def print_place(error: BaseException, trace: TracebackType | None) -> bool:
+    """Prints where the loss of another worker ended this process, but not its cause, which the launcher prints once.
+
+    Returns:
+        Whether it was the loss of a worker; nothing is printed for another exception.
+    """
+    if not isinstance(error, WorkerLostError) or error.worker is None:
+        return False
+    frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(_OURS)]
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames)]
+    notes = [f"{note}\n" for note in getattr(error, "__notes__", ())]
+    sys.stderr.write("".join([*lines, f"{type(error).__module__}.{type(error).__name__}: {lost_of(error)}\n", *notes]))
+    return True
 
 
 def _as_json(value: Any) -> Any:

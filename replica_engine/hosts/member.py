@@ -36,7 +36,7 @@ from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow
 from replica_engine.errors.base import in_words
 from replica_engine.hosts import wire
 from replica_engine.hosts.clock import ClockComparison, ClockOffset
-from replica_engine.hosts.failure import Failure
+from replica_engine.hosts.failure import Failure, print_place
 from replica_engine.hosts.launch_log import COMPILE, END, LAUNCH, WAIT, Program, entry, packed
 from replica_engine.hosts.wire import BadMessageError, Lines, Message
 from replica_engine.telemetry import timeline
@@ -375,6 +375,8 @@ class Member:
             if self._process == os.getpid():
                 self.tell_exception(error)
                 self.close()
+                if self._launched_by_us and before is sys.__excepthook__ and print_place(error, trace):
+                    return
             before(kind, error, trace)
 
         self._hook = sys.excepthook = hook

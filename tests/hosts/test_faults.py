@@ -1,6 +1,7 @@
 """What the others get when something happens to a worker: real processes, the first worker or another as victim."""
 
 import signal
+import sys
 
 import psutil
 import pytest
@@ -297,11 +298,13 @@ def test_a_port_that_is_taken():
 def test_a_failed_worker_leaves_with_its_own_status():
     """An error of the job that nobody catches is status 1, and the exit does not hang."""
     with job() as made:
-        process = made.start(1, "member.failed.wait(); member.check()")
+        process = made.start(1, "member.failed.wait(); member.check()", REPLICA_ENGINE_LAUNCHED="")
         made.join(0).tell_exception(ValueError("here"))
         _, printed = process.communicate(timeout=LONG)
     assert process.returncode == 1
     assert "has raised ValueError: here" in printed
+    if sys.version_info >= (3, 11):  # which prints notes
+        assert "\nstart all workers again from the last checkpoint; `replica-engine launch --max-" in printed
 
 
 def test_a_forked_child_neither_says_goodbye_nor_keeps_the_connection():

@@ -115,8 +115,10 @@ def test_the_first_failure_is_the_exit_status_and_printed_last(script, fails, st
     assert before.endswith("Start all workers again from the last checkpoint; `--max-restarts 1` does so by itself.")
     assert result.stderr.count("does so by itself") == 1
     assert last == f"replica-engine launch: exit status {status}"
+    assert result.stderr.count(text) == 1, "the cause, once"
     for other in {0, 1, 2} - {victim}:
-        assert f"[worker {other}] replica_engine.errors.WorkerLostError: worker {victim} of 3" in result.stderr
+        assert f"[worker {other}] replica_engine.errors.WorkerLostError: worker {victim} (" in result.stderr
+        assert f"[worker {other}]   File " in result.stderr
 
 
 def test_the_last_lines_of_the_first_failure_are_printed_again(script):

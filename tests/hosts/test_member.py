@@ -170,7 +170,7 @@ def test_two_threads_wait_at_a_time():
 
 def test_a_block_says_goodbye_or_why_not():
     with job() as made:
-        process = made.start(1, "member.failed.wait(); member.check()")
+        process = made.start(1, "member.failed.wait(); member.check()", REPLICA_ENGINE_LAUNCHED="")
 
         def use():
             with made.join(0) as member:

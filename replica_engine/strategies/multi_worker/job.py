@@ -62,7 +62,8 @@ class Job:
     def begin(self) -> None:
         """From now on a failure of the job ends all collectives; called when TensorFlow's server runs."""
         collectives.explain_failures(self._explain)
-        self.member.on_failure(lambda error: collectives.abort(str(error)))
+        # TensorFlow logs the text several times; the exception says the rest once.
+        self.member.on_failure(lambda error: collectives.abort(f"the job has failed: {type(error).__name__}"))
 
     def _explain(self, code: int, message: str) -> ReplicaEngineError | None:
         """The failure of the job that is the cause of an error of TensorFlow; None if there is none."""
