@@ -25,10 +25,12 @@ class Observer:
         name: the name under which timelines show the run, such as the name of the strategy.
         coordinator: the thread that called `run`.
         began: when the run began, in seconds of `time.perf_counter`, as are all times in this class.
+        traces: whether the run is drawn as a trace.
     """
 
-    def __init__(self, name: str, coordinator: threading.Thread, began: float):
+    def __init__(self, name: str, coordinator: threading.Thread, began: float, traces: bool = False):
         self._name = name
+        self._what = "trace" if traces else "run"
         self._began = began
         self._coordinator = Track(name, f"coordinator ({coordinator.name})", coordinator.ident or 0, 0)
 
@@ -76,4 +78,4 @@ class Observer:
         now = time.perf_counter()
         for track, since in replicas:
             timeline.add(track, "waiting for the end of the run", "waiting", since, now)
-        timeline.add(self._coordinator, "run", "waiting", self._began, now, {"replicas": len(replicas)})
+        timeline.add(self._coordinator, self._what, "waiting", self._began, now, {"replicas": len(replicas)})

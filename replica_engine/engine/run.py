@@ -100,6 +100,7 @@ class Run:
         timeout: seconds that a replica may take to reach its next sync point, or a merge to end; None waits for ever.
         warn_after: seconds without progress until a warning, which is repeated after each further period of that
             length; None takes the process-wide default.
+        traces: whether the bodies only trace what runs later, so that timelines do not take the run for a step.
 
     Attributes:
         coordinator: the thread that called `run`.
@@ -123,6 +124,7 @@ class Run:
         builds: Callable[[], bool] | None = None,
         timeout: float | None = None,
         warn_after: float | None = None,
+        traces: bool = False,
     ):
         self.coordinator = threading.current_thread()
         self.given_up = False
@@ -130,7 +132,7 @@ class Run:
         self.number = self.record.new_run()
         self.began = time.perf_counter()
         recorded = timeline.recording()
-        self.observer = Observer(group.name, self.coordinator, self.began) if recorded else None
+        self.observer = Observer(group.name, self.coordinator, self.began, traces) if recorded else None
         self.merged = (0.0, 0.0)
         self.replicas = [
             Replica(self, index, device, thread)

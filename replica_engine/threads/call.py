@@ -178,6 +178,7 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
             builds=None if source in known else lambda: variables.any,
             timeout=options.timeout,
             warn_after=options.warn_after,
+            traces=not state.eager,
         )
         try:
             results = regroup(run(), what=f"The results of {_described(source)}")

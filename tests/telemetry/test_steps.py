@@ -48,8 +48,17 @@ def test_one_slow_step_does_not_make_a_straggler(recorded, capsys):
     assert "slowest: none, the replicas work equally long (median of 6 steps)" in shown(capsys, path)
 
 
+def test_who_traces_longest_is_no_straggler(tmp_path, capsys):
+    """All that is recorded of a `tf.function` around `run`, and of `fit`, is that it is traced."""
+    written = [Span(Track("MirroredStrategy", "coordinator (MainThread)"), "trace", "waiting", 0.0, 1.0, None)]
+    for name, begin, end in zip(NAMES, (0.0, 0.8), (0.8, 1.0), strict=True):
+        written.append(Span(Track("MirroredStrategy", name, 1), "run", "run", begin, end, None))
+    path = tmp_path / "run.json"
+    write(str(path), written * 2, 0.0, 1.0, 0)
+    assert "slowest: not known, there is no whole step in this time; of a tf.function only" in shown(capsys, path)
+
+
 def test_one_step_alone_is_said_to_be_little_to_judge_by(recorded, capsys):
-    """All that is recorded of a `tf.function` around `run` is that it is traced."""
     assert "of one step; a first step traces and compiles, so record more" in shown(capsys, recorded([(0.5, 0.1)]))
 
 

@@ -53,7 +53,7 @@ def _slowest(replicas: list[DrawnTrack], of_steps: list[tuple[float, float]], co
     if len(replicas) < 2:
         return []
     if not of_steps:
-        return ["  slowest: not known, there is no whole step in this time"]
+        return [f"  slowest: not known, {steps.NO_STEP}"]
     found = steps.straggler(replicas, of_steps, compiled)
     return [f"  slowest: {found or f'{steps.nobody(compiled)} ({steps.counted(len(of_steps))})'}"]
 

@@ -1,8 +1,9 @@
 """The steps of a recording, how long each replica worked in them, and which replica is the straggler.
 
-A step is one `run`, from beginning to end, as the thread that called it saw it; where replicas have no threads of their
-own, a step is one launch. Steps are compared, and not sums over the recording: the first step traces, compiles and
-makes variables, which may take longer than all that follow, and mostly falls on one replica.
+A step is one eager `run`, from beginning to end, as the thread that called it saw it; where replicas have no threads of
+their own, a step is one program, from its launch to its end. Steps are compared, and not sums over the recording: the
+first step traces, compiles and makes variables, which may take longer than all that follow, and mostly falls on one
+replica.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from collections.abc import Sequence
 from replica_engine.telemetry.report.spans import DrawnSpan, DrawnTrack, Timeline
 
 WORK = ("run", "host call")
+NO_STEP = "there is no whole step in this time; of a tf.function only the tracing is seen, so record eager steps"
 ON_HOST = ("host call",)  # of a compiled program: all replicas are in it from its launch to its end
+_RUNS = ("run", "trace")
 NOISE = 0.05  # of the others' work and of a replica's share of the step: a smaller difference is nobody's fault
 
 
@@ -45,9 +48,11 @@ class Straggler:
 def steps_of(timeline: Timeline, group: str) -> list[tuple[float, float]]:
     """The steps of a group of tracks, as (begin, end) in seconds of the recording, in order."""
     tracks = [track for track in timeline.tracks if track.group == group]
-    runs = _runs(tracks)
-    # A launch is over before its program is, of which each replica has a span.
-    spans = runs or [span for track in tracks if track.is_replica for span in track.spans if span.kind == "run"]
+    if is_compiled(timeline, group):
+        # A launch is over before its program is, of which each replica has a span.
+        spans = [span for track in tracks if track.is_replica for span in track.spans if span.kind == "run"]
+    else:
+        spans = [span for span in _runs(tracks) if span.name == "run"]
     found: list[tuple[float, float]] = []
     for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
         middle = (span.begin + span.end) / 2  # not an end: times in files are rounded
@@ -105,9 +110,9 @@ def shown(seconds: float) -> str:
 
 
 def _runs(tracks: list[DrawnTrack]) -> list[DrawnSpan]:
-    """The calls of `run`, as the threads see them that made them."""
+    """The calls of `run`, as the threads see them that made them; also those that only traced a `tf.function`."""
     calling = [track for track in tracks if track.name.startswith("coordinator")]
-    return [span for track in calling for span in track.spans if span.name == "run" and span.kind == "waiting"]
+    return [span for track in calling for span in track.spans if span.name in _RUNS and span.kind == "waiting"]
 
 
 def _work(track: DrawnTrack, steps: list[tuple[float, float]], kinds: Sequence[str]) -> list[float]:
