@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -50,9 +51,10 @@ def described(strategy: tf.distribute.Strategy, devices: Sequence[str]) -> str:
 
     Args:
         strategy: the strategy.
-        devices: the short names of the devices of this process.
+        devices: the devices of this process, as messages name them; of a worker: "worker:0/CPU:1", "worker 0, CPU:1".
     """
     size = strategy.num_replicas_in_sync
+    devices = [re.split(r"/|, ", device)[-1] for device in devices]
     named = [*devices[: _MOST_NAMED - 2], "...", devices[-1]] if len(devices) > _MOST_NAMED else devices
     here = "" if len(devices) == size else ", on this worker"
     return f"{type(strategy).__name__}({size} replica{'' if size == 1 else 's'}{here}: {', '.join(named)})"

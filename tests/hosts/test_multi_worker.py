@@ -26,7 +26,7 @@ with strategy.scope():
         0.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM, trainable=False
     )
 found["replicas"] = strategy.num_replicas_in_sync
-found["hosts"] = getattr(strategy, "num_hosts", None)
+found["hosts"] = getattr(strategy, "num_hosts", None), repr(strategy).partition("(")[2]
 found["first"] = w.numpy().tolist()
 
 
@@ -102,7 +102,9 @@ def test_two_workers_of_two_replicas_equal_one_of_four(programs):
     with job() as made:
         first, second = outputs(programs, made, LOOP, local=2)
     reference = alone(programs, LOOP, 4)
-    assert (first.pop("hosts"), second.pop("hosts"), reference.pop("hosts")) == (2, 2, None)
+    here = "4 replicas, on this worker: CPU:0, CPU:1)"
+    assert (first.pop("hosts"), second.pop("hosts")) == ([2, here], [2, here])
+    assert reference.pop("hosts") == [None, "4 replicas: CPU:0, CPU:1, CPU:2, CPU:3)"]
     assert (first.pop("worker"), second.pop("worker"), reference.pop("worker")) == (0, 1, None)
     assert first == second
     assert first["ids"] == [0, 1, 2, 3]
