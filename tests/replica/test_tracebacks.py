@@ -48,6 +48,16 @@ def test_a_note_takes_the_place_of_generated_code(strategy):
     assert "in fails_below" in note
 
 
+def test_a_call_with_too_few_arguments_names_the_users_function(strategy):
+    def step(x):
+        return x
+
+    with pytest.raises(TypeError, match=r"^[\w.<>]*step\(\) missing 1 required positional argument: 'x'") as caught:
+        strategy.run(step)
+    assert "tf__" not in str(caught.value)
+    assert not any("user code" in note for note in getattr(caught.value, "__notes__", ()))
+
+
 def test_an_error_of_the_librarys_ends_at_the_call(strategy):
     def step():
         context = tf.distribute.get_replica_context()

@@ -47,6 +47,7 @@ F = TypeVar("F", bound=Callable)
 E = TypeVar("E", bound=BaseException)
 
 _GENERATED = "__autograph_generated_file"  # the start of names of files that AutoGraph generates
+_CONVERTED = "outer_factory.<locals>.inner_factory.<locals>.tf__"  # the start of names of converted functions
 _HEAD = "in user code:\n\n"  # the start of AutoGraph's messages, and of our notes
 
 OPERATORS = "ag__"
@@ -120,8 +121,11 @@ def as_user_raised(error: E, is_internal: Callable[[str], bool]) -> E:
     original: Any = error
     while _is_copy(original) and isinstance(original.__context__, Exception):
         original = original.__context__
+    _name_as_written(original)
     metadata = getattr(error, "ag_error_metadata", None)
     note = "" if metadata is None else metadata.get_message().strip()  # used if no lines are found
+    if '  File "' not in note:
+        note = ""
     with contextlib.suppress(Exception):  # a failure here must not hide the exception itself
         note = _lines_of(original, is_internal) or note
     if note:
@@ -131,6 +135,12 @@ def as_user_raised(error: E, is_internal: Callable[[str], bool]) -> E:
     with contextlib.suppress(Exception):  # AutoGraph will change an exception that takes no attributes
         original.ag_pass_through = True
     return original
+
+
+def _name_as_written(error: BaseException) -> None:
+    """Calls the function as the user does where Python says that it was called with the wrong arguments."""
+    if type(error) is TypeError and error.args and str(error.args[0]).startswith(_CONVERTED):
+        error.args = (error.args[0].removeprefix(_CONVERTED), *error.args[1:])
 
 
 def has_users_lines(error: BaseException) -> bool:
