@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import re
 import sys
 import threading
 import traceback
@@ -129,8 +130,7 @@ def as_user_raised(error: E, is_internal: Callable[[str], bool]) -> E:
     with contextlib.suppress(Exception):  # a failure here must not hide the exception itself
         note = _lines_of(original, is_internal) or note
     if note:
-        _forget_parts_of(note, original)
-        add_note(original, note)
+        add_note(original, _with_deeper_lines(note, original))
     original.__dict__.pop("ag_error_metadata", None)
     with contextlib.suppress(Exception):  # AutoGraph will change an exception that takes no attributes
         original.ag_pass_through = True
@@ -194,11 +194,18 @@ def _written(filename: str, number: int) -> _Line | None:
     return None
 
 
-def _forget_parts_of(note: str, error: BaseException) -> None:
-    """Removes earlier notes that `note` repeats as its last lines."""
+def _with_deeper_lines(note: str, error: BaseException) -> str:
+    """Takes earlier notes of an exception, which are about deeper lines, into `note`, and away from the exception."""
     notes = getattr(error, "__notes__", None)
-    if isinstance(notes, list):
-        notes[:] = [each for each in notes if not (each.startswith(_HEAD) and note.endswith(each[len(_HEAD) :]))]
+    for each in [each for each in notes or () if isinstance(notes, list) and each.startswith(_HEAD)]:
+        notes.remove(each)  # type: ignore[union-attr]
+        deeper = _entries(each)
+        note = _HEAD + "\n".join([*(entry for entry in _entries(note) if entry not in deeper), *deeper])
+    return note
+
+
+def _entries(note: str) -> list[str]:
+    return re.split(r"\n(?=    File )", note.removeprefix(_HEAD))
 
 
 def _is_copy(error: BaseException) -> bool:
