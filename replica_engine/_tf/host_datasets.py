@@ -28,6 +28,11 @@ from tensorflow.python.distribute.input_lib import (
     _dummy_tensor_fn,
 )
 
+from replica_engine._tf.data_pulls import Pulls, bytes_of, may_call_python
+
+_MOST_AHEAD = 64  # elements that are read ahead for all replicas together
+_SMALL = 1 << 16  # bytes that they may take then
+
 
 class HostDatasets:
     """Distributes datasets over CPU devices without copies. Put it before an extended class of `tf.distribute`.
@@ -44,6 +49,19 @@ class HostDatasets:
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
         """The hook of `distribute_datasets_from_function`."""
         return _on_host(super()._distribute_datasets_from_function(dataset_fn, options))  # type: ignore[misc]
+
+
+def pulls_of(iterator: Any) -> Pulls | None:
+    """What takes the batches of an eager iterator as arrays; None for an iterator that gives others than its dataset.
+
+    A batch of a distributed iterator has one element for each replica, any other batch has one for all.
+    """
+    if not isinstance(iterator, _HostIterator):
+        return Pulls.of(iterator)
+    (turns,) = iterator._iterators
+    if turns.agree is not None or iterator._replica_order is not None or iterator._enable_get_next_as_optional:
+        return None
+    return Pulls.of(turns.iterator, len(turns.devices), turns.round)
 
 
 def _on_host(dataset: Any) -> Any:
@@ -110,8 +128,15 @@ def _agreement(strategy: Any, cardinality: int) -> Callable[[Any], Any] | None:
 
 
 def _ahead(dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None, replicas: int) -> tf.data.Dataset:
-    """The dataset that reads as many elements ahead for each replica as the user wants; by default one."""
+    """The dataset that reads as many elements ahead for each replica as the user wants; by default one.
+
+    By default small elements that no Python code makes are read further ahead: with a place for one or two of them,
+    two threads would wake each other for every element.
+    """
     buffer = 1 if options is None else options.experimental_per_replica_buffer_size
+    size = bytes_of(dataset.element_spec) if options is None else None
+    if size is not None and size * replicas <= _SMALL // 2 and not may_call_python(dataset):
+        buffer = max(1, min(_MOST_AHEAD, _SMALL // max(1, size)) // replicas)
     settings = tf.data.Options()
     settings.experimental_distribute.num_devices = replicas
     if buffer:
@@ -129,31 +154,35 @@ class _Turns:
         worker: the device that it is on.
         devices: the device of each replica.
         agree: see `HostDatasets`.
+
+    Attributes:
+        round: held during a round of turns, which is not interrupted by that of another thread.
     """
 
     def __init__(self, iterator: Any, worker: str, devices: Sequence[str], agree: Callable[[Any], Any] | None = None):
         self.iterator = iterator
-        self._agree = agree
+        self.agree = agree
         self._worker = worker
-        self._devices = devices
-        self._round = threading.Lock()  # a round of turns is not interrupted by that of another thread
+        self.devices = devices
+        self.round = threading.Lock()
+        self._is_plain = bytes_of(iterator.element_spec) is not None
 
     def get_next_as_list(self, name: str | None = None) -> list[Any]:
         """The next elements of all replicas; raises OutOfRangeError if one gets none."""
-        with self._round:
-            if self._agree is None:
-                return [self._on(device, self.iterator.get_next()) for device in self._devices]
-            optionals = [self.iterator.get_next_as_optional() for _ in self._devices]
+        with self.round:
+            if self.agree is None:
+                return [self._on(device, self._next()) for device in self.devices]
+            optionals = [self.iterator.get_next_as_optional() for _ in self.devices]
             agreed = self._agreed(tf.reduce_all([optional.has_value() for optional in optionals]), raises=True)
             with tf.control_dependencies([agreed]):
-                pairs = zip(self._devices, optionals, strict=True)
+                pairs = zip(self.devices, optionals, strict=True)
                 return [self._on(device, optional.get_value()) for device, optional in pairs]
 
     def get_next_as_optional_list(self) -> list[Any]:
         """The next elements of all replicas, as optionals on the worker's device."""
-        with self._round:
-            optionals = [self.iterator.get_next_as_optional() for _ in self._devices]
-            if self._agree is None:
+        with self.round:
+            optionals = [self.iterator.get_next_as_optional() for _ in self.devices]
+            if self.agree is None:
                 return optionals
             agreed = self._agreed(tf.reduce_any([optional.has_value() for optional in optionals]))
             spec = self.iterator.element_spec
@@ -162,10 +191,22 @@ class _Turns:
                 for optional in optionals
             ]
 
+    def _next(self) -> Any:
+        """The next element; without TensorFlow's code for elements of all kinds, which takes longer than the op."""
+        iterator = self.iterator
+        if not self._is_plain or not tf.executing_eagerly():
+            return iterator.get_next()
+        tensors = tf.raw_ops.IteratorGetNext(
+            iterator=iterator._iterator_resource,
+            output_types=iterator._flat_output_types,
+            output_shapes=iterator._flat_output_shapes,
+        )
+        return tf.nest.pack_sequence_as(iterator.element_spec, tensors)
+
     def _agreed(self, has: tf.Tensor, raises: bool = False) -> tf.Tensor:
         """Whether all workers have batches; in a graph, an op. With `raises`, it raises OutOfRangeError if not."""
-        assert self._agree is not None, "there are several workers"
-        agreed = self._agree(has)
+        assert self.agree is not None, "there are several workers"
+        agreed = self.agree(has)
         if not raises:
             return tf.convert_to_tensor(agreed)
         if not tf.executing_eagerly():
@@ -178,19 +219,19 @@ class _Turns:
         """The next elements of all replicas, with empty ones at the end; raises OutOfRangeError if all get none."""
         elements: list[Any] = []
         try:
-            with self._round:
-                for device in self._devices:
-                    elements.append(self._on(device, self.iterator.get_next()))
+            with self.round:
+                for device in self.devices:
+                    elements.append(self._on(device, self._next()))
         except tf.errors.OutOfRangeError:
-            if self._agree is not None and not self._agree(bool(elements)):
+            if self.agree is not None and not self.agree(bool(elements)):
                 elements = []
             if not elements:
                 raise
-            for device in self._devices[len(elements) :]:
+            for device in self.devices[len(elements) :]:
                 with tf.device(device):
                     elements.append(_dummy_tensor_fn(self.iterator.element_spec))
             return elements
-        if self._agree is not None and not self._agree(True):
+        if self.agree is not None and not self.agree(True):
             raise _ended()
         return elements
 
@@ -222,14 +263,18 @@ class _HostIterator(DistributedIterator):
     def get_next(self, name: str | None = None) -> Any:
         """The next batch of each replica.
 
-        In eager mode TensorFlow would ask for optionals and make a dozen ops of them, for each replica.
+        In eager mode TensorFlow would enter scopes or, if shapes are not known, ask for optionals and make a dozen ops
+        of them, for each replica.
         """
         in_scope = tf.distribute.has_strategy()
         misplaced = in_scope and tf.distribute.get_replica_context() is not None
         foreign = in_scope and tf.distribute.get_strategy() is not self._strategy
-        if not tf.executing_eagerly() or not self._enable_get_next_as_optional or misplaced or foreign:
+        if not tf.executing_eagerly() or misplaced or foreign or self._replica_order is not None:
             return super().get_next(name)
-        return _create_per_replica(self._iterators[0].padded(), self._strategy)
+        (turns,) = self._iterators
+        with tf.device(self._input_workers.worker_devices[0]):
+            elements = turns.padded() if self._enable_get_next_as_optional else turns.get_next_as_list()
+        return _create_per_replica(elements, self._strategy)
 
     @property
     def _type_spec(self) -> _HostIteratorSpec:

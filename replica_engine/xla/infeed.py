@@ -77,21 +77,26 @@ class InputQueue:
         self._next = [0] * replicas
         self._changed = threading.Condition()
 
-    def wait_for_room(self) -> bool:
-        """Waits until there is room for a batch; False if no more batches are wanted."""
-        if self._end is None and len(self._batches) < self._depth:  # the usual case; no other thread takes this room
-            return True
+    def wait_for_room(self) -> int:
+        """Waits until there is room for a batch, and returns for how many; 0 if no more batches are wanted."""
+        room = self._depth - len(self._batches)
+        if self._end is None and room > 0:  # the usual case; no other thread takes this room
+            return room
         with self._changed:
             self._changed.wait_for(lambda: self._end is not None or len(self._batches) < self._depth)
-            return self._end is None
+            return 0 if self._end is not None else self._depth - len(self._batches)
 
-    def put(self, parts: Parts) -> bool:
-        """Waits for room, and adds a batch; False if no more batches are wanted. Only one thread may put at a time."""
+    def put(self, *batches: Parts) -> bool:
+        """Waits for room, and adds a batch; False if no more batches are wanted. Only one thread may put at a time.
+
+        Several batches may be put if there is room for all.
+        """
         while self.wait_for_room():
             with self._changed:
                 if self._end is None:
-                    self._batches[self._put] = parts, [len(self._next)]
-                    self._put += 1
+                    for parts in batches:
+                        self._batches[self._put] = parts, [len(self._next)]
+                        self._put += 1
                     self._changed.notify_all()
                     return True
         return False

@@ -10,7 +10,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from replica_engine._tf.data_pulls import Pulls
 from replica_engine._tf.graphs import autograph
+from replica_engine._tf.host_datasets import pulls_of
 from replica_engine.errors import InputsError, note_kept_steps, positive_int
 from replica_engine.process import shutdown
 from replica_engine.strategies.multi_step import MultiStepContext
@@ -94,10 +96,11 @@ def run_steps(
             tf.distribute.get_replica_context().merge_call(lambda _: (converted(context, *args, **kwargs), None)[1])
         return context.traced()
 
-    batches = _batches(source.fn, iterator, settings.spread)
     context = context_class()
     context.last_step_outputs = dict(settings.initial_values or {})
     try:
+        following, pulls = _opened(iterator)
+        batches = _batches(source.fn, following, settings.spread)
         first = next(batches, None)
     except BaseException as error:
         _keep(error, context, iterations)
@@ -108,7 +111,7 @@ def run_steps(
     with strategy.scope(), shutdown.running():
         mode = settings.in_replica, context_class
         outcome = run_loop(
-            settings.programs or programs, source, mode, step, first, batches, iterations, settings.prefetch
+            settings.programs or programs, source, mode, step, first, batches, iterations, settings.prefetch, pulls
         )
     context = context_class.filled(outcome.steps, outcome.results)
     if outcome.error is not None:
@@ -127,31 +130,28 @@ def _positive(name: str, value: Any) -> int:
     return number
 
 
-def _batches(fn: Callable[..., Any], iterator: Any, spread: bool) -> Iterator[tuple]:
-    """For each step, the arguments after the context."""
+def _batches(fn: Callable[..., Any], following: Callable[[], Any], spread: bool) -> Iterator[tuple]:
+    """For each step, the arguments after the context. Takes each element only on request."""
     parameters = inspect.signature(fn)
     is_spread: bool | None = None
-    for element in _elements(iterator):
-        if is_spread is None:
-            is_spread = isinstance(element, tuple) and _spreads(parameters, element, spread)
-        yield element if is_spread and isinstance(element, tuple) else (element,)
-
-
-def _elements(iterator: Any) -> Iterator[Any]:
-    """Yields the elements of an iterator, which may have only `get_next`; takes each element only on request."""
-    following: Any
-    if hasattr(iterator, "__iter__"):
-        following = iter(iterator).__next__
-    elif hasattr(iterator, "get_next"):
-        following = iterator.get_next
-    else:
-        raise InputsError.no_iterator(iterator)
     while True:
         try:
             element = following()
         except (StopIteration, tf.errors.OutOfRangeError):
             return
-        yield element
+        if is_spread is None:
+            is_spread = isinstance(element, tuple) and _spreads(parameters, element, spread)
+        yield element if is_spread and isinstance(element, tuple) else (element,)
+
+
+def _opened(iterator: Any) -> tuple[Callable[[], Any], Pulls | None]:
+    """What gives the next element of an iterator, which may have only `get_next`; and what takes many, or None."""
+    if hasattr(iterator, "__iter__"):
+        found = iter(iterator)
+        return found.__next__, pulls_of(found)
+    if hasattr(iterator, "get_next"):
+        return iterator.get_next, None
+    raise InputsError.no_iterator(iterator)
 
 
 def _spreads(parameters: inspect.Signature, element: tuple, preferred: bool) -> bool:

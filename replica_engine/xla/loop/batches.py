@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf import distribute
+from replica_engine._tf.data_pulls import Pulls
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.errors import InputsError
 from replica_engine.values.structure import flatten
@@ -24,14 +26,44 @@ class BatchReader:
         batch: the first batch: the arguments of a step.
         arguments: the same batch, taken apart.
         name: the name of the step, for messages.
+        pulls: takes the batches after the first one as arrays; None if only their iterator can.
     """
 
-    def __init__(self, batch: tuple, arguments: Arguments, name: str):
+    def __init__(self, batch: tuple, arguments: Arguments, name: str, pulls: Pulls | None = None):
         self._arguments = arguments
         self._name = name
         self._like, _ = _read(batch)
         self._skeleton = tf.nest.map_structure(lambda _: 0, batch) if batch else ()
         self._nothing: list[list[np.ndarray]] = [[] for _ in range(arguments.size)]
+        self._pulls = pulls
+        # For each column, the number of its component: TensorFlow counts them in the order of sorted keys.
+        numbers = tf.nest.pack_sequence_as(batch, range(len(tf.nest.flatten(batch))))
+        self._components = flatten(numbers)[0] if pulls is not None else []
+
+    def take(self, batches: Iterator[tuple], number: int, most: int) -> list[list[list[np.ndarray]]]:
+        """The next batches, as `parts` gives each: at least one and at most `most`, or none at the end.
+
+        Args:
+            batches: the batches.
+            number: the number of the next one.
+            most: how many may be taken.
+
+        Raises:
+            Exception: the iterator raised it.
+            InputsError: a batch differs from the first one.
+        """
+        if self._pulls is None:
+            batch = next(batches, None)
+            return [] if batch is None else [self.parts(batch, number)]
+        try:
+            taken = self._pulls.take(most)
+        except tf.errors.OutOfRangeError:
+            return []
+        each, size = self._pulls.each, self._arguments.size
+        rows = list(zip(*[taken[component] for component in self._components], strict=True))
+        if each == 1:
+            return [[list(row)] * size for row in rows]
+        return [list(map(list, rows[begin : begin + each])) for begin in range(0, len(rows), each)]
 
     def parts(self, batch: tuple, number: int) -> list[list[np.ndarray]]:
         """For each replica, the arrays of a batch. Nothing changes these arrays afterwards.

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from replica_engine._tf.data_pulls import Pulls
 from replica_engine._tf.graphs import autograph, xla_ops
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import HostAccessError, InputsError, LoweringError
@@ -64,6 +65,7 @@ def run_loop(
     rest: Iterator[tuple],
     iterations: int,
     prefetch: int | None,
+    pulls: Pulls | None = None,
 ) -> Outcome:
     """Runs up to `iterations` steps in one launch.
 
@@ -77,6 +79,7 @@ def run_loop(
         rest: the inputs of the other steps, of the same structure and shapes.
         iterations: how many steps to run.
         prefetch: how many batches are fetched ahead at most; None for two chunks.
+        pulls: takes the inputs of the other steps as arrays; None if only `rest` can.
 
     Raises:
         Exception: the step raised it while it was traced, or a host call of the step raised it.
@@ -105,7 +108,7 @@ def run_loop(
     several = programs.devices.member is not None  # then the batches of a chunk are in the queue until its end
     depth = (prefetch or 2 * pace.most) - (0 if several else pace.most) + 1
     queue = InputQueue(arguments.size, max(depth, pace.most + 1) if several else depth, pace)
-    reader = BatchReader(first, arguments, source.name)
+    reader = BatchReader(first, arguments, source.name, pulls)
     queue.put(reader.parts(first, 0))
     prefetcher = Prefetcher(queue, reader, rest, iterations, program.traced.body.name)
     try:

@@ -80,17 +80,18 @@ class Prefetcher:
 
     def _fetch(self) -> None:
         track = Track(self._name, "feeding", order=-1)
-        for number in range(1, self._iterations):
-            if not self._queue.wait_for_room():
-                return
+        number = 1
+        while number < self._iterations and (room := self._queue.wait_for_room()):
             began = time.perf_counter()
             with timeline.profiled("feeding"):
-                batch = next(self._batches, None)
+                batches = self._reader.take(self._batches, number, min(room, self._iterations - number))
             if timeline.recording():
-                timeline.add(track, f"batch {number}", "feeding", began, time.perf_counter())
-            if batch is None:
+                name = f"batch {number}" if len(batches) < 2 else f"batches {number} to {number + len(batches) - 1}"
+                timeline.add(track, name, "feeding", began, time.perf_counter())
+            if not batches:
                 return
-            self._queue.put(self._reader.parts(batch, number))
+            self._queue.put(*batches)
+            number += len(batches)
 
 
 class _Thread(threading.Thread):
