@@ -13,9 +13,10 @@ Checked on TensorFlow 2.21.0.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -45,6 +46,8 @@ from replica_engine._tf.thread_state import (
     variable_scope_store,
 )
 
+F = TypeVar("F", bound=Callable)
+
 ENABLED = os.environ.get("REPLICA_ENGINE_QUICK_SCOPES", "1") != "0"
 
 
@@ -58,17 +61,34 @@ def in_scope(strategy: tf.distribute.Strategy) -> contextlib.AbstractContextMana
     extended = strategy.extended
     is_usual = (
         mode is _distribute_lib._get_default_replica_mode()
-        and type(strategy).scope is _distribute_lib.StrategyBase.scope
+        and _has_usual_scope(type(strategy))  # type: ignore[arg-type]
         and type(extended)._scope is _distribute_lib.StrategyExtendedV2._scope
         and extended._resource_creator_scope() is None
         and extended._default_device_scope() is None
-        and not hasattr(extended, "_lazy_variable_tracker")
+        and "_lazy_variable_tracker" not in vars(extended)
     )
     if is_usual and _context.executing_eagerly() and not _ops.get_default_graph().building_function:
         store = variable_scope_store()
         if not store.current_scope.name and store.current_scope.custom_getter is None:
             return EagerScope(strategy, store)
     return strategy.scope()
+
+
+def checks_only(scope: F) -> F:
+    """Marks a strategy's method `scope` that adds checks of the user's call to TensorFlow's: a run need not call it."""
+    scope._replica_engine_checks_only = True  # type: ignore[attr-defined]
+    return scope
+
+
+@functools.lru_cache(maxsize=64)
+def _has_usual_scope(cls: Hashable) -> bool:
+    """Whether the method `scope` of a strategy's class is TensorFlow's, perhaps with checks."""
+    assert isinstance(cls, type)
+    for base in cls.__mro__:
+        scope = vars(base).get("scope")
+        if scope is not None and not hasattr(scope, "_replica_engine_checks_only"):
+            return scope is _distribute_lib.StrategyBase.scope
+    return False
 
 
 def _without_partitioner(getter: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

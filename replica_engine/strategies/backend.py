@@ -154,6 +154,7 @@ class OnReplicaThreads:
         except Exception as error:
             raise shortened(explained(error))
 
+    @quick_scopes.checks_only
     def scope(self) -> Any:
         """Like the scope of every strategy.
 

@@ -15,6 +15,9 @@ from replica_engine._tf.eager import EagerTensor
 from replica_engine.errors import ReplicaValueError, StructureMismatchError
 from replica_engine.values.structure import LEAVES, PLAIN, OtherStructure, flatten, open_level
 
+_DISTRIBUTED = (distribute.PerReplica, distribute.Mirrored)
+_OF_NO_VARIABLE = frozenset((type(None), bool, int, float, str, EagerTensor))
+
 
 def regroup(values: Sequence[Any], what: str = "The values of the replicas", name: str = "result") -> Any:
     """Groups N structures of the same shape into one.
@@ -70,6 +73,10 @@ def parts(value: Any, size: int, name: str) -> list[Any]:
     """
     if type(value) in PLAIN and not value:  # the fast path: most calls have no keyword arguments
         return [type(value)() for _ in range(size)]
+    if type(value) is tuple and LEAVES.issuperset(map(type, value)):  # most calls have such arguments
+        rows = _parts_of_leaves(value, size)
+        if rows is not None:
+            return rows
     leaves, spec = flatten(value, name, name, _is_same)
     columns = []
     for index, leaf in enumerate(leaves):
@@ -80,6 +87,19 @@ def parts(value: Any, size: int, name: str) -> list[Any]:
         else:
             raise ReplicaValueError.other_size(spec.paths[index], len(leaf.values), size)
     return list(map(spec.rebuild, zip(*columns, strict=True) if columns else [()] * size))
+
+
+def _parts_of_leaves(leaves: tuple, size: int) -> list[Any] | None:
+    """The parts of a tuple of leaves; None if one of them is for another number of replicas."""
+    columns = []
+    for leaf in leaves:
+        if type(leaf) not in _DISTRIBUTED:
+            columns.append((leaf,) * size)
+        elif len(leaf.values) == size:
+            columns.append(leaf.values)
+        else:
+            return None
+    return list(zip(*columns, strict=True))
 
 
 def spread(value: Any, size: int, name: str) -> Any:
@@ -163,7 +183,7 @@ def _leaf(value: Any) -> str:
 def _regroup_leaf(values: Sequence[Any]) -> Any:
     first = values[0]
     same = _are_one(values)
-    if type(first) is EagerTensor:  # an eager tensor belongs to no variable
+    if type(first) in _OF_NO_VARIABLE:
         return first if same else distribute.PerReplica(tuple(values))
     if same and isinstance(first, distribute.DistributedVariable):
         return first
