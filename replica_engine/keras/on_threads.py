@@ -14,7 +14,6 @@ from replica_engine._tf.keras import model as keras_model
 from replica_engine.keras.compiling import compiling
 from replica_engine.keras.shard import Shard
 from replica_engine.keras.steps import run_step
-from replica_engine.threads.call import function_watched
 from replica_engine.values import samples
 from replica_engine.values.regroup import regroup
 
@@ -61,15 +60,14 @@ class OnThreads:
             return function(name, batch)
         key = (function.__name__, name)
         if key not in self._functions:
-            self._functions[key] = tf.function(
-                functools.partial(function, name), reduce_retracing=True, autograph=False
-            )
+            named: Any = functools.partial(function, name)
+            named.__name__ = name  # as the watchdog calls it
+            self._functions[key] = tf.function(named, reduce_retracing=True, autograph=False)
         compiled = self._functions[key]
         general = samples.generalized(batch)
         kind = (key, samples.described(batch))
         if kind in self._traced:
-            with function_watched(self._strategy, name):
-                return compiled(batch)
+            return compiled(batch)
         what = f"{name} of {self._model.name!r} for {self._size} replicas, batches of {samples.described(batch)}"
         with compiling(what):
             # The graph takes any number of samples, so the last batch of a dataset needs no other graph.

@@ -9,6 +9,7 @@ merge function once for all replicas.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -97,7 +98,7 @@ def call_for_each_replica(
         if function.is_tf_function(fn) and not _collectives_inside_xla(strategy, fn):
             name, thread = getattr(fn, "__name__", "a function"), threading.current_thread()
             track = Track(type(strategy).__name__, f"coordinator ({thread.name})", thread.ident or 0)
-            with function_watched(strategy, name), timeline.span(track, name, "launch"):
+            with timeline.span(track, name, "launch"):
                 return lift(strategy, fn, call_for_each_replica)(*args, **kwargs)
         if not tf.executing_eagerly():
             fn = autograph.convert(fn)
@@ -138,7 +139,8 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
     state = InheritedState.capture()
     if not state.eager:
         thread_state.make_stacks_thread_local(state.graph)
-        optimizer.choose(state.graph, options.graph_optimizer or _graph_optimizer(devices))
+        around = functools.partial(_function_watched, options.warn_after)  # not the strategy: the graph outlives it
+        optimizer.choose(state.graph, options.graph_optimizer or _graph_optimizer(devices), around)
     concurrent = options.concurrent and state.eager
     variables = SharedVariables(concurrent)
     known = _creates_nothing.setdefault(strategy, set()) if concurrent else set()
@@ -205,7 +207,7 @@ def _check_compiled(graph: Any, devices: Sequence[str], source: Any) -> None:
         raise ScopeError.compiled_for_one_device(_described(source), len(devices))
 
 
-def function_watched(strategy: tf.distribute.Strategy, name: str) -> Watch:
+def _function_watched(warn_after: float | None, name: str) -> Watch:
     """Watches a call of a `tf.function`, because the engine observes the function only while it is traced."""
     thread = threading.current_thread()
 
@@ -213,7 +215,7 @@ def function_watched(strategy: tf.distribute.Strategy, name: str) -> Watch:
         row = CoordinatorRow(thread.name, "in the tf.function", seconds, stack_of(thread.ident))
         return slow_function(name, seconds, row)
 
-    return Watch(describe, _options(strategy).warn_after)
+    return Watch(describe, warn_after)
 
 
 def _graph_optimizer(devices: Sequence[str]) -> str:

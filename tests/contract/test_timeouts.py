@@ -175,7 +175,8 @@ def test_the_warning_has_the_same_table(said):
     assert "site-packages/tensorflow" not in text
 
 
-def test_a_tf_function_that_does_not_return_is_warned_of(said):
+@pytest.mark.parametrize("is_around", [False, True], ids=["given to run", "around run"])
+def test_a_tf_function_that_does_not_return_is_warned_of(said, is_around):
     said.expected = "has not returned"  # tracing it may be slow enough for a warning, too
     strategy = mirrored(warn_after=LIMIT / 4)
 
@@ -183,11 +184,17 @@ def test_a_tf_function_that_does_not_return_is_warned_of(said):
         assert said.wait(20)
         return 0.0
 
-    @tf.function
-    def step():
+    def body():
         return tf.py_function(wait, [], tf.float32)
 
-    strategy.run(step)
+    @tf.function
+    def step():
+        return strategy.run(body) if is_around else body()
+
+    if is_around:
+        step()
+    else:
+        strategy.run(step)
     assert "The tf.function `step` has not returned for 0." in said.text
     assert "in test_a_tf_function_that_does_not_return_is_warned_of" in said.text
 

@@ -1,5 +1,7 @@
 """How much TensorFlow's graph optimizer does to functions with replicas: `MirroredStrategy(graph_optimizer=)`."""
 
+import contextlib
+
 import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
@@ -51,6 +53,25 @@ def test_it_works_on_a_function_given_to_run(ops_left):
     strategy = MirroredStrategy(DEVICES, graph_optimizer="off")
     step = tf.function(doubled_negation)
     assert number_of_negations(ops_left(lambda x: strategy.run(step, args=(x,)), tf.ones([3]))) == 4
+
+
+def test_functions_with_replicas_in_a_loop_are_not_watched():
+    """Such a function may be a whole epoch; one with a single step is warned of, see contract/test_timeouts.py."""
+    strategy = MirroredStrategy(DEVICES)
+
+    @tf.function
+    def steps(x):
+        for _ in tf.range(3):
+            x = tf.add_n(strategy.experimental_local_results(strategy.run(tf.negative, args=(x,))))
+        return x
+
+    def step(x):
+        return strategy.run(tf.negative, args=(x,))
+
+    of_loop, of_step = (tf.function(fn).get_concrete_function(tf.ones([])) for fn in (steps, step))
+    assert of_loop._inference_function._bound_context._around is contextlib.nullcontext
+    with of_step._inference_function._bound_context._around() as watch:
+        assert watch.waited >= 0
 
 
 def test_functions_in_which_no_replica_runs_stay_as_they_were(ops_left):

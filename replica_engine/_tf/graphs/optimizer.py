@@ -1,4 +1,4 @@
-"""How much TensorFlow's graph optimizer (Grappler) does to the functions in which replicas run.
+"""The calls of functions in which replicas run: what TensorFlow's graph optimizer does to them, and who watches them.
 
 Grappler works on a function when it is called for the first time. Its dozen of passes go over the whole graph, twice,
 and the graph grows with the number of replicas. For a large model on several replicas that is more than half of the
@@ -7,12 +7,17 @@ memory of GPUs, and the detour through MLIR. `LIGHT` leaves these out.
 
 TensorFlow passes the options of Grappler with each call of a function, from its context. A function in which replicas
 run gets a context that changes these options, and nothing else. All other functions of the process keep theirs.
-Options that the user has set with `tf.config.optimizer` always stay. Checked on TensorFlow 2.21.0.
+Options that the user has set with `tf.config.optimizer` always stay.
+
+The same context enters a watch around each call, because nothing else of this library runs in a step that is traced. A
+function with a loop in which replicas run is not watched: it may be a whole epoch. Checked on TensorFlow 2.21.0.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
@@ -24,13 +29,21 @@ from tensorflow.python.eager.context import FunctionCallOptions
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework.func_graph import FuncGraph
 
+# WhileBodyFuncGraph: the graph of the body of a loop.
+from tensorflow.python.ops.control_flow_v2_func_graphs import WhileBodyFuncGraph
+
 FULL = "full"
 LIGHT = "light"
 OFF = "off"
 LEVELS = (OFF, LIGHT, FULL)
 """From the least work to the most. Where strategies of different levels share a function, the most counts."""
 
+Around = Callable[[str], contextlib.AbstractContextManager[Any]]
+"""Takes the name of a function; what it returns is entered around a call."""
+
 _LEVEL = "_replica_engine_optimizer"
+_AROUND = "_replica_engine_around"
+_LOOPS = "_replica_engine_loops"
 _Rewriter = rewriter_config_pb2.RewriterConfig
 _LEFT_OUT = {
     "meta_optimizer_iterations": _Rewriter.ONE,
@@ -49,33 +62,52 @@ def install() -> None:
     @functools.wraps(original)
     def made(name: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
         function = original(name, graph, *args, **kwargs)
-        level = getattr(graph, _LEVEL, FULL)
-        if level != FULL:
-            function._bound_context = _Context(function._bound_context, level)
+        level = getattr(graph, _LEVEL, None)
+        if level is not None:
+            around = None if hasattr(graph, _LOOPS) else functools.partial(getattr(graph, _AROUND), graph.name)
+            function._bound_context = _Context(function._bound_context, level, around or contextlib.nullcontext)
         return function
 
     setattr(made, _LEVEL, FULL)
     atomic_function.from_func_graph = made
 
 
-def choose(graph: Any, level: str) -> None:
-    """Sets how much Grappler does to the function that is being traced into a graph, and to those around it."""
+def choose(graph: Any, level: str, around: Around) -> None:
+    """Chooses for the function that is being traced into a graph, and for those around it.
+
+    Args:
+        graph: the graph in which replicas are about to run.
+        level: how much Grappler does to the functions.
+        around: makes what is entered around each call of one of them from eager code.
+    """
+    in_loop = False
     while isinstance(graph, FuncGraph):
         setattr(graph, _LEVEL, max(level, getattr(graph, _LEVEL, OFF), key=LEVELS.index))
+        setattr(graph, _AROUND, around)
+        if in_loop:
+            setattr(graph, _LOOPS, True)
+        in_loop = in_loop or isinstance(graph, WhileBodyFuncGraph)
         graph = graph.outer_graph
 
 
 class _Context:
-    """TensorFlow's context, for the calls of one function: with other options for Grappler.
+    """TensorFlow's context, for the calls of one function: with other options for Grappler, and watched.
 
     Args:
         own: the context.
         level: one of `LEVELS`.
+        around: makes what is entered around a call.
     """
 
-    def __init__(self, own: Any, level: str):
+    def __init__(
+        self,
+        own: Any,
+        level: str,
+        around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ):
         self._own = own
         self._level = level
+        self._around = around
         self._given: tuple[Any, Any] | None = None
         self._changed = FunctionCallOptions()
 
@@ -90,13 +122,16 @@ class _Context:
         own, given = self._own, self._own.function_call_options
         own.function_call_options = ours = self._options(given)
         try:
-            return own.call_function(*args, **kwargs)
+            with self._around():
+                return own.call_function(*args, **kwargs)
         finally:
             if own.function_call_options is ours:  # else the function has set others, which must stay
                 own.function_call_options = given
 
     def _options(self, given: FunctionCallOptions) -> FunctionCallOptions:
         """The options of the user or of TensorFlow, with fewer passes; kept until the user sets others."""
+        if self._level == FULL:
+            return given
         key = given.executor_type, given.config_proto_serialized
         if key != self._given:
             config = config_pb2.ConfigProto.FromString(key[1])
