@@ -22,7 +22,18 @@ from replica_engine._tf import checkpoints, distribute
 from replica_engine._tf.graphs import control_flow
 from replica_engine._tf.keras import accumulation as keras_accumulation
 from replica_engine._tf.keras import files
-from replica_engine._tf.keras.trainer import BUILD, COMPILES, METHOD, MODULE, REDUCE, TRAINER, size_of_rest, strategy_of
+from replica_engine._tf.keras.trainer import (
+    BUILD,
+    COMPILES,
+    EXCLUDED,
+    FRAMES,
+    METHOD,
+    MODULE,
+    REDUCE,
+    TRAINER,
+    size_of_rest,
+    strategy_of,
+)
 
 
 class Patch(NamedTuple):
@@ -75,6 +86,13 @@ PATCHES: tuple[Patch, ...] = (
         "models are built from one replica's part, after a check of it, and errors are explained",
         "the first `scope()` once Keras is imported",
         _OTHERS,
+    ),
+    Patch(
+        FRAMES,
+        EXCLUDED,
+        "tracebacks that Keras filters do not show the frames of this library either",
+        "the first `scope()` once Keras is imported, and `replicate_model`",
+        "only added; `keras.config.disable_traceback_filtering()` shows them",
     ),
     Patch(MODULE, REDUCE, "logs are means over replicas, not those of replica 0", _FIRST_SCOPE, _OTHERS),
     Patch(MODULE, REDUCE, "logs are reduced over all workers", _FIRST_WORKERS_SCOPE, _OTHERS),
@@ -312,6 +330,14 @@ def extend_build(
 
     setattr(built, _MARK, True)
     setattr(trainer, BUILD, built)
+
+
+def hide_frames(folders: tuple[str, ...]) -> None:
+    """Makes Keras leave the frames of folders out of the tracebacks that it filters; only once per process."""
+    module: Any = sys.modules.get(FRAMES)
+    paths = getattr(module, EXCLUDED, None)
+    if paths is not None and folders[0] not in paths:
+        setattr(module, EXCLUDED, (*paths, *folders))
 
 
 def average_logs(strategies: type) -> None:

@@ -25,6 +25,12 @@ from replica_engine.telemetry import stacks
 _PLUMBING = ("tensorflow", "keras", "tf_keras", "tensorboard", "absl", "jax", "jaxlib", "optree", "tree", "wrapt")
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+FOLDERS = tuple(
+    os.path.join(_OURS, name, "")
+    for name in ("_tf", "diagnostics", "engine", "hosts", "keras", "pjrt", "strategies", "threads", "values", "xla")
+)
+"""The folders of this library whose frames no user needs."""
+
 _DEMO = os.path.join(_OURS, "demo") + os.sep  # a program to read and to copy, so it counts as the user's
 _STANDARD_LIBRARY = os.path.dirname(functools.__file__) + os.sep
 # Frames between the user's line and the function that it calls.

@@ -8,7 +8,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from replica_engine._tf import patches
 from replica_engine._tf.keras import model as keras_model
+from replica_engine.diagnostics.user_frames import FOLDERS
 from replica_engine.errors import ReplicateError, positive_int
 from replica_engine.keras.choice import choose
 from replica_engine.keras.model import is_replicated, replicated
@@ -71,6 +73,7 @@ def replicate_model(
     if count is not None and count != present:
         raise ReplicateError.too_many(count, type(strategy).__name__, present)
     _check_inputs(model, present)
+    patches.hide_frames(FOLDERS)
     twin = replicated(model, strategy)
     if isinstance(strategy, MultiWorkerMirroredStrategy) or _is_compiled(strategy):
         strategy.leave_files_to_chief(model, twin)

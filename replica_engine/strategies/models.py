@@ -10,6 +10,7 @@ from replica_engine._tf import distribute, patches
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.diagnostics.misuse import explained
 from replica_engine.diagnostics.suspicions import warn_once
+from replica_engine.diagnostics.user_frames import FOLDERS
 from replica_engine.errors import BatchError, warn_uneven_rest
 
 
@@ -22,6 +23,7 @@ def explain(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
         is_ours: whether a strategy runs on a backend of this library; all others keep what Keras does.
     """
     patches.extend_build(_check_batch, explained, is_ours)
+    patches.hide_frames(FOLDERS)
 
 
 def _check_batch(first: patches.FirstBatch) -> None:

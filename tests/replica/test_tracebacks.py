@@ -3,10 +3,13 @@
 import sys
 import traceback
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
 from replica_engine import MirroredStrategy
+from replica_engine.diagnostics.user_frames import FOLDERS
 from replica_engine.testing import logical_devices
 
 
@@ -67,6 +70,21 @@ def test_an_error_of_the_librarys_ends_at_the_call(strategy):
     with pytest.raises(RuntimeError) as caught:
         strategy.run(step)
     assert len(files_of(caught.value)) == 2
+
+
+def test_keras_shows_no_frames_of_this_library(strategy):
+    class Model(keras.Sequential):
+        def train_step(self, data):
+            fails_below()
+
+    with strategy.scope():
+        model = Model([keras.Input((2,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+    rows = np.ones((4, 2))
+    with pytest.raises(KeyError) as caught:
+        model.fit(rows, rows, batch_size=4, verbose=0)
+    assert files_of(caught.value)[-1] == __file__
+    assert not any(file.startswith(FOLDERS) for file in files_of(caught.value))
 
 
 def test_all_frames_are_there_if_asked_for(strategy):

@@ -19,6 +19,10 @@ METHOD = "_make_function"
 BUILD = "_maybe_symbolic_build"
 REDUCE = "reduce_per_replica"
 REST = "partial_batch_size"
+FRAMES = "keras.src.utils.traceback_utils"
+EXCLUDED = "_EXCLUDED_PATHS"
+"""The module that filters tracebacks, and the folders whose files it leaves out."""
+
 COMPILES = "keras.src.trainers.trainer"
 """The module whose class `Trainer` has `compile`."""
 
