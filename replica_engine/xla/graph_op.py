@@ -21,6 +21,7 @@ from replica_engine._tf.graphs import function
 from replica_engine.errors import add_note
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.process import shutdown
+from replica_engine.values.regroup import regroup
 from replica_engine.xla import soft_placement
 from replica_engine.xla.graph_mode import check_mode
 from replica_engine.xla.signature.arguments import Arguments, Shapes
@@ -29,11 +30,15 @@ from replica_engine.xla.stages.program_cache import ProgramCache, TracedProgram
 from replica_engine.xla.state import host_functions
 from replica_engine.xla.state.device_value import Borrowed, DeviceValue, device_value_of
 
+_RESULTS = "The results of the replicas"
+
 
 def call_with_numbers(
     programs: ProgramCache, source: FunctionSpec, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[Any]:
-    """Like `call`, but Python floats among the arguments become tensors, or are compiled in if the body needs that.
+) -> Any:
+    """Like `call` with regrouped results, but Python floats among the arguments become tensors.
+
+    If the body needs numbers, they are compiled in.
 
     As a tensor a float has a gradient, a loop that depends on it is a loop of the program, and one program serves all
     its values. But a body may need a number: for `math.sqrt(rate)`, or to multiply tensors of any dtype. So if a body
@@ -44,7 +49,7 @@ def call_with_numbers(
     size = programs.devices.size
     has_floats = any(type(value) is float for value in (*args, *kwargs.values()))
     if not has_floats or source.signature is not None or programs.wants_numbers(source):
-        return call(programs, source, *source.arguments(args, kwargs, size))
+        return call(programs, source, *source.arguments(args, kwargs, size), grouped=True)
     with _running():
         try:
             tensors = [_as_tensor(value) for value in args], {name: _as_tensor(kwargs[name]) for name in kwargs}
@@ -57,18 +62,22 @@ def call_with_numbers(
         return run()
 
 
-def call(programs: ProgramCache, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> list[Any]:
+def call(
+    programs: ProgramCache, source: FunctionSpec, arguments: Arguments, shapes: Shapes, grouped: bool = False
+) -> Any:
     """Runs a function on all replicas: now, or whenever the graph under construction runs.
 
     Returns:
-        For each replica, what the function returned.
+        For each replica, what the function returned; with `grouped`, all of it regrouped.
     """
     if not tf.executing_eagerly():
-        return _in_graph(programs, source, arguments, shapes)
+        results = _in_graph(programs, source, arguments, shapes)
+        return regroup(results, _RESULTS) if grouped else results
     with shutdown.running():
         shapes = soft_placement.add_caller(arguments, shapes)
         program = programs.find(source, arguments, shapes)
-        return program.traced.replicas_results(program.run(arguments.numpy()))
+        columns = program.run(arguments.numpy())
+    return program.traced.grouped_results(columns) if grouped else program.traced.replicas_results(columns)
 
 
 def _running() -> contextlib.AbstractContextManager[None]:
@@ -79,17 +88,15 @@ def _as_tensor(value: Any) -> Any:
     return tf.constant(value) if type(value) is float else value
 
 
-def _prepared(
-    programs: ProgramCache, source: FunctionSpec, arguments: Arguments, shapes: Shapes
-) -> Callable[[], list[Any]]:
-    """Does the work of `call` except for running the body, which the returned function does."""
+def _prepared(programs: ProgramCache, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> Callable[[], Any]:
+    """Does the work of `call` with regrouped results except for running the body, which the returned function does."""
     if tf.executing_eagerly():
         shapes = soft_placement.add_caller(arguments, shapes)
         program = programs.find(source, arguments, shapes)
         launch = program.ready(arguments.numpy())
-        return lambda: program.traced.replicas_results(launch())
+        return lambda: program.traced.grouped_results(launch())
     results = _in_graph(programs, source, arguments, shapes)
-    return lambda: results
+    return lambda: regroup(results, _RESULTS)
 
 
 def _in_graph(programs: ProgramCache, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> list[Any]:

@@ -5,7 +5,9 @@ import dataclasses
 import pytest
 import tensorflow as tf
 
+import replica_engine
 from replica_engine import xla
+from replica_engine.xla.signature.function_spec import FunctionSpec
 
 ONE = tf.constant([1.0])
 
@@ -103,3 +105,79 @@ def test_the_function_of_a_data_set_reads_what_the_last_step_wrote():
     for step in range(1, 4):
         strategy.run(lambda: variable.assign_add(1.0))
         assert [float(each) for each in dataset] == [float(step)]
+
+
+factor = 2.0
+factors = [2.0]
+
+
+def test_a_function_is_found_again_by_the_objects_that_it_uses(monkeypatch):
+    """Each of them may be bound to another object, or change; only what is the very same needs no comparison."""
+    strategy = replica_engine.TPUStrategy(num_cores=2)
+    offset, inner, held = 1.0, (lambda x: x), {"held": 1.0}
+    closed = 1.0
+
+    def make(power):
+        def nested(x):
+            return x**power + closed
+
+        return nested
+
+    nested = make(2.0)
+    uses = {
+        "a global": lambda: ONE * factor,
+        "a list that is a global": lambda: ONE * factors[0],
+        "a closed-over number": lambda: ONE + offset,
+        "a closed-over function": lambda: inner(ONE),
+        "what a closed-over function closes over": lambda: nested(ONE + 1.0),
+        "a closed-over dictionary": lambda: ONE * held["held"],
+    }
+
+    def results():
+        return [float(strategy.experimental_local_results(strategy.run(fn))[1][0]) for fn in uses.values()]
+
+    first = [2.0, 2.0, 2.0, 1.0, 5.0, 1.0]
+    assert results() == results() == first
+    monkeypatch.setitem(globals(), "factor", 3.0)
+    factors[0] = 3.0
+    offset, inner, held["held"] = 2.0, (lambda x: -x), 2.0
+    closed = 2.0
+    assert results() == results() == [3.0, 3.0, 3.0, -1.0, 6.0, 2.0]
+    nested = make(3.0)
+    assert results()[4] == 10.0
+    monkeypatch.undo()
+    factors[0] = 2.0
+    offset, inner, held["held"] = 1.0, (lambda x: x), 1.0
+    closed, nested = 1.0, make(2.0)
+    assert results() == first
+
+    def no_key(self, hosts):
+        raise AssertionError("compared")
+
+    monkeypatch.setattr(FunctionSpec, "key", no_key)
+    for name in ("a global", "a closed-over number", "a closed-over function"):
+        strategy.run(uses[name])
+    with pytest.raises(AssertionError, match="compared"):
+        strategy.run(uses["a list that is a global"])
+
+
+def test_a_function_that_calls_the_host_is_found_again_by_its_cells():
+    strategy = replica_engine.TPUStrategy(num_cores=2)
+    seen, rate = [], 1.0
+
+    @xla.returns(None)
+    def note(x):
+        seen.append(float(x))
+
+    def make(scale):
+        def body():
+            xla.outside_compilation(note, ONE[0] * scale * rate)
+
+        return body
+
+    one, two = make(1.0), make(2.0)
+    for fn in (one, one, two, one, two, two):
+        strategy.run(fn)
+    rate = 3.0
+    strategy.run(one)
+    assert seen == [1.0] * 4 + [2.0] * 2 + [1.0] * 2 + [2.0] * 4 + [3.0] * 2

@@ -39,7 +39,7 @@ from replica_engine.strategies.validation import (
     check_updated,
     checked_reduction,
 )
-from replica_engine.values.regroup import regroup, spread
+from replica_engine.values.regroup import spread
 from replica_engine.xla.body import Limits, in_body
 from replica_engine.xla.graph_mode import refuses_graphs
 from replica_engine.xla.graph_op import call_with_numbers
@@ -125,10 +125,9 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         with contextlib.nullcontext() if tf.executing_eagerly() else self._container_strategy().scope():
             args, kwargs = spread(args, size, "args"), spread(kwargs or {}, size, "kwargs")
             results = call_with_numbers(programs, source, args, kwargs)
-        regrouped = regroup(results, what="The results of the replicas")
         if tf.executing_eagerly():
-            watch_results(self._container_strategy(), regrouped)
-        return regrouped
+            watch_results(self._container_strategy(), results)
+        return results
 
     @contextlib.contextmanager
     def _in_replica_context(self) -> Iterator[None]:

@@ -30,7 +30,7 @@ from replica_engine.pjrt import abandoned
 from replica_engine.pjrt.group import Array, DeviceGroup, needed_by_a_program
 from replica_engine.pjrt.markers import HOST_CALL, host_call_parameters
 from replica_engine.xla.body import HostSide, gathered_host_calls, on_host
-from replica_engine.xla.host_calls.session import Kept, NoCalls, Session
+from replica_engine.xla.host_calls.session import Kept, Session
 from replica_engine.xla.infeed import InputQueue
 from replica_engine.xla.signature.arguments import view
 from replica_engine.xla.state.device_value import DeviceValue
@@ -161,11 +161,8 @@ class HostCalls:
         return following, results
 
     @contextlib.contextmanager
-    def launched(self, devices: DeviceGroup, feed: InputQueue | None = None) -> Iterator[Session | NoCalls]:
-        """Inside, one program of this body is launched and ends; never two at once."""
-        if not self.calls:
-            yield NoCalls()
-            return
+    def launched(self, devices: DeviceGroup, feed: InputQueue | None = None) -> Iterator[Session]:
+        """Inside, one program of this body, which has calls, is launched and ends; never two at once."""
         if not self.replica_ids:
             with tf.init_scope(), tf.device("CPU:0"):
                 self.replica_ids = [tf.constant(devices.first + replica) for replica in range(devices.size)]

@@ -16,7 +16,7 @@ from replica_engine._tf import distribute
 from replica_engine._tf.graphs import function
 from replica_engine.errors import InputsError, ReplicaValueError
 from replica_engine.errors.base import brief
-from replica_engine.values.structure import ById, constant_key
+from replica_engine.values.structure import PLAIN, ById, constant_key
 from replica_engine.xla.signature.arguments import Arguments, Shapes
 
 Hosts = frozenset[CodeType]
@@ -78,6 +78,11 @@ class FunctionSpec:
             hosts: the code of functions in it that run on the host; what only they use does not affect the key.
         """
         return function_key(self.fn, hosts=hosts) if self.declared is None else self.declared
+
+    def used(self, hosts: Hosts = _NO_HOSTS) -> list[Any] | None:
+        """The objects that `key` is made of: the key is as before if they are the very same. None if that is not so."""
+        found: list[Any] = []
+        return found if self.declared is None and _add_used(self.fn, 3, hosts, found) else None
 
     def arguments(self, args: Any, kwargs: Any, size: int) -> tuple[Arguments, Shapes]:
         """The arguments, taken apart, and the shapes that the function should be traced for.
@@ -163,6 +168,33 @@ def function_key(fn: Any, depth: int = 3, hosts: Hosts = _NO_HOSTS) -> Any:
     marks = tuple((name, key(value)) for name, value in sorted(fn.__dict__.items()))
     used = tuple((name, constant_key(fn.__globals__[name])) for name in _names(code, hosts) if name in fn.__globals__)
     return code, used, cells, defaults, named, marks
+
+
+def _add_used(fn: Any, depth: int, hosts: Hosts, found: list[Any]) -> bool:
+    """Adds the objects that `function_key` looks at; False if one may change and stay the same object."""
+    if type(fn) is not FunctionType or fn.__dict__ or fn.__defaults__ or fn.__kwdefaults__:
+        return False
+    code = fn.__code__
+    found += (code, fn.__globals__)
+    cells = fn.__closure__ or ()
+    if hosts:  # then a cell may count, and not what is in it
+        found += cells
+    for cell in cells:
+        try:
+            content = cell.cell_contents
+        except ValueError:  # not yet assigned
+            return False
+        found.append(content)
+        if type(content) in PLAIN or isinstance(content, (MethodType, functools.partial)):
+            return False
+        if type(content) is FunctionType and depth > 1 and not _add_used(content, depth - 1, hosts, found):
+            return False
+    for name in _names(code, hosts):
+        value = fn.__globals__.get(name, _names)
+        found.append(value)
+        if type(value) in PLAIN:
+            return False
+    return True
 
 
 @functools.lru_cache(maxsize=4096)

@@ -26,6 +26,7 @@ class Outputs:
     Attributes:
         tensors: the tensors, in the graph of the body.
         rebuild: builds the value that the body returned, with other tensors.
+        is_plain: whether anything may stand in the places of the tensors, such as the values of all replicas.
 
     Raises:
         ReplicaValueError: an array in the value cannot become a tensor, or the structure contains itself.
@@ -33,6 +34,7 @@ class Outputs:
 
     def __init__(self, value: Any, numbers: bool = False):
         self._numbers = numbers
+        self.is_plain = True
         self.tensors: list[tf.Tensor] = []
         leaves, spec = flatten(value, what="the results")
         self.rebuild = spec.builder(list(map(self._open, leaves)))
@@ -48,6 +50,7 @@ class Outputs:
         if isinstance(value, (tf.Tensor, tf.Variable, np.ndarray, np.generic)):
             return self._add(as_tensor(value, _RESULT))
         if isinstance(value, tf.__internal__.CompositeTensor):
+            self.is_plain = False
             return of_components(value, [self._add(as_tensor(part, _RESULT)) for part in components(value, _RESULT)])
         if self._numbers and isinstance(value, (bool, int, float, complex, str, bytes)):
             with tf.init_scope():

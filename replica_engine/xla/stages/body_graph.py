@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import eager
+from replica_engine._tf import distribute, eager
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.diagnostics.flight_record import Collective
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.diagnostics.user_frames import place_of
 from replica_engine.errors import CaptureError, HostAccessError, LoweringError, moved_to_host
+from replica_engine.values.regroup import regroup
 from replica_engine.xla import soft_placement
 from replica_engine.xla.analysis.meetings import Apart
 from replica_engine.xla.body import Body
@@ -74,6 +75,7 @@ class BodyGraph:
         self.slot_names = [slot.name for slot in arguments.slots]
         self.outputs = [tf.TensorSpec(output.shape, output.dtype) for output in graph.outputs]
         self.rebuild = outputs.rebuild
+        self._is_plain = outputs.is_plain
         self.host_calls = host_calls
         self.collectives = collectives
         self.apart: list[Apart] = []
@@ -141,6 +143,15 @@ class BodyGraph:
             self.rebuild([column[replica] for column in tensors])
             for replica in range(len(tensors[0]) if tensors else self.body.own)
         ]
+
+    def grouped_results(self, columns: Sequence[Sequence[Any]]) -> Any:
+        """What the replicas returned, regrouped; see `replicas_results`."""
+        if not columns or not self._is_plain:
+            return regroup(self.replicas_results(columns), what="The results of the replicas")
+        tensors = [list(map(_as_tensor, column)) for column in columns]
+        if self.body.own == 1:
+            return self.rebuild([tensor for (tensor,) in tensors])
+        return self.rebuild([distribute.PerReplica(column) for column in tensors])
 
     def registered(self) -> Any:
         """The graph as a function that TensorFlow can find by name."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from replica_engine.diagnostics.failed_run import note_failed_run
@@ -58,6 +58,7 @@ Results = Any
 """The results of a launch: arrays on the devices."""
 
 _RUNNING = "waiting for the program"
+_NOTHING = contextlib.nullcontext()
 
 
 class Execution(Protocol):
@@ -109,23 +110,35 @@ class Launch:
         self._woken = threading.Event() if limited else None  # the program has ended, or time has run out
         self._standstill: tuple[list[ReplicaRow], CoordinatorRow] | None = None  # when time ran out
         self._nobody_waits: threading.Event | None = None
-        self._around = contextlib.ExitStack()
+        self._calls: contextlib.AbstractContextManager[Session] | None = None
         limits = self._body.limits
         self._watch = Watch(self._describe, limits.warn_after, limits.timeout, self._expire)
 
     def __enter__(self) -> Launch:
         limit = self._body.limits.timeout
         order = self._devices.in_flight
-        with contextlib.ExitStack() as around:
-            if order.enter_now():
-                around.push(order)
-            else:
-                with Watch(self._describe, self._body.limits.warn_after) as self._turn:
-                    around.enter_context(order if limit is None else order.within(limit, self._timed_out))
-            around.enter_context(self._watch)
-            self._run = around.enter_context(self._program.host_calls.launched(self._devices, self._feed))
-            self._around = around.pop_all()
+        if not order.enter_now():
+            with Watch(self._describe, self._body.limits.warn_after) as self._turn:
+                if limit is None:
+                    order.__enter__()
+                else:
+                    order.enter_within(limit, self._timed_out)
+        try:
+            self._watch.__enter__()
+            if self._program.host_calls.calls:
+                calls = self._calls = self._program.host_calls.launched(self._devices, self._feed)
+                self._run = calls.__enter__()
+        except BaseException:
+            self._leave()
+            raise
         return self
+
+    def _leave(self) -> None:
+        """Gives the devices to the next launch."""
+        try:
+            self._watch.__exit__(None, None, None)  # also if it was not entered
+        finally:
+            self._devices.in_flight.__exit__()
 
     def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
         try:
@@ -133,7 +146,11 @@ class Launch:
                 abandoned.add(self._devices)
                 note_failed_run(error, self._records, None)
         finally:
-            self._around.__exit__(kind, error, frames)
+            try:
+                if self._calls is not None:
+                    self._calls.__exit__(kind, error, frames)
+            finally:
+                self._leave()
 
     def _records(self) -> list[SyncPointRecord]:
         return launch_records(self._body.launches, self._devices.names, self._body.KEPT)
@@ -172,14 +189,17 @@ class Launch:
         self._tell_progress()
         try:
             execution.wait_for_turn()
-            with timeline.profiled(f"launch {name}"), held_off():
-                with self._failures():
+            drawn = timeline.recording()
+            with timeline.profiled(f"launch {name}") if drawn else _NOTHING, held_off():
+                try:
                     results = execution.start()
+                except RUNTIME_ERRORS as error:
+                    raise self._failed(error) from error
                 self._devices.running_name = name
                 if self._program.donates:
                     execution.commit(results)
             launched = time.perf_counter()
-            with timeline.profiled(f"run {name}"):
+            with timeline.profiled(f"run {name}") if drawn else _NOTHING:
                 self._run.end(lambda: self._wait(execution))
             if timeline.recording():
                 self._draw(began, launched, time.perf_counter())
@@ -202,13 +222,14 @@ class Launch:
             self._devices.member.progress(step, *points)
 
     def _wait(self, execution: Execution) -> None:
-        with self._failures():
-            try:
-                execution.wait(self._nobody_waits)
-            except (*RUNTIME_ERRORS, *JOB_FAILURES):
-                if self._program.donates:
-                    execution.invalidate()
-                raise
+        try:
+            execution.wait(self._nobody_waits)
+        except (*RUNTIME_ERRORS, *JOB_FAILURES) as error:
+            if self._program.donates:
+                execution.invalidate()
+            if isinstance(error, RUNTIME_ERRORS):
+                raise self._failed(error) from error
+            raise
 
     def stored(self, numbers: Sequence[int]) -> list[Any]:
         """The values that the replicas left on the host: for each replica, the one under its number."""
@@ -255,13 +276,9 @@ class Launch:
                 raise_in(ident, ReplicaUnwound)
         raise self._timed_out()
 
-    @contextlib.contextmanager
-    def _failures(self) -> Iterator[None]:
-        """Turns errors of the runtime into ProgramError."""
-        try:
-            yield
-        except RUNTIME_ERRORS as error:
-            raise ProgramError.failed(self._program.name, self._devices.names, str(error)) from error
+    def _failed(self, error: BaseException) -> ProgramError:
+        """What an error of the runtime becomes."""
+        return ProgramError.failed(self._program.name, self._devices.names, str(error))
 
     def _draw(self, began: float, launched: float, ended: float) -> None:
         """Adds a finished launch to the timeline."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -21,7 +22,7 @@ from replica_engine.values.structure import ById
 from replica_engine.xla.body import Body, Limits
 from replica_engine.xla.host_calls.call import CallOrder
 from replica_engine.xla.signature.arguments import Arguments, Shapes
-from replica_engine.xla.signature.function_spec import FunctionSpec
+from replica_engine.xla.signature.function_spec import FunctionSpec, Hosts
 from replica_engine.xla.stages.body_graph import of_any_size
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.lower import Lowered
@@ -35,6 +36,9 @@ _logger = logging.getLogger("replica_engine")
 
 MANY_TRACES = 8
 """The number of traces of one function after which the cache warns."""
+
+_MOST_RECENT = 16
+_NO_HOSTS: Hosts = frozenset()
 
 MOST_PROGRAMS = 256
 """How many traces, and how many executables, a cache keeps: the most recently used."""
@@ -90,6 +94,7 @@ class ProgramCache:
         self._with_numbers: LastUsed = LastUsed(most)
         self._sparse: LastUsed = LastUsed(most)
         self._executables: LastUsed = LastUsed(most)
+        self._recent: dict[Any, _Recent] = {}  # by the code of a function
         self._lock = threading.RLock()  # reentrant: a trace may run another trace on the same thread
 
     def sync_points(self) -> list[SyncPointRecord]:
@@ -112,6 +117,21 @@ class ProgramCache:
 
     def find(self, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> TracedProgram:
         """The traced body for a call in eager mode."""
+        used = None if source.reduce_retracing or self._sparse else source.used(self._hosts_of(source))
+        if used is not None:
+            known = self._recent.get(source.code)
+            if known is not None and known.serves(used, arguments, shapes, self.moves_ops):
+                return known.program
+        program = self._find(source, arguments, shapes)
+        if used is not None:
+            used = source.used(self._hosts_of(source))  # tracing may have bound names anew
+        if used is not None and not self._sparse:
+            if len(self._recent) >= _MOST_RECENT:
+                self._recent.clear()
+            self._recent[source.code] = _Recent(used, arguments.key, shapes, self.moves_ops, program)
+        return program
+
+    def _find(self, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> TracedProgram:
         with self._lock:
             if source.reduce_retracing:
                 key = (self.key(source), arguments.key)
@@ -139,12 +159,16 @@ class ProgramCache:
 
     def key(self, source: FunctionSpec) -> Any:
         """The key that a function is found by. It omits what only host functions use, since they may change that."""
-        return source.key(self._hosts.get(source.code, frozenset()))
+        return source.key(self._hosts_of(source))
+
+    def _hosts_of(self, source: FunctionSpec) -> Hosts:
+        """The code of functions in a function that run on the host, as far as is known."""
+        found: Hosts = self._hosts.get(source.code, _NO_HOSTS) if self._hosts else _NO_HOSTS
+        return found
 
     def learn(self, source: FunctionSpec, traced: TracedProgram) -> None:
         """Notes which functions in a traced function run on the host."""
-        hosts: frozenset = self._hosts.get(source.code, frozenset())
-        self._hosts[source.code] = hosts | traced.traced.host_calls.codes
+        self._hosts[source.code] = self._hosts_of(source) | traced.traced.host_calls.codes
 
     def wants_numbers(self, source: FunctionSpec) -> bool:
         """Whether a function could not be compiled with tensors instead of Python numbers."""
@@ -182,6 +206,26 @@ class ProgramCache:
             if executable is None:
                 executable = self._executables[key] = lowered.executable(text, devices)
             return executable
+
+
+class _Recent(NamedTuple):
+    """The last call of a function: a call with the very same objects need not be looked up by its key."""
+
+    used: list[Any]
+    key: Any
+    shapes: Shapes
+    moves_ops: bool
+    program: TracedProgram
+
+    def serves(self, used: list[Any], arguments: Arguments, shapes: Shapes, moves_ops: bool) -> bool:
+        """Whether the program is the one for a call."""
+        return (
+            len(used) == len(self.used)
+            and all(map(operator.is_, used, self.used))
+            and arguments.key == self.key
+            and shapes == self.shapes
+            and moves_ops == self.moves_ops
+        )
 
 
 class TracedProgram:
