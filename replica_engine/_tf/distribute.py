@@ -124,6 +124,11 @@ def check_cross_replica(extended: Any) -> None:
     _distribute_lib._require_cross_replica_or_default_context_extended(extended)
 
 
+def is_outside_scopes() -> bool:
+    """Whether no strategy's scope, and no replica's context, is entered."""
+    return _distribute_lib._get_per_thread_mode() is _distribute_lib._get_default_replica_mode()
+
+
 def check_in_replica(context: tf.distribute.ReplicaContext) -> None:
     """Raises RuntimeError unless `context` is the current replica context."""
     _distribute_lib.require_replica_context(context)

@@ -21,7 +21,7 @@ import tensorflow as tf
 from replica_engine._tf import eager
 from replica_engine.engine import SyncPoint
 from replica_engine.telemetry import html
-from replica_engine.values.structure import flatten
+from replica_engine.values.structure import LEAVES, flatten
 
 
 class Brought(NamedTuple):
@@ -155,10 +155,11 @@ def _milliseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds * 1e3:.1f} ms"
 
 
-def brought(values: Any) -> tuple[Brought, ...]:
+def brought(args: Any, kwargs: Any) -> tuple[Brought, ...]:
     """Describes the tensors in the arguments of a merge call."""
     found: list[Brought] = []
-    for value in flatten(values, what="the arguments of a merge call")[0]:
+    is_flat = not kwargs and type(args) in (tuple, list) and LEAVES.issuperset(map(type, args))
+    for value in args if is_flat else flatten((args, kwargs), what="the arguments of a merge call")[0]:
         if type(value) is eager.EagerTensor:
             found.append(Brought(value.dtype, eager.shape_of(value), False))
         elif isinstance(value, (tf.Tensor, np.ndarray)):

@@ -250,7 +250,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             raise NotInReplicaError.other_thread(threading.current_thread().name)
         self._check_graph()
         eager = tf.executing_eagerly()
-        point = sync_point(merge_fn, replica, self._detail, brought((args, kwargs)), eager)
+        point = sync_point(merge_fn, replica, self._detail, brought(args, kwargs), eager)
         result = replica.pause(point, self._request(merge_fn, args, kwargs, eager))
         if not eager:
             note_constants(self._graph, result)

@@ -15,6 +15,7 @@ from replica_engine._tf.eager import EagerTensor
 from replica_engine.errors import ReplicaValueError, StructureMismatchError
 from replica_engine.values.structure import LEAVES, PLAIN, OtherStructure, flatten, open_level
 
+_SEQUENCES = (tuple, list)
 _DISTRIBUTED = (distribute.PerReplica, distribute.Mirrored)
 _OF_NO_VARIABLE = frozenset((type(None), bool, int, float, str, EagerTensor))
 
@@ -73,7 +74,9 @@ def parts(value: Any, size: int, name: str) -> list[Any]:
     """
     if type(value) in PLAIN and not value:  # the fast path: most calls have no keyword arguments
         return [type(value)() for _ in range(size)]
-    if type(value) is tuple and LEAVES.issuperset(map(type, value)):  # most calls have such arguments
+    if type(value) in _OF_NO_VARIABLE:
+        return [value] * size
+    if type(value) in _SEQUENCES and LEAVES.issuperset(map(type, value)):  # most arguments and results are such
         rows = _parts_of_leaves(value, size)
         if rows is not None:
             return rows
@@ -89,8 +92,8 @@ def parts(value: Any, size: int, name: str) -> list[Any]:
     return list(map(spec.rebuild, zip(*columns, strict=True) if columns else [()] * size))
 
 
-def _parts_of_leaves(leaves: tuple, size: int) -> list[Any] | None:
-    """The parts of a tuple of leaves; None if one of them is for another number of replicas."""
+def _parts_of_leaves(leaves: Sequence[Any], size: int) -> list[Any] | None:
+    """The parts of a tuple or list of leaves; None if one of them is for another number of replicas."""
     columns = []
     for leaf in leaves:
         if type(leaf) not in _DISTRIBUTED:
@@ -99,7 +102,8 @@ def _parts_of_leaves(leaves: tuple, size: int) -> list[Any] | None:
             columns.append(leaf.values)
         else:
             return None
-    return list(zip(*columns, strict=True))
+    rows = zip(*columns, strict=True) if columns else ((),) * size
+    return list(rows) if type(leaves) is tuple else list(map(list, rows))
 
 
 def spread(value: Any, size: int, name: str) -> Any:
@@ -130,6 +134,8 @@ def _regroup(values: Sequence[Any], what: str, name: str) -> Any:
     if LEAVES.issuperset(map(type, values)):
         return _regroup_leaf(values)
     first = values[0]
+    if type(first) in _SEQUENCES and all(_is_like(value, first) for value in values):
+        return type(first)([_regroup_leaf(column) for column in zip(*values, strict=True)])
     if _is_dataclass(first) and _are_one(values):
         return first
     # Dataclasses inside are regrouped by themselves: one that is the same object on all replicas stays that object.
@@ -146,6 +152,11 @@ def _regroup(values: Sequence[Any], what: str, name: str) -> Any:
     if spec.is_leaf:
         return _regroup_leaf(*columns)
     return spec.rebuild([_regroup(column, what, path) for column, path in zip(columns, spec.paths, strict=True)])
+
+
+def _is_like(value: Any, first: Sequence[Any]) -> bool:
+    """Whether a value is a flat tuple or list of leaves, like the first one."""
+    return type(value) is type(first) and len(value) == len(first) and LEAVES.issuperset(map(type, value))
 
 
 def _are_one(values: Sequence[Any]) -> bool:

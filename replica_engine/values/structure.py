@@ -77,6 +77,13 @@ def flatten(
     return leaves, spec
 
 
+@functools.lru_cache(maxsize=64)
+def tuple_of_leaves(name: str, count: int) -> tuple[Spec, Any, list[str]]:
+    """What `flatten` finds of a tuple of that many leaves: its structure, with the key and the paths."""
+    spec = flatten((None,) * count, name)[1]
+    return spec, spec.key, spec.paths
+
+
 class Spec:
     """A structure without its leaves."""
 

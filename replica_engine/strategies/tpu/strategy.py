@@ -136,6 +136,8 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
 
     def call_for_each_replica(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
         """Same as in every strategy; in a step of `run_steps`, which is in replica context, it calls `fn` directly."""
+        if distribute.is_outside_scopes() and tf.executing_eagerly():  # the usual case: nothing is around the call
+            return self._call_for_each_replica(fn, args, kwargs or {})
         context = tf.distribute.get_replica_context()
         if isinstance(context, BodyReplicaContext) and context.is_step:
             return fn(*args, **kwargs or {})

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf import distribute
+from replica_engine._tf.eager import EagerTensor
 from replica_engine.errors import InputsError, ReplicaMismatchError, ReplicaValueError
 from replica_engine.values import structure
 from replica_engine.values.regroup import regroup
@@ -139,12 +140,18 @@ class Arguments:
         """A function that builds `value` from other tensors, and the part of the key for `value`."""
         if type(value) in structure.PLAIN and not value:  # the fast path: most calls have one
             return (lambda _: type(value)()), type(value)
-        leaves, spec = structure.flatten(value, name, "the arguments")
-        opened = [self._open_leaf(leaf, path) for leaf, path in zip(leaves, spec.paths, strict=True)]
+        if type(value) is tuple and structure.LEAVES.issuperset(map(type, value)):  # most arguments are tensors
+            leaves, (spec, key, paths) = list(value), structure.tuple_of_leaves(name, len(value))
+        else:
+            leaves, spec = structure.flatten(value, name, "the arguments")
+            key, paths = spec.key, spec.paths
+        opened = [self._open_leaf(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
         builds, keys = zip(*opened, strict=True) if opened else ((), ())
-        return spec.builder(builds), (spec.key, keys)
+        return spec.builder(builds), (key, keys)
 
     def _open_leaf(self, value: Any, name: str) -> tuple[Build, Any]:
+        if type(value) is EagerTensor:
+            return self._add(name, [value]), "tensor"
         if isinstance(value, distribute.DistributedVariable):
             return (lambda _: value), ById(value)
         if isinstance(value, distribute.DistributedValues):
@@ -163,6 +170,8 @@ class Arguments:
         parts = value.values
         if len(parts) != self.size:
             raise ReplicaValueError.other_size(name, len(parts), self.size)
+        if _TENSORS.issuperset(map(type, parts)):
+            return self._add(name, list(parts)), "tensor"
         if any(isinstance(part, tf.Variable) for part in parts):  # before composites: variables are composites too
             raise ReplicaMismatchError.variables(name)
         if any(isinstance(part, distribute.DistributedValues) for part in parts):
@@ -238,6 +247,9 @@ def view(tensor: Any) -> np.ndarray:
     if tensor.dtype in _NUMPYS_OWN:
         return np.asarray(tensor)
     return np.asarray(tensor.numpy(), object) if tensor.dtype == tf.string else tensor.numpy()
+
+
+_TENSORS = frozenset((EagerTensor,))
 
 
 def _is_array(value: Any) -> bool:

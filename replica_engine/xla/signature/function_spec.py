@@ -172,22 +172,28 @@ def function_key(fn: Any, depth: int = 3, hosts: Hosts = _NO_HOSTS) -> Any:
 
 def _add_used(fn: Any, depth: int, hosts: Hosts, found: list[Any]) -> bool:
     """Adds the objects that `function_key` looks at; False if one may change and stay the same object."""
-    if type(fn) is not FunctionType or fn.__dict__ or fn.__defaults__ or fn.__kwdefaults__:
+    if type(fn) is not FunctionType:
         return False
     code = fn.__code__
     found += (code, fn.__globals__)
     cells = fn.__closure__ or ()
     if hosts:  # then a cell may count, and not what is in it
         found += cells
-    for cell in cells:
-        try:
-            content = cell.cell_contents
-        except ValueError:  # not yet assigned
+    try:
+        values = [cell.cell_contents for cell in cells]
+    except ValueError:  # not yet assigned
+        return False
+    if fn.__defaults__:
+        values += fn.__defaults__
+    for named in (fn.__kwdefaults__, fn.__dict__):
+        if named:
+            found += named
+            values += named.values()
+    for value in values:
+        found.append(value)
+        if type(value) in PLAIN or isinstance(value, (MethodType, functools.partial)):
             return False
-        found.append(content)
-        if type(content) in PLAIN or isinstance(content, (MethodType, functools.partial)):
-            return False
-        if type(content) is FunctionType and depth > 1 and not _add_used(content, depth - 1, hosts, found):
+        if type(value) is FunctionType and depth > 1 and not _add_used(value, depth - 1, hosts, found):
             return False
     for name in _names(code, hosts):
         value = fn.__globals__.get(name, _names)
