@@ -38,6 +38,11 @@ os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_TO_COMPILE))
 # For each op of each graph, oneDNN's pass searches all kernels: 3% of the time of all tests. Only some CPUs have it on.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
+# Rewriting the assertions of all tests takes seconds, and compiling this library takes one: processes share what the
+# first one made.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Imports and tracing make many objects that stay: the collector looks less often than Python's 700 would have it.
 gc.set_threshold(50_000, 20, 20)
 
@@ -123,7 +128,8 @@ def _platform(devices):
 
 # They wait for processes, up to half a minute each. One that begins last would keep the other workers waiting.
 FIRST = {"hosts", "faults", "test_demo.py", "test_few_threads.py", "test_resuming.py"}
-WITHOUT_TENSORFLOW = pathlib.Path(__file__).with_name("engine")
+TESTS = pathlib.Path(__file__).parent
+WITHOUT_TENSORFLOW = TESTS / "engine"
 
 _FAILED = pytest.StashKey[bool]()
 
@@ -154,8 +160,19 @@ def pytest_collectstart(collector):
         importlib.import_module("helpers.devices")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Lets each worker process begin with another folder, so that it finds bytecode in the folders of the others."""
+    report = yield
+    if collector.path == TESTS and "PYTEST_XDIST_WORKER" in os.environ:
+        number, count = int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        first = number * len(report.result) // count
+        report.result = [*report.result[first:], *report.result[:first]]
+    return report
+
+
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: FIRST.isdisjoint(item.path.parts[-2:]))
+    items.sort(key=lambda item: (FIRST.isdisjoint(item.path.parts[-2:]), item.path))
 
 
 def pytest_generate_tests(metafunc):

@@ -1,4 +1,8 @@
-"""Programs in processes of their own that need not wait for TensorFlow to be imported. See `fork_server_main.py`."""
+"""Programs in processes of their own that need not wait for TensorFlow to be imported. See `fork_server_main.py`.
+
+`python fork_server.py PROGRAM ARGUMENTS` is one of them by another name: for the launcher, which starts workers itself.
+It prints what the program prints, once that has ended, and ends as it does.
+"""
 
 import contextlib
 import json
@@ -36,7 +40,7 @@ class Server:
             listener.bind(self.address)
             listener.listen()
             self._process = subprocess.Popen(
-                [sys.executable, script, str(listener.fileno()), os.path.join(self._directory.name, "bytecode")],
+                [sys.executable, script, str(listener.fileno())],
                 env=env,
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
@@ -136,3 +140,17 @@ class Program:
             assert byte, "the process that waits for the program ended"
             line += byte
         return line
+
+
+def _main(program, *arguments):
+    process = Programs(os.environ[ADDRESS]).start(pathlib.Path(program), *arguments)
+    for stream, text in zip((sys.stdout, sys.stderr), process.communicate(), strict=True):
+        stream.write(text)
+        stream.flush()
+    if process.returncode < 0:
+        os.kill(os.getpid(), -process.returncode)
+    sys.exit(process.returncode)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

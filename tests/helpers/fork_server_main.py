@@ -1,8 +1,8 @@
 """Starts programs in processes of their own, with TensorFlow imported and not started: importing it takes seconds.
 
-Run with a socket that listens, and a folder. Each connection asks for one program, which is the main module of a fork
-of this process, and ends as any interpreter does. What it imports besides, this library first of all, it imports by
-itself, with the bytecode that the first one has left in the folder; jax is there already where Keras imports it.
+Run with a socket that listens. Each connection asks for one program, which is the main module of a fork of this
+process, and ends as any interpreter does. What it imports besides, this library first of all, it imports by itself; jax
+is there already where Keras imports it.
 """
 
 import faulthandler
@@ -15,7 +15,7 @@ import socket
 import sys
 
 
-def _serve(listener, bytecode):
+def _serve(listener):
     """Returns in a new process for each program: its path."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait for programs
     server = socket.socket(fileno=int(listener))
@@ -23,7 +23,7 @@ def _serve(listener, bytecode):
         if sys.stdin in select.select([server, sys.stdin], [], [])[0]:  # the process that started this has ended
             sys.exit()
         if "tensorflow" not in sys.modules:
-            _import(bytecode)
+            _import()
         connection, _ = server.accept()
         with connection, connection.makefile("rw") as stream:
             request = json.loads(stream.readline())
@@ -37,14 +37,13 @@ def _serve(listener, bytecode):
         return request["program"]
 
 
-def _import(bytecode):
+def _import():
     gc.disable()  # what it makes stays
     import keras  # noqa: F401
     import tensorflow as tf  # noqa: F401
 
     gc.freeze()  # programs need not look at these objects each time that they collect garbage
     gc.enable()
-    sys.dont_write_bytecode, sys.pycache_prefix = False, bytecode
 
 
 def _report(stream, pid):

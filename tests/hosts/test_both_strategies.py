@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import tensorflow as tf
+from helpers import fork_server
 from helpers.jobs import LONG, Proxy, job
 from helpers.versions import HAS_XLA
 from helpers.workers import LONGER
@@ -174,9 +175,8 @@ def test_the_launcher_starts_a_killed_worker_of_a_tpu_strategy_again(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(HEAD + RESTARTED)
     command = [sys.executable, "-m", "replica_engine", "launch", "--workers", "2", "--max-restarts", "1"]
-    ended = subprocess.run(
-        [*command, str(script), str(tmp_path)], capture_output=True, text=True, timeout=LONGER, check=False
-    )
+    worker = [fork_server.__file__, str(script), str(tmp_path)]
+    ended = subprocess.run([*command, *worker], capture_output=True, text=True, timeout=LONGER, check=False)
     assert ended.returncode == 0, ended.stderr[-4000:]
     assert f"worker 1 of 2 ({socket.gethostname()}, pid " in ended.stderr
     assert f"was ended by signal {signal.SIGKILL:d}" in ended.stderr
