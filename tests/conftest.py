@@ -38,6 +38,9 @@ os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_TO_COMPILE))
 # For each op of each graph, oneDNN's pass searches all kernels: 3% of the time of all tests. Only some CPUs have it on.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
+# Threads of NumPy's linear algebra spin for a while when a process begins, and tests multiply small matrices.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # Rewriting the assertions of all tests takes seconds, and compiling this library takes one: processes share what the
 # first one made.
 sys.dont_write_bytecode = False

@@ -149,20 +149,21 @@ CALLBACKS = (
         stopping = callbacks.EarlyStopping("loss", 100.0, 1, restore_best_weights=True)
         swap = callbacks.SwapEMAWeights(swap_on_epoch=True)
         schedule = callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
+        plateau = callbacks.ReduceLROnPlateau("loss", 0.5, 1, min_delta=100.0)
         board = callbacks.TensorBoard(f"{folder}/board", update_freq="batch")
         return {
-            "backup": (optimizers.Adam(0.05), [backup()]),
-            "backup by batches": (sgd(), [backup(save_freq=2, double_checkpoint=True)]),
-            "checkpoint": (sgd(), [checkpoint, best, load(weights)]),
-            "whole": (sgd(gradient_accumulation_steps=2, clipnorm=0.5), [Whole(f"{folder}/whole.keras")]),
-            "early stopping": (sgd(), [backup(), stopping]),
-            "rates": (sgd(), [schedule, callbacks.ReduceLROnPlateau("loss", 0.5, 1, min_delta=100.0), backup()]),
-            "averages": (sgd(use_ema=True, ema_momentum=0.5), [swap, backup()]),
-            "nan": (sgd(), [backup(), at("on_epoch_end", spoil), callbacks.TerminateOnNaN()]),
-            "logs": (sgd(), [board, callbacks.CSVLogger(f"{folder}/table.csv", append=True), backup()]),
-            "compile": (sgd(), [at("on_train_begin", compile), backup()]),
-            "replace": (sgd(), [backup(), at("on_train_batch_end", replace)]),
-            "scaled": (optimizers.LossScaleOptimizer(sgd()), [backup()]),
+            "backup": lambda: (optimizers.Adam(0.05), [backup()]),
+            "backup by batches": lambda: (sgd(), [backup(save_freq=2, double_checkpoint=True)]),
+            "checkpoint": lambda: (sgd(), [checkpoint, best, load(weights)]),
+            "whole": lambda: (sgd(gradient_accumulation_steps=2, clipnorm=0.5), [Whole(f"{folder}/whole.keras")]),
+            "early stopping": lambda: (sgd(), [backup(), stopping]),
+            "rates": lambda: (sgd(), [schedule, plateau, backup()]),
+            "averages": lambda: (sgd(use_ema=True, ema_momentum=0.5), [swap, backup()]),
+            "nan": lambda: (sgd(), [backup(), at("on_epoch_end", spoil), callbacks.TerminateOnNaN()]),
+            "logs": lambda: (sgd(), [board, callbacks.CSVLogger(f"{folder}/table.csv", append=True), backup()]),
+            "compile": lambda: (sgd(), [at("on_train_begin", compile), backup()]),
+            "replace": lambda: (sgd(), [backup(), at("on_train_batch_end", replace)]),
+            "scaled": lambda: (optimizers.LossScaleOptimizer(sgd()), [backup()]),
         }
 
     kinds = dict.fromkeys(name.split("/")[0] for name in names)
@@ -174,7 +175,7 @@ CALLBACKS = (
         kind, case = name.split("/")
         files = f"{folder}/{kind} {case}"
         os.makedirs(files, exist_ok=True)
-        optimizer, given = cases(files)[case]
+        optimizer, given = cases(files)[case]()
         keras.utils.set_random_seed(1)
         original = model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
         model.compile(optimizer, "mse", metrics=["mae"], run_eagerly=True)
