@@ -124,7 +124,7 @@ class ProgramCache:
                 return known.program
         program = self._find(source, arguments, shapes)
         if used is not None:
-            used = source.used(self._hosts_of(source))  # tracing may have bound names anew
+            used = source.used(self._hosts_of(source))  # tracing may have bound names to other objects
         if used is not None and not self._sparse:
             if len(self._recent) >= _MOST_RECENT:
                 self._recent.clear()
