@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-pytestmark = [pytest.mark.graphs, pytest.mark.replicas(1, 3)]  # alone; and first, between, last
+pytestmark = [pytest.mark.graphs, pytest.mark.replicas(3)]  # first, between, last
+ALONE_TOO = pytest.mark.replicas(1, 3)  # one test of conditions and one of loops: nothing else depends on the number
 
 START = np.array([[1.0, -2.0], [0.5, 3.0], [-1.0, 0.25], [2.0, 1.5]], np.float32)  # x of each replica
 
@@ -115,6 +116,7 @@ def test_conditions(check):
     check(program, plain, True, 2)
 
 
+@ALONE_TOO
 def test_branches_that_only_differ_in_merges(check):
     """Nested, and with a merge call in one branch only."""
 
@@ -143,6 +145,7 @@ def test_loops(check):
     check(program, plain, 2)
 
 
+@ALONE_TOO
 def test_loops_in_conditions_in_loops(check):
     def program(merging, x, count):
         def inner(x):
@@ -248,6 +251,7 @@ def test_autograph_returns(check):
     check(program, lambda merging, x: merging.light(merging.light(merging.light(x)) * 2.0), 2)
 
 
+@ALONE_TOO
 def test_an_eager_run(strategy, merging, per_replica):
     """Operators of an eager replica are Python; those of a `tf.function` that it calls are not."""
     size = strategy.num_replicas_in_sync

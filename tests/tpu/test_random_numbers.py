@@ -157,27 +157,33 @@ def test_stateless_draws_are_equal_on_all_replicas(drawn):
 COUNT = 40_000
 
 
-def sample(drawn, fn):
-    """As many draws, of two replicas and two steps together."""
+DISTRIBUTIONS = {
+    "normal": (lambda: tf.random.normal([COUNT // 4]), 0.0, 1.0),
+    "normal 5 2": (lambda: tf.random.normal([COUNT // 4], 5.0, 2.0), 5.0, 4.0),
+    "uniform": (lambda: tf.random.uniform([COUNT // 4]), 0.5, 1 / 12),
+    "uniform -3 7": (lambda: tf.random.uniform([COUNT // 4], -3.0, 7.0), 2.0, 100 / 12),
+    "integers": (lambda: tf.random.uniform([COUNT // 4], 0, 1000, tf.int32), 499.5, (1000**2 - 1) / 12),
+    "truncated": (lambda: tf.random.truncated_normal([COUNT // 4]), 0.0, 0.7737),
+    "dropout": (lambda: tf.nn.dropout(tf.ones([COUNT // 4]), 0.25), 1.0, 1 / 3),
+}
+"""What draws a quarter of them, the mean and the variance."""
+
+
+@pytest.fixture(scope="module")
+def samples(replicas):
+    """Of each, what two replicas drew in two steps."""
     tf.random.set_seed(11)
-    return np.array(drawn(fn, times=2)).reshape(-1)
+    some = replicas(2)
+    steps = [
+        some.each(some.strategy.run(lambda: {name: draw() for name, (draw, *_) in DISTRIBUTIONS.items()}))
+        for _ in range(2)
+    ]
+    return {name: np.array([one[name] for step in steps for one in step]).reshape(-1) for name in DISTRIBUTIONS}
 
 
-@pytest.mark.parametrize(
-    ("fn", "mean", "variance"),
-    [
-        (lambda: tf.random.normal([COUNT // 4]), 0.0, 1.0),
-        (lambda: tf.random.normal([COUNT // 4], 5.0, 2.0), 5.0, 4.0),
-        (lambda: tf.random.uniform([COUNT // 4]), 0.5, 1 / 12),
-        (lambda: tf.random.uniform([COUNT // 4], -3.0, 7.0), 2.0, 100 / 12),
-        (lambda: tf.random.uniform([COUNT // 4], 0, 1000, tf.int32), 499.5, (1000**2 - 1) / 12),
-        (lambda: tf.random.truncated_normal([COUNT // 4]), 0.0, 0.7737),
-        (lambda: tf.nn.dropout(tf.ones([COUNT // 4]), 0.25), 1.0, 1 / 3),
-    ],
-    ids=["normal", "normal 5 2", "uniform", "uniform -3 7", "integers", "truncated", "dropout"],
-)
-def test_numbers_are_distributed_as_they_should(drawn, fn, mean, variance):
-    found = sample(drawn, fn)
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_numbers_are_distributed_as_they_should(samples, name):
+    found, (_, mean, variance) = samples[name], DISTRIBUTIONS[name]
     assert abs(found.mean() - mean) < 5 * np.sqrt(variance / COUNT)
     assert abs(found.var() - variance) < 5 * variance * np.sqrt(2 / COUNT) + 1e-3 * variance
 
@@ -206,12 +212,11 @@ def test_numbers_keep_to_their_ranges(drawn):
         assert max(map(abs, truncated)) <= 2.0
 
 
-@pytest.mark.parametrize("shape", [[20], [20, 3], [1], [0]])
-def test_a_shuffle_is_a_permutation_of_rows(drawn, shape):
-    values = tf.reshape(tf.range(np.prod(shape)), shape)
+def test_a_shuffle_is_a_permutation_of_rows(drawn):
+    every = [tf.reshape(tf.range(np.prod(shape)), shape) for shape in ([20], [20, 3], [1], [0])]
     tf.random.set_seed(1)
-    for one in drawn(lambda: tf.random.shuffle(values))[0]:
-        assert sorted(one) == values.numpy().tolist()
+    for found in drawn(lambda: [tf.random.shuffle(values) for values in every])[0]:
+        assert [sorted(one) for one in found] == [values.numpy().tolist() for values in every]
 
 
 def test_every_place_is_as_likely_for_every_element(drawn):
@@ -333,21 +338,20 @@ def test_the_default_seed_of_keras_gives_the_same_run(replicas, drawn):
     assert runs[0][0] != runs[0][1]
 
 
-@pytest.mark.parametrize(
-    "draw",
-    [
-        lambda **kind: tf.random.stateless_uniform([5], [1, 2], **kind),
-        lambda **kind: tf.random.stateless_normal([5], [1, 2], **kind),
-        lambda **kind: tf.random.stateless_truncated_normal([5], [1, 2], **kind),
-        lambda **kind: tf.random.stateless_uniform([5], [1, 2], 0, 1000, tf.int32, **kind),
-        lambda **kind: tf.random.experimental.stateless_shuffle(tf.range(5), [1, 2], **kind),
-    ],
-    ids=["uniform", "normal", "truncated normal", "integers", "shuffle"],
-)
-def test_stateless_ops_of_philox_draw_the_same_everywhere(two, draw):
-    def body():
-        return draw(alg="philox")
+STATELESS = {
+    "uniform": lambda **kind: tf.random.stateless_uniform([5], [1, 2], **kind),
+    "normal": lambda **kind: tf.random.stateless_normal([5], [1, 2], **kind),
+    "truncated normal": lambda **kind: tf.random.stateless_truncated_normal([5], [1, 2], **kind),
+    "integers": lambda **kind: tf.random.stateless_uniform([5], [1, 2], 0, 1000, tf.int32, **kind),
+    "shuffle": lambda **kind: tf.random.experimental.stateless_shuffle(tf.range(5), [1, 2], **kind),
+}
 
-    expected = body().numpy()
+
+def test_stateless_ops_of_philox_draw_the_same_everywhere(two):
+    def body():
+        return {name: draw(alg="philox") for name, draw in STATELESS.items()}
+
+    expected = body()
     for found in two.each(two.strategy.run(body)):
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value.numpy(), rtol=1e-6, err_msg=name)

@@ -81,25 +81,25 @@ def busy():
 
 def test_replicas_meet_in_every_collective(replicas):
     stress = Stress(replicas(REPLICAS))
-    stress.steps(60 * SOAK)
-    stress.check(60 * SOAK)
+    stress.steps(30 * SOAK)
+    stress.check(30 * SOAK)
 
 
 @pytest.mark.usefixtures("busy")
 def test_replicas_meet_while_others_keep_all_cores_busy(replicas):
     stress = Stress(replicas(REPLICAS))
-    stress.steps(20 * SOAK)
-    stress.check(20 * SOAK)
+    stress.steps(10 * SOAK)
+    stress.check(10 * SOAK)
 
 
 @pytest.mark.parametrize("sizes", [(2, 16), (4, 4)], ids=str)
 def test_strategies_on_two_threads_do_not_starve_each_other(replicas, sizes):
     both = [Stress(replicas(size)) for size in sizes]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(stress.steps, 40 * SOAK) for stress in both]:
+        for done in [pool.submit(stress.steps, 20 * SOAK) for stress in both]:
             done.result()
     for stress in both:
-        stress.check(40 * SOAK)
+        stress.check(20 * SOAK)
 
 
 @pytest.mark.usefixtures("busy")
@@ -114,14 +114,14 @@ def test_host_functions_on_two_threads_do_not_starve_each_other(replicas):
                 stress.replicas.strategy.run(stress.body, args=(stress.inputs,))
 
         for _ in range(5):
-            steps(tf.constant(4 * SOAK))
+            steps(tf.constant(2 * SOAK))
             stress.total.numpy()
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(loop, stress) for stress in both]:
             done.result()
     for stress in both:
-        stress.check(20 * SOAK)
+        stress.check(10 * SOAK)
 
 
 def test_a_data_set_beside_steps_does_not_starve_them(replicas):
