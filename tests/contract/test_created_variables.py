@@ -39,15 +39,15 @@ def components(strategy):
     return lambda v: [component.numpy().tolist() for component in strategy.experimental_local_results(v)]
 
 
-@pytest.mark.parametrize("kind", RANDOM)
-def test_random_initial_values_are_equal_on_all_replicas(strategy, run, local, components, kind):
-    module = Module(RANDOM[kind])
-    (results,) = zip(*local(run(module, [tf.constant(1.0)])), strict=True)
-    first = components(module.made[0])[0]
-    assert len(set(first)) == 3
-    assert components(module.made[0]) == list(results) == [first] * strategy.num_replicas_in_sync
-    assert local(run(module, [tf.constant(1.0)])) == [[first]] * strategy.num_replicas_in_sync
-    assert module.made[0].distribute_strategy is strategy
+def test_random_initial_values_are_equal_on_all_replicas(strategy, run, local, components):
+    module = Module(*RANDOM.values())
+    results = zip(*local(run(module, [tf.constant(1.0)])), strict=True)
+    first = [components(made)[0] for made in module.made]
+    for kind, made, result, value in zip(RANDOM, module.made, results, first, strict=True):
+        assert len(set(value)) == 3, kind
+        assert components(made) == list(result) == [value] * strategy.num_replicas_in_sync, kind
+        assert made.distribute_strategy is strategy
+    assert local(run(module, [tf.constant(1.0)])) == [first] * strategy.num_replicas_in_sync
 
 
 @pytest.mark.graphs  # released all at once, replicas draw eager numbers in any order
