@@ -20,9 +20,11 @@ import tensorflow as tf
 from replica_engine._tf import batches, distribute, eager
 from replica_engine._tf.graphs import control_flow
 from replica_engine.diagnostics.op_lines import here
+from replica_engine.engine import SyncPoint
 from replica_engine.errors import (
     InputsError,
     warn_dataset_for_each,
+    warn_different_lines,
     warn_shared_variable,
     warn_tape_outside,
     warn_whole_batch,
@@ -89,6 +91,21 @@ def _check_batches(strategy: Any, fn: Any, values: Sequence[Any], size: int) -> 
     for leaf in leaves:
         if batches.is_of_dataset(leaf) and leaf.shape.rank and (leaf.shape[0] is None or leaf.shape[0] >= size):
             warn_once(strategy, ("batch", getattr(fn, "__name__", "")), warn_whole_batch(leaf.shape[0], size, here()))
+            return
+
+
+def check_lines(strategy: Any, points: Sequence[SyncPoint]) -> None:
+    """Warns if replicas meet from different lines: what they bring may not belong together.
+
+    Args:
+        strategy: the strategy.
+        points: the sync point of each replica.
+    """
+    first = points[0]
+    for replica, point in enumerate(points):
+        if point.lineno != first.lineno or point.filename != first.filename:
+            text = warn_different_lines(first.name, (0, first.where), (replica, point.where))
+            warn_once(strategy, ("lines", first.filename, first.function), text)
             return
 
 

@@ -61,8 +61,9 @@ def sync_point(merge_fn: Callable[..., Any], replica: Replica, detail: tuple, va
         name = called
     name = name.replace("<locals>.", "").removeprefix(_CONVERTED)
     kind = detail[0] if detail and isinstance(detail[0], str) else "merge_call"
+    how = detail[1] if kind == "all_reduce" else f"axis={detail[1]}" if kind == "all_gather" else ""
     place = _place(replica, frame, thread)
-    return SyncPoint(name, *place, (identity(merge_fn), detail), kind, traced=not eager, values=values)
+    return SyncPoint(name, *place, (identity(merge_fn), detail), kind, how, traced=not eager, values=values)
 
 
 def user_location(replica: Replica) -> tuple[str, int, str]:

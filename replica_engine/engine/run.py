@@ -356,6 +356,10 @@ class Run:
             raise errors.MergeCallMismatchError.different_counts(self._rows())
         first, *others = self.replicas
         if any(replica.meets != first.meets for replica in others):
+            points = self.sync_point()
+            if len({point.kind for point in points}) == 1 < len({point.how for point in points}):
+                calls = [f"{point.kind}({point.how}) at {point.where}" for point in points]
+                raise errors.MergeCallMismatchError.different_operations(self._rows(), calls)
             raise errors.MergeCallMismatchError.different_functions(self._rows())
 
     def _give_up(self, error: BaseException) -> None:
@@ -393,7 +397,7 @@ class Run:
         return [replica.row() for replica in self.replicas]
 
     def sync_point(self) -> list[SyncPoint]:
-        """The sync point of each replica. Valid only during a merge, when all replicas have paused."""
+        """The sync point of each replica. Valid only between rounds, when all replicas have paused."""
         points = [replica.last for replica in self.replicas if replica.last is not None]
         assert len(points) == len(self.replicas), "all have paused"
         return points

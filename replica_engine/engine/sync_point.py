@@ -34,6 +34,7 @@ class SyncPoint:
         identity: equal for replicas that pass the same merge function, unequal otherwise; None after the replica has
             taken it.
         kind: "merge_call", or the operation if it is known, such as "all_reduce".
+        how: what must be equal on all replicas beside the kind, in words: "SUM", "axis=1"; "" if there is nothing.
         traced: whether a function was being traced when the replica reached the sync point.
         values: a description of each tensor that the replica brought; the engine keeps it and never reads it.
         run: the number of the run, among the runs on the same devices.
@@ -49,6 +50,7 @@ class SyncPoint:
     function: str
     identity: object = field(default=None, repr=False, compare=False)
     kind: str = "merge_call"
+    how: str = field(default="", repr=False, compare=False)
     traced: bool = False
     values: tuple = field(default=(), repr=False, compare=False)
     run: int = field(default=0, compare=False)

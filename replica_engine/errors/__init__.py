@@ -117,6 +117,7 @@ from replica_engine.errors.threads import (
     note_merge_failure,
     note_sync_points,
     note_workers,
+    warn_different_lines,
 )
 from replica_engine.errors.timeouts import (
     CoordinatorRow,
@@ -213,6 +214,7 @@ __all__ = [
     "untested_version",
     "unusable_cache_dir",
     "warn_dataset_for_each",
+    "warn_different_lines",
     "warn_shared_variable",
     "warn_tape_outside",
     "warn_uneven_rest",

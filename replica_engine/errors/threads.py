@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from replica_engine.errors.base import ReplicaEngineError, add_note, in_words, is_alike
+from replica_engine.errors.base import ReplicaEngineError, add_note, in_words, is_alike, with_more
 from replica_engine.errors.timeouts import ReplicaRow, count_of, table
 
 
@@ -46,6 +46,19 @@ class MergeCallMismatchError(ReplicaEngineError, RuntimeError):
             "A merge call runs one function for all replicas, so every replica must pass the same function. "
             "Choose the function before the branch on the replica id, or pass the value that differs as an argument: "
             "merge_call(merge_fn, args=(value,))."
+        )
+        error.rows = tuple(rows)
+        return error
+
+    @classmethod
+    def different_operations(cls, rows: Sequence[ReplicaRow], calls: Sequence[str]) -> MergeCallMismatchError:
+        """All replicas wait in an all_reduce or all_gather, but of another operation, or along another axis."""
+        lines = "\n".join(f"  {row.name}: {call}" for row, call in zip(rows, calls, strict=True))
+        error = cls(
+            f"The replicas met in different operations:\n{lines}\n"
+            "One result is computed for all replicas, so every replica must ask for the same one. Choose the operation "
+            "or the axis in the same way on all replicas, not by the replica id; or reduce twice, and let each replica "
+            "take the result that it needs."
         )
         error.rows = tuple(rows)
         return error
@@ -216,6 +229,20 @@ class ReplicaUnwound(BaseException):
 
     def __init__(self, message: str = "This run was given up because another replica, or the merge function, failed."):
         super().__init__(message)
+
+
+@with_more
+def warn_different_lines(name: str, first: tuple[int, str], other: tuple[int, str]) -> str:
+    """The warning that replicas met in one sync point from different lines: their values may not belong together."""
+    return (
+        f"Replicas met in one {name} from different lines:\n"
+        f"  replica {first[0]}: {first[1]}\n"
+        f"  replica {other[0]}: {other[1]}\n"
+        "Replicas meet in the order in which they come, so what these two lines bring is merged. If the replicas reach "
+        "their sync points in different orders, values are mixed that do not belong together. Choose the values in the "
+        "branch, and make the call after it, on one line for all replicas. If the lines belong together, nothing is "
+        "wrong."
+    )
 
 
 def note_failure(error: BaseException, row: ReplicaRow, others: Iterable[tuple[ReplicaRow, BaseException]]) -> None:

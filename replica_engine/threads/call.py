@@ -23,7 +23,7 @@ from replica_engine._tf import distribute, quick_scopes, thread_state
 from replica_engine._tf.graphs import autograph, function, optimizer
 from replica_engine.diagnostics.failed_run import note_failed_run
 from replica_engine.diagnostics.flight_record import SyncPointRecord, SyncPoints, records
-from replica_engine.diagnostics.suspicions import watch_results
+from replica_engine.diagnostics.suspicions import check_lines, watch_results
 from replica_engine.diagnostics.tracebacks import as_raised
 from replica_engine.diagnostics.user_frames import identity
 from replica_engine.engine import ErrandsFailed, GroupPool, Outcome, Replica, Run, SyncPoint
@@ -245,6 +245,7 @@ def _merge(strategy: tf.distribute.Strategy, requests: list[MergeRequest], run: 
     if isinstance(first.args, Part):
         return _build(requests, run)
     check_alike(points, run.replicas)
+    check_lines(strategy, points)
     what = f"The arguments of merge_call ({point})"
     args = regroup([request.args for request in requests], what, "args")
     of_kwargs = [request.kwargs for request in requests]

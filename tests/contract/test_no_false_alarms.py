@@ -137,6 +137,24 @@ def test_a_plain_variable_of_each_replica(strategy):
     assert [each.numpy() for each in mine] == [1.0] * len(mine)
 
 
+@pytest.mark.threads("a compiled body has no Python index of the replica")
+def test_branches_that_meet_in_one_line_and_loops(strategy):
+    def mean(x):
+        return tf.distribute.get_replica_context().all_reduce("MEAN", x)
+
+    def step():
+        first = tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group) == 0
+        x = mean(1.0) if first else mean(2.0)
+        for _ in range(3):
+            x = mean(
+                mean(x) + 1.0,
+            )
+        return x
+
+    strategy.run(step)
+    tf.function(lambda: strategy.run(step))()
+
+
 @pytest.mark.graphs
 @pytest.mark.replicas(2)
 def test_fit_with_dropout_metrics_and_a_rest(strategy):

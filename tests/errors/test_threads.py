@@ -23,6 +23,7 @@ from replica_engine.errors import (
     note_failed_alike,
     note_failure,
     note_merge_failure,
+    warn_different_lines,
 )
 
 
@@ -56,6 +57,36 @@ def test_a_merge_function_for_each_replica():
         return context.merge_call(largest if first else smallest, args=(x,))
 
     strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(MergeCallMismatchError.different_operations)
+def test_a_sum_on_one_replica_and_a_mean_on_the_other():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def step(x):
+        context = tf.distribute.get_replica_context()
+        first = tf.get_static_value(context.replica_id_in_sync_group) == 0
+        return context.all_reduce("SUM" if first else "MEAN", x)
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(warn_different_lines)
+def test_two_sums_in_another_order_on_one_replica():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def sum_of_ones():
+        context = tf.distribute.get_replica_context()
+        ones, tens = tf.constant(1.0), tf.constant(10.0)
+        if tf.get_static_value(context.replica_id_in_sync_group) == 0:
+            ones = context.all_reduce("SUM", ones)
+            tens = context.all_reduce("SUM", tens)
+        else:
+            tens = context.all_reduce("SUM", tens)
+            ones = context.all_reduce("SUM", ones)
+        return ones
+
+    print([sum.numpy() for sum in strategy.experimental_local_results(strategy.run(sum_of_ones))])
 
 
 @shows(StructureMismatchError.between)
