@@ -112,6 +112,17 @@ def test_the_replica_whose_host_calls_take_longest_is_named(tmp_path, capsys):
     assert "(median of 3 steps)" in out
 
 
+def test_compiled_replicas_without_host_calls_are_not_said_to_be_equal(tmp_path, capsys):
+    written = [
+        Span(Track("TPUStrategy", name, 1, replica + 1), "step", "run", float(step), step + 0.9, None)
+        for step in range(4)
+        for replica, name in enumerate(NAMES)
+    ]
+    path = tmp_path / "run.json"
+    write(str(path), written, 0.0, 4.0, 0)
+    assert "slowest: not known: compiled replicas run inside one program" in shown(capsys, path)
+
+
 def test_a_run_inside_a_merge_is_part_of_the_step(tmp_path):
     track = Track("MirroredStrategy", "coordinator (MainThread)")
     inside = [Span(track, "run", "waiting", begin, end, None) for begin, end in ((0.4, 0.6), (0.0, 1.0), (2.0, 3.0))]

@@ -208,6 +208,7 @@ class TestCommand:
         assert main(["timeline", str(path)]) == 1
         output = capsys.readouterr()
         assert "recorded: 0.000 s" in output.out
+        assert "no replica was seen: there is no whole step in this time; of a tf.function only" in output.out
         assert "nothing to draw" in output.err
 
 

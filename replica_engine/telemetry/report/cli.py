@@ -62,6 +62,8 @@ def run(flags: argparse.Namespace) -> int:
     except ValueError as error:
         return _failed(str(error))
     print(shares.table(timeline, flags.begin, flags.end))
+    if not any(track.spans for track in timeline.tracks):
+        return _failed("nothing is recorded, so there is nothing to draw")
     output = flags.output or f"{os.path.splitext(flags.path)[0]}.png"
     try:
         picture.draw(timeline, output, flags.begin, flags.end)

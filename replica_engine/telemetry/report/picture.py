@@ -112,7 +112,7 @@ def _title(
         number = sum(start < end and stop > begin for start, stop in steps.steps_of(timeline, group))
         line = f"{group}, {number} {'step' if number == 1 else 'steps'} in {steps.shown(end - begin)}"
         if group in stragglers and number:  # of a tf.function only the tracing is seen, which is no step
-            line += f". Slowest: {stragglers[group] or steps.nobody(steps.is_compiled(timeline, group))}"
+            line += f". Slowest: {stragglers[group] or steps.nobody(timeline, group)}"
         lines.append(line)
     return lines
 

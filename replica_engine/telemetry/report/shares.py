@@ -25,11 +25,13 @@ def table(timeline: Timeline, begin: float = 0.0, end: float | None = None) -> s
         tracks = [track for track in part.tracks if track.group == group]
         if replicas := by_replica(tracks):
             of_steps = steps.compared(timeline, group, begin, begin + part.seconds)
-            slowest = _slowest(replicas, of_steps, steps.is_compiled(timeline, group))
+            slowest = _slowest(replicas, of_steps, timeline)
             lines += [group, *_replicas(replicas, part.seconds), *slowest, ""]
         lines += _beside([track for track in tracks if not track.is_replica], part.seconds)
     shown = "" if part.seconds == timeline.seconds else f", of which {part.seconds:.3f} s are shown"
     lines.append(f"recorded: {timeline.seconds:.3f} s{shown}")
+    if not part.tracks:
+        lines.append(f"no replica was seen: {steps.NO_STEP}")
     if timeline.dropped:
         lines.append(f"{timeline.dropped:,} more spans were not kept: record a shorter time")
     return "\n".join(lines)
@@ -48,14 +50,15 @@ def _replicas(tracks: list[DrawnTrack], seconds: float) -> list[str]:
     return _aligned(rows)
 
 
-def _slowest(replicas: list[DrawnTrack], of_steps: list[tuple[float, float]], compiled: bool) -> list[str]:
+def _slowest(replicas: list[DrawnTrack], of_steps: list[tuple[float, float]], timeline: Timeline) -> list[str]:
     """The line about the replica that works longest in a step."""
     if len(replicas) < 2:
         return []
     if not of_steps:
         return [f"  slowest: not known, {steps.NO_STEP}"]
-    found = steps.straggler(replicas, of_steps, compiled)
-    return [f"  slowest: {found or f'{steps.nobody(compiled)} ({steps.counted(len(of_steps))})'}"]
+    group = replicas[0].group
+    found = steps.straggler(replicas, of_steps, steps.is_compiled(timeline, group))
+    return [f"  slowest: {found or f'{steps.nobody(timeline, group)} ({steps.counted(len(of_steps))})'}"]
 
 
 def _beside(tracks: list[DrawnTrack], seconds: float) -> list[str]:

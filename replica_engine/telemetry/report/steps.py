@@ -16,7 +16,10 @@ from collections.abc import Sequence
 from replica_engine.telemetry.report.spans import DrawnSpan, DrawnTrack, Timeline
 
 WORK = ("run", "host call")
-NO_STEP = "there is no whole step in this time; of a tf.function only the tracing is seen, so record eager steps"
+NO_STEP = (
+    "there is no whole step in this time; of a tf.function only the tracing is seen, so record eager steps: "
+    "tf.config.run_functions_eagerly(True)"
+)
 ON_HOST = ("host call",)  # of a compiled program: all replicas are in it from its launch to its end
 _RUNS = ("run", "trace")
 NOISE = 0.05  # of the others' work and of a replica's share of the step: a smaller difference is nobody's fault
@@ -94,9 +97,14 @@ def straggler(replicas: list[DrawnTrack], steps: list[tuple[float, float]], comp
     return Straggler(replicas[most].name, medians[most], others, len(steps), does)
 
 
-def nobody(compiled: bool) -> str:
+def nobody(timeline: Timeline, group: str) -> str:
     """The words for a group without a straggler."""
-    return f"none, {'their host calls take' if compiled else 'the replicas work'} equally long"
+    if not is_compiled(timeline, group):
+        return "none, the replicas work equally long"
+    tracks = [track for track in timeline.tracks if track.group == group and track.is_replica]
+    if any(span.kind in ON_HOST for track in tracks for span in track.spans):
+        return "none, their host calls take equally long"
+    return "not known: compiled replicas run inside one program, and only their host calls are seen; these make none"
 
 
 def counted(steps: int) -> str:
