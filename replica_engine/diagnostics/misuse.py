@@ -30,14 +30,14 @@ def explained(error: Exception) -> Exception:
     return better.with_traceback(error.__traceback__)
 
 
-def check_scope() -> None:
-    """Checks that `scope` is not called in a replica.
+def check_outside_replicas(method: str) -> None:
+    """Checks that a method of the strategy, `scope` or `reduce`, is not called in a replica.
 
     Raises:
         ScopeError: it is.
     """
     if _is_in_replica():
-        raise ScopeError.in_replica("scope", here())
+        raise ScopeError.in_replica(method, here())
 
 
 def _meaning(error: Exception) -> Exception | None:

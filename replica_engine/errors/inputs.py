@@ -25,6 +25,24 @@ class NotInBodyError(ReplicaEngineError, RuntimeError):
         )
 
     @classmethod
+    def on_thread(cls, name: str, where: str) -> NotInBodyError:
+        """The call is in a function that MirroredStrategy, or another strategy with replicas on threads, runs."""
+        instead = {
+            "replica_id": "replica_id_in_sync_group",
+            "num_replicas": "num_replicas_in_sync",
+            "cross_replica_sum": 'all_reduce("SUM", value)',
+            "all_reduce": 'all_reduce("SUM", value)',
+            "all_gather": "all_gather(value, axis)",
+        }
+        cure = "Exchange the values in a merge call, context.merge_call(merge_fn, args=(value,))"
+        if name in instead:
+            cure = f"Write, for both strategies, tf.distribute.get_replica_context().{instead[name]}"
+        return cls(
+            f"xla.{name}() was called{at(where)} on a replica that runs on a thread, as those of MirroredStrategy do. "
+            f"The functions of xla work in functions that TPUStrategy or xla.replicate compiles. {cure}."
+        )
+
+    @classmethod
     def on_host(cls, name: str, where: str) -> NotInBodyError:
         """The call is in a host function."""
         return cls(

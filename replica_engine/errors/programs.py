@@ -469,9 +469,10 @@ class NoValueError(ReplicaEngineError, AttributeError):
     def numpy(cls) -> NoValueError:
         """A traced function calls `x.numpy()`."""
         return cls(
-            "x.numpy() was called in a function that is traced, on TPUStrategy to be compiled; x has no value there "
-            "yet. Compute with TensorFlow's ops, or return x and read it after the run. To see it while the function "
-            "runs: tf.print(x), or tf.py_function(fn, [x], x.dtype)."
+            "numpy() was called on a tensor x of a function that is traced: of a tf.function, or of a function that "
+            "TPUStrategy runs. While it is traced, x has no value yet. Compute with TensorFlow's ops, or return x and "
+            "read it after the run. To see it while the function runs: tf.print(x), or "
+            "tf.py_function(fn, [x], x.dtype)."
         )
 
 

@@ -41,11 +41,14 @@ class ScopeError(ReplicaEngineError, RuntimeError):
 
     @classmethod
     def in_replica(cls, method: str, where: str) -> ScopeError:
-        """`run` or `scope` is called by a function that replicas already run."""
+        """`run`, `scope` or `reduce` is called by a function that replicas already run."""
         cure = {
             "run": "Call the inner function directly: each replica runs it. In a merge function, run works.",
             "scope": "A replica is in the scope already: leave the `with` out, and what it makes belongs to the "
             "strategy. Better, make variables before strategy.run.",
+            "reduce": "In a replica, ask its context, on all replicas: "
+            'tf.distribute.get_replica_context().all_reduce("SUM", value). strategy.reduce is for what strategy.run '
+            "returns, and for merge functions.",
         }[method]
         return cls(
             f"strategy.{method}() was called inside a replica{at(where)}, by code that strategy.run runs. {cure}"

@@ -22,7 +22,7 @@ from replica_engine._tf import quick_scopes
 from replica_engine._tf.graphs import autograph
 from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine.diagnostics.flight_record import SyncPointRecord
-from replica_engine.diagnostics.misuse import check_scope, explained
+from replica_engine.diagnostics.misuse import check_outside_replicas, explained
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.diagnostics.suspicions import check_inputs
 from replica_engine.diagnostics.tracebacks import shortened
@@ -161,7 +161,7 @@ class OnReplicaThreads:
         Raises:
             ScopeError: a replica calls it.
         """
-        check_scope()
+        check_outside_replicas("scope")
         models.explain(has_backend)
         return super().scope()  # type: ignore[misc]
 
@@ -171,7 +171,9 @@ class OnReplicaThreads:
 
         Raises:
             ReplicaValueError: `value` cannot be reduced, `reduce_op` is not a reduction, or `axis` is not an axis.
+            ScopeError: a replica calls it.
         """
+        check_outside_replicas("reduce")
         return super().reduce(*checked_reduction(reduce_op, value, axis))  # type: ignore[misc]
 
     def sync_points(self) -> list[SyncPointRecord]:

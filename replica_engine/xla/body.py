@@ -18,6 +18,7 @@ from replica_engine._tf import eager
 from replica_engine._tf.graphs import autograph, xla_ops
 from replica_engine.diagnostics.flight_record import Collective, LaunchRecord
 from replica_engine.diagnostics.op_lines import here
+from replica_engine.engine import current_replica
 from replica_engine.errors import CollectiveError, NotInBodyError
 from replica_engine.xla import growing_arrays
 from replica_engine.xla.growing_arrays import Final, Seen
@@ -229,7 +230,8 @@ def current(name: str) -> Body:
         raise NotInBodyError.on_host(name, side.where)
     body = in_body()
     if body is None or tf.executing_eagerly():
-        raise NotInBodyError.outside(name, here())
+        wording = NotInBodyError.outside if current_replica() is None else NotInBodyError.on_thread
+        raise wording(name, here())
     if getattr(_thread, "apart", False) and name not in _OF_ONE_REPLICA:
         raise CollectiveError.apart(name)
     return body

@@ -12,6 +12,16 @@ def test_a_replica_id_outside_a_body():
     print(xla.replica_id())
 
 
+@shows(NotInBodyError.on_thread)
+def test_a_replica_id_on_a_thread():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def step():
+        return xla.replica_id()
+
+    strategy.run(step)
+
+
 @shows(NotInBodyError.on_host)
 def test_a_sum_in_a_host_function():
     def report(loss):

@@ -135,6 +135,26 @@ def test_scope_in_a_replica():
     strategy.run(step, args=(tf.constant(1.0),))
 
 
+@shows(ScopeError.in_replica, "reduce")
+def test_reduce_in_a_replica():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def step(x):
+        return strategy.reduce("SUM", x, axis=None)
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(ScopeError.in_replica, "reduce_compiled")
+def test_reduce_in_a_compiled_replica():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x):
+        return strategy.reduce("SUM", x, axis=None)
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
 @shows(ScopeError.compiled_for_one_device)
 def test_jit_compile_on_replica_threads():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])

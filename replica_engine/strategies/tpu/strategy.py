@@ -14,7 +14,7 @@ from replica_engine._tf.graphs import autograph
 from replica_engine._tf.host_datasets import HostDatasets
 from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine.diagnostics.flight_record import SyncPointRecord
-from replica_engine.diagnostics.misuse import check_scope, explained
+from replica_engine.diagnostics.misuse import check_outside_replicas, explained
 from replica_engine.diagnostics.suspicions import check_inputs, watch_results
 from replica_engine.diagnostics.tracebacks import shortened
 from replica_engine.errors.base import positive_int, shown
@@ -356,7 +356,7 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
 
     def scope(self) -> Any:
         """Like the scope of every strategy. Keras models built in it run `steps_per_execution` steps in one launch."""
-        check_scope()
+        check_outside_replicas("scope")
         models.explain(has_backend)
         patches.extend_trainer(keras_steps.device_loop)
         patches.average_logs(TPUStrategy)
@@ -496,6 +496,7 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
             return context.merge_call(
                 lambda _, value: super(TPUStrategy, self).reduce(reduce_op, value, axis), (value,)
             )
+        check_outside_replicas("reduce")
         return super().reduce(reduce_op, value, axis)
 
     @property
