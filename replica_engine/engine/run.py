@@ -305,7 +305,7 @@ class Run:
 
     def _describe(self, waited: float) -> str:
         """The text of the warning. Called by the watchdog."""
-        return errors.slow_replicas(waited, *self._stand())
+        return errors.slow_replicas(waited, *self._stand(), self._timeout)
 
     def _expire(self, waited: float) -> None:
         """Keeps the state of the run and ends the wait, because the time ran out. Called by the watchdog."""

@@ -166,11 +166,12 @@ class BatchError(ReplicaEngineError, ValueError):
 @with_more
 def warn_uneven_rest(rows: int, size: int) -> str:
     """The warning that the last batch of `fit` or `evaluate` gives replicas unequal shares, in a strategy's scope."""
+    most = rows % size
     return (
-        f"The last batch, of {rows} sample{'' if rows == 1 else 's'}, does not divide by {size} replicas. Keras "
-        "averages over replicas, not over samples, as in tf.distribute: its samples do not count equally, and the "
-        "numbers are not quite those of one device. replicate_model(model) divides batches of any size with the "
-        "numbers of one device. Or leave the rest out, dataset.batch(n, drop_remainder=True)."
+        f"The last batch, of {count_of(rows, 'sample')}, does not divide by {size} replicas. Keras averages over "
+        "replicas, not over samples, as in tf.distribute: its samples do not count equally, and the numbers are not "
+        "quite those of one device. replicate_model(model) divides batches of any size with the numbers of one device. "
+        f"Or leave out {count_of(most, 'sample')}: x[:-{most}], y[:-{most}]."
     )
 
 

@@ -113,11 +113,16 @@ class ReplicaTimeoutError(ReplicaEngineError, TimeoutError):
         return error
 
 
-def slow_replicas(seconds: float, rows: Sequence[ReplicaRow], coordinator: CoordinatorRow) -> str:
-    """The warning that no replica of a run has reached or left a sync point for `seconds`."""
+def slow_replicas(
+    seconds: float, rows: Sequence[ReplicaRow], coordinator: CoordinatorRow, limit: float | None = None
+) -> str:
+    """The warning that no replica of a run has reached or left a sync point for `seconds`; `limit` is `timeout=`."""
+    then = "with timeout= of the strategy such a wait raises an error"
+    if limit is not None:
+        then = f"after {limit:g} s (timeout=) the wait raises an error"
     return (
         f"{_what(rows, coordinator)} in {seconds:.3g} s:\n{table(rows, coordinator, stacks=True)}\n"
-        "The run continues to wait. Ctrl-C ends it; with timeout= of the strategy such a wait raises an error."
+        f"The run continues to wait. Ctrl-C ends it; {then}."
     )
 
 

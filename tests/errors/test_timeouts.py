@@ -8,6 +8,7 @@ from helpers.golden import shows
 
 from replica_engine import MirroredStrategy, TPUStrategy, xla
 from replica_engine.errors import (
+    CoordinatorRow,
     ReplicaTimeoutError,
     StuckProgramError,
     note_sync_points,
@@ -103,6 +104,11 @@ def test_a_replica_that_takes_long():
         return context.all_reduce("SUM", total)
 
     strategy.run(step, args=(tf.constant(1.0),))
+
+
+def test_a_warning_says_when_the_limit_ends_the_wait():
+    text = slow_replicas(1.0, [], CoordinatorRow("MainThread", "waiting for the replicas"), limit=3.0)
+    assert text.endswith("Ctrl-C ends it; after 3 s (timeout=) the wait raises an error.")
 
 
 @shows(slow_program)
