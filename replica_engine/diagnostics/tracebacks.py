@@ -6,6 +6,7 @@ converted the function, a note shows the lines that the user wrote, in place of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import TypeVar
 
@@ -22,10 +23,14 @@ def as_raised(error: E) -> E:
     return autograph.as_user_raised(error, is_internal)
 
 
-def shortened(error: E) -> E:
+def shortened(error: E, is_hidden: Callable[[str], bool] = is_internal) -> E:
     """Reduces an exception's traceback to the user's frames; without such a frame, it ends at the call of the library.
 
     TensorFlow filters its tracebacks in the same way. `tf.debugging.disable_traceback_filtering()` switches off both.
+
+    Args:
+        error: the exception.
+        is_hidden: whether the frames of a file are left out.
     """
     if not tf.debugging.is_traceback_filtering_enabled():
         return error
@@ -34,7 +39,7 @@ def shortened(error: E) -> E:
     in_note = autograph.has_users_lines(error)
     while frame is not None:
         file = frame.tb_frame.f_code.co_filename
-        if not is_internal(file) and not (in_note and autograph.is_generated(file)):
+        if not is_hidden(file) and not (in_note and autograph.is_generated(file)):
             frames.append(frame)
         frame = frame.tb_next
     traceback: TracebackType | None = None

@@ -131,9 +131,16 @@ def is_internal(filename: str) -> bool:
     """Whether a file belongs to Python, to this package, to TensorFlow, to Keras or to a package that these call."""
     if filename.startswith(_OURS):
         return not filename.startswith(_DEMO)
-    if filename.startswith(_STANDARD_LIBRARY) and _SITE_PACKAGES not in filename:
-        return True
-    return filename.startswith(_plumbing())
+    return _is_standard(filename) or filename.startswith(_plumbing())
+
+
+def is_plumbing(filename: str) -> bool:
+    """Whether a file is internal and not Python's own: what programs meet that only call TensorFlow."""
+    return is_internal(filename) and not _is_standard(filename)
+
+
+def _is_standard(filename: str) -> bool:
+    return filename.startswith(_STANDARD_LIBRARY) and _SITE_PACKAGES not in filename
 
 
 @functools.cache

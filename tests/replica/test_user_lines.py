@@ -1,6 +1,7 @@
 """Whatever AutoGraph and Keras do on the way: an error keeps its type and contents, and says the user's own line."""
 
 import inspect
+import json
 import os
 import pathlib
 
@@ -314,3 +315,35 @@ def test_a_package_of_the_users_is_the_users(programs, tmp_path):
         timeout=60,
     )
     assert done.stdout.strip() == f"{tmp_path}/tree/__init__.py:4 in step", done.stderr
+
+
+def test_little_of_the_library_is_in_the_traceback_of_a_traced_step(mirrored):
+    """Four frames of it were there for each tf.function on the way, and one of TensorFlow's."""
+    failure = ValueError("mine")
+
+    def step(x):
+        raise failure
+
+    @tf.function
+    def inner(x):
+        return mirrored.run(step, args=(x,))
+
+    @tf.function
+    def outer(x):
+        return inner(x)
+
+    with pytest.raises(ValueError, match="mine") as caught:
+        outer(tf.constant(1.0))
+    assert caught.value is failure
+    frames = [os.path.basename(frame.path) for frame in caught.traceback]
+    assert frames == ["test_user_lines.py", "control_flow.py", "hooks.py"]
+
+
+def test_a_traceback_keeps_the_frames_of_python_itself():
+    @tf.function(autograph=False)
+    def step(x):
+        return x * json.loads("{")
+
+    with pytest.raises(ValueError, match="Expecting property name") as caught:
+        step(tf.constant(1.0))
+    assert "decoder.py" in [os.path.basename(frame.path) for frame in caught.traceback]
