@@ -358,7 +358,10 @@ def average_logs(strategies: type) -> None:
 
 
 def extend_optimizers(
-    apply: Callable[[Any, Any, Any], None], agreed: Callable[[Any], Any], is_ours: Callable[[Any], bool]
+    apply: Callable[[Any, Any, Any], None],
+    agreed: Callable[[Any], Any],
+    is_ours: Callable[[Any], bool],
+    check_foreign: Callable[[Any, Any], None],
 ) -> None:
     """Makes Keras' optimizers accumulate gradients on each replica separately; only once per process.
 
@@ -366,6 +369,7 @@ def extend_optimizers(
         apply: called as `apply(optimizer, grads, variables)` in a replica where an optimizer accumulates gradients.
         agreed: combines the flag of a replica, whether its gradients are finite, with those of the others.
         is_ours: whether a strategy is one of this library's.
+        check_foreign: called as `check_foreign(optimizer, variables)` in a replica with an optimizer of no strategy.
     """
     names = keras_accumulation
     optimizer = getattr(sys.modules.get(names.MODULE), names.OPTIMIZER, None)
@@ -383,8 +387,10 @@ def extend_optimizers(
     def applied(self: Any, grads: Any, trainable_variables: Any) -> None:
         if names.accumulates(self) and in_replica_of_ours():
             apply(self, grads, trainable_variables)
-        else:
-            own_apply(self, grads, trainable_variables)
+            return
+        if names.is_of_no_strategy(self) and in_replica_of_ours():
+            check_foreign(self, trainable_variables)
+        own_apply(self, grads, trainable_variables)
 
     @functools.wraps(own_add)
     def added(self: Any, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:

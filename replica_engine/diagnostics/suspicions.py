@@ -25,6 +25,7 @@ from replica_engine.errors import (
     InputsError,
     warn_dataset_for_each,
     warn_different_lines,
+    warn_foreign_optimizer,
     warn_shared_variable,
     warn_tape_outside,
     warn_whole_batch,
@@ -122,6 +123,21 @@ def note_write(written: dict[int, tuple[Any, int]], variable: Any, strategy: Any
     _, first = written.setdefault(id(variable), (variable, replica))
     if first != replica and "seed" not in name:  # a generator of random numbers may be shared
         warn_once(strategy, ("written", name), warn_shared_variable(name, here()))
+
+
+def check_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Warns, in a replica on a thread, if an optimizer of no strategy updates variables of the replicas.
+
+    Args:
+        optimizer: a Keras optimizer that was made outside all scopes, and so has one state for all replicas.
+        variables: the Keras variables that it updates.
+    """
+    strategy = tf.distribute.get_strategy()
+    if strategy.num_replicas_in_sync == 1 or strategy.extended.compiles:
+        return
+    if any(isinstance(getattr(each, "value", each), distribute.DistributedVariable) for each in variables):
+        text = warn_foreign_optimizer(optimizer.name, type(optimizer).__name__, strategy.num_replicas_in_sync, here())
+        warn_once(strategy, ("optimizer", optimizer.name), text)
 
 
 @contextlib.contextmanager

@@ -101,6 +101,7 @@ from replica_engine.errors.programs import (
 )
 from replica_engine.errors.scopes import (
     ScopeError,
+    warn_foreign_optimizer,
     warn_shared_variable,
     warn_tape_outside,
 )
@@ -215,6 +216,7 @@ __all__ = [
     "unusable_cache_dir",
     "warn_dataset_for_each",
     "warn_different_lines",
+    "warn_foreign_optimizer",
     "warn_shared_variable",
     "warn_tape_outside",
     "warn_uneven_rest",

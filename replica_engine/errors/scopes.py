@@ -79,6 +79,18 @@ def warn_shared_variable(name: str, where: str) -> str:
 
 
 @with_more
+def warn_foreign_optimizer(name: str, kind: str, size: int, where: str) -> str:
+    """The warning that replicas update their variables with an optimizer that was made and built outside the scope."""
+    return (
+        f"The optimizer {name!r} is used by {size} replicas{at(where)}, and was made outside `strategy.scope()`. So it "
+        f"has one state for all of them (iterations, momentum, the moments of Adam), which each step changes {size} "
+        "times. The numbers are not those of one device. Make and build it under the scope:\n"
+        "    with strategy.scope():\n"
+        f"        optimizer = keras.optimizers.{kind}(...)"
+    )
+
+
+@with_more
 def warn_tape_outside(where: str) -> str:
     """The warning that a gradient flows through an eager run, into which no tape sees: it is None, or lacks a part."""
     return (

@@ -14,6 +14,7 @@ from replica_engine.errors import (
     NoValueError,
     ScopeError,
     warn_dataset_for_each,
+    warn_foreign_optimizer,
     warn_shared_variable,
     warn_tape_outside,
     warn_uneven_rest,
@@ -98,6 +99,24 @@ def test_an_optimizer_of_another_strategy():
         optimizer.apply([tf.ones([2])], [weight])
 
     strategy.run(step)
+
+
+@shows(warn_foreign_optimizer)
+def test_an_optimizer_that_is_made_and_built_outside_the_scope():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        model = make_model()
+    optimizer = keras.optimizers.Adam(0.1)
+    optimizer.build(model.trainable_variables)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    for _ in range(2):
+        strategy.run(step, args=(tf.ones([4, 3]),))
+    print("iterations:", optimizer.iterations.numpy())
 
 
 @shows(ScopeError.in_replica)

@@ -31,6 +31,11 @@ def accumulates(optimizer: Any) -> bool:
     return bool(optimizer.gradient_accumulation_steps) and isinstance(optimizer._iterations.value, DistributedVariable)
 
 
+def is_of_no_strategy(optimizer: Any) -> bool:
+    """Whether an optimizer was made outside all scopes: it has one state, and no merge call around its updates."""
+    return not isinstance(optimizer._iterations.value, DistributedVariable)
+
+
 def accumulators(optimizer: Any, variables: Sequence[Any] | None = None) -> list[Any]:
     """The Keras variables in which a built optimizer accumulates gradients: those of `variables`, or all."""
     made = getattr(optimizer, "_accumulated_gradients", ())
