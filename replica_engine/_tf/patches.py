@@ -362,6 +362,7 @@ def extend_optimizers(
     agreed: Callable[[Any], Any],
     is_ours: Callable[[Any], bool],
     check_foreign: Callable[[Any, Any], None],
+    explained: Callable[[Exception], Exception],
 ) -> None:
     """Makes Keras' optimizers accumulate gradients on each replica separately; only once per process.
 
@@ -370,6 +371,7 @@ def extend_optimizers(
         agreed: combines the flag of a replica, whether its gradients are finite, with those of the others.
         is_ours: whether a strategy is one of this library's.
         check_foreign: called as `check_foreign(optimizer, variables)` in a replica with an optimizer of no strategy.
+        explained: what an exception of `build` means in the user's terms, or the exception itself.
     """
     names = keras_accumulation
     optimizer = getattr(sys.modules.get(names.MODULE), names.OPTIMIZER, None)
@@ -396,7 +398,10 @@ def extend_optimizers(
     def added(self: Any, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
         of_each = name == names.ACCUMULATOR and is_ours(self._distribution_strategy)
         with tf.variable_creator_scope(_for_each_replica) if of_each else contextlib.nullcontext():
-            return own_add(self, reference_variable, name=name, initializer=initializer)
+            try:
+                return own_add(self, reference_variable, name=name, initializer=initializer)
+            except Exception as error:
+                raise explained(error)
 
     @functools.wraps(own_check)
     def checked(self: Any, grads: Any) -> Any:

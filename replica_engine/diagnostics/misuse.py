@@ -16,6 +16,7 @@ from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import NoValueError, ScopeError, add_note
 
 _MIXED = ("Mixing different tf.distribute.Strategy", "Need to be inside")
+_COLOCATED = "`colocate_vars_with` must only be passed a variable created in this"
 _IN_REPLICA = "Method requires being in cross-replica context"
 
 
@@ -46,12 +47,12 @@ def _meaning(error: Exception) -> Exception | None:
         text = str(error)
         is_numpy = "SymbolicTensor" in text and text.endswith("no attribute 'numpy'")
         return NoValueError.numpy() if is_numpy else None
-    if type(error) is not RuntimeError:
+    if type(error) not in (RuntimeError, ValueError):
         return None
     text = str(error)
-    if text.startswith(_MIXED):
+    if text.startswith(_MIXED if type(error) is RuntimeError else _COLOCATED):
         return _foreign(error)
-    if text.startswith(_IN_REPLICA) and _is_in_replica():
+    if type(error) is RuntimeError and text.startswith(_IN_REPLICA) and _is_in_replica():
         return ScopeError.in_replica("run", here())
     return None
 

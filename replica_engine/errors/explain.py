@@ -18,6 +18,7 @@ PAGE = pathlib.Path(__file__).with_name("errors.md")
 FAILED = 1
 _MOST_FOUND = 12
 _WIDTH = 100
+_SURE = 4  # so many words may be of another form of a message, with other numbers and names in it
 _HEADING = re.compile(r"^####? (\S+)\n", re.MULTILINE)
 _CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -62,15 +63,17 @@ def run(flags: argparse.Namespace) -> int:
     if not asked:
         print("\n".join(part.brief() for part in parts))
         return 0
-    found = _named(parts, asked) or _with_words(parts, asked)
+    exactly = _named(parts, asked) or _with_phrase(parts, asked)
+    found = exactly or _with_words(parts, asked)
     if not found:
         near = _near(parts, asked)
         meant = f" Did you mean {' or '.join(near)}?" if near else ""
         print(f"explain: the Errors page has nothing about: {asked}.{meant}", file=sys.stderr)
         print("`replica-engine explain` without a name lists all.", file=sys.stderr)
         return FAILED
-    if len(found) > 1:
-        print("Several parts of the Errors page have these words; name one of them, or more words:")
+    if len(found) > 1 or not (exactly or len(asked.split()) >= _SURE):
+        what = "Several parts of the Errors page have" if exactly else "No message reads so. The nearest parts have"
+        print(f"{what} these words; name one of them, or more words:")
         print("\n".join(f"  {part.brief()}" for part in found[:_MOST_FOUND]))
         return 0
     below = [part for part in parts if part.name.startswith(f"{found[0].name}.")]
@@ -101,6 +104,14 @@ def _near(parts: list[Part], asked: str) -> list[str]:
     return list(dict.fromkeys(names[each] for each in difflib.get_close_matches(asked.lower(), names)))
 
 
+def _with_phrase(parts: list[Part], asked: str) -> list[Part]:
+    """The parts that have exactly these words, one after the other, if they are more than one."""
+    phrase = " ".join(asked.lower().split())
+    if " " not in phrase:
+        return []
+    return [part for part in parts if phrase in " ".join(part.text.lower().split())]
+
+
 def _with_words(parts: list[Part], asked: str) -> list[Part]:
     """The parts that have most of the words, at least half of them."""
     words = set(re.findall(r"\w+", asked.lower()))
@@ -112,11 +123,22 @@ def _with_words(parts: list[Part], asked: str) -> list[Part]:
 def _shown(part: Part) -> str:
     """A part as text for a terminal: code is indented, and each piece of it has a heading."""
     words, *pieces = _CODE.split(part.text)
-    shown = [f"{part.name}\n{'=' * len(part.name)}", *map(_wrapped, words.replace("*", "").strip().split("\n"))]
+    shown = [f"{part.name}\n{'=' * len(part.name)}", *map(_wrapped, _paragraphs(words.replace("*", "")))]
     for language, code in zip(pieces[::3], pieces[1::3], strict=True):
         heading = "which shows" if language == "text" else "A program that comes to it"
         shown.append(f"\n{heading}:\n\n{textwrap.indent(code.rstrip(), '    ')}")
     return "\n".join(shown)
+
+
+def _paragraphs(text: str) -> list[str]:
+    """The paragraphs and the items of lists as one line each, and the empty lines between them."""
+    lines = [""]
+    for line in text.strip().split("\n"):
+        if line and lines[-1] and not line.startswith("- "):
+            lines[-1] += f" {line.strip()}"
+        else:
+            lines.append(line)
+    return lines[1:]
 
 
 def _wrapped(line: str) -> str:

@@ -63,6 +63,28 @@ def test_words_of_a_warning_find_it(capsys):
     assert (status, text.partition("\n")[0]) == (0, "warn_whole_batch")
 
 
+def test_words_that_no_message_has_together_show_no_part_in_full(capsys):
+    status, text = explained(capsys, "Unknown variable")
+    assert status == 0
+    assert text.startswith("No message reads so. The nearest parts")
+    assert "A program that comes to it" not in text
+
+
+def test_words_of_one_message_alone_show_it(capsys):
+    _, text = explained(capsys, "in different", "operations:")
+    assert text.startswith("MergeCallMismatchError.different_operations\n===")
+
+
+def test_paragraphs_are_wrapped_once(capsys):
+    _, text = explained(capsys, "MergeCallMismatchError")
+    lines = text.split("\n")
+    first = lines.index("=" * len("MergeCallMismatchError")) + 1
+    paragraphs = "\n".join(lines[first:]).split("\n\n")
+    assert any(len(part.split("\n")) > 1 for part in paragraphs)
+    for part in paragraphs[:2]:
+        assert all(len(line) > 60 for line in part.strip().split("\n")[:-1])
+
+
 def test_words_of_several_parts_list_them(capsys):
     status, text = explained(capsys, "made", "outside", "scope")
     assert status == 0

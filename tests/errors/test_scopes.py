@@ -101,6 +101,25 @@ def test_an_optimizer_of_another_strategy():
     strategy.run(step)
 
 
+@shows(ScopeError.optimizer, "built")
+def test_an_optimizer_that_is_built_in_the_scope_only():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    optimizer = keras.optimizers.Adam(0.1)
+    with strategy.scope():
+        model = make_model()
+        optimizer.build(model.trainable_variables)
+
+
+@shows(ScopeError.other_strategy, "built")
+def test_an_optimizer_that_is_built_for_the_model_of_another_strategy():
+    first, second = MirroredStrategy(["CPU:0", "CPU:1"]), MirroredStrategy(["CPU:0", "CPU:1"])
+    with first.scope():
+        model = make_model()
+    with second.scope():
+        optimizer = keras.optimizers.Adam(0.1)
+        optimizer.build(model.trainable_variables)
+
+
 @shows(warn_foreign_optimizer)
 def test_an_optimizer_that_is_made_and_built_outside_the_scope():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
