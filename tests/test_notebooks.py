@@ -81,6 +81,7 @@ def test_a_timeline_is_a_picture_and_a_table(mirrored, tmp_path):
     text = timeline._repr_html_()
     assert {"svg", "pre"} <= Reader(text).tags
     assert "merges/s" in text
+    assert repr(timeline) == f"timeline({str(tmp_path / 'run.json')!r})"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": [{"ph": "X"}]}', "no JSON"])
@@ -91,7 +92,9 @@ def test_a_file_that_is_no_timeline_says_so(tmp_path, text):
 
 def test_a_replicated_model_says_how_it_runs(mirrored):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)], name="<net>")
-    cells = Reader(replicate_model(model, strategy=mirrored)._repr_html_()).cells
+    fast = replicate_model(model, strategy=mirrored)
+    assert repr(fast) == f"{model!r} on {mirrored!r}"
+    cells = Reader(fast._repr_html_()).cells
     assert dict(zip(cells[2::2], cells[3::2], strict=True)) == {
         "model": "<net> (Sequential)",
         "replicas": "2",

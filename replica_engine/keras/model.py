@@ -70,6 +70,7 @@ def _class_of(kind: Any) -> type:
     members["__deepcopy__"] = lambda self, memo: copy.deepcopy(getattr(self, _SLOT).original, memo)
     members["strategy"] = _Strategy()
     members["_repr_html_"] = _described
+    members["__repr__"] = lambda self: f"{kind.__repr__(self)} on {getattr(self, _SLOT).strategy!r}"
     members["from_config"] = classmethod(lambda cls, *args, **kwargs: kind.from_config(*args, **kwargs))
     # Code that asks an object for its class, such as Keras when it saves a model, gets the original's class.
     members["__class__"] = property(lambda self: kind)

@@ -153,6 +153,8 @@ class OnReplicaThreads:
                 return self.extended._call_for_each_replica(fn, args, {} if kwargs is None else kwargs)
         except Exception as error:
             raise shortened(explained(error))
+        except KeyboardInterrupt as interrupt:
+            raise shortened(interrupt)
 
     @quick_scopes.checks_only
     def scope(self) -> Any:

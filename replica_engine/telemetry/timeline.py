@@ -174,6 +174,9 @@ class timeline:
                 raise
             LOGGER.warning("The timeline of this worker could not be written: %s", reason)  # not checked before
 
+    def __repr__(self) -> str:
+        return f"timeline({self._path!r})"
+
     def _repr_html_(self) -> str:
         """The picture and the table, for notebooks, once the block is over; without matplotlib, the table alone."""
         if self._recorder is not None or not os.path.exists(self._path):

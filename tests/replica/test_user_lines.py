@@ -347,3 +347,13 @@ def test_a_traceback_keeps_the_frames_of_python_itself():
     with pytest.raises(ValueError, match="Expecting property name") as caught:
         step(tf.constant(1.0))
     assert "decoder.py" in [os.path.basename(frame.path) for frame in caught.traceback]
+
+
+def test_ctrl_c_in_a_step_shows_the_users_frames(mirrored):
+    def step():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        mirrored.run(step)
+    frames = [os.path.basename(frame.path) for frame in caught.traceback]
+    assert frames == ["test_user_lines.py", "backend.py", "test_user_lines.py"]

@@ -422,6 +422,8 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
             return self.extended.call_for_each_replica(fn, args, kwargs or {})
         except Exception as error:
             raise shortened(explained(error))
+        except KeyboardInterrupt as interrupt:
+            raise shortened(interrupt)
 
     @autograph.artifact
     def run_steps(
