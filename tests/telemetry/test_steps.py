@@ -112,6 +112,24 @@ def test_the_replica_whose_host_calls_take_longest_is_named(tmp_path, capsys):
     assert "(median of 3 steps)" in out
 
 
+def test_workers_with_one_replica_each_are_said_not_to_be_compared(tmp_path, capsys):
+    written = [
+        Span(Track(f"worker {worker}: MirroredStrategy", NAMES[worker], 1), "run", "run", at, at + 0.1 + worker, None)
+        for worker in range(2)
+        for at in (0.0, 2.0, 4.0)
+    ]
+    written += [
+        Span(
+            Track(f"worker {worker}: MirroredStrategy", "coordinator (MainThread)"), "run", "waiting", at, at + 2, None
+        )
+        for worker in range(2)
+        for at in (0.0, 2.0, 4.0)
+    ]
+    path = tmp_path / "run.json"
+    write(str(path), written, 0.0, 6.0, 0)
+    assert shown(capsys, path).count("slowest: not known, workers are not compared") == 2
+
+
 def test_compiled_replicas_without_host_calls_are_not_said_to_be_equal(tmp_path, capsys):
     written = [
         Span(Track("TPUStrategy", name, 1, replica + 1), "step", "run", float(step), step + 0.9, None)

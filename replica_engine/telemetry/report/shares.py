@@ -52,8 +52,9 @@ def _replicas(tracks: list[DrawnTrack], seconds: float) -> list[str]:
 
 def _slowest(replicas: list[DrawnTrack], of_steps: list[tuple[float, float]], timeline: Timeline) -> list[str]:
     """The line about the replica that works longest in a step."""
-    if len(replicas) < 2:
-        return []
+    if len(replicas) < 2:  # a worker that has more compares its own
+        is_worker = replicas[0].group.startswith("worker ")
+        return ["  slowest: not known, workers are not compared; see in which `run` is largest"] if is_worker else []
     if not of_steps:
         return [f"  slowest: not known, {steps.NO_STEP}"]
     group = replicas[0].group
