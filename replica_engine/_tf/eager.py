@@ -27,6 +27,8 @@ EagerTensor: Any = tf.__internal__.EagerTensor
 - `_shape_tuple`: the shape; the property `shape` makes a new TensorShape each time.
 """
 
+# What TensorFlow writes to tensors itself.
+_OWN_ATTRIBUTES = frozenset(("assign", "_cached_value", "_handle_data", "_name", "_parent_trackable", "_unique_id"))
 _ALIGNMENT = 64  # bytes; TensorFlow copies an array with a smaller alignment
 _LARGE = 16384  # bytes; below, TensorFlow's copy costs less than an aligned one
 
@@ -94,3 +96,8 @@ def _host() -> str:
     """The full name of the host's CPU device."""
     with tf.init_scope(), tf.device("CPU:0"):
         return tf.constant(0).device
+
+
+def attributes(tensor: Any) -> dict[str, Any]:
+    """The attributes that Python code has given to a tensor, such as the mask of a Keras layer."""
+    return {name: value for name, value in vars(tensor).items() if name not in _OWN_ATTRIBUTES}

@@ -30,6 +30,9 @@ def user_line(made: Any) -> str:
         frames = [
             (frame.filename, frame.lineno, frame.name) for frame in made.traceback or ()
         ]  # an op of a loaded graph has no frames
+        if any(autograph.is_generated(frame[0]) for frame in frames):  # of a function inside a converted function
+            known = autograph.source_map()
+            frames = [known.get((file, line), (file, line, name)) for file, line, name in frames]
     else:
         frames = _with_whole_paths(list(made))
     return _innermost(frames)

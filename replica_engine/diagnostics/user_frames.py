@@ -34,7 +34,7 @@ FOLDERS = tuple(
 _DEMO = os.path.join(_OURS, "demo") + os.sep  # a program to read and to copy, so it counts as the user's
 _STANDARD_LIBRARY = os.path.dirname(functools.__file__) + os.sep
 # Frames between the user's line and the function that it calls.
-_WRAPPERS = frozenset(("error_handler", "wrapper", "converted_call", "_call_unconverted", "op_dispatch_handler"))
+WRAPPERS = frozenset(("error_handler", "wrapper", "converted_call", "_call_unconverted", "op_dispatch_handler"))
 # Functions that stand around TensorFlow's own; a sync point is named after TensorFlow's.
 _HOOKS = (os.path.join(_OURS, "_tf", "graphs", "control_flow.py"), os.path.join(_OURS, "threads", "joint", ""))
 _CONVERTED = "outer_factory.inner_factory.tf__"  # the prefix of functions that AutoGraph converted
@@ -98,7 +98,7 @@ def _user_frame(replica: Replica) -> tuple[FrameType, str, int]:
     ):
         frame, called = innermost(), ""
         while frame is not None and not is_users(frame, (thread, coordinator)):
-            if frame.f_code.co_name not in _WRAPPERS and not frame.f_code.co_filename.startswith(_HOOKS):
+            if frame.f_code.co_name not in WRAPPERS and not frame.f_code.co_filename.startswith(_HOOKS):
                 called = frame.f_code.co_name
             frame = frame.f_back
         if frame is not None:

@@ -111,6 +111,7 @@ from replica_engine.errors.threads import (
     NotInReplicaError,
     ReplicaUnwound,
     StructureMismatchError,
+    TraceOnceError,
     VariableMismatchError,
     note_abandoned,
     note_failed_alike,
@@ -118,6 +119,7 @@ from replica_engine.errors.threads import (
     note_merge_failure,
     note_sync_points,
     note_workers,
+    traced_each,
     warn_different_lines,
 )
 from replica_engine.errors.timeouts import (
@@ -176,6 +178,7 @@ __all__ = [
     "StructureMismatchError",
     "StuckProgramError",
     "TensorFlowVersionError",
+    "TraceOnceError",
     "VariableCreationError",
     "VariableMismatchError",
     "WorkerLostError",
@@ -212,6 +215,7 @@ __all__ = [
     "slow_replicas",
     "slow_trace",
     "slow_workers",
+    "traced_each",
     "untested_version",
     "unusable_cache_dir",
     "warn_dataset_for_each",

@@ -99,6 +99,11 @@ class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
         return cls(f"{name} must be {', '.join(map(repr, choices))} or None; got {brief(given)}.")
 
     @classmethod
+    def bad_trace_once(cls, given: object) -> ReplicaValueError:
+        """The way to trace replicas is unknown."""
+        return cls(f'trace_once must be True, False or "checked"; got {brief(given)}.')
+
+    @classmethod
     def bad_rows(cls, name: str, given: object) -> ReplicaValueError:
         """A number of rows is negative or not an int."""
         return cls(f"{name} must be an int that is not negative, or None; got {brief(given)}.")

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import distribute
+from replica_engine._tf import components, distribute
 from replica_engine._tf.graphs import optimizer
 from replica_engine._tf.host_datasets import HostDatasets
 from replica_engine.errors import DeviceError
@@ -17,7 +17,13 @@ from replica_engine.process.interrupts import held_off_once
 from replica_engine.strategies.backend import OnReplicaThreads, ReplicaThreads
 from replica_engine.strategies.devices import resolve_devices
 from replica_engine.strategies.reductions import Reductions
-from replica_engine.strategies.validation import check_choice, check_flags, check_seconds, check_updated
+from replica_engine.strategies.validation import (
+    check_choice,
+    check_flags,
+    check_seconds,
+    check_trace_once,
+    check_updated,
+)
 from replica_engine.threads.cpu_reduction import CpuReduction
 
 # If two groups of devices use one collective key, TensorFlow fails: "joining a group with size 2, but that group has
@@ -108,10 +114,19 @@ class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):
             and makes the first step much faster. "off" makes the first step faster still, and later steps slower.
             None is "light" on CPUs and "full" elsewhere. Options set with `tf.config.optimizer` stay as they are.
 
+        trace_once: in a `tf.function`, trace replica 0 alone, and copy its operations for the other replicas: the
+            first step takes about as long for many replicas as for one. The Python code of the other replicas does not
+            run, so use it where the code does not depend on the replica and leaves nothing behind. What differs
+            between replicas (variables, arguments, the replica id as a tensor, random numbers) differs in the copies.
+            What cannot be copied is a TraceOnceError, or, if it comes before the first sync point, each replica is
+            traced, and the log says why. "checked" traces replica 1 as well and raises TraceOnceError where it differs.
+            Eager runs are not affected. See `docs/first_step.md`.
+
     Raises:
         DeviceError: a device does not exist, is named twice, or is of another kind than the rest; or
             `cross_device_ops` is not a `tf.distribute.CrossDeviceOps`.
-        ReplicaValueError: `concurrent` is not True or False, or `graph_optimizer` is none of its values.
+        ReplicaValueError: `concurrent` is not True or False, or `graph_optimizer` or `trace_once` is none of its
+            values.
         ValueError: `timeout` or `warn_after` is not positive.
 
     Example:
@@ -136,10 +151,12 @@ class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):
         timeout: float | None = None,
         warn_after: float | None = None,
         graph_optimizer: str | None = None,
+        trace_once: bool | str = False,
     ):
         check_seconds(timeout=timeout, warn_after=warn_after)
         check_flags(concurrent=concurrent)
         check_choice("graph_optimizer", graph_optimizer, optimizer.LEVELS)
+        check_trace_once(trace_once)
         if cross_device_ops is not None and not isinstance(cross_device_ops, tf.distribute.CrossDeviceOps):
             raise DeviceError.no_cross_device_ops(cross_device_ops)
         self._collective_key_base = next(_COLLECTIVE_KEYS)
@@ -151,6 +168,9 @@ class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):
             timeout=options.timeout if timeout is None else timeout,
             warn_after=options.warn_after if warn_after is None else warn_after,
             graph_optimizer=graph_optimizer or options.graph_optimizer,
+            trace_once=trace_once or options.trace_once,
         )
+        if extended.replica_options.trace_once:
+            components.install()
         # Not the parent's __init__: it would make TensorFlow's own extended half.
         tf.distribute.Strategy.__init__(self, extended)

@@ -20,7 +20,7 @@ from replica_engine.threads.inherited_state import InheritedState
 from replica_engine.threads.joint.attempt import Attempts
 from replica_engine.threads.joint.gradients import recorded
 from replica_engine.threads.joint.operator import Part, note_constants
-from replica_engine.threads.random_numbers import OfReplica
+from replica_engine.threads.random_numbers import Seeds
 from replica_engine.values.structure import as_tensor
 
 _DEFAULT_OPTIONS = tf.distribute.experimental.CommunicationOptions()
@@ -86,7 +86,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
     _is_over = False
     attempts: Any = None
     written: dict[int, tuple[Any, int]] = {}  # noqa: RUF012  # replaced, never changed here
-    draws: OfReplica | None = None
+    draws: Seeds | None = None
 
     def __init__(self, strategy: tf.distribute.Strategy, replica_id_in_sync_group: Any):
         distribute.init_context(self, strategy, replica_id_in_sync_group)
@@ -99,7 +99,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         attempts: Attempts,
         creator: Callable[..., Any],
         written: dict[int, tuple[Any, int]],
-        draws: OfReplica,
+        draws: Seeds,
     ) -> None:
         """Binds the context to an engine replica and what belongs to it.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -65,6 +65,13 @@ class Draws:
             while len(drawn) <= number:
                 drawn.append(draw())
             return drawn[number]
+
+
+class Seeds(Protocol):
+    """The seeds of the random ops of one replica."""
+
+    def seed(self, draw: Callable[[], int | None]) -> int | None:
+        """The seed of the next random op; see `OfReplica.seed`."""
 
 
 class OfReplica:

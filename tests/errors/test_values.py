@@ -137,6 +137,11 @@ def test_a_word_that_is_not_known():
     MirroredStrategy(["CPU:0", "CPU:1"], graph_optimizer="none")
 
 
+@shows(ReplicaValueError.bad_trace_once)
+def test_a_way_to_trace_that_is_not_known():
+    MirroredStrategy(["CPU:0", "CPU:1"], trace_once="check")
+
+
 @shows(ReplicaValueError.bad_steps)
 def test_parts_of_a_batch_that_are_no_number():
     accumulate(tf.reduce_mean, (tf.ones([4]),), steps=0)

@@ -37,15 +37,29 @@ def is_stateful(op: tf.Operation) -> bool:
 def op_types_of_calls(op: tf.Operation) -> set[str]:
     """The types of all ops in the functions that an op calls: a loop, a branch or a function call."""
     found: set[str] = set()
-    pending, seen = list(_called(op.node_def)), set()
+    pending, seen = list(called(op.node_def)), set()
     while pending:
         name = pending.pop()
         if name not in seen:
             seen.add(name)
             for node in _context.context().get_function_def(name).node_def:
                 found.add(node.op)
-                pending += _called(node)
+                pending += called(node)
     return found
+
+
+def called(node: Any) -> Iterator[str]:
+    """The names of the functions that a node calls: a loop, a branch or a function call."""
+    for attribute in node.attr.values():
+        for function in (attribute.func, *attribute.list.func):
+            if function.name:
+                yield function.name
+
+
+def definition(graph: Any, name: str) -> Any:
+    """The FunctionDef of a function that ops of a graph call."""
+    context = _context.context()
+    return context.get_function_def(name) if context.has_function(name) else graph._functions[name].cached_definition
 
 
 def run(
@@ -85,10 +99,3 @@ class _Part:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._graph, name)
-
-
-def _called(node: Any) -> Iterator[str]:
-    for attribute in node.attr.values():
-        for function in (attribute.func, *attribute.list.func):
-            if function.name:
-                yield function.name
