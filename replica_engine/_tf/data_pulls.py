@@ -59,7 +59,7 @@ class Pulls:
         self._resource = iterator._iterator_resource
         self._types = tuple(iterator._flat_output_types)
         self._shapes = tuple(iterator._flat_output_shapes)
-        self._dataset: Any = iterator._dataset
+        self._dataset: Any = getattr(iterator, "_dataset", None)  # one that a function returned has none
         self._together = max(1, MANY // each)  # batches that one call takes
         self._quick = 0  # how many elements came quickly; one that came slowly counts against several
         self._alone: bool | None = None  # whether elements are taken one by one for good; None if not yet known
@@ -74,6 +74,8 @@ class Pulls:
         """The pulls of an iterator, the same ones at each call; None for an iterator that they are not for."""
         if type(iterator) is not _OwnedIterator or not tf.executing_eagerly():
             return None
+        if not tf.config.experimental.get_synchronous_execution():
+            return None  # an op would not raise the end
         found = _pulls.get(iterator)
         if found is None:
             if bytes_of(iterator.element_spec) is not None:

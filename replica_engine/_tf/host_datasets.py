@@ -194,7 +194,7 @@ class _Turns:
     def _next(self) -> Any:
         """The next element; without TensorFlow's code for elements of all kinds, which takes longer than the op."""
         iterator = self.iterator
-        if not self._is_plain or not tf.executing_eagerly():
+        if not self._is_plain or not tf.executing_eagerly() or not tf.config.experimental.get_synchronous_execution():
             return iterator.get_next()
         tensors = tf.raw_ops.IteratorGetNext(
             iterator=iterator._iterator_resource,

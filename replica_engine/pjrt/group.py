@@ -156,7 +156,10 @@ def _comes_within(seconds: float, is_ready: Callable[[], bool]) -> bool:
 
 
 def _on_host(shard: Any) -> np.ndarray:
-    """The value of an array on one device: what `np.asarray` does after jax has asked for the sharding (5 us)."""
+    """The value of an array on one device: what `np.asarray` does after jax has asked for the sharding (5 us).
+
+    The method is jaxlib's own; checked on jaxlib 0.8 to 0.10.
+    """
     value: np.ndarray = shard._single_device_array_to_np_array_did_copy()[0]
     value.flags.writeable = False
     return value

@@ -174,6 +174,15 @@ def test_the_scope_of_another_strategy_is_refused(strategy):
         assert sum(len(part) for part in strategy.experimental_local_results(next(steps))) == 8
 
 
+def test_a_pass_ends_where_ops_run_later(strategy):
+    tf.config.experimental.set_synchronous_execution(False)
+    try:
+        batches = strategy.experimental_distribute_dataset(tf.data.Dataset.range(12).batch(4, drop_remainder=True))
+        assert len(list(batches)) == 3
+    finally:
+        tf.config.experimental.set_synchronous_execution(True)
+
+
 def test_an_error_of_the_dataset_is_raised(strategy):
     dataset = tf.data.Dataset.range(8).map(lambda x: tf.ensure_shape(tf.range(x), [3])[0]).skip(4).batch(4)
     with pytest.raises(tf.errors.InvalidArgumentError, match="not compatible with expected shape"):

@@ -117,6 +117,14 @@ def test_an_iterator_that_gives_something_else_is_asked_itself(two):
     assert pulls_of(iter([1.0])) is None
 
 
+def test_an_iterator_that_a_function_returned(two, calls):
+    """It does not say of what its dataset is made, so its elements are taken one by one."""
+    iterator = tf.function(lambda each: each)(iter(floats(3 * MANY)))
+    taken_by = two.strategy.run_steps(lambda context, x: context.set_last_step_output("x", x, "MAX"), iterator, 3 * MANY)
+    assert float(taken_by.last_step_outputs["x"]) == 3 * MANY - 1
+    assert {name for name, _ in calls} == {"_one_by_one"}
+
+
 @pytest.mark.parametrize("distributed", [True, False])
 def test_steps_get_the_same_batches(two, calls, distributed):
     dataset = floats(400).map(lambda i: {"b": i, "a": (-i, tf.cast(i, tf.int32))})
