@@ -81,7 +81,8 @@ class Pulls:
             if bytes_of(iterator.element_spec) is not None:
                 found = _pulls[iterator] = cls(iterator, each, lock or threading.Lock())
         else:
-            found._failed = None  # a loop that ended for another reason did not ask for it
+            with found._lock:
+                found._failed = None  # a loop that ended for another reason did not ask for it
         return found
 
     def take(self, most: int) -> Columns:
@@ -102,7 +103,10 @@ class Pulls:
                 return [column[:whole] for column in columns]
             failed, self._failed = self._failed, None
             assert failed is not None, "otherwise there is a batch"
-            raise failed
+            try:
+                raise failed
+            finally:
+                del failed  # a cycle with this frame, which would keep the queue
 
     def _one_by_one(self) -> Columns:
         """The elements of a batch, or fewer if the iterator ends or fails."""
@@ -123,7 +127,9 @@ class Pulls:
         """The elements of `_together` batches, or fewer if the iterator ends or fails."""
         count = self._together * self.each
         if self._queue is None:
-            self._queue = tf.queue.FIFOQueue(count, self._types, self._shapes)
+            free = _free_queues.setdefault((self._types, self._shapes, count), [])
+            self._queue = free.pop() if free else tf.queue.FIFOQueue(count, self._types, self._shapes)
+            weakref.finalize(self, free.append, self._queue).atexit = False
         take = _taking(self._types, self._shapes, count)
         began = time.perf_counter()
         try:
@@ -151,6 +157,9 @@ class Pulls:
             self._alone, self._dataset = may_call_python(self._dataset), None
         return not self._alone
 
+
+# Queues that nobody uses now, which are empty. TensorFlow keeps 34 KB for each queue that was ever made in eager mode.
+_free_queues: dict[Any, list[Any]] = {}
 
 # The pulls of each iterator, which may be used by one device loop after the other.
 _pulls: weakref.WeakKeyDictionary[Any, Pulls] = weakref.WeakKeyDictionary()

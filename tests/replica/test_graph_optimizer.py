@@ -65,11 +65,17 @@ def test_functions_with_replicas_in_a_loop_are_not_watched():
             x = tf.add_n(strategy.experimental_local_results(strategy.run(tf.negative, args=(x,))))
         return x
 
+    def over_a_dataset(x):
+        for _ in tf.data.Dataset.range(3):
+            x = tf.add_n(strategy.experimental_local_results(strategy.run(tf.negative, args=(x,))))
+        return x
+
     def step(x):
         return strategy.run(tf.negative, args=(x,))
 
-    of_loop, of_step = (tf.function(fn).get_concrete_function(tf.ones([])) for fn in (steps, step))
-    assert of_loop._inference_function._bound_context._around is contextlib.nullcontext
+    *of_loops, of_step = (tf.function(fn).get_concrete_function(tf.ones([])) for fn in (steps, over_a_dataset, step))
+    for of_loop in of_loops:
+        assert of_loop._inference_function._bound_context._around is contextlib.nullcontext
     with of_step._inference_function._bound_context._around() as watch:
         assert watch.waited >= 0
 

@@ -117,10 +117,22 @@ def test_an_iterator_that_gives_something_else_is_asked_itself(two):
     assert pulls_of(iter([1.0])) is None
 
 
+def test_iterators_share_queues_one_after_the_other(monkeypatch):
+    """TensorFlow keeps something of each queue for good."""
+    made = []
+    original = tf.queue.FIFOQueue
+    monkeypatch.setattr(tf.queue, "FIFOQueue", lambda *args: made.append(args) or original(*args))
+    for count in (3 * MANY, 3 * MANY + 1, 3 * MANY):
+        assert taken(of(floats(count).map(lambda x: x + 0.5)))[0] == [number + 0.5 for number in range(count)]
+    assert len(made) <= 1
+
+
 def test_an_iterator_that_a_function_returned(two, calls):
     """It does not say of what its dataset is made, so its elements are taken one by one."""
     iterator = tf.function(lambda each: each)(iter(floats(3 * MANY)))
-    taken_by = two.strategy.run_steps(lambda context, x: context.set_last_step_output("x", x, "MAX"), iterator, 3 * MANY)
+    taken_by = two.strategy.run_steps(
+        lambda context, x: context.set_last_step_output("x", x, "MEAN"), iterator, 3 * MANY
+    )
     assert float(taken_by.last_step_outputs["x"]) == 3 * MANY - 1
     assert {name for name, _ in calls} == {"_one_by_one"}
 

@@ -8,6 +8,7 @@ import tensorflow as tf
 import replica_engine
 from replica_engine import xla
 from replica_engine.xla.signature.function_spec import FunctionSpec
+from replica_engine.xla.stages.program_cache import ProgramCache
 
 ONE = tf.constant([1.0])
 
@@ -159,6 +160,34 @@ def test_a_function_is_found_again_by_the_objects_that_it_uses(monkeypatch):
         strategy.run(uses[name])
     with pytest.raises(AssertionError, match="compared"):
         strategy.run(uses["a list that is a global"])
+
+
+def test_a_name_that_another_thread_binds_during_a_call(monkeypatch):
+    strategy = replica_engine.TPUStrategy(num_cores=1)
+    rate = 1.0
+
+    def body():
+        return ONE[0] * rate
+
+    def result():
+        return float(strategy.run(body))
+
+    assert result() == 1.0
+    rate = 3.0
+    assert result() == 3.0
+    rate = 1.0
+    find = ProgramCache._find
+
+    def interrupted(self, *args):
+        nonlocal rate
+        program = find(self, *args)
+        rate = 2.0
+        return program
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ProgramCache, "_find", interrupted)
+        assert result() == 1.0
+    assert result() == result() == 2.0
 
 
 def test_a_function_that_calls_the_host_is_found_again_by_its_cells():

@@ -17,10 +17,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
+
+# structured_function: traces the functions of tf.data.
+from tensorflow.python.data.ops import structured_function
 
 # FunctionCallOptions: what TensorFlow passes with a call of a function; Grappler's options are a part of it.
 from tensorflow.python.eager.context import FunctionCallOptions
@@ -80,7 +85,7 @@ def choose(graph: Any, level: str, around: Around) -> None:
         level: how much Grappler does to the functions.
         around: makes what is entered around each call of one of them from eager code.
     """
-    in_loop = False
+    in_loop = _in_data_function()
     while isinstance(graph, FuncGraph):
         setattr(graph, _LEVEL, max(level, getattr(graph, _LEVEL, OFF), key=LEVELS.index))
         setattr(graph, _AROUND, around)
@@ -88,6 +93,16 @@ def choose(graph: Any, level: str, around: Around) -> None:
             setattr(graph, _LOOPS, True)
         in_loop = in_loop or isinstance(graph, WhileBodyFuncGraph)
         graph = graph.outer_graph
+
+
+def _in_data_function() -> bool:
+    """Whether a function of tf.data is being traced, such as the body of a `for` over a dataset: that is a loop too."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == structured_function.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class _Context:

@@ -123,9 +123,7 @@ class ProgramCache:
             if known is not None and known.serves(used, arguments, shapes, self.moves_ops):
                 return known.program
         program = self._find(source, arguments, shapes)
-        if used is not None:
-            used = source.used(self._hosts_of(source))  # tracing may have bound names to other objects
-        if used is not None and not self._sparse:
+        if used is not None and not self._sparse and _are_the_same(used, source.used(self._hosts_of(source))):
             if len(self._recent) >= _MOST_RECENT:
                 self._recent.clear()
             self._recent[source.code] = _Recent(used, arguments.key, shapes, self.moves_ops, program)
@@ -220,12 +218,16 @@ class _Recent(NamedTuple):
     def serves(self, used: list[Any], arguments: Arguments, shapes: Shapes, moves_ops: bool) -> bool:
         """Whether the program is the one for a call."""
         return (
-            len(used) == len(self.used)
-            and all(map(operator.is_, used, self.used))
+            _are_the_same(used, self.used)
             and arguments.key == self.key
             and shapes == self.shapes
             and moves_ops == self.moves_ops
         )
+
+
+def _are_the_same(used: list[Any], before: list[Any] | None) -> bool:
+    """Whether a function uses the very same objects as before; tracing and other threads may bind names to others."""
+    return before is not None and len(used) == len(before) and all(map(operator.is_, used, before))
 
 
 class TracedProgram:

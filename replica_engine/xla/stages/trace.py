@@ -243,7 +243,7 @@ def _check_plain_variables(
     for index, variable in indices.items():
         name, where = variable.name.removesuffix(":0"), traced.added.get(id(variable))
         differs = differences.variables[index] & (Cause.REPLICA_ID | Cause.OWN_DATA)
-        adds = where is not None and index in differences.added and "seed" not in name
+        adds = where is not None and index in differences.added and "seed_generator" not in name
         if (differs or adds) and name not in traced.body.told:
             traced.body.told.add(name)
             _logger.warning(warn_shared_variable(name, where or ""))
