@@ -69,6 +69,8 @@ class Draws:
             if self._creating():
                 return None
             raise self._refusal("a random op in tf.init_scope")
+        if getattr(getattr(tf.distribute.get_replica_context(), "attempts", None), "vectorizing", False):
+            raise self._refusal("a random op without a seed of its own in tf.vectorized_map")  # made several times
         if graph is self._graph:
             number = len(graph.get_operations())
             value = draw()

@@ -475,7 +475,7 @@ PROGRAMS = {
     collection_of_the_graph: "a collection of the graph",
     static_check_of_the_replica_id: "a value of the replica where the graph depends on it",
     dataset_in_the_replicas: "",
-    random_numbers_in_a_vectorized_map: "a random op without a seed of its own that TensorFlow makes several of",
+    random_numbers_in_a_vectorized_map: "a random op without a seed of its own in tf.vectorized_map",
     run_that_is_copied_after_one_that_is_not: "tf.numpy_function",
     slice_of_a_variable: "",
     device_of_a_handle: PLACE,
