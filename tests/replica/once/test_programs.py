@@ -68,8 +68,8 @@ def flat(value):
     return repr(found)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("trace_once", [True, "checked"])
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program(name, trace_once, caplog):
     problem = ERRORS.get(name) or (trace_once == "checked" and DIFFERS.get(name))
     if problem:
