@@ -156,7 +156,7 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
         return cls(
             f"{wanted} logical {kind} devices were requested, but TensorFlow has already started with {present}. "
             "Logical devices must be made before TensorFlow runs anything: call "
-            f"replica_engine.testing.logical_devices({wanted}) at the top of the program."
+            f"replica_engine.testing.logical_devices({wanted}) at the top of the program, before a strategy is made."
         )
 
     @classmethod

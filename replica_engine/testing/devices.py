@@ -11,7 +11,7 @@ def logical_devices(n: int, kind: str = "CPU") -> list[str]:
     """Ensures that at least `n` logical devices of a kind exist, and returns the names of the first `n`.
 
     Divides the first physical device, which TensorFlow allows only before it runs its first op. It may be called
-    again with the same `n` or a smaller one.
+    again; with a larger `n` only before TensorFlow has started, which this does not do.
 
     Args:
         n: the number of devices.
@@ -41,9 +41,8 @@ def logical_devices(n: int, kind: str = "CPU") -> list[str]:
         raise DeviceError.bad_kind(kind)
     n = number
     if not thread_state.started():
-        _divide(n, kind)
-    present = len(tf.config.list_logical_devices(kind))
-    if present < n:
+        _divide(n, kind)  # and does not start TensorFlow: a strategy of several workers must come before that
+    elif (present := len(tf.config.list_logical_devices(kind))) < n:
         raise DeviceError.too_late(n, kind, present)
     return [f"{kind}:{index}" for index in range(n)]
 
