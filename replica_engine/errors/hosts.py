@@ -16,6 +16,9 @@ TOKEN = "REPLICA_ENGINE_TOKEN"
 LAUNCHED = "REPLICA_ENGINE_LAUNCHED"
 """The variable that `replica-engine launch` sets to "1": it says itself what becomes of the job."""
 
+SAVING = "the saving of"
+"""How the place is called where the workers meet before one of them saves: "the saving of a model"."""
+
 _AGAIN = "start all workers again from the last checkpoint; `replica-engine launch --max-restarts 1` does so by itself"
 
 
@@ -188,7 +191,8 @@ class ClusterConfigError(ReplicaEngineError, ValueError):
             cls,
             "MultiWorkerMirroredStrategy",
             "TensorFlow has run an op in this process already, and cannot connect it to other workers any more. Make "
-            "the MultiWorkerMirroredStrategy first, before any tensor, variable or dataset.",
+            "the MultiWorkerMirroredStrategy first, before any tensor, variable or dataset. Only "
+            "replica_engine.testing.logical_devices(n) may come before it.",
         )
 
 
@@ -214,6 +218,8 @@ class WorkerLostError(ReplicaEngineError, RuntimeError):
     exception = ""
     step: int | None = None
     sync_point = ""
+    again = True
+    """Whether it may go better when all workers start again: not if the program is wrong."""
 
     @classmethod
     def killed(cls, row: WorkerRow, number: int) -> WorkerLostError:
@@ -225,7 +231,8 @@ class WorkerLostError(ReplicaEngineError, RuntimeError):
     @classmethod
     def exited(cls, row: WorkerRow, status: int) -> WorkerLostError:
         """A worker exited while the others were still working."""
-        error = _lost(cls, row, f"has exited with status {status} before the others came to their end")
+        # One that raised before it joined (its process is not known then) would do so again.
+        error = _lost(cls, row, f"has exited with status {status} before the others came to their end", bool(row.pid))
         error.status = status
         return error
 
@@ -249,12 +256,15 @@ class WorkerLostError(ReplicaEngineError, RuntimeError):
     @classmethod
     def left(cls, row: WorkerRow, other: int, doing: str) -> WorkerLostError:
         """A worker's program came to its end, while the programs of others go on."""
-        return _lost(
-            cls,
-            row,
-            f"has come to the end of its program or to sys.exit, and worker {other} goes on with the {doing}. All "
-            "workers must launch the same steps: the datasets of all must have the same number of batches",
+        cure = (
+            f"All workers must call what saves, also if only the chief writes: worker {other} called it and worker "
+            f"{row.worker} did not. Take it out of the branch on the worker's index"
+            if f" {SAVING} " in doing
+            else "All workers must launch the same steps: the datasets of all must have the same number of batches, "
+            "and no step may be in a branch on the worker's index"
         )
+        what = f"has come to the end of its program or to sys.exit, and worker {other} goes on with the {doing}"
+        return _lost(cls, row, f"{what}. {cure}", again=False)
 
     @classmethod
     def silent(cls, row: WorkerRow, seconds: float) -> WorkerLostError:
@@ -421,10 +431,11 @@ def _about(kind: type[ClusterConfigError], field: str, message: str) -> ClusterC
     return error
 
 
-def _lost(kind: type[WorkerLostError], row: WorkerRow, what: str) -> WorkerLostError:
+def _lost(kind: type[WorkerLostError], row: WorkerRow, what: str, again: bool = True) -> WorkerLostError:
     last = f" Its last: {row.last}." if row.last else ""
     error = kind(f"{row.name} {what}.{last} The others cannot go on without it.")
-    if os.environ.get(LAUNCHED) != "1":
+    error.again = again
+    if again and os.environ.get(LAUNCHED) != "1":
         add_note(error, _AGAIN)
     error.worker, error.host, error.pid = row.worker, row.host, row.pid
     error.step, error.sync_point = row.step, row.sync_point

@@ -66,6 +66,11 @@ class Failure:
         rows = [each for each in self.arguments[:1] if isinstance(each, WorkerRow)]
         return rows[0].worker if rows else None
 
+    @property
+    def is_end(self) -> bool:
+        """Whether the worker did nothing but come to its end, while others went on."""
+        return self.wording == WorkerLostError.left.__qualname__
+
     def error(self) -> ReplicaEngineError:
         """The error, made once more for each place that raises it."""
         owner, _, name = self.wording.partition(".")

@@ -316,21 +316,22 @@ class _Attempt:
             first = None if failure.worker is None else self._workers[failure.worker]
         elif first is None:
             return 0
+        error = _how(first, self._plan.workers) if failure is None else failure.error()
         status = 1  # of a failure that is nobody's own, or of a worker that this launcher had to end
         if first is not None:
             if first.tail:
-                _say(self._err, f"worker {first.index} failed first; its last lines:")
+                did = "ended" if failure is not None and failure.is_end else "failed"
+                _say(self._err, f"worker {first.index} {did} first; its last lines:")
             for line in first.tail:
                 self._err.write(b"[worker %d] %s\n" % (first.index, line))
             if first.process.returncode and not first.ended_here:
                 status = _shell_status(first.process.returncode)
-        error = _how(first, self._plan.workers) if failure is None else failure.error()
         _say(self._err, f"{error}{self._advice(error)}\n{_NAME}: exit status {status}")
         return status
 
     def _advice(self, error: ReplicaEngineError) -> str:
         """What to do after a failure, unless this launcher does it now."""
-        if not isinstance(error, WorkerLostError) or self._restart < self._plan.max_restarts:
+        if not isinstance(error, WorkerLostError) or not error.again or self._restart < self._plan.max_restarts:
             return ""
         by_itself = "" if self._plan.max_restarts else "; `--max-restarts 1` does so by itself"
         return f" Start all workers again from the last checkpoint{by_itself}."

@@ -202,6 +202,14 @@ def test_a_worker_whose_data_ends_early():
     member.meet("the end of the epoch")
 
 
+@beside("pass")
+@shows(WorkerLostError.left, "in_a_save")
+def test_a_chief_that_saves_alone():
+    """As `if chief: model.save(...)` at the end of a script; worker 1 comes to the end of it."""
+    member = hosts.join()
+    member.meet("the saving of a model")
+
+
 @beside("os.kill(os.getpid(), signal.SIGSTOP)", heartbeat=3.0)
 @shows(WorkerLostError.silent)
 def test_a_worker_that_is_stopped():

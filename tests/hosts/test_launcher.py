@@ -129,6 +129,22 @@ def test_the_last_lines_of_the_first_failure_are_printed_again(script):
     assert result.stderr.rindex("[worker 0]") < again
 
 
+def test_what_an_early_end_is_called_and_that_a_restart_does_not_help(script):
+    """The chief saves alone; and a worker fails before it has joined."""
+    alone = launch(
+        "--workers", "2", script(f"{JOINS}print('hi')\nif member.worker == 0: member.meet('the saving of a model')")
+    )
+    assert "replica-engine launch: worker 1 ended first; its last lines:\n[worker 1] hi\n" in alone.stderr
+    assert "All workers must call what saves" in alone.stderr
+    before = launch(
+        "--workers", "2", script(f"import os\nif os.environ['REPLICA_ENGINE_PROCESS_ID'] == '1': 1 / 0\n{JOINS}")
+    )
+    assert "has exited with status 1" in before.stderr
+    for each in (alone, before):
+        assert each.returncode == 1
+        assert "Start all workers again" not in each.stderr
+
+
 def test_a_failure_that_is_nobodys_own(script):
     path = script(f"{JOINS}member.compile(hosts.Program(str(member.worker) * 8, 'f'))")
     result = launch("--workers", "2", path)

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from replica_engine._tf import checkpoints, distribute
 from replica_engine._tf.keras import files
+from replica_engine.errors.hosts import SAVING
 
 
 class Saving:
@@ -45,7 +46,7 @@ class Saving:
         if _inside.get():  # Keras saves a model by saving its weights
             yield
             return
-        self._meet(f"the saving of {what}", True)
+        self._meet(f"{SAVING} {what}", True)
         token = _inside.set(True)
         try:
             yield
