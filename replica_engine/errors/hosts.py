@@ -433,7 +433,7 @@ def _about(kind: type[ClusterConfigError], field: str, message: str) -> ClusterC
 
 def _lost(kind: type[WorkerLostError], row: WorkerRow, what: str, again: bool = True) -> WorkerLostError:
     last = f" Its last: {row.last}." if row.last else ""
-    error = kind(f"{row.name} {what}.{last} The others cannot go on without it.")
+    error = kind(f"{row.name} {what.removesuffix('.')}.{last} The others cannot go on without it.")
     error.again = again
     if again and os.environ.get(LAUNCHED) != "1":
         add_note(error, _AGAIN)

@@ -139,7 +139,7 @@ def slow_program(
     """
     doing = "waiting for its turn" if coordinator.state == FOR_ITS_TURN else "running"
     return (
-        f"The compiled program of `{name}` has been {doing} on {len(rows)} replicas for {seconds:.3g} s:\n"
+        f"The compiled program of `{name}` has been {doing} on {count_of(len(rows), 'replica')} for {seconds:.3g} s:\n"
         f"{table(rows, coordinator, stacks=True)}\n"
         f"{_together(meetings, 'Ctrl-C ends the wait.')}"
     )

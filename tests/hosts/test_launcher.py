@@ -122,10 +122,11 @@ def test_the_first_failure_is_the_exit_status_and_printed_last(script, fails, st
 
 
 def test_the_last_lines_of_the_first_failure_are_printed_again(script):
-    result = launch("--workers", "2", script(f"{JOINS}if member.worker == 1: raise ValueError('the body'){WAITS}"))
-    assert result.stderr.count("[worker 1] ValueError: the body\n") == 2
+    result = launch("--workers", "2", script(f"{JOINS}if member.worker == 1: raise ValueError('the body.'){WAITS}"))
+    assert "has raised ValueError: the body. The others" in result.stderr
+    assert result.stderr.count("[worker 1] ValueError: the body.\n") == 2
     again = result.stderr.index("replica-engine launch: worker 1 failed first; its last lines:\n")
-    assert result.stderr.rindex("[worker 1] ValueError: the body\n") > again
+    assert result.stderr.rindex("[worker 1] ValueError: the body.\n") > again
     assert result.stderr.rindex("[worker 0]") < again
 
 
