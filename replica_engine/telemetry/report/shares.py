@@ -28,6 +28,8 @@ def table(timeline: Timeline, begin: float = 0.0, end: float | None = None) -> s
             slowest = _slowest(replicas, of_steps, timeline)
             lines += [group, *_replicas(replicas, part.seconds), *slowest, ""]
         lines += _beside([track for track in tracks if not track.is_replica], part.seconds)
+    if worker := steps.slow_worker(timeline, begin, begin + part.seconds):
+        lines.append(f"slowest worker: {worker}")
     shown = "" if part.seconds == timeline.seconds else f", of which {part.seconds:.3f} s are shown"
     lines.append(f"recorded: {timeline.seconds:.3f} s{shown}")
     if not part.tracks:
@@ -52,9 +54,8 @@ def _replicas(tracks: list[DrawnTrack], seconds: float) -> list[str]:
 
 def _slowest(replicas: list[DrawnTrack], of_steps: list[tuple[float, float]], timeline: Timeline) -> list[str]:
     """The line about the replica that works longest in a step."""
-    if len(replicas) < 2:  # a worker that has more compares its own
-        is_worker = replicas[0].group.startswith("worker ")
-        return ["  slowest: not known, workers are not compared; see in which `run` is largest"] if is_worker else []
+    if len(replicas) < 2:
+        return []
     if not of_steps:
         return [f"  slowest: not known, {steps.NO_STEP}"]
     group = replicas[0].group

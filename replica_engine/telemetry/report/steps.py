@@ -9,7 +9,9 @@ replica.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import re
 import statistics
 from collections.abc import Sequence
 
@@ -22,6 +24,8 @@ NO_STEP = (
 )
 ON_HOST = ("host call",)  # of a compiled program: all replicas are in it from its launch to its end
 _RUNS = ("run", "trace")
+_CALLER = "coordinator"  # the thread that calls run
+_WORKER = re.compile(r"worker \d+:")  # how the groups of a job of several workers begin
 NOISE = 0.05  # of the others' work and of a replica's share of the step: a smaller difference is nobody's fault
 
 
@@ -97,6 +101,32 @@ def straggler(replicas: list[DrawnTrack], steps: list[tuple[float, float]], comp
     return Straggler(replicas[most].name, medians[most], others, len(steps), does)
 
 
+def slow_worker(timeline: Timeline, begin: float = 0.0, end: float = math.inf) -> Straggler | str | None:
+    """The worker of a job that works longest from one step to the next, or why none is named; None without workers.
+
+    Workers wait for each other inside merges, so what is not a merge is a worker's own: also its time between steps.
+    """
+    groups = list(dict.fromkeys(track.group for track in timeline.tracks if _WORKER.match(track.group)))
+    if len(groups) < 2:
+        return None
+    if any(is_compiled(timeline, group) for group in groups):
+        return "not known: workers of compiled replicas wait for each other inside one program"
+    medians, count = {}, 0
+    for group in groups:
+        periods = list(itertools.pairwise(start for start, _ in compared(timeline, group, begin, end)))
+        if not periods:
+            return f"not known, {NO_STEP}"
+        tracks = [track for track in timeline.tracks if track.group == group and track.name.startswith(_CALLER)]
+        merges = [sum(each) for each in zip(*(_work(track, periods, ("merge",)) for track in tracks), strict=True)]
+        own = [stop - start - merge for (start, stop), merge in zip(periods, merges, strict=True)]
+        medians[group.partition(":")[0]], count = statistics.median(own), len(own)
+    slowest = max(medians, key=lambda name: medians[name])
+    others = statistics.mean(seconds for name, seconds in medians.items() if name != slowest)
+    if medians[slowest] - others <= NOISE * others:
+        return f"none, the workers work equally long ({counted(count)})"
+    return Straggler(slowest, medians[slowest], others, count)
+
+
 def nobody(timeline: Timeline, group: str) -> str:
     """The words for a group without a straggler."""
     if not is_compiled(timeline, group):
@@ -119,7 +149,7 @@ def shown(seconds: float) -> str:
 
 def _runs(tracks: list[DrawnTrack]) -> list[DrawnSpan]:
     """The calls of `run`, as the threads see them that made them; also those that only traced a `tf.function`."""
-    calling = [track for track in tracks if track.name.startswith("coordinator")]
+    calling = [track for track in tracks if track.name.startswith(_CALLER)]
     return [span for track in calling for span in track.spans if span.name in _RUNS and span.kind == "waiting"]
 
 
