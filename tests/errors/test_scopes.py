@@ -104,7 +104,7 @@ def test_an_optimizer_of_another_strategy():
 @shows(ScopeError.optimizer, "built")
 def test_an_optimizer_that_is_built_in_the_scope_only():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-    optimizer = keras.optimizers.Adam(0.1)
+    optimizer = keras.optimizers.Adam(0.1, name="adam")
     with strategy.scope():
         model = make_model()
         optimizer.build(model.trainable_variables)
@@ -116,7 +116,7 @@ def test_an_optimizer_that_is_built_for_the_model_of_another_strategy():
     with first.scope():
         model = make_model()
     with second.scope():
-        optimizer = keras.optimizers.Adam(0.1)
+        optimizer = keras.optimizers.Adam(0.1, name="adam")
         optimizer.build(model.trainable_variables)
 
 
@@ -125,7 +125,7 @@ def test_an_optimizer_that_is_made_and_built_outside_the_scope():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
     with strategy.scope():
         model = make_model()
-    optimizer = keras.optimizers.Adam(0.1)
+    optimizer = keras.optimizers.Adam(0.1, name="adam")
     optimizer.build(model.trainable_variables)
 
     def step(x):

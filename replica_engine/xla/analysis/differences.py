@@ -121,7 +121,7 @@ class Differences:
             return self._host_call(op, given)
         cause, variables = self._cause(op, given, around), _variables_of(given)
         settled = any(each.settled for each in given)
-        if op.type in _ADDS and not settled and tf.get_static_value(op.inputs[1]) != 1:  # 1 counts steps, not samples
+        if op.type in _ADDS and not settled and not _is_one(op.inputs[1]):  # one counts steps, not samples
             self.added |= variables
         settled |= bool(variables) or Collective.of(op) is not None
         # What was read from a variable is not the variable: an op that writes it elsewhere does not write this one.
@@ -211,3 +211,8 @@ def _joined(values: Sequence[_Known]) -> _Known:
 
 def _variables_of(values: Sequence[_Known]) -> frozenset[int]:
     return frozenset().union(*(value.variables for value in values))
+
+
+def _is_one(tensor: tf.Tensor) -> bool:
+    value = tf.get_static_value(tensor)
+    return value is not None and bool(np.all(value == 1))
