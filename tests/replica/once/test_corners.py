@@ -3,20 +3,19 @@
 Each gives what it gives without `trace_once`, or each replica is traced, or it is an error.
 """
 
-import functools
 import tempfile
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.once_checks import check, merged, together
 from helpers.once_programs import ON_READ, SUM, context, twice
 from tensorflow.python.framework.smart_cond import smart_constant_value
 
 from replica_engine import MirroredStrategy
 from replica_engine.errors import TraceOnceError
 
-DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
+DEVICES = ("CPU:0", "CPU:1", "CPU:2")
 COMPONENT = "a component of a distributed variable"
 SHAPE = "a static shape that follows from the value"
 PLACE = "the device, the handle or the op behind a variable or tensor"
@@ -37,16 +36,6 @@ def different(s):
     for index, component in enumerate(variable.values):
         component.assign(3.0 + 4.0 * index)
     return variable
-
-
-def together(strategy, value):
-    """The sum of what is there: one value, or one for each replica."""
-    return tf.add_n([tf.convert_to_tensor(each) for each in strategy.experimental_local_results(value)])
-
-
-def merged(x):
-    """Makes a sync point, after which there is no way back."""
-    return context().all_reduce("SUM", x)
 
 
 def or_minus_one(gradient):
@@ -518,22 +507,6 @@ PROGRAMS = {
 }
 
 
-@functools.cache
-def plain(program):
-    return outcome(program, False)
-
-
-def outcome(program, trace_once):
-    keras.utils.set_random_seed(3)
-    found = program(MirroredStrategy(DEVICES, trace_once=trace_once))
-    leaves = [
-        part
-        for leaf in tf.nest.flatten(found)
-        for part in (leaf.values if isinstance(leaf, tf.distribute.DistributedValues) else [leaf])
-    ]
-    return [leaf.numpy().tolist() for leaf in leaves]
-
-
 def test_a_tape_outside_through_a_branch_whose_outputs_differ():
     strategy = MirroredStrategy(DEVICES, trace_once=True)
     with strategy.scope():
@@ -553,13 +526,4 @@ def test_a_tape_outside_through_a_branch_whose_outputs_differ():
 @pytest.mark.parametrize("trace_once", [True, "checked"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_a_corner(program, trace_once, caplog):
-    how = PROGRAMS[program]
-    if how is TraceOnceError:
-        with pytest.raises(TraceOnceError, match=r"test_corners.py:\d+"):
-            outcome(program, trace_once)
-        return
-    found = outcome(program, trace_once)
-    lines = [message for message in caplog.messages if "is traced by itself" in message]
-    assert found == plain(program)
-    assert bool(lines) == bool(how), lines
-    assert not how or how in lines[0]
+    check(program, DEVICES, trace_once, PROGRAMS[program], caplog)

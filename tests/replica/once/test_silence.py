@@ -1,19 +1,19 @@
 """Programs whose results `trace_once` once changed without a word: each is right, is traced each, or is an error."""
 
-import functools
 import gc
 import weakref
 
 import keras
 import pytest
 import tensorflow as tf
+from helpers.once_checks import check, merged, together
 from helpers.once_programs import ON_READ, SUM, context, per, twice
 
 from replica_engine import MirroredStrategy
 from replica_engine._tf.graphs import source
 from replica_engine.errors import TraceOnceError
 
-DEVICES = ["CPU:0", "CPU:1"]
+DEVICES = ("CPU:0", "CPU:1")
 
 
 def two(s):
@@ -22,15 +22,6 @@ def two(s):
         variable = tf.Variable(3.0, synchronization=ON_READ, aggregation=SUM)
     variable.values[1].assign(7.0)
     return variable
-
-
-def together(strategy, value):
-    return tf.add_n([tf.identity(each) for each in strategy.experimental_local_results(value)])
-
-
-def merged(x):
-    """Makes a sync point, after which there is no way back."""
-    return context().all_reduce("SUM", x)
 
 
 def assignment_is_an_argument_of_a_merge(s):
@@ -386,35 +377,10 @@ PROGRAMS = {
 }
 
 
-@functools.cache
-def plain(program):
-    return outcome(program, False)
-
-
-def outcome(program, trace_once):
-    tf.random.set_seed(3)
-    found = program(MirroredStrategy(DEVICES, trace_once=trace_once))
-    leaves = [
-        part
-        for leaf in tf.nest.flatten(found)
-        for part in (leaf.values if isinstance(leaf, tf.distribute.DistributedValues) else [leaf])
-    ]
-    return [leaf if isinstance(leaf, str) else leaf.numpy().tolist() for leaf in leaves]
-
-
 @pytest.mark.parametrize("trace_once", [True, "checked"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_nothing_is_silent(program, trace_once, caplog):
-    how = PROGRAMS[program]
-    if how is TraceOnceError:
-        with pytest.raises(TraceOnceError):
-            outcome(program, trace_once)
-        return
-    found = outcome(program, trace_once)
-    lines = [message for message in caplog.messages if "is traced by itself" in message]
-    assert found == plain(program)
-    assert bool(lines) == bool(how), lines
-    assert not how or how in lines[0]
+    check(program, DEVICES, trace_once, PROGRAMS[program], caplog)
 
 
 def test_a_variable_of_a_graph_is_freed_with_the_graph():
