@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import components, distribute
-from replica_engine._tf.graphs import optimizer
+from replica_engine._tf.graphs import calls
 from replica_engine._tf.host_datasets import HostDatasets
 from replica_engine.errors import DeviceError
 from replica_engine.process.interrupts import held_off_once
@@ -155,7 +155,7 @@ class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):
     ):
         check_seconds(timeout=timeout, warn_after=warn_after)
         check_flags(concurrent=concurrent)
-        check_choice("graph_optimizer", graph_optimizer, optimizer.LEVELS)
+        check_choice("graph_optimizer", graph_optimizer, calls.LEVELS)
         check_trace_once(trace_once)
         if cross_device_ops is not None and not isinstance(cross_device_ops, tf.distribute.CrossDeviceOps):
             raise DeviceError.no_cross_device_ops(cross_device_ops)

@@ -21,7 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import distribute, quick_scopes, thread_state
-from replica_engine._tf.graphs import autograph, function, optimizer
+from replica_engine._tf.graphs import autograph, calls, function
 from replica_engine.diagnostics.failed_run import note_failed_run
 from replica_engine.diagnostics.flight_record import SyncPointRecord, SyncPoints, records
 from replica_engine.diagnostics.suspicions import check_lines, watch_results
@@ -145,7 +145,7 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
     if not state.eager:
         thread_state.make_stacks_thread_local(state.graph)
         around = functools.partial(_function_watched, options.warn_after)  # not the strategy: the graph outlives it
-        optimizer.choose(state.graph, options.graph_optimizer or _graph_optimizer(devices), around)
+        calls.choose(state.graph, options.graph_optimizer or _graph_optimizer(devices), around)
         if options.trace_once and _may_copy(strategy, options, state):
             copied, results = _copied(strategy, fn, of_replicas, options)
             if copied:
@@ -269,7 +269,7 @@ def _function_watched(warn_after: float | None, name: str) -> Watch:
 
 def _graph_optimizer(devices: Sequence[str]) -> str:
     """The graph optimizer's work where the user has not chosen; layouts and memory plans matter on GPUs."""
-    return optimizer.LIGHT if all("CPU" in device for device in devices) else optimizer.FULL
+    return calls.LIGHT if all("CPU" in device for device in devices) else calls.FULL
 
 
 def _options(strategy: tf.distribute.Strategy) -> ReplicaOptions:
@@ -372,5 +372,5 @@ def short_name(device: str) -> str:
 
 
 hooks.install()
-optimizer.install()
+calls.install()
 random_numbers.install()

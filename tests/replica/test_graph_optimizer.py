@@ -7,7 +7,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from replica_engine import MirroredStrategy
-from replica_engine._tf.graphs import optimizer
+from replica_engine._tf.graphs import calls
 
 DEVICES = ["CPU:0", "CPU:1"]
 
@@ -133,15 +133,15 @@ class TestContext:
     def test_options_that_are_set_during_the_call_stay(self, own, monkeypatch):
         others = context.FunctionCallOptions()
         monkeypatch.setattr(own, "call_function", lambda: setattr(own, "function_call_options", others))
-        optimizer._Context(own, optimizer.LIGHT).call_function()
+        calls._Context(own, calls.LIGHT).call_function()
         assert own.function_call_options is others
 
     def test_otherwise_the_call_leaves_the_options_as_they_were(self, own, monkeypatch):
         before = own.function_call_options
         monkeypatch.setattr(own, "call_function", lambda: own.function_call_options)
-        used = optimizer._Context(own, optimizer.LIGHT).call_function()
+        used = calls._Context(own, calls.LIGHT).call_function()
         assert used is not before
         assert own.function_call_options is before
 
     def test_it_shows_itself_as_the_context(self, own):
-        assert repr(optimizer._Context(own, optimizer.LIGHT)) == repr(own)
+        assert repr(calls._Context(own, calls.LIGHT)) == repr(own)
