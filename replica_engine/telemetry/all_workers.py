@@ -19,7 +19,7 @@ import logging
 import os
 import time
 import zlib
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from replica_engine.errors import ReplicaEngineError
 from replica_engine.telemetry.timeline import Ended, Span
@@ -40,10 +40,14 @@ class Ahead(Protocol):
 
     Attributes:
         seconds: as seconds.
+        error: the most that this can be wrong, in seconds.
     """
 
     @property
     def seconds(self) -> float: ...
+
+    @property
+    def error(self) -> float: ...
 
 
 class Member(Protocol):
@@ -60,6 +64,18 @@ class Member(Protocol):
     def drop(self, *prefixes: str) -> None: ...
 
     def get(self, key: str, timeout: float | None = None) -> Any: ...
+
+
+class _Received(NamedTuple):
+    """What another worker has sent.
+
+    Attributes:
+        spans: its spans, with the chief's times.
+        clock_error: the most that these times can be wrong, in seconds; None if that was not measured.
+    """
+
+    spans: list[Span]
+    clock_error: float | None
 
 
 class SharedTimelines:
@@ -119,6 +135,7 @@ class SharedTimelines:
         number = self._last[path]
         found = [_of_worker(span, 0, 0.0) for span in spans]
         lacks = {}
+        clock_errors = {}
         others = range(1, self._member.size)
         now = time.monotonic()
         to_begin, deadline = now + _TO_BEGIN, now + PATIENCE
@@ -131,11 +148,14 @@ class SharedTimelines:
                 lacks[worker] = received
                 LOGGER.warning("The timeline %r lacks worker %d: %s", path, worker, received)
             else:
-                found += received
+                found += received.spans
+                clock_errors[worker] = received.clock_error
         self._member.drop(_announced(path, number), _announced(path), _spans(path, number))
-        return Ended(path, found, lacks if waits else dict.fromkeys(others, "the block of the chief has raised"))
+        if not waits:
+            lacks = dict.fromkeys(others, "the block of the chief has raised")
+        return Ended(path, found, lacks, clock_errors)
 
-    def _received(self, path: str, number: int, worker: int, to_begin: float, deadline: float) -> list[Span] | str:
+    def _received(self, path: str, number: int, worker: int, to_begin: float, deadline: float) -> _Received | str:
         """The spans of another worker, or why there are none."""
         name = _spans(path, number, worker)
         parts = self._found(name)
@@ -147,12 +167,15 @@ class SharedTimelines:
                 late = f"it has not ended its block within {PATIENCE:g} s after the chief"
                 return late if begun else "it records no timeline of this path now"
         text = "".join(self._member.get(f"{name}, part {index}", _until(deadline)) for index in range(parts))
-        behind = -self._offset()
-        spans = json.loads(zlib.decompress(base64.b85decode(text)))
-        return [
-            Span(Track(*track), label, kind, begin + behind, end + behind, details)
-            for track, label, kind, begin, end, details in spans
-        ]
+        ahead, error = self._clock()
+        spans, its_error = json.loads(zlib.decompress(base64.b85decode(text)))
+        return _Received(
+            [
+                Span(Track(*track), label, kind, begin - ahead, end - ahead, details)
+                for track, label, kind, begin, end, details in spans
+            ],
+            None if error is None or its_error is None else error + its_error,
+        )
 
     # The other workers
 
@@ -168,8 +191,8 @@ class SharedTimelines:
             return None
 
     def _send(self, name: str, spans: list[Span]) -> None:
-        ahead = self._offset()
-        data = [_of_worker(span, self._member.worker, ahead) for span in spans]
+        ahead, error = self._clock()
+        data = [_of_worker(span, self._member.worker, ahead) for span in spans], error
         text = base64.b85encode(zlib.compress(json.dumps(data, default=str).encode())).decode()
         parts = [text[begin : begin + _PART] for begin in range(0, len(text), _PART)]
         for index, part in enumerate(parts):
@@ -183,10 +206,10 @@ class SharedTimelines:
         except TimeoutError:
             return None
 
-    def _offset(self) -> float:
-        """How far the coordinator's clock is ahead; 0 before it was measured, which takes a moment."""
+    def _clock(self) -> tuple[float, float | None]:
+        """How far the coordinator's clock is ahead, and the error; 0 and None before it was measured."""
         offset = self._member.clock_offset
-        return 0.0 if offset is None else offset.seconds
+        return (0.0, None) if offset is None else (offset.seconds, offset.error)
 
 
 def _of_worker(span: Span, worker: int, ahead: float) -> Span:

@@ -75,11 +75,13 @@ class Ended(NamedTuple):
         path: the file to write; None if another worker writes it.
         spans: what to write.
         lacks: by worker: why its spans are not there.
+        clock_errors: by worker: the most that the times of its spans can be wrong, in seconds; None if unknown.
     """
 
     path: str | None
     spans: list[Span]
     lacks: Mapping[int, str] = {}
+    clock_errors: Mapping[int, float | None] = {}
 
 
 class Shared(Protocol):
@@ -118,7 +120,8 @@ class timeline:
 
     In a job of several workers, all of them enter the block, with one path. The chief writes one file with the tracks
     of all, on its clock; it waits up to 30 seconds for workers that have begun the block and not ended it. The file and
-    a warning name each worker that it lacks. A worker that records a path that the chief does not record at that time
+    a warning name each worker that it lacks. The file says how far the times of each worker can be wrong, in seconds
+    (`clock_errors` in `otherData`). A worker that records a path that the chief does not record at that time
     writes its own file: `run.worker-1.json` for `run.json` on worker 1.
 
     Args:
@@ -163,12 +166,12 @@ class timeline:
         if self._shared is None:
             write(self._path, recorder.spans, recorder.began, ended, recorder.dropped)
             return
-        path, spans, lacks = self._shared.end(self._path, recorder.spans, waits=error is None)
+        path, spans, lacks, clock_errors = self._shared.end(self._path, recorder.spans, waits=error is None)
         if path is None:
             return
         began = min([recorder.began, *(span.begin for span in spans)])
         try:
-            write(path, spans, began, ended, recorder.dropped, lacks)
+            write(path, spans, began, ended, recorder.dropped, lacks, clock_errors)
         except OSError as reason:
             if path == self._path:
                 raise
