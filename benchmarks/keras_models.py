@@ -39,7 +39,8 @@ class KerasModel:
         classes: the number of classes.
         ids: the number of different tokens in the examples; 0 for examples of real numbers.
         batch_norm: whether replicas normalize with the statistics of their own part of the batch.
-        rate: the learning rate: large enough that a wrong update changes the second loss.
+        rate: the learning rate: large enough that a wrong update changes the second loss, and small enough that rounding does not
+            change it.
     """
 
     title: str
@@ -119,8 +120,8 @@ def _lstm() -> Any:
 
 
 MODELS = {
-    "resnet": KerasModel("ResNet-50", _resnet, IMAGE, batch_norm=True, rate=0.003),
-    "mobilenet": KerasModel("MobileNetV2", _mobilenet, IMAGE, batch_norm=True, rate=0.003),
+    "resnet": KerasModel("ResNet-50", _resnet, IMAGE, batch_norm=True, rate=3e-5),
+    "mobilenet": KerasModel("MobileNetV2", _mobilenet, IMAGE, batch_norm=True, rate=3e-5),
     "bert": KerasModel("BERT tiny", _bert, (BERT_LENGTH,), ids=BERT_WORDS),
     "lstm": KerasModel(
         "LSTM language model",

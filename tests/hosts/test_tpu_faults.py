@@ -52,8 +52,10 @@ FAULTS = {  # what worker's program does, the words of the others' error, and it
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize(("victim", "cores"), [(0, 4), (1, 2)])  # with one replica XLA starts programs differently
+@pytest.mark.parametrize(  # with one replica a worker, which is two cores, XLA starts programs differently
+    ("fault", "victim", "cores"),
+    [("killed", 0, 4), ("killed", 1, 2), ("stopped", 0, 2), ("raised", 1, 4), ("left", 0, 2)],
+)
 def test_the_others_are_told_who_is_lost(programs, fault, victim, cores):
     code, words, status = FAULTS[fault]
     told = fault in ("raised", "left")  # with the very last words of the worker
