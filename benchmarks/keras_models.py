@@ -39,8 +39,8 @@ class KerasModel:
         classes: the number of classes.
         ids: the number of different tokens in the examples; 0 for examples of real numbers.
         batch_norm: whether replicas normalize with the statistics of their own part of the batch.
-        rate: the learning rate: large enough that a wrong update changes the second loss, and small enough that rounding does not
-            change it.
+        rate: the learning rate: large enough that a wrong update changes the second loss, and small enough that
+            rounding does not change it.
     """
 
     title: str
