@@ -8,7 +8,8 @@ a package imports only itself and lower layers:
     compat/       the names of TensorFlow's contrib TPUStrategy of 2018
     testing/      helpers for tests, yours too: parity check, logical devices, leak check, scripted interleavings
     keras/        replicate_model: a Keras model on N replicas, in one line
-    strategies/   MirroredStrategy, TPUStrategy, and ReplicaThreads, the base class for your own strategy
+    strategies/   MirroredStrategy, MultiWorkerMirroredStrategy, TPUStrategy, and ReplicaThreads, the base class for
+                  your own strategy
     threads/      first backend: the replica context of a thread, its inherited state, variables, gradients
     xla/          second backend: a replica body traced, lowered, compiled and launched; host calls; device loops
     diagnostics/  the user's frames and lines, the flight record, what a failed run leaves
@@ -19,8 +20,8 @@ a package imports only itself and lower layers:
     process/      the whole process: TensorFlow's thread pool, exit, fork, exceptions raised in another thread
     telemetry/    the watchdog and timelines; standard library only
     errors/       every exception with its message
-    _tf/          every private TensorFlow and Keras name, each with its reason; engine, pjrt, telemetry and errors
-                  must not import it, since they know nothing of TensorFlow
+    _tf/          every private TensorFlow and Keras name, each with its reason; engine, pjrt, telemetry, errors
+                  and hosts must not import it, since they know nothing of TensorFlow
 
 `replica.py` is a facade with the names for strategy authors. docs/architecture.md describes the protocol and the path
 of a run. setup.cfg lists the layers, and import-linter checks them.

@@ -284,18 +284,18 @@ class TPUStrategy(_TPUStrategy):
 
     @property
     def should_init(self) -> bool:
-        """Whether this process initializes variables; always True."""
-        return True
+        """Whether this process initializes variables: worker 0 does, and its values count on all workers."""
+        return self.extended.experimental_should_init
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this process writes checkpoints; always True."""
-        return True
+        """Whether this process writes checkpoints: worker 0 does."""
+        return self.extended.should_checkpoint
 
     @property
     def should_save_summary(self) -> bool:
-        """Whether this process writes summaries; always True."""
-        return True
+        """Whether this process writes summaries: worker 0 does."""
+        return self.extended.should_save_summary
 
     def _is_over_towers(self, value: Any) -> bool:
         """Whether `value` is a list with one element per tower, and not a list of distributed values."""

@@ -4,8 +4,8 @@ A `tf.distribute.Strategy` has two halves: the strategy, with the methods that u
 hooks that implement them. `Backend` is what this library needs of an extended half beyond the hooks of `tf.distribute`.
 
 There are two backends. `ReplicaThreads` runs each replica's Python code on a thread. It goes in front of an extended
-class and changes only the hook that calls replicas. Everything else (variables, datasets, reductions) stays as the
-extended class has it. `TPUExtended` compiles one trace for all replicas.
+class and changes the hooks that call replicas and create variables. Everything else (datasets, reductions) stays as
+the extended class has it. `TPUExtended` compiles one trace for all replicas.
 
 Code above the strategies (Keras, the parity check) relies on the contract and never on a class. The contract suite
 (`tests/contract`) runs over every strategy that fulfils it.

@@ -113,7 +113,6 @@ class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):
             "full" is what TensorFlow is set to do. "light" leaves out passes that do not make a step on CPUs faster,
             and makes the first step much faster. "off" makes the first step faster still, and later steps slower.
             None is "light" on CPUs and "full" elsewhere. Options set with `tf.config.optimizer` stay as they are.
-
         trace_once: in a `tf.function`, trace replica 0 alone, and copy its operations for the other replicas: the
             first step takes about as long for many replicas as for one. The Python code of the other replicas does not
             run, so use it where the code does not depend on the replica and leaves nothing behind. What differs

@@ -27,7 +27,18 @@ _DEFAULT_OPTIONS = tf.distribute.experimental.CommunicationOptions()
 
 
 class MergeRequest(NamedTuple):
-    """What one replica brings to a merge call, and the state in which the merge function continues."""
+    """What one replica brings to a merge call, and the state in which the merge function continues.
+
+    Attributes:
+        merge_fn: the function that the replica gave to `merge_call`.
+        args: its positional arguments, of this replica.
+        kwargs: its keyword arguments, of this replica.
+        name_scope: the name scope of TensorFlow in which the replica paused.
+        variable_scope: the variable scope of TensorFlow 1 in which it paused.
+        scope_store: where that scope keeps its variables.
+        control_inputs: the operations on which the replica's next operations depend.
+        eager: whether the replica runs eagerly, and does not build a graph.
+    """
 
     merge_fn: Callable[..., Any]
     args: Any

@@ -334,6 +334,7 @@ from replica_engine.compat.contrib import TPUStrategy
 strategy = TPUStrategy(resolver, num_cores=2)
 found["truth"] = [strategy.num_hosts, strategy.num_towers, strategy.num_towers_per_host]
 found["sum"] = float(strategy.reduce("SUM", strategy.run(lambda: tf.constant(2.0)), axis=None))
+parts["chief"] = [strategy.should_init, strategy.should_checkpoint, strategy.should_save_summary]
 """
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -344,5 +345,7 @@ found["sum"] = float(strategy.reduce("SUM", strategy.run(lambda: tf.constant(2.0
         )
         for index in range(2)
     ]
-    for process in started:
-        assert read(process, LONGER)[0] == {"truth": [2, 2, 1], "sum": 4.0}
+    for worker, process in enumerate(started):
+        found, parts = read(process, LONGER)
+        assert found == {"truth": [2, 2, 1], "sum": 4.0}
+        assert parts["chief"] == [worker == 0] * 3
