@@ -20,8 +20,8 @@ a package imports only itself and lower layers:
     process/      the whole process: TensorFlow's thread pool, exit, fork, exceptions raised in another thread
     telemetry/    the watchdog and timelines; standard library only
     errors/       every exception with its message
-    _tf/          every private TensorFlow and Keras name, each with its reason; engine, pjrt, telemetry, errors
-                  and hosts must not import it, since they know nothing of TensorFlow
+    _tf/          every private TensorFlow and Keras name, each with its reason; engine, pjrt, hosts, telemetry and
+                  errors must not import it, since they know nothing of TensorFlow
 
 `replica.py` is a facade with the names for strategy authors. docs/architecture.md describes the protocol and the path
 of a run. setup.cfg lists the layers, and import-linter checks them.

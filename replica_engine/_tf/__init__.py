@@ -4,6 +4,10 @@ TensorFlow:
 
 - `graphs/`: function graphs and their ops: conversion by AutoGraph, tracing, StableHLO, ops that XLA cannot compile.
 - `distribute`: distributed values, strategies and collectives; the description of TPU hardware.
+- `components`: which component of a distributed variable the code of a replica uses.
+- `collectives`: collectives between processes. `checkpoints`: checkpoints of several workers in one folder.
+- `host_datasets`: distributed datasets for CPU devices. `data_pulls`: takes many elements of an iterator with one call.
+  `batches`: remembers which tensors came out of a plain dataset.
 - `thread_state`: the state that TensorFlow keeps separately for each thread. `quick_scopes`: faster scopes.
 - `variables`, `eager`: handles of variables; eager tensors and arrays without ops.
 - `profiler`: whether the profiler runs, and spans in its traces.
@@ -13,9 +17,10 @@ Keras:
 
 - `keras/`: models, training functions, the state of a thread, and the list of private attributes.
 
-Both: `patches`, everything that this library changes in TensorFlow and Keras.
+Both:
 
-Both: `versions`, which of them serve. It is imported first, and names a version that does not.
+- `patches`: everything that this library changes in TensorFlow and Keras.
+- `versions`: the versions that this library works with. It is imported first, and raises an error for any other one.
 
 Nothing outside this package imports from `tensorflow.python` or `keras.src`. The engine must not import this package.
 """

@@ -1,7 +1,7 @@
 """Tells whether a tensor came out of a dataset that was not distributed. Checked on TensorFlow 2.21.0.
 
-TensorFlow keeps no trace of that in an eager tensor. So the iterators of plain datasets note the tensors that they
-give, for as long as these live.
+An eager tensor does not know where it came from. So this module wraps the iterators of plain datasets: they note the
+tensors that they return, for as long as the tensors live.
 """
 
 from __future__ import annotations

@@ -46,13 +46,13 @@ class Worker(Protocol):
     """A worker that saves together with others.
 
     Attributes:
-        writes: whether it is the one that writes.
+        writes: whether this worker writes the files.
     """
 
     writes: bool
 
     def saving(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Around saving something on all workers: they meet before it and after it."""
+        """A context manager around saving: all workers meet before and after it."""
 
 
 def let_the_chief_write(worker_of: Callable[[Any], Worker | None]) -> None:
@@ -144,6 +144,6 @@ _leaves: contextvars.ContextVar[bool] = contextvars.ContextVar("replica_engine_l
 
 @contextlib.contextmanager
 def folder() -> Iterator[str]:
-    """A folder for what the chief writes too; it is deleted with the block."""
+    """A folder for the files of a worker that is not the chief; it is deleted at the end of the block."""
     with tempfile.TemporaryDirectory() as path:
         yield path

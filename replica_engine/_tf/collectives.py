@@ -23,7 +23,7 @@ from tensorflow.python.eager import context as _context
 # core: _status_to_exception makes the exception of an op that failed.
 from tensorflow.python.eager import core as _core
 
-# InterpolateRuntimeError: is left by each call of a function that fails, and adds lines to the text of the error.
+# InterpolateRuntimeError: the context manager around each call of a function; adds lines to the text of its error.
 from tensorflow.python.eager.polymorphic_function.atomic_function import InterpolateRuntimeError as _Interpolated
 
 # CondBranchFuncGraph: the graph of a branch of tf.cond.
@@ -54,11 +54,11 @@ def abort(message: str) -> None:
 
 
 def note_launches(cross_device_ops: Any, describe: Describe) -> None:
-    """Has `describe` called for each collective that the first device makes; it stands for all devices of the worker.
+    """Calls `describe` for each collective that the first device makes, which stands for all devices of the worker.
 
     Args:
         cross_device_ops: TensorFlow's `CollectiveAllReduce`.
-        describe: returns what to call each time when the collective is launched.
+        describe: returns a function to call whenever the collective is launched.
     """
     first = cross_device_ops._launchers[0]
     first.__class__ = _NotedLauncher
@@ -66,7 +66,7 @@ def note_launches(cross_device_ops: Any, describe: Describe) -> None:
 
 
 class _NotedLauncher(_Launcher):
-    """Says what it launches."""
+    """Describes each collective before it launches it."""
 
     describe: Describe
     _launched: Launched | None = None
@@ -82,7 +82,7 @@ class _NotedLauncher(_Launcher):
     def _next_instance_key(self) -> Any:
         launched, self._launched = self._launched, None
         graph = tf.compat.v1.get_default_graph()
-        while getattr(graph, "is_control_flow_graph", False):  # these cannot look a value up when they are called
+        while getattr(graph, "is_control_flow_graph", False):  # branches and loops cannot look up a value at each call
             graph = graph.outer_graph
         if launched is None or tf.executing_eagerly() or not graph.building_function:
             if launched is not None:
@@ -98,7 +98,7 @@ class _NotedLauncher(_Launcher):
 
 
 def explain_failures(explain: Callable[[int, str], BaseException | None]) -> None:
-    """Lets another exception take the place of TensorFlow's where an op or a function has failed; once per process.
+    """Replaces TensorFlow's exception where an op or a function has failed; only once per process.
 
     Args:
         explain: takes the code and the text of an error of TensorFlow; returns the exception to raise, or None.

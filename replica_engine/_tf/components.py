@@ -84,7 +84,7 @@ _making = threading.Lock()
 
 
 class Component(NamedTuple):
-    """What a handle belongs to.
+    """The component of a distributed variable that a handle belongs to.
 
     Attributes:
         variable: the distributed variable, as a weak reference.
@@ -103,7 +103,7 @@ class Component(NamedTuple):
 
 
 class Watcher(NamedTuple):
-    """What is told of the code that runs on a thread.
+    """Callbacks that are told what the code on a thread does.
 
     Attributes:
         gives_twins: whether a distributed variable gives out a twin now.
@@ -116,7 +116,7 @@ class Watcher(NamedTuple):
         attribute: takes a component of which an attribute was asked for through its distributed variable, and the name.
         kept: is called when a traced function is asked for as an object.
         seed: takes the seed that the program gives to a random op.
-        tape: takes a tape or an accumulator, and whether it is made, or else used.
+        tape: takes a tape or an accumulator, and True if it is made now, False if it is used.
     """
 
     gives_twins: Callable[[], bool]
@@ -256,7 +256,7 @@ def watched(watcher: Watcher) -> Iterator[None]:
 
 
 def component(handle: Any) -> Component | None:
-    """What an eager handle belongs to, if it is that of a component of a distributed variable, or of a twin."""
+    """The component that an eager handle belongs to, itself or as the handle of a twin; None for any other handle."""
     if not eager.is_eager(handle):
         return None
     noted = getattr(handle, _NOTED, None)
@@ -302,9 +302,9 @@ def _giving_twins(get: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _twin(variable: Any, found: Any) -> Any:
-    """The twin of a component; what is no component stays as it is.
+    """The twin of a component; any other value is returned as it is.
 
-    It has the attributes that the component has now, and lives as long as the variable.
+    The twin has the attributes that the component has now, and lives as long as the variable.
     """
     replica = next((index for index, each in enumerate(variable._values) if each is found), None)
     if replica is None or not isinstance(found, _BaseResourceVariable):

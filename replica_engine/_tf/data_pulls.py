@@ -38,7 +38,7 @@ MANY = 16
 """About the number of elements that one call takes."""
 
 _PATIENCE = 64  # elements that come quickly, one by one, before the function is traced
-_QUICK = 2e-3  # seconds; the time of an element that takes longer is not that of its call
+_QUICK = 2e-3  # seconds; for a slower element the cost of the call does not matter
 _EXECUTOR = "SINGLE_THREADED_EXECUTOR"  # runs the ops of a function one after the other on the calling thread
 
 
@@ -71,18 +71,18 @@ class Pulls:
     def of(
         cls, iterator: Any, each: int = 1, lock: contextlib.AbstractContextManager[Any] | None = None
     ) -> Pulls | None:
-        """The pulls of an iterator, the same ones at each call; None for an iterator that they are not for."""
+        """The `Pulls` of an iterator, the same object at each call; None for an iterator that it cannot serve."""
         if type(iterator) is not _OwnedIterator or not tf.executing_eagerly():
             return None
         if not tf.config.experimental.get_synchronous_execution():
-            return None  # an op would not raise the end
+            return None  # in asynchronous mode an op would not raise the end of the iterator
         found = _pulls.get(iterator)
         if found is None:
             if bytes_of(iterator.element_spec) is not None:
                 found = _pulls[iterator] = cls(iterator, each, lock or threading.Lock())
         else:
             with found._lock:
-                found._failed = None  # a loop that ended for another reason did not ask for it
+                found._failed = None  # from an earlier loop that ended before it met this error
         return found
 
     def take(self, most: int) -> Columns:
@@ -106,7 +106,7 @@ class Pulls:
             try:
                 raise failed
             finally:
-                del failed  # a cycle with this frame, which would keep the queue
+                del failed  # the exception refers to this frame: a cycle that would keep the queue alive
 
     def _one_by_one(self) -> Columns:
         """The elements of a batch, or fewer if the iterator ends or fails."""

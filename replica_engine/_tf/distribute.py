@@ -227,7 +227,7 @@ def hardware_without_embeddings() -> Any:
 
 
 def unread(like: Any, handle: Any, parent: Any) -> Any:
-    """The result of an assignment in a graph, like another, with the handle and the op of the assignment."""
+    """The result of an assignment in a graph: like `like`, with another handle and the assignment's op `parent`."""
     return UnreadVariable(
         handle=handle,
         dtype=like.dtype,

@@ -52,7 +52,7 @@ class HostDatasets:
 
 
 def pulls_of(iterator: Any) -> Pulls | None:
-    """What takes the batches of an eager iterator as arrays; None for an iterator that gives others than its dataset.
+    """The `Pulls` that take batches of an eager iterator as arrays; None if its batches are not those of its dataset.
 
     A batch of a distributed iterator has one element for each replica, any other batch has one for all.
     """
@@ -247,7 +247,7 @@ def _ended() -> tf.errors.OutOfRangeError:
 
 
 def _end_unless(agreed: Any) -> Any:
-    """Raises what TensorFlow makes an OutOfRangeError of, unless the workers agreed that all have a batch."""
+    """Raises StopIteration, which TensorFlow makes an OutOfRangeError, unless all workers have a batch."""
     if not agreed:
         raise StopIteration(_ended().message)
     return agreed

@@ -402,7 +402,7 @@ def extend_optimizers(
         agreed: combines the flag of a replica, whether its gradients are finite, with those of the others.
         is_ours: whether a strategy is one of this library's.
         check_foreign: called as `check_foreign(optimizer, variables)` in a replica with an optimizer of no strategy.
-        explained: what an exception of `build` means in the user's terms, or the exception itself.
+        explained: takes an exception of `build`; returns one in the user's terms, or the exception itself.
     """
     names = keras_accumulation
     optimizer = getattr(sys.modules.get(names.MODULE), names.OPTIMIZER, None)

@@ -72,7 +72,7 @@ def eager_mode(eager: bool) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def in_graph_of_others(graph: Any) -> Iterator[None]:
-    """Stands in the graph of a function that another thread builds, which after a failure may leave it first."""
+    """Inside the block, this thread is in a function graph of another thread, which may leave first after a failure."""
     with graph.as_default():
         try:
             yield

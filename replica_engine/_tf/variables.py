@@ -172,7 +172,7 @@ def no_tape() -> contextlib.AbstractContextManager[None]:
 def create(next_creator: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
     """Makes a plain variable; if a function is being traced, the variable outlives that function.
 
-    Its initial value must not be a tensor of that function (see `xla.initial_values`).
+    Its initial value must not be a tensor of that function (see `xla.state.initial_values`).
     """
     if not tf.inside_function():
         return next_creator(**kwargs)

@@ -1,6 +1,6 @@
 """The versions of TensorFlow and Keras that this library was tested with, and what the older ones lack.
 
-Imported before anything else of `_tf`, so that a version that does not serve is named before a private name is missed.
+This module is imported before the rest of `_tf`, so that a wrong version is reported before a private name is missing.
 `docs/versions.md` says what was run on which versions. What differs between the versions of these ranges:
 
 - Keras before 3.10 counts the steps of an optimizer elsewhere (`keras/accumulation.py`), and does not ask for a value

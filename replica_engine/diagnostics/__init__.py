@@ -6,6 +6,8 @@
 - `tracebacks`: exceptions with only the user's frames.
 - `flight_record`: the last sync points of each replica as data, for replica threads and for compiled programs.
 - `failed_run`: the notes and the file that a failed run leaves.
+- `misuse`: TensorFlow's errors about strategies, in the user's terms.
+- `suspicions`: warnings about programs that run and probably do not do what their author wants.
 
 `telemetry` does not depend on TensorFlow. So this package tells it which frames to hide and how to start TensorFlow's
 profiler.

@@ -21,7 +21,7 @@ from replica_engine.telemetry import stacks
 # and the packages that they call through. tf.summary comes from tensorboard, map_structure from tree or optree, and
 # wrapt and absl call the functions that they decorate or run. Any other installed package counts as the user's. numpy
 # does too: its functions may take long, and a thread can be interrupted only in the user's code
-# (`telemetry.interrupt`).
+# (`process.interrupts`).
 _PLUMBING = ("tensorflow", "keras", "tf_keras", "tensorboard", "absl", "jax", "jaxlib", "optree", "tree", "wrapt")
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep

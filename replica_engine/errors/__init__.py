@@ -13,7 +13,8 @@
 - `models`: Keras models, their batches and optimizers.
 - `parity`: results that differ between one device and N replicas.
 - `contrib`: TensorFlow's contrib API of 2018.
-- `versions`: TensorFlow and Keras in versions that do not serve, or that were never tested.
+- `versions`: TensorFlow and Keras in versions that do not work, or that were never tested.
+- `explain`: the command that prints a part of the Errors page.
 
 The exceptions form three families. The family tells a reader of a traceback what must change:
 

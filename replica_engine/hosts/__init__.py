@@ -1,7 +1,7 @@
 """Jobs of several workers: processes, on one machine or on many, that run one program together.
 
 This package knows nothing of TensorFlow or jax, and imports the standard library only. It says which worker this
-process is, and tells every worker which other one is lost, missing or different. From the top to the bottom:
+process is, and tells every worker which other one is lost, missing or different. The modules, from the top layer down:
 
     cli           `replica-engine launch`
     launcher      N processes on this machine: starts, watches, ends and restarts them
@@ -14,8 +14,9 @@ process is, and tells every worker which other one is lost, missing or different
     clock         how far the clocks of two workers are apart
     failure       the first failure of a job, as data
     wire          messages, and the proof of the token
+    addresses     the address under which the other workers reach this process
     cluster       which worker this process is, from environment variables
-    schedulers    what Slurm and Open MPI tell of that
+    schedulers    the coordinator's address in jobs of Slurm and Open MPI
 
 `replica_engine.errors.hosts` words what can go wrong; docs/many_hosts.md is the guide.
 """

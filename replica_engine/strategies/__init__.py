@@ -6,8 +6,10 @@
 - `backend`: the contract that both kinds of strategy fulfil, and that the layers above rely on; ReplicaThreads, which
   runs the replicas of any extended half on this library's threads; OnReplicaThreads, the strategy half for it.
 - `multi_step`: the context object of a device loop, which carries the outputs of its steps.
-- `reductions` and `validation`: checks of what users pass to `run` and `reduce`.
-- `devices`: parses and checks device names.
+- `validation`: checks the arguments of `run` and `reduce`. `devices`: parses and checks device names.
+- `reductions`: prepares values for TensorFlow's reductions.
+- `accumulation`: Keras' `gradient_accumulation_steps` on replicas.
+- `models`: checks and errors for Keras models that are built under a scope.
 
 `MultiWorkerMirroredExtended` is TensorFlow's own extended half; put `ReplicaThreads` in front of it.
 """

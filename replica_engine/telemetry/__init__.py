@@ -4,7 +4,7 @@
 - `stacks`: where threads are in the user's program.
 - `timeline`, `trace_file`: spans of time on one track for each replica, and the file that trace viewers draw.
 - `all_workers`: one timeline of all workers of a job.
-- `report`: the command that draws a recorded timeline.
+- `report`: the command that draws a recorded timeline. `html`: tables for notebooks.
 
 The package does not know replicas or programs. The engine and the runtime tell it what to watch and what to report.
 """

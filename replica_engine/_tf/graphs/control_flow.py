@@ -184,10 +184,11 @@ def has_tape() -> bool:
 
 
 def only_first_order(kind: int) -> int:
-    """What TensorFlow finds out of the tapes that record a tensor, less what `kept_after_gradient` does to one tape.
+    """Corrects TensorFlow's answer to the question which gradients its tapes may be asked for: first order only.
 
-    TensorFlow takes a tape that is persistent for one that may be asked for gradients of gradients. It then makes
-    functions of loops and branches, and more outputs of functions, that one tape does not need.
+    `kept_after_gradient` makes a tape persistent for a while. TensorFlow assumes that a persistent tape may be asked
+    for gradients of gradients. It would then make functions of loops and branches, and more outputs of functions, that
+    the tape does not need.
     """
     several = _gradients_util.POSSIBLE_GRADIENT_TYPES_HIGHER_ORDER
     return _gradients_util.POSSIBLE_GRADIENT_TYPES_FIRST_ORDER if kind == several else kind
@@ -199,7 +200,7 @@ def as_recording(tape: tf.GradientTape) -> tuple[Any, bool]:
 
 
 def restore_tape(tape: tf.GradientTape, before: tuple[Any, bool]) -> None:
-    """Makes a tape as it was before `gradient` was called: `gradient` ends a tape that is not persistent."""
+    """Restores a tape to its state before `gradient` was called: `gradient` ends a tape that is not persistent."""
     tape._tape, recording = before
     if recording and not tape._recording:
         tape._push_tape()
@@ -250,9 +251,9 @@ def forget_first_call(fn: Any) -> None:
 
 
 def try_gradient(gradient: Callable[..., Any], results: Sequence[Any]) -> None:
-    """Calls the gradient of a custom gradient in a graph that is thrown away, for what it raises past Exception."""
+    """Calls the gradient of a tf.custom_gradient in a graph that is thrown away; `MergeNeeded` leaves the call."""
     graph = FuncGraph("trial")
-    with graph.as_default(), contextlib.suppress(Exception):  # its errors are for when it is really called
+    with graph.as_default(), contextlib.suppress(Exception):  # the real call raises its errors again
         takes_variables = "variables" in inspect.signature(gradient).parameters
         upstream = [tf.compat.v1.placeholder(each.dtype, each.shape) for each in results]
         gradient(*upstream, **({"variables": []} if takes_variables else {}))

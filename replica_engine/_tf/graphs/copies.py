@@ -57,7 +57,7 @@ class Copies:
         source: the graph whose ops are copied.
         target: the graph to which they are copied, several times.
         devices: for each copy, the device of ops that name none, by its full name.
-        own_gradient: the gradient of copies of ops whose gradient is none for their copies.
+        own_gradient: the gradient of copies for which the gradient of the copied op is wrong.
     """
 
     def __init__(self, source: Any, target: Any, devices: Sequence[str], own_gradient: Callable[..., Any]):
@@ -68,9 +68,9 @@ class Copies:
         # For each copy, what stands for a tensor (by its id) and an op (by its name) of the source.
         self._tensors: list[dict[int, tf.Tensor]] = [{} for _ in devices]
         self._operations: list[dict[str, tf.Operation]] = [{} for _ in devices]
-        self._begun: set[int] = set()  # the copies of which there are ops
+        self._begun: set[int] = set()  # the copies that have ops already
         self._given: set[str] = set()
-        self._holes: dict[tuple[int, ...], tf.Tensor] = {}  # by the ids of what stands for them
+        self._holes: dict[tuple[int, ...], tf.Tensor] = {}  # placeholders, by the ids of what stands for them
         self._of_one: set[int] = set()
         self._made: set[int] = set()  # the ids of the copies
         self._originals: dict[int, tf.Operation] = {}  # by the id of the first copy
@@ -96,17 +96,13 @@ class Copies:
         for copy, operation in enumerate(outside):
             self._operations[copy][inside.name] = operation
 
-    def is_given(self, operation: tf.Operation) -> bool:
-        """Whether it was set what stands for an op of the source."""
-        return operation.name in self._given
-
     def tensor(self, copy: int, tensor: tf.Tensor) -> tf.Tensor:
-        """What stands for a tensor of the source in a copy."""
+        """The tensor of a copy that stands for a tensor of the source."""
         known = self._tensors[copy].get(id(tensor))
         return self._operations[copy][tensor.op.name].outputs[tensor.value_index] if known is None else known
 
     def given(self, tensor: tf.Tensor) -> list[tf.Tensor] | None:
-        """What was set to stand for a placeholder of the source; None for a tensor that is copied."""
+        """For each copy, the tensor given for a placeholder of the source; None for a tensor that is copied."""
         return [known[id(tensor)] for known in self._tensors] if tensor.op.name in self._given else None
 
     def is_of_one(self, tensor: Any) -> bool:
@@ -114,7 +110,7 @@ class Copies:
         return not eager.is_eager(tensor) and (id(tensor) in self._of_one or id(tensor.op) in self._made)
 
     def operation(self, copy: int, operation: tf.Operation) -> tf.Operation | None:
-        """What stands for an op of the source in a copy; None for what was given."""
+        """The op of a copy that stands for an op of the source; None if the op has not been copied."""
         return self._operations[copy].get(operation.name)
 
     def hole(self, tensors: Sequence[tf.Tensor]) -> tf.Tensor | None:
@@ -130,7 +126,7 @@ class Copies:
         return found
 
     def better_known(self, new: Sequence[tf.Operation]) -> Iterator[tf.Operation]:
-        """The ops that have a result of which more of the static shape is known in a copy than in the source."""
+        """The ops with a result whose static shape is better known in a copy than in the source."""
         for op in new:
             for index, output in enumerate(op.outputs):
                 shape = output.shape
@@ -187,7 +183,7 @@ class Copies:
             self._target.watch_variable(variable)
 
     def _before_changes(self, new: Sequence[tf.Operation]) -> set[str]:
-        """The names of the new ops that ops of earlier copies have got as inputs since."""
+        """The names of the new ops that have become inputs, direct or indirect, of ops that were copied earlier."""
         pending = [tensor.op for op, _, inputs, _ in self._changing for tensor in list(op.inputs)[inputs:]]
         inside = {op.name for op in new} if pending else set()
         found: set[str] = set()
@@ -227,7 +223,7 @@ class Copies:
         nodes = [op._node_def for op in new]
         pieces = [_without_far_colocation(node, inside) for node in nodes]
         lines = _lines(new)
-        # What is the same for all copies is asked once: each question to C++ counts in a graph of many thousand ops.
+        # Attributes that all copies share are read once: with many thousand ops, each call of C++ counts.
         about = [
             (
                 op.name,
@@ -247,7 +243,7 @@ class Copies:
             for op, original, (name, named, line, gradient, is_handle) in zip(made, new, about, strict=True):
                 assert op.name == prefix + name or _is_numbered(op.name, prefix + name), (op.name, prefix + name)
                 op._set_device_from_string(_on(device, named))
-                op._gradient_function = gradient  # that of a call computes with the op that it is given
+                op._gradient_function = gradient  # the gradient of a call computes with the op that it is given
                 known[name] = op
                 self._made.add(id(op))
                 if copy == 0:
@@ -261,10 +257,10 @@ class Copies:
         ]
 
     def _gradient(self, op: tf.Operation, node: bytes) -> Callable[..., Any] | None:
-        """The gradient of the copies of an op; None for that of their type.
+        """The gradient function of the copies of an op; None for the one that is registered for the op's type.
 
-        That of a tf.custom_gradient computes with the tensors of the source, and that of a loop changes functions by
-        name.
+        The gradient of a tf.custom_gradient computes with tensors of the source, and the gradient of a loop changes
+        functions by name. Both would be wrong for a copy.
         """
         if _CUSTOM in node or op.type in _LOOPS:
             return self._own_gradient
@@ -273,7 +269,7 @@ class Copies:
         return op._gradient_function
 
     def _scope(self, copy: int) -> str:
-        """A name scope of the target in which no op is, as those are of a run of which each replica was traced."""
+        """An empty name scope of the target, named as the scope of a replica is when each replica is traced."""
         while True:
             with self._target.as_default(), tf.name_scope(f"replica_{copy}") as scope:
                 beginning = scope.lower()
@@ -319,7 +315,7 @@ class Copies:
 
 
 def _stand_in(graph: Any, tensor: tf.Tensor) -> tf.Tensor:
-    """What is as well known as a tensor of another graph while the program is traced."""
+    """A tensor of `graph` of which as much is known at trace time as of a tensor of another graph."""
     known = constant(graph, [tensor])
     return placeholder(graph, tensor) if known is None else known
 
@@ -333,7 +329,7 @@ def _knows_more(known: tf.TensorShape, shape: tf.TensorShape) -> bool:
 
 
 def _in_order(new: Sequence[tf.Operation]) -> list[tf.Operation]:
-    """Each op after its inputs: what loops accumulate into for their gradients is made after them."""
+    """The ops, each after its inputs. A loop is older than the accumulators that its gradient gives it as inputs."""
     inside = {op.name: op for op in new}
     done: set[str] = set()
     order = []
@@ -356,7 +352,7 @@ def _in_order(new: Sequence[tf.Operation]) -> list[tf.Operation]:
 
 
 def _without_far_colocation(data: bytes, inside: set[str]) -> bytes:
-    """A node without the wish to be where an op is that is not copied with it."""
+    """A node without its colocation with other ops, if one of these is not copied together with it."""
     if b"loc:@" not in data:
         return data
     node = tf.compat.v1.NodeDef.FromString(data)
@@ -369,8 +365,8 @@ def _without_far_colocation(data: bytes, inside: set[str]) -> bytes:
 def _of_branches(own_gradient: Callable[..., Any], op: tf.Operation, *upstream: Any) -> Any:
     """The gradient of a copy of a branch.
 
-    It adds outputs to the function of the branch, which the copies have in common, and renames it. So for the second
-    copy, TensorFlow may find another function of that name.
+    TensorFlow's gradient adds outputs to the function of the branch, which all copies share, and renames that function.
+    So for the second copy it may find another function under the name, and raise.
     """
     try:
         return _gradient_registry.lookup(op.type)(op, *upstream)
@@ -379,7 +375,7 @@ def _of_branches(own_gradient: Callable[..., Any], op: tf.Operation, *upstream: 
 
 
 def _is_numbered(name: str, wanted: str) -> bool:
-    """Whether a name is another one with a number that makes it unique."""
+    """Whether a name is `wanted` with a number appended to make it unique."""
     return name.startswith(wanted + "_") and name[len(wanted) + 1 :].isdigit()
 
 
@@ -401,7 +397,7 @@ def _field(tag: int, data: bytes) -> bytes:
 
 @functools.lru_cache(maxsize=1024)
 def _on(device: str, named: str) -> str:
-    """The device of a copy's op, of which the original names no device or a part of one."""
+    """The device of a copied op. `named` is the device of the original: empty, partial or whole."""
     if not named:
         return device
     return tf.DeviceSpec.from_string(device).make_merged_spec(tf.DeviceSpec.from_string(named)).to_string()

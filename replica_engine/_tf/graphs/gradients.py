@@ -30,7 +30,7 @@ def with_gradient(
             of an op whose results are `results`, followed by `inputs`.
         gradient: the same gradient for tapes: takes the upstream gradient of each result, and returns the gradient of
             each input.
-        in_order: puts the outputs, inputs and gradient that tapes are told of into an order with those of others.
+        in_order: adds tokens to the outputs, inputs and gradient that tapes see; see `ReplicaContext.in_order`.
     """
     originals = [*results, *inputs]
     with tf.compat.v1.get_default_graph().gradient_override_map({"IdentityN": registered}):

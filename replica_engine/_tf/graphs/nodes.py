@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from replica_engine._tf.graphs import subgraphs
 
-# What names a gradient by a number of this process, and what follows from the body of a function.
+# Attributes that are not compared: the number of a gradient in this process, and a list that follows from the body.
 _OWN = ("_gradient_op_type", "_read_only_resource_inputs")
 
 
@@ -24,7 +24,7 @@ def difference(
     Args:
         first: an op.
         second: the op in its place in another graph.
-        renamed: the name in the first graph of what has a name in the second one.
+        renamed: takes the name of an op of the second graph; returns the name of its counterpart in the first one.
         ignored: an attribute that may differ.
     """
     if first.type != second.type:
@@ -47,7 +47,7 @@ def difference(
 
 
 def _expand(graph: Any, node: Any, known: dict[str, bytes]) -> None:
-    """Puts what functions do in the place of their names."""
+    """Replaces the names of functions in a node by the bodies of these functions."""
     for attribute in node.attr.values():
         kind = attribute.WhichOneof("value")
         if kind == "func":
@@ -61,7 +61,7 @@ def _expand(graph: Any, node: Any, known: dict[str, bytes]) -> None:
 
 
 def _body(graph: Any, name: str, known: dict[str, bytes]) -> bytes:
-    """What a function does, without names."""
+    """The body of a function as bytes, without names."""
     if name in known:
         return known[name]
     found = subgraphs.definition(graph, name)

@@ -40,7 +40,7 @@ def refused(op: tf.Operation, known: dict[str, str | None]) -> str | None:
 
     Args:
         op: the op.
-        known: the answers for functions that were looked at before, by name; gets more.
+        known: the answers for functions that were looked at before, by name; new answers are added.
     """
     found = _refused_kind(op.type)
     if found is None and _calls(op.type):
@@ -70,7 +70,7 @@ def _calls(kind: str) -> bool:
 
 
 def _refused_calls(graph: Any, node: Any, known: dict[str, str | None]) -> str | None:
-    """What the functions that a node calls do."""
+    """In words, what the functions that a node calls do that a copy may not do; None if they can be copied."""
     for name in subgraphs.called(node):
         if name not in known:
             known[name] = None  # for a function that calls itself

@@ -1,7 +1,7 @@
 """The graph in which one replica traces what is copied for all. Checked on TensorFlow 2.21.0.
 
-What the graph is told of the value of a tensor from outside, while the program is traced, is what an op in the graph of
-the run would be told: a tensor whose value is known there is a constant here.
+At trace time this graph knows as much of a tensor from outside as the graph of the run does: a tensor whose value is
+known there is a constant here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from replica_engine._tf import components, eager
 
 HANDLES = (tf.resource, tf.variant)
 SEED = "seed2"
-# What scopes around the run, and in it, set for ops; and what losses leave for optimizers of TensorFlow 1.
+# Attributes of a graph that scopes set for ops, and that losses leave for optimizers of TensorFlow 1.
 _OF_SCOPES = ("_attr_scope_map", "_op_to_kernel_label_map", "_gradient_override_map", "_gradient_function_map")
 _LEFT = ("_container", "_last_loss_reduction", "_is_loss_scaled_by_optimizer")
 _SEEING = "_replica_engine_seeing"
@@ -52,7 +52,7 @@ def constant(graph: Any, of: Sequence[tf.Tensor]) -> tf.Tensor | None:
     """A constant in a graph of the value that tensors are known to have while the program is traced.
 
     Returns:
-        None if the value of one is not known, or too large, or if they have several.
+        None if the value of a tensor is unknown or too large, or if the tensors have different values.
     """
     first, values = of[0], []
     if first.dtype in HANDLES or not first.shape.is_fully_defined() or first.shape.num_elements() > _LARGEST_CONSTANT:
@@ -137,7 +137,7 @@ def made_since(graph: Any, size: int) -> list[tf.Operation]:
 def on_no_device(graph: Any) -> Iterator[None]:
     """Inside the block, ops of a graph get no device, and the functions that they call are traced for such ops alone.
 
-    TensorFlow finds a traced function again by the device scopes around its call: by `_anywhere` as well, here.
+    TensorFlow looks up a traced function by the device scopes around its call, and `_anywhere` is one of them here.
     """
     with graph.device(None), graph.device(_anywhere):
         graph._device_function_stack.peek_top_obj().is_null_merge = True  # it changes nothing, and need not be called

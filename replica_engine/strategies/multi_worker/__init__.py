@@ -2,7 +2,9 @@
 
 - `strategy`: the strategy and its extended half.
 - `job`: the job that this process is a worker of, and how its failure ends collectives.
-- `launches`: what this worker launches, for the comparison with the others.
+- `launches`: tells the job which collectives this worker launches, for the comparison with the other workers.
+- `reduction`: all-reduces that sum inside each worker first.
+- `saving`: which worker writes files, and where the workers meet.
 """
 
 from replica_engine.strategies.multi_worker.strategy import MultiWorkerExtended, MultiWorkerMirroredStrategy

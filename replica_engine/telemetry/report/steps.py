@@ -69,7 +69,7 @@ def steps_of(timeline: Timeline, group: str) -> list[tuple[float, float]]:
 
 
 def compared(timeline: Timeline, group: str, begin: float = 0.0, end: float = math.inf) -> list[tuple[float, float]]:
-    """The steps that are compared: those that lie wholly in a part of the recording, without its very first step."""
+    """The steps wholly inside a part of the recording. The first of several steps is left out: it traces."""
     every = steps_of(timeline, group)
     return [step for step in every[1:] or every if step[0] >= begin and step[1] <= end]
 

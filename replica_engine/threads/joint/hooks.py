@@ -1,6 +1,6 @@
-"""Where a replica enters an operator: this module stands around TensorFlow's functions that make one.
+"""Where a replica enters an operator: this module wraps TensorFlow's functions that make one.
 
-Outside a replica of this library each of these functions passes on to TensorFlow's.
+Outside a replica of this library, each wrapper calls TensorFlow's function unchanged; a few of them take notes first.
 """
 
 from __future__ import annotations
