@@ -83,7 +83,7 @@ def _is_distributed(kind: Hashable) -> bool | None:
 
 
 def _check_batches(strategy: Any, fn: Any, values: Sequence[Any], size: int) -> None:
-    """Warns if the whole batch of a dataset goes to every replica, and nothing that differs by replica."""
+    """Warns if every replica gets the whole batch of a dataset, and no argument differs by replica."""
     leaves: list[Any] = []
     for value in values:
         leaves += value if isinstance(value, (tuple, list)) else value.values() if isinstance(value, dict) else [value]
@@ -114,8 +114,8 @@ def note_write(written: dict[int, tuple[Any, int]], variable: Any, strategy: Any
     """Notes that a replica adds to a variable; warns when a second replica of the run adds to the same one.
 
     Args:
-        written: what the replicas of this run have written so far: by the id of a variable, it and a replica.
-        variable: a variable that is not a component of a distributed one, or of another replica.
+        written: by the id of a variable, the variable and the first replica of this run that added to it.
+        variable: a plain variable, or a component of a distributed one.
         strategy: the strategy.
         replica: the index of the replica.
     """
@@ -142,10 +142,10 @@ def check_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
 
 @contextlib.contextmanager
 def additions_noted() -> Iterator[dict[int, str]]:
-    """Inside, where one trace stands for all replicas, notes which variables they add to.
+    """Notes, inside a block in which one trace stands for all replicas, which variables the replicas add to.
 
     Yields:
-        By the id of a variable, the user's line that adds to it first. What merge functions add is not there.
+        By the id of a variable, the user's line that adds to it first. Additions by merge functions are not noted.
     """
     before = getattr(_thread, "added", None)
     added: dict[int, str] = {}

@@ -23,7 +23,7 @@ def main() -> int:
     try:
         coordinator = Coordinator(settings["size"], settings["token"], settings["address"], limits)
     except OSError as error:
-        # Python adds the address, which the error that comes of this has already.
+        # Python adds the address to the text; the error that worker 0 raises has it already.
         print(json.dumps({"wrong": str(error.strerror).partition(" (")[0]}), flush=True)
         return 1
     print(json.dumps({"address": coordinator.address}), flush=True)

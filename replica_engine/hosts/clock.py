@@ -1,8 +1,8 @@
 """How far the clocks of two processes are apart, so that one timeline can hold the events of both.
 
-A member sends the time of its clock, the coordinator answers with the time of its own, and the answer arrives. If both
-ways took equally long, the coordinator's time was that of the middle. They may not have: so half of the round trip is
-the most that the result can be wrong, and the quickest of the last round trips is the one that counts.
+A member sends the time of its clock, and the coordinator answers with the time of its own. If both ways take equally
+long, the coordinator reads its clock in the middle of the round trip. They may not, so the result can be wrong by half
+of the round trip. The quickest of the last round trips counts.
 
 The clock is `time.perf_counter`, which timelines use. On one machine it is the same for all processes on Linux.
 """

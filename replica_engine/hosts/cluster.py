@@ -208,7 +208,7 @@ def _keras(environ: Mapping[str, str]) -> Cluster | None:
 
 def _torchrun(environ: Mapping[str, str]) -> Cluster | None:
     if not {"RANK", "WORLD_SIZE"} <= set(environ):
-        return None  # either of them alone is nobody's sign
+        return None  # one of the two alone does not show who started the process
     size, index = _size_and_index(environ, "WORLD_SIZE", "RANK")
     if size == 1:
         return Cluster(0, 1, "", ("rank 0",), "torchrun")

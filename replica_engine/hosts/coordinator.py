@@ -33,8 +33,8 @@ LOGGER = logging.getLogger("replica_engine")
 
 TICK = 0.1  # seconds between looks at the clock
 STRANGER_PATIENCE = 10.0  # seconds to prove that one knows the token
-_MANY = 100  # messages within a tick from which on waking for each would cost more than reading it
-_PAUSE = 0.02  # seconds between wakings then
+_MANY = 100  # messages in a tick; with more of them, waking up for each costs more than reading it
+_PAUSE = 0.02  # seconds between wake-ups when there are so many messages
 _MOST_UNWRITTEN = 4 << 20  # bytes for one member
 _READ = 1 << 16  # bytes at a time, so that one member cannot keep the others waiting
 _SPARE = 64  # files besides the connections of members
@@ -56,7 +56,7 @@ class _Connection:
         self.worker: int | None = None
         self.unwritten: deque[bytes] = deque()
         self.waiting = 0  # bytes
-        self.closing = False  # as soon as all is written
+        self.closing = False  # whether to close it once all is written
 
 
 class Coordinator:
@@ -102,7 +102,7 @@ class Coordinator:
         allow_files(size + _SPARE)
         self._connections: set[_Connection] = set()
         self._members: dict[int, _Connection] = {}
-        self._calls: deque[Callable[[], None]] = deque()  # of other threads
+        self._calls: deque[Callable[[], None]] = deque()  # from other threads, to run on the serving one
         self._stop = False
         self._thread: threading.Thread | None = None
         self._job = Job(size, limits or Limits(), time.monotonic(), self._tell, knows_statuses)

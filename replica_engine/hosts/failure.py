@@ -45,7 +45,7 @@ class Failure:
 
     @classmethod
     def from_json(cls, value: Any) -> Failure:
-        """What `as_json` made.
+        """The failure that `as_json` has converted.
 
         Raises:
             AttributeError, TypeError or ValueError: it is something else.
@@ -62,13 +62,13 @@ class Failure:
 
     @property
     def worker(self) -> int | None:
-        """The worker that is the cause; None if there is not one of them alone."""
+        """The worker that is the cause; None if no single worker is."""
         rows = [each for each in self.arguments[:1] if isinstance(each, WorkerRow)]
         return rows[0].worker if rows else None
 
     @property
     def is_end(self) -> bool:
-        """Whether the worker did nothing but come to its end, while others went on."""
+        """Whether the failure is that a worker's program ended normally while others went on."""
         return self.wording == WorkerLostError.left.__qualname__
 
     def error(self) -> ReplicaEngineError:

@@ -118,7 +118,7 @@ class Job:
         self._statuses: dict[int, int] = {}
         self._ending: dict[int, float] = {}  # members that seem to have ended, and until when to wait for the rest
         self._log = LaunchLog(size)
-        self._programs: dict[bytes, tuple[str, str]] = {}  # what an entry is: a verb, and what it is done with
+        self._programs: dict[bytes, tuple[str, str]] = {}  # by entry: its verb, and its program or place
         self._values: dict[str, Any] = {}
         self._waits: dict[tuple[int, int], _Wait] = {}
         self.failure: Failure | None = None
@@ -257,13 +257,13 @@ class Job:
         return tuple((tuple(indices), value) for value, indices in groups.items())
 
     def _miss_ended(self, now: float) -> None:
-        """Fails if some wait for the others to join, and one of those has ended already."""
+        """Fails the job if members wait for a worker to join, and that worker has ended already."""
         ended = [worker for worker in self._statuses if worker not in self._members]
         if self._members and ended:
             self._fail(self._exit_failure(ended[0], now))
 
     def _end(self, worker: int, now: float) -> None:
-        """A member seems to have ended: what it sent before must be read first, and its exit status be known."""
+        """Notes that a member seems to have ended. It is lost once its messages are read and its status is known."""
         member = self._members[worker]
         if member.left:
             return
@@ -322,7 +322,7 @@ class Job:
                 member.launched = words
                 break
         if difference is not None:
-            self._disagree(worker, difference.position, difference.entries)
+            self._disagree(difference.position, difference.entries)
         elif number is not None:
             ticket = worker, int(number)
             position = self._log.wait(worker, ticket)
@@ -333,7 +333,7 @@ class Job:
         for ticket in self._log.released():
             self._answer(ticket, None)
 
-    def _disagree(self, worker: int, position: int, entries: dict[bytes, tuple[int, ...]]) -> None:
+    def _disagree(self, position: int, entries: dict[bytes, tuple[int, ...]]) -> None:
         groups = tuple((indices, self._in_words(code)) for code, indices in entries.items())
         groups = tuple(sorted(groups))
         if END not in entries:

@@ -73,10 +73,10 @@ def packed(entries: Sequence[bytes]) -> str:
 
 @functools.lru_cache(maxsize=64)  # a thousand workers send the same text
 def unpacked(text: str) -> bytes:
-    """What `packed` made, as bytes.
+    """The entries, as bytes, of a text that `packed` made.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text is something else.
     """
     found = bytearray()
     for part in text.split(","):

@@ -390,7 +390,7 @@ class Member:
     # Questions
 
     def _entry(self, kind: str, digest: str, words: str) -> bytes:
-        """The entry in the log; the coordinator is told in words, once, what it means."""
+        """The entry for the log. The first time, it also tells the coordinator in words what the entry means."""
         code = self._known.get((kind, digest))
         if code is None:
             with self._changed:
@@ -431,7 +431,7 @@ class Member:
         self._wake_up()
 
     def _log_message(self, *wait: Any) -> Message:
-        """The entries that were not sent yet, as a message; what is too much for one message is queued before it."""
+        """A message with the entries not sent yet. If there are too many for one, others are queued before it."""
         while len(self._entries) > _MOST_ENTRIES:
             self._unwritten += wire.encode(["log", packed(self._entries[:_MOST_ENTRIES]), self._launches, []])
             del self._entries[:_MOST_ENTRIES]

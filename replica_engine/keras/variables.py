@@ -258,8 +258,8 @@ class _Shared:
 def _with_all(shared: dict[int, _Shared], do: Callable[[_Shared], None]) -> Callable[[], None]:
     """Returns a function that does `do` with all variables.
 
-    It works op by op at first, and by one call of a graph once it was called so often that a trace pays: a model that
-    changes, or that is used for one call, needs none.
+    The function works op by op at first. When it has been called often enough for a trace to pay, it calls a graph. So
+    a model that changes, or that is used for one call, is not traced.
     """
     calls = 0
     graph: Callable[[], None] | None = None

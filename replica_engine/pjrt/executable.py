@@ -33,8 +33,8 @@ from replica_engine.pjrt.markers import VERSION as MARKERS_VERSION
 from replica_engine.pjrt.workers import explained
 
 _SHORTEST, _LONGEST = 2e-5, 5e-3  # seconds between checks whether a program has ended
-_LATE = 0.02  # of the time so far: how much later than the program a check may come
-_EXPECTED = 0.95  # of the time of earlier launches, before which there is little to check
+_LATE = 0.02  # how late a check may notice the end, as a fraction of the time so far
+_EXPECTED = 0.95  # fraction of the time of earlier launches; before it, checks are rare
 _AWAKE = 1e-3  # seconds of checks without a sleep: to be woken takes longer than a small program runs
 
 
@@ -76,7 +76,7 @@ class Executable:
         self._limits = limits
         self._is_first = True
         self._calls_host = bool(host_calls)
-        self._took = 0.0  # seconds of a launch, about the shortest of late
+        self._took = 0.0  # seconds that a launch takes: about the shortest of the recent ones
         if devices.member is not None and _COLLECTIVE.search(program):
             self._compared = Program(_digest(program), *name)
             devices.member.compile(self._compared, *limits)
@@ -176,7 +176,7 @@ class Executable:
     def _poll(self, left: threading.Event | None) -> bool:
         """Waits until the program has ended, and returns True; or until `left` is set, or the job fails, which raises.
 
-        A program that calls the host needs the interpreter lock, so its end is waited for asleep.
+        A program that calls the host needs the interpreter lock, so this thread sleeps between its checks.
         """
         running, member = self._devices.running, self._devices.member
         began = time.perf_counter()

@@ -36,7 +36,7 @@ NEVER = 1_000_000
 _PATIENCE = 60.0  # seconds for the first lifeline, and for a secret
 _MOST_STRANGERS = 64  # connections that have not said the secret
 _BREATH = 0.1  # seconds between two tries while the process has no descriptor left
-_REGISTER = 600  # seconds for all workers to connect; who has not come by then is found out by the job before
+_REGISTER = 600  # seconds for all workers to connect; the job notices a missing worker earlier
 
 _lifelines: list[int] = []
 """Descriptors, and no sockets: those would be closed when Python ends, and the process lives on for a moment."""

@@ -3,8 +3,8 @@
 A process joins its job once. The first strategy of the process says how many devices each worker has; later ones may
 use fewer.
 
-On CPU the workers' collectives are Gloo's, on GPUs NCCL's, and TPUs have their own. GPUs and TPUs go through the same
-calls as CPU devices, and were not run.
+On CPU the workers' collectives are Gloo's, on GPUs NCCL's, and TPUs have their own. The code makes the same calls for
+GPUs and TPUs as for CPU devices, but it has never run on them.
 
 What must never happen: jaxlib ends the process. So nothing connects to its service before all workers are there, the
 service outlives them all (`rendezvous`), and the clients are never destroyed: at exit that would wait for programs that
@@ -52,7 +52,7 @@ class _Workers:
     Attributes:
         cluster: the place of this process in the job.
         member: the connection to the coordinator.
-        platform: of the devices.
+        platform: the platform of the devices.
         devices: for each worker, its devices.
     """
 

@@ -1,4 +1,4 @@
-"""Keras models that are built under a scope and trained with Keras' own `fit`: what goes wrong there, in words."""
+"""Checks and error messages for Keras models that are built under a scope and trained with Keras' own `fit`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def explain(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
 def _check_batch(first: patches.FirstBatch) -> None:
     """Checks that the replicas have equal shares of a batch; `fit` averages over replicas, not over samples.
 
-    Of a last batch that is smaller, a warning is enough on threads: it is one step. Compiled replicas cannot
-    train on it, and it may come after hours. They can evaluate it. A `train_step` of the user's may have no collective;
-    if it has one, the batch is refused when it comes.
+    On threads, a smaller last batch gets a warning only, because it is a single step. Compiled replicas can evaluate
+    such a batch, but cannot train on it, and it may come after hours. If the model has its own `train_step`, that step
+    may have no collective; if it has one, the batch is refused when it comes.
 
     Raises:
-        BatchError: they have not.
+        BatchError: the shares are not equal.
     """
     for leaf in tf.nest.flatten(first.batch):
         if isinstance(leaf, distribute.DistributedValues):
@@ -54,6 +54,6 @@ def _check_batch(first: patches.FirstBatch) -> None:
 def is_uneven(error: BaseException) -> bool:
     """Whether a compiled step in a `tf.function` failed because the replicas had unequal shares of a batch.
 
-    TensorFlow makes an error of its own of an exception that is raised while a graph runs, and keeps only the text.
+    TensorFlow replaces an exception that is raised while a graph runs by an error of its own, with the same text.
     """
     return isinstance(error, tf.errors.OpError) and "ReplicaMismatchError" in str(error)

@@ -161,7 +161,7 @@ class SharedTimelines:
         parts = self._found(name)
         if parts is None:
             begun = self._found(_begun(path, worker), _until(to_begin))
-            # If not, it may have sent its spans, and dropped the word that it has begun, just now.
+            # Without an announcement the worker may just have sent its spans and withdrawn the announcement.
             parts = self._found(name, _until(deadline) if begun else 0.0)
             if parts is None:
                 late = f"it has not ended its block within {PATIENCE:g} s after the chief"

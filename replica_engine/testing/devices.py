@@ -10,8 +10,8 @@ GPU_SHARE = 1024  # MiB of memory for each logical GPU
 def logical_devices(n: int, kind: str = "CPU") -> list[str]:
     """Ensures that at least `n` logical devices of a kind exist, and returns the names of the first `n`.
 
-    Divides the first physical device, which TensorFlow allows only before it runs its first op. It may be called
-    again; with a larger `n` only before TensorFlow has started, which this does not do.
+    Divides the first physical device, which TensorFlow allows only before it runs its first op. This function does not
+    start TensorFlow. It may be called again; a larger `n` is possible until TensorFlow has started.
 
     Args:
         n: the number of devices.

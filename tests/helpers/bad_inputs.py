@@ -1,4 +1,4 @@
-"""What nobody should pass, and what somebody will: values of all kinds, in tables of functions that make them.
+"""Bad arguments of all kinds, as users pass them by mistake, in tables of functions that make them.
 
 Each test makes new values, so a test cannot change or exhaust those of another.
 """
@@ -21,7 +21,7 @@ from tensorflow.python.framework import dtypes
 
 
 class Refusal(Exception):
-    """What a hostile object raises."""
+    """The exception that the hostile objects below raise."""
 
 
 class NoRepr:

@@ -1,4 +1,4 @@
-"""Values of all kinds, drawn by hypothesis from the tables of `catalog`, alone and in containers."""
+"""Values of all kinds, drawn by hypothesis from the tables of `bad_inputs`, alone and in containers."""
 
 import collections
 import os

@@ -1,4 +1,4 @@
-"""Numbers of replicas against those of one device."""
+"""Compares the results of replicas with those of one device."""
 
 import numpy as np
 import tensorflow as tf
@@ -10,10 +10,10 @@ def assert_close(results, expected, tolerance=1e-4, absolute=0.0):
     """Compares two structures of arrays.
 
     Args:
-        results: of the replicas.
-        expected: of one device.
-        tolerance: relative to the largest value of each array: sums of large terms leave small ones inexact.
-        absolute: what numbers may differ by anyway.
+        results: the results of the replicas.
+        expected: the results of one device.
+        tolerance: relative to the largest value of each array, because a small sum of large terms is inexact.
+        absolute: a difference that is always allowed.
     """
     tf.nest.assert_same_structure(results, expected)
     for value, other in zip(tf.nest.flatten(results), tf.nest.flatten(expected), strict=True):

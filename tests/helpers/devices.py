@@ -1,4 +1,4 @@
-"""Sets TensorFlow up for tests: CPU devices, or GPUs for tests/gpu; no tuning of datasets; AutoGraph reads less.
+"""Sets TensorFlow up for tests: makes devices, stops the tuning of datasets, and lets AutoGraph read less source.
 
 `tests/conftest.py` imports this module before any test module that uses TensorFlow: devices can be made only before
 TensorFlow starts.
@@ -26,10 +26,10 @@ DEVICES = _gpus(GPUS) if GPUS else logical_devices(8)
 
 
 def _switch_tuning_off():
-    """Stops tf.data from tuning iterators: deleting one that tunes itself waits, the longer the older it is.
+    """Stops tf.data from tuning iterators, because deleting a tuned iterator may take long.
 
-    Deleting one wakes the thread that tunes it, and waits for its end. On a busy machine the thread may look whether it
-    is to end before TensorFlow has noted that it is, and then sleeps on.
+    Deleting such an iterator wakes its tuning thread, and waits until the thread ends. On a busy machine the thread may
+    check whether it should end before TensorFlow has set that flag. Then it sleeps again, longer the older it is.
     """
     options, iterate = tf.data.experimental.AutotuneOptions, tf.data.Dataset.__iter__
     enabled = options.enabled

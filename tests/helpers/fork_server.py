@@ -1,7 +1,7 @@
-"""Programs in processes of their own that need not wait for TensorFlow to be imported. See `fork_server_main.py`.
+"""Runs programs in processes of their own that need not import TensorFlow first. See `fork_server_main.py`.
 
-`python fork_server.py PROGRAM ARGUMENTS` is one of them by another name: for the launcher, which starts workers itself.
-It prints what the program prints, once that has ended, and ends as it does.
+`python fork_server.py PROGRAM ARGUMENTS` runs one such program, for the launcher, which starts worker processes itself.
+When the program has ended, the command prints the program's output and exits with its status.
 """
 
 import contextlib
@@ -18,21 +18,21 @@ import threading
 ADDRESS = "REPLICA_ENGINE_TEST_PROGRAMS"
 """The variable with the address of the server, which the processes of the tests share."""
 
-# Read when TensorFlow, jaxlib and this library start: the server must not have them for a program that has not.
+# TensorFlow, jaxlib and this library read these when they start. So the server must not pass on its own values.
 NOT_FOR_ALL = ("XLA_FLAGS", "TF_NUM_INTEROP_THREADS")
-# What conftest.py sets so that programs compile quickly, and those that tests start too.
+# conftest.py sets these so that programs compile quickly; programs that tests start need them too.
 FOR_EACH = ("XLA_FLAGS", "TF_ENABLE_ONEDNN_OPTS")
 
 
 class Server:
-    """The process that starts them. It imports TensorFlow when the first one is asked for, which waits for that.
+    """The process that starts programs. It imports TensorFlow when the first program is requested.
 
     Attributes:
-        address: of its socket.
+        address: the path of its socket.
     """
 
     def __init__(self):
-        self._directory = tempfile.TemporaryDirectory(prefix="warm")  # a short path: those of sockets may not be long
+        self._directory = tempfile.TemporaryDirectory(prefix="warm")  # the path of a socket must be short
         self.address = os.path.join(self._directory.name, "socket")
         env = {name: value for name, value in os.environ.items() if name not in NOT_FOR_ALL}
         script = pathlib.Path(__file__).with_name("fork_server_main.py")
@@ -49,24 +49,24 @@ class Server:
 
     def close(self):
         with self._process:
-            self._process.stdin.close()  # which ends it
+            self._process.stdin.close()  # the process ends when its input is closed
         self._directory.cleanup()
 
 
 class Programs:
-    """Starts them.
+    """Starts programs through the server.
 
     Args:
-        address: of the server.
+        address: the address of the server.
     """
 
     def __init__(self, address):
         self._address = address
 
     def start(self, program, *arguments, env=None):
-        """Starts a program, which is text, or the path of a file: as `subprocess.Popen` with pipes does.
+        """Starts a program, given as text or as the path of a file, like `subprocess.Popen` with pipes.
 
-        What makes it compile quickly is in its environment, also where `env` has not got it.
+        The variables in `FOR_EACH` are added to its environment where `env` lacks them.
         """
         directory = pathlib.Path(tempfile.mkdtemp(dir=os.path.dirname(self._address)))
         if isinstance(program, str):
@@ -79,7 +79,7 @@ class Programs:
         return Program(connection, program, arguments, env, directory)
 
     def run(self, program, *arguments, env=None, timeout=100):
-        """Runs it to its end: as `subprocess.run` with `capture_output=True, text=True`."""
+        """Runs a program to its end, like `subprocess.run` with `capture_output=True, text=True`."""
         process = self.start(program, *arguments, env=env)
         try:
             stdout, stderr = process.communicate(timeout)
@@ -92,8 +92,8 @@ class Program:
     """A program that was started.
 
     Attributes:
-        pid: of its process.
-        returncode: None as long as it runs.
+        pid: the id of its process.
+        returncode: its exit status; None while it runs.
     """
 
     def __init__(self, connection, program, arguments, env, directory):
@@ -111,13 +111,13 @@ class Program:
         self.pid, self.returncode = int(self._line()), None
 
     def communicate(self, timeout=None):
-        """Waits for its end: what it printed and its errors."""
+        """Waits for the end of the program; returns its standard output and its standard error."""
         if self.returncode is None:
             self._connection.settimeout(timeout)
             try:
                 self.returncode = int(self._line())
             except TimeoutError:
-                os.kill(self.pid, signal.SIGUSR2)  # the stacks of its threads, see `fork_server_main.py`
+                os.kill(self.pid, signal.SIGUSR2)  # prints the stacks of its threads, see `fork_server_main.py`
                 threading.Event().wait(2.0)
                 error = subprocess.TimeoutExpired("program", timeout, *(file.read_bytes() for file in self._files))
                 for name, text in (("printed", error.output), ("wrote to stderr", error.stderr)):
@@ -127,7 +127,7 @@ class Program:
         return tuple(file.read_text() for file in self._files)
 
     def kill(self):
-        """Ends it, if it has not ended."""
+        """Ends the program, if it still runs."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.kill(self.pid, signal.SIGKILL)

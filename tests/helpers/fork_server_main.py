@@ -1,8 +1,8 @@
 """Starts programs in processes of their own, with TensorFlow imported and not started: importing it takes seconds.
 
-Run with a socket that listens. Each connection asks for one program, which is the main module of a fork of this
-process, and ends as any interpreter does, but that TensorFlow and what it imports are not taken apart. What it imports
-besides, this library first of all, it imports by itself; jax is there already where Keras imports it.
+The argument is the descriptor of a listening socket. Each connection requests one program, which runs as the main
+module of a fork of this process. The program ends as in any interpreter, except that the modules of TensorFlow are not
+torn down. The program itself imports everything else, such as this library; jax is imported already if Keras does so.
 """
 
 import atexit
@@ -17,8 +17,8 @@ import sys
 
 
 def _serve(listener):
-    """Returns in a new process for each program: its path."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait for programs
+    """Forks a process for each requested program, and returns there: the path of the program."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the first forks only wait for programs, and nothing waits for them
     server = socket.socket(fileno=int(listener))
     while True:
         if sys.stdin in select.select([server, sys.stdin], [], [])[0]:  # the process that started this has ended
@@ -39,9 +39,9 @@ def _serve(listener):
 
 
 def _import():
-    gc.disable()  # what it makes stays
+    gc.disable()  # the imported objects stay for ever
     own, others = set(sys.modules), []
-    atexit.register(_keep, others)  # after all that is registered later
+    atexit.register(_keep, others)  # runs after all functions that are registered later
     import keras  # noqa: F401
     import tensorflow as tf  # noqa: F401
 
@@ -51,7 +51,7 @@ def _import():
 
 
 def _keep(names):
-    """Hides modules from the end of the interpreter, which would take them apart: half the time of a small program."""
+    """Keeps the interpreter from tearing down modules at its end, which takes half the time of a small program."""
     import ctypes  # the program has taken the place of this module's names
     import sys
 
@@ -68,13 +68,13 @@ def _report(stream, pid):
 
 
 def _enter(request):
-    """Makes this process what it would be if it had been started with that program."""
+    """Gives this process the files, signals, variables and arguments that the program was requested with."""
     for number, name in enumerate((os.devnull, request["stdout"], request["stderr"])):
         file = os.open(name, os.O_RDWR | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in what they start in the background
-    faulthandler.register(signal.SIGUSR2)  # for who waits in vain
+    faulthandler.register(signal.SIGUSR2)  # for a parent that waits too long
     for name in BEFORE - set(request["environment"]):
         os.environ.pop(name, None)
     os.environ.update(request["environment"])

@@ -4,12 +4,12 @@ The body of a test that is marked `@shows(SomeError.wording)` is such a program.
 program and what it shows must be those of `golden/SomeError.wording.txt`. Line N of the file is line N of
 `program.py`, as the messages call it. `UPDATE_GOLDEN=1 pytest tests/errors` rewrites the files.
 
-What is shown: what is printed, the library's warnings, and the exception as Python prints it, but for the frames of
-the traceback that are not the user's.
+A file shows the printed output, the library's warnings, and the exception as Python prints it, with only the user's
+frames in its traceback.
 
-Programs that are slow, so that the watchdog warns of them, must not depend on how quick the machine is. So of all
-warnings only the one that the test is about is shown, and `threading.Event().wait(seconds)` in such a program ends when
-that has come.
+Some programs are slow on purpose, so that the watchdog warns. Their files must not depend on the speed of the machine.
+So they show only the warning that the test is about, and `threading.Event().wait(seconds)` in such a program ends when
+that warning has come.
 """
 
 import ast
@@ -34,7 +34,7 @@ from replica_engine import errors
 
 FOLDER = pathlib.Path(__file__).parents[1] / "errors" / "golden"
 UPDATE = "UPDATE_GOLDEN" in os.environ
-MORE = "more: replica-engine explain "  # of each error and warning the same, and left out
+MORE = "more: replica-engine explain "  # this line ends each error and most warnings, and is left out
 LINE = " what the user sees ".center(120, "=")
 
 _GENERATED = "__autograph_generated_file"
@@ -67,7 +67,7 @@ def shows(wording: Callable[..., Any], variant: str = "") -> Callable[[Callable[
     """Makes a program a test of what it shows.
 
     Args:
-        wording: what the program must come to: a class method of an exception class, a class that has one wording,
+        wording: what the program must produce: a class method of an exception class, a class that has one wording,
             or a function that words a warning or a note.
         variant: tells golden files of the same wording apart.
     """
@@ -90,7 +90,7 @@ def shows(wording: Callable[..., Any], variant: str = "") -> Callable[[Callable[
 
 
 def name_of(wording: Callable[..., Any]) -> str:
-    """What the wording's golden file is called: "SomeError.wording", "SomeError" or "some_warning"."""
+    """The name of a wording's golden file: "SomeError.wording", "SomeError" or "some_warning"."""
     owner = getattr(wording, "__self__", None)
     return f"{owner.__name__}.{wording.__name__}" if isinstance(owner, type) else wording.__name__
 
@@ -134,8 +134,8 @@ class _Warnings(logging.Handler):
     """The library's warnings, each as it is shown.
 
     Args:
-        source: of the program.
-        wanted: what its warning has to be; None for any.
+        source: the source of the program.
+        wanted: the expected warning; None for any.
     """
 
     def __init__(self, source: "_Source", wanted: str | None):
@@ -153,7 +153,7 @@ class _Warnings(logging.Handler):
             self._has_come.set()
 
     def sleep(self, seconds: float) -> None:
-        """Until the warning has come that is wanted; or one of something else, which the program does first."""
+        """Waits until the wanted warning has come, or a warning about something that the program does first."""
         deadline = time.monotonic() + 30.0
         while time.monotonic() < deadline:
             self._has_come.clear()
@@ -163,14 +163,14 @@ class _Warnings(logging.Handler):
 
 
 class _Threading:
-    """What a slow program has for `threading`."""
+    """Takes the place of `threading` in a slow program."""
 
     def __init__(self, wait: Callable[[float], None]):
         self.Event = lambda: types.SimpleNamespace(wait=wait)
 
 
 def _about(warning: str) -> str:
-    """What a warning is about: its first line."""
+    """The subject of a warning: its first line."""
     return warning.partition("\n")[0]
 
 
@@ -214,7 +214,7 @@ class _Source:
         body = function.body[1 if doc else 0 :]
         code = textwrap.dedent("".join(lines[body[0].lineno - 1 :])).rstrip().split("\n")
         text = textwrap.wrap(doc, 118, initial_indent="# ", subsequent_indent="# ") if doc else []
-        self._lines: dict[int, int] = {}  # of the file: which line of the program it is
+        self._lines: dict[int, int] = {}  # by line of the test's file, the line of the program
         offset = first + body[0].lineno - 1
         for number, line in enumerate(code):
             text += [""] * _blank_lines_before(code, number)

@@ -1,4 +1,4 @@
-"""Host work for the tests of `outside_compilation`: functions that note, work or fail, and what comes of them."""
+"""Host functions for the tests of `outside_compilation`, which take notes, compute or fail; and checks of results."""
 
 import collections
 
@@ -23,7 +23,7 @@ def values(results):
 
 
 def on_two(body, first=1.0, second=2.0):
-    """What a body makes of a tensor, on two replicas."""
+    """The results of a body on two replicas, each with a tensor of its own."""
     return xla.replicate(body, [[tf.constant(first)], [tf.constant(second)]])
 
 
@@ -35,7 +35,7 @@ def add_one(x, *others, by=1.0):
 
 
 def noting(calls, replica=None):
-    """A host function that adds 10, and notes for the replica that called it what it was called with."""
+    """A host function that adds 10, and appends its argument to the list of the replica that called it."""
 
     @xla.returns(SCALAR)
     def add_ten(x):
@@ -55,7 +55,7 @@ class Failing(Exception):
 
 
 def fails_on(replica, error, when=lambda x: True):
-    """A host function that raises on one replica, if told so."""
+    """A host function that raises on one replica, when `when` of its argument is true."""
 
     @xla.returns(SCALAR)
     def fn(x):
@@ -67,7 +67,7 @@ def fails_on(replica, error, when=lambda x: True):
 
 
 def raised_by(run):
-    """What a call raises, which must be of one of the tests' kinds."""
+    """The exception that a call raises; it must be one of two kinds."""
     with pytest.raises((Failing, HostResultError)) as raised:
         run()
     return raised.value
@@ -96,7 +96,7 @@ def check_strategy_works(strategy):
 
 
 def direct(fn, *args, **kwargs):
-    """What `xla.outside_compilation` is compared with."""
+    """Calls a function directly, to compare with `xla.outside_compilation`."""
     return fn(*args, **kwargs)
 
 
@@ -118,9 +118,10 @@ def example(n=2, shape=(3,)):
 
 
 def same_without(body, inputs=None, eager=True):
-    """Checks that `body(call, *inputs)` comes to the same whether `call` goes through the host or not.
+    """Checks that `body(call, *inputs)` has the same results whether `call` goes through the host or not.
 
-    The latter in eager mode, which is quicker than compiling it; not if the replicas of the body meet or differ.
+    The body without host calls runs eagerly, which is quicker than compiling it. Pass `eager=False` if its replicas
+    meet or depend on the replica id.
     """
     inputs = inputs or example()
     results = xla.replicate(lambda *args: body(xla.outside_compilation, *args), inputs)

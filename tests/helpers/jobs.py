@@ -1,7 +1,8 @@
 """Jobs of real processes on this machine, whose coordinator is in the test's process.
 
-A worker is a Python program of a few lines. It has joined when they begin, as `member`; what it prints is read line by
-line, and it waits for the test by reading its standard input. So nothing here depends on how quick the machine is.
+A worker is a Python program of a few lines. Before they run, it has joined the job as `member`. The test reads its
+output line by line, and the worker waits for the test by reading its standard input. So no test depends on the speed of
+the machine.
 """
 
 import contextlib

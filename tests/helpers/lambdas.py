@@ -1,8 +1,8 @@
-"""AutoGraph looks for a lambda in the statement around it, and reads a file once.
+"""Makes AutoGraph look for a lambda in the statement around it only, and read each file once.
 
-By itself it parses the whole file for each lambda that it converts, in Python. Tests are long files of many lambdas:
-that was a tenth of the time of all tests. And for each function it looks at all modules for that of its file, and reads
-the file again: that takes a third as long as the conversion of a small function.
+Without this, AutoGraph parses the whole file, in Python, for each lambda that it converts. Test files are long and have
+many lambdas, so that took a tenth of the time of all tests. For each function it also searches all modules for the one
+of its file, and reads the file again, which takes a third as long as the conversion of a small function.
 """
 
 import ast
@@ -17,7 +17,7 @@ _here = threading.local()
 
 
 def look_nearby():
-    """Makes AutoGraph do so. What it finds is the same: it takes lambdas at the very line only."""
+    """Installs both changes. AutoGraph finds the same lambdas, because it takes only those at the very line."""
     parse = parser._parse_lambda
 
     def parse_nearby(fn):

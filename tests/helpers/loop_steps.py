@@ -1,4 +1,4 @@
-"""Steps for the tests of device loops, what they are fed with, and ways to run them."""
+"""Steps for the tests of device loops, batches for them, and ways to run them."""
 
 import concurrent.futures
 import threading
@@ -66,8 +66,8 @@ class Noting:
     """A step that remembers its inputs, scalars on each replica, and how often it ran.
 
     Args:
-        replicas: with the strategy.
-        most: how many steps at most.
+        replicas: the fixture that has the strategy.
+        most: the largest number of steps.
     """
 
     def __init__(self, replicas, most=20):
@@ -86,7 +86,7 @@ class Noting:
 
     @property
     def inputs(self):
-        """What the steps got so far: of replica 0 if it is the same on all, or else for each replica."""
+        """The inputs of the steps so far: one list if all replicas had the same, otherwise one for each replica."""
         count = int(self.count.numpy())
         each = [one[:count] for one in self.replicas.components(self.seen)]
         return each[0] if all(one == each[0] for one in each) else each

@@ -1,4 +1,4 @@
-"""What bad input may come to: what the documentation says, or an error that says what is wrong with it."""
+"""Checks what a call does with bad input: the documented thing, or an error that says what is wrong with the input."""
 
 import collections
 import dataclasses
@@ -23,7 +23,7 @@ _ACCIDENTS = re.compile(
 
 
 def unclear(error):
-    """What is wrong with an error, if a user could not tell from it what is wrong with the input."""
+    """Why a user could not tell from an error what is wrong with the input; None if the error is clear."""
     text = str(error)
     if isinstance(error, tf.errors.NotFoundError) and "All kernels registered for op" in text:
         return None  # TensorFlow has the op for other dtypes only, and says for which
@@ -37,7 +37,7 @@ def unclear(error):
 
 
 def attempt(call, *args, documented=(), **kwargs):
-    """What a call returns, and None; or None, and the error that it raises, which has to be a clear one.
+    """Returns (result, None), or (None, error) if the call raises. The error must be a clear one.
 
     Args:
         call: what to call with the other arguments.
@@ -55,7 +55,7 @@ def attempt(call, *args, documented=(), **kwargs):
 
 
 class Witness:
-    """A strategy of two replicas with a variable, by which to see that it still works.
+    """A strategy of two replicas with a variable, to check that the strategy still works.
 
     Args:
         strategy: the strategy.
@@ -72,7 +72,7 @@ class Witness:
         self._expected = 0.0
 
     def check(self, added=0.0):
-        """A step that is known to be good comes to what it should, from where the variable stood before.
+        """Checks that a good step has the right result, and changes the variable as it should.
 
         Args:
             added: what the call before should have added to the variable.
@@ -136,7 +136,7 @@ def leaves(found, given, name="result"):
 
 
 def assert_same(name, found, given, compiled):
-    """That a leaf came through unchanged: the same object, or a tensor with the same bytes."""
+    """Asserts that a leaf came through unchanged: the same object, or a tensor with the same bytes."""
     if found is given or isinstance(given, DistributedVariable):
         assert found is given, name
         return

@@ -28,7 +28,7 @@ def variable(distribution, initial, aggregation=NONE, on_read=False):
 
 
 def spread(distribution, *values):
-    """A value that is another one on each tower."""
+    """A distributed value with one number for each tower."""
     return distribution.experimental_distribute_values_from_function(
         lambda context: tf.constant(values[context.replica_id_in_sync_group])
     )

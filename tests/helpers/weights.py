@@ -1,4 +1,4 @@
-"""How many copies of a strategy's variables a process has in memory, at several moments of its life."""
+"""Measures how many copies of a strategy's variables a process has in memory, at several moments."""
 
 import tensorflow as tf
 
@@ -6,12 +6,12 @@ import replica_engine
 from benchmarks.fresh import resident
 
 VARIABLES = 16
-FLOATS = 1 << 20  # of each
+FLOATS = 1 << 20  # in each variable
 REPLICAS = 2
 
 
 def copies():
-    """Copies after steps, after the host has written and steps again, after another program, and after a look."""
+    """The copies after two steps, after host writes and two more steps, after another program, and after host reads."""
     strategy = replica_engine.TPUStrategy(num_cores=REPLICAS)
 
     def made(floats):
@@ -26,7 +26,7 @@ def copies():
         return tf.add_n([tf.reduce_sum(weight) for weight in weights])
 
     for body in (step, sizes):
-        strategy.run(body, args=(made(2),))  # loads what it takes
+        strategy.run(body, args=(made(2),))  # loads the libraries that a run needs
     before = resident()
 
     def now():
@@ -41,7 +41,7 @@ def copies():
     for _ in range(2):
         strategy.run(step, args=(weights,))
     found.append(now())
-    total = strategy.run(sizes, args=(weights,))  # what is compiled for it needs no value of the host's
+    total = strategy.run(sizes, args=(weights,))  # compiling it reads no value on the host
     assert float(strategy.experimental_local_results(total)[0]) == 4.0 * FLOATS * VARIABLES
     found.append(now())
     assert all(weight.numpy()[-1] == 4.0 for weight in weights)

@@ -178,7 +178,7 @@ def _elements_a_position(each: Convolution) -> int:
 def _patches(each: Convolution) -> Value:
     """Slices side by side, one for each element of the kernel, and a product with all of the kernel."""
     padded = each.padded()
-    slices = [_slice(each, padded, each.batch, offset) for offset in _offsets(each.window_size)]
+    slices = [_slice(each, padded, offset) for offset in _offsets(each.window_size)]
     flat = ops.reshape(
         ops.transpose(each.forward_kernel(), [*each.window, each.inputs, each.outputs]),
         [math.prod(each.window_size) * ops.shape(each.kernel)[each.inputs], ops.shape(each.kernel)[each.outputs]],
@@ -194,14 +194,14 @@ def _of_one_pixel(each: Convolution) -> Value:
     )
     origin = [0] * len(each.space)
     if max(each.input_dilation) == 1:
-        taken = _slice(each, each.padded(), each.batch, origin)
+        taken = _slice(each, each.padded(), origin)
         return _placed(each, ops.product(taken, kernel, ([each.features], [0])))
     small = dataclasses.replace(each, shape=_with(each, each.input_size))
     first = _placed(small, ops.product(each.input, kernel, ([each.features], [0])))
     ahead = dataclasses.replace(
         each, input=first, batch=each.result_batch, features=each.result_features, space=each.result_space
     )
-    return _slice(ahead, ahead.padded(), ahead.batch, origin)
+    return _slice(ahead, ahead.padded(), origin)
 
 
 def _to_one_pixel(each: Convolution) -> Value:
@@ -219,7 +219,7 @@ def _depthwise(each: Convolution) -> Value:
     padded, kernel = each.padded(), each.forward_kernel()
     terms = []
     for offset in _offsets(each.window_size):
-        taken = _slice(each, padded, each.batch, offset)
+        taken = _slice(each, padded, offset)
         start, counts = [0] * len(each.shape), ops.shape(kernel)
         for dimension, index in zip(each.window, offset, strict=True):
             start[dimension], counts[dimension] = index, 1
@@ -250,8 +250,8 @@ def _depthwise_kernel(each: Convolution) -> Value:
     return ops.transpose(table, [places.index(dimension) for dimension in range(len(each.shape))])
 
 
-def _slice(each: Convolution, padded: Value, batch: int, offset: Sequence[int]) -> Value:
-    """What one element of the kernel meets: an element of the padded input for each element of the result."""
+def _slice(each: Convolution, padded: Value, offset: Sequence[int]) -> Value:
+    """The elements of the padded input that one element of the kernel is multiplied with, one for each result."""
     start, counts, strides = [0] * len(each.shape), ops.shape(padded), [1] * len(each.shape)
     for index, dimension in enumerate(each.space):
         start[dimension] = offset[index] * each.kernel_dilation[index]

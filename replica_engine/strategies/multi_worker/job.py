@@ -51,7 +51,7 @@ class Job:
         cluster: the place of this process in it.
         member: the connection to its coordinator.
         replicas: the number of replicas of each worker.
-        resolver: the same as TensorFlow wants it, with the addresses of the workers' servers.
+        resolver: the cluster in the form that TensorFlow takes, with the addresses of the workers' servers.
     """
 
     cluster: hosts.Cluster
@@ -60,7 +60,7 @@ class Job:
     resolver: tf.distribute.cluster_resolver.ClusterResolver
 
     def begin(self) -> None:
-        """From now on a failure of the job ends all collectives; called when TensorFlow's server runs."""
+        """Lets a failure of the job end all collectives from now on; called when TensorFlow's server runs."""
         collectives.explain_failures(self._explain)
         # TensorFlow logs the text several times; the exception says the rest once.
         self.member.on_failure(lambda error: collectives.abort(f"the job has failed: {type(error).__name__}"))
@@ -69,12 +69,12 @@ class Job:
         """The failure of the job that is the cause of an error of TensorFlow; None if there is none."""
         if code not in _BROKEN or "ollective" not in message or os.getpid() != self._process:
             return None
-        # A connection that broke is that of a worker whose end will be known. Everything else may have other causes.
+        # UNAVAILABLE: a connection broke, and the end of its worker will be known. Other codes may have other causes.
         patience = None if code == tf.errors.UNAVAILABLE else _PATIENCE
         try:
             self.member.explain(ConnectionError(message), patience)
         except ReplicaEngineError:
-            return self.member.failure  # without the way that it took here
+            return self.member.failure  # without the frames of this lookup in its traceback
         return None
 
     _process: int = field(default_factory=os.getpid)
@@ -103,7 +103,7 @@ def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None, kind: 
         if cluster.num_processes == 1:
             return None
         if _joined:
-            return _same(_joined[0], cluster, replicas)
+            return _same(_joined[0], cluster)
         check_joins_once(cluster)
         if collectives.has_started():
             raise ClusterConfigError.started()
@@ -117,7 +117,7 @@ def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None, kind: 
         return _joined[0]
 
 
-def _same(job: Job, cluster: hosts.Cluster, replicas: int) -> Job:
+def _same(job: Job, cluster: hosts.Cluster) -> Job:
     """The job that was joined before, if it is the one that is asked for."""
     asked, joined = (f"worker {each.process_id} of {each.num_processes}" for each in (cluster, job.cluster))
     if asked != joined:
@@ -135,7 +135,7 @@ def _described_by(resolver: Any) -> hosts.Cluster:
 
 
 def _exchanged(cluster: hosts.Cluster, member: hosts.Member) -> tuple[str, ...]:
-    """An address for TensorFlow's server in each worker, where the launcher tells none."""
+    """An address for TensorFlow's server in each worker. The workers exchange them, as the launcher has told none."""
     member.put(f"tensorflow {cluster.process_id}", free_address(cluster.coordinator))
     return tuple(member.get(f"tensorflow {worker}") for worker in range(cluster.num_processes))
 

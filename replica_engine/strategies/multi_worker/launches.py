@@ -1,8 +1,8 @@
 """What a worker launches, for the comparison with the other workers.
 
-Collectives have numbers, and TensorFlow lets those of the same number meet: whether a sum meets a mean, or the loss
-meets a gradient, it does not notice. So each collective is told to the job with what it is: the sync point with its
-line, the reduction, dtype and shape.
+Collectives have numbers, and TensorFlow lets those of the same number meet. It does not notice when a sum meets a mean,
+or a loss meets a gradient. So each worker tells the job what its collectives are: the sync point with its line, the
+reduction, the dtype and the shape.
 
 - Before its first launch, a collective waits until the other workers are about to launch an equal one. So two workers
   that differ get ProgramDisagreementError, and no number.
@@ -45,7 +45,7 @@ class Launches:
         self._point: SyncPoint | None = None
         self._new_run = False
         self._steps = 0
-        self._what: tuple[str, str, str] | None = None  # in words, where, and what counts of where
+        self._what: tuple[str, str, str] | None = None  # operation, line, and what is compared of it
 
     @contextlib.contextmanager
     def merging(self, point: SyncPoint) -> Iterator[None]:

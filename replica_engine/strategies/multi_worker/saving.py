@@ -1,8 +1,8 @@
 """Saving on several workers: which worker writes, and where the workers meet.
 
-All workers call what saves, with the same path. They meet before it, so that a checkpoint holds one step of all of
-them, and a worker that did something else is found before a file is written. They meet again when the chief has
-written, so that each can read the file. That takes as long as it takes: the timeout of runs does not bound it.
+All workers make the same call that saves, with the same path. They meet before it, so that a checkpoint holds the same
+step of all of them, and a worker that does something else is found before a file is written. They meet again when the
+chief has written, so that each can read the file. The timeout of runs does not limit that second wait.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Saving:
 
     @contextlib.contextmanager
     def saving(self, what: str) -> Iterator[None]:
-        """Around saving something on all workers.
+        """A context manager around saving something on all workers.
 
         Args:
             what: what is saved, in words.
@@ -52,7 +52,7 @@ class Saving:
             yield
         finally:
             _inside.reset(token)
-        self._meet(f"the end of saving {what}", False)  # not after a failure: what the others then get says what failed
+        self._meet(f"the end of saving {what}", False)  # not after a failure: the others get an error that names it
 
 
 def let_the_chief_write(saving: Saving | None, *models: Any) -> None:

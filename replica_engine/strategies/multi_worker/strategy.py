@@ -22,8 +22,8 @@ from replica_engine.strategies.validation import check_seconds
 from replica_engine.threads.call import ReplicaOptions
 from replica_engine.threads.cpu_reduction import CpuReduction
 
-# As for MirroredStrategy, but counted apart: the numbers must be equal on all workers, and a chief may have made other
-# strategies besides.
+# Collective keys, as for MirroredStrategy, but with a counter of their own: keys must be equal on all workers, and a
+# chief may have made other strategies too.
 _COLLECTIVE_KEYS = itertools.count(500_000_000, 16)
 
 
@@ -189,7 +189,7 @@ class MultiWorkerMirroredStrategy(OnReplicaThreads, tf.distribute.MultiWorkerMir
     def leave_files_to_chief(self, *models: Any) -> None:
         """Keeps all workers but the chief from writing files of Keras models that are trained on this strategy.
 
-        It is called for the models of `replicate_model`; those that were built in the scope need it not.
+        It is called for the models of `replicate_model`; models that were built in the scope do not need it.
         """
         let_the_chief_write(self.extended.saving, *models)
 

@@ -382,7 +382,7 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
     def leave_files_to_chief(self, *models: Any) -> None:
         """Keeps all workers but the chief from writing files of Keras models that are trained on this strategy.
 
-        It is called for the models of `replicate_model`; those that were built in the scope need it not.
+        It is called for the models of `replicate_model`; models that were built in the scope do not need it.
         """
         if self.extended.saving is not None:
             let_the_chief_write(self.extended.saving, *models)

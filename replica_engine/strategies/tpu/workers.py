@@ -155,7 +155,7 @@ def explain_failures(member: Member) -> None:
     """Makes an op or a `tf.function` that fails because the job has failed raise the job's error, and not TensorFlow's.
 
     A program in a `tf.function`, such as a step of Keras' `fit`, is an op that calls Python. TensorFlow makes an
-    UnknownError with a long text of what that raises.
+    UnknownError with a long text of an exception of that code.
     """
     process = os.getpid()
     collectives.explain_failures(lambda code, message: member.failure if os.getpid() == process else None)

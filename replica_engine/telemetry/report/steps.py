@@ -22,11 +22,11 @@ NO_STEP = (
     "there is no whole step in this time; of a tf.function only the tracing is seen, so record eager steps: "
     "tf.config.run_functions_eagerly(True)"
 )
-ON_HOST = ("host call",)  # of a compiled program: all replicas are in it from its launch to its end
+ON_HOST = ("host call",)  # kinds compared in a compiled program, as all its replicas run from launch to end
 _RUNS = ("run", "trace")
 _CALLER = "coordinator"  # the thread that calls run
 _WORKER = re.compile(r"worker \d+:")  # how the groups of a job of several workers begin
-NOISE = 0.05  # of the others' work and of a replica's share of the step: a smaller difference is nobody's fault
+NOISE = 0.05  # a smaller part of the others' work, or of a replica's share of the step, names nobody
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ def steps_of(timeline: Timeline, group: str) -> list[tuple[float, float]]:
     """The steps of a group of tracks, as (begin, end) in seconds of the recording, in order."""
     tracks = [track for track in timeline.tracks if track.group == group]
     if is_compiled(timeline, group):
-        # A launch is over before its program is, of which each replica has a span.
+        # A launch ends before its program does. Each replica has a span for the program.
         spans = [span for track in tracks if track.is_replica for span in track.spans if span.kind == "run"]
     else:
         spans = [span for span in _runs(tracks) if span.name == "run"]

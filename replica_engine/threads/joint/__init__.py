@@ -10,8 +10,8 @@ itself (tf.cond, tf.while_loop, a `tf.function`) into the sync point:
   body, the coordinator sends each replica into that graph on an errand (`operator`). There, on its own thread, the
   replica traces its own part, and merge calls are merge calls: the graph is one where all replicas stand.
 - A nested `tf.function` is inlined in a graph. In eager mode one `tf.function` goes around all replicas (`functions`).
-- Whose is an op, and what may each replica's gradient reach? `graphs` notes it. In `gradients`, backward is a sync
-  point too: one gradient op for all replicas, in which each replica differentiates its own part on its own thread.
+- `graphs` notes which replica each op belongs to, and what each replica's gradient may reach. In `gradients`, backward
+  is a sync point too: one gradient op for all replicas, in which each replica differentiates its part on its thread.
 - Conditions must be equal on all replicas (`conditions`); an op checks it when the graph runs.
 
 Only replica 0 attempts an operator; the others follow its decision. Nesting costs one aborted attempt for each level.

@@ -1,8 +1,8 @@
 """Attempts: a replica enters an operator alone, and leaves it again if there is a merge call inside.
 
 Replica 0 decides for all replicas of a run which operators are joint. A decision belongs to the k-th operator that a
-replica enters and to the place of the call. The place alone does not do, because the same line may be reached once
-with merge calls and once without. The number alone does not do, because replicas may differ in operators without merge
+replica enters and to the place of the call. The place alone is not enough: the same line may be reached once
+with merge calls and once without. The number alone is not enough: replicas may differ in operators without merge
 calls.
 
 What earlier runs of the same function decided is remembered, so that a later trace does not pay for the attempt again.

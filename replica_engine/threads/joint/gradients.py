@@ -123,7 +123,7 @@ def build_backward(run: Run, parts: Sequence[Part]) -> list[Built]:
     inputs = list({id(each): each for of in backward.inputs for each in of}.values())
     try:
         with operator.building():
-            found = _gradients(backward, operator.outer, pairs, inputs)
+            found = _gradients(backward, pairs, inputs)
     finally:
         operator.close()
     of_input = {id(each): gradient for each, gradient in zip(inputs, found, strict=True)}
@@ -137,7 +137,7 @@ def build_backward(run: Run, parts: Sequence[Part]) -> list[Built]:
     return [Built(of, again, source) for of, source in zip(results, sources, strict=True)]
 
 
-def _gradients(backward: Backward, graph: Any, pairs: Sequence[tuple], inputs: Sequence[tf.Tensor]) -> list[Any]:
+def _gradients(backward: Backward, pairs: Sequence[tuple], inputs: Sequence[tf.Tensor]) -> list[Any]:
     outputs, upstream = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     if backward.tapes:
         with recording(backward.tapes[1:], upstream):

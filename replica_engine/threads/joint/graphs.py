@@ -1,8 +1,8 @@
-"""Graphs that all replicas build: whose is an op, and what does each replica capture from outside?
+"""Graphs that all replicas build: which replica made each op, and what each replica captures from outside.
 
 Each replica's gradient is the gradient of its own outputs with respect to its own inputs, as a tape on its thread would
-record it. So a joint graph knows for each op which replica made it. Ops of the coordinator belong to nobody: what it
-makes in a merge is a constant for tapes, as everywhere in `tf.distribute`.
+record it. So a joint graph knows for each op which replica made it. Ops of the coordinator belong to no replica: for
+tapes the results of a merge are constants, as everywhere in `tf.distribute`.
 
 Two replicas may use the same tensor of the graph outside. Each gets an alias of its own, which is made outside, on the
 replica's device. Without it, the gradient of that tensor would be the sum over the replicas. It also avoids a fault of

@@ -1,8 +1,9 @@
-"""`trace_once="checked"`: what replica 1 has traced is compared with what replica 0 has, before that is copied.
+"""`trace_once="checked"`: compares what replicas 0 and 1 have traced, before the operations of replica 0 are copied.
 
-Replica 1 traces a template of its own. Of its operations the types, the attributes and the inputs must be those of
-replica 0's, in the same order; its holes stand for the same values, and it uses the same values from outside, with its
-own components of variables. What making a variable needs is left out: replica 0 alone makes variables.
+Replica 1 traces a template of its own. Its operations must have the types, attributes and inputs of replica 0's
+operations, in the same order. Its holes must stand for the same values. From outside it must use the same values, or
+its own components of the same variables. Operations that only make variables are left out, because replica 0 alone
+makes variables.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ class Comparison:
 
     def __init__(self, first: Template, second: Template):
         self._first, self._second = first, second
-        self._names: dict[str, str] = {}  # of the second's ops, those of the first's in their place
+        self._names: dict[str, str] = {}  # by the name of an op of the second, the name of its counterpart
         self._holes = 0
 
     def segments(self, first: Segment, second: Segment, where: str) -> None:
         """Compares what both have traced since the last time.
 
         Args:
-            first: that of replica 0.
-            second: that of replica 1.
+            first: the segment of replica 0.
+            second: the segment of replica 1.
             where: the user's line at the end of the segments.
 
         Raises:

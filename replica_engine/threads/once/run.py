@@ -4,8 +4,8 @@ The run has the sync points of any run. At each, the operations up to it are cop
 regrouped, and the merge function runs once, as if each replica had brought its own. What it returns for each replica
 becomes a placeholder, and replica 0 goes on.
 
-Until something was copied, the graph of the run is as it was. So if replica 0 fails before, each replica is traced
-(`CannotCopy`): an error of the user's then comes as it does without `trace_once`.
+Until something is copied, the graph of the run stays unchanged. So if replica 0 fails before that, each replica is
+traced (`CannotCopy`), and an error of the user's looks as it does without `trace_once`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def run_once(job: Job) -> Any:
 
     Raises:
         CannotCopy: each replica must be traced.
-        TraceOnceError: something cannot be copied, and it is too late for that; or the replicas differ.
+        TraceOnceError: something cannot be copied, and it is too late to trace each replica; or the replicas differ.
     """
     templates = [Template(job.strategy, index) for index in range(2 if job.checked else 1)]
     try:
@@ -84,12 +84,12 @@ def run_once(job: Job) -> Any:
         refused = next(filter(None, (template.refused for template in templates)), None)
         found = refused or (error if isinstance(error, TraceOnceError) else None)
         if not templates[0].copied and (found is None or found.reason):
-            if any(template.has_made_variables for template in templates):  # and they have no initial value elsewhere
+            if any(template.has_made_variables for template in templates):  # their initial values are in its graph only
                 if found is None:
                     raise
                 raise TraceOnceError.with_variable(found.reason) from error
             raise CannotCopy(found.reason if found else in_words(error).partition("\n")[0]) from error
-        if found is not None and found is not error:  # Keras makes another error, with more text
+        if found is not None and found is not error:  # Keras replaced it by an error with more text
             raise found from (None if isinstance(error, TraceOnceError) else error)
         raise
 
@@ -170,7 +170,7 @@ class _OneRun:
             template.draws.copied()
 
     def _merge(self, requests: Sequence[MergeRequest], run: Run) -> list[Any]:
-        """Merges for all replicas what replica 0 has brought; what `call._merge` does for the requests of each."""
+        """Merges for all replicas what replica 0 has brought, as `call._merge` does with a request of each replica."""
         first, template, point = requests[0], self._templates[0], run.sync_point()[0]
         if first.eager:
             raise template.refusal("a merge call in tf.init_scope", point.where)

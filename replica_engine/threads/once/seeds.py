@@ -1,8 +1,8 @@
 """The seeds of random ops that are traced once: each copy gets the seed that `random_numbers` gives its replica.
 
 The k-th random op without a seed of its own has, on each replica, the seed that follows from the k-th seed that
-TensorFlow draws. Where a variable is made, replica 0 draws more often than the others, so later draws are refused. A
-draw is followed at once by the op that it is for. If it is not, what became of the seed is not known: it is refused.
+TensorFlow draws. Where a variable is made, replica 0 draws more often than the others, so later draws are refused. The
+op that a seed is drawn for is the next one that TensorFlow makes. If that op has another seed, the draw is refused.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ _LARGEST = 2**31 - 1  # TensorFlow takes seeds modulo this
 
 
 class _Draw(NamedTuple):
-    """A seed that was drawn: its value, whether while a variable is made, and how many ops the template had.
+    """A seed that was drawn.
 
     Attributes:
+        value: the seed.
+        creating: whether it was drawn while a variable was being made.
+        operations: the number of ops that the template had then.
         late: whether a variable was made before it in the run.
     """
 
@@ -102,7 +105,7 @@ class Draws:
             raise self._refusal("seeds that were drawn without this library")
         if self._done == len(self._drawn):
             return {}
-        # The same seed in another op: of the program, or because TensorFlow makes a second op of one.
+        # More ops may have a drawn seed: the program gave it to one, or TensorFlow made two ops of one.
         expected = Counter(self._given) + Counter(draw.value for draw in self._drawn[self._done :])
         have = Counter(filter(lambda seed: seed is not None, map(source.seed_of_op, new)))
         if any(have[draw.value] > expected[draw.value] for draw in self._drawn[self._done :]):

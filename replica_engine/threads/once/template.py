@@ -1,15 +1,15 @@
-"""What one replica traces for all: a graph, in which all that differs by replica is a placeholder (a hole).
+"""The template: the graph that one replica traces for all. Everything in it that differs by replica is a placeholder.
 
-At each sync point, and at the end, the operations that were made since the last one are copied for every replica to the
-graph of the run, replica 0 first, as if each replica had made them there in its turn. In the copies
+Such a placeholder is called a hole. At each sync point, and at the end, the operations that were made since the last
+one are copied for every replica to the graph of the run, replica 0 first, as if each replica had made them there in
+turn. In the copies
 
 - a hole is the value of the replica: an argument, what a merge function returned, or the replica id;
 - the handle of a twin is that of the replica's component: the program got it from the distributed variable;
 - a random op without a seed of its own has the seed that it would have had on the replica (`random_numbers`);
 - an op without a device of its own is on the replica's device.
 
-What is not known to be copied rightly is refused (`refusal`), never guessed. A refusal is kept, because user code may
-catch it.
+An op or a value that might be copied wrongly is refused (`refusal`). A refusal is kept, because user code may catch it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from replica_engine.threads.once.watch import COMPONENT
 from replica_engine.values.structure import open_level
 
 _SCALARS = frozenset((bool, int, float, complex, str, bytes, type(None), tf.DType, tf.TensorShape))
-# Types of values that are the same object on all replicas, or no numbers.
+# Types whose values are the same object on all replicas, or are not numbers.
 _ONE_OBJECT = (
     *(str, bytes, type(None), bool, tf.DType, tf.Variable, tf.Operation, tf.TypeSpec),
     *(distribute.DistributedValues, distribute.UnreadVariable),
@@ -46,7 +46,7 @@ class Segment(NamedTuple):
 
     Attributes:
         operations: the ops, in the order in which they were made.
-        captures: what it uses from outside, and the placeholders of these values.
+        captures: the values that it uses from outside, each with its placeholder.
         seeds: for the random ops for which seeds were drawn, by name, the seed of each replica.
     """
 
@@ -69,11 +69,11 @@ class Template:
         creating: how many variables are being made now.
         created: the ids of the handles of variables that the replica has made.
         varying: the names of the holes whose value each replica knows while it is traced.
-        made_for_variables: the names of ops that were made while a variable was.
+        made_for_variables: the names of ops that were made while a variable was being made.
         copied: how many times operations have been copied.
         draws: the seeds of its random ops.
-        original: takes the copies of a tensor of the graph, and returns that tensor; None if they are none.
-        refused: what cannot be copied, if something cannot.
+        original: takes a tensor for each replica; returns the tensor of the graph that they are copies of, or None.
+        refused: the error of the first refusal; None if nothing was refused.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, index: int):
@@ -92,7 +92,7 @@ class Template:
         self.holes: list[tf.Operation] = []
         self.made_for_variables: set[str] = set()
         self.created: set[int] = set()
-        self._copies = copies.Copies(self.graph, self._outer, self._devices, _own_gradient)
+        self._copies = copies.Copies(self.graph, self._outer, self._devices, _refuse_gradient)
         self.original = self._copies.original
         self.refused: TraceOnceError | None = None
         self._id: tf.Tensor | None = None
@@ -105,7 +105,7 @@ class Template:
         self._outer_size = source.size(self._outer)
         self._collected = source.collected(self.graph)
         thread_state.make_stacks_thread_local(self.graph)
-        source.on_capture(self._outer, self.graph, _kept)
+        source.on_capture(self._outer, self.graph, _refuse_kept)
 
     @property
     def size(self) -> int:
@@ -218,7 +218,7 @@ class Template:
         return hole
 
     def _joined_assignments(self, of_replicas: Sequence[Any], what: str) -> Any:
-        """The result of an assignment: what is read where it is used, and so what later assignments write."""
+        """The result of an assignment. It is read where it is used, and so shows what later assignments write."""
         first = of_replicas[0]
         if not all(isinstance(each, distribute.UnreadVariable) for each in of_replicas):
             raise self.refusal(f"{what}: structures that differ by replica")
@@ -243,7 +243,7 @@ class Template:
             raise self.refusal(f"{what}: a tensor of one replica for all, without tf.identity,")
         if not all(isinstance(each, tf.Tensor) for each in of_replicas):
             raise self.refusal(f"{what}: structures that differ by replica")
-        if any(map(eager.is_eager, of_replicas)):  # of which Python code may ask for the value
+        if any(map(eager.is_eager, of_replicas)):  # Python code may ask for their values
             raise self.refusal(f"{what}: eager tensors that differ by replica")
         for each in of_replicas[1:]:
             if each.dtype != first.dtype:
@@ -373,14 +373,14 @@ class Template:
             raise self.refusal(f"a Python value of type {type(value).__name__} in {what},", where)
 
     def check_brought(self) -> None:
-        """Checks that a merge function has given tensors no Python attributes, which the template's would not have."""
+        """Checks that a merge function has set no attributes of tensors: the template's tensors would lack them."""
         for tensor, before in self._brought:
             now = eager.attributes(tensor)
             if now.keys() != before.keys() or any(now[name] is not before[name] for name in now):
                 raise self.refusal("a Python attribute that a merge function gives to a tensor")
 
     def of_replica(self, replica: int, value: Any) -> Any:
-        """A structure of the template's tensors as that of a replica."""
+        """A structure with each tensor and op of the template replaced by its copy for a replica."""
         if isinstance(value, tf.Tensor):
             if eager.is_eager(value) or value.graph is not self.graph:
                 return value
@@ -409,12 +409,12 @@ class Template:
         return level.rebuild([self.of_replica(replica, child) for child in children])
 
     def operation(self, replica: int, operation: tf.Operation) -> tf.Operation:
-        """An op of the template as that of a replica."""
+        """The copy, for a replica, of an op of the template; any other op itself."""
         known = self._copies.operation(replica, operation) if operation.graph is self.graph else None
         return operation if known is None else known
 
     def _assignment(self, replica: int, value: Any) -> Any:
-        """The result of an assignment, as that of a replica; what it reads is read where it is used."""
+        """A replica's copy of the result of an assignment, which is read where it is used."""
         if value._parent_op.graph is not self.graph:
             raise self.refusal("the result of an assignment outside the run", "")
         found, handle = components.component(value._handle), value._handle
@@ -431,7 +431,7 @@ class Template:
             if self._copies.is_of_one(outside):
                 raise self.refusal("a tensor of one replica by itself", _first_use(inside))
             return [outside] * self.size
-        if id(outside) in self.created and not found.is_twin:  # while it is made
+        if id(outside) in self.created and not found.is_twin:  # used while the variable is being made
             return [outside] * self.size
         if not found.is_twin or found.replica != self.index:
             raise self.refusal(COMPONENT, _first_use(inside))
@@ -463,12 +463,12 @@ class Template:
         return noted
 
     def _see_seed(self) -> None:
-        """The seed of the graph is set."""
+        """Refuses code that sets the seed of the graph."""
         raise self.refusal("tf.random.set_seed")
 
 
-def _kept(_: Any) -> Any:
-    """A tensor or an op of the template is used in the graph of the run, or of a merge function."""
+def _refuse_kept(_: Any) -> Any:
+    """Refuses a tensor or op of the template that is used in the graph of the run or of a merge function."""
     raise TraceOnceError.kept(here())
 
 
@@ -477,7 +477,7 @@ def _is_in(value: Any, constants: tuple) -> bool:
 
 
 def _is_strange(op: tf.Operation) -> bool:
-    """Whether an op of the graph outside the run is neither a replica id nor what a value is captured as."""
+    """Whether an op that was made outside the run is neither a replica id nor the placeholder of a captured value."""
     return op.type != "Placeholder" and not (op.type == "Const" and _ID in op.name)
 
 
@@ -490,8 +490,8 @@ def _attributes(value: Any) -> set[str]:
     return set(getattr(value, "__dict__", ()))
 
 
-def _own_gradient(op: tf.Operation, *upstream: Any) -> Any:
-    """The gradient, outside the replicas, of copies of ops whose gradient is none for their copies."""
+def _refuse_gradient(op: tf.Operation, *upstream: Any) -> Any:
+    """The gradient function of copies for which the gradient of the copied op is wrong: raises TraceOnceError."""
     kinds = {"While": "tf.while_loop", "If": "tf.cond", "Case": "tf.switch_case"}
     what = kinds.get(op.type.removeprefix("Stateless"), "tf.custom_gradient")
     raise TraceOnceError.own_gradient(what, here())

@@ -38,7 +38,7 @@ Place = tuple[tuple[str, int], ...]
 """Where an execution takes place: for each branch, loop and call around it, its name and its branch or iteration."""
 
 _LARGEST = 1 << 12  # elements; conditions, counters and sizes are small
-_STEPS = 1_000_000  # a few seconds; an iteration of a loop takes about 100
+_STEPS = 1_000_000  # a few seconds; an iteration of a loop counts as about 100 steps
 _RUN = 10  # steps that running an op counts as
 _SHAPES = ("Shape", "ShapeN", "Size", "Rank")
 
@@ -56,7 +56,7 @@ class Evaluation:
     Args:
         rules: how to compute the outputs of ops of some types.
         common: what is known of a value that is one of several; only for values that rules made.
-        steps: the limit; an iteration of a loop takes about 100.
+        steps: the limit; an iteration of a loop counts as about 100 steps.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ def results_of(fn: Callable, closure: Closure, side: HostSide, handles: list[tup
         except Exception:
             results = None
         if results is None or not all(spec.shape.is_fully_defined() for spec in results.tensors):
-            results = _try_with_zeros(closure, side, results)
+            results = _try_with_zeros(closure, side)
     return _checked(results)
 
 
@@ -185,7 +185,7 @@ def _trace(closure: Closure, side: HostSide, handles: list[tuple[tf.Tensor, str]
     return found[0]
 
 
-def _try_with_zeros(closure: Closure, side: HostSide, traced: HostResults | None) -> HostResults:
+def _try_with_zeros(closure: Closure, side: HostSide) -> HostResults:
     """Finds the results by calling the function, which needs concrete values."""
     if not all(tensor.shape.is_fully_defined() for tensor in closure.tensors):
         unknown = next(tensor for tensor in closure.tensors if not tensor.shape.is_fully_defined())

@@ -1,8 +1,8 @@
 """One launch of a program that calls the host: which calls failed, and the data that calls keep for later calls.
 
 A loop whose condition comes from the host may never end on the zeros that calls return after a failure. So
-`_PATIENCE` calls later a call ends the program. The limit is the same number of calls on all replicas: if they run in
-step, the same call ends it on all of them, and none waits for another.
+after `_PATIENCE` further calls a call ends the program. The limit is the same number of calls on all replicas: if they
+run in step, the same call ends it on all of them, and none waits for another.
 """
 
 from __future__ import annotations
