@@ -1,11 +1,11 @@
 """A folder of compiled programs, which later processes read instead of compiling.
 
-The layout is that of jax's own persistent cache, so one folder serves both: `KEY-cache` holds a compressed executable
-after four bytes with the seconds that compiling took, and `KEY-atime` the time of its last use, by which the oldest are
-removed (`jax_compilation_cache_max_size`). jax's functions for it are private and are not used; nor are they enough,
-since they write in place: another process could read half a file, and a broken file would stay for ever. Here a file
-appears whole or not at all, and a broken one is replaced. `KEY-about` says what the program was compiled for, so that
-a later process can say why it has to compile again.
+The layout is that of jax's own persistent cache, so one folder serves both. `KEY-cache` holds, compressed, four bytes
+with the seconds that compiling took, and then the executable. `KEY-atime` holds the time of its last use, by which the
+oldest are removed (`jax_compilation_cache_max_size`). jax's functions for it are private and are not used. Nor are they
+enough, since they write in place: another process could read half a file, and a broken file would stay for ever. Here a
+file appears whole or not at all, and a broken one is replaced. `KEY-about` says what the program was compiled for, so
+that a later process can say why it has to compile again.
 
 Loading an executable runs what the file says. So a folder must be writable only for users who are trusted.
 """
@@ -123,7 +123,7 @@ class CacheFolder:
             raise
 
     def _tidy(self) -> None:
-        """Removes what killed processes left half written, and what programs were for that jax has removed."""
+        """Removes half-written files of killed processes, and `KEY-about` files of programs that jax has removed."""
         if self._tidied:
             return
         self._tidied = True
@@ -156,7 +156,7 @@ class CacheFolder:
 
 
 def _umask() -> int:
-    """The permissions that new files do not get. Asking the system for them sets them, for all threads."""
+    """The umask. The system call for it also sets it, for all threads, so it is read from a file instead."""
     with contextlib.suppress(OSError):
         for line in _PROC_STATUS.read_text().splitlines():
             if line.startswith("Umask:"):

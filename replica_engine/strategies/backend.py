@@ -92,7 +92,7 @@ class ReplicaThreads:
         return call_for_each_replica(self._container_strategy(), fn, args, kwargs)  # type: ignore[attr-defined]
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        """The hook that makes variables. A Keras optimizer makes its first one before it builds accumulators."""
+        """The hook that makes variables. It extends Keras' optimizers, before they make their accumulators."""
         accumulation.extend_keras(has_backend)
         kwargs = keras_metrics.with_value_of_each_replica(kwargs)
         return super()._create_variable(next_creator, **kwargs)  # type: ignore[misc]

@@ -67,7 +67,7 @@ class Member(Protocol):
 
 
 class _Received(NamedTuple):
-    """What another worker has sent.
+    """The spans that another worker has sent.
 
     Attributes:
         spans: its spans, with the chief's times.

@@ -69,11 +69,11 @@ class Profiler(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """What becomes of a timeline of a job that has ended.
+    """How to write a timeline that has ended, as a part of a job.
 
     Attributes:
         path: the file to write; None if another worker writes it.
-        spans: what to write.
+        spans: the spans to write.
         lacks: by worker: why its spans are not there.
         clock_errors: by worker: the most that the times of its spans can be wrong, in seconds; None if unknown.
     """
@@ -85,7 +85,7 @@ class Ended(NamedTuple):
 
 
 class Shared(Protocol):
-    """The timelines of all workers of a job; `replica_engine.hosts` has it.
+    """The timelines of all workers of a job, as `all_workers.SharedTimelines` implements them.
 
     Attributes:
         writes: whether this worker writes the file.
@@ -94,10 +94,10 @@ class Shared(Protocol):
     writes: bool
 
     def begin(self, path: str) -> None:
-        """A timeline of a path begins."""
+        """Called when a timeline of a path begins."""
 
     def end(self, path: str, spans: list[Span], waits: bool) -> Ended:
-        """A timeline has ended: what to write, with the spans of all workers if this is the chief."""
+        """Called when a timeline has ended; returns what to write, on the chief with the spans of all workers."""
 
 
 LOGGER = logging.getLogger("replica_engine")

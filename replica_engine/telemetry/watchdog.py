@@ -1,10 +1,11 @@
 """The watchdog: one thread that checks from time to time for operations that should have returned.
 
 Code that starts an operation which may take long puts a `Watch` around it. A watch adds an entry to a dictionary and
-removes it again. As long as all operations return in time, no function is called for a report and no thread wakes up.
-The watchdog sleeps until the first watch is due. When a watch is due, the watchdog logs the watch's description of
-itself, and logs again after each further period of the same length. If the watch has a timeout, the watchdog calls
-`expire` on its own thread when the timeout has passed, and again after each further period of that length.
+removes it again. The watchdog sleeps until the first watch is due. As long as all operations return in time, no
+function is called for a report, and the watchdog wakes up seldom. When a watch is due, the watchdog logs the watch's
+description of itself, and logs again after each further period of the same length. If the watch has a timeout, the
+watchdog calls `expire` on its own thread when the timeout has passed, and again after each further period of that
+length.
 
 What must never happen:
 

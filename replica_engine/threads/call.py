@@ -207,7 +207,7 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
 
 
 def _may_copy(strategy: tf.distribute.Strategy, options: ReplicaOptions, state: InheritedState) -> bool:
-    """Whether what replica 0 traces in a graph may stand for the others: not if they have contexts of their own."""
+    """Whether the graph and the strategy allow tracing replica 0 for all; contexts of a subclass do not."""
     return (
         state.init_eager
         and state.graph.building_function

@@ -155,7 +155,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         return variables.host_side_of(variable)
 
     def own_programs(self) -> ProgramCache:
-        """A new program cache for `run_steps`, separate from the strategy's; the strategy does not keep it alive."""
+        """A new program cache for `run_of` or `run_steps`, which the strategy does not keep alive."""
         return self._programs.beside()
 
     def experimental_run_steps_on_iterator(
@@ -170,7 +170,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         return run_steps(self._container_strategy(), self._programs, fn, iterator, settings)
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        """The hook that makes variables. A Keras optimizer makes its first one before it builds accumulators."""
+        """The hook that makes variables. It extends Keras' optimizers, before they make their accumulators."""
         accumulation.extend_keras(has_backend)
         kwargs = keras_metrics.with_value_of_each_replica(kwargs)
         colocate_with = kwargs.pop("colocate_with", None)

@@ -14,8 +14,8 @@ itself (tf.cond, tf.while_loop, a `tf.function`) into the sync point:
   is a sync point too: one gradient op for all replicas, in which each replica differentiates its part on its thread.
 - Conditions must be equal on all replicas (`conditions`); an op checks it when the graph runs.
 
-Only replica 0 attempts an operator; the others follow its decision. Nesting costs one aborted attempt for each level.
-`hooks` has the places in TensorFlow where all this begins.
+Replica 0 decides whether an operator is joint. A replica decides for itself only where it enters another operator than
+replica 0. Nesting costs one aborted attempt for each level. `hooks` has the places in TensorFlow where all this begins.
 
 What must never happen: an attempt that leaves ops, variables without values, or tapes that have ended; a replica that
 enters an operator alone while the others take it for joint; the gradient of one tensor counted for two replicas.

@@ -29,7 +29,7 @@ class Program:
         host_calls: its calls to the host.
         collectives: its cross-replica operations.
         is_users: whether it is the user's function, and not work of the library between steps.
-        apart: those of them that perhaps not all replicas reach.
+        apart: the cross-replica operations that perhaps not all replicas reach.
         donates: whether a launch gives the old values of variables to the program, which overwrites them with the new
             ones. False if a host call may fail, or if the caller may stop waiting: then a launch that does not end
             well must leave all variables as they were.

@@ -112,7 +112,7 @@ class ProgramCache:
         return self._body.limits
 
     def beside(self) -> ProgramCache:
-        """A second cache with its own programs and functions, which shares the random numbers with this one."""
+        """A second cache with its own programs and functions. It shares this one's `Body`, with the random numbers."""
         return ProgramCache(self.devices, self._enter, body=self._body, warns=False)
 
     def find(self, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> TracedProgram:
