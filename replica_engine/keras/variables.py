@@ -160,7 +160,7 @@ class _Shared:
     Attributes:
         plain: the plain variable; it is a component of the distributed one if it is on the first device.
         on_read: whether each replica has a separate value, and reading the variable combines these values.
-        is_of_metric: whether it is such a variable of a metric; the other ones are accumulators of optimizers.
+        is_of_metric: whether it is such a variable, and not an accumulator of an optimizer.
         host_side: links the plain variable to its value on the devices; None if the plain variable holds its value.
     """
 
