@@ -4,8 +4,9 @@
         [--quick] [--json out.json]
 
 The replicas share a batch of 16. For each model and number of replicas there are rows for a step, for the first step,
-for the first step of a second process that finds the programs of the first in the cache folder, and for the largest
-memory of the process. The first step of `TPUStrategy` and of Keras on JAX includes writing to that folder. TensorFlow's
+for building the model and its first step (Keras on JAX compiles programs for initial values while it builds), for the
+first step of a second process that finds the programs of the first in the cache folder, and for the largest memory of
+the process. The first step of `TPUStrategy` and of Keras on JAX includes writing to that folder. TensorFlow's
 `jit_compile` runs on one device, with the whole batch; Keras on JAX has a device for each replica. BERT has the
 architecture and sizes of KerasHub's `bert_tiny_en_uncased`, in layers of Keras. Notes have the processor time of each
 row: other programs on the machine change it less than the time.
@@ -123,6 +124,8 @@ def rows(name: str, replicas: int, found: Mapping[str, Sequence[Starts]]) -> Ite
         yield row("step", ours, {who: [each.step for each in processes] for who, processes in shown.items()})
         begun = {who: [each.first for each in processes] for who, processes in shown.items()}
         yield row("first step", ours, begun, staged(first[ours]))
+        started = {who: [_both(each.built, each.first) for each in processes] for who, processes in shown.items()}
+        yield row("building it, and its first step", ours, started)
         memory = {who: [each.peak / 2**20 for each in processes] for who, processes in shown.items()}
         title = f"{MODELS[name].title}, largest memory"
         yield Row("models", title, memory, unit="MiB", replicas=replicas, check=check)
@@ -130,6 +133,11 @@ def rows(name: str, replicas: int, found: Mapping[str, Sequence[Starts]]) -> Ite
     check = checked(name, replicas, first | second)
     again = {who: [each.first for each in processes] for who, processes in compared.items()}
     yield row("second start", XLA, again, staged(second[XLA]))
+
+
+def _both(one: Took, other: Took) -> Took:
+    """The time of two pieces of work, one after the other."""
+    return Took(one.seconds + other.seconds, one.processor + other.processor)
 
 
 def _targets(name: str, replicas: int) -> dict[tuple[str, str], dict[str, float]]:

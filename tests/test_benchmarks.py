@@ -186,6 +186,7 @@ def test_the_rows_of_a_model_have_its_targets_and_the_processor_time():
     assert rows["ResNet-50, first step", THREADS].targets == {THEIRS: 0.6}
     assert rows["ResNet-50, first step", ONCE].targets == {THEIRS: 0.3}
     assert rows["ResNet-50, first step", XLA].note.endswith("; trace 1 s, lower 0 s, compile 1.5 s")
+    assert rows["ResNet-50, building it, and its first step", XLA].figures[XLA] == [2.0, 4.0]
     second = rows["ResNet-50, second start", XLA]
     assert [(each.peer, each.ratio, each.met) for each in second.comparisons] == [
         (models.FIRST_START, 0.5, False),
