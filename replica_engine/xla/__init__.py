@@ -9,26 +9,16 @@ The modules and packages follow, from the top layer to the bottom; each imports 
 - `loop`: many steps in one launch, with inputs that a thread fetches ahead.
 - `graph_op`: a compiled body as one op in the graph of a `tf.function`.
 - `stages`: tracing, lowering, compiling and launching a body, and the cache of programs.
-<<<<<<< HEAD
-- `analysis`: what a traced body will do, as far as its graph tells.
-=======
 - `analysis`: what a body will do, as far as its graph tells: known values, collectives that some replicas miss.
->>>>>>> 82ed918 (Package heads list all their modules; comments of _tf name what they mean; Copies.is_given had no caller)
 - `collectives`: cross-replica operations inside a body.
 - `soft_placement`: ops of a body that XLA cannot compile run on the host.
 - `host_calls`: calls from a program to the host, `outside_compilation` among them.
 - `state`: values that stay on the devices between launches, and their host side, which is never stale.
 - `body`: the replica body while it is traced.
 - `signature`: the function, its parameters and its results.
-<<<<<<< HEAD
-- `graph_mode`: the error for graphs of `tf.compat.v1`. `infeed`: the queue of inputs for a device loop.
-  `of_unknown_size`: gathers of a size that tracing does not know. `growing_arrays`: tensor
-  arrays that grow. `resolver`: which platform, for `tf.distribute`.
-=======
 - `graph_mode`: the error for graphs of `tf.compat.v1`. `growing_arrays`: arrays of tensors that grow.
   `infeed`: the queue of inputs for a device loop. `of_unknown_size`: gathers of a size that tracing does not know.
   `resolver`: the platform and the job, for `tf.distribute`.
->>>>>>> 82ed918 (Package heads list all their modules; comments of _tf name what they mean; Copies.is_given had no caller)
 
 >>> from replica_engine import xla
 >>> [float(each) for each in xla.replicate(lambda x: x - xla.all_reduce(x, "MEAN"), [[1.0], [3.0]])]
