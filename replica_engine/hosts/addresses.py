@@ -29,14 +29,25 @@ def own_host(coordinator: str) -> str:
     return host if ipaddress.ip_address(own).is_loopback else own
 
 
-def free_address(coordinator: str) -> str:
-    """An address of this machine that the other workers reach, with a port that nobody listens at now.
+def held_address(coordinator: str) -> tuple[str, socket.socket]:
+    """An address of this machine that the other workers reach, and a socket that keeps its port for a server.
+
+    Until the socket is closed, the system gives the port to nobody who asks for any port. A port that was merely free a
+    moment ago may be another process' when the server starts; and servers that share their ports, as TensorFlow's does,
+    would not even notice. The socket does not listen, so the server can still have the port, by its number.
 
     Args:
         coordinator: the coordinator's address, as "host:port".
     """
     host = own_host(coordinator)
     family, _, _, _, here = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, socket.SOCK_STREAM) as tried:
-        tried.bind(here)
-        return join_address(host, tried.getsockname()[1])
+    held = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        for option in ("SO_REUSEADDR", "SO_REUSEPORT"):  # a server that sets either of them gets the port
+            if hasattr(socket, option):
+                held.setsockopt(socket.SOL_SOCKET, getattr(socket, option), 1)
+        held.bind(here)
+    except BaseException:
+        held.close()
+        raise
+    return join_address(host, held.getsockname()[1]), held

@@ -158,7 +158,8 @@ class Coordinator:
             while not self._stop:
                 if pause:
                     time.sleep(pause)
-                events = self._selector.select(max(ticked + TICK - time.monotonic(), 0.0))
+                asked = time.monotonic()
+                events = self._selector.select(max(ticked + TICK - asked, 0.0))
                 now = time.monotonic()
                 for key, mask in events:
                     if isinstance(key.data, _Connection):
@@ -167,12 +168,14 @@ class Coordinator:
                         self._accept(now)
                     else:
                         self._run_calls()
-                # Only after what has arrived was read: it may say that a member lives.
+                # Only after what has arrived was read: it may say that a member lives. What arrived before `asked` was
+                # read; what came after it may not be, if this thread did not run for a while before it looked at the
+                # clock. So `asked`, and not `now`, is the time at which a silence or a wait can be judged.
                 if now - ticked >= TICK:
                     ticked = now
                     counted, pause = self.messages, _PAUSE if self.messages - counted > _MANY else 0.0
-                    self._job.tick(now)
-                    self._drop_strangers(now)
+                    self._job.tick(asked)
+                    self._drop_strangers(asked)
                 if self._job.failure is not known:
                     known, failed_at = self._job.failure, now
                     if self._on_failure is not None and known is not None:
@@ -288,6 +291,8 @@ class Coordinator:
                 self._drop(connection)
 
     def _drop(self, connection: _Connection) -> None:
+        if connection not in self._connections:  # dropped for what it did not read, and now for what it sent
+            return
         self._connections.discard(connection)
         self._selector.unregister(connection.socket)
         connection.socket.close()

@@ -7,7 +7,9 @@ What it guarantees:
 
 - The first failure is kept. It is told to all members that are there, and to each that comes later.
 - A member is lost when its process ends without a goodbye, when it says that it raised, or when it is silent for longer
-  than the heartbeat limit. If this machine itself stood still for a while, that time does not count.
+  than the heartbeat limit.
+- If this machine itself stood still for a while, that time does not count, neither as silence nor for the timeout of a
+  wait. A timeout runs from the arrival of the question.
 - A member may say goodbye when all have come to their end, or after a failure.
 - What is kept grows with the number of members, and not with the number of launches (see `launch_log`).
 
@@ -194,8 +196,7 @@ class Job:
     def tick(self, now: float) -> None:
         """Looks at everything that depends on the time; to be called several times a second."""
         if now - self._ticked > _STOOD_STILL:
-            for member in self._members.values():
-                member.heard += now - self._ticked
+            self._forgive(now - self._ticked, now)
         self._ticked = now
         for worker, deadline in list(self._ending.items()):
             if now >= deadline:
@@ -210,6 +211,17 @@ class Job:
         for ticket in [ticket for ticket, wait in self._waits.items() if now >= wait.deadline]:
             self._give_up(ticket, now)
         self._log.prune()
+
+    def _forgive(self, stood: float, now: float) -> None:
+        """Moves all times on by the seconds in which this machine stood still; what came afterwards is as of now."""
+        self._began += stood
+        for member in self._members.values():
+            member.heard = max(member.heard, min(member.heard + stood, now))
+        for worker, deadline in self._ending.items():
+            self._ending[worker] = min(deadline + stood, now + STATUS_PATIENCE)
+        for ticket, wait in self._waits.items():
+            deadline = min(wait.deadline + stood, now + wait.timeout)
+            self._waits[ticket] = dataclasses.replace(wait, deadline=deadline)
 
     def rows(self, now: float) -> list[WorkerRow]:
         """What is known of each worker."""
@@ -329,7 +341,7 @@ class Job:
             if timeout is not None:
                 kind, words = self._programs.get(entries[-ENTRY:], ("", "the end of the program"))
                 point = f"the {kind} {words}" if kind == COMPILE else words
-                self._waits[ticket] = self._wait(position, point, timeout)
+                self._waits[ticket] = self._wait(position, point, timeout, member.heard)
         for ticket in self._log.released():
             self._answer(ticket, None)
 
@@ -351,8 +363,8 @@ class Job:
         kind, words = self._programs.get(code, (LAUNCH, f"program {code.hex()}"))
         return f"{kind} {words}"
 
-    def _wait(self, what: int | str, point: str, timeout: float) -> _Wait:
-        return _Wait(what, point, float(timeout), self._ticked + float(timeout))
+    def _wait(self, what: int | str, point: str, timeout: float, now: float) -> _Wait:
+        return _Wait(what, point, float(timeout), now + float(timeout))
 
     def _on_put(self, worker: int, member: _Member, key: str, value: Any) -> None:
         waiting = [ticket for ticket, wait in self._waits.items() if wait.what == key]
@@ -376,9 +388,9 @@ class Job:
         elif not self._has_room(str(key)):
             self._refuse(ticket, str(key))
         else:
-            self._waits[ticket] = self._wait(str(key), "", float("inf") if timeout is None else timeout)
+            self._waits[ticket] = self._wait(str(key), "", float("inf") if timeout is None else timeout, member.heard)
             if timeout is not None and timeout <= 0:  # now, and not at the next tick: the chief may ask for each worker
-                self._give_up(ticket, self._ticked)
+                self._give_up(ticket, member.heard)
 
     def _on_rows(self, worker: int, member: _Member, number: int) -> None:
         self._answer((worker, int(number)), [dataclasses.asdict(row) for row in self.rows(member.heard)])

@@ -212,7 +212,8 @@ class _Attempt:
                 for worker in self._workers:
                     worker.signal_group(signal.SIGKILL)
                     worker.process.wait()
-            return self._result(coordinator.failure)
+        # Once it is closed: before that, its thread may not have read yet what the workers said before they ended.
+        return self._result(coordinator.failure)
 
     def _start(self, selector: selectors.BaseSelector, address: str, token: str) -> None:
         for index in range(self._plan.workers):

@@ -49,6 +49,7 @@ BATCH = 0.1  # seconds between two messages about launches
 _BEATS = 4  # within the heartbeat limit, or one a second if that is more often
 _READ = 1 << 16
 _MOST_ENTRIES = 10_000  # in a message, which has a longest length
+_LATE = 0.2  # seconds; a process that runs later than this after it was to has stood still
 _GOODBYE = 2.0  # seconds to write the last messages
 _PATIENCE = 2.0  # seconds to wait for the rows of a warning
 _LONGEST_EXCEPTION = 4000  # characters
@@ -61,6 +62,34 @@ class _Answer:
         self.come = False
         self.value: Any = None
         self.late: Failure | None = None
+
+
+class _Silence:
+    """For how long nothing was heard, less the time in which this process itself did not run and could not hear.
+
+    Args:
+        now: the time, in seconds of `time.monotonic`, as all times here.
+    """
+
+    def __init__(self, now: float):
+        self._since = self._round = now
+
+    def end(self, now: float) -> None:
+        """Something has been heard."""
+        self._since = now
+
+    def seconds(self, now: float, planned: float) -> float:
+        """How long it has lasted.
+
+        Args:
+            now: the time at the end of a round of waiting and reading.
+            planned: how many seconds the round was to wait at most. What arrived while it lasted longer may be read
+                in the next round only.
+        """
+        stood_still = max(now - self._round - planned - _LATE, 0.0)
+        self._since = min(self._since + stood_still, now)
+        self._round = now
+        return now - self._since
 
 
 class Member:
@@ -470,7 +499,8 @@ class Member:
 
     def _serve_with(self, selector: selectors.BaseSelector) -> None:
         interval = min(1.0, self._heartbeat / _BEATS)
-        heard = now = time.monotonic()
+        now = time.monotonic()
+        silence = _Silence(now)
         beat, batch, stop = now, now, None
         while True:
             with self._changed:
@@ -487,22 +517,21 @@ class Member:
                     if not self._unwritten or now >= stop:
                         return
                 due = min(beat, batch if self._entries else beat) if self._first_failure is None else now + 1.0
-            events = selector.select(max(due - now, 0.0))
-            before, now = now, time.monotonic()
+            patience = max(due - now, 0.0)
+            events = selector.select(patience)
+            now = time.monotonic()
             for key, mask in events:
                 if key.fileobj is self._woken:
                     with contextlib.suppress(BlockingIOError):
                         self._woken.recv(_READ)
                 elif mask & selectors.EVENT_READ:
-                    heard = now
+                    silence.end(now)
                     data = self._socket.recv(_READ)
                     if not data:
                         raise ConnectionError("closed")
                     for message in self._lines.feed(data):
                         self._take(message)
-            if now - before > interval + 2.0:
-                heard = now  # this process stood still itself
-            if now - heard > self._heartbeat and not self.failed.is_set():
+            if silence.seconds(now, patience) > self._heartbeat and not self.failed.is_set():
                 arguments = self._address, self._launched_by_us, self._heartbeat
                 self._fail(Failure.of(WorkerLostError.no_coordinator, *arguments))
 

@@ -6,12 +6,16 @@ the machine.
 """
 
 import contextlib
+import dataclasses
 import os
+import pathlib
+import select
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 from replica_engine import hosts
 from replica_engine.errors.hosts import TOKEN
@@ -21,6 +25,9 @@ from replica_engine.hosts.joining import HEARTBEAT_TIMEOUT, JOIN_TIMEOUT, LAUNCH
 
 LONG = 60.0
 """Seconds that are enough on any machine for what must come."""
+
+LONGER = 300.0
+"""Seconds that are enough for a job on a machine that does much else."""
 
 HEAD = """
 import os, signal, sys, threading
@@ -94,6 +101,14 @@ class Job:
         self._members.append(member)
         return member
 
+    def limit(self, **limits: float) -> None:
+        """Sets limits of the coordinator from now on; workers keep those that they were told.
+
+        A short limit from the beginning would hold for the start of the workers too, which may take long.
+        """
+        job = self.coordinator._job
+        job.limits = dataclasses.replace(job.limits, **limits)
+
     def close(self) -> None:
         """Ends everything."""
         for member in self._members:
@@ -106,6 +121,34 @@ class Job:
         for thread in self._threads:
             thread.join()
         self.coordinator.close()
+
+
+def until(holds: Callable[[], bool], limit: float = LONG) -> None:
+    """Waits for what nothing announces, such as the state of a process."""
+    deadline = time.monotonic() + limit
+    while not holds():
+        assert time.monotonic() < deadline, "it must come"
+        threading.Event().wait(0.01)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether all threads of a process are stopped."""
+    threads = pathlib.Path(f"/proc/{pid}/task").glob("*/stat")
+    return all(each.read_text().rpartition(")")[2].split()[0] == "T" for each in threads)
+
+
+class Ending:
+    """The end of a process that need not be a child of this one. It may take init long to bury an orphan."""
+
+    def __init__(self, pid: int):
+        self._descriptor = os.pidfd_open(pid)
+
+    def wait(self) -> None:
+        """Waits for it."""
+        try:
+            assert select.select([self._descriptor], [], [], LONG)[0], "it has not ended"
+        finally:
+            os.close(self._descriptor)
 
 
 class Proxy:

@@ -97,6 +97,45 @@ def test_the_time_in_which_the_coordinator_stood_still_is_nobodys_silence():
     assert played.error.worker == 1
 
 
+def test_the_time_in_which_the_coordinator_stood_still_counts_for_no_wait():
+    played = Played(statuses=True)
+    played.wait(1, beats=(0, 1, 2))
+    played.say(0, "get", 1, "address", 3.0)
+    played.job.closed(1, played.now)  # its status is still to come
+    played.now += 1000.0
+    played.job.tick(played.now)
+    assert played.told_to(0, "late") == []
+    assert played.error is None
+    played.wait(2, beats=(0, 2))
+    assert played.told_to(0, "late") == []
+    assert played.error.worker == 1, "no status came"
+    played.wait(1, beats=(0, 2))
+    assert len(played.told_to(0, "late")) == 1
+
+
+def test_the_time_in_which_the_coordinator_stood_still_does_not_count_for_the_join_limit():
+    played = Played(joined=0)
+    played.join(1)
+    played.now += 1000.0
+    played.job.tick(played.now)
+    played.wait(99, beats=(1,))
+    assert played.error is None
+    played.wait(2, beats=(1,))
+    assert played.error.workers == (0, 2)
+
+
+def test_a_timeout_runs_from_the_arrival_of_the_question():
+    """And not from the last look at the clock, which may be long ago."""
+    played = Played()
+    played.now += 1.5
+    played.say(0, "get", 1, "address", 1.0)
+    played.launch(0, SAVE, wait=(2, 1.0))
+    played.job.tick(played.now)
+    assert played.told_to(0, "late") == []
+    played.wait(1, beats=(0, 1, 2))
+    assert [number for number, _ in played.told_to(0, "late")] == [1, 2]
+
+
 def test_the_join_limit():
     played = Played(joined=0)
     played.join(1)

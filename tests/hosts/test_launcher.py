@@ -1,14 +1,12 @@
 """`replica-engine launch`, as users call it: what it prints, how it ends, and that nothing stays behind."""
 
 import os
-import select
 import signal
 import subprocess
 import sys
 
-import psutil
 import pytest
-from helpers.jobs import LONG
+from helpers.jobs import LONG, Ending
 
 JOINS = """
 import os, signal, subprocess, sys
@@ -30,12 +28,13 @@ def script(tmp_path):
     return write
 
 
-def command(*arguments, grace=None):
+def command(*arguments, grace=None, change=""):
     program = [sys.executable, "-m", "replica_engine"]
     if grace is not None:  # seconds instead of ten, and instead of five
         change = f"launcher.GRACE, launcher.KILL_AFTER = {grace}, {grace}"
+    if change:
         main = "import sys; from replica_engine.hosts import launcher; from replica_engine.__main__ import main"
-        program = [sys.executable, "-c", f"{main}; {change}; sys.exit(main())"]
+        program = [sys.executable, "-c", f"{main}\n{change}\nsys.exit(main())"]
     return [*program, "launch", *arguments]
 
 
@@ -130,6 +129,22 @@ def test_the_last_lines_of_the_first_failure_are_printed_again(script):
     assert result.stderr.rindex("[worker 0]") < again
 
 
+READS_LATE = """
+class Late(launcher.Coordinator):
+    failure = property(lambda self: None if self._thread.is_alive() else self._job.failure)
+
+launcher.Coordinator = Late
+"""
+
+
+def test_what_the_coordinator_reads_last_is_printed_too(script):
+    """All workers have ended before its thread comes to what one of them said."""
+    path = script(f"{JOINS}if member.worker == 1: raise ValueError('the body'){WAITS}")
+    result = launch("--workers", "2", path, change=READS_LATE)
+    assert result.returncode == 1
+    assert "has raised ValueError: the body" in result.stderr.splitlines()[-2]
+
+
 def test_what_an_early_end_is_called_and_that_a_restart_does_not_help(script):
     """The chief saves alone; and a worker fails before it has joined."""
     alone = launch(
@@ -208,7 +223,7 @@ STAYS = """
 child = subprocess.Popen([sys.executable, "-c", "import signal; signal.signal(15, signal.SIG_IGN); signal.pause()"])
 try:
     print("child", child.pid, "of", os.getpid(), flush=True)
-    while True: signal.pause()
+    while True: time.sleep(0.1)  # a signal that comes just before `signal.pause` would not end that
 except KeyboardInterrupt:
     print("interrupted", flush=True)
 """
@@ -221,23 +236,21 @@ except KeyboardInterrupt:
 )
 def test_a_signal_ends_all_and_what_they_started(script, number, status):
     process = subprocess.Popen(
-        command("--workers", "2", "--max-restarts", "3", script("import os, signal, subprocess, sys" + STAYS)),
+        command("--workers", "2", "--max-restarts", "3", script("import os, signal, subprocess, sys, time" + STAYS)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     words = [process.stdout.readline().split() for _ in range(2)]
-    ended = [os.pidfd_open(int(each)) for line in words for each in (line[3], line[5])]
+    ended = [Ending(int(each)) for line in words for each in (line[3], line[5])]
     process.send_signal(number)
     out, err = process.communicate(timeout=LONG)
     assert process.returncode == status, err
     assert f"ended by {signal.Signals(number).name}; all workers have ended" in err
     assert out.count("interrupted") == (2 if number == signal.SIGINT else 0)
-    # Each was killed, at the latest just before the launcher ended. It may take init long to bury it.
-    for descriptor in ended:
-        assert select.select([descriptor], [], [], LONG)[0], "it has ended"
-        os.close(descriptor)
+    for each in ended:  # each was killed, at the latest just before the launcher ended
+        each.wait()
 
 
 def test_the_launcher_is_killed(script):
@@ -248,11 +261,11 @@ def test_the_launcher_is_killed(script):
         stderr=subprocess.DEVNULL,
         text=True,
     )
-    workers = [psutil.Process(int(process.stdout.readline().split()[-1])) for _ in range(2)]
+    workers = [Ending(int(process.stdout.readline().split()[-1])) for _ in range(2)]
     process.kill()
     process.communicate(timeout=LONG)
-    _, alive = psutil.wait_procs(workers, timeout=LONG)
-    assert alive == []
+    for worker in workers:
+        worker.wait()
 
 
 def test_nobody_reads_what_is_printed(script):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ import tensorflow as tf
 from replica_engine import hosts
 from replica_engine._tf import collectives
 from replica_engine.errors import ClusterConfigError, ReplicaEngineError
-from replica_engine.hosts.addresses import free_address
+from replica_engine.hosts.addresses import held_address
 from replica_engine.hosts.cluster import COORDINATOR
 from replica_engine.hosts.joining import check_joins_once
 
@@ -52,15 +53,19 @@ class Job:
         member: the connection to its coordinator.
         replicas: the number of replicas of each worker.
         resolver: the cluster in the form that TensorFlow takes, with the addresses of the workers' servers.
+        held: keeps the port of this worker's server until that runs; None if the launcher tells the addresses.
     """
 
     cluster: hosts.Cluster
     member: hosts.Member
     replicas: int
     resolver: tf.distribute.cluster_resolver.ClusterResolver
+    held: socket.socket | None = None
 
     def begin(self) -> None:
         """Lets a failure of the job end all collectives from now on; called when TensorFlow's server runs."""
+        if self.held is not None:
+            self.held.close()
         collectives.explain_failures(self._explain)
         # TensorFlow logs the text several times; the exception says the rest once.
         self.member.on_failure(lambda error: collectives.abort(f"the job has failed: {type(error).__name__}"))
@@ -108,12 +113,12 @@ def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None, kind: 
         if collectives.has_started():
             raise ClusterConfigError.started()
         member = hosts.join(cluster, versions={"tensorflow": tf.__version__}, replicas=replicas)
-        addresses = cluster.addresses or _exchanged(cluster, member)
+        addresses, held = (cluster.addresses, None) if cluster.addresses else _exchanged(cluster, member)
         spec, task = _spec(cluster, addresses)
         simple = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(spec), task_type=task[0], task_id=task[1], num_accelerators={kind: replicas}
         )
-        _joined.append(Job(cluster, member, replicas, simple))
+        _joined.append(Job(cluster, member, replicas, simple, held))
         return _joined[0]
 
 
@@ -134,10 +139,18 @@ def _described_by(resolver: Any) -> hosts.Cluster:
     return hosts.find_cluster({"TF_CONFIG": json.dumps(config), COORDINATOR: os.environ.get(COORDINATOR, "")})
 
 
-def _exchanged(cluster: hosts.Cluster, member: hosts.Member) -> tuple[str, ...]:
-    """An address for TensorFlow's server in each worker. The workers exchange them, as the launcher has told none."""
-    member.put(f"tensorflow {cluster.process_id}", free_address(cluster.coordinator))
-    return tuple(member.get(f"tensorflow {worker}") for worker in range(cluster.num_processes))
+def _exchanged(cluster: hosts.Cluster, member: hosts.Member) -> tuple[tuple[str, ...], socket.socket]:
+    """An address for TensorFlow's server in each worker, and what holds the port of this worker's.
+
+    The workers exchange the addresses, as the launcher has told none.
+    """
+    address, held = held_address(cluster.coordinator)
+    try:
+        member.put(f"tensorflow {cluster.process_id}", address)
+        return tuple(member.get(f"tensorflow {worker}") for worker in range(cluster.num_processes)), held
+    except BaseException:
+        held.close()
+        raise
 
 
 def _spec(cluster: hosts.Cluster, addresses: tuple[str, ...]) -> tuple[dict[str, list[str]], tuple[str, int]]:
