@@ -10,9 +10,11 @@ import textwrap
 import pytest
 from helpers.versions import HAS_XLA, WHY_NO_XLA
 
+pytestmark = pytest.mark.timeout(360)
+
 BEGIN = """
     import faulthandler, threading
-    faulthandler.dump_traceback_later(90, exit=True)
+    faulthandler.dump_traceback_later(280, exit=True)
     import keras
     import numpy as np
     import tensorflow as tf
@@ -133,5 +135,5 @@ def test_distributed_datasets_need_no_more_than_one_thread(programs, under, case
         source += PROGRAMS[program].replace("print(", f"print('{program}', N, ")
         said.append(f"{program} {n} True")
     source = textwrap.dedent(source)
-    result = programs.run(source, env={**os.environ, "TF_NUM_INTEROP_THREADS": "1"}, timeout=100)
+    result = programs.run(source, env={**os.environ, "TF_NUM_INTEROP_THREADS": "1"}, timeout=300)
     assert result.stdout.splitlines() == said, result.stderr[-2000:]

@@ -10,9 +10,11 @@ from helpers.versions import HAS_XLA, WHY_NO_XLA
 
 from replica_engine.process import cores, pool
 
+pytestmark = pytest.mark.timeout(360)
+
 LAUNCHES_WITH_HOST_CALLS = """
     import faulthandler, os, threading
-    faulthandler.dump_traceback_later(80, exit=True)
+    faulthandler.dump_traceback_later(280, exit=True)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # as on a machine with one core
     import tensorflow as tf
     import replica_engine
@@ -52,14 +54,14 @@ def environment(**more):
 
 def run(source, **more):
     program = [sys.executable, "-c", textwrap.dedent(source)]
-    return subprocess.run(program, capture_output=True, text=True, timeout=100, env=environment(**more), check=False)
+    return subprocess.run(program, capture_output=True, text=True, timeout=300, env=environment(**more), check=False)
 
 
 @pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)
 @pytest.mark.parametrize(("started", "users", "threads"), [(True, 1, 2), (False, 3, 16)])
 def test_launches_inside_functions_leave_threads_for_what_they_call(programs, started, users, threads):
     source = LAUNCHES_WITH_HOST_CALLS.replace("{started}", str(started)).replace("{users}", str(users))
-    result = programs.run(textwrap.dedent(source), env=environment(), timeout=100)
+    result = programs.run(textwrap.dedent(source), env=environment(), timeout=300)
     assert result.stdout == f"done with {threads}\n", result.stderr[-3000:]
 
 
@@ -70,7 +72,7 @@ def test_threads_of_replicas_need_no_more_than_there_are(programs):
         replica_engine.MirroredStrategy(replica_engine.testing.logical_devices(4))
         print(os.environ.get("TF_NUM_INTEROP_THREADS"))
     """
-    result = programs.run(textwrap.dedent(source), env=environment(), timeout=100)
+    result = programs.run(textwrap.dedent(source), env=environment(), timeout=300)
     enough = cores() >= pool.FOR_ONE_LAUNCH
     assert result.stdout == ("None\n" if enough else f"{pool.FOR_ONE_LAUNCH}\n"), result.stderr[-2000:]
 

@@ -1,6 +1,6 @@
 """Ctrl-C at random moments, many times in one process, which catches KeyboardInterrupt, checks its state and goes on.
 
-    python -m soak.programs.interrupts threads [--rounds 100] [--seed 0]
+    python -m soak.programs.interrupts threads [--rounds 100] [--seed 0] [--within 1.0]
 
 If Ctrl-C arrives in a callback of a weak reference or in a `__del__`, Python prints the exception and continues. Such a
 round is counted and ends.
@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("strategy")
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--within", type=float, default=1.0, help="seconds until Ctrl-C must have been answered")
     flags = parser.parse_args()
 
     strategy = make_strategy(flags.strategy)
@@ -75,7 +76,7 @@ def main() -> None:
         time.sleep(0.01)
     names = sorted(thread.name for thread in threading.enumerate())
     check(threading.active_count() <= threads, f"threads stay: {names}")
-    check(slowest < 1.0, f"Ctrl-C took {slowest:.2f} s")
+    check(slowest < flags.within, f"Ctrl-C took {slowest:.2f} s")
     took = time.perf_counter() - began
     found = f"{flags.rounds} interrupts in {took:.0f} s, the slowest answered in {slowest * 1e3:.0f} ms"
     say(f"{found}; {parts} came between two updates, {len(ignored)} in a callback, where Python ignores it")

@@ -44,7 +44,8 @@ def ended(programs):
 
 
 def test_ctrl_c_at_random_moments(ended):
-    interrupts = ended("interrupts", "threads", "--rounds", 20)
+    # The second that users are promised is measured by `make soak`; here other tests may take the processor for longer.
+    interrupts = ended("interrupts", "threads", "--rounds", 20, "--within", 15)
     assert not interrupts.wrong()
     assert interrupts.last.startswith("20 interrupts")
 

@@ -6,7 +6,7 @@ Processes that start TensorFlow are expensive. So a job checks many things, and 
 import json
 from typing import Any
 
-from helpers.jobs import LONG, Job
+from helpers.jobs import LONGER, Job
 
 HEAD = """
 import json, os, signal, sys, threading
@@ -21,9 +21,6 @@ context = tf.distribute.get_replica_context
 found = {}
 """
 TAIL = "print(json.dumps(found), flush=True)"
-
-LONGER = 300.0
-"""Seconds that are enough for a job on a machine that does much else."""
 
 TPU_HEAD = """
 import json, os, signal, sys
@@ -100,7 +97,7 @@ def alone(programs, program: str, replicas: int, **environment: str) -> dict:
     return read(programs.start(HEAD + program + TAIL, env={"LOCAL": str(replicas), "ALONE": "1", **environment}))
 
 
-def read(process, limit: float = LONG) -> Any:
+def read(process, limit: float = LONGER) -> Any:
     """What a program has printed last, as JSON; it fails if the program does, or takes longer than the limit."""
     try:
         out, err = process.communicate(limit)

@@ -9,9 +9,8 @@ import sys
 import pytest
 import tensorflow as tf
 from helpers import fork_server
-from helpers.jobs import LONG, Proxy, job
+from helpers.jobs import LONGER, Proxy, job
 from helpers.versions import HAS_XLA
-from helpers.workers import LONGER
 
 from replica_engine.errors import WorkerVersionError
 
@@ -24,6 +23,7 @@ import json, os, signal, socket, sys
 import tensorflow as tf
 import replica_engine
 from replica_engine import errors, hosts
+from replica_engine.hosts import member
 
 me = int(os.environ["REPLICA_ENGINE_PROCESS_ID"])
 
@@ -74,23 +74,23 @@ def test_a_start_that_fails(programs):
             )
         tries.append((kind, {"versions": own, "replicas": 2}, "numbers of replicas:\n  worker 0: 2\n  worker 1: 1\n"))
         tries.append((kind, None, "did not join within 2 s: worker"))
-    with job() as control:
+    with job(join=LONGER) as control:
         process = programs.start(HEAD + STARTS, env=control.environment(1, CONTROL=control.address))
         test = control.join(0)
         for number, (kind, other, expected) in enumerate(tries):
-            with job(join=LONG if other else 2.0) as made:
+            with job(join=LONGER if other else 2.0) as made:
                 test.put(f"try {number}", [kind, made.address])
                 if other:
                     with pytest.raises(WorkerVersionError):
                         made.join(0, **other)
-                name, text = test.get(f"error {number}", LONG)
+                name, text = test.get(f"error {number}", LONGER)
             assert name == ("WorkerVersionError" if other else "WorkersMissingError")
             assert expected in text
             if other is None:  # worker 1 is in the list too if the machine is so busy that it came late
                 assert text.partition("2 s: ")[2].startswith(("worker 0.", "workers 0-1."))
         test.put(f"try {len(tries)}", None)
         test.leave()
-        _, err = process.communicate(LONG)
+        _, err = process.communicate(LONGER)
     assert process.returncode == 0, err[-4000:]
 
 
@@ -100,6 +100,8 @@ try:
     for number in range(10**9):
         strategy.run(sums)
         if number == 20 and me == int(os.environ["VICTIM"]):
+            (connection,) = member._members
+            connection._heartbeat = 3.0
             socket.create_connection(("127.0.0.1", int(os.environ["CUT"]))).close()
 except errors.WorkerLostError as error:
     print(json.dumps({"error": [error.worker, str(error)]}), flush=True)
@@ -110,7 +112,7 @@ except errors.WorkerLostError as error:
 @pytest.mark.parametrize(("kind", "victim"), [*zip(KINDS, (0, 1), strict=False)])
 def test_the_network_is_cut(programs, kind, victim):
     """The way of one worker to the coordinator: it hears no coordinator, and the other is told that it is silent."""
-    with job(heartbeat=3.0) as made, socket.create_server(("127.0.0.1", 0)) as steps_run:
+    with job(join=LONGER) as made, socket.create_server(("127.0.0.1", 0)) as steps_run:
         proxy = Proxy(made.address)
         asked = {"KIND": kind, "VICTIM": str(victim), "CUT": str(steps_run.getsockname()[1])}
         addresses = {victim: proxy.address}
@@ -119,12 +121,13 @@ def test_the_network_is_cut(programs, kind, victim):
             for worker in range(2)
         ]
         try:
-            steps_run.settimeout(LONG)
+            steps_run.settimeout(LONGER)
             steps_run.accept()[0].close()
             proxy.cut()
+            made.limit(heartbeat=3.0)
             found = []
             for process in started:
-                out, err = process.communicate(LONG)
+                out, err = process.communicate(LONGER)
                 assert process.returncode == 1, err[-4000:]  # its own exception: no abort
                 found += [json.loads(line)["error"] for line in out.splitlines() if line.startswith("{")]
         finally:

@@ -2,10 +2,11 @@
 
 import signal
 import sys
+import threading
 
 import psutil
 import pytest
-from helpers.jobs import EVAL, LONG, TRAIN, Job, Proxy, job
+from helpers.jobs import EVAL, LONG, TRAIN, Ending, Proxy, is_stopped, job, until
 
 from replica_engine.errors import (
     ClusterConfigError,
@@ -16,7 +17,7 @@ from replica_engine.errors import (
 )
 
 VICTIMS = pytest.mark.parametrize("victim", [0, 1])
-SHORT = 3.0  # the heartbeat limit of tests that must wait for it
+SHORT = 3.0  # the heartbeat limit of tests that must wait for it, once the worker has fallen silent
 
 
 def lost(member):
@@ -84,9 +85,12 @@ def test_exit_too_early(victim, program):
 
 @VICTIMS
 def test_stopped(victim):
-    with job(heartbeat=SHORT) as made:
+    with job() as made:
         process = made.start(victim, "os.kill(os.getpid(), signal.SIGSTOP)")
-        error = lost(made.join(1 - victim))
+        member = made.join(1 - victim)
+        until(lambda: is_stopped(process.pid))
+        made.limit(heartbeat=SHORT)
+        error = lost(member)
         assert process.poll() is None
     assert error.worker == victim
     assert "has not been heard of for 3 s" in str(error)
@@ -95,10 +99,11 @@ def test_stopped(victim):
 @VICTIMS
 def test_the_network_is_cut(victim):
     """The one on the other side of the cut hears no coordinator; the others do not hear of it."""
-    with job(heartbeat=SHORT) as made:
+    with job() as made:
         proxy = Proxy(made.address)
         program = """
 print("joined", flush=True)
+member._heartbeat = float(sys.stdin.readline())
 member.failed.wait()
 member.check()
 """
@@ -106,6 +111,9 @@ member.check()
         member = made.join(1 - victim)
         assert process.stdout.readline() == "joined\n"
         proxy.cut()
+        made.limit(heartbeat=SHORT)
+        process.stdin.write(f"{SHORT}\n")
+        process.stdin.flush()
         error = lost(member)
         _, printed = process.communicate(timeout=LONG)
         failure = made.coordinator.failure
@@ -119,12 +127,21 @@ member.check()
 
 
 def test_never_starts():
-    with job(size=4, join=0.5) as made:
+    """The limit passes when two of four are there."""
+    with job(size=4) as made:
         other = made.start(2, "")
+
+        def limit():
+            until(lambda: len(made.coordinator._job._members) == 2)
+            made.limit(join=0.5)
+
+        thread = threading.Thread(target=limit)
+        thread.start()
         with pytest.raises(WorkersMissingError, match=r"did not join within 0.5 s: worker") as caught:
             made.join(0)
+        thread.join(LONG)
         other.communicate(timeout=LONG)
-    assert {1, 3} <= set(caught.value.workers) <= {1, 2, 3}
+    assert caught.value.workers == (1, 3)
     assert other.returncode == 1
 
 
@@ -239,11 +256,9 @@ def test_another_number_of_workers():
         made.join(0, REPLICA_ENGINE_NUM_PROCESSES="3")
 
 
-def test_nobody_listens():
-    made = Job()
-    made.close()
-    with pytest.raises(WorkersMissingError, match=r"was not reached within 0\.2 s"):
-        made.join(1, REPLICA_ENGINE_JOIN_TIMEOUT="0.2")
+def test_nobody_listens(unused_port):
+    with job() as made, pytest.raises(WorkersMissingError, match=r"was not reached within 0\.2 s"):
+        made.join(1, address=f"127.0.0.1:{unused_port}", REPLICA_ENGINE_JOIN_TIMEOUT="0.2")
 
 
 def test_the_coordinator_ends():
@@ -269,12 +284,12 @@ os.kill(os.getpid(), int(sys.stdin.readline()))
 """
         first = made.start(0, program, **CHIEF)
         member = made.join(1, **CHIEF)
-        coordinator = psutil.Process(int(first.stdout.readline()))
+        coordinator = Ending(int(first.stdout.readline()))
         first.stdin.write(f"{signal.SIGKILL:d}\n")
         first.stdin.flush()
         error = lost(member)
         member.close()
-        coordinator.wait(LONG)
+        coordinator.wait()
     assert (error.worker, error.pid) == (0, first.pid)
 
 
@@ -284,10 +299,10 @@ def test_a_coordinator_that_is_a_child_ends_with_its_job(unused_port):
         program = "from replica_engine.hosts import serve; print(serve.started[0].pid, flush=True)"
         first = made.start(0, program, **CHIEF)
         member = made.join(1, **CHIEF)
-        coordinator = psutil.Process(int(first.stdout.readline()))
+        coordinator = Ending(int(first.stdout.readline()))
         member.leave()
         assert first.communicate(timeout=LONG) == ("", "")
-        coordinator.wait(LONG)
+        coordinator.wait()
 
 
 def test_a_port_that_is_taken():
@@ -351,9 +366,10 @@ def test_an_error_that_is_nobodys_fault_is_not_explained():
 def test_what_wants_to_know_of_failures_is_called():
     with job() as made:
         made.start(1, "raise ValueError('x')")
-        member, errors = made.join(0), []
-        member.on_failure(errors.append)
-        assert member.failed.wait(LONG)
+        member, errors, called = made.join(0), [], threading.Event()
+        member.on_failure(lambda error: (errors.append(error), called.set()))
+        assert called.wait(LONG)
+        assert member.failed.is_set()
         member.on_failure(errors.append)
         member.close()
     assert [type(error) for error in errors] == [WorkerLostError] * 2

@@ -8,9 +8,11 @@ import signal
 
 import pytest
 import tensorflow as tf
-from helpers.jobs import LONG, job
+from helpers.jobs import LONGER, is_stopped, job, until
 from helpers.versions import HAS_XLA
 from helpers.workers import HEAD, IN_A_LOOP, IN_ANOTHER_ORDER, TAIL, UNEVEN_KERAS, alone, files, flat, outputs, read
+
+pytestmark = pytest.mark.timeout(360)
 
 LOOP = """
 strategy = KIND()
@@ -99,7 +101,7 @@ found["weights"] = [w.numpy().tolist(), float(b)]
 
 
 def test_two_workers_of_two_replicas_equal_one_of_four(programs):
-    with job() as made:
+    with job(join=LONGER) as made:
         first, second = outputs(programs, made, LOOP, local=2)
     reference = alone(programs, LOOP, 4)
     here = "4 replicas, on this worker: CPU:0, CPU:1)"
@@ -165,7 +167,7 @@ def test_keras(programs, tmp_path):
     shared, theirs = tmp_path / "shared", tmp_path / "one"
     shared.mkdir()
     theirs.mkdir()
-    with job() as made:
+    with job(join=LONGER) as made:
         first, second = outputs(programs, made, KERAS, FOLDER=str(shared))
     reference = alone(programs, KERAS, 2, FOLDER=str(theirs))
     assert first == second
@@ -199,7 +201,7 @@ def test_replicate_model(programs, tmp_path):
     shared, theirs = tmp_path / "shared", tmp_path / "one"
     shared.mkdir()
     theirs.mkdir()
-    with job() as made:
+    with job(join=LONGER) as made:
         first, second = outputs(programs, made, REPLICATED, local=2, FOLDER=str(shared))
     assert first == second
     assert flat(first) == pytest.approx(flat(alone(programs, REPLICATED, 4, FOLDER=str(theirs))), rel=1e-6, abs=1e-6)
@@ -239,15 +241,15 @@ for name in os.environ["FOLDERS"].split(","):
 def test_started_again_after_a_kill(programs, tmp_path):
     """The second start goes on from the shared backup, to the very weights of a run that nothing disturbed."""
     backup = str(tmp_path / "backup")
-    with job() as made:
+    with job(join=LONGER) as made:
         text = HEAD + RESUMED + TAIL
         dying, other = (
             programs.start(text, env=made.environment(worker, LOCAL="1", FOLDERS=backup, DIES="1")) for worker in (1, 0)
         )
         assert "WorkerLostError: worker 1 (" in failing(other)
-        dying.communicate(LONG)
+        dying.communicate(LONGER)
     assert files(tmp_path / "backup") == ["latest.weights.h5", "training_metadata.json"]
-    with job() as made:
+    with job(join=LONGER) as made:
         first, second = outputs(programs, made, RESUMED, FOLDERS=f"{backup},{tmp_path / 'undisturbed'}", DIES="")
     assert first == second
     (epochs, *weights), (all_epochs, *undisturbed) = first["backup"], first["undisturbed"]
@@ -294,7 +296,7 @@ found["function"] = taken(strategy.distribute_datasets_from_function(
 def test_datasets(programs, tmp_path):
     for index in range(3):
         (tmp_path / str(index)).write_text("".join(f"{10 * index + line}\n" for line in range(1, 4)))
-    with job() as made:
+    with job(join=LONGER) as made:
         first, second = outputs(programs, made, UNEVEN_KERAS + IN_A_LOOP + DATA, FOLDER=str(tmp_path))
     assert first.pop("traced loop") == second.pop("traced loop") == [108, 6]
     steps, *_, loss, of_all_rows = keras = first.pop("keras")
@@ -376,16 +378,19 @@ except replica_engine.errors.WorkerLostError as error:
     [("killed", 0), ("killed", 1), ("stopped", 1), ("raised", 0), ("left", 1), ("left past Python", 0)],
 )
 def test_the_others_are_told_who_is_lost(programs, fault, victim):
-    with job(heartbeat=3.0 if fault == "stopped" else LONG) as made:
+    with job(join=LONGER) as made:
         text = HEAD + STEPS.replace("{fault}", FAULTS[fault])
         lost, other = (
             programs.start(text, env=made.environment(worker, LOCAL="1", VICTIM=str(victim)))
             for worker in (victim, 1 - victim)
         )
         try:
-            out, err = other.communicate(LONG)
+            if fault == "stopped":
+                until(lambda: is_stopped(lost.pid), LONGER)
+                made.limit(heartbeat=3.0)
+            out, err = other.communicate(LONGER)
         finally:
-            lost.kill() if fault == "stopped" else lost.communicate(LONG)
+            lost.kill() if fault == "stopped" else lost.communicate(LONGER)
             other.kill()
     assert out, err[-4000:]
     found = json.loads(out)
@@ -428,7 +433,7 @@ def test_the_first_launch_waits_until_ctrl_c_or_the_timeout(programs):
 
     The wait for the worker and the merge function around it have the same limit, and either may find it first.
     """
-    with job() as made:
+    with job(join=LONGER) as made:
         process = programs.start(HEAD + LATE, env=made.environment(0, LOCAL="1"))
         member = made.join(1, versions={"tensorflow": tf.__version__})
         member.put("tensorflow 1", "127.0.0.1:1")
@@ -442,7 +447,7 @@ def test_the_first_launch_waits_until_ctrl_c_or_the_timeout(programs):
 def failing(process) -> str:
     """What a worker writes that fails before it has found anything."""
     try:
-        out, err = process.communicate(LONG)
+        out, err = process.communicate(LONGER)
     finally:
         process.kill()
     assert (out, process.returncode) == ("", 1), err[-4000:]
@@ -470,7 +475,7 @@ both = [sums, means]
 @pytest.mark.parametrize(("traced", "later"), [(0, 0), (1, 0), (1, 1)])
 def test_another_order_is_found(programs, traced, later):
     """At the first launch before there is a number; later, soon after it."""
-    with job() as made:
+    with job(join=LONGER) as made:
         environment = {"LOCAL": "1", "TRACED": str(traced), "LATER": str(later)}
         started = [
             programs.start(HEAD + ORDER + IN_ANOTHER_ORDER, env=made.environment(worker, **environment))

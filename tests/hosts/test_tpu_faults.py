@@ -4,12 +4,14 @@ import json
 import signal
 
 import pytest
-from helpers.jobs import job
-from helpers.workers import IN_ANOTHER_ORDER, LONGER, TPU_HEAD
+from helpers.jobs import LONGER, is_stopped, job, until
+from helpers.workers import IN_ANOTHER_ORDER, TPU_HEAD
 
 pytestmark = pytest.mark.timeout(360)
 
 STEPS = """
+from replica_engine.hosts import member
+
 victim = int(os.environ["VICTIM"])
 strategy = replica_engine.TPUStrategy(num_cores=int(os.environ["CORES"]))
 with strategy.scope():
@@ -31,6 +33,8 @@ if os.environ["LOOP"]:
     strategy.reduce("SUM", strategy.run(step, args=(tf.constant(1.0),)), axis=None)  # a launch, and no step
     strategy.run_steps(several, [tf.constant(1.0)] * 4, iterations=4)
 if me == victim:
+    (connection,) = member._members
+    connection.rows()  # sends what was launched, which is told a tenth of a second later otherwise
     {fault}
 try:
     while True:
@@ -60,10 +64,13 @@ def test_the_others_are_told_who_is_lost(programs, fault, victim, cores):
     code, words, status = FAULTS[fault]
     told = fault in ("raised", "left")  # with the very last words of the worker
     asked = {"VICTIM": str(victim), "CORES": str(cores), "LOOP": "loop" if told else ""}
-    with job(heartbeat=3.0 if fault == "stopped" else LONGER) as made:
+    with job(join=LONGER) as made:
         text = TPU_HEAD + STEPS.replace("{fault}", code)
         lost, other = (programs.start(text, env=made.environment(worker, **asked)) for worker in (victim, 1 - victim))
         try:
+            if fault == "stopped":
+                until(lambda: is_stopped(lost.pid), LONGER)
+                made.limit(heartbeat=3.0)
             out, err = other.communicate(LONGER)
         finally:
             lost.kill() if fault == "stopped" else lost.communicate(LONGER)
@@ -124,7 +131,7 @@ except replica_engine.errors.WorkerLostError as error:
 )
 def test_a_worker_that_is_killed_while_the_job_joins(programs, victim, place, late, cause):
     """jaxlib would wait for it for minutes; the other is told by the job, and ends with its own exception."""
-    with job(heartbeat=LONGER) as made:
+    with job(join=LONGER) as made:
         asked = {"VICTIM": str(victim), "IN": place, "LATE": late}
         lost, other = (
             programs.start(TPU_HEAD + JOINING, env=made.environment(worker, **asked)) for worker in (victim, 1 - victim)
@@ -174,10 +181,14 @@ def variable():
         tf.Variable(1.0)
 
 
+interrupts = []
+
+
 class Interrupts(logging.Handler):  # Ctrl-C, as soon as the warning comes that the first launch waits
     def emit(self, record):
         print(record.getMessage(), file=sys.stderr)
-        if "the first launch of `sums`" in record.getMessage():
+        if "the first launch of `sums`" in record.getMessage() and not interrupts:
+            interrupts.append(record)  # once: a second one would not be caught
             os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -194,7 +205,7 @@ raise ValueError("the other must know")
 
 
 def test_waits_for_others_end_at_the_limit_and_with_ctrl_c(programs):
-    with job() as made:
+    with job(join=LONGER) as made:
         waits, late = (programs.start(TPU_HEAD + LATE, env=made.environment(each)) for each in range(2))
         try:
             out, err = waits.communicate(LONGER)
@@ -230,7 +241,7 @@ both = [sums, maxima]
 @pytest.mark.parametrize("later", [0, 1])
 def test_another_order_is_found(programs, later):
     """When the programs are compiled, before there is a number; later, soon after the launch."""
-    with job() as made:
+    with job(join=LONGER) as made:
         started = [
             programs.start(TPU_HEAD + ORDER + IN_ANOTHER_ORDER, env=made.environment(each, LATER=str(later)))
             for each in range(2)
@@ -254,7 +265,7 @@ strategy.reduce("MEAN" if me else "SUM", shares, axis=None)
 
 
 def test_reductions_that_differ_are_named_by_the_line_that_makes_them(programs):
-    with job() as made:
+    with job(join=LONGER) as made:
         started = [programs.start(TPU_HEAD + REDUCTIONS, env=made.environment(each)) for each in range(2)]
         for process in started:
             _, err = process.communicate(LONGER)

@@ -3,11 +3,9 @@
 Processes that start TensorFlow are expensive. So a job checks many things, and prints what it found as JSON.
 """
 
-import socket
-
 import pytest
-from helpers.jobs import job
-from helpers.workers import IN_A_LOOP, LONGER, TPU_HEAD, TPU_TAIL, UNEVEN_KERAS, flat, read
+from helpers.jobs import LONGER, job
+from helpers.workers import IN_A_LOOP, TPU_HEAD, TPU_TAIL, UNEVEN_KERAS, flat, read
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -138,7 +136,7 @@ def outputs(programs, made, program: str, **environment: str) -> list[list[dict]
 
 def assert_equal_to_one_process(programs, program: str, close: float = 1e-6, **environment: str) -> list[list[dict]]:
     """Two workers find bitwise the same, and what one process with as many replicas finds."""
-    with job() as made:
+    with job(join=LONGER) as made:
         (first, of_first), (second, of_second) = outputs(programs, made, program, **environment)
     expected, of_all = read(programs.start(TPU_HEAD + program + TPU_TAIL, env=environment), LONGER)
     assert first == second
@@ -239,7 +237,7 @@ except tf.errors.OutOfRangeError as error:
 def test_datasets_end_on_the_same_step_everywhere(programs, tmp_path):
     for index in range(3):
         (tmp_path / str(index)).write_text("".join(f"{10 * index + line}\n" for line in range(1, 9)))
-    with job() as made:
+    with job(join=LONGER) as made:
         (first, of_first), (second, of_second) = outputs(
             programs, made, UNEVEN_KERAS + IN_A_LOOP + DATA, FOLDER=str(tmp_path)
         )
@@ -312,7 +310,7 @@ found["fast weights"] = [each.tolist() for each in model.get_weights()]
 def test_keras(programs, tmp_path):
     (tmp_path / "job").mkdir()
     (tmp_path / "one").mkdir()
-    with job() as made:
+    with job(join=LONGER) as made:
         (first, _), (second, _) = outputs(programs, made, KERAS, FOLDER=str(tmp_path / "job"))
     alone, _ = read(programs.start(TPU_HEAD + KERAS + TPU_TAIL, env={"FOLDER": str(tmp_path / "one")}), LONGER)
     assert first == second
@@ -326,7 +324,7 @@ def test_keras(programs, tmp_path):
     assert written["job"] == written["one"]
 
 
-def test_what_a_resolver_says_itself(programs):
+def test_what_a_resolver_says_itself(programs, unused_port):
     """Without a launcher: the coordinator is a child of worker 0, and the environment has only the token."""
     program = """
 resolver = xla.PjrtClusterResolver("cpu", os.environ["ADDRESS"], 2, int(os.environ["INDEX"]))
@@ -336,8 +334,7 @@ found["truth"] = [strategy.num_hosts, strategy.num_towers, strategy.num_towers_p
 found["sum"] = float(strategy.reduce("SUM", strategy.run(lambda: tf.constant(2.0)), axis=None))
 parts["chief"] = [strategy.should_init, strategy.should_checkpoint, strategy.should_save_summary]
 """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
+    address = f"127.0.0.1:{unused_port}"
     started = [
         programs.start(
             TPU_HEAD + program + TPU_TAIL,

@@ -1,8 +1,10 @@
 """Random numbers on several workers: every replica draws what the replica of its id draws in one process."""
 
 import pytest
-from helpers.jobs import job
+from helpers.jobs import LONGER, job
 from helpers.workers import alone, flat, outputs
+
+pytestmark = pytest.mark.timeout(360)
 
 RANDOM = """
 import keras
@@ -60,7 +62,7 @@ found["seed"] = [each.state.numpy().tolist() for layer in plain.layers if hasatt
 
 
 def test_workers_draw_what_one_process_draws(programs):
-    with job() as made:
+    with job(join=LONGER) as made:
         first, second = outputs(programs, made, RANDOM, local=2)
     reference = alone(programs, RANDOM, 4)
     assert first == second

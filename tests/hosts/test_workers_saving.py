@@ -2,11 +2,14 @@
 
 import threading
 
-from helpers.jobs import job
+import pytest
+from helpers.jobs import LONGER, job
 from helpers.workers import HEAD, TAIL, alone, files, outputs
 
 from replica_engine.strategies.multi_worker.launches import Launches
 from replica_engine.strategies.multi_worker.saving import Saving
+
+pytestmark = pytest.mark.timeout(360)
 
 SAVING = """
 import keras
@@ -106,7 +109,7 @@ def test_the_chief_writes_and_all_restore(programs, tmp_path):
     shared, theirs = tmp_path / "shared", tmp_path / "one"
     shared.mkdir()
     theirs.mkdir()
-    with job() as made:
+    with job(join=LONGER) as made:
         first, second = outputs(programs, made, SAVING, FOLDER=str(shared))
     reference = alone(programs, SAVING, 2, FOLDER=str(theirs))
     assert first == second
@@ -119,7 +122,7 @@ def test_the_chief_writes_and_all_restore(programs, tmp_path):
 
 
 def test_the_chief_writes_parts_of_replicated_models_and_asynchronous_checkpoints(programs, tmp_path):
-    with job() as made:
+    with job(join=LONGER) as made:
         first, second = outputs(programs, made, PARTS, FOLDER=str(tmp_path))
     chiefs = dict.fromkeys(("model", "layer", "optimizer", "variable"), 0)
     assert first == second == {"is there": True, **chiefs, "own": True}
@@ -165,13 +168,13 @@ def test_the_timeout_does_not_bound_how_long_the_chief_writes():
 
 
 def test_a_checkpoint_of_the_chief_alone_is_found(programs, tmp_path):
-    with job() as made:
+    with job(join=LONGER) as made:
         started = [
             programs.start(HEAD + DIFFERENT + TAIL, env=made.environment(worker, LOCAL="1", FOLDER=str(tmp_path)))
             for worker in range(2)
         ]
         for process in started:
-            _, err = process.communicate(60)
+            _, err = process.communicate(LONGER)
             assert process.returncode == 1
             assert "ProgramDisagreementError: After" in err
             assert "wait at the saving of a checkpoint" in err

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from helpers.versions import HAS_XLA
 
+pytestmark = pytest.mark.timeout(360)
+
 EPOCHS, BATCHES = 3, 3
 
 # What each program of this module begins with. Its first argument is a folder.
@@ -199,7 +201,7 @@ def run(programs, tmp_path):
     def run(program, name, *arguments):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
-        done = programs.run(textwrap.dedent(program), folder, *arguments)
+        done = programs.run(textwrap.dedent(program), folder, *arguments, timeout=300)
         if done.returncode:
             return done, None
         with np.load(folder / "found.npz") as found:

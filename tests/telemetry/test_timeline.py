@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import threading
+import time
 
 import pytest
 import tensorflow as tf
@@ -12,17 +13,18 @@ import tensorflow as tf
 import replica_engine
 from replica_engine import xla
 from replica_engine.__main__ import main
+from replica_engine.telemetry import timeline as module
 from replica_engine.telemetry.timeline import recording
 from replica_engine.testing import logical_devices
 
 STRAGGLER = 1
 
 
-def straggling_step():
+def straggling_step(work=lambda: threading.Event().wait(0.05)):
     """Two all-reduces; one replica comes late to the first."""
     context = tf.distribute.get_replica_context()
     if tf.get_static_value(context.replica_id_in_sync_group) == STRAGGLER:
-        threading.Event().wait(0.05)  # works for that long
+        work()
     total = context.all_reduce("SUM", tf.ones([4]))
     return context.all_reduce("MEAN", total)
 
@@ -38,6 +40,26 @@ def spans(path):
             span = event["cat"], event["name"], event["ts"], event["ts"] + event["dur"]
             tracks.setdefault((groups[event["pid"]], names[event["tid"]]), []).append(span)
     return {track: sorted(found, key=lambda span: span[2]) for track, found in tracks.items()}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """`clock(seconds)` moves the clock of timelines on, which else goes a microsecond a look.
+
+    So a replica is slow because the test says so, and never because the machine is busy.
+    """
+    looks, now = itertools.count(1), time.perf_counter()
+
+    def look():
+        return now + next(looks) * 1e-6
+
+    def work(seconds):
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(time, "perf_counter", look)
+    monkeypatch.setattr(module, "now", look)
+    return work
 
 
 @pytest.fixture
@@ -137,8 +159,6 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_runs(tmp_path):
 
 
 def test_what_is_too_much_is_counted(mirrored, tmp_path, monkeypatch, capsys):
-    from replica_engine.telemetry import timeline as module
-
     monkeypatch.setattr(module, "MOST", 10)
     path = tmp_path / "run.json"
     with replica_engine.timeline(path):
@@ -169,11 +189,11 @@ def test_the_profiler_of_tensorflow_shows_the_spans(mirrored, tpu, tmp_path):
 
 
 class TestCommand:
-    def test_prints_who_was_slowest_and_draws(self, mirrored, tmp_path, capsys):
+    def test_prints_who_was_slowest_and_draws(self, mirrored, tmp_path, capsys, clock):
         path = tmp_path / "run.json"
         with replica_engine.timeline(path):
             for _ in range(3):
-                mirrored.run(straggling_step)
+                mirrored.run(lambda: straggling_step(lambda: clock(0.05)))
         assert main(["timeline", str(path)]) == 0
         output = capsys.readouterr().out
         assert re.search(r"slowest: replica 1 of 2 \(CPU:1\): it works [\d.]+ ms in a step, [\d.]+ times as", output)
