@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import tensorflow as tf
+from helpers.time_limits import LEFT, PATIENT, elapse, time_is_nearly_up, wait_until_time_is_up
 from helpers.versions import HAS_XLA, WHY_NO_XLA
 
 import replica_engine
@@ -77,7 +78,7 @@ def check_goes_on(strategy, count, step, steps):
 
 
 def test_a_replica_that_is_stuck_in_python(release):
-    strategy = mirrored(timeout=LIMIT)
+    strategy = mirrored(timeout=PATIENT)
     count, step = counting(strategy)
     strategy.run(step)
 
@@ -85,6 +86,7 @@ def test_a_replica_that_is_stuck_in_python(release):
         context = tf.distribute.get_replica_context()
         context.all_reduce("SUM", tf.ones([3]))
         if tf.get_static_value(context.replica_id_in_sync_group) == 1:
+            time_is_nearly_up()
             release.wait()
         context.all_reduce("SUM", tf.ones([3]))
 
@@ -93,7 +95,7 @@ def test_a_replica_that_is_stuck_in_python(release):
     first, second = caught.value.rows
     assert (first.state, first.merge_calls) == ("waiting in a merge call", 2)
     assert (second.state, second.merge_calls) == ("running", 1)
-    assert second.seconds >= LIMIT / 2  # it began a moment after the wait did
+    assert second.seconds >= LEFT / 2
     assert "test_timeouts.py" in second.where
     assert "release.wait()" in second.stack
     assert "release.wait()" in caught.value.table
@@ -104,11 +106,12 @@ def test_a_replica_that_is_stuck_in_python(release):
 @pytest.mark.parametrize("on_main", [True, False], ids=["main thread", "another thread"])
 def test_a_merge_function_that_is_stuck(on_main, release):
     """On the main thread out of a lock, on another one out of a loop."""
-    strategy = mirrored(timeout=LIMIT)
+    strategy = mirrored(timeout=PATIENT)
     count, step = counting(strategy)
     strategy.run(step)
 
     def merge_fn(_):
+        time_is_nearly_up()
         while not release.wait(1000 if on_main else 0.001):
             pass
 
@@ -162,6 +165,7 @@ def test_a_merge_function_may_fail_by_itself():
 
 
 def test_the_warning_has_the_same_table(said):
+    said.expected = "The merge function"  # on a busy machine, a replica may be slow enough for a warning before
     strategy = mirrored(warn_after=LIMIT / 4)
 
     def merge_fn(_):
@@ -169,7 +173,7 @@ def test_the_warning_has_the_same_table(said):
 
     strategy.run(lambda: tf.distribute.get_replica_context().merge_call(merge_fn))
     text = said.text
-    assert "replica 1 of 2 (CPU:1): waiting in a merge call for 0." in text
+    assert re.search(r"replica 1 of 2 \(CPU:1\): waiting in a merge call for [\d.]+ s", text)
     assert "test_timeouts.py" in text
     assert "assert said.wait(20)" in text
     assert "site-packages/tensorflow" not in text
@@ -195,7 +199,7 @@ def test_a_tf_function_that_does_not_return_is_warned_of(said, is_around):
         step()
     else:
         strategy.run(step)
-    assert "The tf.function `step` has not returned for 0." in said.text
+    assert re.match(r"The tf\.function `step` has not returned for [\d.]+ s:", said.text)
     assert "in test_a_tf_function_that_does_not_return_is_warned_of" in said.text
 
 
@@ -204,7 +208,7 @@ def test_a_tf_function_that_does_not_return_is_warned_of(said, is_around):
 class TestCompiled:
     @pytest.fixture
     def compiled(self, size):
-        return replica_engine.TPUStrategy(num_cores=size, timeout=LIMIT)
+        return replica_engine.TPUStrategy(num_cores=size, timeout=PATIENT)
 
     def test_a_host_call_that_is_stuck(self, compiled, size, release):
         with compiled.scope():
@@ -214,8 +218,11 @@ class TestCompiled:
             count.assign_add(1.0)
 
         compiled.run(step)
+        together = threading.Barrier(size)
 
         def endless():
+            together.wait(20)  # each call is a sign of life
+            time_is_nearly_up()
             while not release.wait(0.001):
                 pass
 
@@ -238,9 +245,14 @@ class TestCompiled:
     def test_host_calls_are_signs_of_life(self, compiled, size):
         """The whole launch takes longer than the limit, no call does."""
 
+        def call():
+            if int(replica_engine.xla.replica_id()) == 0:
+                elapse(0.4 * PATIENT)
+            threading.Event().wait(LIMIT / 8)  # in which the watchdog looks
+
         def steps():
             for _ in tf.range(4):
-                replica_engine.xla.outside_compilation(threading.Event().wait, LIMIT / 3)
+                replica_engine.xla.outside_compilation(call)
             return replica_engine.xla.cross_replica_sum(1.0)
 
         result = compiled.run(steps)
@@ -258,9 +270,14 @@ class TestCompiled:
 def test_replicas_of_a_program_that_wait_for_each_other(monkeypatch):
     """Replica 1 never comes to the all-reduce. The variables are still there, the devices are not."""
     monkeypatch.setattr(StuckProgramError, "PATIENCE", 0.1)
-    strategy = tpu(timeout=LIMIT)
+    strategy = tpu(timeout=PATIENT)
     count, step = counting(strategy)
     strategy.run(step)
+    given_up = threading.Event()
+
+    def time_runs_out():
+        while not given_up.wait(2 * LIMIT):  # again if the program had not begun, which is a sign of life
+            time_is_nearly_up(LIMIT)
 
     def stuck():
         x = tf.zeros([])
@@ -269,8 +286,14 @@ def test_replicas_of_a_program_that_wait_for_each_other(monkeypatch):
         count.assign_add(10.0)
         return x
 
-    with pytest.raises(ReplicaTimeoutError) as caught:
-        strategy.run(stuck)
+    thread = threading.Thread(target=time_runs_out)
+    thread.start()
+    try:
+        with pytest.raises(ReplicaTimeoutError) as caught:
+            strategy.run(stuck)
+    finally:
+        given_up.set()
+        thread.join()
     assert [row.state for row in caught.value.rows] == ["running on the device", "finished"]
     assert re.search(r"all_reduce at .*test_timeouts.py:\d+ in stuck \(perhaps not all", str(caught.value))
     with pytest.raises(StuckProgramError):
@@ -320,13 +343,12 @@ def test_a_run_that_waits_for_anothers_program_has_a_limit_too(release):
 @pytest.mark.parametrize("on_main", [True, False], ids=["main thread", "another thread"])
 def test_time_that_runs_out_in_an_update_leaves_all_replicas_equal(on_main):
     """The update is made on all of them, and then the run is given up."""
-    strategy = mirrored(timeout=LIMIT)
+    strategy = mirrored(timeout=PATIENT)
     with strategy.scope():
         variable = tf.Variable(0.0)
-    never = threading.Event()
 
     def update(component):
-        never.wait(0.75 * LIMIT)
+        wait_until_time_is_up()
         component.assign(1.0)
 
     def step():

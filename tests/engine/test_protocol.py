@@ -7,6 +7,7 @@ import threading
 
 import pytest
 from helpers.meeting import MEETING, meet
+from helpers.time_limits import PATIENT, time_is_nearly_up
 
 from replica_engine.engine import GroupPool, Run, SyncGroup, SyncPoint, SyncRecord, current_replica
 from replica_engine.engine import run as engine_run
@@ -286,10 +287,11 @@ class TestTimeout:
 
         def body(replica):
             if replica.index == 1:
+                time_is_nearly_up()
                 release.wait()
 
         with pytest.raises(ReplicaTimeoutError) as raised:
-            run_bodies(body, body, timeout=0.1)
+            run_bodies(body, body, timeout=PATIENT)
         release.set()
         assert [row.state for row in raised.value.rows] == ["finished", "running"]
         assert any(

@@ -1,5 +1,6 @@
 """Jobs of several workers: each program is worker 0 of 2, and a process beside it is worker 1."""
 
+import logging
 import os
 import threading
 
@@ -26,6 +27,18 @@ from replica_engine.strategies.multi_worker.launches import Launches
 FOLLOWS = "member.failed.wait()"
 
 
+class _Telling(logging.Handler):
+    """Gives a process a line to read when the library warns."""
+
+    def __init__(self, process):
+        super().__init__(logging.WARNING)
+        self._process = process
+
+    def emit(self, record):
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
+
 @pytest.fixture
 def worker_1(request, monkeypatch):
     """Runs a program as worker 1, in an environment in which the test's process is worker 0."""
@@ -39,11 +52,16 @@ def worker_1(request, monkeypatch):
         if program is not None:
             process = job.start(1, program, **about)
             closing = threading.Thread(target=lambda: process.stdout.readline() and job.coordinator.close())
+            telling = _Telling(process)
         elif "closes" in options:
             job.coordinator.close()
         if closing and "closes" in options:
             closing.start()
+        if "until_warned" in options:
+            logging.getLogger("replica_engine").addHandler(telling)
         yield
+        if "until_warned" in options:
+            logging.getLogger("replica_engine").removeHandler(telling)
         for member in list(_members):
             member.close()
         if closing and "closes" in options:
@@ -55,7 +73,8 @@ def beside(program, **options):
 
     Args:
         program: what it does after it has joined; None starts no worker 1.
-        options: of the job, and of the worker; `closes` ends the coordinator as soon as the program prints a line.
+        options: of the job, and of the worker; `closes` ends the coordinator as soon as the program prints a line,
+            and `until_warned` gives it a line to read as soon as the library warns.
     """
 
     def mark(test):
@@ -249,7 +268,7 @@ def test_a_worker_that_does_not_come():
     member.meet("the checkpoint of step 100", timeout=0.5)
 
 
-@beside("threading.Event().wait(1.5); member.meet('the checkpoint of step 100'); member.failed.wait()")
+@beside("sys.stdin.readline(); member.meet('the checkpoint of step 100'); member.failed.wait()", until_warned=True)
 @shows(slow_workers)
 def test_a_worker_that_is_waited_for():
     member = hosts.join()

@@ -17,6 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import psutil
+
 from replica_engine import hosts
 from replica_engine.errors.hosts import TOKEN
 from replica_engine.hosts.coordinator import Coordinator
@@ -46,7 +48,7 @@ class Job:
 
     Args:
         size: the number of workers.
-        join: the join limit, in seconds.
+        join: the join limit, in seconds from when the first worker has joined: to start it may take longer.
         heartbeat: the heartbeat limit, in seconds.
         statuses: whether the coordinator is told how processes end, as a launcher does.
     """
@@ -56,12 +58,28 @@ class Job:
         self.token = "a secret"
         self.limits = Limits(join, heartbeat)
         self.coordinator = Coordinator(size, self.token, limits=self.limits, knows_statuses=statuses)
+        self._begin_with_the_first_worker()
         self.coordinator.start()
         self.address = self.coordinator.address
         self._statuses = statuses
         self._processes: list[subprocess.Popen] = []
         self._members: list[hosts.Member] = []
         self._threads: list[threading.Thread] = []
+
+    def _begin_with_the_first_worker(self) -> None:
+        state = self.coordinator._job
+        joined, state._began = state.joined, math.inf
+
+        def joins(worker: int, about: dict, now: float) -> None:
+            state._began = min(state._began, now)
+            joined(worker, about, now)
+
+        state.joined = joins
+
+    def limit_silence(self, seconds: float) -> None:
+        """Lowers the heartbeat limit of the coordinator, once all is started that may take longer on a busy machine."""
+        state = self.coordinator._job
+        state.limits = Limits(state.limits.join, seconds)
 
     def environment(self, worker: int, address: str | None = None, **more: str) -> dict[str, str]:
         """The variables of a worker."""
@@ -192,6 +210,14 @@ class Proxy:
             while data := source.recv(4096):
                 if not self._cut.is_set():
                     target.sendall(data)
+
+
+def wait_until_stopped(pid: int, limit: float = LONG) -> None:
+    """Waits until a process has stopped itself with SIGSTOP."""
+    deadline = time.monotonic() + limit
+    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline, "it did not stop"
+        time.sleep(0.01)
 
 
 @contextlib.contextmanager

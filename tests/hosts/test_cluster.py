@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replica_engine.errors import ClusterConfigError
@@ -326,6 +326,7 @@ def test_what_is_no_list_of_nodes(text):
         node_names(text)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(st.tuples(st.integers(0, 999), st.integers(0, 20), st.integers(1, 4)), min_size=1), min_size=1)
 )
@@ -349,6 +350,7 @@ def found_or_wrong(read):
         return None, error.field
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="n0159[],- "))
 def test_any_text_is_a_list_of_nodes_or_the_users_error(text):
     names, field = found_or_wrong(lambda: node_names(text))
@@ -358,6 +360,7 @@ def test_any_text_is_a_list_of_nodes_or_the_users_error(text):
 HOSTS = st.one_of(st.from_regex(r"\A[a-z0-9][a-z0-9.-]{0,20}\Z"), st.ip_addresses().map(str))
 
 
+@settings(deadline=None)
 @given(HOSTS, st.integers(0, 2**16 - 1))
 def test_any_address(host, port):
     assert split_address(join_address(host, port)) == (host, port)
@@ -375,6 +378,7 @@ JSON = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(JSON)
 def test_any_tf_config_is_a_cluster_or_the_users_error(value):
     found, field = found_or_wrong(lambda: find_cluster({"TF_CONFIG": json.dumps(value)}))
@@ -387,6 +391,7 @@ NAMES = sorted({"REPLICA_ENGINE_COORDINATOR", *OURS, *TFJOB, *KERAS, *TORCHRUN, 
 VALUES = st.sampled_from(["", "0", "1", "2", "-1", "x", "a:1", "a:1,b:2", "n[1-2]", "1e9", "٣", "{}", "True"])
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES))
 def test_any_environment_is_a_cluster_or_the_users_error(environ):
     found, field = found_or_wrong(lambda: find_cluster(environ))

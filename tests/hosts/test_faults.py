@@ -15,9 +15,16 @@ from replica_engine.errors import (
     WorkersMissingError,
     WorkerVersionError,
 )
+from replica_engine.hosts import job as job_state
 
 VICTIMS = pytest.mark.parametrize("victim", [0, 1])
 SHORT = 3.0  # the heartbeat limit of tests that must wait for it, once the worker has fallen silent
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch):
+    """How a process ended is known soon after its connection has, but how soon depends on the machine."""
+    monkeypatch.setattr(job_state, "STATUS_PATIENCE", LONG)
 
 
 def lost(member):

@@ -1,7 +1,7 @@
 """The logs of what workers launched, against a plain model of them."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replica_engine.hosts.launch_log import ENTRY, LAUNCH, MOST_ENTRIES, LaunchLog, backwards, entry, packed, unpacked
@@ -10,6 +10,7 @@ CODES = [entry(LAUNCH, name) for name in "abc"]
 SIZE = 3
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(CODES), min_size=1, max_size=200))
 def test_entries_go_over_the_wire_as_they_are(entries):
     assert unpacked(packed(entries)) == b"".join(entries)
@@ -40,6 +41,7 @@ BATCHES = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(BATCHES)
 def test_a_difference_is_found_when_the_second_of_two_workers_brings_it(batches):
     log, plain, waits, released = LaunchLog(SIZE), [[] for _ in range(SIZE)], {}, set()

@@ -137,7 +137,7 @@ def test_a_worker_that_is_killed_while_the_job_joins(programs, victim, place, la
             programs.start(TPU_HEAD + JOINING, env=made.environment(worker, **asked)) for worker in (victim, 1 - victim)
         )
         try:
-            out, err = other.communicate(LONGER / 5)  # jaxlib gives up after 300 s
+            out, err = other.communicate(LONGER / 2)  # jaxlib gives up after 300 s
         finally:
             lost.communicate(LONGER)
             other.kill()

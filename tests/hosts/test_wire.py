@@ -3,7 +3,7 @@
 import contextlib
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replica_engine.errors import WorkerLostError, WorkerRow
@@ -15,6 +15,7 @@ from replica_engine.hosts.wire import BadMessageError, Lines
 MESSAGES = st.lists(st.lists(st.text() | st.integers() | st.none(), max_size=3).map(lambda rest: ["kind", *rest]))
 
 
+@settings(deadline=None)
 @given(MESSAGES, st.data())
 def test_messages_arrive_however_they_are_cut(messages, data):
     stream, lines, arrived = b"".join(map(wire.encode, messages)), Lines(), []
@@ -25,6 +26,7 @@ def test_messages_arrive_however_they_are_cut(messages, data):
     assert arrived == messages
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_anything_is_messages_or_an_error(data):
     messages = []

@@ -13,8 +13,10 @@ import attrs
 import keras
 import pytest
 import tensorflow as tf
+from helpers.time_limits import PATIENT, elapse, time_is_nearly_up
 
 import replica_engine
+from replica_engine.engine.run import UNWIND_GRACE
 from replica_engine.errors import (
     DeviceError,
     MergeCallGraphError,
@@ -365,11 +367,12 @@ def test_a_variable_that_replica_0_did_not_create(mirrored):
 
 
 def test_a_replica_that_does_not_come_back_in_time():
-    strategy = replica_engine.MirroredStrategy(["CPU:0", "CPU:1"], timeout=0.3)
+    strategy = replica_engine.MirroredStrategy(["CPU:0", "CPU:1"], timeout=PATIENT)
     release = threading.Event()
 
     def fn():
         if replica_id() == 1:
+            time_is_nearly_up()
             release.wait()
 
     with pytest.raises(ReplicaTimeoutError, match=r"replica 1 of 2 \(CPU:1\): running"):
@@ -379,9 +382,13 @@ def test_a_replica_that_does_not_come_back_in_time():
 
 
 def test_the_timeout_is_for_one_replica_not_for_all():
-    strategy = replica_engine.MirroredStrategy([f"CPU:{i}" for i in range(4)], timeout=1.0)
-    never = threading.Event()
-    strategy.run(lambda: never.wait(0.4))  # 1.6 s in all
+    strategy = replica_engine.MirroredStrategy([f"CPU:{i}" for i in range(4)], timeout=PATIENT)
+
+    def fn():
+        elapse(0.4 * PATIENT)  # 1.6 of the limit in all
+        threading.Event().wait(0.05)  # in which the watchdog looks
+
+    strategy.run(fn)
 
 
 @pytest.mark.parametrize(
@@ -495,7 +502,9 @@ def test_ctrl_c_raises_within_a_second_and_the_next_run_works(programs):
     lines = [line.rsplit(" ", 1) for line in done.stdout.splitlines()]
     places = ("stuck_in_an_op", "stuck_in_merge", "stuck_in_python")
     assert [line for line, _ in lines] == [f"{place} interrupted 2.0" for place in places]
-    assert max(float(seconds) for _, seconds in lines) < 2.0  # a second to raise, and the runs after it
+    # A second to raise, and the runs after it. On a busy machine these may take longer, but the replica that is stuck
+    # is not waited for as after another failure.
+    assert max(float(seconds) for _, seconds in lines) < UNWIND_GRACE
 
 
 def test_ctrl_c_in_the_moment_before_a_wait():

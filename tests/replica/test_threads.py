@@ -4,7 +4,6 @@ import concurrent.futures
 import gc
 import textwrap
 import threading
-import time
 
 import keras
 import psutil
@@ -148,7 +147,7 @@ def test_two_thousand_runs_neither_grow_threads_nor_memory():
     runs(300)  # caches fill
     threads_before, memory_before = runs(100)
     threads_after, memory_after = runs(2000)
-    assert threads_after == threads_before
+    assert threads_after <= threads_before  # a thread of an earlier test may have ended meanwhile
     assert memory_after - memory_before < 8 * 2**20, "bytes; 2,000 leaked runs of 4 KiB each would show"
 
 
@@ -239,7 +238,7 @@ class TestConcurrent:
 
         assert first(strategy, strategy.run(fn)) == 3.0
 
-    def test_only_functions_that_create_variables_get_a_head_start(self):
+    def test_only_functions_that_create_variables_get_a_head_start(self, monkeypatch):
         strategy, order = mirrored(2, concurrent=True), []
         barrier = threading.Barrier(2, timeout=20)
 
@@ -247,10 +246,10 @@ class TestConcurrent:
             barrier.wait()
             order.append(threading.current_thread().name[:9])
 
-        for _ in range(5):  # the first waits for the end of the head start, the others do not
-            began = time.monotonic()
+        strategy.run(fn)  # waits for the end of the head start
+        monkeypatch.setattr("replica_engine.engine.run.HEAD_START", 1000.0)  # in which the barrier would break
+        for _ in range(4):
             strategy.run(fn)
-        assert time.monotonic() - began < 0.4
         assert sorted(order) == ["replica 0"] * 5 + ["replica 1"] * 5
 
     def test_graphs_are_still_traced_in_order(self):
@@ -268,8 +267,9 @@ def test_nothing_waits_for_replicas_at_exit(programs):
         import tensorflow as tf, replica_engine
         from replica_engine.testing import logical_devices
 
+        parked = replica_engine.MirroredStrategy(logical_devices(2))
+        parked.run(lambda: None)
         strategy = replica_engine.MirroredStrategy(logical_devices(2), timeout=0.2)
-        strategy.run(lambda: None)
         try:
             strategy.run(threading.Event().wait)
         except TimeoutError:

@@ -81,8 +81,24 @@ def test_replicas_that_wait_for_each_other_are_warned_of_and_can_be_left(program
     lines, stderr = run_program(
         programs,
         """
+        import sys
+
         watchdog.WARN_AFTER = 0.1
         errors.StuckProgramError.PATIENCE = 0.2
+        warned = threading.Event()
+
+        def emit(record):
+            print(record.getMessage(), file=sys.stderr)
+            if "has been running" in record.getMessage():
+                warned.set()
+
+        def interrupt_when_it_runs():
+            warned.wait(60)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = emit
+        logging.getLogger("replica_engine").addHandler(handler)
 
         def stuck():
             x = tf.zeros([])

@@ -101,7 +101,8 @@ def fail(error):
 
 def test_one_thread_feeds_loop_after_loop(noting, monkeypatch):
     """However they end, if they follow each other quickly; soon after the last one it goes, as in every test here."""
-    monkeypatch.setattr(prefetch, "_IDLE", 1.5)  # seconds: quickly even for a slow machine
+    monkeypatch.setattr(prefetch, "_IDLE", 1000.0)  # seconds: quickly even for a slow machine
+    monkeypatch.setattr(prefetch, "_JOIN", SOON)
     on = []
 
     def batches(count):
@@ -124,6 +125,7 @@ def test_one_thread_feeds_loop_after_loop(noting, monkeypatch):
         noting.run(batches(2), 3)
     with pytest.raises(OSError, match="no more"):
         noting.run(then_fail(batches(2), OSError("no more")), 5)
+    monkeypatch.undo()  # before the last loop, after which the thread goes
     noting.run(batches(5), 3)
     assert len({*on}) == 2
 
@@ -202,7 +204,7 @@ def no_hang():
         signal.raise_signal(signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    timer = threading.Timer(6.0, fire)
+    timer = threading.Timer(2 * SOON, fire)
     timer.start()
     yield state
     timer.cancel()

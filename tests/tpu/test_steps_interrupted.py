@@ -3,7 +3,6 @@
 import itertools
 import signal
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -26,16 +25,9 @@ def ctrl_c():
 
 
 def interrupted(run):
-    """Runs what somebody interrupts; how long it took to end then."""
-    times = []
-
-    def pressed(press):
-        times.append(time.monotonic())
-        press()
-
+    """Runs what somebody interrupts, which would not end by itself."""
     with pytest.raises(KeyboardInterrupt):
-        run(pressed)
-    return time.monotonic() - times[0]
+        run()
 
 
 @pytest.mark.parametrize(
@@ -73,17 +65,17 @@ def test_ctrl_c_ends_a_loop_between_steps(two, ctrl_c, after):
         step(context, x)
         own.assign_add(x)
 
-    def run(pressed):
+    def run():
         def batches():
             for number in itertools.count():
                 if number == after:
-                    pressed(ctrl_c)
+                    ctrl_c()
                 yield np.float32(1.0)
 
         two.strategy.run_steps(both, batches(), 10**9)
 
     two.strategy.run_steps(both, numbers(1, start=1), 1)
-    assert interrupted(run) < 5.0
+    interrupted(run)
     first, second = two.components(own)
     assert first == second == int(first)
     assert total.numpy() == 2 * first
@@ -95,11 +87,11 @@ def test_ctrl_c_in_a_loop_with_host_calls_keeps_no_step(two, ctrl_c):
     total, step = total_of(two)
     calls = []
 
-    def run(pressed):
+    def run():
         def host(x):
             calls.append(x)
             if len(calls) == 20:
-                pressed(ctrl_c)
+                ctrl_c()
 
         def both(context, x):
             step(context, x)
@@ -107,7 +99,7 @@ def test_ctrl_c_in_a_loop_with_host_calls_keeps_no_step(two, ctrl_c):
 
         two.strategy.run_steps(both, for_ever(), 10**9)
 
-    assert interrupted(run) < 5.0
+    interrupted(run)
     assert total.numpy() == 0.0
     two.strategy.run_steps(step, for_ever(), 3)
     assert total.numpy() == 6.0
@@ -115,18 +107,19 @@ def test_ctrl_c_in_a_loop_with_host_calls_keeps_no_step(two, ctrl_c):
 
 def test_ctrl_c_while_replicas_wait_for_an_iterator_that_is_stuck(two, ctrl_c):
     total, step = total_of(two)
-    release = threading.Event()
+    release, waited = threading.Event(), []
 
-    def run(pressed):
+    def run():
         def batches():
             yield np.float32(1.0)
             yield np.float32(1.0)
-            pressed(ctrl_c)
-            release.wait(20)
+            ctrl_c()
+            waited.append(release.wait(20))
 
         two.strategy.run_steps(step, batches(), 10**9)
 
-    assert interrupted(run) < 5.0
+    interrupted(run)
+    assert not waited, "it did not end the wait"
     release.set()
     before = total.numpy()
     assert before in (0.0, 2.0, 4.0)

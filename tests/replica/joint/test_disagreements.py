@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 from helpers.devices import DEVICES
 from helpers.on_mirrored import context, index, locally, numbered, run, stepping, total
+from helpers.time_limits import PATIENT, time_is_nearly_up
 
 import replica_engine
 from replica_engine import MirroredStrategy
@@ -258,7 +259,7 @@ def test_an_exception_of_one_replica_that_catches_it(fails):
 
 
 def test_a_replica_that_does_not_come_back_in_a_branch():
-    strategy = MirroredStrategy(DEVICES[:2], timeout=0.5)
+    strategy = MirroredStrategy(DEVICES[:2], timeout=PATIENT)
     release = threading.Event()
     unwound = []
 
@@ -267,6 +268,7 @@ def test_a_replica_that_does_not_come_back_in_a_branch():
             try:
                 y = total(x)
                 if index() == 1:
+                    time_is_nearly_up()
                     release.wait()  # stuck
                 return y
             finally:
@@ -285,9 +287,10 @@ def test_a_replica_that_does_not_come_back_in_a_branch():
 
 
 def test_a_merge_function_that_does_not_come_back_in_a_branch():
-    strategy = MirroredStrategy(DEVICES[:2], timeout=0.5)
+    strategy = MirroredStrategy(DEVICES[:2], timeout=PATIENT)
 
     def stuck(strategy):
+        time_is_nearly_up()
         for _ in range(1000):
             threading.Event().wait(0.01)
 

@@ -1,0 +1,42 @@
+"""Time limits that run out when a test says so.
+
+A test of a limit must come to the place where time runs out, and go on afterwards, within that limit. With a limit of a
+fraction of a second it fails on a busy machine. So the strategy of such a test has a limit that is never reached,
+`PATIENT`, and the code that is stuck says how much of it has passed.
+"""
+
+import time
+
+from replica_engine.telemetry import watchdog
+
+PATIENT = 25.0  # seconds; less than those after which a warning is logged, which would come too
+LEFT = 0.1  # seconds to come from `time_is_nearly_up` to where the caller is stuck
+
+
+def elapse(seconds: float) -> None:
+    """Moves the last sign of life of each run with the limit `PATIENT` so far into the past.
+
+    Two calls without a sign of life between them add up.
+    """
+    for watch in _watches():
+        watch.since -= seconds
+        watchdog._watchdog.add(watch)  # it may be due before the watchdog wakes
+
+
+def time_is_nearly_up(left: float = LEFT) -> None:
+    """Leaves so many seconds of the limit `PATIENT`."""
+    for watch in _watches():
+        watch.since = time.perf_counter() - PATIENT + left
+        watchdog._watchdog.add(watch)
+
+
+def wait_until_time_is_up() -> None:
+    """Has the limit `PATIENT` run out, and returns when the run knows it."""
+    watches = _watches()
+    time_is_nearly_up(0.0)
+    while not all(watch.expired for watch in watches):
+        time.sleep(0.01)
+
+
+def _watches() -> list[watchdog.Watch]:
+    return [watch for watch in list(watchdog._watchdog._watches.values()) if watch._timeout == PATIENT]
