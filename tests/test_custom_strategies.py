@@ -2,11 +2,11 @@
 
 import importlib.util
 import pathlib
-import socket
 import threading
 
 import pytest
 import tensorflow as tf
+from helpers import ports
 
 import replica_engine
 from replica_engine.strategies import ReplicaOptions
@@ -66,19 +66,9 @@ class TestBfloat16AllReduce:
         assert len((EXAMPLES / "bfloat16_all_reduce.py").read_text().splitlines()) < 60
 
 
-def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("localhost", 0))
-    ports = [str(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
 def test_multi_worker_strategy_in_two_processes(programs):
-    ports = free_ports(2)
-    workers = [programs.start(EXAMPLES / "multi_worker.py", task, *ports) for task in range(2)]
+    unused = ports.unused(2)
+    workers = [programs.start(EXAMPLES / "multi_worker.py", task, *unused) for task in range(2)]
     try:
         outputs = [worker.communicate(timeout=90) for worker in workers]
     finally:
