@@ -20,14 +20,14 @@ def elapse(seconds: float) -> None:
     """
     for watch in _watches():
         watch.since -= seconds
-        watchdog._watchdog.add(watch)  # it may be due before the watchdog wakes
+    _wake()
 
 
 def time_is_nearly_up(left: float = LEFT) -> None:
     """Leaves so many seconds of the limit `PATIENT`."""
     for watch in _watches():
         watch.since = time.perf_counter() - PATIENT + left
-        watchdog._watchdog.add(watch)
+    _wake()
 
 
 def wait_until_time_is_up() -> None:
@@ -40,3 +40,11 @@ def wait_until_time_is_up() -> None:
 
 def _watches() -> list[watchdog.Watch]:
     return [watch for watch in list(watchdog._watchdog._watches.values()) if watch._timeout == PATIENT]
+
+
+def _wake() -> None:
+    """Has the watchdog look at once, and see when each watch is due now."""
+    dog = watchdog._watchdog
+    with dog._planning:
+        dog._next = 0.0
+    dog._wake.set()

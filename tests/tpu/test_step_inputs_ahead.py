@@ -101,6 +101,7 @@ def fail(error):
 
 def test_one_thread_feeds_loop_after_loop(noting, monkeypatch):
     """However they end, if they follow each other quickly; soon after the last one it goes, as in every test here."""
+    usual = prefetch._IDLE
     monkeypatch.setattr(prefetch, "_IDLE", 1000.0)  # seconds: quickly even for a slow machine
     monkeypatch.setattr(prefetch, "_JOIN", SOON)
     on = []
@@ -125,7 +126,7 @@ def test_one_thread_feeds_loop_after_loop(noting, monkeypatch):
         noting.run(batches(2), 3)
     with pytest.raises(OSError, match="no more"):
         noting.run(then_fail(batches(2), OSError("no more")), 5)
-    monkeypatch.undo()  # before the last loop, after which the thread goes
+    monkeypatch.setattr(prefetch, "_IDLE", usual)  # so that the thread goes after the last loop
     noting.run(batches(5), 3)
     assert len({*on}) == 2
 
@@ -177,6 +178,8 @@ def test_a_device_that_an_iterator_leaves_entered_is_not_there_in_the_next_loop(
 
 def test_a_thread_that_does_not_come_back_feeds_no_other_loop(two, noting):
     """It is in the user's iterator when its loop is over, and stays there."""
+    for thread in feeding():
+        thread.join(SOON)  # of an earlier test
     leave = threading.Event()
 
     def batches():
