@@ -7,6 +7,7 @@ the machine.
 
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import select
@@ -16,8 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-
-import psutil
 
 from replica_engine import hosts
 from replica_engine.errors.hosts import TOKEN
@@ -67,6 +66,7 @@ class Job:
         self._threads: list[threading.Thread] = []
 
     def _begin_with_the_first_worker(self) -> None:
+        """Lets the join limit run from when the first worker has joined: to start it may take long."""
         state = self.coordinator._job
         joined, state._began = state.joined, math.inf
 
@@ -75,11 +75,6 @@ class Job:
             joined(worker, about, now)
 
         state.joined = joins
-
-    def limit_silence(self, seconds: float) -> None:
-        """Lowers the heartbeat limit of the coordinator, once all is started that may take longer on a busy machine."""
-        state = self.coordinator._job
-        state.limits = Limits(state.limits.join, seconds)
 
     def environment(self, worker: int, address: str | None = None, **more: str) -> dict[str, str]:
         """The variables of a worker."""
@@ -210,14 +205,6 @@ class Proxy:
             while data := source.recv(4096):
                 if not self._cut.is_set():
                     target.sendall(data)
-
-
-def wait_until_stopped(pid: int, limit: float = LONG) -> None:
-    """Waits until a process has stopped itself with SIGSTOP."""
-    deadline = time.monotonic() + limit
-    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
-        assert time.monotonic() < deadline, "it did not stop"
-        time.sleep(0.01)
 
 
 @contextlib.contextmanager

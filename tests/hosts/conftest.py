@@ -3,7 +3,6 @@
 import contextlib
 
 import pytest
-from helpers import ports
 
 from replica_engine.hosts.addresses import held_address
 from replica_engine.hosts.cluster import split_address
