@@ -7,7 +7,6 @@ import textwrap
 import pytest
 import tensorflow as tf
 
-from replica_engine.engine.run import UNWIND_GRACE
 from soak.processes import Ended
 from soak.programs.common import make_strategy
 from soak.programs.training import train
