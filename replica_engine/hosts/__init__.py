@@ -11,7 +11,7 @@ process is, and tells every worker which other one is lost, missing or different
     job           what the coordinator knows and decides
     member        a worker's connection to the coordinator, and its thread
     launch_log    what the workers launched, compared
-    clock         how far the clocks of two workers are apart
+    clock         how far the clocks of two workers are apart, and for how long one has heard nothing
     failure       the first failure of a job, as data
     wire          messages, and the proof of the token
     addresses     the address under which the other workers reach this process

@@ -1,10 +1,14 @@
-"""How far the clocks of two processes are apart, so that one timeline can hold the events of both.
+"""Time, as the processes of a job see it: how far two clocks are apart, and for how long a member has heard nothing.
 
-A member sends the time of its clock, and the coordinator answers with the time of its own. If both ways take equally
-long, the coordinator reads its clock in the middle of the round trip. They may not, so the result can be wrong by half
-of the round trip. The quickest of the last round trips counts.
+One timeline can hold the events of two processes if it is known how far their clocks are apart. A member sends the time
+of its clock, and the coordinator answers with the time of its own. If both ways take equally long, the coordinator
+reads its clock in the middle of the round trip. They may not, so the result can be wrong by half of the round trip. The
+quickest of the last round trips counts.
 
-The clock is `time.perf_counter`, which timelines use. On one machine it is the same for all processes on Linux.
+This clock is `time.perf_counter`, which timelines use. On one machine it is the same for all processes on Linux.
+
+For silence, time in which the process itself did not run does not count: a machine that was suspended, or is much too
+busy, could not hear anything either.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from collections import deque
 from dataclasses import dataclass
 
 _KEPT = 60  # round trips, one a second: clocks drift, so old ones do not count
+_LATE = 0.2  # seconds; a process that runs later than this after it was to has stood still
 
 
 @dataclass(frozen=True)
@@ -48,3 +53,31 @@ class ClockComparison:
     def offset(self) -> ClockOffset | None:
         """The best of what was measured lately; None if nothing was."""
         return min(self._measured, key=lambda each: each.error, default=None)
+
+
+class Silence:
+    """For how long nothing was heard, less the time in which this process itself did not run and could not hear.
+
+    Args:
+        now: the time, in seconds of `time.monotonic`, as all times here.
+    """
+
+    def __init__(self, now: float):
+        self._since = self._round = now
+
+    def end(self, now: float) -> None:
+        """Something has been heard."""
+        self._since = now
+
+    def seconds(self, now: float, planned: float) -> float:
+        """How long it has lasted.
+
+        Args:
+            now: the time at the end of a round of waiting and reading.
+            planned: how many seconds the round was to wait at most. What arrived while it lasted longer may be read
+                in the next round only.
+        """
+        stood_still = max(now - self._round - planned - _LATE, 0.0)
+        self._since = min(self._since + stood_still, now)
+        self._round = now
+        return now - self._since

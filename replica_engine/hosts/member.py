@@ -35,7 +35,7 @@ from typing import Any
 from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow, slow_workers, where_workers_are
 from replica_engine.errors.base import in_words
 from replica_engine.hosts import wire
-from replica_engine.hosts.clock import ClockComparison, ClockOffset
+from replica_engine.hosts.clock import ClockComparison, ClockOffset, Silence
 from replica_engine.hosts.failure import Failure, print_place
 from replica_engine.hosts.launch_log import COMPILE, END, LAUNCH, WAIT, Program, entry, packed
 from replica_engine.hosts.wire import BadMessageError, Lines, Message
@@ -49,7 +49,6 @@ BATCH = 0.1  # seconds between two messages about launches
 _BEATS = 4  # within the heartbeat limit, or one a second if that is more often
 _READ = 1 << 16
 _MOST_ENTRIES = 10_000  # in a message, which has a longest length
-_LATE = 0.2  # seconds; a process that runs later than this after it was to has stood still
 _GOODBYE = 2.0  # seconds to write the last messages
 _PATIENCE = 2.0  # seconds to wait for the rows of a warning
 _LONGEST_EXCEPTION = 4000  # characters
@@ -62,34 +61,6 @@ class _Answer:
         self.come = False
         self.value: Any = None
         self.late: Failure | None = None
-
-
-class _Silence:
-    """For how long nothing was heard, less the time in which this process itself did not run and could not hear.
-
-    Args:
-        now: the time, in seconds of `time.monotonic`, as all times here.
-    """
-
-    def __init__(self, now: float):
-        self._since = self._round = now
-
-    def end(self, now: float) -> None:
-        """Something has been heard."""
-        self._since = now
-
-    def seconds(self, now: float, planned: float) -> float:
-        """How long it has lasted.
-
-        Args:
-            now: the time at the end of a round of waiting and reading.
-            planned: how many seconds the round was to wait at most. What arrived while it lasted longer may be read
-                in the next round only.
-        """
-        stood_still = max(now - self._round - planned - _LATE, 0.0)
-        self._since = min(self._since + stood_still, now)
-        self._round = now
-        return now - self._since
 
 
 class Member:
@@ -500,7 +471,7 @@ class Member:
     def _serve_with(self, selector: selectors.BaseSelector) -> None:
         interval = min(1.0, self._heartbeat / _BEATS)
         now = time.monotonic()
-        silence = _Silence(now)
+        silence = Silence(now)
         beat, batch, stop = now, now, None
         while True:
             with self._changed:

@@ -7,6 +7,7 @@ fraction of a second it fails on a busy machine. So the strategy of such a test 
 
 import time
 
+from helpers.jobs import until
 from replica_engine.telemetry import watchdog
 
 PATIENT = 25.0  # seconds; less than those after which a warning is logged, which would come too
@@ -34,8 +35,7 @@ def wait_until_time_is_up() -> None:
     """Has the limit `PATIENT` run out, and returns when the run knows it."""
     watches = _watches()
     time_is_nearly_up(0.0)
-    while not all(watch.expired for watch in watches):
-        time.sleep(0.01)
+    until(lambda: all(watch.expired for watch in watches))
 
 
 def _watches() -> list[watchdog.Watch]:

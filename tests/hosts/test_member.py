@@ -11,7 +11,8 @@ from helpers.jobs import EVAL, LONG, TRAIN, job
 
 from replica_engine.errors import ClusterConfigError, WorkersMissingError
 from replica_engine.hosts import wire
-from replica_engine.hosts.member import BATCH, _Silence
+from replica_engine.hosts.clock import Silence
+from replica_engine.hosts.member import BATCH
 
 FOLLOWS = """
 for line in sys.stdin:
@@ -139,7 +140,7 @@ def test_launches_are_few_messages():
 def test_the_time_in_which_a_process_stood_still_is_not_the_silence_of_others():
     """However long it was, and if it had waited for less than a round before."""
     for stood_still in (1.0, 2.0, 2.5, 3.0, 1000.0):
-        silence, now = _Silence(100.0), 100.0
+        silence, now = Silence(100.0), 100.0
         for _ in range(7):  # rounds of a tenth of a second, since it launches something all the time
             now += 0.1
             silence.seconds(now, planned=0.1)

@@ -315,7 +315,7 @@ class Copies:
 
 
 def _stand_in(graph: Any, tensor: tf.Tensor) -> tf.Tensor:
-    """A tensor of `graph` of which as much is known at trace time as of a tensor of another graph."""
+    """A tensor of `graph` with the static shape and the constant value of a tensor of another graph."""
     known = constant(graph, [tensor])
     return placeholder(graph, tensor) if known is None else known
 
