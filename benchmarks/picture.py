@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 import statistics
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ FASTER, SLOWER = "#2a9d8f", "#e76f51"
 
 BAR, HEAD, WIDTH = 0.19, 0.65, 9.5
 """Sizes in inches: the height of a bar, the space around the bars of a group, and the width."""
+
+_COLUMNS = 3  # plots beside each other
 
 LINES = {"MirroredStrategy": FASTER, "TPUStrategy": "#6c8ebf", "tf.distribute": SLOWER}
 """The colour of each contender's line."""
@@ -75,9 +78,14 @@ def draw_growth(report: Report, path: str | pathlib.Path) -> None:
     for row in report.rows:
         if row.at is not None:
             plots.setdefault((row.name, row.axis), []).append(row)
-    count = max(1, len(plots))
-    figure, axes = pyplot.subplots(1, count, figsize=(4 * count, 3.6), layout="constrained", squeeze=False)
-    for axis, ((name, what), rows) in zip(axes[0], plots.items(), strict=False):
+    columns = max(1, min(len(plots), _COLUMNS))
+    lines = max(1, math.ceil(len(plots) / _COLUMNS))
+    figure, axes = pyplot.subplots(
+        lines, columns, figsize=(4 * columns, 3.6 * lines), layout="constrained", squeeze=False
+    )
+    for axis in axes.flat[len(plots) :]:
+        axis.set_axis_off()
+    for axis, ((name, what), rows) in zip(axes.flat, plots.items(), strict=False):
         _lines(axis, rows)
         axis.set(title=name, xlabel=what, ylabel=rows[0].unit, yscale="log")
         if any(row.at == 0 for row in rows):
