@@ -13,6 +13,7 @@ what it controls or what breaks without it:
 - traceback filtering: whether tracebacks show TensorFlow's own frames;
 - variable caching scope: whether reads of variables are cached;
 - Keras' dtype policy, for layers made in a replica;
+- lines of generated code: without the caller's map, an op that fails names a line that AutoGraph generated;
 - context variables: each replica runs in a copy of the caller's `contextvars` context.
 
 A replica's ops do not inherit control dependencies; a merge call takes them along (`context.py`).
@@ -27,12 +28,16 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import pathlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from replica_engine._tf import quick_scopes, thread_state
+from replica_engine._tf.graphs import autograph
 from replica_engine._tf.keras import state as keras_state
 from replica_engine.engine import ReplicaThread
 
@@ -51,6 +56,7 @@ class InheritedState(NamedTuple):
     device_policy: int
     thread_locals: tuple
     keras_settings: dict[str, Any]
+    lines: dict[tuple[str, int], tuple[str, int, str]]
     context: contextvars.Context
 
     @classmethod
@@ -75,6 +81,7 @@ class InheritedState(NamedTuple):
             device_policy=thread_state.device_policy(),
             thread_locals=thread_state.locals_of_thread(),
             keras_settings=keras_state.settings(),
+            lines={} if eager else autograph.source_map(),
             context=contextvars.copy_context(),
         )
 
@@ -105,6 +112,7 @@ class InheritedState(NamedTuple):
         """Enters all of the state: for graph mode, and for state that no thread may keep."""
         with (
             thread_state.enter_locals(self.thread_locals),
+            contextlib.nullcontext() if self.eager else autograph.lines_of_ops(self.lines, _files()),
             keras_state.entered(self.keras_settings),
             thread_state.graph_and_mode(self.init_graph, self.init_eager),
             thread_state.graph_and_mode(self.graph, self.eager, creators),
@@ -159,6 +167,14 @@ class _Stay(NamedTuple):
             self.policy == state.device_policy == thread_state.device_policy()
             and thread_state.device_and_name_scope() == self.device_and_scope
         )
+
+
+@functools.cache
+def _files() -> frozenset[str]:
+    """The files between the start of a replica's thread and the user's function, and around ops that replicas make."""
+    package = pathlib.Path(__file__).parents[1]
+    folders = ("engine", "threads", "_tf")
+    return frozenset([threading.__file__, *(str(file) for name in folders for file in (package / name).rglob("*.py"))])
 
 
 def _name_scope(callers: str, replica: int) -> str:

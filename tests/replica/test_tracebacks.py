@@ -96,3 +96,20 @@ def test_all_frames_are_there_if_asked_for(strategy):
         tf.debugging.enable_traceback_filtering()
     assert any("engine/run.py" in file for file in files_of(caught.value))
     assert any("threads/call.py" in file for file in files_of(caught.value))
+
+
+def test_an_op_that_fails_names_the_users_line_and_no_other(strategy):
+    """The function is defined inside a converted one, so its code is in the generated file of that."""
+
+    @tf.function
+    def step(x):
+        def inverse(x):
+            return tf.linalg.inv(x)  # fails when it runs
+
+        return strategy.run(inverse, args=(x,))
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="not invertible") as caught:
+        step(tf.zeros([2, 2]))
+    lines = [line.strip() for line in str(caught.value).splitlines() if line.lstrip().startswith('File "')]
+    begin = step.python_function.__code__.co_firstlineno
+    assert set(lines) == {f'File "{__file__}", line {begin + 3}, in inverse'}

@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
@@ -39,7 +39,8 @@ from tensorflow.python.eager.polymorphic_function.autograph_util import (
     py_func_from_autograph as _py_func_from_autograph,
 )
 
-# _source_mapper_stacks: for each thread, maps from lines of generated code to the user's lines.
+# _source_mapper_stacks: for each thread, maps from lines of generated code to the user's lines. StackTraceMapper and
+# StackTraceFilter change the lines that are kept of each op.
 from tensorflow.python.util import tf_stack
 
 from replica_engine.errors import add_note
@@ -105,6 +106,41 @@ def source_map() -> dict[tuple[str, int], tuple[str, int, str]]:
     for mapper in tf_stack._source_mapper_stacks.get(threading.get_ident(), ()):
         known.update(mapper.get_effective_source_map())
     return known
+
+
+class _Lines(tf_stack.StackTraceMapper):
+    """Maps generated lines to the user's on this thread too. The maps of functions converted below it add to these."""
+
+    def __init__(self, known: Mapping[tuple[str, int], tuple[str, int, str]]):
+        super().__init__()
+        self._known = known
+
+    def get_effective_source_map(self) -> Mapping[tuple[str, int], tuple[str, int, str]]:
+        return self._known
+
+
+class _Hidden(tf_stack.StackTraceFilter):
+    """Leaves files out of the lines that TensorFlow keeps of each op."""
+
+    def __init__(self, files: frozenset[str]):
+        super().__init__()
+        self._files = files
+
+    def get_filtered_filenames(self) -> frozenset[str]:
+        return self._files
+
+
+@contextlib.contextmanager
+def lines_of_ops(known: Mapping[tuple[str, int], tuple[str, int, str]], hidden: frozenset[str]) -> Iterator[None]:
+    """Inside the block, ops that this thread makes keep the user's lines, which TensorFlow shows if an op fails.
+
+    Args:
+        known: `source_map` of the thread that made the functions: a function that is defined inside a converted one is
+            in its generated file.
+        hidden: files whose lines say nothing to the user.
+    """
+    with _Lines(known), _Hidden(hidden):
+        yield
 
 
 def as_user_raised(error: E, is_internal: Callable[[str], bool]) -> E:
