@@ -40,6 +40,8 @@ from tensorflow.python.saved_model import save_context as _save_context
 
 __all__ = ["ResourceVariable"]
 
+_EMPTY = np.empty(0, np.uint8)
+
 
 def raw_handle(variable: Any) -> tf.Tensor:
     """The handle itself, without the property `handle`."""
@@ -66,6 +68,11 @@ def tensor_on(array: np.ndarray) -> tf.Tensor:
     TensorFlow must have started.
     """
     return tf.__internal__.EagerTensor(array, None, None)
+
+
+def release_arrays() -> None:
+    """Releases the arrays of `tensor_on` whose tensors are gone: TensorFlow does so when it converts any array."""
+    tf.__internal__.EagerTensor(_EMPTY, None, None)
 
 
 def is_initialized(handle: tf.Tensor) -> bool:

@@ -8,7 +8,7 @@ import tensorflow as tf
 from helpers import weights
 
 import replica_engine
-from benchmarks.fresh import in_fresh_process
+from benchmarks.fresh import in_fresh_process, resident
 
 MANY = 1 << 15  # floats: enough for a variable to count as large
 
@@ -177,3 +177,14 @@ def test_one_thread_compiles_while_another_runs_steps(two):
     compiling.join()
     assert results == list(range(8))
     assert all(variable.numpy()[-1] == 1.0 + steps for variable in variables)
+
+
+def test_the_value_of_the_last_variable_is_let_go_of_too(two):
+    """TensorFlow keeps the memory of an array until it converts another one, which may never come."""
+    size = 64 * 2**20
+    two.run(add_one, args=(made(two),))
+    with two.scope():
+        variable = tf.Variable(tf.ones([size // 4]))
+    before = resident()
+    two.run(add_one, args=(variable,))
+    assert resident() - before < 1.5 * size  # a copy on each device, and none on the host

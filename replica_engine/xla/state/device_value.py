@@ -128,6 +128,7 @@ class DeviceValue:
             self._freed = True  # before the write, since an exception may come at any moment: a freed value is restored
             for handle in self.handles:
                 variables.write(handle, np.empty(0, self.dtype.as_numpy_dtype))
+            variables.release_arrays()  # or the memory of the last variable would stay until the next conversion
             if self._looked_at and self._array is not None:  # a signal handler has just read it
                 self._host_stale = True
 
