@@ -39,9 +39,12 @@ from tensorflow.python.eager.polymorphic_function.autograph_util import (
     py_func_from_autograph as _py_func_from_autograph,
 )
 
-# _source_mapper_stacks: for each thread, maps from lines of generated code to the user's lines. StackTraceMapper and
-# StackTraceFilter change the lines that are kept of each op.
+# _source_mapper_stacks: for each thread, maps from lines of generated code to the user's lines.
 from tensorflow.python.util import tf_stack
+
+# StackTraceFilter, StackTraceMapper: change the lines that are kept of each op.
+from tensorflow.python.util.tf_stack import StackTraceFilter as _StackTraceFilter
+from tensorflow.python.util.tf_stack import StackTraceMapper as _StackTraceMapper
 
 from replica_engine.errors import add_note
 
@@ -108,7 +111,7 @@ def source_map() -> dict[tuple[str, int], tuple[str, int, str]]:
     return known
 
 
-class _Lines(tf_stack.StackTraceMapper):
+class _Lines(_StackTraceMapper):
     """Maps generated lines to the user's on this thread too. The maps of functions converted below it add to these."""
 
     def __init__(self, known: Mapping[tuple[str, int], tuple[str, int, str]]):
@@ -119,7 +122,7 @@ class _Lines(tf_stack.StackTraceMapper):
         return self._known
 
 
-class _Hidden(tf_stack.StackTraceFilter):
+class _Hidden(_StackTraceFilter):
     """Leaves files out of the lines that TensorFlow keeps of each op."""
 
     def __init__(self, files: frozenset[str]):
