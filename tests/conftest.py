@@ -22,6 +22,8 @@ from helpers import fork_server
 from helpers.versions import HAS_XLA, TENSORFLOW
 
 import replica_engine
+from replica_engine.hosts.addresses import held_address
+from replica_engine.hosts.cluster import split_address
 from replica_engine.testing import no_leaked_threads
 
 if TYPE_CHECKING:
@@ -256,6 +258,24 @@ def programs():
     made = fork_server.Programs(os.environ[fork_server.ADDRESS])
     made.run("")  # the first one waits until TensorFlow is imported, which must not count for the limits of a job
     return made
+
+
+@pytest.fixture
+def unused_ports():
+    """Makes a list of ports that nobody listens at.
+
+    They are held until the end of the test: nobody who asks for any port gets one of them, but a server that asks for
+    it by its number does.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def ports(count: int) -> list[int]:
+            held = [held_address("127.0.0.1:1") for _ in range(count)]
+            for _, each in held:
+                stack.enter_context(each)
+            return [split_address(address)[1] for address, _ in held]
+
+        yield ports
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import threading
 
 import pytest
 import tensorflow as tf
-from helpers import ports
 
 import replica_engine
 from replica_engine.strategies import ReplicaOptions
@@ -66,8 +65,8 @@ class TestBfloat16AllReduce:
         assert len((EXAMPLES / "bfloat16_all_reduce.py").read_text().splitlines()) < 60
 
 
-def test_multi_worker_strategy_in_two_processes(programs):
-    unused = ports.unused(2)
+def test_multi_worker_strategy_in_two_processes(programs, unused_ports):
+    unused = unused_ports(2)
     workers = [programs.start(EXAMPLES / "multi_worker.py", task, *unused) for task in range(2)]
     try:
         outputs = [worker.communicate(timeout=90) for worker in workers]
