@@ -6,17 +6,38 @@ of a few known errors, the frames of its traceback show the object of the user t
 
 from __future__ import annotations
 
+import os
+import traceback
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf import distribute
+from replica_engine._tf.graphs import autograph
 from replica_engine.diagnostics.op_lines import here
-from replica_engine.errors import NoValueError, ScopeError, add_note
+from replica_engine.diagnostics.user_frames import is_internal
+from replica_engine.errors import ASKS, NoValueError, ReplicaValueError, ScopeError, add_note, note_no_value
 
 _MIXED = ("Mixing different tf.distribute.Strategy", "Need to be inside")
+_NO_REDUCTION = " is not a valid ReduceOp"
 _COLOCATED = "`colocate_vars_with` must only be passed a variable created in this"
+_SYMBOLIC = "symbolic"
+_NUMPY = os.path.dirname(np.__file__) + os.sep
+_ASKING = (
+    ("Cannot convert a symbolic tf.Tensor", "numpy"),
+    ("float() argument must be", "float(x)"),
+    ("int() argument must be", "int(x)"),
+    ("as a Python `bool`", "if x"),
+    ("Iterating over a symbolic", "for each in x"),
+    ("interpreted as an integer", "range(x)"),
+    ("no attribute 'item'", "x.item()"),
+    ("no attribute 'tolist'", "x.tolist()"),
+    ("must be real number", "'%f' % x"),
+    ("__format__", "f'{x:.2f}'"),
+)
+"""Words of errors about symbolic tensors, and the code that asks for a value."""
 _IN_REPLICA = "Method requires being in cross-replica context"
 
 
@@ -24,6 +45,7 @@ def explained(error: Exception) -> Exception:
     """The error of the library that says what a known error of TensorFlow means; otherwise the error itself."""
     better = _meaning(error)
     if better is None:
+        _note_no_value(error)
         return error
     for note in getattr(error, "__notes__", ()):
         add_note(better, note)
@@ -50,11 +72,34 @@ def _meaning(error: Exception) -> Exception | None:
     if type(error) not in (RuntimeError, ValueError):
         return None
     text = str(error)
+    if type(error) is ValueError and text.endswith(_NO_REDUCTION):
+        return ReplicaValueError.bad_reduction(text.removesuffix(_NO_REDUCTION).strip("'"))
     if text.startswith(_MIXED if type(error) is RuntimeError else _COLOCATED):
         return _foreign(error)
     if type(error) is RuntimeError and text.startswith(_IN_REPLICA) and _is_in_replica():
         return ScopeError.in_replica("run", here())
     return None
+
+
+def _note_no_value(error: Exception) -> None:
+    """Adds to an error about a tensor that has no value yet: what asked for the value, where, and what to write."""
+    if not isinstance(error, (AttributeError, NotImplementedError, TypeError)):
+        return
+    text = str(error)
+    if _SYMBOLIC not in text.lower() or any(ASKS in str(note) for note in getattr(error, "__notes__", ())):
+        return  # another error, or an inner `run` has added the note
+    asked = next((asked for words, asked in _ASKING if words in text), "")
+    place = ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        line = autograph.written_at(code.co_filename, number)
+        if code.co_filename.startswith(_NUMPY):
+            if asked == "numpy":  # the function that the user called
+                asked = f"np.{code.co_name}(x)"
+        elif line or not (is_internal(code.co_filename) or autograph.is_generated(code.co_filename)):
+            place = line or f"{code.co_filename}:{number} in {code.co_name}"
+    if asked:
+        note_no_value(error, asked, place)
 
 
 def _foreign(error: Exception) -> ScopeError | None:

@@ -13,7 +13,8 @@ from typing import TypeVar
 import tensorflow as tf
 
 from replica_engine._tf.graphs import autograph
-from replica_engine.diagnostics.user_frames import is_internal
+from replica_engine.diagnostics.graph_errors import name_lines, shorten_text
+from replica_engine.diagnostics.user_frames import is_internal, is_plumbing
 
 E = TypeVar("E", bound=BaseException)
 
@@ -34,6 +35,8 @@ def shortened(error: E, is_hidden: Callable[[str], bool] = is_internal) -> E:
     """
     if not tf.debugging.is_traceback_filtering_enabled():
         return error
+    if isinstance(error, tf.errors.OpError):
+        shorten_text(error, is_hidden)
     frames = []
     frame = error.__traceback__
     in_note = autograph.has_users_lines(error)
@@ -46,3 +49,13 @@ def shortened(error: E, is_hidden: Callable[[str], bool] = is_internal) -> E:
     for each in reversed(frames):
         traceback = TracebackType(traceback, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return error.with_traceback(traceback)  # this also works for exceptions that take no attributes
+
+
+def shortened_of_graph(error: E, fn: object) -> E:
+    """Like `shortened`, for what the call of a `tf.function` raised; it names the user's lines of the ops that failed.
+
+    TensorFlow's own filter has removed its frames, and left in what this library puts around its functions.
+    """
+    if tf.debugging.is_traceback_filtering_enabled() and isinstance(error, tf.errors.OpError):
+        name_lines(error, fn)
+    return shortened(error, is_plumbing)

@@ -9,7 +9,7 @@
 - `inputs`: calls of replicated functions with unusable arguments, or from the wrong place.
 - `programs`: bodies that XLA cannot compile, and programs that fail or do not end.
 - `host_calls`: host calls of compiled bodies.
-- `values`: values that cannot be passed to replicas, reduced or joined.
+- `values`: values that cannot be passed to replicas, reduced or joined, and tensors that have no value yet.
 - `models`: Keras models, their batches and optimizers.
 - `parity`: results that differ between one device and N replicas.
 - `contrib`: TensorFlow's contrib API of 2018.
@@ -85,7 +85,6 @@ from replica_engine.errors.programs import (
     GraphModeError,
     LostVariableError,
     LoweringError,
-    NoValueError,
     ProgramError,
     StuckProgramError,
     VariableCreationError,
@@ -134,7 +133,10 @@ from replica_engine.errors.timeouts import (
     slow_trace,
 )
 from replica_engine.errors.values import (
+    ASKS,
+    NoValueError,
     ReplicaValueError,
+    note_no_value,
 )
 from replica_engine.errors.versions import (
     TensorFlowVersionError,
@@ -142,6 +144,7 @@ from replica_engine.errors.versions import (
 )
 
 __all__ = [
+    "ASKS",
     "BackendMissingError",
     "BatchError",
     "CaptureError",
@@ -160,6 +163,7 @@ __all__ = [
     "MergeCallGraphError",
     "MergeCallMismatchError",
     "NestedHostCallError",
+    "NoValueError",
     "NoValueError",
     "NotInBodyError",
     "NotInReplicaError",
@@ -201,6 +205,7 @@ __all__ = [
     "note_failure",
     "note_host_failure",
     "note_kept_steps",
+    "note_no_value",
     "note_merge_failure",
     "note_sparse_inputs",
     "note_stuck",

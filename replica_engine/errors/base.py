@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import operator
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec
 
 P = ParamSpec("P")
@@ -101,6 +102,27 @@ def positive_int(value: object) -> int | None:
     except Exception:  # not only TypeError: TensorFlow's tensors raise exceptions of TensorFlow's own types
         return None
     return number if number > 0 else None
+
+
+_OTHER_WORDS = {"AVG": "MEAN", "AVERAGE": "MEAN", "ADD": "SUM", "TOTAL": "SUM", "MAXIMUM": "MAX", "MINIMUM": "MIN"}
+
+
+def meant_reduction(given: object, known: Sequence[str], stacked: str) -> str:
+    """What to write instead of an unknown reduction, as a sentence; "" if nothing is near.
+
+    Args:
+        given: the reduction that the user asked for.
+        known: the names of the reductions that are possible.
+        stacked: an expression for the values of all replicas in one tensor, of which an extreme can be taken.
+    """
+    asked = str(getattr(given, "value", given)).upper()
+    asked = _OTHER_WORDS.get(asked, asked)
+    near = difflib.get_close_matches(asked, known, n=1)
+    if near:
+        return f' Write "{near[0]}".'
+    if asked in ("MAX", "MIN"):
+        return f" Write tf.reduce_{asked.lower()}({stacked}, axis=0)."
+    return ""
 
 
 def brief(value: object) -> str:

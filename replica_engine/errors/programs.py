@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from replica_engine.errors.base import ReplicaEngineError, add_note, at, shown, with_more
+from replica_engine.errors.base import ReplicaEngineError, add_note, at, meant_reduction, shown, with_more
 
 WRITTEN_BEYOND_ITS_SIZE = (
     "A tf.TensorArray with dynamic_size=True was written beyond its size, and arrays of a compiled program do not "
@@ -22,6 +22,7 @@ class CollectiveError(ReplicaEngineError, ValueError):
         """The reduction is unknown."""
         return cls(
             f"Values of replicas cannot be reduced with {shown(op)}. The reduction must be one of {', '.join(known)}."
+            f"{meant_reduction(op, known, 'context.all_gather(x[tf.newaxis], axis=0)')}"
         )
 
     @classmethod
@@ -448,31 +449,20 @@ class StuckProgramError(ReplicaEngineError, RuntimeError):
     """A compiled program that was interrupted has not ended, so no other program can run on its devices."""
 
     PATIENCE = 10.0
-    """Seconds that the next run waits for the interrupted program to end."""
+    """Seconds that the next run waits for the interrupted program to end. A program with long steps may set more."""
 
     @classmethod
     def given_up(cls, name: str, replicas: int) -> StuckProgramError:
         """A run was given up, but its program still runs."""
         return cls(
             f"The compiled program of `{name}` on {replicas} replicas was given up earlier (Ctrl-C, or timeout=) and "
-            f"has not ended within another {cls.PATIENCE:g} s, so nothing else can run on its devices. Perhaps a host "
-            "call in it does not return, or its replicas wait for each other: every replica must reach the same "
-            "cross-replica operations, so a branch on the replica id must not contain one. Make a new strategy, and "
-            "load the variables from a checkpoint."
-        )
-
-
-class NoValueError(ReplicaEngineError, AttributeError):
-    """A tensor of a traced function was asked for its value."""
-
-    @classmethod
-    def numpy(cls) -> NoValueError:
-        """A traced function calls `x.numpy()`."""
-        return cls(
-            "numpy() was called on a tensor x of a function that is traced: of a tf.function, or of a function that "
-            "TPUStrategy runs. While it is traced, x has no value yet. Compute with TensorFlow's ops, or return x and "
-            "read it after the run. To see it while the function runs: tf.print(x), or "
-            "tf.py_function(fn, [x], x.dtype)."
+            f"has not ended within another {cls.PATIENCE:g} s, so nothing else can run on its devices. If the program "
+            "is only long, let it end: raise the limit of the strategy, TPUStrategy(timeout=...), which is in seconds, "
+            "or leave it out; after Ctrl-C, let the next run wait longer: "
+            "replica_engine.errors.StuckProgramError.PATIENCE = 600. If it never ends, perhaps a host call in it does "
+            "not return, or its replicas wait for each other: every replica must reach the same cross-replica "
+            "operations, so a branch on the replica id must not contain one. Then make a new strategy, and load the "
+            "variables from a checkpoint."
         )
 
 

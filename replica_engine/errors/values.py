@@ -1,10 +1,10 @@
-"""Values that cannot be passed to replicas, reduced or joined."""
+"""Values that cannot be passed to replicas, reduced or joined, and tensors that have no value yet."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replica_engine.errors.base import ReplicaEngineError, brief
+from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief, meant_reduction
 
 
 class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
@@ -59,7 +59,10 @@ class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
     @classmethod
     def bad_reduction(cls, given: object) -> ReplicaValueError:
         """The reduction is unknown."""
-        return cls(f'Values are reduced with "SUM" or "MEAN", or a tf.distribute.ReduceOp; got {brief(given)}.')
+        return cls(
+            f'Values are reduced with "SUM" or "MEAN", or a tf.distribute.ReduceOp; got {brief(given)}.'
+            f"{meant_reduction(given, ('SUM', 'MEAN'), 'strategy.experimental_local_results(values)')}"
+        )
 
     @classmethod
     def bad_axis(cls, given: object) -> ReplicaValueError:
@@ -135,3 +138,75 @@ class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
             f"A result of a part of the batch is {dtype}, and only floating numbers are averaged. Cast it, "
             'tf.cast(x, tf.float32), or add the results up: accumulate(..., reduction="sum").'
         )
+
+
+class NoValueError(ReplicaEngineError, AttributeError):
+    """A tensor of a traced function was asked for its value."""
+
+    @classmethod
+    def numpy(cls) -> NoValueError:
+        """A traced function calls `x.numpy()`."""
+        return cls(
+            "numpy() was called on a tensor x of a function that is traced: of a tf.function, or of a function that "
+            "TPUStrategy runs. While it is traced, x has no value yet. Compute with TensorFlow's ops, or return x and "
+            "read it after the run. To see it while the function runs: tf.print(x), or "
+            "tf.py_function(fn, [x], x.dtype)."
+        )
+
+
+ASKS = " asks for the value of a tensor"
+"""What each note of `note_no_value` contains."""
+
+_TENSORFLOWS = {
+    "sum": "tf.reduce_sum(x)",
+    "mean": "tf.reduce_mean(x)",
+    "max": "tf.reduce_max(x)",
+    "min": "tf.reduce_min(x)",
+    "prod": "tf.reduce_prod(x)",
+    "std": "tf.math.reduce_std(x)",
+    "var": "tf.math.reduce_variance(x)",
+    "argmax": "tf.argmax(x)",
+    "argmin": "tf.argmin(x)",
+    "concatenate": "tf.concat(...)",
+    "stack": "tf.stack(...)",
+    "reshape": "tf.reshape(x, shape)",
+    "transpose": "tf.transpose(x)",
+    "argsort": "tf.argsort(x)",
+    "sort": "tf.sort(x)",
+}
+_PRINTED = "Write tf.print(x), which shows the value when the function runs."
+_RETURNED = "Return x from the function, and read it after the run."
+_INSTEAD = {
+    "numpy": "Write TensorFlow's function of that name: tf.exp(x) for np.exp(x).",
+    "float(x)": "Write tf.cast(x, tf.float32).",
+    "int(x)": "Write tf.cast(x, tf.int32).",
+    "if x": "Write tf.where(x > 0, a, b), or tf.cond. AutoGraph turns `if` and `while` into ops where it is on: not with "
+    "autograph=False, and not in a function whose source it cannot read, such as one of two lambdas on a line.",
+    "for each in x": "Write tf.unstack(x), or tf.map_fn(fn, x).",
+    "range(x)": "Write tf.range(x).",
+    "x.item()": _RETURNED,
+    "x.tolist()": _RETURNED,
+    "'%f' % x": _PRINTED,
+    "f'{x:.2f}'": _PRINTED,
+}
+
+
+def note_no_value(error: BaseException, asked: str, where: str) -> None:
+    """Adds a note to an exception about the value of a traced tensor: what asked for it, and what to write instead."""
+    instead = _INSTEAD.get(asked)
+    host = ""
+    name = asked.removeprefix("np.").removesuffix("(x)")
+    if instead is None:
+        instead = f"Write {_TENSORFLOWS[name]}." if name in _TENSORFLOWS else _INSTEAD["numpy"]
+    if asked == "numpy" or asked.startswith("np."):
+        host = (
+            " Code that needs NumPy can run on the host, while the function runs: "
+            "replica_engine.xla.outside_compilation(fn, x) under TPUStrategy, and elsewhere "
+            "tf.py_function(fn, [x], x.dtype)."
+        )
+    asker = "A NumPy function" if asked == "numpy" else f"`{asked}`"
+    add_note(
+        error,
+        f"{asker}{ASKS}{at(where)}. The function is traced, by tf.function or "
+        f"by TPUStrategy: while it is traced, a tensor has no value yet. {instead}{host}",
+    )

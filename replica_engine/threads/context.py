@@ -14,7 +14,7 @@ from replica_engine._tf.graphs import autograph, control_flow
 from replica_engine.diagnostics.flight_record import brought
 from replica_engine.diagnostics.user_frames import identity, sync_point, user_location
 from replica_engine.engine import Replica, SyncPoint, current_replica
-from replica_engine.errors import MergeCallGraphError, NotInReplicaError
+from replica_engine.errors import CollectiveError, MergeCallGraphError, NotInReplicaError
 from replica_engine.threads.gradients import differentiable
 from replica_engine.threads.inherited_state import InheritedState
 from replica_engine.threads.joint.attempt import Attempts
@@ -23,6 +23,7 @@ from replica_engine.threads.joint.operator import Part, note_constants
 from replica_engine.threads.random_numbers import Seeds
 from replica_engine.values.structure import as_tensor
 
+_OPERATIONS = dict(tf.distribute.ReduceOp.__members__)
 _DEFAULT_OPTIONS = tf.distribute.experimental.CommunicationOptions()
 
 
@@ -312,13 +313,19 @@ class ReplicaContext(tf.distribute.ReplicaContext):
 
         Returns:
             The reduced value, in the structure of `value`.
+
+        Raises:
+            CollectiveError: `reduce_op` is not a reduction.
         """
-        with _detailed(self, "all_reduce", str(getattr(reduce_op, "value", reduce_op)).upper()):
+        name = str(getattr(reduce_op, "value", reduce_op)).upper()
+        operation = _OPERATIONS.get(name)
+        if operation is None:
+            raise CollectiveError.unknown_reduction(reduce_op, list(_OPERATIONS))
+        with _detailed(self, "all_reduce", name):
             own = self._own(value) if isinstance(value, tf.Tensor) else tf.nest.map_structure(self._own, value)
             tensors = [own] if isinstance(own, tf.Tensor) else tf.nest.flatten(own)
             if not tensors or not distribute.uses_merge_call(self._strategy):
-                return super().all_reduce(reduce_op, own, options)
-            operation = tf.distribute.ReduceOp(reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
+                return super().all_reduce(operation, own, options)
             if self._needs_gradient(tensors):
                 reduced = self._merged_with_gradient(operation, tensors, options)
             else:

@@ -83,7 +83,7 @@ def all_reduce(x: Any, op: Any = "SUM", groups: Groups | None = None) -> tf.Tens
     tensor = _operand("all_reduce", x)
     name = str(getattr(op, "value", op)).upper()
     if name not in _REDUCTIONS:
-        raise CollectiveError.unknown_reduction(name, sorted(_REDUCTIONS))
+        raise CollectiveError.unknown_reduction(op, sorted(_REDUCTIONS))
     if tensor.dtype == tf.bool or (tensor.dtype.is_complex and name in _EXTREMES):
         raise CollectiveError.wrong_dtype(name, tensor.dtype.name)
     return _REDUCTIONS[name](tensor, rows)

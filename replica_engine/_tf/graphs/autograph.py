@@ -103,6 +103,18 @@ def original_location(filename: str, lineno: int, function: str, threads: tuple[
     return filename, lineno, function
 
 
+def written(filename: str, number: int) -> str:
+    """The user's line for a line of generated code, as in a traceback; "" if there is none."""
+    line = _written(filename, number) if is_generated(filename) else None
+    return "" if line is None else str(line)[2:].replace("\n  ", "\n")
+
+
+def written_at(filename: str, number: int) -> str:
+    """The place of the user's line for a line of generated code, "train.py:12 in step"; "" if there is none."""
+    line = _written(filename, number) if is_generated(filename) else None
+    return "" if line is None else f"{line.file}:{line.number} in {line.function}"
+
+
 def source_map() -> dict[tuple[str, int], tuple[str, int, str]]:
     """Maps each generated line of the converted functions around this call to the user's file, line and function."""
     known: dict[tuple[str, int], tuple[str, int, str]] = {}

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import tensorflow as tf
+
 # XLA_COMPILE: the attribute that stands for jit_compile=True.
 from tensorflow.python.eager.polymorphic_function.attributes import XLA_COMPILE as _XLA_COMPILE
 
@@ -42,6 +44,16 @@ def clone_for_any(fn: Any, python_function: Callable) -> Any:
         experimental_attributes=fn._attributes,
         experimental_autograph_options=fn._experimental_autograph_options,
     )
+
+
+def graphs_of(fn: Any) -> list[tuple[str, Any]]:
+    """The name and the graph of each trace of a tf.function."""
+    return [(tf.compat.as_text(each.name), each.graph) for each in fn._list_all_concrete_functions()]
+
+
+def set_message(error: Any, text: str) -> None:
+    """Replaces the text of an error of TensorFlow's runtime, whose other properties stay."""
+    error._message = text
 
 
 def is_compiled(fn: Any) -> bool:

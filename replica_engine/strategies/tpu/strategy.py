@@ -479,7 +479,9 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
         try:
             return self.extended.run_steps(fn, iterator, settings)
         except Exception as error:
-            raise shortened(error)
+            raise shortened(explained(error))
+        except KeyboardInterrupt as interrupt:
+            raise shortened(interrupt)
 
     def sync_points(self) -> list[SyncPointRecord]:
         """The last sync points of each replica: the collectives of the last launches in order, up to 100.

@@ -13,8 +13,8 @@ import tensorflow as tf
 from replica_engine._tf import batches
 from replica_engine._tf.graphs import control_flow, function
 from replica_engine.diagnostics.suspicions import note_addition, note_write
-from replica_engine.diagnostics.tracebacks import shortened
-from replica_engine.diagnostics.user_frames import identity, is_plumbing, user_location
+from replica_engine.diagnostics.tracebacks import shortened_of_graph
+from replica_engine.diagnostics.user_frames import identity, user_location
 from replica_engine.engine import current_replica
 from replica_engine.errors import MergeCallGraphError
 from replica_engine.threads.context import ReplicaContext
@@ -167,10 +167,8 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
     if context is None:
         try:
             return original(self, *args, **kwargs)
-        except Exception as error:
-            raise shortened(
-                error, is_plumbing
-            )  # TensorFlow's filter leaves in what this library puts around its functions
+        except (Exception, KeyboardInterrupt) as error:
+            raise shortened_of_graph(error, self)
     if control_flow.runs_eagerly(self):
         return original(self, *args, **kwargs)
 

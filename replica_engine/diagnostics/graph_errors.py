@@ -1,0 +1,115 @@
+"""Shortens the text of an error that a graph raised while it ran, and names the user's line of each op that failed.
+
+TensorFlow puts whole tracebacks into the text: where the op was made, and where the Python code of a `tf.py_function`
+failed. `tracebacks.shortened` cuts the traceback of the exception; this module cuts the tracebacks in its text. What
+stays is the message, and the frames of the user's files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._tf.graphs import autograph, function, host_ops
+from replica_engine.diagnostics.op_lines import user_line
+
+_FRAME = re.compile(r'\s*File "(.+)", line (\d+), in ')
+_DETECTED = re.compile(r"Detected at node (\S+) defined at ")
+_NODE = re.compile(r"\{\{node ([^}]+)\}\}")
+_FUNCTION = re.compile(r"\{\{function_node [^}]*\}\} ?")  # names that TensorFlow makes up; its own text drops most
+_MODULE = re.compile(r"^(?:\w+\.)+(?=\w+(?:Error|Exception)\b)")
+_ROOT = re.compile(r"^\(\d+\) [A-Z_]+: *")  # one of several errors
+_UNKNOWN = "<stack traces unavailable>"
+_HEADS = (
+    "Traceback (most recent call last):",
+    "The above exception was the direct cause of the following exception:",
+    "During handling of the above exception, another exception occurred:",
+)
+
+
+def shorten_text(error: tf.errors.OpError, is_hidden: Callable[[str], bool]) -> None:
+    """Removes the frames of hidden files from the text of an error, and what the frames repeat.
+
+    Args:
+        error: an error of TensorFlow's runtime.
+        is_hidden: whether the frames of a file are left out.
+    """
+    text = error.message
+    if '  File "' in text or _UNKNOWN in text:
+        function.set_message(error, "\n".join(_kept(_FUNCTION.sub("", text).split("\n"), is_hidden)))
+
+
+def name_lines(error: tf.errors.OpError, fn: Any) -> None:
+    """Adds the user's lines to the text of an error, for ops without a stack trace.
+
+    TensorFlow looks an op up in the innermost function that the text names. If several replicas fail, the function
+    named last is the outermost one, which does not have the ops of branches and loops. It looks up no op of a lambda.
+
+    Args:
+        error: an error of TensorFlow's runtime.
+        fn: the `tf.function` that raised it.
+    """
+    text = error.message
+    nodes = [each for each in dict.fromkeys(_NODE.findall(text)) if f"Detected at node {each} " not in text]
+    if not nodes and _UNKNOWN not in text:
+        return
+    graphs = [graph for name, graph in function.graphs_of(fn) if f"[Op:{name}]" in text]
+
+    def place(node: str) -> str:
+        lines = {user_line(op) for graph in graphs for op in _ops_named(graph, node)} - {""}
+        return f"Detected at node {node}, at {lines.pop()}" if len(lines) == 1 else ""  # two: it is not known which
+
+    def known(detected: re.Match[str]) -> str:
+        return place(detected[1]) or detected[0]
+
+    text = re.sub(rf"Detected at node (\S+) defined at .*\n{_UNKNOWN}", known, text)
+    found = [line for line in map(place, nodes) if line]
+    function.set_message(error, "\n".join([*found, text]))
+
+
+def _ops_named(graph: Any, name: str) -> Iterator[tf.Operation]:
+    """The ops of this name in a graph, and in the functions that its ops run."""
+    for op in graph.get_operations():
+        if op.name == name:
+            yield op
+        for inner in host_ops.functions_of(op):
+            yield from _ops_named(inner, name)
+
+
+def _kept(lines: list[str], is_hidden: Callable[[str], bool]) -> Iterator[str]:
+    """The lines of a text without hidden frames, headings of tracebacks, and what a traceback repeats at its end."""
+    seen: set[str] = set()
+    frame: bool | None = None  # whether the frame that these lines belong to is kept; None outside frames
+    again = False  # whether these frames were shown before: two replicas fail in one op
+    quoted = False  # whether a traceback has begun
+    detected = ""  # the heading of the frames that follow, until one of them is kept
+    for line in lines:
+        found = _FRAME.match(line)
+        if found is not None:
+            written = autograph.written(found[1], int(found[2]))
+            frame = bool(written) or not (is_hidden(found[1]) or autograph.is_generated(found[1]))
+            frame = frame and not again
+            if frame and detected:
+                yield detected
+            if frame:
+                yield written or line
+                detected = ""
+            frame = frame and not written  # the source of generated code follows
+        elif frame is not None and (not line.strip() or line.startswith("    ")):
+            if frame and line.strip(" \t^~"):
+                yield line
+        elif line in _HEADS:
+            frame, quoted = None, True
+        elif line.startswith("Detected at node ") and _DETECTED.match(line):
+            frame, detected, again = None, line, line in seen
+            seen.add(line)
+        elif line != _UNKNOWN:
+            frame, detected, again = None, "", False
+            root = _ROOT.match(line.strip())
+            plain = _MODULE.sub("", _ROOT.sub("", line.strip()))
+            if root or not quoted or (plain and plain not in seen):
+                yield line
+            seen.add(plain)
