@@ -15,13 +15,15 @@ import tensorflow as tf
 
 from replica_engine._tf.graphs import autograph, function, host_ops
 from replica_engine.diagnostics.op_lines import user_line
+from replica_engine.diagnostics.user_frames import OURS
 
-_FRAME = re.compile(r'\s*File "(.+)", line (\d+), in ')
+_FRAME = re.compile(r'\s*File "(.+)", line (\d+), in (.*)')
 _DETECTED = re.compile(r"Detected at node (\S+) defined at ")
 _NODE = re.compile(r"\{\{node ([^}]+)\}\}")
 _FUNCTION = re.compile(r"\{\{function_node [^}]*\}\} ?")  # names that TensorFlow makes up; its own text drops most
 _MODULE = re.compile(r"^(?:\w+\.)+(?=\w+(?:Error|Exception)\b)")
 _ROOT = re.compile(r"^\(\d+\) [A-Z_]+: *")  # one of several errors
+_CALL = "_call"  # the hook around the call of a tf.function
 _UNKNOWN = "<stack traces unavailable>"
 _HEADS = (
     "Traceback (most recent call last):",
@@ -79,37 +81,48 @@ def _ops_named(graph: Any, name: str) -> Iterator[tf.Operation]:
             yield from _ops_named(inner, name)
 
 
-def _kept(lines: list[str], is_hidden: Callable[[str], bool]) -> Iterator[str]:
+def _kept(lines: list[str], is_hidden: Callable[[str], bool]) -> list[str]:
     """The lines of a text without hidden frames, headings of tracebacks, and what a traceback repeats at its end."""
+    kept: list[str] = []
     seen: set[str] = set()
     frame: bool | None = None  # whether the frame that these lines belong to is kept; None outside frames
-    again = False  # whether these frames were shown before: two replicas fail in one op
     quoted = False  # whether a traceback has begun
-    detected = ""  # the heading of the frames that follow, until one of them is kept
+    outside = False  # whether these frames are outside the tf.function so far
+    detected: int | None = None  # where the heading stands whose frames made an op; None outside these frames
     for line in lines:
         found = _FRAME.match(line)
         if found is not None:
-            written = autograph.written(found[1], int(found[2]))
-            frame = bool(written) or not (is_hidden(found[1]) or autograph.is_generated(found[1]))
-            frame = frame and not again
-            if frame and detected:
-                yield detected
+            file, number, name = found.groups()
+            written = autograph.written(file, int(number))
+            frame = bool(written) or not (is_hidden(file) or autograph.is_generated(file))
             if frame:
-                yield written or line
-                detected = ""
+                kept.append(written or line)
+            elif detected is not None and outside and name == _CALL and file.startswith(OURS):
+                del kept[detected + 1 :]  # what called the tf.function: the traceback of the exception shows it
+                outside = False
             frame = frame and not written  # the source of generated code follows
-        elif frame is not None and (not line.strip() or line.startswith("    ")):
+            continue
+        if frame is not None and (not line.strip() or line.startswith("    ")):
             if frame and line.strip(" \t^~"):
-                yield line
+                kept.append(line)
+            continue
+        if line == _UNKNOWN:
+            continue
+        if detected is not None:  # its frames end here
+            block = "\n".join(kept[detected:])
+            if len(kept) == detected + 1 or block in seen:  # two replicas may fail in one op
+                del kept[detected:]
+            seen.add(block)
+        frame, detected = None, None
+        if _DETECTED.match(line):
+            detected, outside = len(kept), True
+            kept.append(line)
         elif line in _HEADS:
-            frame, quoted = None, True
-        elif line.startswith("Detected at node ") and _DETECTED.match(line):
-            frame, detected, again = None, line, line in seen
-            seen.add(line)
-        elif line != _UNKNOWN:
-            frame, detected, again = None, "", False
+            quoted = True
+        else:
             root = _ROOT.match(line.strip())
             plain = _MODULE.sub("", _ROOT.sub("", line.strip()))
             if root or not quoted or (plain and plain not in seen):
-                yield line
+                kept.append(line)
             seen.add(plain)
+    return kept

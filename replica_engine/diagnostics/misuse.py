@@ -18,7 +18,7 @@ from replica_engine._tf import distribute
 from replica_engine._tf.graphs import autograph
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.diagnostics.user_frames import is_internal
-from replica_engine.errors import ASKS, NoValueError, ReplicaValueError, ScopeError, add_note, note_no_value
+from replica_engine.errors import NoValueError, ReplicaValueError, ScopeError, add_note, note_no_value
 
 _MIXED = ("Mixing different tf.distribute.Strategy", "Need to be inside")
 _NO_REDUCTION = " is not a valid ReduceOp"
@@ -86,8 +86,8 @@ def _note_no_value(error: Exception) -> None:
     if not isinstance(error, (AttributeError, NotImplementedError, TypeError)):
         return
     text = str(error)
-    if _SYMBOLIC not in text.lower() or any(ASKS in str(note) for note in getattr(error, "__notes__", ())):
-        return  # another error, or an inner `run` has added the note
+    if _SYMBOLIC not in text.lower():
+        return
     asked = next((asked for words, asked in _ASKING if words in text), "")
     place = ""
     for frame, number in traceback.walk_tb(error.__traceback__):

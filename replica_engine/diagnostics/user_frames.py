@@ -24,19 +24,21 @@ from replica_engine.telemetry import stacks
 # (`process.interrupts`).
 _PLUMBING = ("tensorflow", "keras", "tf_keras", "tensorboard", "absl", "jax", "jaxlib", "optree", "tree", "wrapt")
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+"""The folder of this library."""
+
 FOLDERS = tuple(
-    os.path.join(_OURS, name, "")
+    os.path.join(OURS, name, "")
     for name in ("_tf", "diagnostics", "engine", "hosts", "keras", "pjrt", "strategies", "threads", "values", "xla")
 )
 """The folders of this library whose frames no user needs."""
 
-_DEMO = os.path.join(_OURS, "demo") + os.sep  # a program to read and to copy, so it counts as the user's
+_DEMO = os.path.join(OURS, "demo") + os.sep  # a program to read and to copy, so it counts as the user's
 _STANDARD_LIBRARY = os.path.dirname(functools.__file__) + os.sep
 # Frames between the user's line and the function that it calls.
 WRAPPERS = frozenset(("error_handler", "wrapper", "converted_call", "_call_unconverted", "op_dispatch_handler"))
 # Functions that stand around TensorFlow's own; a sync point is named after TensorFlow's.
-_HOOKS = (os.path.join(_OURS, "_tf", "graphs", "control_flow.py"), os.path.join(_OURS, "threads", "joint", ""))
+_HOOKS = (os.path.join(OURS, "_tf", "graphs", "control_flow.py"), os.path.join(OURS, "threads", "joint", ""))
 _CONVERTED = "outer_factory.inner_factory.tf__"  # the prefix of functions that AutoGraph converted
 _SITE_PACKAGES = os.sep + "site-packages" + os.sep
 
@@ -129,7 +131,7 @@ def is_users(frame: FrameType, threads: tuple[int, ...]) -> bool:
 @functools.lru_cache(maxsize=4096)
 def is_internal(filename: str) -> bool:
     """Whether a file belongs to Python, to this package, to TensorFlow, to Keras or to a package that these call."""
-    if filename.startswith(_OURS):
+    if filename.startswith(OURS):
         return not filename.startswith(_DEMO)
     return _is_standard(filename) or filename.startswith(_plumbing())
 

@@ -133,7 +133,6 @@ from replica_engine.errors.timeouts import (
     slow_trace,
 )
 from replica_engine.errors.values import (
-    ASKS,
     NoValueError,
     ReplicaValueError,
     note_no_value,
@@ -144,7 +143,6 @@ from replica_engine.errors.versions import (
 )
 
 __all__ = [
-    "ASKS",
     "BackendMissingError",
     "BatchError",
     "CaptureError",
@@ -163,7 +161,6 @@ __all__ = [
     "MergeCallGraphError",
     "MergeCallMismatchError",
     "NestedHostCallError",
-    "NoValueError",
     "NoValueError",
     "NotInBodyError",
     "NotInReplicaError",
@@ -205,8 +202,8 @@ __all__ = [
     "note_failure",
     "note_host_failure",
     "note_kept_steps",
-    "note_no_value",
     "note_merge_failure",
+    "note_no_value",
     "note_sparse_inputs",
     "note_stuck",
     "note_sync_points",

@@ -154,8 +154,7 @@ class NoValueError(ReplicaEngineError, AttributeError):
         )
 
 
-ASKS = " asks for the value of a tensor"
-"""What each note of `note_no_value` contains."""
+_ASKS = " asks for the value of a tensor"
 
 _TENSORFLOWS = {
     "sum": "tf.reduce_sum(x)",
@@ -180,8 +179,8 @@ _INSTEAD = {
     "numpy": "Write TensorFlow's function of that name: tf.exp(x) for np.exp(x).",
     "float(x)": "Write tf.cast(x, tf.float32).",
     "int(x)": "Write tf.cast(x, tf.int32).",
-    "if x": "Write tf.where(x > 0, a, b), or tf.cond. AutoGraph turns `if` and `while` into ops where it is on: not with "
-    "autograph=False, and not in a function whose source it cannot read, such as one of two lambdas on a line.",
+    "if x": "Write tf.where(x > 0, a, b), or tf.cond. AutoGraph turns `if` and `while` into ops where it is on: not "
+    "with autograph=False, and not in a function whose source it cannot read, such as one of two lambdas on a line.",
     "for each in x": "Write tf.unstack(x), or tf.map_fn(fn, x).",
     "range(x)": "Write tf.range(x).",
     "x.item()": _RETURNED,
@@ -192,7 +191,15 @@ _INSTEAD = {
 
 
 def note_no_value(error: BaseException, asked: str, where: str) -> None:
-    """Adds a note to an exception about the value of a traced tensor: what asked for it, and what to write instead."""
+    """Adds a note to an exception about the value of a traced tensor: what asked for it, and what to write instead.
+
+    Args:
+        error: the exception, which keeps its type and text.
+        asked: the user's code in short, "float(x)"; "numpy" if the name of the NumPy function is unknown.
+        where: the user's line, "train.py:12 in step".
+    """
+    if any(_ASKS in str(note) for note in getattr(error, "__notes__", ())):
+        return  # by a run inside another
     instead = _INSTEAD.get(asked)
     host = ""
     name = asked.removeprefix("np.").removesuffix("(x)")
@@ -207,6 +214,6 @@ def note_no_value(error: BaseException, asked: str, where: str) -> None:
     asker = "A NumPy function" if asked == "numpy" else f"`{asked}`"
     add_note(
         error,
-        f"{asker}{ASKS}{at(where)}. The function is traced, by tf.function or "
+        f"{asker}{_ASKS}{at(where)}. The function is traced, by tf.function or "
         f"by TPUStrategy: while it is traced, a tensor has no value yet. {instead}{host}",
     )

@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 from helpers.golden import shows
 
-from replica_engine import TPUStrategy, xla
+from replica_engine import MirroredStrategy, TPUStrategy, xla
 from replica_engine.errors import CollectiveError, may_wait_forever
 from replica_engine.keras import replicate_model
 
@@ -16,6 +16,26 @@ def test_a_product_over_replicas():
         return xla.all_reduce(x, "PRODUCT")
 
     xla.replicate(step, inputs=[[tf.constant(1.0)], [tf.constant(2.0)]])
+
+
+@shows(CollectiveError.unknown_reduction, "average")
+def test_an_average_over_replicas():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def step(x):
+        return tf.distribute.get_replica_context().all_reduce("AVG", x)
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(CollectiveError.unknown_reduction, "maximum")
+def test_a_maximum_over_replicas_on_threads():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def step(x):
+        return tf.distribute.get_replica_context().all_reduce("MAX", x)
+
+    strategy.run(step, args=(tf.constant(1.0),))
 
 
 @shows(CollectiveError.wrong_dtype)

@@ -222,6 +222,19 @@ def test_a_context_that_was_kept():
     kept[0].all_reduce("SUM", tf.constant(1.0))
 
 
+@shows(NotInReplicaError.used_after_run, "compiled")
+def test_a_context_of_a_compiled_body_that_was_kept():
+    strategy = TPUStrategy(num_cores=2)
+    kept = []
+
+    def step(x):
+        kept.append(tf.distribute.get_replica_context())
+        return x * 2.0
+
+    strategy.run(step, args=(tf.constant(1.0),))
+    kept[0].merge_call(lambda strategy, x: x, args=(tf.constant(1.0),))
+
+
 @shows(NoValueError.numpy)
 def test_numpy_in_a_compiled_body():
     strategy = TPUStrategy(num_cores=2)

@@ -5,7 +5,7 @@ import tensorflow as tf
 from helpers.golden import shows
 
 from replica_engine import MirroredStrategy, TPUStrategy, accumulate, join_outputs, split_batch
-from replica_engine.errors import ReplicaValueError
+from replica_engine.errors import ReplicaValueError, note_no_value
 
 
 @shows(ReplicaValueError.other_size)
@@ -79,6 +79,59 @@ def test_a_largest_value():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
     losses = strategy.run(tf.square, args=(tf.constant(2.0),))
     strategy.reduce("MAX", losses, axis=None)
+
+
+@shows(ReplicaValueError.bad_reduction, "average")
+def test_an_average():
+    strategy = TPUStrategy(num_cores=2)
+    losses = strategy.run(tf.square, args=(tf.constant(2.0),))
+    strategy.reduce("AVG", losses, axis=None)
+
+
+@shows(note_no_value)
+def test_a_function_of_numpy():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x):
+        return x / np.sum(x)
+
+    strategy.run(step, args=(tf.constant([1.0, 2.0]),))
+
+
+@shows(note_no_value, "exp")
+def test_a_function_of_numpy_that_is_written_in_c():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    @tf.function
+    def step(x):
+        return strategy.run(lambda part: np.exp(part), args=(x,))
+
+    step(tf.constant([1.0, 2.0]))
+
+
+@shows(note_no_value, "if")
+def test_a_condition_without_autograph():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def rectified(x):
+        return x if x > 0.0 else 0.0
+
+    @tf.function(autograph=False)
+    def step(x):
+        return strategy.run(rectified, args=(x,))
+
+    step(tf.constant(1.0))
+
+
+@shows(note_no_value, "float")
+def test_a_python_number_without_autograph():
+    strategy = TPUStrategy(num_cores=2)
+
+    @tf.autograph.experimental.do_not_convert
+    def step(x):
+        return float(x) + 1.0
+
+    strategy.run(step, args=(tf.constant(1),))
 
 
 @shows(ReplicaValueError.bad_rows)

@@ -14,8 +14,9 @@ import tensorflow as tf
 from replica_engine import xla
 from replica_engine._tf import distribute
 from replica_engine._tf.graphs import autograph
-from replica_engine.errors import CollectiveError
+from replica_engine.errors import CollectiveError, NotInReplicaError
 from replica_engine.values.structure import as_tensor
+from replica_engine.xla.body import in_body
 
 
 class BodyReplicaContext(tf.distribute.ReplicaContext):
@@ -45,6 +46,7 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
         Like `tf.distribute.ReplicaContext.merge_call`, with two differences: it may be called in branches, loops and
         nested functions, and the arguments are tensors instead of `PerReplica`s.
         """
+        _check_in_run()
         return distribute.first_values(super().merge_call(merge_fn, args, kwargs))
 
     @autograph.artifact
@@ -56,17 +58,25 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
             value: a tensor, `tf.IndexedSlices` or nested structure of them.
             options: ignored; XLA decides how to reduce.
         """
+        _check_in_run()
         return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, leaf), value)
 
     @autograph.artifact
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Like `tf.distribute.ReplicaContext.all_gather`; shapes must be equal on all replicas."""
+        _check_in_run()
         return tf.nest.map_structure(lambda leaf: gather_leaf(leaf, axis), value)
 
     @property
     def devices(self) -> list:
         """The host, because values are on the host before and after a run."""
         return ["/device:CPU:0"]
+
+
+def _check_in_run() -> None:
+    """Raises NotInReplicaError if no body is being traced here."""
+    if in_body() is None:
+        raise NotInReplicaError.used_after_run()
 
 
 def reduce_leaf(reduce_op: Any, value: Any) -> Any:

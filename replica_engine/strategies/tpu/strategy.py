@@ -16,7 +16,7 @@ from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.misuse import check_outside_replicas, explained
 from replica_engine.diagnostics.suspicions import check_inputs, watch_results
-from replica_engine.diagnostics.tracebacks import shortened
+from replica_engine.diagnostics.tracebacks import as_raised, shortened
 from replica_engine.errors.base import positive_int, shown
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.process import pool
@@ -423,7 +423,7 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
         except Exception as error:
             raise shortened(explained(error))
         except KeyboardInterrupt as interrupt:
-            raise shortened(interrupt)
+            raise shortened(as_raised(interrupt))
 
     @autograph.artifact
     def run_steps(
@@ -481,7 +481,7 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
         except Exception as error:
             raise shortened(explained(error))
         except KeyboardInterrupt as interrupt:
-            raise shortened(interrupt)
+            raise shortened(as_raised(interrupt))
 
     def sync_points(self) -> list[SyncPointRecord]:
         """The last sync points of each replica: the collectives of the last launches in order, up to 100.

@@ -1,0 +1,138 @@
+"""What a user sees of an op that fails while a graph runs: the message, the user's lines, and no frame of a library."""
+
+import re
+
+import pytest
+import tensorflow as tf
+
+from replica_engine import MirroredStrategy, TPUStrategy, xla
+from replica_engine.testing import logical_devices
+
+
+def pick(index):
+    if index > 3:
+        return tf.gather([1.0, 2.0], index)
+    return tf.constant(1.0)
+
+
+def sum_up(index):
+    total = tf.constant(0.0)
+    while total < 3.0:
+        total += tf.gather([1.0, 2.0], index)
+    return total
+
+
+def check(x):
+    tf.debugging.assert_less(x, 5, message="too large")
+    return x
+
+
+def fail(value):
+    raise ValueError("the host is full")
+
+
+def on_host(x):
+    return tf.py_function(fail, [x], x.dtype)
+
+
+def outside(x):
+    return xla.outside_compilation(fail, x)
+
+
+@pytest.fixture
+def mirrored():
+    return MirroredStrategy(logical_devices(2))
+
+
+@pytest.fixture
+def compiled():
+    return TPUStrategy(num_cores=2)
+
+
+def text_of(strategy, fn):
+    """The text of the error of a traced step that runs `fn`."""
+
+    @tf.function
+    def step(x):
+        return strategy.run(fn, args=(x,))
+
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        step(tf.constant(7))
+    return str(caught.value)
+
+
+def line(fn, source):
+    """The user's line with this source: "file:12 in fn"."""
+    with open(__file__) as file:
+        number = next(number for number, each in enumerate(file, 1) if each.strip() == source)
+    return re.escape(f"{__file__}") + f'(:|", line ){number},? in {fn}'
+
+
+@pytest.mark.parametrize(
+    ("fn", "source", "message"),
+    [
+        (pick, "return tf.gather([1.0, 2.0], index)", "indices = 7 is not in"),
+        (sum_up, "total += tf.gather([1.0, 2.0], index)", "indices = 7 is not in"),
+        (check, 'tf.debugging.assert_less(x, 5, message="too large")', "too large"),
+    ],
+)
+def test_ops_in_branches_and_loops_have_the_users_line(mirrored, fn, source, message):
+    """TensorFlow has no stack trace for them if more than one replica fails."""
+    text = text_of(mirrored, fn)
+    assert message in text
+    assert re.search(line(fn.__name__, source), text), text
+    assert "unavailable" not in text
+    assert "replica_engine/" not in text
+
+
+def test_ops_of_a_lambda_have_the_users_line(mirrored):
+    """TensorFlow looks up no op of a function whose name is "<lambda>"."""
+    step = tf.function(lambda x: mirrored.run(pick, args=(x,)))
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        step(tf.constant(7))
+    assert re.search(line("pick", "return tf.gather([1.0, 2.0], index)"), str(caught.value)), caught.value
+
+
+@pytest.mark.parametrize("fn", [on_host, outside])
+def test_host_code_shows_its_own_frames_only(mirrored, compiled, fn):
+    text = text_of(compiled if fn is outside else mirrored, fn)
+    assert re.search(line("fail", 'raise ValueError("the host is full")'), text), text
+    assert "ValueError: the host is full" in text
+    assert not re.search("replica_engine/|site-packages|autograph", text), text
+    assert len(text.split("\n")) < 20, text
+
+
+def test_a_compiled_assertion_is_short(compiled):
+    text = text_of(compiled, check)
+    assert "assertion failed: [too large]" in text
+    assert re.search(r"replica [01] of 2, CPU:[01], in Assert at .*test_graph_errors\.py:\d+ in check", text), text
+    assert not re.search("replica_engine/|site-packages", text), text
+    assert len(text.split("\n")) < 15, text
+
+
+def test_nothing_is_removed_if_the_user_wants_all_frames(compiled):
+    tf.debugging.disable_traceback_filtering()
+    try:
+        assert "replica_engine/xla/graph_op.py" in text_of(compiled, outside)
+    finally:
+        tf.debugging.enable_traceback_filtering()
+
+
+def test_a_message_keeps_lines_that_look_alike(mirrored):
+    def full(value):
+        raise ValueError("rows:\n  1\n  1\nend")
+
+    text = text_of(mirrored, lambda x: tf.py_function(full, [x], x.dtype))
+    assert "ValueError: rows:\n  1\n  1\nend" in text
+
+
+def test_ctrl_c_in_run_steps_shows_the_users_frames_only(compiled):
+    def step(context, x):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        compiled.run_steps(step, iter([tf.constant(1.0)] * 3), iterations=3)
+    files = [str(each.path) for each in caught.traceback]
+    ours = [file for file in files if "replica_engine/" in file]
+    assert len(ours) <= 2, files  # the frames that raise it again
+    assert any("step" in note for note in getattr(caught.value, "__notes__", ["step"]))
