@@ -4,6 +4,7 @@
   module has that list.
 - `op_lines`: the user's line that made an op.
 - `tracebacks`: exceptions with only the user's frames.
+- `graph_errors`: the same for the tracebacks in the text of an error that a graph raised.
 - `flight_record`: the last sync points of each replica as data, for replica threads and for compiled programs.
 - `failed_run`: the notes and the file that a failed run leaves.
 - `misuse`: TensorFlow's errors about strategies, in the user's terms.

@@ -6,6 +6,7 @@ converted the function, a note shows the lines that the user wrote, in place of 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from types import TracebackType
 from typing import TypeVar
@@ -57,5 +58,6 @@ def shortened_of_graph(error: E, fn: object) -> E:
     TensorFlow's own filter has removed its frames, and left in what this library puts around its functions.
     """
     if tf.debugging.is_traceback_filtering_enabled() and isinstance(error, tf.errors.OpError):
-        name_lines(error, fn)
+        with contextlib.suppress(Exception):  # a failure here must not hide the exception itself
+            name_lines(error, fn)
     return shortened(error, is_plumbing)
