@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from replica_engine.errors import CollectiveError, ReplicaValueError
+
 
 def context():
     return tf.distribute.get_replica_context()
@@ -123,8 +125,16 @@ def test_tf_gradients_of_all_reduce(strategy, local, per_replica, op, each):
 
 
 def test_all_reduce_refuses_what_is_no_reduction(strategy):
-    with pytest.raises(ValueError, match="PRODUCT"):
+    with pytest.raises(CollectiveError, match=r"cannot be reduced with 'product'\. The reduction must be one of"):
         strategy.run(lambda: context().all_reduce("product", tf.constant(1.0)))
+
+
+def test_a_merge_function_that_reduces_with_an_unknown_name_is_told_the_nearest(strategy):
+    def average(strategy, value):
+        return strategy.extended.reduce_to("AVG", value, destinations="CPU:0")
+
+    with pytest.raises(ReplicaValueError, match="got str 'AVG'. Write \"MEAN\"."):
+        strategy.run(lambda: context().merge_call(average, args=(tf.constant(1.0),)))
 
 
 def test_all_gather_puts_replicas_in_order(strategy, run, local, per_replica):
