@@ -133,7 +133,7 @@ def test_a_merge_function_that_reduces_with_an_unknown_name_is_told_the_nearest(
     def average(strategy, value):
         return strategy.extended.reduce_to("AVG", value, destinations="CPU:0")
 
-    with pytest.raises(ReplicaValueError, match="got str 'AVG'. Write \"MEAN\"."):
+    with pytest.raises(ReplicaValueError, match=r"got str 'AVG'\. Write .MEAN."):
         strategy.run(lambda: context().merge_call(average, args=(tf.constant(1.0),)))
 
 
