@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -76,6 +76,7 @@ from replica_engine._tf.thread_state import set_creators, variable_creators
 __all__ = [
     "DistributedValues",
     "DistributedVariable",
+    "LaterPerReplica",
     "Mirrored",
     "MirroredExtended",
     "MirroredVariable",
@@ -96,6 +97,35 @@ __all__ = [
     "update_regroup",
     "value_container",
 ]
+
+
+class LaterPerReplica(PerReplica):
+    """A `PerReplica` whose values are made when somebody looks at them. Then it turns into a plain `PerReplica`.
+
+    All of TensorFlow's methods look at the values as `_values`.
+
+    Args:
+        make: makes the values; called once, or by several threads that look at the same time.
+    """
+
+    def __init__(self, make: Callable[[], Sequence[Any]]):
+        self._make = make
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "_values":
+            raise AttributeError(f"'PerReplica' object has no attribute {name!r}", name=name, obj=self)
+        make = vars(self).get("_make")
+        if make is None:  # another thread has just made them
+            return vars(self)["_values"]
+        values = self._values = tuple(make())
+        self.__class__ = PerReplica
+        vars(self).pop("_make", None)
+        return values
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy has its values."""
+        len(self._values)  # makes them; from here on the class is the plain one
+        return object.__reduce_ex__(self, protocol)
 
 
 def replica_id_in_sync_group(strategy: tf.distribute.Strategy, index: int) -> int:

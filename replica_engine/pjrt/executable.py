@@ -30,7 +30,7 @@ from replica_engine.pjrt.jaxlib import (
 )
 from replica_engine.pjrt.markers import PREFIX, WORK, expand_markers
 from replica_engine.pjrt.markers import VERSION as MARKERS_VERSION
-from replica_engine.pjrt.workers import explained
+from replica_engine.pjrt.workers import explain
 
 _SHORTEST, _LONGEST = 2e-5, 5e-3  # seconds between checks whether a program has ended
 _LATE = 0.02  # how late a check may notice the end, as a fraction of the time so far
@@ -60,6 +60,7 @@ class Executable:
 
     Attributes:
         bytes_needed: bytes on each device for intermediate values and results, in addition to the arguments.
+        waits: whether `wait` waits for the end in a process on its own; otherwise a program need only be queued.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Executable:
             self._compared = Program(_digest(program), *name)
             devices.member.compile(self._compared, *limits)
         self._devices = devices
-        self._waits = devices.platform == "cpu" or bool(host_calls)
+        self.waits = devices.platform == "cpu" or bool(host_calls)
         self._results = len(results)
         works_more = devices.member is not None and devices.platform == "cpu" and devices.size == 1
         client, on, options = devices.devices[0].client, DeviceList(devices.everywhere), _options(devices)
@@ -123,7 +124,7 @@ class Executable:
         devices = self._devices
         if devices.member is not None and self._compared is not None:
             devices.member.launched(self._compared)
-        with explained(devices.member):
+        try:
             if self._handlers:
                 results: list[Array] = self._executable.execute_sharded(arrays).consume_with_handlers(self._handlers)
                 devices.running, devices.interrupted = results[0], True  # until `wait` has waited for it
@@ -131,6 +132,9 @@ class Executable:
             running = self._executable.execute_sharded(arrays, with_tokens=True)
             devices.running, devices.interrupted = running.consume_token(), True
             return []
+        except RUNTIME_ERRORS as error:
+            explain(devices.member, error)
+            raise
 
     def wait_for_turn(self) -> None:
         """Waits for its turn on the devices, and before the first launch for the other workers.
@@ -166,11 +170,14 @@ class Executable:
         """
         devices = self._devices
         member = devices.member
-        if self._waits or member is not None:
+        if self.waits or member is not None:
             if (left is not None or member is not None) and not self._poll(left):
                 return
-            with explained(member):
+            try:
                 devices.running.block_until_ready()
+            except RUNTIME_ERRORS as error:
+                explain(member, error)
+                raise
         devices.running, devices.interrupted = None, False
 
     def _poll(self, left: threading.Event | None) -> bool:

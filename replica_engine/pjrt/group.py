@@ -25,6 +25,8 @@ from replica_engine.pjrt.jaxlib import (
     ShapedArray,
     SingleDeviceSharding,
     batched_device_put,
+    buffer_to_dlpack_managed_tensor,
+    collect_garbage,
 )
 from replica_engine.process import interrupts
 from replica_engine.process.interrupts import MISSED, wait_for_ever
@@ -243,6 +245,16 @@ class DeviceGroup:
     def fetch_all(array: Array) -> list[np.ndarray]:
         """All replicas' values, on the host."""
         return list(map(_on_host, array._arrays))
+
+    @staticmethod
+    def views(array: Array) -> list[Any]:
+        """All replicas' values as DLPack capsules: views of an array that is ready, on CPU devices.
+
+        Raises:
+            RuntimeError: DLPack has no name for the dtype.
+        """
+        collect_garbage()  # jaxlib only notes the array of a view that is gone
+        return [buffer_to_dlpack_managed_tensor(shard, None) for shard in array._arrays]
 
     @functools.cache  # noqa: B019 (groups live as long as the process)
     def alone(self, replica: int) -> DeviceGroup:

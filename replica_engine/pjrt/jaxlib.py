@@ -48,6 +48,8 @@ try:
         DeviceList,  # the devices a program is compiled for
         array_result_handler,  # makes arrays from a program's results without Python code for each shard
         batched_device_put,  # makes one array from N host buffers, also on devices that jax.devices() does not list
+        buffer_to_dlpack_managed_tensor,  # a view of an array, for TensorFlow; `__dlpack__` takes six times as long
+        collect_garbage,  # frees the arrays whose views are gone; jax does so at each collection of Python's
         get_distributed_runtime_client,  # a process's connection to the service, which clients of PJRT need
         get_distributed_runtime_service,  # what tells the clients of several processes of each other
         make_gloo_tcp_collectives,  # collectives between the CPU clients of several processes
@@ -127,7 +129,9 @@ __all__ = [
     "SingleDeviceSharding",
     "array_result_handler",
     "batched_device_put",
+    "buffer_to_dlpack_managed_tensor",
     "cache_limit",
+    "collect_garbage",
     "get_distributed_runtime_client",
     "get_distributed_runtime_service",
     "global_state",

@@ -225,9 +225,14 @@ def explained(member: hosts.Member | None, errors: tuple[type[BaseException], ..
     try:
         yield
     except errors as error:
-        if member is not None:
-            member.explain(error)
+        explain(member, error)
         raise
+
+
+def explain(member: hosts.Member | None, error: BaseException) -> None:
+    """Raises the failure of the job that is the cause of an error of the runtime, if there is one."""
+    if member is not None:
+        member.explain(error)
 
 
 def _keep(thing: Any) -> None:

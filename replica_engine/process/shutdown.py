@@ -17,9 +17,8 @@ from typing import Any
 PATIENCE = 5.0  # seconds that the exit waits for runs that have started
 
 _changed = threading.Condition()
-_running = 0
+_depths: dict[int, int] = {}  # by thread ident: how many runs it is inside of; a thread changes only its own entry
 _closed = False
-_thread = threading.local()
 
 
 class running:
@@ -29,31 +28,37 @@ class running:
     """
 
     def __enter__(self) -> None:
-        global _running
-        depth = getattr(_thread, "depth", 0)
-        if not depth:
-            with _changed:
-                comes_late = _closed and threading.current_thread() is not threading.main_thread()
-                _running += not comes_late
-            if comes_late:
-                threading.Event().wait()  # blocks until the process ends, which is soon
-        _thread.depth = depth + 1
+        thread = threading.get_ident()
+        depth = _depths.get(thread, 0)
+        _depths[thread] = depth + 1  # before `_closed` is read: `_close` sets it first, and then reads the entries
+        if _closed and not depth and threading.current_thread() is not threading.main_thread():
+            del _depths[thread]
+            _tell()
+            threading.Event().wait()  # blocks until the process ends, which is soon
 
     def __exit__(self, *_: Any) -> None:
-        global _running
-        _thread.depth -= 1
-        if not _thread.depth:
-            with _changed:
-                _running -= 1
-                if _closed:
-                    _changed.notify_all()
+        thread = threading.get_ident()
+        depth = _depths[thread] - 1
+        if depth:
+            _depths[thread] = depth
+            return
+        del _depths[thread]
+        if _closed:
+            _tell()
+
+
+def _tell() -> None:
+    with _changed:
+        _changed.notify_all()
 
 
 def _after_fork() -> None:
     """A forked child has only the forking thread, so the runs of other threads do not exist there."""
-    global _running, _changed
+    global _changed
     _changed = threading.Condition()
-    _running = 1 if getattr(_thread, "depth", 0) else 0
+    own = threading.get_ident()
+    for thread in [each for each in _depths if each != own]:
+        del _depths[thread]
 
 
 if hasattr(os, "register_at_fork"):
@@ -65,4 +70,4 @@ def _close() -> None:
     global _closed
     with _changed:
         _closed = True
-        _changed.wait_for(lambda: _running == 0, PATIENCE)
+        _changed.wait_for(lambda: not _depths, PATIENCE)

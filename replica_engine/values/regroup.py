@@ -16,7 +16,7 @@ from replica_engine.errors import ReplicaValueError, StructureMismatchError
 from replica_engine.values.structure import LEAVES, PLAIN, OtherStructure, flatten, open_level
 
 _SEQUENCES = (tuple, list)
-_DISTRIBUTED = (distribute.PerReplica, distribute.Mirrored)
+_DISTRIBUTED = (distribute.PerReplica, distribute.LaterPerReplica, distribute.Mirrored)
 _OF_NO_VARIABLE = frozenset((type(None), bool, int, float, str, EagerTensor))
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._tf.distribute import Mirrored, PerReplica
+from replica_engine._tf.distribute import LaterPerReplica, Mirrored, PerReplica
 from replica_engine._tf.eager import EagerTensor
 from replica_engine.errors import ReplicaValueError
 
@@ -309,7 +309,7 @@ def constant_key(value: Any, depth: int = 3) -> Any:
     return ById(value)
 
 
-LEAVES = frozenset((type(None), bool, int, float, str, EagerTensor, PerReplica, Mirrored))
+LEAVES = frozenset((type(None), bool, int, float, str, EagerTensor, PerReplica, LaterPerReplica, Mirrored))
 """Types that are always leaves: the most common ones."""
 PLAIN = (tuple, list, dict)
 """Types that are always structures: the most common ones."""

@@ -150,7 +150,7 @@ class _Step:
         for number in self._counts:
             slots.append(rest[:number])
             del rest[:number]
-        launch = self._program.ready(slots, rest)
+        launch = self._program.ready(slots, rest, as_arrays=True)
         with self.devices.in_flight:
             self._around.before_run(self.device_values)
             if self._locals is None:

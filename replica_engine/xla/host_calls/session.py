@@ -263,8 +263,12 @@ class Session:
                     self._is_stuck = True
                     _thread.interrupt_main()
 
-    def end(self, wait: Callable[[], None]) -> None:
+    def end(self, wait: Callable[[Any], None], execution: Any) -> None:
         """Waits for the end of the program.
+
+        Args:
+            wait: waits for it.
+            execution: the argument of `wait`.
 
         Raises:
             Exception: the first exception that a call raised, with notes that say where it and others were raised;
@@ -275,7 +279,7 @@ class Session:
             if self.failures:
                 self._limit_wait()
         try:
-            wait()
+            wait(execution)
         except (Exception, KeyboardInterrupt) as error:
             # A call's exception comes first: it may be the reason why the program, or the wait for it, ended.
             if not self.failures or (isinstance(error, KeyboardInterrupt) and not self._is_stuck):
@@ -326,9 +330,9 @@ class NoCalls:
     steps: Sequence[int | None] = ()
 
     @staticmethod
-    def end(wait: Callable[[], None]) -> None:
+    def end(wait: Callable[[Any], None], execution: Any) -> None:
         """See `Session.end`."""
-        wait()
+        wait(execution)
 
     @staticmethod
     def place_of(replica: int) -> tuple[int, str, tuple[int, float] | None]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import distribute, eager
+from replica_engine._tf import distribute
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.diagnostics.flight_record import Collective
 from replica_engine.diagnostics.op_lines import user_line
@@ -24,6 +24,7 @@ from replica_engine.xla.host_calls.call import HostCalls
 from replica_engine.xla.signature.arguments import Arguments
 from replica_engine.xla.signature.outputs import Outputs
 from replica_engine.xla.soft_placement.piece import Source
+from replica_engine.xla.stages import results
 
 _numbers = itertools.count()
 _logger = logging.getLogger("replica_engine")
@@ -136,22 +137,21 @@ class BodyGraph:
         """Whether it is the user's function, and not a body of the library."""
         return not hasattr(self.fn, "_replica_engine_where")
 
-    def replicas_results(self, columns: Sequence[Sequence[Any]]) -> list[Any]:
+    def replicas_results(self, columns: Sequence[results.Column]) -> list[Any]:
         """What each replica returned. `columns` has, for each result, the values of the replicas."""
-        tensors = [[_as_tensor(value) for value in column] for column in columns]
+        tensors = list(map(results.tensors, columns))
         return [
             self.rebuild([column[replica] for column in tensors])
             for replica in range(len(tensors[0]) if tensors else self.body.own)
         ]
 
-    def grouped_results(self, columns: Sequence[Sequence[Any]]) -> Any:
+    def grouped_results(self, columns: Sequence[results.Column]) -> Any:
         """What the replicas returned, regrouped; see `replicas_results`."""
         if not columns or not self._is_plain:
             return regroup(self.replicas_results(columns), what="The results of the replicas")
-        tensors = [list(map(_as_tensor, column)) for column in columns]
         if self.body.own == 1:
-            return self.rebuild([tensor for (tensor,) in tensors])
-        return self.rebuild([distribute.PerReplica(column) for column in tensors])
+            return self.rebuild([tensor for (tensor,) in map(results.tensors, columns)])
+        return self.rebuild(list(map(_distributed, columns)))
 
     def registered(self) -> Any:
         """The graph as a function that TensorFlow can find by name."""
@@ -230,8 +230,8 @@ def of_any_size(shape: Any) -> tf.TensorShape:
     return tf.TensorShape([None, *shape[1:]])
 
 
-def _as_tensor(value: Any) -> tf.Tensor:
-    return eager.tensor(value) if isinstance(value, np.ndarray) and value.dtype != object else tf.constant(value)
+def _distributed(column: results.Column) -> distribute.PerReplica:
+    return distribute.LaterPerReplica(column) if callable(column) else distribute.PerReplica(results.tensors(column))
 
 
 def _stays_on_host(outside: Any, inside: tf.Tensor) -> bool:

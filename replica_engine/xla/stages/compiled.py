@@ -20,6 +20,7 @@ from replica_engine.xla.signature.arguments import Arguments, difference
 from replica_engine.xla.stages.counts import count
 from replica_engine.xla.stages.launch import Launch
 from replica_engine.xla.stages.program import Program
+from replica_engine.xla.stages.results import Column, column
 from replica_engine.xla.state.device_value import DeviceValue, device_value_of
 
 _counting = threading.Lock()
@@ -44,44 +45,55 @@ class Compiled:
         self.variables = [device_value_of(handle, devices) for handle in program.handles]
         self._writes = [(self.variables[variable], result) for variable, result in program.writes]
         self._constants: list[Array] | None = None
+        stay = executable.waits and devices.platform == "cpu"
+        self._columns = [column(*each) for each in program.results[: program.returned]] if stay else None
 
     def run(
         self,
         slots: Sequence[Sequence[np.ndarray]],
         captured: Sequence[np.ndarray] | None = None,
         feed: InputQueue | None = None,
-    ) -> list[list[Any]]:
+        as_arrays: bool = False,
+    ) -> list[Column]:
         """Runs the program on all replicas.
 
         Args:
             slots: for each slot, one value for all replicas or one value for each.
             captured: values of the captured tensors; None if they are eager, and so the same at each launch.
             feed: the inputs of a device loop.
+            as_arrays: whether the values of the replicas are wanted as arrays.
 
         Returns:
-            For each tensor that the body returned, the values of the replicas, on the host.
+            For each tensor that the body returned, the values of the replicas, on the host, or what makes them.
 
         Raises:
             Exception: a host call raised it. Then all variables are as before.
         """
         count("launches")
-        program, put = self.program, self.devices.put
-        arguments = [put(values) for index, values in enumerate(slots) if index not in program.host_slots]
+        program, put, on_host = self.program, self.devices.put, None
+        if program.host_slots:
+            on_host = {index: slots[index] for index in program.host_slots}
+            slots = [values for index, values in enumerate(slots) if index not in program.host_slots]
+        arguments = list(map(put, slots))
         if captured is not None:
             arguments += [put([captured[index]]) for index in program.captured]
         else:
             if self._constants is None:
                 self._constants = [put([program.tensors[index].numpy()]) for index in program.captured]
             arguments += self._constants
-        on_host = {index: slots[index] for index in program.host_slots}
         with Launch(program, self.devices, feed, on_host) as launch:
             arguments += [variable.array() for variable in self.variables]
             results = launch.run(_Execution(self.executable, arguments, self._writes, program.donates))
             for variable, _ in self._writes:
                 variable.launched()
-        columns = [self.devices.fetch_all(array) for array in results[: program.returned]]
-        for index, number in sorted(program.host_results.items()):
-            columns.insert(index, launch.stored([number] * self.devices.size))
+        columns: list[Column]
+        if self._columns is None or as_arrays:
+            columns = list(map(self.devices.fetch_all, results[: program.returned]))
+        else:
+            columns = [make(array) for make, array in zip(self._columns, results, strict=False)]
+        if program.host_results:
+            for index, number in sorted(program.host_results.items()):
+                columns.insert(index, launch.stored([number] * self.devices.size))
         return columns
 
     @contextlib.contextmanager
@@ -126,6 +138,8 @@ class Compiled:
 class _Execution:
     """One launch of one executable; see `launch.Execution`."""
 
+    __slots__ = ("_arguments", "_donates", "_executable", "_writes", "wait", "wait_for_turn")
+
     def __init__(
         self, executable: Executable, arguments: list[Array], writes: Sequence[tuple[Any, int]], donates: bool
     ):
@@ -133,9 +147,8 @@ class _Execution:
         self._donates = donates
         self._arguments = arguments
         self._writes = writes
-
-    def wait_for_turn(self) -> None:
-        self._executable.wait_for_turn()
+        self.wait_for_turn = executable.wait_for_turn
+        self.wait = executable.wait
 
     def start(self) -> list[Array]:
         try:
@@ -144,9 +157,6 @@ class _Execution:
             if self._donates:
                 self.invalidate()
             raise
-
-    def wait(self, nobody_waits: threading.Event | None) -> None:
-        self._executable.wait(nobody_waits)
 
     def commit(self, results: list[Array]) -> None:
         for variable, result in self._writes:

@@ -58,7 +58,6 @@ Results = Any
 """The results of a launch: arrays on the devices."""
 
 _RUNNING = "waiting for the program"
-_NOTHING = contextlib.nullcontext()
 
 
 class Execution(Protocol):
@@ -102,17 +101,20 @@ class Launch:
         self._devices = devices
         self._feed = feed
         self._on_host = on_host or {}
-        self._stored: list[dict[int, Any]] = []
-        self._run: Session | NoCalls = NoCalls()
-        self._state = FOR_ITS_TURN
         self._thread = threading.current_thread()
-        limited = program.body.limits.timeout is not None
-        self._woken = threading.Event() if limited else None  # the program has ended, or time has run out
-        self._standstill: tuple[list[ReplicaRow], CoordinatorRow] | None = None  # when time ran out
-        self._nobody_waits: threading.Event | None = None
-        self._calls: contextlib.AbstractContextManager[Session] | None = None
-        limits = self._body.limits
-        self._watch = Watch(self._describe, limits.warn_after, limits.timeout, self._expire)
+        timeout, warn_after = program.body.limits
+        if timeout is not None:
+            self._woken = threading.Event()
+        self._watch = Watch(self._describe, warn_after, timeout, self._expire)
+
+    # The state of a launch that nothing has happened to; most launches leave it so.
+    _stored: Sequence[dict[int, Any]] = ()
+    _run: Session | NoCalls = NoCalls()
+    _state = FOR_ITS_TURN
+    _woken: threading.Event | None = None  # the program has ended, or time has run out; None without a limit
+    _standstill: tuple[list[ReplicaRow], CoordinatorRow] | None = None  # when time ran out
+    _nobody_waits: threading.Event | None = None
+    _calls: contextlib.AbstractContextManager[Session] | None = None
 
     def __enter__(self) -> Launch:
         limit = self._body.limits.timeout
@@ -165,15 +167,16 @@ class Launch:
         """
         self._watch.beat()
         self._state = _RUNNING
-        if isinstance(self._run, Session):
+        if self._calls is not None:
+            assert isinstance(self._run, Session), "entered with the calls"
             self._run.beat = self._beat
             self._run.arguments = self._on_host
             self._stored = [kept.on_host for kept in self._run.kept]
             if timeline.recording():
                 self._run.draw = self._draw_host_call
-        if isinstance(self._run, Session) and not interrupts.reach_this_thread():
-            self._nobody_waits = threading.Event()  # the session has no other way to end the wait after a failure
-            self._run.wake = self._nobody_waits.set
+            if not interrupts.reach_this_thread():
+                self._nobody_waits = threading.Event()  # the session has no other way to end the wait after a failure
+                self._run.wake = self._nobody_waits.set
         if self._body.limits.timeout is None:
             results = self._start_and_wait(execution)
         else:
@@ -185,28 +188,36 @@ class Launch:
         return results
 
     def _start_and_wait(self, execution: Execution) -> Results:
-        name, began = self._program.name, time.perf_counter()
-        self._tell_progress()
+        program, began = self._program, time.perf_counter()
+        if self._devices.member is not None:
+            self._tell_progress()
         try:
             execution.wait_for_turn()
-            drawn = timeline.recording()
-            with timeline.profiled(f"launch {name}") if drawn else _NOTHING, held_off():
-                try:
-                    results = execution.start()
-                except RUNTIME_ERRORS as error:
-                    raise self._failed(error) from error
-                self._devices.running_name = name
-                if self._program.donates:
-                    execution.commit(results)
-            launched = time.perf_counter()
-            with timeline.profiled(f"run {name}") if drawn else _NOTHING:
-                self._run.end(lambda: self._wait(execution))
             if timeline.recording():
+                with timeline.profiled(f"launch {program.name}"):
+                    results = self._start(execution)
+                launched = time.perf_counter()
+                with timeline.profiled(f"run {program.name}"):
+                    self._run.end(self._wait, execution)
                 self._draw(began, launched, time.perf_counter())
+            else:
+                results = self._start(execution)
+                self._run.end(self._wait, execution)
         finally:
-            self._body.note_launch(self._program.collectives, began, time.perf_counter())
-            if self._program.is_users and self._program.collectives and self._feed is None:
+            self._body.note_launch(program.collectives, began, time.perf_counter())
+            if program.collectives and program.is_users and self._feed is None:
                 self._body.steps += 1
+        return results
+
+    def _start(self, execution: Execution) -> Results:
+        with held_off():
+            try:
+                results = execution.start()
+            except RUNTIME_ERRORS as error:
+                raise self._failed(error) from error
+            self._devices.running_name = self._program.name
+            if self._program.donates:
+                execution.commit(results)
         return results
 
     def _tell_progress(self) -> None:
@@ -214,7 +225,8 @@ class Launch:
 
         Each worker counts the steps that it makes together with the others.
         """
-        if self._devices.member is not None and (self._program.collectives or self._feed is not None):
+        assert self._devices.member is not None, "asked before"
+        if self._program.collectives or self._feed is not None:
             last = self._program.collectives[-1:]
             points = [f"{each.kind} at {each.where}" for each in last]
             done = max((step or 0 for step in self._run.steps), default=0)
@@ -269,7 +281,7 @@ class Launch:
             return results.pop()
         nobody_waits.set()
         if not self._watch.expired:
-            run.end(lambda: None)  # a host call failed, and the program did not end after that
+            run.end(_no_wait, execution)  # a host call failed, and the program did not end after that
         if isinstance(run, Session):
             run.give_up()
             for ident in run.threads_in_calls():
@@ -293,7 +305,7 @@ class Launch:
     def _beat(self) -> None:
         self._watch.beat()
         self._devices.in_flight.beat()
-        if self._feed is not None:
+        if self._feed is not None and self._devices.member is not None:
             self._tell_progress()
 
     def _describe(self, waited: float) -> str:
@@ -336,3 +348,7 @@ class Launch:
         number, size = self._devices.first + replica, self._devices.replicas
         name = f"replica {number} of {size} ({self._devices.names[replica]})"
         return Track(self._body.name, name, id(self._devices), replica + 1)
+
+
+def _no_wait(execution: Execution) -> None:
+    """The wait for a program that does not end."""

@@ -65,7 +65,7 @@ class Program:
     results: Sequence[tuple[Shape, np.dtype]]
     returned: int
     host_results: Mapping[int, int]
-    replicas_results: Callable[[Sequence[Sequence[Any]]], list[Any]]
+    replicas_results: Callable[[Sequence[Any]], list[Any]]
 
     @property
     def meetings(self) -> list[str]:

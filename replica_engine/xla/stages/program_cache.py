@@ -26,6 +26,7 @@ from replica_engine.xla.signature.function_spec import FunctionSpec, Hosts
 from replica_engine.xla.stages.body_graph import of_any_size
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.lower import Lowered
+from replica_engine.xla.stages.results import Column
 from replica_engine.xla.stages.trace import Enter, Traced, trace
 from replica_engine.xla.stages.uneven import ready_uneven
 from replica_engine.xla.state.random_numbers import RandomState
@@ -245,20 +246,17 @@ class TracedProgram:
         self._lowered: LastUsed = LastUsed(64)
         self._compiled: LastUsed = LastUsed(64)
 
-    def run(
-        self, slots: Sequence[Sequence[np.ndarray]], captured: Sequence[np.ndarray] | None = None
-    ) -> list[list[np.ndarray]]:
-        """Runs the body on all replicas; see `Compiled.run`.
-
-        Returns:
-            For each result, the values of the replicas.
-        """
-        return self.ready(slots, captured)()
+    def run(self, slots: Sequence[Sequence[np.ndarray]]) -> list[Column]:
+        """Runs the body on all replicas; see `Compiled.run`."""
+        return self.ready(slots)()
 
     def ready(
-        self, slots: Sequence[Sequence[np.ndarray]], captured: Sequence[np.ndarray] | None = None
-    ) -> Callable[[], list[list[np.ndarray]]]:
-        """Compiles what `run` needs, and returns a function that does the rest.
+        self,
+        slots: Sequence[Sequence[np.ndarray]],
+        captured: Sequence[np.ndarray] | None = None,
+        as_arrays: bool = False,
+    ) -> Callable[[], list[Column]]:
+        """Compiles what `run` needs, and returns a function that does the rest; for `as_arrays`, see `Compiled.run`.
 
         Compiling takes locks that another thread may hold while it waits for a program to end. So this must never be
         called while programs are kept waiting (`DeviceGroup.in_flight`).
@@ -276,7 +274,7 @@ class TracedProgram:
             for index, values in enumerate(slots)
         ]
         compiled = self.find(shapes, None if captured is None else [value.shape for value in captured])
-        return lambda: compiled.run(slots, captured)
+        return lambda: compiled.run(slots, captured, as_arrays=as_arrays)
 
     def find(self, shapes: Sequence[Shape], captured: Sequence[Shape] | None = None) -> Compiled:
         """The program for arguments, and captured tensors of an outer graph, of these shapes."""
