@@ -49,7 +49,9 @@ def call_with_numbers(
     size = programs.devices.size
     has_floats = any(type(value) is float for value in (*args, *kwargs.values()))
     if not has_floats or source.signature is not None or programs.wants_numbers(source):
-        return call(programs, source, *source.arguments(args, kwargs, size), grouped=True)
+        arguments, shapes = source.arguments(args, kwargs, size)
+        warms = None if kwargs else args
+        return call(programs, source, arguments, shapes, grouped=True, warms=warms)
     with _running():
         try:
             tensors = [_as_tensor(value) for value in args], {name: _as_tensor(kwargs[name]) for name in kwargs}
@@ -63,9 +65,22 @@ def call_with_numbers(
 
 
 def call(
-    programs: ProgramCache, source: FunctionSpec, arguments: Arguments, shapes: Shapes, grouped: bool = False
+    programs: ProgramCache,
+    source: FunctionSpec,
+    arguments: Arguments,
+    shapes: Shapes,
+    grouped: bool = False,
+    warms: Sequence[Any] | None = None,
 ) -> Any:
     """Runs a function on all replicas: now, or whenever the graph under construction runs.
+
+    Args:
+        programs: the programs.
+        source: the function.
+        arguments: its arguments.
+        shapes: the shapes to trace it for.
+        grouped: whether the results are regrouped.
+        warms: the arguments that `call_again` will recognise; None if there are others besides.
 
     Returns:
         For each replica, what the function returned; with `grouped`, all of it regrouped.
@@ -77,7 +92,26 @@ def call(
         shapes = soft_placement.add_caller(arguments, shapes)
         program = programs.find(source, arguments, shapes)
         columns = program.run(arguments.numpy())
+        if warms is not None:
+            programs.keep_warm(source, warms, arguments, program)
     return program.traced.grouped_results(columns) if grouped else program.traced.replicas_results(columns)
+
+
+def call_again(programs: ProgramCache, fn: Any, args: Sequence[Any]) -> tuple[Any] | None:
+    """Like `call_with_numbers`, for a call in eager mode that is like the last one of this function.
+
+    Returns:
+        A tuple with what the function returned, regrouped; None if this is not such a call, and nothing was done.
+    """
+    if thread_state.summary_state()[0] is not None:
+        return None
+    recalled = programs.recall(fn, args)
+    if recalled is None:
+        return None
+    program, compiled, slots = recalled
+    with shutdown.running():
+        columns = compiled.run(slots)
+    return (program.traced.grouped_results(columns),)
 
 
 def _running() -> contextlib.AbstractContextManager[None]:

@@ -9,7 +9,7 @@ from typing import Any, overload
 import tensorflow as tf
 
 from replica_engine import xla
-from replica_engine._tf import distribute, patches
+from replica_engine._tf import batches, distribute, patches
 from replica_engine._tf.graphs import autograph
 from replica_engine._tf.host_datasets import HostDatasets
 from replica_engine._tf.keras import metrics as keras_metrics
@@ -41,8 +41,8 @@ from replica_engine.strategies.validation import (
 )
 from replica_engine.values.regroup import spread
 from replica_engine.xla.body import Limits, in_body
-from replica_engine.xla.graph_mode import refuses_graphs
-from replica_engine.xla.graph_op import call_with_numbers
+from replica_engine.xla.graph_mode import check_mode, refuses_graphs
+from replica_engine.xla.graph_op import call_again, call_with_numbers
 from replica_engine.xla.resolver import PjrtClusterResolver
 from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.stages.program_cache import ProgramCache
@@ -127,6 +127,21 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
             results = call_with_numbers(programs, source, args, kwargs)
         if tf.executing_eagerly():
             watch_results(self._container_strategy(), results)
+        return results
+
+    def run_again(self, fn: Callable[..., Any], args: Any) -> tuple[Any] | None:
+        """Runs a function in eager mode, outside all scopes, whose last call was like this one; see `call_again`.
+
+        What is checked in every other call was checked in that one.
+        """
+        if not tf.executing_eagerly() or in_body() is not None or not distribute.is_outside_scopes():
+            return None
+        if batches.any_given() and self.device_group.size > 1:  # `check_inputs` looks at each call then
+            return None
+        check_not_forked()
+        results = call_again(self._programs, fn, args)
+        if results is not None:
+            watch_results(self._container_strategy(), results[0])
         return results
 
     @contextlib.contextmanager
@@ -258,7 +273,7 @@ def _as_value(result: Any) -> Any:
     return tf.identity(result) if isinstance(result, tf.Variable) else result
 
 
-@refuses_graphs("reduce", "run", "run_steps", "scope")
+@refuses_graphs("reduce", "run_steps", "scope")
 class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
     """Runs a function on N devices as one compiled program: on TPUs, on GPUs, or on the CPU devices of a laptop.
 
@@ -416,6 +431,12 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
             ReplicaTimeoutError: the launch gave no sign of life for longer than `timeout`.
             Exception: any exception that `fn` raised while it was traced.
         """
+        try:
+            if not kwargs and (results := self.extended.run_again(fn, args)) is not None:
+                return results[0]
+        except (Exception, KeyboardInterrupt) as error:
+            raise shortened(explained(error))
+        check_mode()
         check_call(fn, args, kwargs)
         check_inputs(self, fn, args, kwargs, self.extended.device_group.size, True)
         try:

@@ -249,6 +249,11 @@ def view(tensor: Any) -> np.ndarray:
     return np.asarray(tensor.numpy(), object) if tensor.dtype == tf.string else tensor.numpy()
 
 
+def is_viewed(tensor: Any) -> bool:
+    """Whether `view` makes a view of an eager tensor."""
+    return tensor.dtype in _NUMPYS_OWN
+
+
 _TENSORS = frozenset((EagerTensor,))
 
 

@@ -81,8 +81,7 @@ class FunctionSpec:
 
     def used(self, hosts: Hosts = _NO_HOSTS) -> list[Any] | None:
         """The objects that `key` is made of: the key is as before if they are the very same. None if that is not so."""
-        found: list[Any] = []
-        return found if self.declared is None and _add_used(self.fn, 3, hosts, found) else None
+        return used_objects(self.fn, hosts) if self.declared is None else None
 
     def arguments(self, args: Any, kwargs: Any, size: int) -> tuple[Arguments, Shapes]:
         """The arguments, taken apart, and the shapes that the function should be traced for.
@@ -168,6 +167,12 @@ def function_key(fn: Any, depth: int = 3, hosts: Hosts = _NO_HOSTS) -> Any:
     marks = tuple((name, key(value)) for name, value in sorted(fn.__dict__.items()))
     used = tuple((name, constant_key(fn.__globals__[name])) for name in _names(code, hosts) if name in fn.__globals__)
     return code, used, cells, defaults, named, marks
+
+
+def used_objects(fn: Any, hosts: Hosts = _NO_HOSTS) -> list[Any] | None:
+    """See `FunctionSpec.used`."""
+    found: list[Any] = []
+    return found if _add_used(fn, 3, hosts, found) else None
 
 
 def _add_used(fn: Any, depth: int, hosts: Hosts, found: list[Any]) -> bool:

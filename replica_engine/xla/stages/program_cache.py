@@ -22,7 +22,8 @@ from replica_engine.values.structure import ById
 from replica_engine.xla.body import Body, Limits
 from replica_engine.xla.host_calls.call import CallOrder
 from replica_engine.xla.signature.arguments import Arguments, Shapes
-from replica_engine.xla.signature.function_spec import FunctionSpec, Hosts
+from replica_engine.xla.signature.function_spec import FunctionSpec, Hosts, used_objects
+from replica_engine.xla.signature.warm import Warm
 from replica_engine.xla.stages.body_graph import of_any_size
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.lower import Lowered
@@ -96,6 +97,7 @@ class ProgramCache:
         self._sparse: LastUsed = LastUsed(most)
         self._executables: LastUsed = LastUsed(most)
         self._recent: dict[Any, _Recent] = {}  # by the code of a function
+        self._warm: dict[Any, tuple[_Recent, Warm, Compiled]] = {}  # likewise: those that `recall` finds
         self._lock = threading.RLock()  # reentrant: a trace may run another trace on the same thread
 
     def sync_points(self) -> list[SyncPointRecord]:
@@ -127,8 +129,43 @@ class ProgramCache:
         if used is not None and not self._sparse and _are_the_same(used, source.used(self._hosts_of(source))):
             if len(self._recent) >= _MOST_RECENT:
                 self._recent.clear()
-            self._recent[source.code] = _Recent(used, arguments.key, shapes, self.moves_ops, program)
+            found = _Recent(used, arguments.key, shapes, self.moves_ops, program, self._hosts_of(source))
+            self._recent[source.code] = found
+            self._warm.pop(source.code, None)
         return program
+
+    def keep_warm(self, source: FunctionSpec, args: Sequence[Any], arguments: Arguments, program: TracedProgram) -> None:
+        """Notes that a call with these positional arguments, and no others, has run a program: see `recall`."""
+        recent = self._recent.get(source.code)
+        if recent is not None and recent.program is program and recent.key == arguments.key:
+            warm = Warm.of(args, arguments)
+            if warm is not None:
+                self._warm[source.code] = recent, warm, program.find([each.shape for each in warm.slots])
+
+    def recall(self, fn: Any, args: Sequence[Any]) -> tuple[TracedProgram, Compiled, list[list[np.ndarray]]] | None:
+        """The program for a call in eager mode, and the values of its slots, if the call is like the last one.
+
+        A warm launch spends most of its time around the program. So this compares objects by identity, and tensors by
+        dtype and shape, before anything is taken apart. The caller checks that the thread has no summary writer.
+
+        Args:
+            fn: the function.
+            args: its positional arguments; there are no others.
+
+        Returns:
+            None if the call must be looked at closely.
+        """
+        code = getattr(fn, "__code__", None)
+        known = self._warm.get(code)
+        if known is None:
+            return None
+        recent, warm, compiled = known
+        if self._recent.get(code) is not recent or recent.moves_ops != self.moves_ops:
+            return None
+        slots = warm.values(args)
+        if slots is None or not _are_the_same(recent.used, used_objects(fn, recent.hosts)):
+            return None
+        return recent.program, compiled, slots
 
     def _find(self, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> TracedProgram:
         with self._lock:
@@ -168,6 +205,7 @@ class ProgramCache:
     def learn(self, source: FunctionSpec, traced: TracedProgram) -> None:
         """Notes which functions in a traced function run on the host."""
         self._hosts[source.code] = self._hosts_of(source) | traced.traced.host_calls.codes
+        self._warm.pop(source.code, None)
 
     def wants_numbers(self, source: FunctionSpec) -> bool:
         """Whether a function could not be compiled with tensors instead of Python numbers."""
@@ -215,6 +253,7 @@ class _Recent(NamedTuple):
     shapes: Shapes
     moves_ops: bool
     program: TracedProgram
+    hosts: Hosts
 
     def serves(self, used: list[Any], arguments: Arguments, shapes: Shapes, moves_ops: bool) -> bool:
         """Whether the program is the one for a call."""
