@@ -177,15 +177,18 @@ class HostSide(NamedTuple):
     where: str
 
 
-@contextlib.contextmanager
-def on_host(side: HostSide) -> Iterator[None]:
+class on_host:
     """Inside, code belongs to a host call, and not to a body."""
-    before = in_body(), host_side()
-    _thread.body, _thread.side = None, side
-    try:
-        yield
-    finally:
-        _thread.body, _thread.side = before
+
+    def __init__(self, side: HostSide):
+        self._side = side
+
+    def __enter__(self) -> None:
+        self._before = in_body(), host_side()
+        _thread.body, _thread.side = None, self._side
+
+    def __exit__(self, *_: object) -> None:
+        _thread.body, _thread.side = self._before
 
 
 def host_side() -> HostSide | None:

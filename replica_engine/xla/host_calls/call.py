@@ -15,8 +15,7 @@ calls that can fail does not donate its variables.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import CodeType
 from typing import Any
 
@@ -160,22 +159,23 @@ class HostCalls:
         )
         return following, results
 
-    @contextlib.contextmanager
-    def launched(self, devices: DeviceGroup, feed: InputQueue | None = None) -> Iterator[Session]:
-        """Inside, one program of this body, which has calls, is launched and ends; never two at once."""
+    def begin(self, devices: DeviceGroup, feed: InputQueue | None = None) -> Session:
+        """Called before one program of this body, which has calls, is launched; never two at once. `end` follows."""
         if not self.replica_ids:
             with tf.init_scope(), tf.device("CPU:0"):
                 self.replica_ids = [tf.constant(devices.first + replica) for replica in range(devices.size)]
         devices.wait_for_interrupted()  # an abandoned program may be of this body, and still call the host
         run = self.run = Session(devices, feed)
+        return run
+
+    def end(self, run: Session, devices: DeviceGroup, failed: bool) -> None:
+        """Called when the launch is over; `failed` if it raised, for example because of Ctrl-C."""
         try:
-            yield run
-        except BaseException:  # for example Ctrl-C
-            self._order.invalidate()
-            run.give_up()
-            if not run.has_ended:
-                abandoned.add(devices, calls_host=True)
-            raise
+            if failed:
+                self._order.invalidate()
+                run.give_up()
+                if not run.has_ended:
+                    abandoned.add(devices, calls_host=True)
         finally:
             if run.has_ended:
                 self.run = None

@@ -169,6 +169,9 @@ def function_key(fn: Any, depth: int = 3, hosts: Hosts = _NO_HOSTS) -> Any:
     return code, used, cells, defaults, named, marks
 
 
+_BOUND = (MethodType, functools.partial)
+
+
 def used_objects(fn: Any, hosts: Hosts = _NO_HOSTS) -> list[Any] | None:
     """See `FunctionSpec.used`."""
     found: list[Any] = []
@@ -196,9 +199,10 @@ def _add_used(fn: Any, depth: int, hosts: Hosts, found: list[Any]) -> bool:
             values += named.values()
     for value in values:
         found.append(value)
-        if type(value) in PLAIN or isinstance(value, (MethodType, functools.partial)):
+        kind = type(value)
+        if kind in PLAIN or issubclass(kind, _BOUND):  # not isinstance: it asks modules of TensorFlow for their class
             return False
-        if type(value) is FunctionType and depth > 1 and not _add_used(value, depth - 1, hosts, found):
+        if kind is FunctionType and depth > 1 and not _add_used(value, depth - 1, hosts, found):
             return False
     for name in _names(code, hosts):
         value = fn.__globals__.get(name, _names)

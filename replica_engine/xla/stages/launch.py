@@ -22,7 +22,6 @@ keeps its devices. The next launch waits for it for a while and then raises an e
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -114,7 +113,6 @@ class Launch:
     _woken: threading.Event | None = None  # the program has ended, or time has run out; None without a limit
     _standstill: tuple[list[ReplicaRow], CoordinatorRow] | None = None  # when time ran out
     _nobody_waits: threading.Event | None = None
-    _calls: contextlib.AbstractContextManager[Session] | None = None
 
     def __enter__(self) -> Launch:
         limit = self._body.limits.timeout
@@ -128,8 +126,7 @@ class Launch:
         try:
             self._watch.__enter__()
             if self._program.host_calls.calls:
-                calls = self._calls = self._program.host_calls.launched(self._devices, self._feed)
-                self._run = calls.__enter__()
+                self._run = self._program.host_calls.begin(self._devices, self._feed)
         except BaseException:
             self._leave()
             raise
@@ -149,8 +146,8 @@ class Launch:
                 note_failed_run(error, self._records, None)
         finally:
             try:
-                if self._calls is not None:
-                    self._calls.__exit__(kind, error, frames)
+                if isinstance(self._run, Session):
+                    self._program.host_calls.end(self._run, self._devices, failed=error is not None)
             finally:
                 self._leave()
 
@@ -167,8 +164,7 @@ class Launch:
         """
         self._watch.beat()
         self._state = _RUNNING
-        if self._calls is not None:
-            assert isinstance(self._run, Session), "entered with the calls"
+        if isinstance(self._run, Session):
             self._run.beat = self._beat
             self._run.arguments = self._on_host
             self._stored = [kept.on_host for kept in self._run.kept]
