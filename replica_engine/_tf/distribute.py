@@ -119,7 +119,7 @@ class LaterPerReplica(PerReplica):
             return vars(self)["_values"]
         values = self._values = tuple(make())
         self.__class__ = PerReplica
-        vars(self).pop("_make", None)
+        self.__dict__.pop("_make", None)
         return values
 
     def __reduce_ex__(self, protocol: Any) -> Any:

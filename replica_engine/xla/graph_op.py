@@ -187,6 +187,7 @@ class _Step:
         launch = self._program.ready(slots, rest, as_arrays=True)
         with self.devices.in_flight:
             self._around.before_run(self.device_values)
+            columns: Any  # arrays
             if self._locals is None:
                 columns = launch()
             else:

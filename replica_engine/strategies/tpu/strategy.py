@@ -132,9 +132,11 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
     def run_again(self, fn: Callable[..., Any], args: Any) -> tuple[Any] | None:
         """Runs a function in eager mode, outside all scopes, whose last call was like this one; see `call_again`.
 
-        What is checked in every other call was checked in that one.
+        What is checked in every other call was checked in that one. A subclass may run functions in another way.
         """
-        if not tf.executing_eagerly() or in_body() is not None or not distribute.is_outside_scopes():
+        if type(self) is not TPUExtended or not tf.executing_eagerly() or in_body() is not None:
+            return None
+        if not distribute.is_outside_scopes():
             return None
         if batches.any_given() and self.device_group.size > 1:  # `check_inputs` looks at each call then
             return None
@@ -434,12 +436,9 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
         try:
             if not kwargs and (results := self.extended.run_again(fn, args)) is not None:
                 return results[0]
-        except (Exception, KeyboardInterrupt) as error:
-            raise shortened(explained(error))
-        check_mode()
-        check_call(fn, args, kwargs)
-        check_inputs(self, fn, args, kwargs, self.extended.device_group.size, True)
-        try:
+            check_mode()
+            check_call(fn, args, kwargs)
+            check_inputs(self, fn, args, kwargs, self.extended.device_group.size, True)
             return self.extended.call_for_each_replica(fn, args, kwargs or {})
         except Exception as error:
             raise shortened(explained(error))

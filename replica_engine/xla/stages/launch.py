@@ -195,10 +195,12 @@ class Launch:
                 launched = time.perf_counter()
                 with timeline.profiled(f"run {program.name}"):
                     self._run.end(self._wait, execution)
-                self._draw(began, launched, time.perf_counter())
             else:
                 results = self._start(execution)
+                launched = time.perf_counter()
                 self._run.end(self._wait, execution)
+            if timeline.recording():
+                self._draw(began, launched, time.perf_counter())
         finally:
             self._body.note_launch(program.collectives, began, time.perf_counter())
             if program.collectives and program.is_users and self._feed is None:

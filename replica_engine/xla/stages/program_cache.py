@@ -129,12 +129,15 @@ class ProgramCache:
         if used is not None and not self._sparse and _are_the_same(used, source.used(self._hosts_of(source))):
             if len(self._recent) >= _MOST_RECENT:
                 self._recent.clear()
+                self._warm.clear()
             found = _Recent(used, arguments.key, shapes, self.moves_ops, program, self._hosts_of(source))
             self._recent[source.code] = found
             self._warm.pop(source.code, None)
         return program
 
-    def keep_warm(self, source: FunctionSpec, args: Sequence[Any], arguments: Arguments, program: TracedProgram) -> None:
+    def keep_warm(
+        self, source: FunctionSpec, args: Sequence[Any], arguments: Arguments, program: TracedProgram
+    ) -> None:
         """Notes that a call with these positional arguments, and no others, has run a program: see `recall`."""
         recent = self._recent.get(source.code)
         if recent is not None and recent.program is program and recent.key == arguments.key:

@@ -45,7 +45,7 @@ def ready_uneven(
     compile_: Compile,
     slots: Sequence[Sequence[np.ndarray]],
     captured: Sequence[np.ndarray] | None,
-) -> Callable[[], list[list[np.ndarray]]]:
+) -> Callable[[], list[Column]]:
     """Compiles a body for shares of different shapes.
 
     Args:
@@ -92,7 +92,7 @@ def _run(
     parts: list[tuple[Program, Executable]],
     shares: list[list[np.ndarray]],
     constants: list[np.ndarray],
-) -> list[list[np.ndarray]]:
+) -> list[Column]:
     program = parts[0][0]  # the replicas' programs differ only in their shapes
     variables = [device_value_of(handle, devices) for handle in program.handles]
     writes = [(variables[variable], index) for variable, index in program.writes]
@@ -110,7 +110,9 @@ def _run(
         results = launch.run(_Execution(devices, [executable for _, executable in parts], inputs, writes))
         for variable, _ in writes:
             variable.launched()
-    columns = [[devices.fetch(result[index], 0) for result in results] for index in range(program.returned)]
+    columns: list[Column] = [
+        [devices.fetch(result[index], 0) for result in results] for index in range(program.returned)
+    ]
     for index in sorted(program.host_results):  # each replica's program has its own numbers for them
         columns.insert(index, launch.stored([own.host_results[index] for own, _ in parts]))
     return columns

@@ -1,0 +1,280 @@
+"""A call like the last one is recognised at once, and its results stay on the devices until somebody looks at them."""
+
+import copy
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from replica_engine import TPUStrategy, xla
+from replica_engine.strategies.tpu import TPUExtended
+from replica_engine.xla.stages.results import _MOST_BYTES
+
+SIZES = (1, 2)
+
+
+@pytest.fixture(params=SIZES)
+def tpu(request):
+    return TPUStrategy(num_cores=request.param)
+
+
+def values(strategy, result):
+    return [np.asarray(each).tolist() for each in strategy.experimental_local_results(result)]
+
+
+@pytest.fixture
+def recognised(monkeypatch):
+    """For each call, whether it was recognised."""
+    found = []
+    original = TPUExtended.run_again
+
+    def run_again(self, fn, args):
+        results = original(self, fn, args)
+        found.append(results is not None)
+        return results
+
+    monkeypatch.setattr(TPUExtended, "run_again", run_again)
+    return found
+
+
+def test_a_result_that_nobody_has_looked_at_keeps_its_value(tpu):
+    strategy = tpu
+    with strategy.scope():
+        number = tf.Variable(0.0)
+        large = tf.Variable(tf.zeros([_MOST_BYTES]))
+
+    def step():
+        return number.assign_add(1.0), large.assign_add(tf.ones_like(large))[:2], large.read_value()
+
+    results = [strategy.run(step) for _ in range(5)]
+    for count, (small, part, whole) in reversed(list(enumerate(results, start=1))):
+        size = strategy.num_replicas_in_sync
+        assert values(strategy, small) == [count] * size
+        assert values(strategy, part) == [[count, count]] * size
+        assert all(set(each) == {count} for each in values(strategy, whole))
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int8", "uint16", "int64", "bfloat16", "float16", "float64", "complex64", "float8_e5m2"]
+)
+@pytest.mark.parametrize("shape", [(), (3,), (0, 2), (_MOST_BYTES,)])
+def test_results_of_all_dtypes_and_shapes(dtype, shape):
+    strategy = TPUStrategy(num_cores=2)
+    given = tf.cast(tf.ones(shape), dtype)
+    for _ in range(3):
+        for result in strategy.experimental_local_results(strategy.run(tf.identity, args=(given,))):
+            assert isinstance(result, tf.Tensor)
+            assert (result.dtype, result.shape, result.device) == (given.dtype, given.shape, given.device)
+            np.testing.assert_array_equal(result.numpy(), given.numpy())
+
+
+@pytest.mark.parametrize(
+    "look",
+    [copy.copy, copy.deepcopy, lambda x: tf.nest.flatten(x, expand_composites=True), repr, lambda x: x.values],
+    ids=["copy", "deepcopy", "flatten", "repr", "values"],
+)
+def test_it_is_a_plain_distributed_value_for_everybody_who_looks(look):
+    strategy = TPUStrategy(num_cores=2)
+    result = strategy.run(lambda: xla.replica_id() + 1)
+    assert isinstance(result, tf.distribute.DistributedValues)
+    assert not hasattr(result, "numpy")
+    look(result)
+    assert type(result).__name__ == "PerReplica"
+    assert values(strategy, result) == [1, 2]
+    copied = copy.deepcopy(strategy.run(lambda: xla.replica_id() + 1))
+    assert values(strategy, copied) == [1, 2]
+
+
+def test_it_goes_into_reductions_functions_and_later_runs():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x):
+        return x + tf.cast(xla.replica_id(), tf.float32)
+
+    result = tf.constant(1.0)
+    for _ in range(3):
+        result = strategy.run(step, args=(result,))
+    assert values(strategy, result) == [1.0, 4.0]
+    assert float(strategy.reduce("SUM", strategy.run(step, args=(result,)), axis=None)) == 6.0
+    doubled = tf.function(lambda each: strategy.run(lambda x: 2.0 * x, args=(each,)))
+    assert values(strategy, doubled(strategy.run(step, args=(result,)))) == [2.0, 10.0]
+
+
+def test_several_threads_look_at_once():
+    strategy = TPUStrategy(num_cores=2)
+    for _ in range(20):
+        result = strategy.run(lambda: xla.replica_id() + 1)
+        begin, found = threading.Barrier(4), []
+
+        def look(result=result, begin=begin, found=found):
+            begin.wait()
+            found.append([int(each) for each in result.values])
+
+        threads = [threading.Thread(target=look) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [[1, 2]] * 4
+
+
+_scale = 2.0
+
+
+def test_a_call_like_the_last_one_is_recognised(tpu, recognised):
+    strategy = tpu
+
+    def step(x):
+        return x * 2.0
+
+    before = None
+    for count in range(4):
+        result = strategy.run(step, args=(tf.fill([2], float(count)),))
+        assert values(strategy, result) == [[2.0 * count] * 2] * strategy.num_replicas_in_sync
+        before = before or xla.counts()
+    assert recognised == [False, True, True, True]
+    assert (xla.counts() - before) == xla.Counts(launches=3)
+
+
+def test_what_a_function_uses_may_change(tpu, recognised, monkeypatch):
+    strategy = tpu
+    scale, size = 2.0, strategy.num_replicas_in_sync
+
+    def inner(x):
+        return x * scale * _scale
+
+    def step(x):
+        return inner(x)
+
+    one = (tf.constant(1.0),)
+    for _ in range(2):
+        assert values(strategy, strategy.run(step, args=one)) == [4.0] * size
+    scale = 3.0
+    for _ in range(2):
+        assert values(strategy, strategy.run(step, args=one)) == [6.0] * size
+    monkeypatch.setitem(globals(), "_scale", 5.0)
+    for _ in range(2):
+        assert values(strategy, strategy.run(step, args=one)) == [15.0] * size
+    assert recognised == [False, True] * 3
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (tf.constant([1.0, 2.0]),),
+        (tf.constant(1),),
+        (tf.constant(1.0, tf.float64),),
+        (np.float32(1),),
+        (1.0,),
+        ((tf.constant(1.0),),),
+        (tf.constant(1.0), 1),
+        [tf.constant(1.0)],
+    ],
+    ids=["shape", "dtype", "precision", "array", "number", "nested", "more", "list"],
+)
+def test_other_arguments_are_looked_at_closely(tpu, recognised, args):
+    strategy = tpu
+
+    def step(*given):
+        return tf.nest.map_structure(tf.identity, given)
+
+    one = (tf.constant(1.0),)
+    for _ in range(2):
+        strategy.run(step, args=one)
+    results = strategy.run(step, args=args)
+    wanted = tf.nest.flatten(tuple(args))
+    for result, value in zip(tf.nest.flatten(results), wanted, strict=True):
+        for each in strategy.experimental_local_results(result):
+            assert each.dtype == tf.convert_to_tensor(value).dtype
+            np.testing.assert_array_equal(each, value)
+    assert recognised == [False, True, False]
+
+
+def test_values_of_each_replica_and_of_all_differ(recognised):
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x):
+        return x + 1.0
+
+    one = tf.constant(1.0)
+    each = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.constant(float(context.replica_id_in_sync_group))
+    )
+    for given, wanted in ((one, [2.0, 2.0]), (each, [1.0, 2.0]), (one, [2.0, 2.0]), (each, [1.0, 2.0])):
+        assert values(strategy, strategy.run(step, args=(given,))) == wanted
+    uneven = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.ones([1 + context.replica_id_in_sync_group])
+    )
+    for _ in range(2):
+        assert values(strategy, strategy.run(step, args=(uneven,))) == [[2.0], [2.0, 2.0]]
+
+
+def test_another_context_is_looked_at_closely(tpu, recognised, tmp_path):
+    strategy = tpu
+
+    def step(x):
+        tf.summary.scalar("x", x)
+        return x + 1.0
+
+    one = (tf.constant(1.0),)
+    for _ in range(2):
+        strategy.run(step, args=one)
+    with strategy.scope():
+        strategy.run(step, args=one)
+    with tf.summary.create_file_writer(str(tmp_path)).as_default(step=1):
+        strategy.run(step, args=one)
+    assert recognised == [False, True, False, False]
+    (file,) = tmp_path.glob("*tfevents*")
+    tags = [
+        value.tag
+        for record in tf.data.TFRecordDataset(str(file))
+        for value in tf.compat.v1.Event.FromString(record.numpy()).summary.value
+    ]
+    assert tags == ["x"]
+
+
+def test_a_strategy_of_the_user_runs_functions_in_its_own_way():
+    class Noting(TPUExtended):
+        seen = 0
+
+        def _call_for_each_replica(self, fn, args, kwargs):
+            self.seen += 1
+            return super()._call_for_each_replica(fn, args, kwargs)
+
+    strategy = TPUStrategy(num_cores=2)
+    strategy.extended.__class__ = Noting
+
+    def step():
+        return tf.constant(1.0)
+
+    for _ in range(3):
+        strategy.run(step)
+    assert strategy.extended.seen == 3
+
+
+def test_failures_of_a_recognised_call_undo_its_writes(tpu, recognised):
+    strategy = tpu
+    with strategy.scope():
+        number = tf.Variable(0.0)
+    fails = threading.Event()
+
+    def on_host(x):
+        if fails.is_set():
+            raise ValueError("the host has had enough")
+        return x
+
+    def step():
+        xla.outside_compilation(on_host, number.assign_add(1.0))
+
+    for _ in range(3):
+        strategy.run(step)
+    fails.set()
+    with pytest.raises(ValueError, match="had enough") as raised:
+        strategy.run(step)
+    assert raised.traceback[-1].name == "on_host"
+    assert float(number) == 3.0
+    fails.clear()
+    strategy.run(step)
+    assert float(number) == 4.0
+    assert recognised[2:] == [True, True]  # the third call, and the last; the failed one raised
