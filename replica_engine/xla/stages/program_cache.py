@@ -97,7 +97,7 @@ class ProgramCache:
         self._sparse: LastUsed = LastUsed(most)
         self._executables: LastUsed = LastUsed(most)
         self._recent: dict[Any, _Recent] = {}  # by the code of a function
-        self._warm: dict[Any, tuple[_Recent, Warm, Compiled]] = {}  # likewise: those that `recall` finds
+        self._warm: dict[Any, tuple[_Recent, Warm, Compiled]] = {}  # those that `recall` finds
         self._lock = threading.RLock()  # reentrant: a trace may run another trace on the same thread
 
     def sync_points(self) -> list[SyncPointRecord]:

@@ -25,6 +25,7 @@ from replica_engine.xla.stages.counts import count
 from replica_engine.xla.stages.launch import Launch
 from replica_engine.xla.stages.lower import Lowered
 from replica_engine.xla.stages.program import Program, Shape
+from replica_engine.xla.stages.results import Column
 from replica_engine.xla.state.device_value import device_value_of
 
 _COLLECTIVE = re.compile(r"stablehlo\.(all_reduce|collective_permute)\b|@replica_engine\.(?!host_call)")
