@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from replica_engine import TPUStrategy, xla
+from replica_engine.errors import ReplicaValueError
 from replica_engine.strategies.tpu import TPUExtended
 from replica_engine.xla.stages.results import _MOST_BYTES
 
@@ -189,6 +190,20 @@ def test_other_arguments_are_looked_at_closely(tpu, recognised, args):
             assert each.dtype == tf.convert_to_tensor(value).dtype
             np.testing.assert_array_equal(each, value)
     assert recognised == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "kwargs", [tf.ones([2, 2]), np.ones(2), np.False_, ()], ids=["tensor", "array", "bool", "tuple"]
+)
+def test_keyword_arguments_of_a_wrong_kind_are_refused_as_ever(tpu, recognised, kwargs):
+    def step():
+        return tf.constant(1.0)
+
+    for _ in range(2):
+        tpu.run(step)
+    with pytest.raises(ReplicaValueError, match="kwargs"):
+        tpu.run(step, kwargs=kwargs)
+    assert recognised == [False, True]
 
 
 def test_values_of_each_replica_and_of_all_differ(recognised):

@@ -434,8 +434,10 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
             Exception: any exception that `fn` raised while it was traced.
         """
         try:
-            if not kwargs and (results := self.extended.run_again(fn, args)) is not None:
-                return results[0]
+            if kwargs is None or (type(kwargs) is dict and not kwargs):
+                results = self.extended.run_again(fn, args)
+                if results is not None:
+                    return results[0]
             check_mode()
             check_call(fn, args, kwargs)
             check_inputs(self, fn, args, kwargs, self.extended.device_group.size, True)

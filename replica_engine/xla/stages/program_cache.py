@@ -8,6 +8,7 @@ import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -158,7 +159,9 @@ class ProgramCache:
         Returns:
             None if the call must be looked at closely.
         """
-        code = getattr(fn, "__code__", None)
+        if type(fn) is not FunctionType:
+            return None
+        code = fn.__code__
         known = self._warm.get(code)
         if known is None:
             return None
