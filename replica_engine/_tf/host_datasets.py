@@ -91,23 +91,34 @@ class _Iterable:
     _spec: type[Any]
 
     def __iter__(self: Any) -> _HostIterator:
-        spec, workers, options = self._type_spec, self._input_workers, self._options
-        (dataset,) = spec._to_components(self)
+        workers = self._input_workers
         (worker,), devices = workers.worker_devices, workers.compute_devices_for_worker(0)
         with tf.device(worker):
-            ahead = iter(_ahead(dataset, options, len(devices)))
-            turns = _Turns(ahead, worker, devices, _agreement(self._strategy, self._cardinality))
+            turns = _Turns(iter(self._read_ahead()), worker, devices, _agreement(self._strategy, self._cardinality))
         iterator = _HostIterator(
             workers,
             [turns],
             self._strategy,
             cardinality=self._cardinality,
             enable_get_next_as_optional=self._enable_get_next_as_optional,
-            options=options,
+            options=self._options,
             replica_order=self._replica_order,
         )
         iterator._element_spec = self._element_spec
         return iterator
+
+    def _read_ahead(self: Any) -> tf.data.Dataset:
+        """The dataset of the iterators. It is made once: Keras makes two iterators an epoch, and each would wait for it.
+
+        In a graph it is an op of that graph, and no other graph may use it.
+        """
+        ahead = getattr(self, "_ahead", None)
+        if ahead is None:
+            (dataset,) = self._type_spec._to_components(self)
+            ahead = _ahead(dataset, self._options, len(self._input_workers.compute_devices_for_worker(0)))
+            if tf.executing_eagerly():
+                self._ahead = ahead
+        return ahead
 
     @property
     def _type_spec(self: Any) -> Any:

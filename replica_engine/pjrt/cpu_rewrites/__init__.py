@@ -10,6 +10,7 @@ fuses. For some operations it has a plain loop, up to a hundred times slower. Ea
 | depthwise convolution, and the gradient of its kernel | a sum of shifted products | `convolutions` |
 | gradient of max-pooling | comparisons of shifted slices | `pooling` |
 | batched product whose batch is then summed (the gradient of `w` in `x @ w`) | one product | `products` |
+| a loop that keeps a variable once a step for the gradient's loop | the variable itself | `loops` |
 
 **Why here.** A rewrite of the StableHLO program sees forward and gradient operations alike: the gradients of a
 convolution are convolutions with other dimension numbers, so no gradient has to be defined, and it does not matter
@@ -33,10 +34,10 @@ import os
 from typing import Any
 
 from replica_engine.errors import not_rewritten
-from replica_engine.pjrt.cpu_rewrites import convolutions, pooling, products
+from replica_engine.pjrt.cpu_rewrites import convolutions, loops, pooling, products
 from replica_engine.pjrt.jaxlib import ir
 
-VERSION = 2
+VERSION = 3
 """Part of what a compiled program depends on. Raise it when a rule or a form changes."""
 
 _RULES = {
@@ -72,15 +73,22 @@ def rewrite(module: Any) -> dict[str, int]:
     An operation whose rule fails stays as it is, and is warned of once: a rewrite only saves time.
     """
     found: list[Any] = []
+    whiles: list[Any] = []
     done: dict[str, int] = {}
 
     def collect(operation: Any) -> Any:
         if operation.name in _RULES:
             found.append(operation)
+        elif operation.name == loops.WHILE:
+            whiles.append(operation)
         return ir.WalkResult.ADVANCE
 
     with module.context:
         module.operation.walk(collect)
+        functions = {ir.StringAttr(each.attributes["sym_name"]).value: each for each in module.body.operations}
+        for loop in whiles:
+            if count := _arrays(loop, functions):
+                done[loops.WHILE] = done.get(loops.WHILE, 0) + count
         for operation in found:
             name = operation.name
             new = _made(operation)
@@ -89,6 +97,22 @@ def rewrite(module: Any) -> dict[str, int]:
                 operation.erase()
                 done[name] = done.get(name, 0) + 1
     return done
+
+
+def _arrays(loop: Any, functions: dict[str, Any]) -> int:
+    """How many arrays of a loop were rewritten."""
+    try:
+        return loops.rewritten(loop, functions)
+    except Exception as error:  # the rule looks at all that it changes before it changes anything
+        _tell(loop.name, error)
+        return 0
+
+
+def _tell(name: str, error: Exception) -> None:
+    """Warns, once for each kind of operation, of a rule that failed."""
+    if name not in _failed:
+        _failed.add(name)
+        _logger.warning(not_rewritten(name, f"{type(error).__name__}: {error}"))
 
 
 def _made(operation: Any) -> Any:
@@ -105,8 +129,6 @@ def _made(operation: Any) -> Any:
         end = now.index(operation)
         for half_made in reversed(now[end - (len(now) - before) : end]):
             half_made.erase()
-        if operation.name not in _failed:
-            _failed.add(operation.name)
-            _logger.warning(not_rewritten(operation.name, f"{type(error).__name__}: {error}"))
+        _tell(operation.name, error)
         return None
     return new

@@ -1,0 +1,201 @@
+"""Arrays that a loop fills with one value, row by row, for a later loop to read.
+
+TensorFlow keeps what the gradient of a loop needs of each step in an array with a row for each step. A variable that
+the body reads, such as the kernel of an LSTM, is kept too: each step copies the whole kernel into its row, and the
+gradient's loop copies it out again. But all rows are the same value, which the loop never changes. So the reads get
+that value itself, and nothing is kept.
+
+The array is rewritten only if the program shows that every row is written: the row is a counter from 0, and the loop's
+condition lets it count to the last row. Then it does not matter which row is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from replica_engine.pjrt.cpu_rewrites import ops
+from replica_engine.pjrt.cpu_rewrites.ops import Value
+from replica_engine.pjrt.jaxlib import ir
+
+WHILE = "stablehlo.while"
+
+Functions = Mapping[str, Any]
+"""The functions of a module, by name."""
+
+
+def rewritten(loop: Any, functions: Functions) -> int:
+    """Rewrites the arrays that a loop fills with one value. Returns how many there were.
+
+    Args:
+        loop: an operation `stablehlo.while`.
+        functions: the functions of its module.
+    """
+    body = loop.regions[1].blocks[0]
+    steps = _steps(loop, functions)
+    found = []
+    for index in range(len(body.arguments) if steps else 0):
+        value = _filled_with(loop, index, steps, functions)
+        reads = None if value is None else _reads(loop.results[index], functions)
+        if reads:
+            found.append((index, value, reads))
+    for index, value, reads in found:
+        for read in reads:
+            with ir.InsertionPoint(read), read.location:
+                read.results[0].replace_all_uses_with(ops.reshape(value, ops.shape(read.results[0])))
+            read.erase()
+        end = _end(body)
+        write = end.operands[index].owner
+        end.operands[index] = body.arguments[index]
+        write.erase()
+    return len(found)
+
+
+def _filled_with(loop: Any, index: int, steps: int, functions: Functions) -> Value | None:
+    """The value, from outside a loop, that all rows of an array are after it; None if they are not one value.
+
+    Args:
+        loop: the loop.
+        index: which of its values is the array.
+        steps: the number of steps of the loop.
+        functions: the functions of the module.
+    """
+    body, condition = (region.blocks[0] for region in reversed(list(loop.regions)))
+    array, write = body.arguments[index], _owner(_end(body).operands[index])
+    if _name(write) != "stablehlo.dynamic_update_slice" or not ops.is_static_float(array):
+        return None
+    if write.operands[0] != array or len(list(array.uses)) != 1 or len(list(write.results[0].uses)) != 1:
+        return None
+    if _is_read(condition.arguments[index], functions):
+        return None
+    row, at, *others = list(write.operands)[1:]
+    if ops.shape(row) != [1, *ops.shape(array)[1:]] or any(_integer(each) != 0 for each in others):
+        return None
+    if steps < ops.shape(array)[0] or not _counts(loop, _place(body, at)):
+        return None
+    place = _place(body, row)
+    if place is None or _place(body, _end(body).operands[place]) != place:
+        return None
+    value = loop.operands[place]
+    return value if ops.shape(value) == ops.shape(array)[1:] else None
+
+
+def _reads(array: Value, functions: Functions) -> list[Any] | None:
+    """The operations that read a row of an array in the loops that get it; None if anything else is done with it."""
+    reads = []
+    for use in array.uses:
+        loop, index = use.owner.operation, use.operand_number
+        if _name(loop) != WHILE or list(loop.results[index].uses):
+            return None
+        condition, body = (region.blocks[0] for region in loop.regions)
+        inside = body.arguments[index]
+        if _is_read(condition.arguments[index], functions) or _end(body).operands[index] != inside:
+            return None
+        for each in inside.uses:
+            reader = each.owner.operation
+            if reader == _end(body) and each.operand_number == index:
+                continue
+            if _name(reader) != "stablehlo.dynamic_slice" or each.operand_number != 0:
+                return None
+            if ops.shape(reader.results[0]) != [1, *ops.shape(array)[1:]]:
+                return None
+            reads.append(reader)
+    return reads
+
+
+def _steps(loop: Any, functions: Functions) -> int:
+    """The number of steps of a loop, if its condition compares counters with constants; else 0."""
+    condition = loop.regions[0].blocks[0]
+    limits = _limits(_end(condition).operands[0], dict(enumerate(condition.arguments)), functions)
+    if not limits or not all(_counts(loop, place) for place, _ in limits):
+        return 0
+    return max(0, min(limit for _, limit in limits))
+
+
+def _limits(value: Value, places: Mapping[int, Value], functions: Functions) -> list[tuple[int, int]] | None:
+    """The comparisons, all of which must hold for a value to be true: which argument is less than which constant.
+
+    None for a value that is something else.
+    """
+    value = _same(value)
+    owner = _owner(value)
+    if _name(owner) == "stablehlo.and":
+        both = [_limits(each, places, functions) for each in owner.operands]
+        return None if None in both else [limit for each in both for limit in each or ()]
+    if _name(owner) == "func.call":
+        callee = functions.get(ir.FlatSymbolRefAttr(owner.attributes["callee"]).value)
+        if callee is None:
+            return None
+        entry = callee.regions[0].blocks[0]
+        inner = _limits(_end(entry).operands[value.result_number], dict(enumerate(entry.arguments)), functions)
+        outer = [(_among(places, owner.operands[place]), limit) for place, limit in inner or ()]
+        return None if inner is None or any(place is None for place, _ in outer) else outer  # type: ignore[return-value]
+    if _name(owner) != "stablehlo.compare" or "LT" not in str(owner.attributes["comparison_direction"]):
+        return None
+    place, limit = _among(places, owner.operands[0]), _integer(owner.operands[1])
+    return None if place is None or limit is None else [(place, limit)]
+
+
+def _counts(loop: Any, place: int | None) -> bool:
+    """Whether a value of a loop counts its steps from 0."""
+    if place is None or _integer(loop.operands[place]) != 0:
+        return False
+    body = loop.regions[1].blocks[0]
+    after = _owner(_same(_end(body).operands[place]))
+    return (
+        _name(after) == "stablehlo.add"
+        and _place(body, after.operands[0]) == place
+        and _integer(after.operands[1]) == 1
+        and str(ops.element_type(after.results[0])) in ("i32", "i64")
+    )
+
+
+def _is_read(value: Value, functions: Functions) -> bool:
+    """Whether anything uses a value, other than functions that do not use their argument."""
+    for use in value.uses:
+        call = use.owner.operation
+        callee = functions.get(ir.FlatSymbolRefAttr(call.attributes["callee"]).value) if _name(call) == "func.call" else None
+        if callee is None or _is_read(callee.regions[0].blocks[0].arguments[use.operand_number], functions):
+            return True
+    return False
+
+
+def _place(block: Any, value: Value) -> int | None:
+    """Which argument of a block a value is; None if it is none of them."""
+    return _among(dict(enumerate(block.arguments)), value)
+
+
+def _among(places: Mapping[int, Value], value: Value) -> int | None:
+    value = _same(value)
+    return next((place for place, each in places.items() if each == value), None)
+
+
+def _same(value: Value) -> Value:
+    """A value without the operations that leave its elements as they are, in the same order."""
+    while _name(_owner(value)) in ("stablehlo.reshape", "mhlo.copy"):
+        value = _owner(value).operands[0]
+    return value
+
+
+def _integer(value: Value) -> int | None:
+    """The integer that a value is in each run; None if it is not known."""
+    owner = _owner(_same(value))
+    if _name(owner) != "stablehlo.constant" or str(ops.element_type(value)) not in ("i32", "i64"):
+        return None
+    elements = ir.DenseIntElementsAttr(owner.attributes["value"])
+    return int(elements[0]) if len(elements) == 1 else None
+
+
+def _owner(value: Value) -> Any:
+    """The operation that makes a value, or the block whose argument it is."""
+    owner = value.owner
+    return getattr(owner, "operation", owner)
+
+
+def _name(owner: Any) -> str:
+    return str(getattr(owner, "name", ""))  # a block has no name
+
+
+def _end(block: Any) -> Any:
+    """The operation that ends a block."""
+    return list(block.operations)[-1].operation
