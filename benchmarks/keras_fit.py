@@ -7,7 +7,7 @@ One device is plain Keras, which also uses all cores. `tf.distribute` is Keras u
 `ReductionToOneDevice`, the fastest on CPUs, and batches that split evenly. All contenders get the same NumPy arrays and
 initial weights, and their losses must agree after the first epoch. The rows of `replicate_model` use the strategy that
 it chooses itself. The rows for threads and XLA are the two that it chooses from; `replica_engine.keras.choice` is based
-on them.
+on them. "between epochs" is the time from the end of the last step of an epoch to the beginning of the next step.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -150,7 +152,17 @@ def rows(name: str, replicas: int, repeats: int) -> Iterator[Row]:
     firsts = {who: seconds(functools.partial(epoch, who)) for who in models}
     check = same("loss of the first epoch", {who: loss for who, (_, loss) in firsts.items()}, TOLERANCE)
     figures = interleaved({who: functools.partial(step, who) for who in models}, repeats)
+    between = interleaved(
+        {who: functools.partial(_between_epochs, model, trained, x, y) for who, model in models.items()}, repeats
+    )
     for who in OURS:
+        yield Row(
+            "keras_fit",
+            f"{name}, between epochs",
+            {each: between[each] for each in (who, *PEERS)},
+            replicas=replicas,
+            check=check,
+        )
         yield Row(
             "keras_fit",
             name,
@@ -161,6 +173,32 @@ def rows(name: str, replicas: int, repeats: int) -> Iterator[Row]:
             check=check,
             note=f"first epoch {firsts[who][0]:.1f} s, of tf.distribute {firsts['tf.distribute'][0]:.1f} s",
         )
+
+
+def _between_epochs(model: Any, trained: Trained, x: np.ndarray, y: np.ndarray) -> float:
+    """The median of the milliseconds between two epochs of two batches each."""
+    import keras
+
+    class Clock(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.begun: list[float] = []
+            self.ended: list[float] = []
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if batch == 0:
+                self.begun.append(time.perf_counter())
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 1:
+                self.ended.append(time.perf_counter())
+
+    clock = Clock()
+    few = slice(2 * trained.batch)
+    model.fit(x[few], y[few], trained.batch, epochs=6, verbose=0, shuffle=False, callbacks=[clock])
+    return 1e3 * statistics.median(
+        begun - ended for begun, ended in zip(clock.begun[1:], clock.ended[:-1], strict=True)
+    )
 
 
 def measure(flags: argparse.Namespace) -> Iterator[Row]:

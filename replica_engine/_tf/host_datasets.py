@@ -108,7 +108,7 @@ class _Iterable:
         return iterator
 
     def _read_ahead(self: Any) -> tf.data.Dataset:
-        """The dataset of the iterators. It is made once: Keras makes two iterators an epoch, and each would wait for it.
+        """The dataset of the iterators. It is made once, because Keras makes two iterators an epoch.
 
         In a graph it is an op of that graph, and no other graph may use it.
         """

@@ -202,3 +202,30 @@ def test_datasets_for_other_devices_stay_as_they_are():
     assert type(hook(made, None)) is not type(made)
     made._input_workers = type(made._input_workers)([(DEVICES[0], ("GPU:0", "GPU:1"))])
     assert hook(made, None) is made
+
+
+def test_all_eager_iterators_read_one_dataset(strategy, monkeypatch):
+    """Keras makes two iterators an epoch. Making the dataset took most of the time between two epochs."""
+    made = []
+    dataset = strategy.experimental_distribute_dataset(numbers(8, 4))
+    original = tf.data.Dataset.prefetch
+    monkeypatch.setattr(tf.data.Dataset, "prefetch", lambda *args: made.append(1) or original(*args))
+
+    def total():
+        return sum(int(tf.reduce_sum(part)) for each in dataset for part in strategy.experimental_local_results(each))
+
+    assert [total() for _ in range(3)] == [28] * 3
+    assert len(made) == 1
+
+
+def test_a_dataset_is_read_in_a_function_and_after_it(strategy):
+    dataset = strategy.experimental_distribute_dataset(numbers(8, 4))
+
+    @tf.function
+    def first():
+        return strategy.experimental_local_results(next(iter(dataset)))
+
+    expected = [[0, 1], [2, 3]]
+    assert [part.numpy().tolist() for part in first()] == expected
+    assert [part.numpy().tolist() for part in strategy.experimental_local_results(next(iter(dataset)))] == expected
+    assert [part.numpy().tolist() for part in first()] == expected

@@ -85,7 +85,9 @@ def rewrite(module: Any) -> dict[str, int]:
 
     with module.context:
         module.operation.walk(collect)
-        functions = {ir.StringAttr(each.attributes["sym_name"]).value: each for each in module.body.operations}
+        functions = {
+            ir.StringAttr(each.attributes["sym_name"]).value: each.operation for each in module.body.operations
+        }
         for loop in whiles:
             if count := _arrays(loop, functions):
                 done[loops.WHILE] = done.get(loops.WHILE, 0) + count

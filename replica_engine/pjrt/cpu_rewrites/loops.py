@@ -154,7 +154,9 @@ def _is_read(value: Value, functions: Functions) -> bool:
     """Whether anything uses a value, other than functions that do not use their argument."""
     for use in value.uses:
         call = use.owner.operation
-        callee = functions.get(ir.FlatSymbolRefAttr(call.attributes["callee"]).value) if _name(call) == "func.call" else None
+        callee = (
+            functions.get(ir.FlatSymbolRefAttr(call.attributes["callee"]).value) if _name(call) == "func.call" else None
+        )
         if callee is None or _is_read(callee.regions[0].blocks[0].arguments[use.operand_number], functions):
             return True
     return False
