@@ -79,7 +79,13 @@ PATCHES: tuple[Patch, ...] = (
         "import",
         "only added",
     ),
-    Patch(f"{COMPILES}.Trainer", "compile", "metrics are made in the scope of the model", _FIRST_SCOPE, _OTHERS),
+    Patch(
+        f"{COMPILES}.Trainer",
+        "compile",
+        "metrics, and an optimizer that is given by its name, are made in the scope of the model",
+        "the first `scope()` once Keras is imported",
+        _OTHERS,
+    ),
     Patch(f"{MODULE}.{TRAINER}", METHOD, "`steps_per_execution` steps in one launch", _FIRST_SCOPE, _OTHERS),
     Patch(
         f"{MODULE}.{TRAINER}",
@@ -300,11 +306,15 @@ def extend_trainer(make: Make) -> None:
     setattr(trainer, METHOD, extended)
 
 
-def compile_in_scope(kind: type) -> None:
-    """Makes models that were built under a strategy of a class make their metrics under it too; only once per process.
+def compile_in_scope(is_ours: Callable[[Any], bool]) -> None:
+    """Makes `compile` work under the scope of the model that it is called for; only once per process.
 
-    `compile` makes the variables of the loss and of metrics, and users call it outside of the scope. Replicas of a
-    program each have their own value of a variable that was made there, and only one of the values would count.
+    `compile` makes the variables of the loss, of metrics and of an optimizer that is given by its name, and users call
+    it outside of the scope. An optimizer of no strategy cannot train the model. Compiled replicas each have their own
+    value of a metric's variable that was made there, and only one of the values would count.
+
+    Args:
+        is_ours: whether a strategy is one of this library's.
     """
     trainer: Any = getattr(sys.modules.get(COMPILES), "Trainer", None)
     method = getattr(trainer, "compile", None)
@@ -314,8 +324,9 @@ def compile_in_scope(kind: type) -> None:
     @functools.wraps(method)
     def compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
         strategy = strategy_of(self)
-        inside = isinstance(strategy, kind)
-        with strategy.scope() if inside else contextlib.nullcontext():
+        # A replica is in the scope already, and must not enter it.
+        outside = strategy is not None and is_ours(strategy) and tf.distribute.get_strategy() is not strategy
+        with strategy.scope() if outside else contextlib.nullcontext():
             return method(self, *args, **kwargs)
 
     setattr(compiled, _MARK, True)

@@ -15,7 +15,7 @@ from replica_engine.errors import BatchError, warn_uneven_rest
 
 
 def explain(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
-    """Makes `fit` and `evaluate` check the first batch, and explain what fails before the first step.
+    """Makes `compile` work outside the scope, and `fit` and `evaluate` check the first batch and explain what fails.
 
     Does nothing until Keras is imported, or a second time.
 
@@ -23,6 +23,7 @@ def explain(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
         is_ours: whether a strategy runs on a backend of this library; all others keep what Keras does.
     """
     patches.extend_build(_check_batch, explained, is_ours)
+    patches.compile_in_scope(is_ours)
     patches.hide_frames(FOLDERS)
 
 

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from replica_engine.errors import ScopeError
+
 FEATURES = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
 LABELS = (FEATURES @ np.array([[1.0], [-2.0], [0.5], [3.0]], "float32")).astype("float32")
 
@@ -220,3 +222,30 @@ def test_a_custom_train_step_runs_in_replicas(strategy):
     losses = fit(model)["own_loss"]
     assert set(seen) == {strategy.num_replicas_in_sync}
     assert losses[1] < losses[0]
+
+
+def test_an_optimizer_by_name_outside_the_scope_trains_as_one_inside(strategy):
+    def history(compiles_inside):
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4,)), dense(4, 1, activation="tanh"), dense(1, 2)])
+            if compiles_inside:
+                model.compile("adam", "mse", metrics=["mae"])
+        if not compiles_inside:
+            model.compile("adam", "mse", metrics=["mae"])
+        return fit(model), model.evaluate(batches(), verbose=0), model.get_weights(), model
+
+    *inside, _ = history(compiles_inside=True)
+    *outside, model = history(compiles_inside=False)
+    for one, other in zip(tf.nest.flatten(inside), tf.nest.flatten(outside), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+    for variable in [*model.optimizer.variables, *model.metrics[0].variables]:
+        assert len(components(strategy, variable)) == strategy.num_replicas_in_sync
+
+
+@pytest.mark.replicas(2)
+def test_an_optimizer_object_that_was_made_outside_the_scope_is_an_error(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), dense(1, 2)])
+    model.compile(keras.optimizers.Adam(), "mse")
+    with pytest.raises(ScopeError, match=r"optimizer 'adam\w*' was made outside `strategy.scope\(\)`"):
+        fit(model)

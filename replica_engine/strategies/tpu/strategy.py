@@ -377,7 +377,6 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
         models.explain(has_backend)
         patches.extend_trainer(keras_steps.device_loop)
         patches.average_logs(TPUStrategy)
-        patches.compile_in_scope(TPUStrategy)
         if self.extended.device_group.member is not None:
             patches.reduce_over_workers(TPUStrategy)
             self.leave_files_to_chief()
