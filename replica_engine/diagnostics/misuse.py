@@ -7,7 +7,9 @@ of a few known errors, the frames of its traceback show the object of the user t
 from __future__ import annotations
 
 import os
+import sys
 import traceback
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -63,6 +65,17 @@ def check_outside_replicas(method: str) -> None:
         raise ScopeError.in_replica(method, here())
 
 
+def of_plain_variable(variable: tf.Variable) -> ScopeError:
+    """The error of a plain variable that is updated here, and of the optimizer that updates it, if that is plain too."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if _is_optimizer(owner) and _is_default(owner._distribution_strategy):  # type: ignore[union-attr]
+            return ScopeError.model_and_optimizer(_name(variable), owner.name, type(owner).__name__)
+        frame = frame.f_back
+    return ScopeError.variable(_name(variable))
+
+
 def _meaning(error: Exception) -> Exception | None:
     # Only of these two exact classes: an exception of the user may have a text that raises.
     if type(error) is AttributeError:
@@ -111,14 +124,36 @@ def _foreign(error: Exception) -> ScopeError | None:
         step = step.tb_next
     owners = [frame.f_locals.get("self") for frame in frames]
     for owner in owners:  # the outermost first: an optimizer, rather than the variables that it updates
-        strategy = getattr(owner, "_distribution_strategy", None)  # of a Keras optimizer
-        if strategy is not None and hasattr(owner, "_trainable_variables"):
-            if _is_default(strategy):
-                return ScopeError.optimizer(owner.name, type(owner).__name__)  # type: ignore[union-attr]
-            return ScopeError.other_strategy("optimizer", owner.name)  # type: ignore[union-attr]
+        if _is_optimizer(owner):
+            return _of_optimizer(owner, _updated(frames))
     for owner in owners:
         if isinstance(owner, distribute.DistributedVariable):
             return ScopeError.other_strategy("variable", _name(owner))
+    return None
+
+
+def _is_optimizer(owner: Any) -> bool:
+    kind = getattr(getattr(sys.modules.get("keras"), "optimizers", None), "Optimizer", None)
+    return kind is not None and isinstance(owner, kind)
+
+
+def _of_optimizer(optimizer: Any, variable: Any) -> ScopeError:
+    """The error of an optimizer that makes its state for a variable, or for one that is not known: None."""
+    name, kind = optimizer.name, type(optimizer).__name__
+    is_plain = isinstance(variable, tf.Variable) and not isinstance(variable, distribute.DistributedVariable)
+    if _is_default(optimizer._distribution_strategy):
+        if is_plain:
+            return ScopeError.model_and_optimizer(_name(variable), name, kind)
+        return ScopeError.optimizer(name, kind)
+    return ScopeError.variable(_name(variable)) if is_plain else ScopeError.other_strategy("optimizer", name)
+
+
+def _updated(frames: Sequence[FrameType]) -> Any:
+    """The variable for which an optimizer makes its state: an argument of the library's function around Keras' own."""
+    for frame in frames:
+        if "reference_variable" in frame.f_locals:
+            variable = frame.f_locals["reference_variable"]
+            return variable if isinstance(variable, tf.Variable) else getattr(variable, "value", None)
     return None
 
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from replica_engine._tf.graphs import autograph
 from replica_engine.diagnostics.user_frames import is_internal, is_users
+from replica_engine.engine import current_replica
 
 
 def user_line(made: Any) -> str:
@@ -39,9 +40,20 @@ def user_line(made: Any) -> str:
 
 
 def here() -> str:
-    """The user's line that led to this call, or "" if there is none."""
-    threads = (threading.get_ident(),)
-    frame: FrameType | None = sys._getframe(1)
+    """The user's line that led to this call, or "" if there is none.
+
+    In Keras' `fit`, a replica thread has no line of the user. Then this is the line that called `fit`, on the thread
+    that called `run`.
+    """
+    own, replica = threading.get_ident(), current_replica()
+    line = _users_line(sys._getframe(1), (own,))
+    if line or replica is None or replica.coordinator.ident in (None, own):
+        return line
+    coordinator = replica.coordinator.ident
+    return _users_line(sys._current_frames().get(coordinator), (coordinator,))
+
+
+def _users_line(frame: FrameType | None, threads: tuple[int, ...]) -> str:
     while frame is not None:
         if is_users(frame, threads):
             place = autograph.original_location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, threads)

@@ -1,4 +1,4 @@
-"""Warnings about programs that run, and probably do not do what their author wants. Each is logged once.
+"""Warnings about programs that run, and probably do not do what their author wants. None is logged twice for a cause.
 
 A warning must never come for a program that is right. So each of these looks at what happens, and not at how a program
 is written: a value that a plain dataset gave reaches all replicas whole; two replicas add to one variable; a gradient
@@ -12,7 +12,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -42,6 +42,39 @@ def warn_once(strategy: Any, key: Hashable, text: str) -> None:
     if key not in told:
         told.add(key)
         _logger.warning(text)
+
+
+class Named:
+    """The objects of one kind that warnings have named: each object once, and not more than `MOST` objects.
+
+    A model that was made outside the scope may have hundreds of variables, and the first few say what is wrong. The
+    objects are known by reference, since two may have one name, and weakly, since a program may make many.
+    """
+
+    MOST = 5
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def warn(self, each: Any, text: Callable[[], str]) -> None:
+        """Logs a warning about an object, unless one was logged; the last one says that it is the last."""
+        key = id(each)
+        with self._lock:  # replicas that run at the same time find the same object
+            if key in self._known or self._count >= self.MOST:
+                return
+            self._known[key] = weakref.ref(each, lambda _: self._known.pop(key, None))
+            self._count += 1
+            is_last = self._count == self.MOST
+        _logger.warning(text() + (f"\nThis is the last of {self.MOST} such warnings; more are not logged." * is_last))
+
+
+_named: weakref.WeakKeyDictionary[Any, dict[str, Named]] = weakref.WeakKeyDictionary()
+
+
+def _named_of(strategy: Any, kind: str) -> Named:
+    return _named.setdefault(strategy, {}).setdefault(kind, Named())
 
 
 def check_inputs(
@@ -119,10 +152,12 @@ def note_write(written: dict[int, tuple[Any, int]], variable: Any, strategy: Any
         strategy: the strategy.
         replica: the index of the replica.
     """
-    name = variable.name.removesuffix(":0")
     _, first = written.setdefault(id(variable), (variable, replica))
-    if first != replica and "seed" not in name:  # a generator of random numbers may be shared
-        warn_once(strategy, ("written", name), warn_shared_variable(name, here()))
+    if first == replica:
+        return
+    name = variable.name.removesuffix(":0")
+    if "seed" not in name:  # a generator of random numbers may be shared
+        _named_of(strategy, "written").warn(variable, lambda: warn_shared_variable(name, here()))
 
 
 def check_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -133,11 +168,12 @@ def check_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
         variables: the Keras variables that it updates.
     """
     strategy = tf.distribute.get_strategy()
-    if strategy.num_replicas_in_sync == 1 or strategy.extended.compiles:
+    size = strategy.num_replicas_in_sync
+    if size == 1 or strategy.extended.compiles:
         return
     if any(isinstance(getattr(each, "value", each), distribute.DistributedVariable) for each in variables):
-        text = warn_foreign_optimizer(optimizer.name, type(optimizer).__name__, strategy.num_replicas_in_sync, here())
-        warn_once(strategy, ("optimizer", optimizer.name), text)
+        name, kind = optimizer.name, type(optimizer).__name__
+        _named_of(strategy, "optimizer").warn(optimizer, lambda: warn_foreign_optimizer(name, kind, size, here()))
 
 
 @contextlib.contextmanager

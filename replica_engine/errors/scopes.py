@@ -29,6 +29,17 @@ class ScopeError(ReplicaEngineError, RuntimeError):
         )
 
     @classmethod
+    def model_and_optimizer(cls, variable: str, optimizer: str, kind: str) -> ScopeError:
+        """Replicas train a model with an optimizer, and both were made outside the scope."""
+        return cls(
+            f"The variable {variable!r} and the optimizer {optimizer!r} that updates it were made outside "
+            "`strategy.scope()`, so neither can be on each replica. Make the optimizer and the model under the scope:\n"
+            "    with strategy.scope():\n"
+            "        model = make_model()\n"
+            f"        optimizer = keras.optimizers.{kind}(...)"
+        )
+
+    @classmethod
     def other_strategy(cls, what: str, name: str) -> ScopeError:
         """Replicas use a variable or an optimizer that was made under the scope of another strategy."""
         return cls(

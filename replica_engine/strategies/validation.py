@@ -10,7 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf import distribute
-from replica_engine.errors import ReplicaValueError, ScopeError
+from replica_engine.diagnostics.misuse import of_plain_variable
+from replica_engine.errors import ReplicaValueError
 from replica_engine.errors.base import shown
 from replica_engine.values.structure import as_tensor
 
@@ -83,7 +84,7 @@ def check_updated(variable: Any) -> None:
         ScopeError: it is a plain variable.
     """
     if isinstance(variable, tf.Variable) and not isinstance(variable, distribute.DistributedVariable):
-        raise ScopeError.variable(variable.name.removesuffix(":0"))
+        raise of_plain_variable(variable)
 
 
 def check_seconds(**values: float | None) -> None:

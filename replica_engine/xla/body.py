@@ -18,6 +18,7 @@ from replica_engine._tf import eager
 from replica_engine._tf.graphs import autograph, xla_ops
 from replica_engine.diagnostics.flight_record import Collective, LaunchRecord
 from replica_engine.diagnostics.op_lines import here
+from replica_engine.diagnostics.suspicions import Named
 from replica_engine.engine import current_replica
 from replica_engine.errors import CollectiveError, NotInBodyError
 from replica_engine.xla import growing_arrays
@@ -108,6 +109,7 @@ class Body:
         steps: the number of the user's steps so far that replicas make together; a device loop has several in a launch.
         random: the source that its random ops draw from.
         told: what has been warned of.
+        shared: the plain variables that have been warned of.
         of_strategy: whether a strategy runs it, so that variables can be made under a scope.
     """
 
@@ -133,6 +135,7 @@ class Body:
         self.steps = 0
         self.random = random
         self.told: set[Any] = set()
+        self.shared = Named()
         self.of_strategy = name != "xla"
         self._soft_placement = soft_placement
 

@@ -75,6 +75,59 @@ def test_compile_outside_the_scope():
     model.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=4, verbose=0)
 
 
+@shows(ScopeError.model_and_optimizer)
+def test_a_model_and_an_optimizer_outside_the_scope():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    model = make_model()
+    optimizer = keras.optimizers.Adam(0.1, name="adam")
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    strategy.run(step, args=(tf.ones([4, 3]),))
+
+
+@shows(ScopeError.model_and_optimizer, "built")
+def test_a_model_and_an_optimizer_that_are_built_outside_the_scope():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    model = make_model()
+    optimizer = keras.optimizers.Adam(0.1, name="adam")
+    optimizer.build(model.trainable_variables)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    strategy.run(step, args=(tf.ones([4, 3]),))
+
+
+@shows(ScopeError.model_and_optimizer, "compiled")
+def test_a_model_and_an_optimizer_outside_the_scope_of_compiled_replicas():
+    strategy = TPUStrategy(num_cores=2)
+    model = make_model()
+    optimizer = keras.optimizers.Adam(0.1, name="adam")
+    optimizer.build(model.trainable_variables)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    strategy.run(step, args=(tf.ones([4, 3]),))
+
+
+@shows(ScopeError.variable, "fit")
+def test_a_model_outside_the_scope_that_is_compiled_and_trained_inside():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    model = make_model()
+    with strategy.scope():
+        model.compile("adam", "mse")
+        model.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=4, verbose=0)
+
+
 @shows(ScopeError.other_strategy)
 def test_a_variable_of_another_strategy():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
@@ -136,6 +189,18 @@ def test_an_optimizer_that_is_made_and_built_outside_the_scope():
     for _ in range(2):
         strategy.run(step, args=(tf.ones([4, 3]),))
     print("iterations:", optimizer.iterations.numpy())
+
+
+@shows(warn_foreign_optimizer, "fit")
+def test_two_optimizers_for_fit_that_are_built_outside_the_scope():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        model = make_model()
+    for rate in (0.1, 0.01):
+        optimizer = keras.optimizers.SGD(rate, name="sgd")
+        optimizer.build(model.trainable_variables)
+        model.compile(optimizer, "mse")
+        model.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=4, epochs=2, verbose=0)
 
 
 @shows(ScopeError.in_replica)
@@ -429,3 +494,51 @@ def test_a_plain_variable_in_a_compiled_body():
 
     strategy.run(step, args=(strategy.experimental_distribute_values_from_function(value),))
     print("total:", total.numpy())
+
+
+@shows(warn_shared_variable, "names")
+def test_two_plain_variables_of_one_name_in_a_traced_step():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    seen = tf.Variable(0, name="seen")
+    kept = tf.Variable(0, name="seen")
+
+    @tf.function
+    def train():
+        def step():
+            seen.assign_add(2)
+            kept.assign_sub(3)
+
+        strategy.run(step)
+
+    for _ in range(2):
+        train()
+    print("seen:", seen.numpy(), "kept:", kept.numpy())
+
+
+@shows(warn_shared_variable, "metrics")
+def test_two_keras_metrics_outside_the_scope_of_compiled_replicas():
+    strategy = TPUStrategy(num_cores=2)
+    loss, error = keras.metrics.Mean(name="mean"), keras.metrics.Mean(name="mean")
+
+    @tf.function
+    def train(batch):
+        def step(x):
+            loss.update_state(x)
+            error.update_state(x * x)
+
+        strategy.run(step, args=(batch,))
+
+    train(strategy.experimental_distribute_values_from_function(lambda context: tf.ones([2])))
+    print("loss:", loss.count.numpy(), "error:", error.count.numpy())
+
+
+@shows(warn_shared_variable, "many")
+def test_more_plain_variables_than_warnings():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    counts = [tf.Variable(0, name=f"count_{number}") for number in range(7)]
+
+    def step():
+        for count in counts:
+            count.assign_add(1)
+
+    strategy.run(step)

@@ -76,11 +76,13 @@ class Differences:
         variables: by the index of the input that is a variable's handle, the causes of the variable's value.
         added: the indices of variables to which values are added that come from no collective and no variable. They
             may be meant as the sum over the replicas, also if they are equal.
+        writers: by the index of a variable, the first op that writes a value to it that may differ.
     """
 
     def __init__(self, graph: Any, of_input: Callable[[int], Cause], first_own: Callable[[int], int | None]):
         self.conditions: dict[int, Cause] = {}
         self.added: set[int] = set()
+        self.writers: dict[int, tf.Operation] = {}
         self._first_own = first_own
         self._needed_ops = functools.cache(host_ops.needed_ops)
         self.variables = {
@@ -170,6 +172,8 @@ class Differences:
         for variable in variables:
             if not op.outputs:  # it writes
                 self.variables[variable] |= cause | around
+                if (cause | around) & (Cause.REPLICA_ID | Cause.OWN_DATA):
+                    self.writers.setdefault(variable, op)
             cause |= self.variables[variable]
         if op.op_def.is_stateful and not variables and op.type != "Placeholder":
             cause |= Cause.UNKNOWN

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ import tensorflow as tf
 from replica_engine._tf import variables as variable_handles
 from replica_engine._tf.graphs import autograph, subgraphs, xla_ops
 from replica_engine.diagnostics.flight_record import Collective
-from replica_engine.diagnostics.op_lines import here
+from replica_engine.diagnostics.op_lines import here, user_line
 from replica_engine.diagnostics.suspicions import additions_noted
 from replica_engine.diagnostics.tracebacks import as_raised
 from replica_engine.errors import (
@@ -241,12 +242,13 @@ def _check_plain_variables(
         return
     differences = Differences(traced.graph, cause, first_own)
     for index, variable in indices.items():
-        name, where = variable.name.removesuffix(":0"), traced.added.get(id(variable))
+        name, where = variable.name.removesuffix(":0"), traced.added.get(id(variable), "")
         differs = differences.variables[index] & (Cause.REPLICA_ID | Cause.OWN_DATA)
-        adds = where is not None and index in differences.added and "seed_generator" not in name
-        if (differs or adds) and name not in traced.body.told:
-            traced.body.told.add(name)
-            _logger.warning(warn_shared_variable(name, where or ""))
+        adds = id(variable) in traced.added and index in differences.added and "seed_generator" not in name
+        if differs or adds:
+            if not where and index in differences.writers:  # it is assigned, as by Keras, which adds so too
+                where = user_line(differences.writers[index])
+            traced.body.shared.warn(variable, functools.partial(warn_shared_variable, name, where))
 
 
 @contextlib.contextmanager
