@@ -66,11 +66,11 @@ def check_outside_replicas(method: str) -> None:
 
 
 def of_plain_variable(variable: tf.Variable) -> ScopeError:
-    """The error of a plain variable that is updated here, and of the optimizer that updates it, if that is plain too."""
+    """The error of a plain variable that is updated here, and of its optimizer, if that is of no strategy either."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        owner = frame.f_locals.get("self")
-        if _is_optimizer(owner) and _is_default(owner._distribution_strategy):  # type: ignore[union-attr]
+        owner: Any = frame.f_locals.get("self")
+        if _is_optimizer(owner) and _is_default(owner._distribution_strategy):
             return ScopeError.model_and_optimizer(_name(variable), owner.name, type(owner).__name__)
         frame = frame.f_back
     return ScopeError.variable(_name(variable))
