@@ -117,7 +117,10 @@ class LaterPerReplica(PerReplica):
         make = vars(self).get("_make")
         if make is None:  # another thread has just made them
             return vars(self)["_values"]
-        values = self._values = tuple(make())
+        try:
+            values = self._values = tuple(make())
+        except AttributeError as error:  # Python would say that there is no such attribute
+            raise RuntimeError("The results of a launch could not be read.") from error
         self.__class__ = PerReplica
         self.__dict__.pop("_make", None)
         return values
@@ -126,6 +129,9 @@ class LaterPerReplica(PerReplica):
         """A copy has its values."""
         len(self._values)  # makes them; from here on the class is the plain one
         return object.__reduce_ex__(self, protocol)
+
+
+LaterPerReplica.__name__ = LaterPerReplica.__qualname__ = PerReplica.__name__  # as Python's own errors name it
 
 
 def replica_id_in_sync_group(strategy: tf.distribute.Strategy, index: int) -> int:

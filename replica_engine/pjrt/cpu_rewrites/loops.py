@@ -199,5 +199,6 @@ def _name(owner: Any) -> str:
 
 
 def _end(block: Any) -> Any:
-    """The operation that ends a block."""
-    return list(block.operations)[-1].operation
+    """The operation that ends a block. It is asked for each value of a loop, so no list of the operations is made."""
+    operations = block.operations
+    return operations[len(operations) - 1].operation
