@@ -110,31 +110,39 @@ class held_off:
         self._passes = passes
         self.later: type[BaseException] | None = None
 
+    _handler: Any = None  # the program's handler for SIGINT, once this object has taken its place
+    _came: tuple[int, FrameType | None] | None = None  # the Ctrl-C that arrived inside the block
+
     def __enter__(self) -> None:
         thread = threading.get_ident()
         self._outer = _held.get(thread)
-        _held[thread] = self
-        self._handler: Any = None
-        self._came: tuple[int, FrameType | None] | None = None
-        if threading.current_thread() is threading.main_thread():
-            handler = _signal.getsignal(_SIGINT)
-            if callable(handler):
-                _signal.signal(_SIGINT, self._note)
-                self._handler = handler
+        try:  # Ctrl-C may arrive at each of these lines, and `__exit__` is not called after it
+            _held[thread] = self
+            if threading.current_thread() is threading.main_thread():
+                handler = _signal.getsignal(_SIGINT)
+                if callable(handler):
+                    self._handler = handler
+                    _signal.signal(_SIGINT, self._note)
+        except BaseException:
+            self._let_through(thread)
+            raise
 
     def __exit__(self, kind: Any, error: BaseException | None, frames: TracebackType | None) -> None:
         """Restores the handler, and raises the interrupt that arrived during the block, if any."""
-        thread = threading.get_ident()
+        self._let_through(threading.get_ident())
+        if self._came is not None:
+            self._handler(*self._came)
+        if self.later is not None:
+            raise self.later
+
+    def _let_through(self, thread: int) -> None:
+        """Undoes what `__enter__` did. The handler comes last: from then on Ctrl-C may end this function."""
         if self._outer is None:
             _held.pop(thread, None)
         else:
             _held[thread] = self._outer
         if self._handler is not None:
             _signal.signal(_SIGINT, self._handler)
-            if self._came is not None:
-                self._handler(*self._came)
-        if self.later is not None:
-            raise self.later
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._passes():
