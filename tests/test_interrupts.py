@@ -6,12 +6,17 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from types import CodeType, FrameType
+from concurrent.futures import ThreadPoolExecutor
+from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from replica_engine.pjrt.group import ProgramOrder
 from replica_engine.process import interrupts
+from replica_engine.telemetry.watchdog import Watch
+from replica_engine.xla.body import Limits
+from replica_engine.xla.stages.launch import Launch
 
 
 def ctrl_c_at_line(number: int, code: CodeType, block: Callable[[], None]) -> bool:
@@ -74,3 +79,67 @@ def test_ctrl_c_while_a_block_is_entered_leaves_nothing_behind(handler: Any, pas
         assert signal.getsignal(signal.SIGINT) is handler, f"line {number}"
         number += 1
     assert number > 5
+
+
+class _Lock:
+    """A lock that another thread seems to have at the first attempts to take it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.refusals = 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if self.refusals:
+            self.refusals -= 1
+            return False
+        return self.lock.acquire(blocking, timeout)
+
+    def release(self) -> None:
+        self.lock.release()
+
+    def is_free(self) -> bool:
+        """Whether another thread can take it."""
+        with ThreadPoolExecutor(1) as other:
+            taken = other.submit(self.lock.acquire, False).result()
+            if taken:
+                other.submit(self.lock.release).result()
+        return taken
+
+
+def _entered(order: ProgramOrder, limit: float | None) -> Any:
+    """What waits for its turn: the lock itself, with or without a limit."""
+    return order if limit is None else order.within(limit, TimeoutError)
+
+
+def _launch(order: ProgramOrder, limit: float | None) -> Launch:
+    """A launch of a program without host calls, as far as it takes its turn."""
+    body = SimpleNamespace(limits=Limits(timeout=limit, warn_after=1e6))
+    calls = SimpleNamespace(calls=[])
+    return Launch(SimpleNamespace(body=body, host_calls=calls), SimpleNamespace(in_flight=order))  # type: ignore
+
+
+@pytest.mark.parametrize("refusals", [0, 2])
+@pytest.mark.parametrize("limit", [None, 1000.0])
+@pytest.mark.parametrize("make", [_entered, _launch])
+def test_ctrl_c_while_a_turn_is_taken_leaves_the_devices_free(
+    handler: Any, make: Callable[..., Any], limit: float | None, refusals: int
+) -> None:
+    """Every other thread that launches would wait for ever."""
+    order, lock = ProgramOrder(), _Lock()
+    order._lock = lock  # type: ignore[assignment]
+
+    def block() -> None:
+        lock.refusals = refusals
+        with make(order, limit):
+            pass
+
+    names = ["enter", "enter_now", "enter_within", "_acquire", "beat", "__enter__"]
+    codes = [getattr(ProgramOrder, name).__code__ for name in names if hasattr(ProgramOrder, name)]
+    codes += [Launch.__enter__.__code__, Watch.__enter__.__code__, Watch.__exit__.__code__] if make is _launch else []
+    tried = 0
+    for code in codes:
+        number = 1
+        while ctrl_c_at_line(number, code, block):
+            assert lock.is_free(), f"{code.co_name}, line {number}"
+            number, tried = number + 1, tried + 1
+    assert tried > 5

@@ -52,7 +52,8 @@ class ClockComparison:
     @property
     def offset(self) -> ClockOffset | None:
         """The best of what was measured lately; None if nothing was."""
-        return min(self._measured, key=lambda each: each.error, default=None)
+        measured = tuple(self._measured)  # the thread that talks to the coordinator adds to it at any time
+        return min(measured, key=lambda each: each.error, default=None)
 
 
 class Silence:

@@ -84,18 +84,48 @@ class ProgramOrder:
         self._sign = 0.0
 
     def __enter__(self) -> None:
-        if not self.enter_now():
-            wait_for_ever(lambda seconds: self._lock.acquire(timeout=seconds))
+        taken: list[bool] = []
+        try:
+            self.enter(taken)
+        except BaseException:
+            if any(taken):
+                self._lock.release()
+            raise
+
+    def enter(self, taken: list[bool]) -> None:
+        """Takes the lock.
+
+        Args:
+            taken: becomes [True] at the instant when the lock is taken. An exception of Ctrl-C may come right after
+                that, so the caller prepares to release the lock before it calls.
+        """
+        if not self.enter_now(taken):
+            wait_for_ever(lambda seconds: self._acquire(taken, True, seconds))
             self.beat()
 
-    def enter_now(self) -> bool:
-        """Takes the lock if no other thread has it. Returns whether it did."""
+    def enter_now(self, taken: list[bool]) -> bool:
+        """Takes the lock if no other thread has it; see `enter`. Returns whether it did."""
         if (why := getattr(_thread, "why", None)) is not None:
             raise why()
-        if not self._lock.acquire(blocking=False):
+        if not self._acquire(taken, False, -1):
             return False
         self.beat()
         return True
+
+    def enter_within(self, seconds: float, late: Callable[[], Exception], taken: list[bool]) -> None:
+        """Takes the lock; see `enter`. Raises `late()` after `seconds` without the lock and without a sign of life."""
+        if (why := getattr(_thread, "why", None)) is not None:
+            raise why()
+        began = time.monotonic()
+        while not self._acquire(taken, True, min(max(0.0, self._due(began, seconds)), MISSED)):  # see `wait_for_ever`
+            if self._due(began, seconds) <= 0:
+                raise late()
+        self.beat()
+
+    def _acquire(self, taken: list[bool], blocking: bool, seconds: float) -> bool:
+        # One instruction, in which no Python runs: Ctrl-C comes before both the lock and its note, or after both.
+        taken[:] = map(self._lock.acquire, (blocking,), (seconds,))
+        return taken[0]
 
     def beat(self) -> None:
         """Gives a sign of life, in the name of the program whose turn it is."""
@@ -104,24 +134,16 @@ class ProgramOrder:
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
-    def enter_within(self, seconds: float, late: Callable[[], Exception]) -> None:
-        """Takes the lock. Raises `late()` after `seconds` without the lock and without a sign of life."""
-        if (why := getattr(_thread, "why", None)) is not None:
-            raise why()
-        began = time.monotonic()
-        while not self._lock.acquire(timeout=min(max(0.0, self._due(began, seconds)), MISSED)):  # see `wait_for_ever`
-            if self._due(began, seconds) <= 0:
-                raise late()
-        self.beat()
-
     @contextlib.contextmanager
     def within(self, seconds: float, late: Callable[[], Exception]) -> Iterator[None]:
         """Inside, holds the lock; see `enter_within`."""
-        self.enter_within(seconds, late)
+        taken: list[bool] = []
         try:
+            self.enter_within(seconds, late, taken)
             yield
         finally:
-            self._lock.release()
+            if any(taken):
+                self._lock.release()
 
     def _due(self, began: float, seconds: float) -> float:
         """Seconds until a thread that has waited since `began` has waited for too long."""

@@ -83,3 +83,18 @@ def test_the_quickest_round_trip_says_how_far_clocks_are_apart():
     clock.add(30.0, 133.0, 34.0)
     assert clock.offset.seconds == pytest.approx(100.1)
     assert clock.offset.error == pytest.approx(0.1)
+
+
+def test_clocks_are_compared_while_a_round_trip_is_added():
+    class Interrupted:
+        """A measured round trip; while it is looked at, the thread that measures adds another one."""
+
+        @property
+        def error(self):
+            clock.add(20.0, 120.2, 20.2)
+            return 0.5
+
+    clock, first = ClockComparison(), Interrupted()
+    clock._measured.append(first)
+    assert clock.offset is first
+    assert clock.offset.error == pytest.approx(0.1)

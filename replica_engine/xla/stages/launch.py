@@ -117,20 +117,22 @@ class Launch:
     def __enter__(self) -> Launch:
         limit = self._body.limits.timeout
         order = self._devices.in_flight
-        if not order.enter_now():
-            with Watch(self._describe, self._body.limits.warn_after) as self._turn:
-                if limit is None:
-                    order.__enter__()
-                else:
-                    order.enter_within(limit, self._timed_out)
+        taken: list[bool] = []
         try:
+            if not order.enter_now(taken):
+                with Watch(self._describe, self._body.limits.warn_after) as self._turn:
+                    if limit is None:
+                        order.enter(taken)
+                    else:
+                        order.enter_within(limit, self._timed_out, taken)
             self._watch.__enter__()
             if self._program.host_calls.calls:
                 self._run = self._program.host_calls.begin(self._devices, self._feed)
+            return self
         except BaseException:
-            self._leave()
+            if any(taken):
+                self._leave()
             raise
-        return self
 
     def _leave(self) -> None:
         """Gives the devices to the next launch."""
