@@ -549,9 +549,16 @@ class Member:
             callback(failure.error())
 
     def _forget(self) -> None:
-        """In a forked child: the connection is the parent's, and closing the copy here lets its end be noticed."""
-        self._left = True
+        """In a forked child: the connection is the parent's, and closing the copy here lets its end be noticed.
+
+        Nobody answers questions here, so they are errors at once, and timelines and warnings are those of a process on
+        its own. The parent's thread may have held the lock at the fork.
+        """
+        self._left = self._stopping = True
+        self._changed = threading.Condition()
         self._unhook()
+        forget_workers(self.describe)
+        timeline.share_no_more(self._timelines)
         for sock in (self._socket, self._wake, self._woken):
             sock.close()
 

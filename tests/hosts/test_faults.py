@@ -353,6 +353,33 @@ os.kill(os.getpid(), signal.SIGKILL)
         child.kill()
 
 
+def test_a_forked_child_is_a_process_on_its_own(tmp_path):
+    """It has no thread that talks to the coordinator, and the fork may come while that thread holds the lock."""
+    with job() as made:
+        program = f"""
+from replica_engine.telemetry import timeline, watchdog
+read, write = os.pipe()
+with member._changed:
+    child = os.fork()
+if child == 0:
+    with timeline.timeline({str(tmp_path / "child.json")!r}):
+        pass
+    rows = watchdog.workers()
+    try:
+        member.get("address")
+    except errors.WorkerLostError:
+        os.write(write, repr(rows).encode())
+    os._exit(0)
+os.close(write)
+print(os.read(read, 100).decode(), flush=True)
+sys.stdin.readline()
+"""
+        process = made.start(1, program)
+        made.join(0)
+        assert process.stdout.readline() == "[]\n"
+        assert (tmp_path / "child.json").stat().st_size > 0
+
+
 def test_an_error_of_the_runtime_is_explained():
     with job() as made:
         process = made.start(1, "sys.stdin.readline(); raise ValueError('the cause')")
