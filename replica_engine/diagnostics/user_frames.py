@@ -165,7 +165,10 @@ stacks.hide(is_internal)
 def place_of(fn: Callable[..., Any]) -> str:
     """The file, without its folder, and the first line of a function: "train.py:40"; "" if it has none."""
     code = getattr(_plain(getattr(fn, "made_of", fn)), "__code__", None)
-    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}" if code is not None else ""
+    if code is None:
+        return ""
+    file, line = autograph.first_line(code)
+    return f"{os.path.basename(file)}:{line}"
 
 
 def _plain(fn: Callable) -> Callable:

@@ -280,7 +280,8 @@ def _described(source: Any) -> str:
     """Names the function that replicas run, for an error message; `source` is the result of `identity`."""
     if not isinstance(source, CodeType):
         return "the replicas"
-    return f"`{source.co_name}` ({source.co_filename}:{source.co_firstlineno})"
+    file, line = autograph.first_line(source)
+    return f"`{source.co_name}` ({file}:{line})"
 
 
 def _merge(strategy: tf.distribute.Strategy, requests: list[MergeRequest], run: Run) -> list[Any]:

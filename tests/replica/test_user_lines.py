@@ -357,3 +357,42 @@ def test_ctrl_c_in_a_step_shows_the_users_frames(mirrored):
         mirrored.run(step)
     frames = [os.path.basename(frame.path) for frame in caught.traceback]
     assert frames == ["test_user_lines.py", "backend.py", "test_user_lines.py"]
+
+
+def _different_results():
+    """A function that returns another structure at each call."""
+    made = []
+
+    def results():
+        made.append(None)
+        return [1.0] * len(made)
+
+    return results
+
+
+@pytest.mark.parametrize("kind", ["def", "lambda"])
+@pytest.mark.parametrize("trace_once", [False, True])
+def test_a_step_that_is_defined_inside_a_tf_function_is_named_where_it_is_written(kind, trace_once, caplog):
+    strategy = MirroredStrategy(logical_devices(8)[:2], trace_once=trace_once)
+    results = _different_results()
+
+    @tf.function
+    def train():
+        def step():
+            return results()
+
+        if kind == "def":
+            return strategy.run(step)
+        return strategy.run(lambda: results())
+
+    lines, first = inspect.getsourcelines(train.python_function)
+    start = "def step" if kind == "def" else "return strategy.run(lambda"
+    written = next(number for number, line in enumerate(lines, first) if line.strip().startswith(start))
+    with pytest.raises(errors.StructureMismatchError) as caught:
+        train()
+    name = "step" if kind == "def" else "<lambda>"
+    said = f"`{name}` ({__file__}:{written})"
+    assert said in str(caught.value)
+    if trace_once:
+        assert said in caplog.text  # the warning that each replica is traced
+    assert "__autograph_generated" not in str(caught.value) + caplog.text

@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from types import CodeType
 from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
@@ -113,6 +114,17 @@ def written_at(filename: str, number: int) -> str:
     """The place of the user's line for a line of generated code, "train.py:12 in step"; "" if there is none."""
     line = _written(filename, number) if is_generated(filename) else None
     return "" if line is None else f"{line.file}:{line.number} in {line.function}"
+
+
+def first_line(code: CodeType) -> tuple[str, int]:
+    """The user's file and first line of a function, also if AutoGraph generated its code."""
+    file, first = code.co_filename, code.co_firstlineno
+    if is_generated(file):
+        for number in (first, first + 1):  # AutoGraph adds a decorator, whose line the user did not write
+            line = _written(file, number)
+            if line is not None:
+                return line.file, line.number
+    return file, first
 
 
 def source_map() -> dict[tuple[str, int], tuple[str, int, str]]:

@@ -21,21 +21,17 @@ def original_of(fn: FunctionType) -> FunctionType:
     code = fn.__code__
     if autograph.OPERATORS not in code.co_freevars:
         return fn
-    known = autograph.source_map()
-    first = code.co_firstlineno  # may be the line of a decorator, which AutoGraph adds
-    place = next(
-        (known[code.co_filename, line] for line in (first, first + 1) if (code.co_filename, line) in known), None
-    )
-    if place is None:
+    file, first = autograph.first_line(code)
+    if autograph.is_generated(file):
         return fn
     cells = dict(zip(code.co_freevars, fn.__closure__ or (), strict=True))
     arguments = _arguments(code)
     candidates = [
         found
-        for found in _codes_of(place[0], "".join(linecache.getlines(place[0])))
+        for found in _codes_of(file, "".join(linecache.getlines(file)))
         if found.co_name == code.co_name and _arguments(found) == arguments and set(found.co_freevars) <= set(cells)
         # A decorated function begins at its decorator, and a lambda of several lines may be mapped to a later line.
-        if 0 <= place[1] - found.co_firstlineno <= 20
+        if 0 <= first - found.co_firstlineno <= 20
     ]
     nearest = [found for found in candidates if found.co_firstlineno == max(each.co_firstlineno for each in candidates)]
     if len(nearest) != 1:
