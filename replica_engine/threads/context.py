@@ -12,6 +12,7 @@ import tensorflow as tf
 from replica_engine._tf import distribute, eager, quick_scopes, thread_state
 from replica_engine._tf.graphs import autograph, control_flow
 from replica_engine.diagnostics.flight_record import brought
+from replica_engine.diagnostics.suspicions import note_write
 from replica_engine.diagnostics.user_frames import identity, sync_point, user_location
 from replica_engine.engine import Replica, SyncPoint, current_replica
 from replica_engine.errors import CollectiveError, MergeCallGraphError, NotInReplicaError
@@ -162,6 +163,10 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             return [*backward(*upstream[:-1]), *[None for _ in before]]
 
         return [*outputs, token], [*inputs, *before], ordered
+
+    def note_addition(self, variable: Any) -> None:
+        """Notes that the replica adds to a plain variable, or to a component of a distributed one."""
+        note_write(self.written, variable, self._strategy, self.index)
 
     def runs(self, replica: Replica) -> bool:
         """Whether this is the context of a replica that is running."""

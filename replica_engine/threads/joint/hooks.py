@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from replica_engine._tf import batches
 from replica_engine._tf.graphs import control_flow, function
-from replica_engine.diagnostics.suspicions import note_addition, note_write
+from replica_engine.diagnostics.suspicions import note_addition
 from replica_engine.diagnostics.tracebacks import shortened_of_graph
 from replica_engine.diagnostics.user_frames import identity, user_location
 from replica_engine.engine import current_replica
@@ -261,7 +261,7 @@ def _add(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> 
     """`assign_add` or `assign_sub` of a plain variable, or of a component of a distributed one."""
     context = _context()
     if context is not None:
-        note_write(context.written, self, context.strategy, context.index)
+        context.note_addition(self)
     else:
         note_addition(self)
     return original(self, *args, **kwargs)

@@ -8,8 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import thread_state
+from replica_engine._tf import components, thread_state
 from replica_engine._tf.graphs import control_flow, gradients
+from replica_engine.diagnostics.suspicions import note_write
 from replica_engine.diagnostics.user_frames import is_internal
 from replica_engine.threads.context import MergeRequest, ReplicaContext
 from replica_engine.threads.once.template import Template
@@ -96,6 +97,12 @@ class TemplateContext(ReplicaContext):
         assert self._template is not None, "called by code that runs in the replica"
         self._template.note_same((args, kwargs))
         return super()._request(merge_fn, args, kwargs, *rest)
+
+    def note_addition(self, variable: Any) -> None:
+        """Notes it for a copy as well: copies share a plain variable, and each has its own component of others."""
+        super().note_addition(variable)
+        if components.component(variable._handle) is None:
+            note_write(self.written, variable, self._strategy, self.index + 1)
 
     def enter_operator(
         self, kind: str, build: Callable[..., Any], payload: Any, guessed: bool = False, of: object = None

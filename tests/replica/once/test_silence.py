@@ -402,3 +402,29 @@ def test_a_graph_of_many_runs_looks_at_a_capture_once():
     with outer.as_default():
         assert (inside + 1.0).graph is outer
     assert seen == [runs[7]]
+
+
+@pytest.mark.parametrize("trace_once", [False, True, "checked"])
+def test_a_plain_variable_that_each_replica_adds_to_is_warned_of(trace_once, caplog):
+    strategy = MirroredStrategy(DEVICES, trace_once=trace_once)
+    plain = tf.Variable(0.0, name="seen")
+    with strategy.scope():
+        own = tf.Variable(0.0, name="own", synchronization=ON_READ, aggregation=SUM)
+    made = []
+
+    def step(x):
+        if not made:
+            made.append(tf.Variable(0.0, name="made_inside", synchronization=ON_READ, aggregation=SUM))
+        own.assign_add(x)
+        made[0].assign_add(x)
+        if adds:
+            plain.assign_add(x)
+        return x
+
+    for adds in (False, True):
+        tf.function(lambda x: strategy.run(step, (x,)))(tf.constant(1.0))
+        assert ("'seen' is written by more than one replica" in caplog.text) == adds, caplog.text
+        assert "'own'" not in caplog.text
+        assert "'made_inside'" not in caplog.text
+        assert "is traced by itself" not in caplog.text
+    assert plain.numpy() == 2.0
