@@ -17,7 +17,7 @@ import tensorflow as tf
 # collective, which must be equal on all workers: eagerly at once, in a tf.function at each call of the function.
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher as _Launcher
 
-# context: abort_collective_ops, configure_coordination_service, coordination_service, _context_handle.
+# context: abort_collective_ops, configure_coordination_service, coordination_service.
 from tensorflow.python.eager import context as _context
 
 # core: _status_to_exception makes the exception of an op that failed.
@@ -34,11 +34,6 @@ Launched = Callable[[], None]
 
 Describe = Callable[[str, tf.Tensor], Launched]
 """Takes the kind of a collective ("all_reduce") and its operand, where it is made: eagerly or in a graph."""
-
-
-def has_started() -> bool:
-    """Whether TensorFlow has run an op in this process already; then a server cannot be configured any more."""
-    return _context.context()._context_handle is not None
 
 
 def start_no_coordination_service() -> None:

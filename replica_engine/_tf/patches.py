@@ -463,28 +463,34 @@ def _for_each_replica(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
 
 
 def reduce_over_workers(strategies: type) -> None:
-    """Makes Keras reduce the logs of all workers under strategies of a class; only once per process.
+    """Makes Keras reduce the logs of all workers under strategies of a class; a process may do so for several classes.
 
     Keras calls `strategy.reduce("MEAN", value, axis=0)` there, which fails for scalars, and logs are scalars. Rows of
     predictions are joined by the strategy's `join_rows`, if it has that method.
     """
     module = sys.modules.get(MODULE)
     reduce = getattr(module, REDUCE, None)
-    if reduce is None or hasattr(reduce, _OF_WORKERS):
+    if reduce is None:
         return
+    if hasattr(reduce, _OF_WORKERS):
+        getattr(reduce, _OF_WORKERS).add(strategies)
+        return
+    classes = {strategies}
     operations = {"auto": "MEAN", "mean": "MEAN", "sum": "SUM"}
 
     @functools.wraps(reduce)
     def reduced(values: Any, strategy: Any, reduction: str) -> Any:
-        if reduction == "concat" and isinstance(strategy, strategies) and hasattr(strategy, "join_rows"):
+        if not isinstance(strategy, tuple(classes)):
+            return reduce(values, strategy, reduction)
+        if reduction == "concat" and hasattr(strategy, "join_rows"):
             return tf.nest.map_structure(strategy.join_rows, values)
-        if reduction not in operations or not isinstance(strategy, strategies):
+        if reduction not in operations:
             return reduce(values, strategy, reduction)
         assert isinstance(strategy, tf.distribute.Strategy)
         return strategy.reduce(operations[reduction], values, axis=None)
 
-    setattr(reduced, _OF_WORKERS, True)
+    setattr(reduced, _OF_WORKERS, classes)
     setattr(module, REDUCE, reduced)
 
 
-_OF_WORKERS = "_replica_engine_workers"
+_OF_WORKERS = "_replica_engine_workers"  # the attribute of Keras' function that has the classes; wrappers copy it

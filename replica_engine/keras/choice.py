@@ -8,6 +8,7 @@ import tensorflow as tf
 from replica_engine._tf.keras import model as keras_model
 from replica_engine.errors import BackendMissingError, ReplicateError
 from replica_engine.strategies import MirroredStrategy
+from replica_engine.strategies.backend import compiled_strategy
 
 _SLOW_IN_XLA_ON_CPU = (
     keras.layers.Conv1D,
@@ -54,7 +55,7 @@ def choose(model: keras.Model, replicas: int | None) -> tuple[tf.distribute.Stra
     convolutions = [layer.name for layer in layers if isinstance(layer, _SLOW_IN_XLA_ON_CPU)]
     fused = [layer.name for layer in layers if isinstance(layer, _FAST_IN_XLA)]
     if not unsupported and _has_tpus():
-        return _compiled(replicas), "it is what TPUs run"
+        return compiled_strategy(replicas), "it is what TPUs run"
     if unsupported:
         reason = f"XLA cannot compile the layer {unsupported[0]!r}"
     elif gpus:
@@ -66,18 +67,12 @@ def choose(model: keras.Model, replicas: int | None) -> tuple[tf.distribute.Stra
     else:
         why = f"XLA is fast at layers such as {fused[0]!r}" if fused else "it makes its own CPU devices"
         try:
-            return _compiled(replicas), why
+            return compiled_strategy(replicas), why
         except BackendMissingError as error:
             reason = f"TPUStrategy cannot be used: {error}"
     if not can_mirror:
         raise ReplicateError.too_few_devices(replicas or 1, kind, len(mirrored))
     return MirroredStrategy(mirrored[:replicas]), reason
-
-
-def _compiled(replicas: int | None) -> tf.distribute.Strategy:
-    from replica_engine.strategies.tpu import TPUStrategy  # not at module level: it needs jax
-
-    return TPUStrategy(num_cores=replicas)
 
 
 def _has_tpus() -> bool:

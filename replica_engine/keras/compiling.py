@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from replica_engine._tf.graphs import nodes
 from replica_engine._tf.keras import model as keras_model
 from replica_engine.errors import LoweringError, ReplicaEngineError, add_note, note_sparse_inputs
 from replica_engine.values import samples
@@ -89,11 +90,6 @@ def _guilty(model: keras.Model, error: LoweringError) -> keras.layers.Layer | No
     """The layer that contains the op; otherwise the first layer that declares that XLA cannot compile it; or None."""
     layers = keras_model.layers_of(model, include_self=False)
     scopes = error.op_name.split("/")
-    inside = [layer for layer in layers if any(_is_of(scope, layer.name) for scope in scopes)]
+    inside = [layer for layer in layers if any(nodes.is_scope_of(scope, layer.name) for scope in scopes)]
     unsupported = [layer for layer in layers if not layer.supports_jit]
     return inside[-1] if inside else unsupported[0] if unsupported else None
-
-
-def _is_of(scope: str, name: str) -> bool:
-    """Whether a name scope belongs to a layer; TensorFlow adds a number to a scope that is entered again."""
-    return scope == name or (scope.startswith(f"{name}_") and scope[len(name) + 1 :].isdigit())

@@ -70,7 +70,7 @@ def _one_device_without_jax(monkeypatch):
         raise DeviceError.too_late(replicas, "CPU", 1)
 
     monkeypatch.setattr(candidates, "_mirrored", none)
-    monkeypatch.setattr(candidates, "_compiled", none)
+    monkeypatch.setattr(candidates, "compiled_strategy", none)
 
 
 @pytest.mark.usefixtures("_one_device_without_jax")

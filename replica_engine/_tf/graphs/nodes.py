@@ -1,4 +1,6 @@
-"""Compares operations of two graphs, with the functions that they call. Checked on TensorFlow 2.21.0.
+"""Compares operations of two graphs, with the functions that they call; whose a name scope is.
+
+Checked on TensorFlow 2.21.0.
 
 The names of ops and functions have numbers of this process in them, so names are compared by their place.
 """
@@ -44,6 +46,11 @@ def difference(
     if one.device != other.device:
         return f"the device of {first.type} is another"
     return None
+
+
+def is_scope_of(scope: str, name: str) -> bool:
+    """Whether a name scope belongs to a layer; TensorFlow adds a number to a scope that is entered again."""
+    return scope == name or (scope.startswith(f"{name}_") and scope[len(name) + 1 :].isdigit())
 
 
 def _expand(graph: Any, node: Any, known: dict[str, bytes]) -> None:

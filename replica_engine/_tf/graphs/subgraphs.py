@@ -29,6 +29,12 @@ def captured(inside: tf.Tensor) -> Any | None:
     return None
 
 
+def capture_in(graph: Any, tensor: Any) -> tf.Tensor:
+    """The tensor in a function graph, which captures it, or makes a constant of a small eager tensor."""
+    with graph.as_default():
+        return graph.capture(tensor)
+
+
 def is_stateful(op: tf.Operation) -> bool:
     """Whether the op has an effect, or may return other results when it runs again."""
     return bool(op._is_stateful)

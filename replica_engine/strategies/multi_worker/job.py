@@ -22,7 +22,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine import hosts
-from replica_engine._tf import collectives
+from replica_engine._tf import collectives, thread_state
 from replica_engine.errors import ClusterConfigError, ReplicaEngineError
 from replica_engine.hosts.addresses import held_address
 from replica_engine.hosts.cluster import COORDINATOR
@@ -110,7 +110,7 @@ def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None, kind: 
         if _joined:
             return _same(_joined[0], cluster)
         check_joins_once(cluster)
-        if collectives.has_started():
+        if thread_state.started():  # then a server cannot be configured any more
             raise ClusterConfigError.started()
         member = hosts.join(cluster, versions={"tensorflow": tf.__version__}, replicas=replicas)
         addresses, held = (cluster.addresses, None) if cluster.addresses else _exchanged(cluster, member)

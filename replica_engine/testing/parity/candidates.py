@@ -10,7 +10,7 @@ import tensorflow as tf
 from replica_engine._tf import thread_state
 from replica_engine.errors import BackendMissingError, DeviceError, ParityArgumentError
 from replica_engine.strategies import MirroredStrategy
-from replica_engine.strategies.backend import compiles
+from replica_engine.strategies.backend import compiled_strategy, compiles
 from replica_engine.testing.devices import logical_devices
 
 MIRRORED, TPU = "MirroredStrategy", "TPUStrategy"
@@ -42,7 +42,7 @@ def candidates(
             made[name] = each
             continue
         name = getattr(each, "__name__", each)
-        make = {MIRRORED: _mirrored, TPU: _compiled}.get(name) if isinstance(name, str) else None
+        make = {MIRRORED: _mirrored, TPU: compiled_strategy}.get(name) if isinstance(name, str) else None
         if make is None:
             raise ParityArgumentError.unknown_strategy(each)
         try:
@@ -84,9 +84,3 @@ def _mirrored(replicas: int) -> tf.distribute.Strategy:
     if len(gpus) >= replicas:
         return MirroredStrategy([device.name for device in gpus[:replicas]])
     return MirroredStrategy(logical_devices(replicas))
-
-
-def _compiled(replicas: int) -> tf.distribute.Strategy:
-    from replica_engine.strategies.tpu import TPUStrategy  # not at module level: it needs jax
-
-    return TPUStrategy(num_cores=replicas)

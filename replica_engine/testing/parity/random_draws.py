@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from replica_engine._tf.graphs.nodes import is_scope_of
+
 _STATEFUL = ("Random", "Truncated", "Multinomial", "ParameterizedTruncated", "Stateful", "NonDeterministic")
 _STATELESS = (
     "StatelessRandom",
@@ -40,8 +42,8 @@ def draws(graph: Any, layers: Sequence[str]) -> list[Draw]:
     """
     found: dict[Draw, None] = {}
     for scope, kind, is_fixed in _random_ops(graph.as_graph_def()):
-        inside = [part for part in scope.split("/") for name in layers if _is_of(part, name)]
-        named = [name for part in inside[-1:] for name in layers if _is_of(part, name)]
+        inside = [part for part in scope.split("/") for name in layers if is_scope_of(part, name)]
+        named = [name for part in inside[-1:] for name in layers if is_scope_of(part, name)]
         # The op that makes a key from the seed comes first and tells no more than the op that draws.
         if kind not in _CHOOSES:
             found[Draw(max(named, key=len, default=""), kind, is_fixed)] = None
@@ -89,8 +91,3 @@ def _is_fixed(node: Any, by_name: dict[str, Any]) -> bool:
 
 def _plain(name: str) -> str:
     return name.lstrip("^").split(":")[0]
-
-
-def _is_of(scope: str, name: str) -> bool:
-    """Whether a name scope belongs to a layer; TensorFlow adds a number to a scope that is entered again."""
-    return scope == name or (scope.startswith(f"{name}_") and scope[len(name) + 1 :].isdigit())

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from replica_engine._tf import eager
 from replica_engine._tf.graphs import control_flow
+from replica_engine._tf.graphs.subgraphs import capture_in
 from replica_engine.engine import Replica, current_replica
 
 _NOTES = "_replica_engine_notes"
@@ -143,7 +144,7 @@ class Captures:
             replica = current_replica()
             if replica is None or replica not in replicas:
                 # The coordinator captures as the replicas do, so that one tensor is one input.
-                return capture(self._captured_outside(tensor) if notes_of(self._outer) is not None else tensor, name)
+                return capture(capture_in(self._outer, tensor) if notes_of(self._outer) is not None else tensor, name)
             own = capture(self._own(replica.index, tensor, notes), name)
             if own.dtype != tf.resource:  # also if the coordinator has captured the tensor before
                 notes.owners.setdefault(own.op.name, replica.index)
@@ -169,16 +170,12 @@ class Captures:
         elif not hasattr(self._outer, "capture"):  # in eager mode
             tensor = self._eager_alias(replica, tensor, notes)
         else:
-            tensor = self._alias(replica, self._captured_outside(tensor) if eager.is_eager(tensor) else tensor)
+            tensor = self._alias(replica, capture_in(self._outer, tensor) if eager.is_eager(tensor) else tensor)
         if notes_of(self._outer) is not None:
-            tensor = self._captured_outside(tensor)  # on the replica's thread, so that it is the replica's own there
+            tensor = capture_in(self._outer, tensor)  # on the replica's thread, so that it is the replica's own there
         if all(tensor is not known for known in self.of_replica[replica]):
             self.of_replica[replica].append(tensor)
         return tensor
-
-    def _captured_outside(self, tensor: Any) -> Any:
-        with self._outer.as_default():  # where TensorFlow makes a constant of a small eager tensor
-            return self._outer.capture(tensor)
 
     def _alias(self, replica: int, tensor: tf.Tensor) -> tf.Tensor:
         """A tensor of the graph outside that no other replica uses."""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from replica_engine._tf import components, distribute, eager, thread_state
-from replica_engine._tf.graphs import copies, repeatable, source
+from replica_engine._tf.graphs import copies, repeatable, source, subgraphs
 from replica_engine.diagnostics.op_lines import here, user_line
 from replica_engine.errors import TraceOnceError
 from replica_engine.threads.once.seeds import Draws
@@ -252,7 +252,7 @@ class Template:
                 each.shape.rank and each.shape.as_list() != first.shape.as_list()
             ):
                 raise self.refusal(f"{what}: tensors of shapes that differ by replica")
-        own = [self._in_outer(each) for each in of_replicas]
+        own = [subgraphs.capture_in(self._outer, each) for each in of_replicas]
         hole = self._copies.hole(own)
         if hole is None:
             hole = self.original(own)  # a merge function may return what it got
@@ -286,10 +286,6 @@ class Template:
         self.holes.append(hole.op)
         return hole
 
-    def _in_outer(self, tensor: Any) -> tf.Tensor:
-        with self._outer.as_default():
-            return self._outer.capture(tensor)
-
     # -- from the template to the replicas
 
     def take(self) -> Segment:
@@ -305,7 +301,9 @@ class Template:
             raise self.refusal("the graph outside the run", user_line(made[-1]))
         captures = self._copies.new_captures()
         for outside, inside in captures:
-            self._copies.give(inside, [self._in_outer(each) for each in self._captured(outside, inside)])
+            self._copies.give(
+                inside, [subgraphs.capture_in(self._outer, each) for each in self._captured(outside, inside)]
+            )
         if source.is_passed_by_reference(self.graph):
             raise self.refusal("a Python value that a tf.function looks up at each call")
         if source.control_captures(self.graph):
