@@ -73,6 +73,7 @@ from replica_engine.errors.models import (
     ReplicateError,
     many_batch_sizes,
     note_sparse_inputs,
+    warn_uneven_evaluation,
     warn_uneven_rest,
 )
 from replica_engine.errors.parity import (
@@ -226,6 +227,7 @@ __all__ = [
     "warn_foreign_optimizer",
     "warn_shared_variable",
     "warn_tape_outside",
+    "warn_uneven_evaluation",
     "warn_uneven_rest",
     "warn_whole_batch",
     "where_workers_are",

@@ -114,7 +114,7 @@ class BatchError(ReplicaEngineError, ValueError):
 
     @classmethod
     def uneven(cls, rows: Sequence[int]) -> BatchError:
-        """The first batch of `fit` or `evaluate` gives replicas unequal shares, under a strategy's scope."""
+        """The first batch of `fit` gives replicas unequal shares, under a strategy's scope."""
         size, total = len(rows), sum(rows)
         fits = -(-total // size) * size
         return cls(
@@ -165,13 +165,24 @@ class BatchError(ReplicaEngineError, ValueError):
 
 @with_more
 def warn_uneven_rest(rows: int, size: int) -> str:
-    """The warning that the last batch of `fit` or `evaluate` gives replicas unequal shares, in a strategy's scope."""
+    """The warning that the last batch of `fit` gives replicas unequal shares, in a strategy's scope."""
     most = rows % size
     return (
         f"The last batch, of {count_of(rows, 'sample')}, does not divide by {size} replicas. Keras averages over "
         "replicas, not over samples, as in tf.distribute: its samples do not count equally, and the numbers are not "
         "quite those of one device. replicate_model(model) divides batches of any size with the numbers of one device. "
         f"Or leave out {count_of(most, 'sample')}: x[:-{most}], y[:-{most}]."
+    )
+
+
+@with_more
+def warn_uneven_evaluation(model: str, rows: int, size: int) -> str:
+    """The warning that a batch gives replicas unequal shares, in `evaluate` of a model with its own `test_step`."""
+    return (
+        f"A batch of {count_of(rows, 'sample')} for `evaluate`, or for the validation in `fit`, does not divide by "
+        f"{size} replicas, and {model!r} has its own `test_step`. What its metrics count is right. What the step "
+        "returns otherwise, such as a mean over its samples, Keras averages over replicas, not over samples. Count it "
+        "with a metric: metric.update_state(values), and return metric.result()."
     )
 
 

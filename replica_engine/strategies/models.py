@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 
@@ -11,7 +12,7 @@ from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.diagnostics.misuse import explained
 from replica_engine.diagnostics.suspicions import warn_once
 from replica_engine.diagnostics.user_frames import FOLDERS
-from replica_engine.errors import BatchError, warn_uneven_rest
+from replica_engine.errors import BatchError, warn_uneven_evaluation, warn_uneven_rest
 
 
 def explain(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
@@ -30,26 +31,43 @@ def explain(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
 def _check_batch(first: patches.FirstBatch) -> None:
     """Checks that the replicas have equal shares of a batch; `fit` averages over replicas, not over samples.
 
-    On threads, a smaller last batch gets a warning only, because it is a single step. Compiled replicas can evaluate
-    such a batch, but cannot train on it, and it may come after hours. If the model has its own `train_step`, that step
-    may have no collective; if it has one, the batch is refused when it comes.
+    On threads, a smaller last batch of `fit` gets a warning only, because it is a single step. Compiled replicas cannot
+    train on such a batch, and it may come after hours. If the model has its own `train_step`, that step may have no
+    collective; if it has one, the batch is refused when it comes.
+
+    Evaluations take batches of any size: Keras' `test_step` counts samples. A `test_step` of the model may not. It gets
+    a warning and no error, because validation comes when an epoch has been trained.
 
     Raises:
-        BatchError: the shares are not equal.
+        BatchError: `fit` gives the replicas unequal shares.
     """
-    for leaf in tf.nest.flatten(first.batch):
+    rows, size = _unequal_shares(first.batch), first.strategy.num_replicas_in_sync
+    rest = first.rest if first.rest and first.rest % size else None
+    if not first.is_fit:
+        uneven = sum(rows) or rest
+        if uneven and not keras_trainer.has_keras_step(first.model, "test_step"):
+            text = warn_uneven_evaluation(first.model.name, uneven, size)
+            warn_once(first.strategy, ("evaluation", first.model.name), text)
+        return
+    if rows:
+        raise BatchError.uneven(rows)
+    if rest is None:
+        return
+    if not hasattr(first.strategy, "run_steps"):
+        warn_once(first.strategy, "rest", warn_uneven_rest(rest, size))
+    elif keras_trainer.has_keras_step(first.model, "train_step"):
+        raise BatchError.uneven_rest(rest, size)
+
+
+def _unequal_shares(batch: Any) -> list[int]:
+    """The numbers of samples that the replicas get of a batch; an empty list if they are equal."""
+    for leaf in tf.nest.flatten(batch):
         if isinstance(leaf, distribute.DistributedValues):
             shapes = [getattr(part, "shape", None) for part in leaf.values]
             rows = [shape[0] for shape in shapes if shape is not None and shape.rank]
             if len(rows) == len(shapes) and len(set(rows)) > 1:
-                raise BatchError.uneven(rows)
-    size = first.strategy.num_replicas_in_sync
-    if not first.rest or first.rest % size == 0:
-        return
-    if not hasattr(first.strategy, "run_steps"):
-        warn_once(first.strategy, "rest", warn_uneven_rest(first.rest, size))
-    elif first.is_fit and keras_trainer.has_keras_step(first.model, "train_step"):
-        raise BatchError.uneven_rest(first.rest, size)
+                return rows
+    return []
 
 
 def is_uneven(error: BaseException) -> bool:

@@ -115,6 +115,22 @@ def test_evaluate_and_predict_take_every_example_once_and_in_order(strategy):
 
 @pytest.mark.graphs
 @pytest.mark.replicas(2)
+def test_an_only_batch_that_does_not_divide_is_evaluated(strategy):
+    """Samples count, also those with weights, and validation does not end a `fit`."""
+    x, y, weights = FEATURES[:7], LABELS[:7], np.arange(1.0, 8.0, dtype="float32")
+    alone = small(metrics=["mae"], run_eagerly=True)
+    expected = [alone.evaluate(x, y, 8, verbose=0), alone.evaluate(x, y, 8, sample_weight=weights, verbose=0)]
+    with strategy.scope():
+        model = small(metrics=["mae"])
+    np.testing.assert_allclose(model.evaluate(x, y, 8, verbose=0), expected[0], rtol=1e-5)
+    np.testing.assert_allclose(model.evaluate(x, y, 8, sample_weight=weights, verbose=0), expected[1], rtol=1e-5)
+    history = model.fit(batches(), epochs=2, shuffle=False, validation_data=(x, y), verbose=0).history
+    expected = alone.fit(batches(), epochs=2, shuffle=False, validation_data=(x, y), verbose=0).history
+    np.testing.assert_allclose(history["val_loss"], expected["val_loss"], rtol=1e-4)
+
+
+@pytest.mark.graphs
+@pytest.mark.replicas(2)
 def test_a_model_may_be_built_by_its_first_batch(strategy):
     with strategy.scope():
         model = keras.Sequential([keras.layers.Dense(1)])

@@ -167,3 +167,12 @@ def test_fit_with_dropout_metrics_and_a_rest(strategy):
     model.fit(batches, verbose=0)
     model.evaluate(batches, verbose=0)
     model.predict(batches, verbose=0)
+
+
+@pytest.mark.graphs
+@pytest.mark.replicas(2)
+def test_an_evaluation_with_a_rest_that_does_not_divide(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=["mae"])
+    model.evaluate(np.ones((11, 3), "float32"), np.ones((11, 1), "float32"), batch_size=4, verbose=0)

@@ -17,6 +17,7 @@ from replica_engine.errors import (
     warn_foreign_optimizer,
     warn_shared_variable,
     warn_tape_outside,
+    warn_uneven_evaluation,
     warn_uneven_rest,
     warn_whole_batch,
 )
@@ -354,8 +355,33 @@ def test_a_rest_that_does_not_divide():
     with strategy.scope():
         model = make_model()
         model.compile("sgd", "mse")
-    model.fit(np.ones((11, 3)), np.ones((11, 2)), batch_size=4, epochs=2, verbose=0)
-    model.evaluate(np.ones((11, 3)), np.ones((11, 2)), batch_size=4, verbose=0)  # warned of once
+    # Not of the evaluation: it counts samples.
+    model.evaluate(np.ones((9, 3)), np.ones((9, 2)), batch_size=4, verbose=0)
+    for _ in range(2):  # warned of once
+        model.fit(np.ones((11, 3)), np.ones((11, 2)), batch_size=4, verbose=0)
+
+
+class ItsOwnTestStep(keras.Model):
+    def build(self, input_shape):
+        self.dense = keras.layers.Dense(2)
+        self.dense.build(input_shape)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def test_step(self, data):
+        x, y = data
+        return {"loss": tf.reduce_mean((self(x) - y) ** 2)}
+
+
+@shows(warn_uneven_evaluation)
+def test_an_evaluation_with_a_step_of_its_own_that_does_not_divide():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        model = ItsOwnTestStep(name="regression")
+        model.compile("sgd", "mse")
+    validation = np.ones((7, 3)), np.ones((7, 2))
+    model.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=8, epochs=2, validation_data=validation, verbose=0)
 
 
 @shows(BatchError.uneven_rest)
