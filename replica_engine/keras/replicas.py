@@ -32,6 +32,7 @@ from replica_engine.keras.losses import extension
 from replica_engine.keras.on_threads import OnThreads
 from replica_engine.keras.optimizer import through_strategy
 from replica_engine.keras.variables import ReplicatedVariables
+from replica_engine.process.interrupts import held_off_once
 from replica_engine.strategies.backend import compiles
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.trace_file import Track
@@ -57,6 +58,7 @@ class Replicas:
         self._variables = ReplicatedVariables(original, strategy)
         self._hooks = Hooks(original, self)
         self._functions: Any = None
+        self._is_resumed = False
         self._depth = 0
         self._thread = 0
         self._outer: Replicas | None = None
@@ -104,6 +106,7 @@ class Replicas:
         try:
             self._resume()
         except BaseException:
+            self._outer, self._depth = None, 0
             if current is not None:
                 current._resume()
             raise
@@ -124,15 +127,26 @@ class Replicas:
                 outer._resume()
 
     def _resume(self) -> None:
+        """Gives the model to the replicas; if that fails, or is interrupted, the original has everything again."""
         # The functions that Keras traced for the original use the plain variables. Inside, others take their place.
         self._functions = keras_model.exchange_functions(self.original, self._functions)
-        self._variables.enter()
-        self._hooks.put()
+        self._is_resumed = True
+        try:
+            self._variables.enter()
+            self._hooks.put()
+        except BaseException:
+            with held_off_once():  # a second Ctrl-C
+                self._suspend(self._variables.give_up)
+            raise
 
-    def _suspend(self) -> None:
+    def _suspend(self, leave: Callable[[], bool] | None = None) -> None:
+        """Gives the model back to the original; does nothing if a `_resume` failed, which has done so."""
+        if not self._is_resumed:
+            return
+        self._is_resumed = False
         self._hooks.take_away()
         try:
-            if self._variables.leave():
+            if (leave or self._variables.leave)():
                 self._known = None
         finally:
             self._functions = keras_model.exchange_functions(self.original, self._functions)

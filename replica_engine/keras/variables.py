@@ -14,7 +14,7 @@ that plain variable:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -81,12 +81,25 @@ class ReplicatedVariables:
         """
         self._is_inside = False
         self._return_optimizers(list(self._optimizers.values()))
-        self.reconcile()
-        self._gather()
-        for shared in self._shared.values():
-            shared.put_plain()
+        try:
+            self.reconcile()
+            self._gather()
+        finally:
+            _put_all_plain(self._shared.values())
         made = [_make_plain(variable) for variable in keras_model.variables_of(self._model)]
         return any(made)
+
+    def give_up(self) -> bool:
+        """Undoes an `enter` that failed: as `leave`, but the plain variables keep the values that they had before.
+
+        Returns:
+            True: what is known of the replicas may be of no use.
+        """
+        self._is_inside = False
+        self._return_optimizers(list(self._optimizers.values()))
+        # If `enter` did not find all, a variable may have others by now than it had in the last call.
+        _put_all_plain(shared for shared in self._shared.values() if shared.is_under())
+        return True
 
     def renew(self, in_step: bool = False) -> bool:
         """Shares the variables that the model has now and gives back those it had; called between `enter` and `leave`.
@@ -119,16 +132,19 @@ class ReplicatedVariables:
         known = {}
         assigned = {id(weight) for weight in self._model.non_trainable_weights}
         accumulators = {id(variable) for variable in keras_model.accumulators_of(self._model)}
-        for variable in keras_model.variables_of(self._model):
-            shared = self._shared.get(id(variable))
-            value = keras_model.underlying(variable)
-            if shared is None or not shared.is_of(value):
-                if in_step and isinstance(value, distribute.DistributedVariable):
-                    continue
-                _make_plain(variable)
-                is_state = id(variable) in assigned and not keras_model.is_seed(variable)
-                shared = _Shared(variable, self._strategy, is_state, id(variable) in accumulators)
-            known[id(variable)] = shared
+        with contextlib.ExitStack() as undo:
+            for variable in keras_model.variables_of(self._model):
+                shared = self._shared.get(id(variable))
+                value = keras_model.underlying(variable)
+                if shared is None or not shared.is_of(value):
+                    if in_step and isinstance(value, distribute.DistributedVariable):
+                        continue
+                    _make_plain(variable)
+                    is_state = id(variable) in assigned and not keras_model.is_seed(variable)
+                    shared = _Shared(variable, self._strategy, is_state, id(variable) in accumulators)
+                    undo.callback(shared.put_plain)
+                known[id(variable)] = shared
+            undo.pop_all()
         if known != self._shared:
             self._shared = known
             self._spread, self._gather = (_with_all(known, do) for do in (_Shared.spread, _Shared.gather))
@@ -186,8 +202,12 @@ class _Shared:
         self.host_side = backend.host_side_of(self.plain) if self._is_component and backend is not None else None
 
     def is_of(self, value: Any) -> bool:
-        """Whether the Keras variable holds one of these two variables now."""
+        """Whether `value` is one of these two variables."""
         return value is self.plain or value is self._distributed
+
+    def is_under(self) -> bool:
+        """Whether the Keras variable holds one of these two variables now."""
+        return self.is_of(keras_model.underlying(self._variable))
 
     def is_one_seed(self) -> bool:
         """Whether this is a seed with one value on all replicas: a callback has set it, perhaps from a checkpoint."""
@@ -279,6 +299,12 @@ def _with_all(shared: dict[int, _Shared], do: Callable[[_Shared], None]) -> Call
         (graph or each)()
 
     return with_all
+
+
+def _put_all_plain(shared: Iterable[_Shared]) -> None:
+    with contextlib.ExitStack() as stack:  # the others too if one fails
+        for one in shared:
+            stack.callback(one.put_plain)
 
 
 def _make_plain(variable: keras.Variable) -> bool:

@@ -67,7 +67,7 @@ class HostSide(Protocol):
         """Makes the variable show the value on the devices, and makes writes to the variable reach the devices."""
 
     def release(self) -> None:
-        """Makes the variable a plain one again, with the newest value."""
+        """Makes the variable a plain one again, with the newest value; does nothing if it is one."""
 
 
 class ReplicaThreads:

@@ -1,5 +1,7 @@
 """An exception of the user's own ends the call, with its own type, and leaves model and variables as they were."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 from replica_engine.keras import replicate_model
+from replica_engine.keras.variables import ReplicatedVariables, _Shared
 
 pytestmark = pytest.mark.on("mirrored")  # where nothing else is said
 
@@ -209,3 +212,65 @@ def test_an_op_that_fails_in_a_step(both, is_tpu):
     replicated.reset_metrics()
     assert np.isfinite(replicated.train_on_batch(X[:8], Y[:8]))
     assert np.isfinite(model.train_on_batch(X[:8], Y[:8]))
+
+
+def out_of_memory():
+    return tf.errors.ResourceExhaustedError(None, None, "out of memory")
+
+
+@pytest.mark.on("mirrored", "tpu")
+@pytest.mark.parametrize(
+    ("what", "make"),
+    [("spread", KeyboardInterrupt), ("spread", out_of_memory), ("__init__", out_of_memory), ("gather", Mine)],
+)
+def test_a_failure_while_the_model_is_given_to_the_replicas_or_back(both, alike, monkeypatch, what, make):
+    """At the first variable, at the second, and so on: the original works afterwards, and so does the other one."""
+
+    def variables(model):
+        return [variable.value for variable in (*model.variables, *model.optimizer.variables)]
+
+    original, other = regression(), regression()
+    other.set_weights(original.get_weights())
+    for model in (original, other):
+        model.fit(ALL, shuffle=False, verbose=0)
+    own, function = getattr(_Shared, what), original.train_function
+    strategy = both(2)
+    for failing in range(len(variables(original))):
+        replicated = replicate_model(original, strategy=strategy)
+        calls = itertools.count()
+
+        def fails(self, *args, failing=failing, calls=calls):
+            if next(calls) == failing:
+                raise make()
+            return own(self, *args)
+
+        with monkeypatch.context() as patch, pytest.raises(type(make())):
+            patch.setattr(_Shared, what, fails)
+            replicated.predict_on_batch(X[:2])
+        assert not any(isinstance(each, tf.distribute.DistributedValues) for each in variables(original))
+        assert original.train_function is function
+        assert original.optimizer._distribution_strategy is other.optimizer._distribution_strategy
+    for model in (original, replicated):
+        alike(model.fit(ALL, shuffle=False, verbose=0).history, other.fit(ALL, shuffle=False, verbose=0).history)
+
+
+def test_a_failure_when_an_outer_model_is_given_back_to_its_replicas(pair, is_usable, both, monkeypatch):
+    """In a callback of one replicated model, another one of the same original has run."""
+    inner, own, calls = replicate_model(pair.original, strategy=both(2)), ReplicatedVariables._lend_optimizers, []
+
+    class UsesInner(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            monkeypatch.setattr(ReplicatedVariables, "_lend_optimizers", fails)
+            inner.predict_on_batch(X[:2])
+
+    def fails(self):
+        calls.append(self)
+        if len(calls) == 2:
+            raise Mine("no room")
+        own(self)
+
+    pair.alone.fit(ALL, shuffle=False, verbose=0)
+    with pytest.raises(Mine, match="no room"):
+        pair.replicated.fit(ALL, shuffle=False, verbose=0, callbacks=[UsesInner()])
+    monkeypatch.undo()
+    is_usable(pair)

@@ -87,7 +87,8 @@ class _HostSide:
             HostVariable.adopt(self._variable, self._device_value, self._replica)
 
     def release(self) -> None:
-        HostVariable.release(self._variable)
+        if isinstance(self._variable, HostVariable):
+            HostVariable.release(self._variable)
 
 
 def host_side_of(variable: Any) -> HostSide | None:
