@@ -139,6 +139,15 @@ class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
             'tf.cast(x, tf.float32), or add the results up: accumulate(..., reduction="sum").'
         )
 
+    @classmethod
+    def none_at_first(cls) -> ReplicaValueError:
+        """In a graph, a result is None for the first micro-batch, and a tensor for a later one."""
+        return cls(
+            "A result of the function for `accumulate` is None for the first part of the batch, and a tensor for a later "
+            "one. The parts of a graph return the same: return zeros for None. For gradients, write "
+            "tape.gradient(loss, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)."
+        )
+
 
 class NoValueError(ReplicaEngineError, AttributeError):
     """A tensor of a traced function was asked for its value."""

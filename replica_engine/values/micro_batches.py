@@ -41,11 +41,12 @@ def accumulate(fn: Callable[..., Any], batch: Sequence[Any], steps: int, reducti
             the batch, also if the last part is smaller. "sum" adds up the results, for sums over rows.
 
     Returns:
-        The structure that `fn` returns, with the combined tensors; None stays None. Gradients of tables
-        (`tf.IndexedSlices`) become dense.
+        The structure that `fn` returns, with the combined tensors. None counts as zero; what is None for all parts
+        stays None. Gradients of tables (`tf.IndexedSlices`) become dense.
 
     Raises:
-        ReplicaValueError: an argument is invalid, or the function returns a value that cannot be averaged.
+        ReplicaValueError: an argument is invalid, or the function returns a value that cannot be averaged,
+            or, in a graph, None for the first part alone.
         BatchError: arrays have different lengths, or the batch has no array.
 
     Example:
@@ -113,8 +114,7 @@ class _Parts:
         """Adds the results of the second to the last whole part, in a loop of the graph."""
 
         def body(index: tf.Tensor, *sums: tf.Tensor) -> tuple:
-            more = _tensors(self._of(index * self._size, self._size))
-            return index + 1, *(total + each for total, each in zip(sums, more, strict=True))
+            return index + 1, *self._added(_filled(totals, sums), index * self._size, self._size)
 
         _, *sums = tf.while_loop(
             lambda index, *_: index < whole,
@@ -128,10 +128,17 @@ class _Parts:
         """Adds the results of the last rows if there are any; their number is not known while the graph is built."""
         sums = tf.cond(
             rest > 0,
-            lambda: _tensors(_sums(totals, self._of(start, rest))),
+            lambda: self._added(totals, start, rest),
             lambda: [tf.identity(each) for each in _tensors(totals)],
         )
         return _filled(totals, sums)
+
+    def _added(self, totals: list[Any], start: Any, size: Any) -> list[tf.Tensor]:
+        """The sums with one more part, in a loop or branch of the graph: as many tensors as there were."""
+        more = self._of(start, size)
+        if any(total is None and each is not None for total, each in zip(totals, more, strict=True)):
+            raise ReplicaValueError.none_at_first()
+        return _tensors(_sums(totals, more))
 
     def _of(self, start: Any, size: Any) -> list[Any]:
         """The flat results for the rows from `start` on, weighted by how many they are."""
@@ -164,7 +171,9 @@ def _count(batch: tuple) -> Any:
 
 
 def _sums(totals: list[Any], more: list[Any]) -> list[Any]:
-    return [None if total is None else total + each for total, each in zip(totals, more, strict=True)]
+    """Adds up; None, such as the gradient of what one part does not use, counts as zero beside a tensor."""
+    pairs = zip(totals, more, strict=True)
+    return [each if total is None else total if each is None else total + each for total, each in pairs]
 
 
 def _tensors(totals: list[Any]) -> list[tf.Tensor]:

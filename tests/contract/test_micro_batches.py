@@ -1,5 +1,7 @@
 """`accumulate`: a replica computes its batch in several parts, and reduces once."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -138,6 +140,43 @@ def test_layers_with_state_and_rows_of_a_table(strategy, local):
 def test_without_a_strategy():
     found = replica_engine.accumulate(lambda x, rate: tf.reduce_mean(x) * rate, (tf.range(5.0), 2.0), steps=3)
     assert float(found) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("unused", [{0}, {1}, {2}, {0, 1}, {1, 2}])
+@pytest.mark.parametrize(("reduction", "counts"), [("sum", 1.0), ("mean", 0.4)])
+def test_a_gradient_that_some_parts_do_not_have(unused, reduction, counts):
+    """Five rows in parts of 2, 2 and 1. A part without the gradient counts as zero."""
+    weight, calls = tf.Variable(2.0), itertools.count()
+
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(x) if next(calls) in unused else tf.reduce_sum(x * weight)
+        return tape.gradient(loss, weight), None
+
+    x = tf.constant([1.0, 2.0, 4.0, 8.0, 16.0])
+    found, nothing = replica_engine.accumulate(gradient, (x,), 3, reduction)
+    weights = [counts, counts, counts / 2 if reduction == "mean" else counts]
+    expected = sum(part * each for index, (part, each) in enumerate(zip((3, 12, 16), weights)) if index not in unused)
+    assert float(found) == pytest.approx(expected)
+    assert nothing is None
+
+
+@pytest.mark.parametrize("signature", [[5], [None]])
+def test_a_gradient_that_later_parts_of_a_graph_do_not_have(signature):
+    weight, parts = tf.Variable(2.0), []
+
+    def gradient(x):
+        parts.append(x)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(x * weight) if len(parts) == 1 else tf.reduce_sum(x)
+        return tape.gradient(loss, weight)
+
+    @tf.function(input_signature=[tf.TensorSpec(signature)])
+    def step(x):
+        parts.clear()
+        return replica_engine.accumulate(gradient, (x,), 3, "sum")
+
+    assert float(step(tf.constant([1.0, 2.0, 4.0, 8.0, 16.0]))) == 3.0
 
 
 @pytest.mark.parametrize("steps", [0, -1, True, 1.5, None, "2"])

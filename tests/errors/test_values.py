@@ -205,6 +205,20 @@ def test_parts_of_a_batch_combined_by_their_maximum():
     accumulate(tf.reduce_max, (tf.ones([4]),), steps=2, reduction="max")
 
 
+@shows(ReplicaValueError.none_at_first)
+def test_no_gradient_for_the_first_part():
+    weight = tf.Variable(2.0)
+    parts = []
+
+    def gradient(x):
+        parts.append(x)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(x * weight) if len(parts) > 1 else tf.reduce_sum(x)
+        return tape.gradient(loss, weight)
+
+    tf.function(lambda x: accumulate(gradient, (x,), steps=2))(tf.ones([4]))
+
+
 @shows(ReplicaValueError.not_averaged)
 def test_the_mean_of_counts():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
