@@ -199,25 +199,27 @@ def note_addition(variable: Any) -> None:
         added.setdefault(id(variable), here())
 
 
-def watch_results(strategy: tf.distribute.Strategy, results: Any) -> None:
+def note_trains(trains: bool) -> None:
+    """Notes, for the `watch_results` that follows on this thread, whether the run reads trainable variables."""
+    _thread.trains = trains
+
+
+def watch_results(strategy: tf.distribute.Strategy, results: Any, given: Any) -> None:
     """Warns if a tape around an eager run is asked for a gradient that flows through the results.
 
     The replicas computed the results where the tape could not see it, so the gradient ends here. Nothing happens if
-    none flows: the tape may be there for something else.
+    none flows, because the tape may be there for something else. Nor does it if none can be expected: the run has read
+    no trainable variable, and no tape watches its arguments.
 
     Args:
         strategy: the strategy.
         results: the regrouped results.
+        given: the arguments.
     """
     tapes = control_flow.outer_tapes()
-    if not tapes:
+    if not tapes or not (getattr(_thread, "trains", False) or eager.is_watched(_eager_tensors(given))):
         return
-    outputs = [
-        part
-        for leaf in tf.nest.flatten(results)
-        for part in (leaf.values if isinstance(leaf, distribute.DistributedValues) else (leaf,))
-        if eager.is_eager(part) and part.dtype.is_floating and not eager.is_watched([part])
-    ]
+    outputs = [each for each in _eager_tensors(results) if each.dtype.is_floating and not eager.is_watched([each])]
     where = here()
     if not outputs:
         return
@@ -230,3 +232,12 @@ def watch_results(strategy: tf.distribute.Strategy, results: Any) -> None:
         return [None]
 
     control_flow.record_operation("strategy.run", outputs, [token], backward)
+
+
+def _eager_tensors(structure: Any) -> list[Any]:
+    return [
+        part
+        for leaf in tf.nest.flatten(structure)
+        for part in (leaf.values if isinstance(leaf, distribute.DistributedValues) else (leaf,))
+        if eager.is_eager(part)
+    ]

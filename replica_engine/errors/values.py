@@ -143,8 +143,8 @@ class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
     def none_at_first(cls) -> ReplicaValueError:
         """In a graph, a result is None for the first micro-batch, and a tensor for a later one."""
         return cls(
-            "A result of the function for `accumulate` is None for the first part of the batch, and a tensor for a later "
-            "one. The parts of a graph return the same: return zeros for None. For gradients, write "
+            "A result of the function for `accumulate` is None for the first part of the batch, and a tensor for a "
+            "later one. The parts of a graph return the same: return zeros for None. For gradients, write "
             "tape.gradient(loss, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)."
         )
 

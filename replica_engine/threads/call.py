@@ -21,10 +21,10 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import distribute, quick_scopes, thread_state
-from replica_engine._tf.graphs import autograph, calls, function
+from replica_engine._tf.graphs import autograph, calls, control_flow, function
 from replica_engine.diagnostics.failed_run import note_failed_run
 from replica_engine.diagnostics.flight_record import SyncPointRecord, SyncPoints, records
-from replica_engine.diagnostics.suspicions import check_lines, watch_results
+from replica_engine.diagnostics.suspicions import check_lines, note_trains, watch_results
 from replica_engine.diagnostics.tracebacks import as_raised
 from replica_engine.diagnostics.user_frames import identity
 from replica_engine.engine import ErrandsFailed, GroupPool, Outcome, Replica, Run, SyncPoint
@@ -158,6 +158,8 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
     source = identity(fn)
     decisions = Decisions(_joint.setdefault(strategy, {}).setdefault(source, set()))
     draws = Draws(state.graph)
+    trains: list[None] = []  # an item for each replica that has read a trainable variable
+    taped = state.eager and bool(control_flow.outer_tapes())
 
     def body(replica: Replica) -> Any:
         """Runs `fn` in the inherited state and in replica context."""
@@ -171,7 +173,10 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
             with state.entered(index, context, devices[index], replica.thread, creator):
                 own_args, own_kwargs = of_replicas[index]
                 try:
-                    return fn(*own_args, **own_kwargs)
+                    with (
+                        control_flow.trainable_reads(lambda: trains.append(None)) if taped else contextlib.nullcontext()
+                    ):
+                        return fn(*own_args, **own_kwargs)
                 except Exception as error:
                     failure = as_raised(error)
                 raise failure
@@ -200,7 +205,8 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
         if not variables.any:
             known.add(source)
         if state.eager:
-            watch_results(strategy, results)
+            note_trains(bool(trains))
+            watch_results(strategy, results, (args, kwargs))
         else:
             _check_compiled(state.graph, devices, source)
         return results

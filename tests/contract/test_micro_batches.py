@@ -156,7 +156,8 @@ def test_a_gradient_that_some_parts_do_not_have(unused, reduction, counts):
     x = tf.constant([1.0, 2.0, 4.0, 8.0, 16.0])
     found, nothing = replica_engine.accumulate(gradient, (x,), 3, reduction)
     weights = [counts, counts, counts / 2 if reduction == "mean" else counts]
-    expected = sum(part * each for index, (part, each) in enumerate(zip((3, 12, 16), weights)) if index not in unused)
+    of_parts = [part * each for part, each in zip((3, 12, 16), weights, strict=True)]
+    expected = sum(each for index, each in enumerate(of_parts) if index not in unused)
     assert float(found) == pytest.approx(expected)
     assert nothing is None
 

@@ -69,6 +69,20 @@ def test_a_tape_that_watches_an_argument_which_a_replica_returns(strategy):
     assert tape.gradient(loss, weight).numpy() == 6.0
 
 
+def test_a_tape_for_what_is_computed_of_results(strategy):
+    """The replicas read no trainable variable, and the tape watches what they returned, or a variable outside."""
+    with strategy.scope():
+        frozen = tf.Variable(3.0, trainable=False)
+    weight = tf.Variable(2.0)
+    with tf.GradientTape(persistent=True) as tape:
+        x = strategy.experimental_local_results(strategy.run(lambda: frozen * 1.0))[0]
+        loss = weight * weight + x * weight + x
+        tape.watch(x)
+        of_result = x * x
+    assert tape.gradient(loss, weight).numpy() == 7.0
+    assert tape.gradient(of_result, x).numpy() == 6.0
+
+
 def test_a_tape_in_the_replicas(strategy):
     with strategy.scope():
         weight = tf.Variable(2.0)

@@ -34,6 +34,9 @@ from tensorflow.python.data.ops import structured_function as _structured_functi
 from tensorflow.python.eager.polymorphic_function import function_type_utils as _function_type_utils
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function as _Function
 
+# VariableWatcher: what a thread reads of trainable variables, without a tape.
+from tensorflow.python.eager.record import VariableWatcher as _VariableWatcher
+
 # record_operation: tells tapes the gradient of some tensors with respect to others.
 from tensorflow.python.eager.record import record_operation as record_operation
 
@@ -176,6 +179,15 @@ def note_outer_tape(tape: tf.GradientTape, begins: bool) -> None:
 def outer_tapes() -> list[tf.GradientTape]:
     """The tapes that record on this thread, which runs no replica."""
     return list(_tapes.__dict__.get("outer", ()))
+
+
+@contextlib.contextmanager
+def trainable_reads(note: Callable[[], None]) -> Iterator[None]:
+    """Calls `note` if the block has read a trainable variable on this thread."""
+    with _VariableWatcher() as watcher:
+        yield
+    if watcher.watched_variables():
+        note()
 
 
 def has_tape() -> bool:

@@ -126,7 +126,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
             args, kwargs = spread(args, size, "args"), spread(kwargs or {}, size, "kwargs")
             results = call_with_numbers(programs, source, args, kwargs)
         if tf.executing_eagerly():
-            watch_results(self._container_strategy(), results)
+            watch_results(self._container_strategy(), results, (args, kwargs))
         return results
 
     def run_again(self, fn: Callable[..., Any], args: Any) -> tuple[Any] | None:
@@ -143,7 +143,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         check_not_forked()
         results = call_again(self._programs, fn, args)
         if results is not None:
-            watch_results(self._container_strategy(), results[0])
+            watch_results(self._container_strategy(), results[0], args)
         return results
 
     @contextlib.contextmanager

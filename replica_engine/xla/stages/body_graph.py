@@ -13,6 +13,7 @@ from replica_engine._tf import distribute
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.diagnostics.flight_record import Collective
 from replica_engine.diagnostics.op_lines import user_line
+from replica_engine.diagnostics.suspicions import note_trains
 from replica_engine.diagnostics.user_frames import place_of
 from replica_engine.errors import CaptureError, HostAccessError, LoweringError, moved_to_host
 from replica_engine.values.regroup import regroup
@@ -76,6 +77,7 @@ class BodyGraph:
         self.outputs = [tf.TensorSpec(output.shape, output.dtype) for output in graph.outputs]
         self.rebuild = outputs.rebuild
         self._is_plain = outputs.is_plain
+        self._trains = any(variable.trainable for variable in graph.variables)
         self.host_calls = host_calls
         self.collectives = collectives
         self.apart: list[Apart] = []
@@ -146,6 +148,7 @@ class BodyGraph:
 
     def grouped_results(self, columns: Sequence[results.Column]) -> Any:
         """What the replicas returned, regrouped; see `replicas_results`."""
+        note_trains(self._trains)
         if not columns or not self._is_plain:
             return regroup(self.replicas_results(columns), what="The results of the replicas")
         if self.body.own == 1:
