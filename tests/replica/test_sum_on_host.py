@@ -160,7 +160,7 @@ def test_an_all_reduce_that_a_tape_watches_meets_one_that_none_does(both):
 @pytest.mark.parametrize("operation", [tf.VariableAggregation.MEAN, tf.VariableAggregation.SUM, None])
 def test_what_is_no_reduction_is_refused(both, operation):
     strategy, _ = both
-    with pytest.raises(ValueError, match="cannot be reduced with .* one of SUM, MEAN"):
+    with pytest.raises(ValueError, match=r"cannot be reduced with .* one of SUM, MEAN"):
         strategy.run(lambda: tf.distribute.get_replica_context().all_reduce(operation, tf.constant(1.0)))
 
 
