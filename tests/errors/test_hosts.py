@@ -27,16 +27,24 @@ from replica_engine.strategies.multi_worker.launches import Launches
 FOLLOWS = "member.failed.wait()"
 
 
-class _Telling(logging.Handler):
-    """Gives a process a line to read when the library warns."""
+class _Telling(logging.Filter):
+    """Gives a process a line to read when the library warns, and lets no later warning through.
+
+    If the process is slow to read it, the library warns again.
+    """
 
     def __init__(self, process):
-        super().__init__(logging.WARNING)
+        super().__init__()
         self._process = process
+        self._has_told = False
 
-    def emit(self, record):
+    def filter(self, record):
+        if self._has_told:
+            return False
+        self._has_told = True
         self._process.stdin.write("\n")
         self._process.stdin.flush()
+        return True
 
 
 @pytest.fixture
@@ -58,10 +66,10 @@ def worker_1(request, monkeypatch):
         if closing and "closes" in options:
             closing.start()
         if "until_warned" in options:
-            logging.getLogger("replica_engine").addHandler(telling)
+            logging.getLogger("replica_engine").addFilter(telling)
         yield
         if "until_warned" in options:
-            logging.getLogger("replica_engine").removeHandler(telling)
+            logging.getLogger("replica_engine").removeFilter(telling)
         for member in list(_members):
             member.close()
         if closing and "closes" in options:
