@@ -265,3 +265,18 @@ def test_an_optimizer_object_that_was_made_outside_the_scope_is_an_error(strateg
     model.compile(keras.optimizers.Adam(), "mse")
     with pytest.raises(ScopeError, match=r"optimizer 'adam\w*' was made outside `strategy.scope\(\)`"):
         fit(model)
+
+
+@pytest.mark.replicas(2)
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize("is_built", [False, True])
+def test_a_model_and_an_optimizer_outside_the_scope_are_one_error(strategy, in_graph, is_built):
+    weight, optimizer = keras.Variable([1.0, 2.0], name="kernel"), keras.optimizers.Adam(name="adam")
+    if is_built:
+        optimizer.build([weight])
+
+    def train():
+        strategy.run(lambda: optimizer.apply([tf.ones([2])], [weight]))
+
+    with pytest.raises(ScopeError, match=r"The variable '\S*' and the optimizer 'adam'"):
+        tf.function(train, autograph=False)() if in_graph else train()
