@@ -205,7 +205,7 @@ class NotInReplicaError(ReplicaEngineError, RuntimeError):
         return cls(
             "A gradient tape was asked for the gradient of an operator with merge calls after strategy.run had "
             "returned. All replicas compute it together, so ask the tape inside the function that strategy.run runs, "
-            "and return the gradients. Or put the tape around strategy.run."
+            "and return the gradients."
         )
 
 
