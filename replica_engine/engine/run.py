@@ -357,9 +357,12 @@ class Run:
         first, *others = self.replicas
         if any(replica.meets != first.meets for replica in others):
             points = self.sync_point()
-            if len({point.kind for point in points}) == 1 < len({point.how for point in points}):
+            kinds = {point.kind for point in points}
+            if len(kinds) == 1 < len({point.how for point in points}):
                 calls = [f"{point.kind}({point.how}) at {point.where}" for point in points]
                 raise errors.MergeCallMismatchError.different_operations(self._rows(), calls)
+            if kinds <= {"all_reduce", "all_gather"}:
+                raise errors.MergeCallMismatchError.different_order(self._rows())
             raise errors.MergeCallMismatchError.different_functions(self._rows())
 
     def _give_up(self, error: BaseException) -> None:

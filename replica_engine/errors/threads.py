@@ -56,6 +56,18 @@ class MergeCallMismatchError(ReplicaEngineError, RuntimeError):
         return error
 
     @classmethod
+    def different_order(cls, rows: Sequence[ReplicaRow]) -> MergeCallMismatchError:
+        """All replicas wait, but in different collectives, such as an all_reduce and an all_gather."""
+        error = cls(
+            "The replicas met in different collectives:\n"
+            f"{table(rows)}\n"
+            "One result is computed for all replicas. Make these calls in the same order on every replica. If only some "
+            "replicas need one of them, let every replica make it, outside the branch on the replica id."
+        )
+        error.rows = tuple(rows)
+        return error
+
+    @classmethod
     def different_operations(cls, rows: Sequence[ReplicaRow], calls: Sequence[str]) -> MergeCallMismatchError:
         """All replicas wait in an all_reduce or all_gather, but of another operation, or along another axis."""
         lines = "\n".join(f"  {row.name}: {call}" for row, call in zip(rows, calls, strict=True))

@@ -71,6 +71,21 @@ def test_a_sum_on_one_replica_and_a_mean_on_the_other():
     strategy.run(step, args=(tf.constant(1.0),))
 
 
+@shows(MergeCallMismatchError.different_order)
+def test_a_sum_and_a_gather_in_another_order_on_one_replica():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def step(x):
+        context = tf.distribute.get_replica_context()
+        if tf.get_static_value(context.replica_id_in_sync_group) == 0:
+            total, each = context.all_reduce("SUM", x), context.all_gather(x, axis=0)
+        else:
+            each, total = context.all_gather(x, axis=0), context.all_reduce("SUM", x)
+        return total, each
+
+    strategy.run(step, args=(tf.constant([1.0]),))
+
+
 @shows(warn_different_lines)
 def test_two_sums_in_another_order_on_one_replica():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
