@@ -62,6 +62,7 @@ from replica_engine.errors.hosts import (
 )
 from replica_engine.errors.inputs import (
     InputsError,
+    NoMethodError,
     NotInBodyError,
     ReplicaMismatchError,
     warn_dataset_for_each,
@@ -162,6 +163,7 @@ __all__ = [
     "MergeCallGraphError",
     "MergeCallMismatchError",
     "NestedHostCallError",
+    "NoMethodError",
     "NoValueError",
     "NotInBodyError",
     "NotInReplicaError",

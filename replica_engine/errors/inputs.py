@@ -51,6 +51,22 @@ class NotInBodyError(ReplicaEngineError, RuntimeError):
         )
 
 
+class NoMethodError(ReplicaEngineError, AttributeError):
+    """A strategy was asked for a method that only another strategy has; `hasattr` is False."""
+
+    @classmethod
+    def run_steps(cls, strategy: str) -> NoMethodError:
+        """A strategy whose replicas run on threads has no device loop."""
+        return cls(
+            f"{strategy} has no run_steps: a loop on the devices belongs to TPUStrategy, which compiles it. Here, write "
+            "the loop in a tf.function, around strategy.run:\n"
+            "    @tf.function\n"
+            "    def train(iterator):\n"
+            "        for _ in tf.range(100):\n"
+            "            strategy.run(step, args=(next(iterator),))"
+        )
+
+
 class InputsError(ReplicaEngineError, ValueError, TypeError):
     """A replicated function, compiled body or device loop was called with unusable arguments, or in the wrong place."""
 

@@ -14,7 +14,7 @@ Code above the strategies (Keras, the parity check) relies on the contract and n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar, overload, runtime_checkable
+from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar, overload, runtime_checkable
 
 import tensorflow as tf
 
@@ -27,7 +27,7 @@ from replica_engine.diagnostics.op_lines import here
 from replica_engine.diagnostics.suspicions import check_inputs
 from replica_engine.diagnostics.tracebacks import shortened
 from replica_engine.engine import current_replica
-from replica_engine.errors import ScopeError
+from replica_engine.errors import NoMethodError, ScopeError
 from replica_engine.strategies import accumulation, models
 from replica_engine.strategies.devices import described
 from replica_engine.strategies.validation import check_call, checked_reduction
@@ -177,6 +177,11 @@ class OnReplicaThreads:
         """
         check_outside_replicas("reduce")
         return super().reduce(*checked_reduction(reduce_op, value, axis))  # type: ignore[misc]
+
+    @property
+    def run_steps(self) -> NoReturn:
+        """Only `TPUStrategy` has it. As a property and not a method, so that `hasattr` is False."""
+        raise NoMethodError.run_steps(type(self).__name__)
 
     def sync_points(self) -> list[SyncPointRecord]:
         """The last sync points of each replica: their kind, source line, tensors and times.

@@ -4,7 +4,7 @@ import tensorflow as tf
 from helpers.golden import shows
 
 from replica_engine import MirroredStrategy, TPUStrategy, xla
-from replica_engine.errors import GraphModeError, InputsError, NotInBodyError, ReplicaMismatchError
+from replica_engine.errors import GraphModeError, InputsError, NoMethodError, NotInBodyError, ReplicaMismatchError
 
 
 @shows(NotInBodyError.outside)
@@ -32,6 +32,18 @@ def test_a_sum_in_a_host_function():
         xla.outside_compilation(report, x * x)
 
     xla.replicate(step, inputs=[[tf.constant(1.0)], [tf.constant(2.0)]])
+
+
+@shows(NoMethodError.run_steps)
+def test_steps_of_replicas_on_threads():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    dataset = strategy.experimental_distribute_dataset(tf.data.Dataset.range(8).batch(4))
+    strategy.run_steps(tf.square, iter(dataset), iterations=2)
+
+
+def test_hasattr_tells_which_strategy_has_run_steps():
+    assert not hasattr(MirroredStrategy(["CPU:0"]), "run_steps")
+    assert hasattr(TPUStrategy(num_cores=1), "run_steps")
 
 
 @shows(InputsError.no_list)
