@@ -58,8 +58,8 @@ class NoMethodError(ReplicaEngineError, AttributeError):
     def run_steps(cls, strategy: str) -> NoMethodError:
         """A strategy whose replicas run on threads has no device loop."""
         return cls(
-            f"{strategy} has no run_steps: a loop on the devices belongs to TPUStrategy, which compiles it. Here, write "
-            "the loop in a tf.function, around strategy.run:\n"
+            f"{strategy} has no run_steps: a loop on the devices belongs to TPUStrategy, which compiles it. Here, "
+            "write the loop in a tf.function, around strategy.run:\n"
             "    @tf.function\n"
             "    def train(iterator):\n"
             "        for _ in tf.range(100):\n"

@@ -61,8 +61,8 @@ class MergeCallMismatchError(ReplicaEngineError, RuntimeError):
         error = cls(
             "The replicas met in different collectives:\n"
             f"{table(rows)}\n"
-            "One result is computed for all replicas. Make these calls in the same order on every replica. If only some "
-            "replicas need one of them, let every replica make it, outside the branch on the replica id."
+            "One result is computed for all replicas. Make these calls in the same order on every replica. If only "
+            "some replicas need one of them, let every replica make it, outside the branch on the replica id."
         )
         error.rows = tuple(rows)
         return error

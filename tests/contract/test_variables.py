@@ -1,5 +1,6 @@
 """Distributed variables: where they are made, what assigning and reading them means, how they are saved."""
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -119,6 +120,20 @@ def test_scope_tells_its_variables_from_others(strategy):
 # Mirrored variables: one value, kept equal on every write.
 
 
+@pytest.mark.parametrize(("initial", "number"), [(0, 1), (0.0, 1), (0.0, 1.5), (0.0, np.float32(1.5))])
+def test_each_replica_adds_a_python_number_to_a_sum(strategy, run, initial, number):
+    v = make(strategy, initial, SUM)
+    n = strategy.num_replicas_in_sync
+
+    def fn():
+        v.assign_add(number)
+        v.assign_add(number)
+        v.assign_sub(number)
+
+    run(fn)
+    assert components(strategy, v) == [n * number] * n
+
+
 @pytest.mark.parametrize("synchronization", MIRRORED)
 @pytest.mark.parametrize("aggregation", [SUM, MEAN, FIRST])
 def test_assigning_a_mirrored_variable_in_replicas_merges(strategy, per_replica, synchronization, aggregation):
@@ -136,16 +151,13 @@ def test_assigning_a_mirrored_variable_in_replicas_merges(strategy, per_replica,
 
 
 @pytest.mark.parametrize("aggregation", [SUM, MEAN, FIRST])
-def test_assigning_the_same_number_in_replicas_assigns_it_once(strategy, aggregation):
-    """A Python number is the same on every replica; only SUM of a tensor counts replicas."""
+def test_assigning_the_same_number_in_replicas_merges(strategy, aggregation):
     v = make(strategy, 1.0, aggregation)
-    if aggregation == SUM and strategy.num_replicas_in_sync > 1:
-        with pytest.raises(ValueError, match="cannot be reduced with the given reduce op"):
-            strategy.run(lambda: v.assign(3.0))
-        return
+    n = strategy.num_replicas_in_sync
+    times = n if aggregation == SUM else 1
     strategy.run(lambda: v.assign(3.0))
     strategy.run(lambda: v.assign_add(2.0))
-    assert components(strategy, v) == [5.0] * strategy.num_replicas_in_sync
+    assert components(strategy, v) == [5.0 * times] * n
 
 
 @pytest.mark.parametrize("aggregation", [SUM, MEAN, FIRST])
