@@ -29,6 +29,7 @@ from tensorflow.python.distribute.input_lib import (
 )
 
 from replica_engine._tf.data_pulls import Pulls, bytes_of, may_call_python
+from replica_engine.errors import InputsError
 
 _MOST_AHEAD = 64  # elements that are read ahead for all replicas together
 _SMALL = 1 << 16  # bytes that they may take then
@@ -43,7 +44,13 @@ class HostDatasets:
     """
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
-        """The hook of `experimental_distribute_dataset`."""
+        """The hook of `experimental_distribute_dataset`.
+
+        Raises:
+            InputsError: `dataset` is not a dataset.
+        """
+        if not isinstance(dataset, tf.data.Dataset):
+            raise InputsError.no_dataset(dataset)
         return _on_host(super()._experimental_distribute_dataset(dataset, options))  # type: ignore[misc]
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:

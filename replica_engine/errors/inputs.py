@@ -128,6 +128,16 @@ class InputsError(ReplicaEngineError, ValueError, TypeError):
         )
 
     @classmethod
+    def no_dataset(cls, given: object) -> InputsError:
+        """`experimental_distribute_dataset` gets an array, or something else that is not a dataset."""
+        return cls(
+            f"experimental_distribute_dataset takes a tf.data.Dataset, not {type(given).__name__}. Make a dataset of "
+            "arrays, with the batch of all replicas:\n"
+            "    dataset = tf.data.Dataset.from_tensor_slices(x).batch(n)\n"
+            "    dataset = strategy.experimental_distribute_dataset(dataset)"
+        )
+
+    @classmethod
     def nested(cls) -> InputsError:
         """The call is inside another replicated body."""
         return cls(

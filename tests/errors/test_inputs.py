@@ -1,5 +1,7 @@
 """What replicated functions are called with, and from where."""
 
+import numpy as np
+import pytest
 import tensorflow as tf
 from helpers.golden import shows
 
@@ -191,6 +193,17 @@ def test_a_last_batch_that_cannot_be_shared_evenly():
 
     for batch in strategy.experimental_distribute_dataset(batches):
         strategy.run(step, args=(batch,))
+
+
+@shows(InputsError.no_dataset)
+def test_an_array_in_the_place_of_a_dataset():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy.experimental_distribute_dataset(np.zeros([4, 3]))
+
+
+def test_compiled_replicas_refuse_an_array_in_the_place_of_a_dataset():
+    with pytest.raises(TypeError, match=r"tf\.data\.Dataset\.from_tensor_slices\(x\)\.batch\(n\)"):
+        TPUStrategy(num_cores=2).experimental_distribute_dataset([tf.zeros([4, 3])])
 
 
 @shows(ReplicaMismatchError.shapes, "of_replicate")
