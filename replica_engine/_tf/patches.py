@@ -443,6 +443,9 @@ def extend_optimizers(
             try:
                 return own_add(self, reference_variable, name=name, initializer=initializer)
             except Exception as error:
+                # Keras calls an optimizer built before it has all of its variables. If it kept that, a second call
+                # would miss the others: AttributeError: no attribute '_momentums'.
+                self.built = False
                 raise explained(error)
 
     @functools.wraps(own_check)

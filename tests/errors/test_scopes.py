@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from helpers.golden import shows
 
@@ -65,6 +66,37 @@ def test_an_optimizer_outside_the_scope():
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 
     strategy.run(step, args=(tf.ones([4, 3]),))
+
+
+@pytest.mark.parametrize("make", [keras.optimizers.Adam, keras.optimizers.RMSprop, keras.optimizers.Ftrl])
+@pytest.mark.parametrize("traced", [False, True])
+def test_an_optimizer_outside_the_scope_is_refused_each_time(make, traced):
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        model = make_model()
+    optimizer = make(0.1)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    def train():
+        strategy.run(step, args=(tf.ones([4, 3]),))
+
+    for _ in range(3):
+        with pytest.raises(ScopeError, match=f"The optimizer '{optimizer.name}' was made outside"):
+            (tf.function(train) if traced else train)()
+
+
+def test_compiled_replicas_refuse_an_optimizer_outside_the_scope_each_time():
+    strategy = TPUStrategy(num_cores=2)
+    with strategy.scope():
+        model = make_model()
+    model.compile(keras.optimizers.Adam(name="adam"), "mse")
+    for _ in range(2):
+        with pytest.raises(ScopeError, match="The optimizer 'adam' was made outside"):
+            model.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=4, verbose=0)
 
 
 @shows(ScopeError.optimizer, "in_fit")
