@@ -34,15 +34,16 @@ class Reductions:
                     )
             except RecursionError:
                 raise ReplicaValueError.endless("the values to reduce") from None
-        if isinstance(value, (bool, int, float, complex)) and not value:
-            return value  # the sum of zeros is zero, and so is their mean
         if (
             isinstance(value, (*_NUMBERS, np.ndarray))
             and isinstance(destinations, distribute.DistributedVariable)
             and reduce_op == tf.distribute.ReduceOp.SUM
         ):
-            # Every replica adds this one number to the variable; TensorFlow refuses what it takes for one value.
-            return self._num_replicas_in_sync * tf.convert_to_tensor(value, destinations.dtype)  # type: ignore[attr-defined]
+            # Every replica of this worker adds one number, which became one value. Those of others may add another.
+            number = tf.convert_to_tensor(value, destinations.dtype)
+            value = distribute.PerReplica([number for _ in self.worker_devices])  # type: ignore[attr-defined]
+        if isinstance(value, (bool, int, float, complex)) and not value:
+            return value  # the sum of zeros is zero, and so is their mean
         if distribute.is_mirrored(value) and reduce_op == tf.distribute.ReduceOp.SUM:
             raise ReplicaValueError.sum_of_one(value)
         value = as_tensors(value, self.worker_devices)  # type: ignore[attr-defined]

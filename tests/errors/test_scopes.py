@@ -8,7 +8,6 @@ from helpers.golden import shows
 
 from replica_engine import MirroredStrategy, TPUStrategy
 from replica_engine.errors import (
-    BatchError,
     InputsError,
     MergeCallGraphError,
     NotInReplicaError,
@@ -18,11 +17,8 @@ from replica_engine.errors import (
     warn_foreign_optimizer,
     warn_shared_variable,
     warn_tape_outside,
-    warn_uneven_evaluation,
-    warn_uneven_rest,
     warn_whole_batch,
 )
-from replica_engine.keras import replicate_model
 
 
 def make_model():
@@ -370,78 +366,6 @@ def test_a_forward_accumulator_around_a_nested_function():
         return accumulator.jvp(y)
 
     strategy.run(step, args=(tf.constant(3.0),))
-
-
-@shows(BatchError.uneven)
-def test_a_batch_size_that_does_not_divide():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-    with strategy.scope():
-        model = make_model()
-        model.compile("sgd", "mse")
-    model.fit(np.ones((10, 3)), np.ones((10, 2)), batch_size=5, verbose=0)
-
-
-@shows(warn_uneven_rest)
-def test_a_rest_that_does_not_divide():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-    with strategy.scope():
-        model = make_model()
-        model.compile("sgd", "mse")
-    # Not of the evaluation: it counts samples.
-    model.evaluate(np.ones((9, 3)), np.ones((9, 2)), batch_size=4, verbose=0)
-    for _ in range(2):  # warned of once
-        model.fit(np.ones((11, 3)), np.ones((11, 2)), batch_size=4, verbose=0)
-
-
-class ItsOwnTestStep(keras.Model):
-    def build(self, input_shape):
-        self.dense = keras.layers.Dense(2)
-        self.dense.build(input_shape)
-
-    def call(self, x):
-        return self.dense(x)
-
-    def test_step(self, data):
-        x, y = data
-        return {"loss": tf.reduce_mean((self(x) - y) ** 2)}
-
-
-@shows(warn_uneven_evaluation)
-def test_an_evaluation_with_a_step_of_its_own_that_does_not_divide():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-    with strategy.scope():
-        model = ItsOwnTestStep(name="regression")
-        model.compile("sgd", "mse")
-    validation = np.ones((7, 3)), np.ones((7, 2))
-    model.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=8, epochs=2, validation_data=validation, verbose=0)
-
-
-@shows(BatchError.uneven_rest)
-def test_arrays_whose_last_batch_does_not_divide():
-    strategy = TPUStrategy(num_cores=2)
-    with strategy.scope():
-        model = make_model()
-        model.compile("sgd", "mse")
-    model.fit(np.ones((11, 3)), np.ones((11, 2)), batch_size=4, verbose=0)
-
-
-@shows(BatchError.uneven_later)
-def test_a_last_batch_of_a_dataset_that_does_not_divide():
-    strategy = TPUStrategy(num_cores=2)
-    with strategy.scope():
-        model = make_model()
-        model.compile("sgd", "mse")
-    dataset = tf.data.Dataset.from_tensor_slices((np.ones((11, 3)), np.ones((11, 2))))
-    model.fit(dataset.batch(4), verbose=0)
-
-
-@shows(BatchError.distributed)
-def test_a_distributed_dataset_for_a_replicated_model():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-    model = make_model()
-    model.compile("sgd", "mse")
-    dataset = tf.data.Dataset.from_tensor_slices((np.ones((8, 3)), np.ones((8, 2)))).batch(4)
-    replicate_model(model, strategy=strategy).fit(strategy.experimental_distribute_dataset(dataset))
 
 
 @shows(InputsError.distributed)
