@@ -27,6 +27,7 @@ with strategy.scope():
     seen = tf.Variable(
         0.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM, trainable=False
     )
+    counted = tf.Variable(0, aggregation=tf.VariableAggregation.SUM, trainable=False)
 found["replicas"] = strategy.num_replicas_in_sync
 found["hosts"] = getattr(strategy, "num_hosts", None), repr(strategy).partition("(")[2]
 found["first"] = w.numpy().tolist()
@@ -97,6 +98,10 @@ found["branches"] = [
 ]
 found["second"] = float(KIND().reduce("SUM", KIND().run(lambda: context().all_reduce("MEAN", 1.0)), axis=None))
 found["weights"] = [w.numpy().tolist(), float(b)]
+for number in (me, me + 1):  # a Python number, equal on the replicas of one worker
+    strategy.run(lambda: counted.assign_add(number))
+    strategy.run(tf.function(lambda: counted.assign_add(number)))
+found["counted"] = int(counted)
 """
 
 
@@ -108,6 +113,7 @@ def test_two_workers_of_two_replicas_equal_one_of_four(programs):
     assert (first.pop("hosts"), second.pop("hosts")) == ([2, here], [2, here])
     assert reference.pop("hosts") == [None, "4 replicas: CPU:0, CPU:1, CPU:2, CPU:3)"]
     assert (first.pop("worker"), second.pop("worker"), reference.pop("worker")) == (0, 1, None)
+    assert (first.pop("counted"), second.pop("counted"), reference.pop("counted")) == (16, 16, 8)
     assert first == second
     assert first["ids"] == [0, 1, 2, 3]
     assert first["mixed"] == first["traced"] == [4, 2.0, [[1.0, 1.0]] * 4]
