@@ -47,9 +47,9 @@ class HostDatasets:
         """The hook of `experimental_distribute_dataset`.
 
         Raises:
-            InputsError: `dataset` is not a dataset.
+            InputsError: `dataset` is neither a dataset nor distributed already.
         """
-        if not isinstance(dataset, tf.data.Dataset):
+        if not isinstance(dataset, (tf.data.Dataset, tf.distribute.DistributedDataset)):
             raise InputsError.no_dataset(dataset)
         return _on_host(super()._experimental_distribute_dataset(dataset, options))  # type: ignore[misc]
 
