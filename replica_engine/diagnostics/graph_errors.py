@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf.graphs import autograph, function, host_ops
+from replica_engine._tf.graphs import autograph, function, subgraphs
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.diagnostics.user_frames import OURS
 
@@ -77,7 +77,7 @@ def _ops_named(graph: Any, name: str) -> Iterator[tf.Operation]:
     for op in graph.get_operations():
         if op.name == name:
             yield op
-        for inner in host_ops.functions_of(op):
+        for inner in subgraphs.functions_of(op):
             yield from _ops_named(inner, name)
 
 

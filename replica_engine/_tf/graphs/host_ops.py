@@ -23,38 +23,10 @@ from tensorflow.python.framework import kernels as _kernels
 from tensorflow.python.ops import script_ops as _script_ops
 
 from replica_engine._tf import variables
-from replica_engine._tf.graphs import xla_ops
+from replica_engine._tf.graphs import subgraphs, xla_ops
 
 _XLA_DEVICE = "XLA_CPU_JIT"  # bodies are lowered for this device, for every platform
 _PYTHON_OPS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
-_FUNCTION_ATTRIBUTES: dict[str, tuple[str, ...]] = {
-    "If": ("then_branch", "else_branch"),
-    "StatelessIf": ("then_branch", "else_branch"),
-    "Case": ("branches",),
-    "StatelessCase": ("branches",),
-    "While": ("cond", "body"),
-    "StatelessWhile": ("cond", "body"),
-    "PartitionedCall": ("f",),
-    "StatefulPartitionedCall": ("f",),
-}
-
-
-def functions_of(op: tf.Operation) -> list[Any]:
-    """The graphs of the functions that a branch, loop or call runs; an empty list for any other op.
-
-    For a branch they are in the order of the branches; for a loop they are its condition and its body.
-    """
-    names: list[str] = []
-    for attribute in _FUNCTION_ATTRIBUTES.get(op.type, ()):
-        value = op.get_attr(attribute)
-        names += [each.name for each in (value if isinstance(value, list) else [value])]
-    graphs = [getattr(op.graph._get_function(name), "graph", None) for name in names]
-    return graphs if all(graph is not None for graph in graphs) else []
-
-
-def runs_functions(op: tf.Operation) -> bool:
-    """Whether an op is a branch, a loop or a call."""
-    return op.type in _FUNCTION_ATTRIBUTES
 
 
 def needed_ops(graph: Any) -> list[tf.Operation]:
@@ -128,7 +100,7 @@ def _register_xla_kernels() -> None:
 def copy_op(op: tf.Operation, inputs: Sequence[tf.Tensor], control_inputs: Sequence[tf.Operation]) -> tf.Operation:
     """Copies an op with other inputs into the current graph, under the same name if that name is free."""
     graph = variables.graph()
-    for attribute in _FUNCTION_ATTRIBUTES.get(op.type, ()):
+    for attribute in subgraphs.FUNCTION_ATTRIBUTES.get(op.type, ()):
         value = op.get_attr(attribute)
         for each in value if isinstance(value, list) else [value]:
             graph._add_function_recursive(op.graph._get_function(each.name))

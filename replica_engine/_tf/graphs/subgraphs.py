@@ -20,6 +20,18 @@ from tensorflow.python.eager.polymorphic_function import atomic_function as _ato
 
 _numbers = itertools.count()
 
+FUNCTION_ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "If": ("then_branch", "else_branch"),
+    "StatelessIf": ("then_branch", "else_branch"),
+    "Case": ("branches",),
+    "StatelessCase": ("branches",),
+    "While": ("cond", "body"),
+    "StatelessWhile": ("cond", "body"),
+    "PartitionedCall": ("f",),
+    "StatefulPartitionedCall": ("f",),
+}
+"""The attributes that name functions, of each type of op that runs some."""
+
 
 def captured(inside: tf.Tensor) -> Any | None:
     """The outside value of a placeholder in a function graph; None if the placeholder is an argument instead."""
@@ -38,6 +50,24 @@ def capture_in(graph: Any, tensor: Any) -> tf.Tensor:
 def is_stateful(op: tf.Operation) -> bool:
     """Whether the op has an effect, or may return other results when it runs again."""
     return bool(op._is_stateful)
+
+
+def functions_of(op: tf.Operation) -> list[Any]:
+    """The graphs of the functions that a branch, loop or call runs; an empty list for any other op.
+
+    For a branch they are in the order of the branches; for a loop they are its condition and its body.
+    """
+    names: list[str] = []
+    for attribute in FUNCTION_ATTRIBUTES.get(op.type, ()):
+        value = op.get_attr(attribute)
+        names += [each.name for each in (value if isinstance(value, list) else [value])]
+    graphs = [getattr(op.graph._get_function(name), "graph", None) for name in names]
+    return graphs if all(graph is not None for graph in graphs) else []
+
+
+def runs_functions(op: tf.Operation) -> bool:
+    """Whether an op is a branch, a loop or a call."""
+    return op.type in FUNCTION_ATTRIBUTES
 
 
 def op_types_of_calls(op: tf.Operation) -> set[str]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._tf.graphs import host_ops
+from replica_engine._tf.graphs import host_ops, subgraphs
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import LoweringError
 from replica_engine.xla.analysis.known_values import Evaluation, Execution, Rule, Value, on_host
@@ -108,16 +108,16 @@ class _Search:
         """Looks at all ops on arrays in an execution, and in the functions that it runs."""
         for op in self._of_lists(execution.graph):
             if op.type.endswith("While"):
-                condition, body = host_ops.functions_of(op)
+                condition, body = subgraphs.functions_of(op)
                 before = len(self._beyond)
                 count, _ = execution.iterations(op, self._wanted(condition) | self._wanted(body), self.visit)
                 if count is None:  # the last iteration stood for all, of which there may be none
                     del self._beyond[before:]
-            elif host_ops.runs_functions(op):
+            elif subgraphs.runs_functions(op):
                 is_call = op.type.endswith("PartitionedCall")
                 taken = 0 if is_call else execution.branch_taken(op)
                 self._unsure += taken is None
-                for number in range(len(host_ops.functions_of(op))):
+                for number in range(len(subgraphs.functions_of(op))):
                     if taken in (None, number):
                         self.visit(execution.inside(op, number))
                 self._unsure -= taken is None
@@ -231,8 +231,8 @@ class _Search:
         return [op for op in host_ops.needed_ops(graph) if self._is_of_lists(op)]
 
     def _is_of_lists(self, op: tf.Operation) -> bool:
-        if host_ops.runs_functions(op):
-            return any(self._of_lists(graph) for graph in host_ops.functions_of(op))
+        if subgraphs.runs_functions(op):
+            return any(self._of_lists(graph) for graph in subgraphs.functions_of(op))
         if op.type in ("Identity", "IdentityN", "Placeholder") or id(op) in self._checks:
             return False
         return any(each.dtype == tf.variant for each in (*op.inputs, *op.outputs))
@@ -241,7 +241,7 @@ class _Search:
         """Which inputs of a function decide about its arrays."""
         tensors: list[tf.Tensor] = []
         for op in self._of_lists(graph):
-            functions = host_ops.functions_of(op)
+            functions = subgraphs.functions_of(op)
             if op.type.endswith("While"):
                 condition, body = functions
                 wanted = self.evaluation.carried(condition, body, self._wanted(condition) | self._wanted(body))

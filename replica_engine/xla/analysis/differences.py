@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf.graphs import host_ops, xla_ops
+from replica_engine._tf.graphs import host_ops, subgraphs, xla_ops
 from replica_engine.pjrt.markers import HOST_CALL, PREFIX
 from replica_engine.xla.analysis.known_values import is_passed_on
 
@@ -110,7 +110,7 @@ class Differences:
         return [known.get(id(output), _UNKNOWN) for output in graph.outputs]
 
     def _visit(self, op: tf.Operation, given: list[_Known], around: Cause) -> Sequence[_Known]:
-        functions = host_ops.functions_of(op)
+        functions = subgraphs.functions_of(op)
         if op.type.endswith("PartitionedCall") and functions:
             return self._run(functions[0], given, around)
         if op.type.endswith("While") and functions:

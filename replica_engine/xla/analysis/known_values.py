@@ -201,7 +201,7 @@ class Execution:
                 return None
             if id(each) in self._numbers:
                 self._values[id(each)] = self._argument(self._numbers[id(each)])
-            elif host_ops.runs_functions(each.op):
+            elif subgraphs.runs_functions(each.op):
                 self._values[id(each)] = self._of_functions(each.op, each.value_index)
             elif missing := [one for one in self._evaluation.inputs(each) if id(one) not in self._values]:
                 pending += missing
@@ -218,7 +218,7 @@ class Execution:
         if chosen is None:
             return None
         number = chosen.numpy()
-        count = len(host_ops.functions_of(op))
+        count = len(subgraphs.functions_of(op))
         if op.type.endswith("Case"):
             return int(number) if 0 <= number < count else count - 1
         return 0 if number else 1
@@ -230,7 +230,7 @@ class Execution:
             given = list(op.inputs)[0 if op.type.endswith("PartitionedCall") else 1 :]
             self._inner[key] = Execution(
                 self._evaluation,
-                host_ops.functions_of(op)[number],
+                subgraphs.functions_of(op)[number],
                 # A function that was differentiated may have got more inputs since the op called it.
                 lambda index: self.value(given[index]) if index < len(given) else None,
                 (*self.place, key),
@@ -252,7 +252,7 @@ class Execution:
             number is None if the condition is unknown. Then the body is entered once more, with what is known of the
             values in all iterations.
         """
-        condition, body = host_ops.functions_of(op)
+        condition, body = subgraphs.functions_of(op)
         needed = self._evaluation.carried(condition, body, wanted)
         begin = values = [self.value(each) if index in needed else None for index, each in enumerate(op.inputs)]
         count = 0
@@ -297,7 +297,7 @@ class Execution:
                 return None
             return self.value(op.inputs[index]) if is_passed_on(body, index) else values[index]
 
-        body = host_ops.functions_of(op)[1]
+        body = subgraphs.functions_of(op)[1]
         return Execution(self._evaluation, function, argument, (*self.place, step))
 
     def _outputs(self, op: tf.Operation) -> Sequence[Value]:
@@ -322,7 +322,7 @@ class Execution:
 
     def _of_functions(self, op: tf.Operation, index: int) -> Value:
         """The value of an output of a branch, a loop or a call."""
-        functions = host_ops.functions_of(op)
+        functions = subgraphs.functions_of(op)
         if not functions:
             return None
         if op.type.endswith("While"):

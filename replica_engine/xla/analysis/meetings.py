@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._tf.graphs import host_ops
+from replica_engine._tf.graphs import host_ops, subgraphs
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import CollectiveError
 from replica_engine.xla.analysis.differences import Cause, Collective, Differences
@@ -171,7 +171,7 @@ class _Decisions:
                 decided, _ = execution.iterations(op, enter=self._visit)
             else:
                 decided = execution.branch_taken(op)
-                for number in range(len(host_ops.functions_of(op))):
+                for number in range(len(subgraphs.functions_of(op))):
                     if decided in (None, number):
                         self._visit(execution.inside(op, number))
             if id(op) in self._suspects:
@@ -180,7 +180,7 @@ class _Decisions:
     def _has_suspects(self, op: tf.Operation) -> bool:
         return id(op) in self._suspects or any(
             self._has_suspects(each)
-            for graph in host_ops.functions_of(op)
+            for graph in subgraphs.functions_of(op)
             for each in self._inner.in_control_flow(graph)
         )
 
@@ -194,16 +194,16 @@ class _Collectives:
 
     def _in_control_flow(self, graph: Any) -> list[tf.Operation]:
         """The branches, loops and calls of a graph with collectives in them."""
-        return [op for op in host_ops.needed_ops(graph) if host_ops.runs_functions(op) and self.of(op)]
+        return [op for op in host_ops.needed_ops(graph) if subgraphs.runs_functions(op) and self.of(op)]
 
     def _of(self, op: tf.Operation) -> list[tuple[int, tf.Operation]]:
         """The collectives in the functions of a branch, loop or call, with the number of the function."""
         found = []
-        for number, graph in enumerate(host_ops.functions_of(op)):
+        for number, graph in enumerate(subgraphs.functions_of(op)):
             for inner in host_ops.needed_ops(graph):
                 if Collective.of(inner) is not None:
                     found.append((number, inner))
-                elif host_ops.runs_functions(inner):
+                elif subgraphs.runs_functions(inner):
                     found += [(number, each) for _, each in self.of(inner)]
         return found
 
@@ -215,5 +215,5 @@ class _Collectives:
             for op in self.in_control_flow(each):
                 if not op.type.endswith("PartitionedCall"):
                     found[id(op)] = op
-                pending += host_ops.functions_of(op)
+                pending += subgraphs.functions_of(op)
         return list(found.values())

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf.graphs import host_ops, xla_ops
+from replica_engine._tf.graphs import host_ops, subgraphs, xla_ops
 from replica_engine.pjrt.markers import HOST_CALL
 
 CHECKS = ("Assert", "CheckNumerics", "CheckNumericsV2")
@@ -51,7 +51,7 @@ def is_for_host(op: tf.Operation) -> bool:
 
 
 def _is_for_host(op: tf.Operation) -> bool:
-    if op.type in ("Placeholder", "NoOp") or host_ops.runs_functions(op) or _REFUSED.search(op.type):
+    if op.type in ("Placeholder", "NoOp") or subgraphs.runs_functions(op) or _REFUSED.search(op.type):
         return False
     if op.type in CHECKS:
         return True
@@ -65,7 +65,7 @@ def may_move(op: tf.Operation) -> bool:
     return not (
         op.type.startswith("Xla")
         or any(tensor.dtype == tf.resource for tensor in op.inputs)
-        or host_ops.functions_of(op)
+        or subgraphs.functions_of(op)
         or _REFUSED.search(op.type)
     )
 
@@ -108,8 +108,8 @@ def needs_host(graph: Any) -> bool:
 
 def contains_host_op(op: tf.Operation) -> bool:
     """Whether an op must run on the host, or runs a function with an op that must."""
-    return any(map(needs_host, host_ops.functions_of(op))) if host_ops.runs_functions(op) else is_for_host(op)
+    return any(map(needs_host, subgraphs.functions_of(op))) if subgraphs.runs_functions(op) else is_for_host(op)
 
 
 def _ops_of_functions(op: tf.Operation) -> list[tf.Operation]:
-    return [inner for graph in host_ops.functions_of(op) for inner in xla_ops.needed(graph).values()]
+    return [inner for graph in subgraphs.functions_of(op) for inner in xla_ops.needed(graph).values()]

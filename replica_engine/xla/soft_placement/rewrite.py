@@ -19,7 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf.graphs import host_ops, xla_ops
+from replica_engine._tf.graphs import host_ops, subgraphs, xla_ops
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import LoweringError
 from replica_engine.xla.host_calls.call import HostCalls
@@ -189,7 +189,7 @@ class Frame:
             return
         inputs = [self.value(tensor) for tensor in op.inputs]
         stuck = next((value for value in inputs if value.stays_on_host), None)
-        functions = host_ops.functions_of(op)
+        functions = subgraphs.functions_of(op)
         if functions:
             if stuck is not None or kinds.contains_host_op(op):
                 self._enter(op, functions, inputs)

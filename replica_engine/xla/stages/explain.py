@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf.graphs import host_ops
+from replica_engine._tf.graphs import subgraphs
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import LoweringError
 from replica_engine.errors.base import at
@@ -64,7 +64,7 @@ def _gathers(traced: BodyGraph, message: str, moved: MovedBody | None) -> list[s
     """The gathers in the loop that a message is about, with their lines."""
     loop = original(moved, message) if moved else next(_named(traced.graph, _node(message)), None)
     inside = (
-        {user_line(op) for graph in host_ops.functions_of(loop) for op in _ops(graph)} if loop is not None else set()
+        {user_line(op) for graph in subgraphs.functions_of(loop) for op in _ops(graph)} if loop is not None else set()
     )
     found = (each for each in traced.collectives if each.kind == "all_gather" and each.where in inside)
     return list(dict.fromkeys(f"{each.kind}{at(each.where)}" for each in found))
@@ -104,7 +104,7 @@ def _ops(graph: Any) -> Iterator[tf.Operation]:
     while pending:
         for op in pending.pop().get_operations():
             yield op
-            for inner in host_ops.functions_of(op):
+            for inner in subgraphs.functions_of(op):
                 if id(inner) not in seen:
                     seen.add(id(inner))
                     pending.append(inner)
