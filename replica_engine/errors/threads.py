@@ -30,55 +30,51 @@ class MergeCallMismatchError(ReplicaEngineError, RuntimeError):
     @classmethod
     def different_counts(cls, rows: Sequence[ReplicaRow]) -> MergeCallMismatchError:
         """Some replicas finished, while others wait for them in a merge call."""
-        error = cls(
+        return _mismatch(
+            rows,
             "Some replicas made a different number of merge_call() calls:\n"
             f"{table(rows)}\n"
             "Every replica must make the same merge calls in the same order; all_reduce, all_gather, "
             "optimizer.apply_gradients and assignments to aggregated variables are merge calls too. "
             "Move the call out of the branch that only some replicas take, or let every replica make it "
             "(with zeros, for example, if it has nothing to add). If the branch depends on each replica's own values, "
-            'reduce the condition first, so that it is equal on all: context.all_reduce("SUM", value).'
+            'reduce the condition first, so that it is equal on all: context.all_reduce("SUM", value).',
         )
-        error.rows = tuple(rows)
-        return error
 
     @classmethod
     def different_functions(cls, rows: Sequence[ReplicaRow]) -> MergeCallMismatchError:
         """All replicas wait, but in different merge functions."""
-        error = cls(
+        return _mismatch(
+            rows,
             "The replicas met in different merge functions:\n"
             f"{table(rows)}\n"
             "A merge call runs one function for all replicas, so every replica must pass the same function. "
             "Choose the function before the branch on the replica id, or pass the value that differs as an argument: "
-            "merge_call(merge_fn, args=(value,))."
+            "merge_call(merge_fn, args=(value,)).",
         )
-        error.rows = tuple(rows)
-        return error
 
     @classmethod
     def different_order(cls, rows: Sequence[ReplicaRow]) -> MergeCallMismatchError:
         """All replicas wait, but in different collectives, such as an all_reduce and an all_gather."""
-        error = cls(
+        return _mismatch(
+            rows,
             "The replicas met in different collectives:\n"
             f"{table(rows)}\n"
             "One result is computed for all replicas. Make these calls in the same order on every replica. If only "
-            "some replicas need one of them, let every replica make it, outside the branch on the replica id."
+            "some replicas need one of them, let every replica make it, outside the branch on the replica id.",
         )
-        error.rows = tuple(rows)
-        return error
 
     @classmethod
     def different_operations(cls, rows: Sequence[ReplicaRow], calls: Sequence[str]) -> MergeCallMismatchError:
         """All replicas wait in an all_reduce or all_gather, but of another operation, or along another axis."""
         lines = "\n".join(f"  {row.name}: {call}" for row, call in zip(rows, calls, strict=True))
-        error = cls(
+        return _mismatch(
+            rows,
             f"The replicas met in different operations:\n{lines}\n"
             "One result is computed for all replicas, so every replica must ask for the same one. Choose the operation "
             "or the axis in the same way on all replicas, not by the replica id; or reduce twice, and let each replica "
-            "take the result that it needs."
+            "take the result that it needs.",
         )
-        error.rows = tuple(rows)
-        return error
 
 
 class StructureMismatchError(ReplicaEngineError, ValueError, AssertionError):
@@ -369,3 +365,9 @@ class TraceOnceError(ReplicaEngineError, RuntimeError):
 def traced_each(function: str, reason: str) -> str:
     """The log's line about a function of which each replica is traced, although `trace_once` is set."""
     return f"trace_once: each replica of {function} is traced by itself: {reason}"
+
+
+def _mismatch(rows: Sequence[ReplicaRow], text: str) -> MergeCallMismatchError:
+    error = MergeCallMismatchError(text)
+    error.rows = tuple(rows)
+    return error
