@@ -47,11 +47,16 @@ class HostDatasets:
         """The hook of `experimental_distribute_dataset`.
 
         Raises:
-            InputsError: `dataset` is neither a dataset nor distributed already.
+            InputsError: `dataset` is neither a dataset nor distributed already, or its elements are not batches.
         """
         if not isinstance(dataset, (tf.data.Dataset, tf.distribute.DistributedDataset)):
             raise InputsError.no_dataset(dataset)
-        return _on_host(super()._experimental_distribute_dataset(dataset, options))  # type: ignore[misc]
+        try:
+            return _on_host(super()._experimental_distribute_dataset(dataset, options))  # type: ignore[misc]
+        except IndexError:  # TensorFlow looks for the first dimension of each part of an element
+            if not any(getattr(spec, "shape", None) == [] for spec in tf.nest.flatten(dataset.element_spec)):
+                raise
+        raise InputsError.not_batched()
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
         """The hook of `distribute_datasets_from_function`."""

@@ -138,6 +138,15 @@ class InputsError(ReplicaEngineError, ValueError, TypeError):
         )
 
     @classmethod
+    def not_batched(cls) -> InputsError:
+        """`experimental_distribute_dataset` gets a dataset of single samples."""
+        return cls(
+            "The dataset has single samples and no batches: its elements are scalars, or have scalars in them, which "
+            "replicas cannot share. Batch it first, with the batch of all replicas:\n"
+            "    dataset = strategy.experimental_distribute_dataset(dataset.batch(n))"
+        )
+
+    @classmethod
     def nested(cls) -> InputsError:
         """The call is inside another replicated body."""
         return cls(

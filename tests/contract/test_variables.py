@@ -1,5 +1,7 @@
 """Distributed variables: where they are made, what assigning and reading them means, how they are saved."""
 
+import re
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -178,6 +180,14 @@ def test_without_aggregation_a_replica_assigns_its_own_component(strategy, run, 
     v = make(strategy, 0.0, NONE)
     run(lambda x: v.assign_add(x), args=(per_replica(lambda i: i + 1.0),))
     assert components(strategy, v) == [i + 1.0 for i in range(strategy.num_replicas_in_sync)]
+
+
+def test_print_shows_the_value_of_each_replica(strategy, run):
+    v = make(strategy, 5.0)
+    run(lambda: v.assign(tf.cast(replica_id(), tf.float32)))
+    shown = [f"numpy={float(replica)}" for replica in range(strategy.num_replicas_in_sync)]
+    for text in str(v), repr(v):
+        assert re.findall(r"numpy=[\d.]+", text) == shown
 
 
 def test_a_mean_of_integers_is_refused(strategy):

@@ -206,6 +206,18 @@ def test_compiled_replicas_refuse_an_array_in_the_place_of_a_dataset():
         TPUStrategy(num_cores=2).experimental_distribute_dataset([tf.zeros([4, 3])])
 
 
+@shows(InputsError.not_batched)
+def test_a_dataset_of_single_samples():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    dataset = tf.data.Dataset.from_tensor_slices((tf.zeros([8, 3]), tf.zeros([8])))
+    strategy.experimental_distribute_dataset(dataset)
+
+
+def test_compiled_replicas_refuse_a_dataset_of_single_samples():
+    with pytest.raises(InputsError, match=r"experimental_distribute_dataset\(dataset\.batch\(n\)\)"):
+        TPUStrategy(num_cores=2).experimental_distribute_dataset(tf.data.Dataset.range(8))
+
+
 @shows(ReplicaMismatchError.shapes, "of_replicate")
 def test_inputs_of_two_shapes():
     def double(x):

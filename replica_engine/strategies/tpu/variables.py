@@ -61,6 +61,12 @@ class MirroredDeviceVariable(_OnDevices, distribute.MirroredVariable):
             return self._values
         return (self._values[0], *(variables.ResourceVariable(value, trainable=False) for value in values[1:]))
 
+    def __str__(self) -> str:
+        return _listed(self, str)
+
+    def __repr__(self) -> str:
+        return _listed(self, repr)
+
 
 class OnReadDeviceVariable(_OnDevices, distribute.SyncOnReadVariable):
     """A variable with one value per replica; reading it in cross-replica context aggregates the values."""
@@ -127,6 +133,12 @@ def make_device_value(values: Any, devices: DeviceGroup, spread: Spread | None) 
         HostVariable.adopt(value, device_value, replica)
     device_value.leave_pool()
     return device_value
+
+
+def _listed(variable: MirroredDeviceVariable, shown: Callable[[Any], str]) -> str:
+    """The value of each replica, in TensorFlow's form; TensorFlow's own would show the host's value for all."""
+    lines = ",\n".join(f"  {replica}: {shown(value)}" for replica, value in enumerate(variable.values))
+    return f"{type(variable).__name__}:{{\n{lines}\n}}"
 
 
 def _plain(name: str) -> str:
