@@ -40,6 +40,7 @@ _ASKING = (
     ("__format__", "f'{x:.2f}'"),
 )
 """Words of errors about symbolic tensors, and the code that asks for a value."""
+_NEXT = "next(iterator) should be called from outside of replica_fn"
 _IN_REPLICA = "Method requires being in cross-replica context"
 
 
@@ -91,7 +92,17 @@ def _meaning(error: Exception) -> Exception | None:
         return _foreign(error)
     if type(error) is RuntimeError and text.startswith(_IN_REPLICA) and _is_in_replica():
         return ScopeError.in_replica("run", here())
+    if type(error) is ValueError and text.startswith(_NEXT):
+        places = [_users_place(frame, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+        return ScopeError.next_in_replica(next(filter(None, reversed(places)), ""))
     return None
+
+
+def _users_place(frame: FrameType, number: int) -> str:
+    """The user's line in a frame of a traceback, "train.py:12 in step"; "" if the frame is not the user's."""
+    file = frame.f_code.co_filename
+    is_users = not (is_internal(file) or autograph.is_generated(file))
+    return autograph.written_at(file, number) or (f"{file}:{number} in {frame.f_code.co_name}" if is_users else "")
 
 
 def _note_no_value(error: Exception) -> None:

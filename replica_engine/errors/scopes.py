@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from replica_engine.errors.base import ReplicaEngineError, at, with_more
 
+_KERAS = "`fit`, `predict` and such methods of a Keras model run the replicas themselves: call these outside."
+
 
 class ScopeError(ReplicaEngineError, RuntimeError):
     """A variable, optimizer or call does not belong to the strategy whose replicas use it."""
@@ -54,15 +56,23 @@ class ScopeError(ReplicaEngineError, RuntimeError):
     def in_replica(cls, method: str, where: str) -> ScopeError:
         """`run`, `scope` or `reduce` is called by a function that replicas already run."""
         cure = {
-            "run": "Call the inner function directly: each replica runs it. In a merge function, run works.",
+            "run": f"Call the inner function directly: each replica runs it. In a merge function, run works. {_KERAS}",
             "scope": "A replica is in the scope already: leave the `with` out, and what it makes belongs to the "
-            "strategy. Better, make variables before strategy.run.",
+            f"strategy. Better, make variables before strategy.run. {_KERAS}",
             "reduce": "In a replica, ask its context, on all replicas: "
             'tf.distribute.get_replica_context().all_reduce("SUM", value). strategy.reduce is for what strategy.run '
             "returns, and for merge functions.",
         }[method]
         return cls(
             f"strategy.{method}() was called inside a replica{at(where)}, by code that strategy.run runs. {cure}"
+        )
+
+    @classmethod
+    def next_in_replica(cls, where: str) -> ScopeError:
+        """A replica takes the next batch of a distributed dataset, or calls a method of a Keras model that does."""
+        return cls(
+            f"A replica asks for the next batch of a distributed dataset{at(where)}. A batch has a part for each "
+            f"replica, so take it outside, and pass it: strategy.run(step, args=(next(iterator),)). {_KERAS}"
         )
 
     @classmethod

@@ -287,6 +287,48 @@ def test_reduce_in_a_compiled_replica():
     strategy.run(step, args=(tf.constant(1.0),))
 
 
+@shows(ScopeError.next_in_replica)
+def test_fit_in_a_replica():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+
+    def step(x, y):
+        model.fit(x, y, verbose=0)
+
+    strategy.run(step, args=(np.ones((8, 3)), np.ones((8, 2))))
+
+
+@shows(ScopeError.next_in_replica, "compiled")
+def test_next_in_a_replica():
+    strategy = TPUStrategy(num_cores=2)
+    iterator = iter(strategy.experimental_distribute_dataset(tf.data.Dataset.range(8).batch(4)))
+
+    def step():
+        return tf.reduce_sum(next(iterator))
+
+    strategy.run(step)
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict", "train_on_batch", "predict_on_batch"])
+@pytest.mark.parametrize("make", [lambda: MirroredStrategy(["CPU:0", "CPU:1"]), lambda: TPUStrategy(num_cores=2)])
+def test_methods_of_a_model_that_run_replicas(make, method):
+    strategy = make()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+    arrays = [np.ones((4, 3)), np.ones((4, 2))][: 1 if "predict" in method else 2]
+
+    def step():
+        getattr(model, method)(*arrays)
+
+    with pytest.raises(
+        ScopeError, match=r"test_scopes\.py:\d+ in step(?s:.)* of a Keras model run the replicas themselves"
+    ):
+        strategy.run(step)
+
+
 @shows(ScopeError.compiled_for_one_device)
 def test_jit_compile_on_replica_threads():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
