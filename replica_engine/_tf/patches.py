@@ -31,6 +31,7 @@ from replica_engine._tf.keras.trainer import (
     MODULE,
     REDUCE,
     TRAINER,
+    first_batch,
     size_of_rest,
     strategy_of,
 )
@@ -359,8 +360,7 @@ def extend_build(
         if strategy is None or not is_ours(strategy):
             return method(self, iterator=iterator, data_batch=data_batch)
         if iterator is not None:
-            *_, batches = next(iter(iterator))  # after the number of a step; newer Keras has two
-            batch = next(batches)
+            batch = first_batch(iterator, strategy)
             # The method is told by its name: Keras calls this one in the same way from all.
             is_fit = sys._getframe(1).f_code.co_name == "fit"
             check(FirstBatch(self, strategy, batch, size_of_rest(iterator), is_fit))

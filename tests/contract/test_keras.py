@@ -73,6 +73,30 @@ def test_fit_equals_fit_on_one_device(strategy, alone):
     assert int(model.optimizer.iterations.numpy()) == 4
 
 
+def generator():
+    for _ in range(2):  # epochs
+        yield from [(FEATURES[:8], LABELS[:8]), (FEATURES[8:], LABELS[8:])]
+
+
+class Sequence(keras.utils.PyDataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return FEATURES[8 * index : 8 * index + 8], LABELS[8 * index : 8 * index + 8]
+
+
+@pytest.mark.parametrize(("data", "steps"), [(generator, 2), (Sequence, None)])
+@pytest.mark.replicas(2)
+def test_fit_and_evaluate_take_generators_and_sequences(strategy, alone, data, steps):
+    with strategy.scope():
+        model = small(optimizer=keras.optimizers.Adam(0.05), metrics=["mae"], run_eagerly=True)
+    history = model.fit(data(), epochs=2, steps_per_epoch=steps, verbose=0, shuffle=False).history
+    assert_trained_alike(strategy, model, history, alone)
+    loss, _ = model.evaluate(data(), steps=steps, verbose=0)
+    np.testing.assert_allclose(loss, model.evaluate(batches(), verbose=0)[0], rtol=1e-5)
+
+
 @pytest.mark.replicas(2)
 def test_fit_that_runs_eagerly_equals_fit_on_one_device(strategy, alone):
     with strategy.scope():

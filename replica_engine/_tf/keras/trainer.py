@@ -10,6 +10,7 @@ takes the logs of replica 0. This library's TPUStrategy is a subclass, and takes
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import Any
 
@@ -19,6 +20,8 @@ METHOD = "_make_function"
 BUILD = "_maybe_symbolic_build"
 REDUCE = "reduce_per_replica"
 REST = "partial_batch_size"
+_KEPT = "_first_batches"
+"""What an adapter has taken of a generator to find out the shapes, and will give first."""
 FRAMES = "keras.src.utils.traceback_utils"
 EXCLUDED = "_EXCLUDED_PATHS"
 """The module that filters tracebacks, and the folders whose files it leaves out."""
@@ -37,6 +40,21 @@ def has_keras_step(model: Any, name: str) -> bool:
     return getattr(type(model), name) is getattr(getattr(sys.modules[MODULE], TRAINER), name)
 
 
+def first_batch(iterator: Any, strategy: Any) -> Any:
+    """The first batch that an epoch will give the replicas, which the epoch still gives.
+
+    A dataset begins anew for each iterator. A generator does not: what is taken of it here would be missing in the
+    epoch. But its adapter has looked at its first batches and keeps them, so the batch is one of a copy of the first.
+    """
+    adapter: Any = getattr(iterator, "data_adapter", None)
+    kept = getattr(adapter, _KEPT, None)
+    if not kept:
+        *_, batches = next(iter(iterator))  # after the number of a step; newer Keras has two
+        return next(batches)
+    copies = itertools.repeat(kept[0], strategy.num_replicas_in_sync)  # for each worker one, and none is needed twice
+    return next(iter(strategy.experimental_distribute_dataset(type(adapter)(copies).get_tf_dataset())))
+
+
 def size_of_rest(iterator: Any) -> int | None:
     """The number of samples in the last batch of an epoch, if Keras knows that it is smaller than the others.
 
@@ -44,7 +62,10 @@ def size_of_rest(iterator: Any) -> int | None:
     """
     adapter: Any = getattr(iterator, "data_adapter", None)
     steps: int = getattr(iterator, "steps_per_epoch", None) or 0
-    return None if 0 < steps < (getattr(adapter, "num_batches", None) or 0) else getattr(adapter, REST, None)
+    try:
+        return None if 0 < steps < (getattr(adapter, "num_batches", None) or 0) else getattr(adapter, REST, None)
+    except NotImplementedError:  # an adapter of a generator, a PyDataset or a DataLoader
+        return None
 
 
 def reduced(outputs: Any, strategy: Any) -> Any:
