@@ -113,7 +113,7 @@ class LaterPerReplica(PerReplica):
 
     def __getattr__(self, name: str) -> Any:
         if name != "_values":
-            raise AttributeError(f"'PerReplica' object has no attribute {name!r}", name=name, obj=self)
+            return _of_no_attribute(self, name)
         make = vars(self).get("_make")
         if make is None:  # another thread has just made them
             return vars(self)["_values"]
@@ -131,7 +131,20 @@ class LaterPerReplica(PerReplica):
         return object.__reduce_ex__(self, protocol)
 
 
+def _of_no_attribute(value: Any, name: str) -> Any:
+    """Raises the AttributeError of a plain `PerReplica`."""
+    raising = getattr(PerReplica, "__getattr__", None)
+    if raising is not None:
+        return raising(value, name)
+    raise AttributeError(f"'PerReplica' object has no attribute {name!r}", name=name, obj=value)
+
+
 LaterPerReplica.__name__ = LaterPerReplica.__qualname__ = PerReplica.__name__  # as Python's own errors name it
+
+
+def own_value(value: DistributedValues) -> Any:
+    """The value of the replica that runs this. `_get`: as variables do it. Only in replica context."""
+    return value._get()
 
 
 def replica_id_in_sync_group(strategy: tf.distribute.Strategy, index: int) -> int:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import tensorflow as tf
 
@@ -56,6 +56,7 @@ class Patch(NamedTuple):
 
 
 _VALUES = "tensorflow.python.distribute.values.DistributedVariable"
+_SEVERAL = "tensorflow.python.distribute.values.PerReplica"
 _LOSSES = "keras.src.losses.loss"
 _METRICS = "keras.src.metrics.reduction_metrics"
 _FIRST_SCOPE = "the first `TPUStrategy.scope()`"
@@ -79,6 +80,15 @@ PATCHES: tuple[Patch, ...] = (
         "`float(variable)`, `int`, `complex` of distributed variables",
         "import",
         "only added",
+    ),
+    *(
+        Patch(_SEVERAL, name, f"{uses} of the result of `run` are errors that say what to write", "import", until)
+        for name, uses, until in (
+            ("__float__", "`float(result)`, `result + 1`, `result > 1`, `f'{result:.3f}'`", "only added"),
+            ("__getitem__", "`result[0]`, `len(result)`, `for each in result`", "only added"),
+            ("__getattr__", "`result.numpy()`, `result.shape`", "only added; for names that no tensor has, as before"),
+            ("__bool__", "`if result:`", "only for values of dtype bool; True for all others, as before"),
+        )
     ),
     Patch(
         f"{COMPILES}.Trainer",
@@ -265,6 +275,28 @@ def install_numbers() -> None:
         name = f"__{kind.__name__}__"
         if not hasattr(distribute.DistributedVariable, name):
             setattr(distribute.DistributedVariable, name, _as_number(kind))
+
+
+def refuse_several(methods: Mapping[str, Callable[..., Any]], as_tensor: Callable[..., Any]) -> None:
+    """Adds methods that raise to the class of values of several replicas; only once per process.
+
+    Args:
+        methods: the methods by their names; one that the class has already, from another base than `object`, stays.
+        as_tensor: raises where TensorFlow asks for a tensor, or returns NotImplemented and leaves it to TensorFlow.
+    """
+    if vars(distribute.PerReplica).get(_MARK):
+        return
+    setattr(distribute.PerReplica, _MARK, True)
+    own = set().union(*(vars(kind) for kind in distribute.PerReplica.__mro__ if kind not in (object, Generic)))
+    for name, method in methods.items():
+        if name not in own:
+            method.__name__ = name
+            method.__qualname__ = f"{distribute.PerReplica.__qualname__}.{name}"
+            setattr(distribute.PerReplica, name, method)
+    tf.register_tensor_conversion_function(distribute.PerReplica, as_tensor, priority=_BEFORE_TENSORFLOWS)
+
+
+_BEFORE_TENSORFLOWS = 90  # TensorFlow's own conversion of the class has priority 100
 
 
 def _as_number(kind: type) -> Callable[[Any], Any]:

@@ -28,6 +28,13 @@ class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
         )
 
     @classmethod
+    def several(cls, asked: str, size: int, in_replica: bool) -> ReplicaValueError:
+        """The result of `run` is used as if it were one number or one tensor; `asked` is the user's code in short."""
+        asker = f"`{asked}`" if "x" in asked else asked
+        instead = _ONE_TRUTH if asked == "if x" and not in_replica else _one_of(in_replica)
+        return cls(f"{asker} needs one value, but x holds one for each of {size} replicas. {instead}")
+
+    @classmethod
     def endless(cls, what: str) -> ReplicaValueError:
         """A structure contains itself or is nested too deeply."""
         return cls(
@@ -150,7 +157,12 @@ class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
 
 
 class NoValueError(ReplicaEngineError, AttributeError):
-    """A tensor of a traced function was asked for its value."""
+    """A tensor of a traced function was asked for its value, or values of several replicas for what one tensor has."""
+
+    @classmethod
+    def several(cls, name: str, in_replica: bool) -> NoValueError:
+        """The result of `run` is asked for an attribute that only one tensor has."""
+        return cls(f"x.{name} is of one tensor, but x holds one value for each replica. {_one_of(in_replica)}")
 
     @classmethod
     def numpy(cls) -> NoValueError:
@@ -161,6 +173,19 @@ class NoValueError(ReplicaEngineError, AttributeError):
             "read it after the run. To see it while the function runs: tf.print(x), or "
             "tf.py_function(fn, [x], x.dtype)."
         )
+
+
+_ONE_TRUTH = "Write any(strategy.experimental_local_results(x)), or all(...)."
+
+
+def _one_of(in_replica: bool) -> str:
+    """What to write where the value of several replicas is used as if it were one."""
+    if in_replica:
+        return "A replica gets its own value as an argument: strategy.run(fn, args=(x,))."
+    return (
+        'For one number, write strategy.reduce("MEAN", x, axis=None), or "SUM"; for a list of the values of all '
+        "replicas, strategy.experimental_local_results(x); for their rows in one tensor, strategy.gather(x, axis=0)."
+    )
 
 
 _ASKS = " asks for the value of a tensor"

@@ -5,7 +5,7 @@ import tensorflow as tf
 from helpers.golden import shows
 
 from replica_engine import MirroredStrategy, TPUStrategy, accumulate, join_outputs, split_batch
-from replica_engine.errors import ReplicaValueError, note_no_value
+from replica_engine.errors import NoValueError, ReplicaValueError, note_no_value
 
 
 @shows(ReplicaValueError.other_size)
@@ -31,6 +31,49 @@ def test_a_distributed_value_in_another():
 
     ids = strategy.experimental_distribute_values_from_function(all_ids)
     strategy.run(tf.square, args=(ids,))
+
+
+@shows(ReplicaValueError.several)
+def test_the_loss_of_a_run_as_a_number():
+    strategy = TPUStrategy(num_cores=2)
+    loss = strategy.run(tf.square, args=(tf.constant(2.0),))
+    print(f"loss {loss:.3f}")
+
+
+@shows(ReplicaValueError.several, "tensorflow")
+def test_the_loss_of_a_run_in_a_function_of_tensorflow():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    losses = strategy.run(tf.square, args=(tf.constant(2.0),))
+    tf.reduce_mean(losses)
+
+
+@shows(ReplicaValueError.several, "if")
+def test_whether_replicas_are_done():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def is_done(loss):
+        return loss < 0.1
+
+    if strategy.run(is_done, args=(tf.constant(2.0),)):
+        print("done")
+
+
+@shows(ReplicaValueError.several, "replica")
+def test_the_value_of_a_run_from_outside_a_replica():
+    strategy = TPUStrategy(num_cores=2)
+    scales = strategy.run(tf.square, args=(tf.constant(2.0),))
+
+    def step(x):
+        return x * (scales + 1.0)
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(NoValueError.several)
+def test_the_array_of_a_run():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    loss = strategy.run(tf.square, args=(tf.constant(2.0),))
+    print(loss.numpy())
 
 
 @shows(ReplicaValueError.endless)
