@@ -175,6 +175,15 @@ class NoValueError(ReplicaEngineError, AttributeError):
         )
 
 
+def update_in_graph() -> str:
+    """The text of an assertion: in a graph outside replicas, the one variable of all gets different values."""
+    return (
+        "A variable that has one value on all replicas is updated, in a tf.function and outside replicas, with values "
+        'that differ between the replicas. Update it with one value, strategy.reduce("MEAN", x, axis=None), or in the '
+        "replicas: strategy.run(lambda x: variable.assign(x), args=(x,))."
+    )
+
+
 _ONE_TRUTH = "Write any(strategy.experimental_local_results(x)), or all(...)."
 
 

@@ -14,7 +14,8 @@ import tensorflow as tf
 from replica_engine import xla
 from replica_engine._tf import distribute
 from replica_engine._tf.graphs import autograph
-from replica_engine.errors import CollectiveError, NotInReplicaError, ReplicaValueError
+from replica_engine.errors import CollectiveError, NotInReplicaError
+from replica_engine.strategies.tpu.own_values import own_value, own_values
 from replica_engine.values.structure import as_tensor
 from replica_engine.xla.body import in_body
 
@@ -47,7 +48,7 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
         nested functions, and the arguments are tensors instead of `PerReplica`s.
         """
         _check_in_run()
-        return distribute.first_values(super().merge_call(merge_fn, args, kwargs))
+        return distribute.first_values(super().merge_call(merge_fn, own_values(args), own_values(kwargs)))
 
     @autograph.artifact
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
@@ -73,22 +74,18 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
         return ["/device:CPU:0"]
 
 
-def _own_value(value: Any, dtype: Any = None, name: Any = None, as_ref: bool = False) -> Any:
+def _as_tensor(value: Any, dtype: Any = None, name: Any = None, as_ref: bool = False) -> Any:
     """TensorFlow's hook that makes a tensor of a value of several replicas that a body uses without being given it.
 
-    Each replica gets its own value, as on replica threads. TensorFlow's own hook, which comes later, would take the
-    value of the index that the context answers, 0, on all replicas.
+    Each replica gets its own value, as on replica threads.
     """
     context = tf.distribute.get_replica_context()
     if not isinstance(context, BodyReplicaContext) or in_body() is None:
         return NotImplemented
-    values = [tf.convert_to_tensor(each, dtype) for each in value.values]
-    if len(values) != context.num_replicas_in_sync or len({str((each.shape, each.dtype)) for each in values}) > 1:
-        raise ReplicaValueError.several("A function of TensorFlow", len(values), True)
-    return tf.stack(values)[xla.replica_id()]
+    return own_value(value, dtype)
 
 
-tf.register_tensor_conversion_function(distribute.PerReplica, _own_value, priority=80)  # TensorFlow's has 100
+tf.register_tensor_conversion_function(distribute.PerReplica, _as_tensor, priority=80)  # TensorFlow's has 100
 
 
 def _check_in_run() -> None:

@@ -27,7 +27,7 @@ from replica_engine.strategies.devices import described
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.multi_worker.saving import let_the_chief_write
 from replica_engine.strategies.reductions import Reductions
-from replica_engine.strategies.tpu import keras_steps, variables
+from replica_engine.strategies.tpu import keras_steps, own_values, variables
 from replica_engine.strategies.tpu.api import OneLogicalDevice, TPUFacts
 from replica_engine.strategies.tpu.context import BodyReplicaContext, gather_leaf, reduce_leaf
 from replica_engine.strategies.tpu.device_loops import LoopSettings, run_steps
@@ -231,10 +231,17 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         components = list({id(component): component for component in var._values}.values())
         if in_body() is not None:
             with distribute.UpdateContext(0), tf.name_scope("update_0"):
-                result = fn(components[0], *distribute.first_values(args), **distribute.first_values(kwargs))
+                args, kwargs = distribute.first_values(own_values.own_values((args, kwargs)))
+                result = fn(components[0], *args, **kwargs)
             if group:
                 return tf.nest.map_structure(_as_value, result)
             return tf.nest.map_structure(lambda leaf: (leaf,) * self.device_group.replicas, result)
+        if len(components) < self.device_group.size and own_values.has_several((args, kwargs)):
+            if not tf.executing_eagerly():
+                args, kwargs = own_values.check_equal((args, kwargs))
+            elif own_values.differ((args, kwargs)):
+                rows = [distribute.select_replica(index, (args, kwargs)) for index in range(self.device_group.size)]
+                return self._updated(own_values.update_each(components[0], fn, rows), group)
         updates = []
         for index, component in enumerate(components):
             with tf.device(component.device), distribute.UpdateContext(index), tf.name_scope(f"update_{index}"):

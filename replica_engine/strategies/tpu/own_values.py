@@ -1,0 +1,106 @@
+"""What each compiled replica gets of a value of several replicas that is not an argument of the run.
+
+TensorFlow asks the replica context for an index, and takes the value of that index. In a compiled body the index is 0
+on all replicas, since the body is traced once. A mirrored variable on the host is one variable, which an update in
+cross-replica context writes once. In both cases replica 0's value would count for all, without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine import xla
+from replica_engine._tf import distribute
+from replica_engine.errors import ReplicaValueError
+from replica_engine.errors.values import update_in_graph
+from replica_engine.xla.state.device_value import DeviceValue
+
+
+def own_value(value: distribute.PerReplica, dtype: Any = None) -> tf.Tensor:
+    """In a body, the value of the replica that runs it.
+
+    Raises:
+        ReplicaValueError: the values have different shapes, or belong to another number of replicas.
+    """
+    values = [tf.convert_to_tensor(each, dtype) for each in value.values]
+    if len(values) != xla.num_replicas() or len({str((each.shape, each.dtype)) for each in values}) > 1:
+        raise ReplicaValueError.several("A function of TensorFlow", len(values), True)
+    return tf.stack(values)[xla.replica_id()]
+
+
+def own_values(structure: Any) -> Any:
+    """In a body, the structure with the own value of the replica in the place of each value of several replicas."""
+    if not has_several(structure):
+        return structure
+    return tf.nest.map_structure(lambda leaf: own_value(leaf) if _is_several(leaf) else leaf, structure)
+
+
+def has_several(structure: Any) -> bool:
+    """Whether a value of several replicas is in a structure."""
+    return any(map(_is_several, tf.nest.flatten(structure)))
+
+
+def differ(structure: Any) -> bool:
+    """Whether a value of several replicas in a structure has other bytes on another replica; in eager code."""
+    return any(len(set(map(_bytes, leaf.values))) > 1 for leaf in tf.nest.flatten(structure) if _is_several(leaf))
+
+
+def check_equal(structure: Any) -> Any:
+    """In a graph: the structure with one tensor for each value of several replicas, checked to be the same on all.
+
+    Raises, when the graph runs:
+        tf.errors.InvalidArgumentError: the values differ.
+    """
+
+    def checked(leaf: Any) -> Any:
+        if not _is_several(leaf) or not all(map(tf.is_tensor, leaf.values)):
+            return leaf
+        first, *others = leaf.values
+        checks = [tf.debugging.Assert(_same(first, other), [update_in_graph()]) for other in others]
+        with tf.control_dependencies(checks):
+            return tf.identity(first)
+
+    return tf.nest.map_structure(checked, structure)
+
+
+def update_each(component: Any, fn: Callable[..., Any], rows: list[tuple[Any, Any]]) -> list[Any]:
+    """Updates the one variable of all replicas with the arguments of each; afterwards each replica has its own value.
+
+    Args:
+        component: the variable on the host.
+        fn: called with the variable and the arguments of a replica, once for each replica.
+        rows: for each replica, the positional and the keyword arguments.
+
+    Returns:
+        What `fn` returns for each replica.
+    """
+    device_value: DeviceValue = component._replica_engine[0]
+    before = device_value.on_replicas() or [np.array(component.numpy())] * len(rows)
+    results, values = [], []
+    for replica, (args, kwargs) in enumerate(rows):
+        if replica:  # for replica 0 the host has the value
+            component.assign(before[replica])
+        with tf.device(component.device), distribute.UpdateContext(0), tf.name_scope(f"update_{replica}"):
+            results.append(fn(component, *args, **kwargs))
+        values.append(np.array(component.numpy()))
+    device_value.set_values(values)
+    return results
+
+
+def _bytes(value: Any) -> Any:
+    array = value.numpy() if hasattr(value, "numpy") else value
+    return array.tobytes() if isinstance(array, (np.ndarray, np.generic)) else array
+
+
+def _same(first: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+    if first.dtype.is_floating:  # two NaNs are the same value
+        return tf.reduce_all((first == other) | (tf.math.is_nan(first) & tf.math.is_nan(other)))
+    return tf.reduce_all(first == other)
+
+
+def _is_several(leaf: Any) -> bool:
+    return isinstance(leaf, distribute.PerReplica)
