@@ -26,6 +26,7 @@ _MIXED = ("Mixing different tf.distribute.Strategy", "Need to be inside")
 _NO_REDUCTION = " is not a valid ReduceOp"
 _COLOCATED = "`colocate_vars_with` must only be passed a variable created in this"
 _SYMBOLIC = "symbolic"
+_OF_VARIABLE = "numpy() is only available when eager execution is enabled."
 _NUMPY = os.path.dirname(np.__file__) + os.sep
 _ASKING = (
     ("Cannot convert a symbolic tf.Tensor", "numpy"),
@@ -106,24 +107,27 @@ def _users_place(frame: FrameType, number: int) -> str:
 
 
 def _note_no_value(error: Exception) -> None:
-    """Adds to an error about a tensor that has no value yet: what asked for the value, where, and what to write."""
+    """Adds to an error about a tensor or variable that has no value yet: what asked for the value, where, and what to write."""
     if not isinstance(error, (AttributeError, NotImplementedError, TypeError)):
         return
     text = str(error)
-    if _SYMBOLIC not in text.lower():
+    of_variable = text.endswith(_OF_VARIABLE)
+    if not of_variable and _SYMBOLIC not in text.lower():
         return
-    asked = next((asked for words, asked in _ASKING if words in text), "")
+    asked = "v.numpy()" if of_variable else next((asked for words, asked in _ASKING if words in text), "")
     place = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
         line = autograph.written_at(code.co_filename, number)
         if code.co_filename.startswith(_NUMPY):
-            if asked == "numpy":  # the function that the user called
+            if asked in ("numpy", "v.numpy()"):  # the function that the user called
                 asked = f"np.{code.co_name}(x)"
+        elif asked == "v.numpy()" and code.co_name == "__array__":  # a function of NumPy that is written in C
+            asked = "numpy"
         elif line or not (is_internal(code.co_filename) or autograph.is_generated(code.co_filename)):
             place = line or f"{code.co_filename}:{number} in {code.co_name}"
     if asked:
-        note_no_value(error, asked, place)
+        note_no_value(error, asked, place, of_variable)
 
 
 def _foreign(error: Exception) -> ScopeError | None:

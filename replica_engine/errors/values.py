@@ -197,7 +197,7 @@ def _one_of(in_replica: bool) -> str:
     )
 
 
-_ASKS = " asks for the value of a tensor"
+_ASKS = " asks for the value of a "
 
 _TENSORFLOWS = {
     "sum": "tf.reduce_sum(x)",
@@ -226,6 +226,8 @@ _INSTEAD = {
     "with autograph=False, and not in a function whose source it cannot read, such as one of two lambdas on a line.",
     "for each in x": "Write tf.unstack(x), or tf.map_fn(fn, x).",
     "range(x)": "Write tf.range(x).",
+    "v.numpy()": "Compute with v itself, v * 2.0, and read v.numpy() after the run. To see it while the function runs: "
+    "tf.print(v).",
     "x.item()": _RETURNED,
     "x.tolist()": _RETURNED,
     "'%f' % x": _PRINTED,
@@ -233,13 +235,14 @@ _INSTEAD = {
 }
 
 
-def note_no_value(error: BaseException, asked: str, where: str) -> None:
-    """Adds a note to an exception about the value of a traced tensor: what asked for it, and what to write instead.
+def note_no_value(error: BaseException, asked: str, where: str, of_variable: bool = False) -> None:
+    """Adds a note to an exception about a value in a traced function: what asked for it, and what to write instead.
 
     Args:
         error: the exception, which keeps its type and text.
         asked: the user's code in short, "float(x)"; "numpy" if the name of the NumPy function is unknown.
         where: the user's line, "train.py:12 in step".
+        of_variable: whether the value of a variable was asked for.
     """
     if any(_ASKS in str(note) for note in getattr(error, "__notes__", ())):
         return  # by a run inside another
@@ -255,8 +258,10 @@ def note_no_value(error: BaseException, asked: str, where: str) -> None:
             "tf.py_function(fn, [x], x.dtype)."
         )
     asker = "A NumPy function" if asked == "numpy" else f"`{asked}`"
+    what = "variable" if of_variable else "tensor"
+    why = "no value of a variable can be read" if of_variable else "a tensor has no value yet"
     add_note(
         error,
-        f"{asker}{_ASKS}{at(where)}. The function is traced, by tf.function or "
-        f"by TPUStrategy: while it is traced, a tensor has no value yet. {instead}{host}",
+        f"{asker}{_ASKS}{what}{at(where)}. The function is traced, by tf.function or "
+        f"by TPUStrategy: while it is traced, {why}. {instead}{host}",
     )

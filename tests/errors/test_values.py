@@ -177,6 +177,31 @@ def test_a_python_number_without_autograph():
     strategy.run(step, args=(tf.constant(1),))
 
 
+@shows(note_no_value, "variable")
+def test_the_array_of_a_variable():
+    strategy = TPUStrategy(num_cores=2)
+    with strategy.scope():
+        weight = tf.Variable(1.0)
+
+    def step(x):
+        return x * weight.numpy()
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(note_no_value, "variable_in_numpy")
+def test_a_function_of_numpy_of_a_variable():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        weight = tf.Variable(1.0)
+
+    @tf.function
+    def step(x):
+        return strategy.run(lambda part: part * np.exp(weight), args=(x,))
+
+    step(tf.constant(1.0))
+
+
 @shows(ReplicaValueError.bad_rows)
 def test_a_batch_size_that_is_negative():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
