@@ -107,7 +107,7 @@ def _users_place(frame: FrameType, number: int) -> str:
 
 
 def _note_no_value(error: Exception) -> None:
-    """Adds to an error about a tensor or variable that has no value yet: what asked for the value, where, and what to write."""
+    """Adds to an error about a value that cannot be read yet: what asked for it, where, and what to write."""
     if not isinstance(error, (AttributeError, NotImplementedError, TypeError)):
         return
     text = str(error)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from replica_engine.errors.base import ReplicaEngineError, at, with_more
 
 _KERAS = "`fit`, `predict` and such methods of a Keras model run the replicas themselves: call these outside."
+_ALL_REDUCE = (
+    'In a replica, ask its context, on all replicas: tf.distribute.get_replica_context().all_reduce("SUM", value).'
+)
 
 
 class ScopeError(ReplicaEngineError, RuntimeError):
@@ -54,14 +57,15 @@ class ScopeError(ReplicaEngineError, RuntimeError):
 
     @classmethod
     def in_replica(cls, method: str, where: str) -> ScopeError:
-        """`run`, `scope` or `reduce` is called by a function that replicas already run."""
+        """`run`, `scope`, `reduce` or `reduce_to` is called by a function that replicas already run."""
         cure = {
             "run": f"Call the inner function directly: each replica runs it. In a merge function, run works. {_KERAS}",
             "scope": "A replica is in the scope already: leave the `with` out, and what it makes belongs to the "
             f"strategy. Better, make variables before strategy.run. {_KERAS}",
-            "reduce": "In a replica, ask its context, on all replicas: "
-            'tf.distribute.get_replica_context().all_reduce("SUM", value). strategy.reduce is for what strategy.run '
-            "returns, and for merge functions.",
+            "reduce": f"{_ALL_REDUCE} strategy.reduce is for what strategy.run returns, and for merge functions.",
+            "extended.reduce_to": f"{_ALL_REDUCE} reduce_to is for merge functions.",
+            "extended.batch_reduce_to": f"{_ALL_REDUCE} It takes a list of tensors too. batch_reduce_to is for merge "
+            "functions.",
         }[method]
         return cls(
             f"strategy.{method}() was called inside a replica{at(where)}, by code that strategy.run runs. {cure}"

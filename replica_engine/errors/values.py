@@ -56,11 +56,44 @@ class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
         )
 
     @classmethod
-    def sum_of_one(cls, value: object) -> ReplicaValueError:
+    def sum_of_one(cls, value: object, of_variable: bool) -> ReplicaValueError:
         """The sum was requested of one value that all replicas share."""
+        own = (
+            "its value from the replicas: v.read_value()"
+            if of_variable
+            else "a tensor from the replicas: tf.constant(x)"
+        )
         return cls(
             f"The sum over replicas of {brief(value)} is not defined: it is one value for all replicas, not one value "
-            "for each. Read it directly, reduce it with MEAN, or return its value from the replicas: v.read_value()."
+            f"for each. Read it directly, reduce it with MEAN, or return {own}."
+        )
+
+    @classmethod
+    def not_added(cls, dtype: str) -> ReplicaValueError:
+        """The values are of a dtype that cannot be added, such as bool."""
+        instead = (
+            "Cast them in the replicas, tf.cast(x, tf.float32): their mean is then the part that is true. Or write "
+            "any(strategy.experimental_local_results(x)), or all(...)."
+            if dtype == "bool"
+            else "strategy.experimental_local_results(x) has the values of all replicas."
+        )
+        return cls(f"Values of dtype {dtype} have no sum and no mean over replicas. {instead}")
+
+    @classmethod
+    def no_such_axis(cls, axis: object, shape: str) -> ReplicaValueError:
+        """The values have no such axis to reduce along; a loss of each replica is mostly a scalar."""
+        return cls(
+            f"Values are reduced over replicas and along axis {axis}, but a replica has a value of shape {shape}, "
+            "which has no such axis. axis=None reduces over replicas only."
+        )
+
+    @classmethod
+    def other_shapes(cls, shapes: Sequence[str]) -> ReplicaValueError:
+        """The values of the replicas have different shapes, such as those of parts of a batch."""
+        return cls(
+            f"The values of the replicas have different shapes, {' and '.join(shapes)}, and cannot be added. If they "
+            "are rows of a batch, strategy.reduce(op, x, axis=0) reduces the rows of all replicas, and "
+            "strategy.gather(x, axis=0) puts them into one tensor."
         )
 
     @classmethod

@@ -30,7 +30,7 @@ from replica_engine.engine import current_replica
 from replica_engine.errors import NoMethodError, ScopeError
 from replica_engine.strategies import accumulation, models
 from replica_engine.strategies.devices import described
-from replica_engine.strategies.validation import check_call, checked_reduction
+from replica_engine.strategies.validation import check_call, checked_reduction, reductions_explained
 from replica_engine.threads.call import ReplicaOptions, call_for_each_replica, short_name, sync_points
 
 R = TypeVar("R")
@@ -176,7 +176,9 @@ class OnReplicaThreads:
             ScopeError: a replica calls it.
         """
         check_outside_replicas("reduce")
-        return super().reduce(*checked_reduction(reduce_op, value, axis))  # type: ignore[misc]
+        reduce_op, value, axis = checked_reduction(reduce_op, value, axis)
+        with reductions_explained(value, axis):
+            return super().reduce(reduce_op, value, axis)  # type: ignore[misc]
 
     @property
     def run_steps(self) -> NoReturn:

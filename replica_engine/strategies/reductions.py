@@ -12,7 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf import distribute
+from replica_engine.diagnostics.misuse import check_outside_replicas
 from replica_engine.errors import ReplicaValueError
+from replica_engine.strategies.validation import as_reduction, reductions_explained
 from replica_engine.values.structure import as_tensor, flatten
 
 _NUMBERS = (bool, int, float, complex, np.generic)
@@ -20,6 +22,21 @@ _NUMBERS = (bool, int, float, complex, np.generic)
 
 class Reductions:
     """Reduces any structure of tensors and numbers. Put it before an extended class of `tf.distribute`."""
+
+    def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any = None) -> Any:
+        """Like `tf.distribute.StrategyExtended.reduce_to`, with errors that say what to write."""
+        check_outside_replicas("extended.reduce_to")
+        with reductions_explained(value):
+            return super().reduce_to(as_reduction(reduce_op), value, destinations, options)  # type: ignore[misc]
+
+    def batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any = None) -> list[Any]:
+        """Like `tf.distribute.StrategyExtended.batch_reduce_to`; numbers are reduced as `reduce_to` does it."""
+        check_outside_replicas("extended.batch_reduce_to")
+        reduce_op, pairs = as_reduction(reduce_op), list(value_destination_pairs)
+        with reductions_explained([value for value, _ in pairs]):
+            if not any(isinstance(value, _NUMBERS) for value, _ in pairs):
+                return super().batch_reduce_to(reduce_op, pairs, options)  # type: ignore[misc]
+            return [self.reduce_to(reduce_op, value, destinations, options) for value, destinations in pairs]
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         """The hook of `reduce` and `reduce_to`; it reduces one leaf of a structure at a time."""
@@ -45,7 +62,7 @@ class Reductions:
         if isinstance(value, (bool, int, float, complex)) and not value:
             return value  # the sum of zeros is zero, and so is their mean
         if distribute.is_mirrored(value) and reduce_op == tf.distribute.ReduceOp.SUM:
-            raise ReplicaValueError.sum_of_one(value)
+            raise ReplicaValueError.sum_of_one(value, isinstance(value, tf.Variable))
         value = as_tensors(value, self.worker_devices)  # type: ignore[attr-defined]
         return super()._reduce_to(reduce_op, value, destinations, options)  # type: ignore[misc]
 

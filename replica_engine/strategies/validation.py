@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,11 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute
 from replica_engine.diagnostics.misuse import of_plain_variable
-from replica_engine.errors import ReplicaValueError
+from replica_engine.errors import ReplicaEngineError, ReplicaValueError
 from replica_engine.errors.base import shown
 from replica_engine.values.structure import as_tensor
 
+_OF_ONE = "A non-DistributedValues value"  # of the error of a sum of one value for all replicas
 _MOST_AXES = 254  # the largest rank of a TensorFlow tensor
 
 
@@ -94,6 +96,23 @@ def check_seconds(**values: float | None) -> None:
             raise ValueError(f"{name} is in seconds and must be positive, or None; got {shown(value)}.")
 
 
+def as_reduction(reduce_op: Any) -> tf.distribute.ReduceOp:
+    """Returns the operation that a name stands for.
+
+    Raises:
+        ReplicaValueError: there is no such reduction.
+
+    Example:
+        >>> as_reduction("sum")
+        <ReduceOp.SUM: 'SUM'>
+    """
+    if isinstance(reduce_op, str):
+        reduce_op = tf.distribute.ReduceOp.__members__.get(reduce_op.upper(), reduce_op)
+    if not isinstance(reduce_op, tf.distribute.ReduceOp):
+        raise ReplicaValueError.bad_reduction(reduce_op)
+    return reduce_op
+
+
 def checked_reduction(reduce_op: Any, value: Any, axis: Any) -> tuple[tf.distribute.ReduceOp, Any, Any]:
     """Returns the operation, value and axis of `reduce` in the form that TensorFlow takes.
 
@@ -109,10 +128,7 @@ def checked_reduction(reduce_op: Any, value: Any, axis: Any) -> tuple[tf.distrib
         >>> checked_reduction("sum", 1.0, 0)
         (<ReduceOp.SUM: 'SUM'>, 1.0, 0)
     """
-    if isinstance(reduce_op, str):
-        reduce_op = tf.distribute.ReduceOp.__members__.get(reduce_op.upper(), reduce_op)
-    if not isinstance(reduce_op, tf.distribute.ReduceOp):
-        raise ReplicaValueError.bad_reduction(reduce_op)
+    reduce_op = as_reduction(reduce_op)
     if axis is None:
         return reduce_op, value, None
     try:
@@ -126,6 +142,65 @@ def checked_reduction(reduce_op: Any, value: Any, axis: Any) -> tuple[tf.distrib
     if reduce_op == tf.distribute.ReduceOp.MEAN:  # TensorFlow reads the shape of the value
         value = _with_shape(value)
     return reduce_op, value, axis
+
+
+@contextlib.contextmanager
+def reductions_explained(value: Any, axis: Any = None) -> Iterator[None]:
+    """Inside, values are reduced: an error of TensorFlow about them becomes one that says which values cannot be.
+
+    Nothing is looked at before something fails. An error that the values do not explain stays as it is.
+
+    Raises:
+        ReplicaValueError: the values have no sum, no such axis, or different shapes, or are one value for all replicas.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
+        better = None if isinstance(error, ReplicaEngineError) else _explained(error, value, axis)
+        if better is None:
+            raise
+        raise better from None
+
+
+def _explained(error: Exception, value: Any, axis: Any) -> ReplicaValueError | None:
+    text = str(error)
+    is_structure = axis is None or isinstance(value, distribute.DistributedValues)  # else a list stands for a tensor
+    for leaf in tf.nest.flatten(value) if is_structure else [value]:
+        is_variable = isinstance(leaf, distribute.DistributedVariable)
+        several = isinstance(leaf, distribute.DistributedValues) and not is_variable
+        if _OF_ONE in text and not several:
+            if isinstance(leaf, (bool, int, float, complex)) and not leaf:
+                continue  # the sum of zeros is zero
+            return ReplicaValueError.sum_of_one(leaf, isinstance(leaf, tf.Variable))
+        kinds = [kind for kind in map(_kind, leaf.values if several else (leaf,)) if kind is not None]
+        better = _of_kinds(kinds, axis)
+        if better is not None:
+            return better
+    return None
+
+
+def _kind(value: Any) -> tuple[tf.DType, tf.TensorShape] | None:
+    """The dtype and shape of a tensor or of what becomes one."""
+    if isinstance(value, (tf.Tensor, tf.Variable)):
+        return value.dtype, value.shape
+    try:
+        array = np.asarray(value)
+        return tf.as_dtype(array.dtype), tf.TensorShape(array.shape)
+    except (TypeError, ValueError):
+        return None
+
+
+def _of_kinds(kinds: list[tuple[tf.DType, tf.TensorShape]], axis: Any) -> ReplicaValueError | None:
+    """The error that explains why values of these dtypes and shapes, those of one leaf, cannot be reduced."""
+    for dtype, shape in kinds:
+        if not (dtype.is_floating or dtype.is_integer or dtype.is_complex):
+            return ReplicaValueError.not_added(dtype.name)
+        for one in axis if isinstance(axis, tuple) else () if axis is None else (axis,):
+            if shape.rank is not None and not -shape.rank <= one < shape.rank:
+                return ReplicaValueError.no_such_axis(one, str(shape))
+    if axis is None and not all(shape.is_compatible_with(kinds[0][1]) for _, shape in kinds):
+        return ReplicaValueError.other_shapes([str(shape) for _, shape in kinds])
+    return None
 
 
 def _with_shape(value: Any) -> Any:

@@ -155,13 +155,23 @@ def test_outputs(compiled, value):
     compiled.check()
 
 
-@pytest.mark.parametrize(
-    "make", [endless, object, lambda: DISTRIBUTED["numbers"]()], ids=["endless", "object", "numbers"]
-)
+@pytest.mark.parametrize("make", [endless, object])
 def test_outputs_that_are_no_tensors(compiled, make):
     value = make()
     with pytest.raises(ReplicaEngineError, match="output 'value'"):
         compiled.strategy.run_steps(lambda context, _: context.set_last_step_output("value", value), [GOOD], 1)
+    compiled.check()
+
+
+def test_an_output_that_is_a_value_of_several_replicas(compiled):
+    value = DISTRIBUTED["numbers"]()
+    first, last = value.values
+
+    def step(context, _):
+        context.set_last_step_output("value", value, "SUM")
+
+    outputs = compiled.strategy.run_steps(step, [GOOD], 1).last_step_outputs
+    assert float(outputs["value"]) == float(first) + float(last)
     compiled.check()
 
 

@@ -53,8 +53,8 @@ def test_a_class_is_explained_with_the_names_of_its_messages(capsys):
 
 
 def test_a_class_of_one_message_shows_it(capsys):
-    _, text = explained(capsys, "NoValueError")
-    assert "A traced function calls `x.numpy()`." in text
+    _, text = explained(capsys, "NoMethodError")
+    assert "`run_steps`" in text
     assert "\nwhich shows:\n" in text
 
 

@@ -277,6 +277,26 @@ def test_reduce_in_a_replica():
     strategy.run(step, args=(tf.constant(1.0),))
 
 
+@shows(ScopeError.in_replica, "reduce_to")
+def test_reduce_to_in_a_replica():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x):
+        return strategy.extended.reduce_to("SUM", x, destinations=x)
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+@shows(ScopeError.in_replica, "batch_reduce_to")
+def test_batch_reduce_to_in_a_replica():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def step(x):
+        return strategy.extended.batch_reduce_to("SUM", [(x, x)])
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
 @shows(ScopeError.in_replica, "reduce_compiled")
 def test_reduce_in_a_compiled_replica():
     strategy = TPUStrategy(num_cores=2)

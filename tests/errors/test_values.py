@@ -117,6 +117,44 @@ def test_a_sum_of_a_variable():
     strategy.reduce("SUM", weight, axis=None)
 
 
+@shows(ReplicaValueError.sum_of_one, "number")
+def test_a_sum_of_a_python_number():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def count():
+        return 1.0
+
+    strategy.reduce("SUM", strategy.run(count), axis=None)
+
+
+@shows(ReplicaValueError.not_added)
+def test_a_sum_of_truths():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def is_positive(x):
+        return x > 0.0
+
+    strategy.reduce("SUM", strategy.run(is_positive, args=(tf.constant(1.0),)), axis=None)
+
+
+@shows(ReplicaValueError.no_such_axis)
+def test_a_mean_of_losses_along_the_batch():
+    strategy = TPUStrategy(num_cores=2)
+    losses = strategy.run(tf.square, args=(tf.constant(2.0),))
+    strategy.reduce("MEAN", losses, axis=0)
+
+
+@shows(ReplicaValueError.other_shapes)
+def test_a_sum_of_unequal_parts_of_a_batch():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def part(context):
+        return tf.ones([2 - context.replica_id_in_sync_group])
+
+    parts = strategy.experimental_distribute_values_from_function(part)
+    strategy.reduce("SUM", parts, axis=None)
+
+
 @shows(ReplicaValueError.bad_reduction)
 def test_a_largest_value():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])

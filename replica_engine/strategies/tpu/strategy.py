@@ -38,6 +38,7 @@ from replica_engine.strategies.validation import (
     check_seconds,
     check_updated,
     checked_reduction,
+    reductions_explained,
 )
 from replica_engine.values.regroup import spread
 from replica_engine.xla.body import Limits, in_body
@@ -199,7 +200,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         """The hook of `reduce` and `reduce_to`."""
         if in_body() is None or isinstance(value, (int, float)):
             return super()._reduce_to(reduce_op, value, destinations, options)
-        return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, _own(leaf)), value)
+        return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, _own(own_values.own_values(leaf))), value)
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
         """The hook of `batch_reduce_to`."""
@@ -529,7 +530,8 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
                 lambda _, value: super(TPUStrategy, self).reduce(reduce_op, value, axis), (value,)
             )
         check_outside_replicas("reduce")
-        return super().reduce(reduce_op, value, axis)
+        with reductions_explained(value, axis):
+            return super().reduce(reduce_op, value, axis)
 
     @property
     def num_hosts(self) -> int:
