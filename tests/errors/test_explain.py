@@ -54,7 +54,7 @@ def test_a_class_is_explained_with_the_names_of_its_messages(capsys):
 
 def test_a_class_of_one_message_shows_it(capsys):
     _, text = explained(capsys, "NoMethodError")
-    assert "`run_steps`" in text
+    assert "has no device loop" in text
     assert "\nwhich shows:\n" in text
 
 
