@@ -100,6 +100,19 @@ class InputsError(ReplicaEngineError, ValueError, TypeError):
         )
 
     @classmethod
+    def output_of_branch(cls, name: object, where: str) -> InputsError:
+        """A step of a device loop sets an output in a branch or loop on a tensor, or to a tensor from there."""
+        return cls(
+            f"The output {shown(name)} is set{at(where)} in a branch or loop on a tensor (`if`, `for`, `while`, "
+            "tf.cond), or in a nested tf.function, and what is computed there is not known outside. Set it in the step "
+            "itself: give the variable a value before the branch, change it there, and pass it out after it:\n"
+            "    loss = 0.0\n"
+            "    if x > 3.0:\n"
+            "        loss = x\n"
+            f'    context.set_last_step_output({shown(name)}, loss, "MEAN")'
+        )
+
+    @classmethod
     def iterator(cls, name: str, kind: str) -> InputsError:
         """An iterator where a batch is expected."""
         return cls(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from replica_engine._tf.graphs import autograph
+from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import CollectiveError, InputsError
 from replica_engine.values.regroup import regroup
 from replica_engine.values.structure import as_tensor, flatten
@@ -31,6 +33,7 @@ class MultiStepContext:
         self.steps = 0
         self.run_op = None
         self._reduced: dict[str, bool] = {}
+        self._graph = None if tf.executing_eagerly() else weakref.ref(tf.compat.v1.get_default_graph())  # the step's
 
     @autograph.artifact
     def set_last_step_output(self, name: str, output: Any, reduce_op: Any = None) -> None:
@@ -43,7 +46,7 @@ class MultiStepContext:
                 out the value of each replica.
 
         Raises:
-            InputsError: `name` is not hashable.
+            InputsError: `name` is not hashable, or the call is in a branch or loop on a tensor.
             CollectiveError: `reduce_op` is not a reduction.
         """
         _check_name(name)
@@ -70,13 +73,29 @@ class MultiStepContext:
         leaves, spec = flatten(output, what=f"the output {name!r}")
         tensors = spec.rebuild([as_tensor(leaf, f"The output {name!r}") for leaf in leaves])
         self._reduced[name] = reduce is not None
+        self._check_known(name, tensors)
         if reduce is not None:
 
             def merge_fn(strategy: tf.distribute.Strategy, value: Any) -> Any:
                 return tf.nest.map_structure(lambda leaf: reduce(strategy, leaf), value)
 
             tensors = _in_cross_replica_context(merge_fn, tensors)
+            self._check_known(name, tensors)  # the reduction is an op of the branch, even if the tensor is not
         self.last_step_outputs[name] = tensors
+
+    def _check_known(self, name: str, tensors: Any) -> None:
+        if any(map(self._is_inside, tf.nest.flatten(tensors))):
+            raise InputsError.output_of_branch(name, here())
+
+    def _is_inside(self, leaf: Any) -> bool:
+        """Whether a tensor is of a graph inside that of the step, such as a branch, so that it is not known outside."""
+        outer: Any = None if self._graph is None else self._graph()
+        graph = getattr(leaf, "graph", None)  # not of a value that is known already
+        if outer is None or graph is None:
+            return False
+        while outer is not None and outer is not graph:
+            outer = getattr(outer, "outer_graph", None)
+        return outer is None
 
     @staticmethod
     def of_replicas(name: str, values: list[Any]) -> Any:

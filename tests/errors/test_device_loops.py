@@ -87,6 +87,17 @@ def test_an_output_named_by_a_list():
     strategy.run_steps(step, batches, iterations=8)
 
 
+@shows(InputsError.output_of_branch)
+def test_an_output_that_is_set_in_a_branch():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(context, x):
+        if x > 3.0:
+            context.set_last_step_output("loss", x, "MEAN")
+
+    strategy.run_steps(step, [tf.constant(2.0), tf.constant(4.0)], 2)
+
+
 @shows(InputsError.bad_initial_values)
 def test_initial_values_without_names():
     strategy = TPUStrategy(num_cores=2)

@@ -6,7 +6,7 @@ import tensorflow as tf
 from helpers.loop_steps import looped, numbers, total_of
 
 from replica_engine import xla
-from replica_engine.errors import LoweringError
+from replica_engine.errors import InputsError, LoweringError
 
 BOTH = pytest.mark.parametrize("context", ["replica", "cross-replica"])
 
@@ -154,3 +154,75 @@ def test_names_of_outputs_need_no_order(two, context):
 
     outputs = looped(two, context, step, [two.spread(lambda i: 10.0 + i)]).last_step_outputs
     assert {name: float(value) for name, value in outputs.items()} == {"name": 21.0, 1: 42.0}
+
+
+def set_in_if(context, x):
+    if x > 3.0:
+        context.set_last_step_output("loss", x, "MEAN")
+
+
+def set_in_both_branches(context, x):
+    if x > 3.0:
+        context.set_last_step_output("loss", 2.0 * x)
+    else:
+        context.set_last_step_output("loss", 3.0 * x)
+
+
+def set_in_cond(context, x):
+    def positive():
+        context.set_last_step_output("loss", 1.0, "SUM")
+        return x
+
+    tf.cond(x > 3.0, positive, lambda: x)
+
+
+def set_in_loop(context, x):
+    for _ in tf.range(2):
+        x += 1.0
+        context.set_last_step_output("loss", x)
+
+
+def set_in_function(context, x):
+    inner = tf.function(lambda x: context.set_last_step_output("loss", x, "MEAN"))
+    inner(x)
+
+
+def set_to_a_tensor_of_a_branch(context, x):
+    kept = []
+    tf.cond(x > 3.0, lambda: kept.append(x + 1.0) or x, lambda: x)
+    context.set_last_step_output("loss", kept[0], "MEAN")
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "step",
+    [set_in_if, set_in_both_branches, set_in_cond, set_in_loop, set_in_function, set_to_a_tensor_of_a_branch],
+    ids=lambda step: step.__name__,
+)
+def test_an_output_of_a_branch_is_an_error_that_names_the_line(two, context, step):
+    with pytest.raises(InputsError, match=r"'loss' is set at .*test_step_outputs\.py:\d+ in .*before the branch"):
+        looped(two, context, step, [two.spread(lambda i: 5.0)])
+
+
+@BOTH
+def test_an_output_may_get_its_value_in_a_branch(two, context):
+    def step(context, x):
+        loss = 0.0
+        if x > 10.0:
+            loss = x
+        context.set_last_step_output("loss", loss, "SUM")
+
+    output = looped(two, context, step, [two.spread(lambda i: 10.0 + i)])
+    assert float(output.last_step_outputs["loss"]) == 11.0
+
+
+def test_an_output_that_is_known_outside_may_be_set_in_a_branch(two):
+    """It is set whether the branch is taken or not, as ever."""
+
+    def step(context, x):
+        doubled = 2.0 * x
+        if x > 100.0:
+            context.set_last_step_output("x", doubled)
+
+    output = looped(two, "replica", step, [two.spread(lambda i: 10.0 + i)])
+    assert two.each(output.last_step_outputs["x"]) == [20.0, 22.0]
