@@ -84,7 +84,7 @@ def test_a_timeline_is_a_picture_and_a_table(mirrored, tmp_path):
     assert repr(timeline) == f"timeline({str(tmp_path / 'run.json')!r})"
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": [{"ph": "X"}]}', "no JSON"])
+@pytest.mark.parametrize("text", ["[]", "{}", '{"traceEvents": [{"ph": "X"}]}', "no JSON"])
 def test_a_file_that_is_no_timeline_says_so(tmp_path, text):
     (tmp_path / "run.json").write_text(text)
     assert "is not a timeline of replica_engine" in replica_engine.timeline(tmp_path / "run.json")._repr_html_()

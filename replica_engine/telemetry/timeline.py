@@ -190,7 +190,8 @@ class timeline:
             recorded = spans.read(self._path)
         except (ValueError, OSError) as error:  # empty or of another program; a notebook shows no other cell for that
             return html.plain(f"timeline({self._path!r}): {error}")
-        return picture.as_svg(recorded) + html.plain(shares.table(recorded))
+        warning = f"{recorded.warning}\n\n" if recorded.warning else ""
+        return picture.as_svg(recorded) + html.plain(warning + shares.table(recorded))
 
 
 def share(shared: Shared) -> None:

@@ -4,6 +4,10 @@ import glob
 import itertools
 import json
 import re
+import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 
@@ -222,6 +226,40 @@ class TestCommand:
             path.write_text(text)
         assert main(["timeline", str(path)]) == 1
         assert why in capsys.readouterr().err
+
+    def test_a_process_that_is_killed_in_the_block_leaves_an_empty_file(self, tmp_path, capsys):
+        path = tmp_path / "run.json"
+        code = """
+            import os, signal, sys, replica_engine
+
+            with replica_engine.timeline(sys.argv[1]):
+                os.kill(os.getpid(), signal.SIGKILL)
+        """
+        killed = subprocess.run([sys.executable, "-c", textwrap.dedent(code), path], timeout=110, check=False)
+        assert killed.returncode == -signal.SIGKILL
+        assert main(["timeline", str(path)]) == 1
+        assert "is empty: a timeline writes its file when its `with` block ends" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("is_part", [True, False], ids=["part", "file"])
+    def test_shows_what_is_there_of_a_file_that_is_cut_off(self, mirrored, tmp_path, capsys, is_part):
+        path = tmp_path / "run.json"
+        with replica_engine.timeline(path):
+            for _ in range(3):
+                mirrored.run(straggling_step, args=(lambda: None,))
+        text = path.read_text()
+        path.write_text("")
+        cut = (
+            tmp_path / "run.json.123.part" if is_part else path
+        )  # a process that is killed while it writes leaves both
+        for end in (text.rindex('{"ph": "X"') + 20, text.index('"otherData"')):
+            cut.write_text(text[:end])
+            assert main(["timeline", str(path)]) == 0
+            output = capsys.readouterr()
+            assert "is cut off: the process was killed while it wrote" in output.err
+            assert "replica 1 of 2 (CPU:1)" in output.out
+        cut.write_text(text[: text.index('{"ph": "X"') + 20])  # no span is whole
+        assert main(["timeline", str(path)]) == 1
+        assert "is not a timeline" in capsys.readouterr().err
 
     def test_says_when_there_is_nothing_to_draw(self, tmp_path, capsys):
         path = tmp_path / "run.json"

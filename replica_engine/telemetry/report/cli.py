@@ -61,6 +61,8 @@ def run(flags: argparse.Namespace) -> int:
         return _failed(f"cannot read {flags.path}: {error.strerror}")
     except ValueError as error:
         return _failed(str(error))
+    if timeline.warning:
+        print(f"timeline: {timeline.warning}", file=sys.stderr)
     print(shares.table(timeline, flags.begin, flags.end))
     if not any(track.spans for track in timeline.tracks):
         return _failed("nothing is recorded, so there is nothing to draw")

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import glob
 import json
 from typing import Any
 
+EMPTY = (
+    "{path} is empty: a timeline writes its file when its `with` block ends, so the process still records, or was "
+    "killed before it wrote"
+)
+CUT_OFF = (
+    "{path} is cut off: the process was killed while it wrote the file, or a copy of it is not complete. What follows "
+    "is of the part that is there, in which activities at the end are missing"
+)
 NOT_A_TIMELINE = "{path} is not a timeline of replica_engine; `with replica_engine.timeline({path!r}):` writes one"
 
 
@@ -51,25 +61,40 @@ class Timeline:
         tracks: the tracks, sorted by group and by their order in the group.
         seconds: the duration of the recording.
         dropped: the number of spans that the recording dropped.
+        warning: what a reader must know of the file, in words; "" if there is nothing.
     """
 
     tracks: list[DrawnTrack]
     seconds: float
     dropped: int
+    warning: str = ""
 
 
 def read(path: str) -> Timeline:
-    """Reads a file that `replica_engine.timeline` wrote.
+    """Reads a file that `replica_engine.timeline` wrote. Of a process that was killed meanwhile, reads what is there.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is not a timeline.
+        ValueError: the file is not a timeline, or is empty.
     """
-    with open(path) as file:
-        try:
-            return _timeline(json.load(file))
-        except (ValueError, TypeError, KeyError, AttributeError):
-            raise ValueError(NOT_A_TIMELINE.format(path=path)) from None
+    text = _text(path)
+    if not text:  # as from the beginning of a recording to its end; what is written meanwhile has another name
+        parts = (_text(part) for part in sorted(glob.glob(f"{glob.escape(path)}.*.part")))
+        text = next(filter(_events, parts), "")
+        if not text:
+            raise ValueError(EMPTY.format(path=path))
+    try:
+        return _timeline(json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass
+    try:
+        timeline = _timeline({"traceEvents": _events(text), "otherData": {"seconds": 0.0, "dropped_spans": 0}})
+    except (TypeError, KeyError, AttributeError):
+        raise ValueError(NOT_A_TIMELINE.format(path=path)) from None
+    ends = [span.end for track in timeline.tracks for span in track.spans]
+    if not ends:
+        raise ValueError(NOT_A_TIMELINE.format(path=path))
+    return dataclasses.replace(timeline, seconds=max(ends), warning=CUT_OFF.format(path=path))
 
 
 def between(timeline: Timeline, begin: float, end: float | None) -> Timeline:
@@ -90,7 +115,7 @@ def between(timeline: Timeline, begin: float, end: float | None) -> Timeline:
         _share_out(cut)
         if cut:
             tracks.append(dataclasses.replace(track, spans=cut))
-    return Timeline(tracks, max(0.0, end - begin), timeline.dropped)
+    return Timeline(tracks, max(0.0, end - begin), timeline.dropped, timeline.warning)
 
 
 def by_replica(tracks: list[DrawnTrack]) -> list[DrawnTrack]:
@@ -101,6 +126,28 @@ def by_replica(tracks: list[DrawnTrack]) -> list[DrawnTrack]:
             known = joined.setdefault(track.name, DrawnTrack(track.group, track.name, track.order, []))
             known.spans.extend(track.spans)
     return list(joined.values())
+
+
+def _text(path: str) -> str:
+    with open(path, errors="replace") as file:
+        return file.read()
+
+
+def _events(text: str) -> list[Any]:
+    """The events at the beginning of a file that is cut off."""
+    events: list[Any] = []
+    position = len(_BEGINNING)
+    if text.startswith(_BEGINNING):
+        decoder = json.JSONDecoder()
+        with contextlib.suppress(ValueError):
+            while True:
+                event, position = decoder.raw_decode(text, position)
+                events.append(event)
+                position += len(", ")
+    return events
+
+
+_BEGINNING = '{"traceEvents": ['
 
 
 def _timeline(data: Any) -> Timeline:
