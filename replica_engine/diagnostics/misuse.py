@@ -73,9 +73,9 @@ def of_plain_variable(variable: tf.Variable) -> ScopeError:
     while frame is not None:
         owner: Any = frame.f_locals.get("self")
         if _is_optimizer(owner) and _is_default(owner._distribution_strategy):
-            return ScopeError.model_and_optimizer(_name(variable), owner.name, type(owner).__name__)
+            return ScopeError.model_and_optimizer(_name(variable), owner.name, type(owner).__name__, here())
         frame = frame.f_back
-    return ScopeError.variable(_name(variable))
+    return ScopeError.variable(_name(variable), here())
 
 
 def _meaning(error: Exception) -> Exception | None:
@@ -158,9 +158,11 @@ def _of_optimizer(optimizer: Any, variable: Any) -> ScopeError:
     is_plain = isinstance(variable, tf.Variable) and not isinstance(variable, distribute.DistributedVariable)
     if _is_default(optimizer._distribution_strategy):
         if is_plain:
-            return ScopeError.model_and_optimizer(_name(variable), name, kind)
+            return ScopeError.model_and_optimizer(_name(variable), name, kind, here())
         return ScopeError.optimizer(name, kind)
-    return ScopeError.variable(_name(variable)) if is_plain else ScopeError.other_strategy("optimizer", name)
+    if is_plain:
+        return ScopeError.variable(_name(variable), here())
+    return ScopeError.other_strategy("optimizer", name)
 
 
 def _updated(frames: Sequence[FrameType]) -> Any:

@@ -10,15 +10,20 @@ _ALL_REDUCE = (
 )
 
 
+def _updated(where: str) -> str:
+    """The sentence with the line of the update, or of the run or the `fit` that makes it."""
+    return f" Replicas update the variable{at(where)}." if where else ""
+
+
 class ScopeError(ReplicaEngineError, RuntimeError):
     """A variable, optimizer or call does not belong to the strategy whose replicas use it."""
 
     @classmethod
-    def variable(cls, name: str) -> ScopeError:
+    def variable(cls, name: str, where: str) -> ScopeError:
         """Replicas update a variable that was made outside the scope."""
         return cls(
             f"The variable {name!r} was made outside `strategy.scope()`: there is one for all replicas, and an update "
-            "needs one on each. Make it, or the model that it belongs to, under the scope:\n"
+            f"needs one on each.{_updated(where)} Make it, or the model that it belongs to, under the scope:\n"
             "    with strategy.scope():\n"
             "        model = make_model()"
         )
@@ -34,11 +39,11 @@ class ScopeError(ReplicaEngineError, RuntimeError):
         )
 
     @classmethod
-    def model_and_optimizer(cls, variable: str, optimizer: str, kind: str) -> ScopeError:
+    def model_and_optimizer(cls, variable: str, optimizer: str, kind: str, where: str) -> ScopeError:
         """Replicas train a model with an optimizer, and both were made outside the scope."""
         return cls(
             f"The variable {variable!r} and the optimizer {optimizer!r} that updates it were made outside "
-            "`strategy.scope()`, so neither can be on each replica. Make the optimizer and the model under the scope:\n"
+            f"`strategy.scope()`, so neither can be on each replica.{_updated(where)} Make the optimizer and the model under the scope:\n"
             "    with strategy.scope():\n"
             "        model = make_model()\n"
             f"        optimizer = keras.optimizers.{kind}(...)"

@@ -19,7 +19,7 @@ def explained(capsys, *words):
 
 
 def test_an_error_names_its_part_of_the_page_and_keeps_doing_so():
-    error = ScopeError.variable("weight")
+    error = ScopeError.variable("weight", "train.py:12 in step")
     (note,) = error.__notes__
     assert note == f"{MORE}ScopeError.variable"
     assert "more:" not in str(error)
