@@ -43,7 +43,8 @@ class ScopeError(ReplicaEngineError, RuntimeError):
         """Replicas train a model with an optimizer, and both were made outside the scope."""
         return cls(
             f"The variable {variable!r} and the optimizer {optimizer!r} that updates it were made outside "
-            f"`strategy.scope()`, so neither can be on each replica.{_updated(where)} Make the optimizer and the model under the scope:\n"
+            f"`strategy.scope()`, so neither can be on each replica.{_updated(where)} Make the optimizer "
+            "and the model under the scope:\n"
             "    with strategy.scope():\n"
             "        model = make_model()\n"
             f"        optimizer = keras.optimizers.{kind}(...)"
