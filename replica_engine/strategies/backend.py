@@ -30,7 +30,7 @@ from replica_engine.engine import current_replica
 from replica_engine.errors import NoMethodError, ScopeError
 from replica_engine.strategies import accumulation, models
 from replica_engine.strategies.devices import described
-from replica_engine.strategies.validation import check_call, checked_reduction, reductions_explained
+from replica_engine.strategies.validation import NOT_REDUCED, check_call, checked_reduction, not_reduced
 from replica_engine.threads.call import ReplicaOptions, call_for_each_replica, short_name, sync_points
 
 R = TypeVar("R")
@@ -177,8 +177,10 @@ class OnReplicaThreads:
         """
         check_outside_replicas("reduce")
         reduce_op, value, axis = checked_reduction(reduce_op, value, axis)
-        with reductions_explained(value, axis):
+        try:
             return super().reduce(reduce_op, value, axis)  # type: ignore[misc]
+        except NOT_REDUCED as error:
+            raise not_reduced(error, value, axis)
 
     @property
     def run_steps(self) -> NoReturn:

@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute
 from replica_engine.diagnostics.misuse import check_outside_replicas
-from replica_engine.errors import ReplicaValueError
-from replica_engine.strategies.validation import as_reduction, reductions_explained
+from replica_engine.errors import ReplicaValueError, ScopeError
+from replica_engine.strategies.validation import NOT_REDUCED, as_reduction, not_reduced
 from replica_engine.values.structure import as_tensor, flatten
 
 _NUMBERS = (bool, int, float, complex, np.generic)
@@ -25,18 +25,21 @@ class Reductions:
 
     def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any = None) -> Any:
         """Like `tf.distribute.StrategyExtended.reduce_to`, with errors that say what to write."""
-        check_outside_replicas("extended.reduce_to")
-        with reductions_explained(value):
+        try:
             return super().reduce_to(as_reduction(reduce_op), value, destinations, options)  # type: ignore[misc]
+        except (RuntimeError, *NOT_REDUCED) as error:
+            raise _better(error, "extended.reduce_to", value)
 
     def batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any = None) -> list[Any]:
         """Like `tf.distribute.StrategyExtended.batch_reduce_to`; numbers are reduced as `reduce_to` does it."""
-        check_outside_replicas("extended.batch_reduce_to")
         reduce_op, pairs = as_reduction(reduce_op), list(value_destination_pairs)
-        with reductions_explained([value for value, _ in pairs]):
-            if not any(isinstance(value, _NUMBERS) for value, _ in pairs):
-                return super().batch_reduce_to(reduce_op, pairs, options)  # type: ignore[misc]
+        if any(isinstance(value, _NUMBERS) for value, _ in pairs):
+            check_outside_replicas("extended.batch_reduce_to")
             return [self.reduce_to(reduce_op, value, destinations, options) for value, destinations in pairs]
+        try:
+            return super().batch_reduce_to(reduce_op, pairs, options)  # type: ignore[misc]
+        except (RuntimeError, *NOT_REDUCED) as error:
+            raise _better(error, "extended.batch_reduce_to", [value for value, _ in pairs])
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         """The hook of `reduce` and `reduce_to`; it reduces one leaf of a structure at a time."""
@@ -65,6 +68,16 @@ class Reductions:
             raise ReplicaValueError.sum_of_one(value, isinstance(value, tf.Variable))
         value = as_tensors(value, self.worker_devices)  # type: ignore[attr-defined]
         return super()._reduce_to(reduce_op, value, destinations, options)  # type: ignore[misc]
+
+
+def _better(error: Exception, method: str, value: Any) -> Exception:
+    """The error that says what an error of TensorFlow in a method of the extended half means; otherwise that error."""
+    try:
+        check_outside_replicas(method)
+    except ScopeError as scope:
+        scope.__suppress_context__ = True
+        return scope
+    return not_reduced(error, value) if isinstance(error, NOT_REDUCED) else error
 
 
 def as_tensors(value: Any, devices: Any) -> Any:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -144,22 +143,25 @@ def checked_reduction(reduce_op: Any, value: Any, axis: Any) -> tuple[tf.distrib
     return reduce_op, value, axis
 
 
-@contextlib.contextmanager
-def reductions_explained(value: Any, axis: Any = None) -> Iterator[None]:
-    """Inside, values are reduced: an error of TensorFlow about them becomes one that says which values cannot be.
+NOT_REDUCED = (ValueError, TypeError, tf.errors.InvalidArgumentError)
+"""What TensorFlow raises of values that it cannot reduce."""
 
-    Nothing is looked at before something fails. An error that the values do not explain stays as it is.
 
-    Raises:
-        ReplicaValueError: the values have no sum, no such axis, or different shapes, or are one value for all replicas.
+def not_reduced(error: Exception, value: Any, axis: Any = None) -> Exception:
+    """The error that says which values cannot be reduced, and why; the error itself if the values do not explain it.
+
+    Nothing is looked at before something fails: a reduction that works costs as much as without this.
+
+    Args:
+        error: what a reduction raised, one of `NOT_REDUCED`.
+        value: what was to be reduced.
+        axis: the axis or axes, or None.
     """
-    try:
-        yield
-    except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
-        better = None if isinstance(error, ReplicaEngineError) else _explained(error, value, axis)
-        if better is None:
-            raise
-        raise better from None
+    better = None if isinstance(error, ReplicaEngineError) else _explained(error, value, axis)
+    if better is None:
+        return error
+    better.__suppress_context__ = True
+    return better
 
 
 def _explained(error: Exception, value: Any, axis: Any) -> ReplicaValueError | None:

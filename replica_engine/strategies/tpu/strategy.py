@@ -33,12 +33,13 @@ from replica_engine.strategies.tpu.context import BodyReplicaContext, gather_lea
 from replica_engine.strategies.tpu.device_loops import LoopSettings, run_steps
 from replica_engine.strategies.tpu.workers import OverWorkers, explain_failures, saving_on
 from replica_engine.strategies.validation import (
+    NOT_REDUCED,
     check_call,
     check_flags,
     check_seconds,
     check_updated,
     checked_reduction,
-    reductions_explained,
+    not_reduced,
 )
 from replica_engine.values.regroup import spread
 from replica_engine.xla.body import Limits, in_body
@@ -530,8 +531,10 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
                 lambda _, value: super(TPUStrategy, self).reduce(reduce_op, value, axis), (value,)
             )
         check_outside_replicas("reduce")
-        with reductions_explained(value, axis):
+        try:
             return super().reduce(reduce_op, value, axis)
+        except NOT_REDUCED as error:
+            raise not_reduced(error, value, axis)
 
     @property
     def num_hosts(self) -> int:
