@@ -229,13 +229,13 @@ def test_the_mean_of_a_value_that_is_the_same_everywhere_is_the_value(strategy):
 
 @pytest.mark.replicas(2, 4)
 def test_a_plain_value_has_no_sum_over_replicas(strategy):
-    """It may be a sum already; TensorFlow refuses to guess."""
-    with pytest.raises(ValueError, match="cannot be reduced with the given reduce op"):
+    """It may be a sum already; as in TensorFlow, nothing is guessed."""
+    with pytest.raises(ValueError, match="one value for all replicas"):
         strategy.reduce("SUM", 2.0, axis=None)
 
 
 def test_reduce_of_scalars_refuses_an_axis(strategy, per_replica):
-    with pytest.raises((ValueError, TypeError, tf.errors.InvalidArgumentError)):
+    with pytest.raises(ReplicaValueError, match="axis=None reduces over replicas only"):
         strategy.reduce("SUM", per_replica(float), axis=0)
 
 
