@@ -2,15 +2,25 @@
 
 An eager tensor does not know where it came from. So this module wraps the iterators of plain datasets: they note the
 tensors that they return, for as long as the tensors live.
+
+While a function is traced, its inputs are placeholders, which only a call tells to be batches. So `watch` keeps on the
+graph which inputs are of interest, and each call of the function looks at the tensors that it passes for these. If that
+call is itself traced, the tensors may be inputs of the function around it, and are watched in turn.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+
+# dataset_autograph: has the body of a `for` over a dataset, in a function that AutoGraph has converted.
+from tensorflow.python.data.ops import dataset_autograph as _dataset_autograph
 
 # OwnedIterator: the iterator of a tf.data.Dataset; `_next_internal` gives its next element.
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator as _OwnedIterator
@@ -18,6 +28,12 @@ from tensorflow.python.data.ops.iterator_ops import OwnedIterator as _OwnedItera
 # Eager tensors cannot be hashed, so they are known by their id. An entry goes with its tensor.
 _given: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _GET_NEXT = ("IteratorGetNext", "IteratorGetNextSync")
+# In `dataset_autograph`, the function that is traced for the body of a `for`, and its parameter for the element.
+_FOR_BODY, _ELEMENT = "scan_body", "scan_inputs"
+_WATCHED = "_replica_engine_watched"
+
+Found = Callable[[tf.Tensor], None]
+"""Takes a tensor that a plain dataset gave."""
 
 OWNER, NAME = _OwnedIterator, "_next_internal"
 
@@ -26,7 +42,8 @@ def noted(original: Callable[..., Any], self: Any) -> Any:
     """Notes the tensors that an iterator gives; wrapped around `OWNER.NAME`."""
     element = original(self)
     if tf.executing_eagerly():
-        for leaf in element if type(element) is tuple else (element,):
+        kind = type(element)
+        for leaf in element if kind is tuple else element.values() if kind is dict else (element,):
             if isinstance(leaf, tf.Tensor):
                 _given[id(leaf)] = leaf
     return element
@@ -38,9 +55,67 @@ def any_given() -> bool:
 
 
 def is_of_dataset(value: Any) -> bool:
-    """Whether a value is a tensor that a plain dataset gave, as an element or in a tuple."""
+    """Whether a value is a tensor that a plain dataset gave: as an element, or in a tuple or a dict."""
     if not isinstance(value, tf.Tensor):
         return False
     if isinstance(value, tf.__internal__.EagerTensor):
         return _given.get(id(value)) is value
-    return value.op.type in _GET_NEXT
+    return value.op.type in _GET_NEXT or (value.op.type == "Placeholder" and _is_element_of_for(value))
+
+
+def _is_element_of_for(value: Any) -> bool:
+    """Whether the body of a `for` over a dataset is being traced, of which this is the element, or a part of it."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        is_body = frame.f_code.co_name == _FOR_BODY and frame.f_code.co_filename == _dataset_autograph.__file__
+        if is_body and any(each is value for each in tf.nest.flatten(frame.f_locals.get(_ELEMENT))):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def watch(value: Any, key: Any, found: Found) -> None:
+    """Calls `found` if a value is a tensor of a plain dataset: now, or as an input of the function that is traced.
+
+    Args:
+        value: any value; nothing is kept of one that is no input of a function.
+        key: an input is watched once for each key.
+        found: what is called, at each call of the function with such a tensor. The graph keeps it.
+    """
+    if is_of_dataset(value):
+        found(value)
+    elif tf.is_symbolic_tensor(value) and value.op.type == "Placeholder":
+        for outside, inside in getattr(value.graph, "captures", ()):
+            if inside is value:
+                watch(outside, key, found)
+                return
+        if not hasattr(value.graph, _WATCHED):
+            setattr(value.graph, _WATCHED, {})
+        getattr(value.graph, _WATCHED)[id(value), key] = value, found
+
+
+def watch_calls(function: Any, graph: Any) -> None:
+    """Makes calls of a function look at the inputs that `watch` has kept.
+
+    Args:
+        function: TensorFlow's atomic function that was made of the graph.
+        graph: the graph, completely traced.
+    """
+    watched = getattr(graph, _WATCHED, None)
+    if not watched:
+        return
+    numbers = {id(each): index for index, each in enumerate(graph.inputs)}
+    inputs = [(numbers[number], key, found) for (number, key), (_, found) in watched.items() if number in numbers]
+    # TensorFlow calls the function through this method, in eager mode and while another function is traced. The
+    # function is kept weakly: it must go when it is used no more, and not only with the next collection of garbage.
+    function.call_flat = functools.partial(_looked_at, weakref.ref(function), inputs)
+
+
+def _looked_at(alive: weakref.ref[Any], inputs: list[tuple[int, Any, Found]], *args: Any) -> Any:
+    """A call of a function, of whose inputs some are watched."""
+    if _given or not tf.executing_eagerly():
+        for index, key, found in inputs:
+            watch(args[index], key, found)
+    function = alive()
+    assert function is not None, "it is being called"
+    return type(function).call_flat(function, *args)

@@ -220,7 +220,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "tensorflow.python.eager.polymorphic_function.atomic_function",
         "from_func_graph",
-        "the graph optimizer does less to functions in which replicas run, see `graph_optimizer`; calls are watched",
+        "the graph optimizer does less to functions in which replicas run, see `graph_optimizer`; calls are watched, "
+        "and warn of a batch that goes whole to all replicas",
         "import",
         "passes on to TensorFlow for all other functions",
     ),

@@ -44,6 +44,11 @@ def warn_once(strategy: Any, key: Hashable, text: str) -> None:
         _logger.warning(text)
 
 
+def is_told(strategy: Any, key: Hashable) -> bool:
+    """Whether `warn_once` has logged a warning for this strategy and key."""
+    return key in _told.get(strategy, ())
+
+
 class Named:
     """The objects of one kind that warnings have named: each object once, and not more than `MOST` objects.
 
@@ -116,16 +121,33 @@ def _is_distributed(kind: Hashable) -> bool | None:
 
 
 def _check_batches(strategy: Any, fn: Any, values: Sequence[Any], size: int) -> None:
-    """Warns if every replica gets the whole batch of a dataset, and no argument differs by replica."""
+    """Warns if every replica gets the whole batch of a dataset, and no argument differs by replica.
+
+    In a function that is traced, the batch may be an input: then each call of the function is looked at.
+    """
     leaves: list[Any] = []
     for value in values:
         leaves += value if isinstance(value, (tuple, list)) else value.values() if isinstance(value, dict) else [value]
     if any(isinstance(leaf, distribute.DistributedValues) for leaf in leaves):
         return
-    for leaf in leaves:
-        if batches.is_of_dataset(leaf) and leaf.shape.rank and (leaf.shape[0] is None or leaf.shape[0] >= size):
-            warn_once(strategy, ("batch", getattr(fn, "__name__", "")), warn_whole_batch(leaf.shape[0], size, here()))
-            return
+    if tf.executing_eagerly():
+        candidates = [leaf for leaf in leaves if batches.is_of_dataset(leaf)]
+    else:
+        candidates = [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
+    if not candidates or any(isinstance(each, distribute.DistributedValues) for each in tf.nest.flatten(list(values))):
+        return
+    key = "batch", getattr(fn, "__name__", "")
+    where = "" if tf.executing_eagerly() else here()  # where the batch is found, this line is left
+    found = functools.partial(_warn_batch, weakref.ref(strategy), key, size, where)  # a graph outlives its strategy
+    for leaf in candidates:
+        batches.watch(leaf, (id(strategy), key), found)
+
+
+def _warn_batch(strategy: weakref.ref[Any], key: Hashable, size: int, where: str, batch: tf.Tensor) -> None:
+    """Warns, once for a strategy and key, of a tensor of a plain dataset that goes whole to replicas."""
+    alive, shape = strategy(), batch.shape
+    if alive is not None and not is_told(alive, key) and shape.rank and (shape[0] is None or shape[0] >= size):
+        warn_once(alive, key, warn_whole_batch(shape[0], size, where or here()))
 
 
 def check_lines(strategy: Any, points: Sequence[SyncPoint]) -> None:
@@ -205,7 +227,7 @@ def note_trains(trains: bool) -> None:
 
 
 def watch_results(strategy: tf.distribute.Strategy, results: Any, given: Any) -> None:
-    """Warns if a tape around an eager run is asked for a gradient that flows through the results.
+    """Warns if a tape around a run is asked for a gradient that flows through the results.
 
     The replicas computed the results where the tape could not see it, so the gradient ends here. Nothing happens if
     none flows, because the tape may be there for something else. Nor does it if none can be expected: the run has read
@@ -217,9 +239,9 @@ def watch_results(strategy: tf.distribute.Strategy, results: Any, given: Any) ->
         given: the arguments.
     """
     tapes = control_flow.outer_tapes()
-    if not tapes or not (getattr(_thread, "trains", False) or eager.is_watched(_eager_tensors(given))):
+    if not tapes or not (getattr(_thread, "trains", False) or eager.is_watched(_tensors(given))):
         return
-    outputs = [each for each in _eager_tensors(results) if each.dtype.is_floating and not eager.is_watched([each])]
+    outputs = [each for each in _tensors(results) if each.dtype.is_floating and not eager.is_watched([each])]
     where = here()
     if not outputs:
         return
@@ -227,17 +249,21 @@ def watch_results(strategy: tf.distribute.Strategy, results: Any, given: Any) ->
     for tape in tapes:
         tape.watch(token)
 
+    alive = weakref.ref(strategy)  # the graph of a traced function outlives the strategy
+
     def backward(*upstream: Any) -> list[Any]:
-        warn_once(strategy, "tape", warn_tape_outside(where))
+        if (still := alive()) is not None:
+            warn_once(still, "tape", warn_tape_outside(where))
         return [None]
 
     control_flow.record_operation("strategy.run", outputs, [token], backward)
 
 
-def _eager_tensors(structure: Any) -> list[Any]:
+def _tensors(structure: Any) -> list[Any]:
+    """The dense tensors in a structure, and in the distributed values in it."""
     return [
         part
         for leaf in tf.nest.flatten(structure)
         for part in (leaf.values if isinstance(leaf, distribute.DistributedValues) else (leaf,))
-        if eager.is_eager(part)
+        if isinstance(part, tf.Tensor)
     ]

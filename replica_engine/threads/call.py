@@ -142,6 +142,10 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
     devices = strategy.extended.worker_devices
     of_replicas = [*zip(parts(args, len(devices), "args"), parts(kwargs, len(devices), "kwargs"), strict=True)]
     state = InheritedState.capture()
+    source = identity(fn)
+    trains: list[None] = []  # an item for each replica that has read a trainable variable
+    if control_flow.outer_tapes():
+        fn = _noting_reads(fn, trains)
     if not state.eager:
         thread_state.make_stacks_thread_local(state.graph)
         around = functools.partial(_function_watched, options.warn_after)  # not the strategy: the graph outlives it
@@ -149,17 +153,16 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
         if options.trace_once and _may_copy(strategy, options, state):
             copied, results = _copied(strategy, fn, of_replicas, options)
             if copied:
-                _check_compiled(state.graph, devices, identity(fn))
+                _check_compiled(state.graph, devices, source)
+                note_trains(bool(trains))
+                watch_results(strategy, results, (args, kwargs))
                 return results
     concurrent = options.concurrent and state.eager
     variables = SharedVariables(concurrent)
     known = _creates_nothing.setdefault(strategy, set()) if concurrent else set()
     written: dict[int, tuple[Any, int]] = {}
-    source = identity(fn)
     decisions = Decisions(_joint.setdefault(strategy, {}).setdefault(source, set()))
     draws = Draws(state.graph)
-    trains: list[None] = []  # an item for each replica that has read a trainable variable
-    taped = state.eager and bool(control_flow.outer_tapes())
 
     def body(replica: Replica) -> Any:
         """Runs `fn` in the inherited state and in replica context."""
@@ -173,10 +176,7 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
             with state.entered(index, context, devices[index], replica.thread, creator):
                 own_args, own_kwargs = of_replicas[index]
                 try:
-                    with (
-                        control_flow.trainable_reads(lambda: trains.append(None)) if taped else contextlib.nullcontext()
-                    ):
-                        return fn(*own_args, **own_kwargs)
+                    return fn(*own_args, **own_kwargs)
                 except Exception as error:
                     failure = as_raised(error)
                 raise failure
@@ -204,12 +204,22 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
             raise
         if not variables.any:
             known.add(source)
-        if state.eager:
-            note_trains(bool(trains))
-            watch_results(strategy, results, (args, kwargs))
-        else:
+        note_trains(bool(trains))
+        watch_results(strategy, results, (args, kwargs))
+        if not state.eager:
             _check_compiled(state.graph, devices, source)
         return results
+
+
+def _noting_reads(fn: Callable[..., Any], trains: list[None]) -> Callable[..., Any]:
+    """The function of the replicas; a call of it that has read a trainable variable adds an item to the list."""
+
+    @functools.wraps(fn)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        with control_flow.trainable_reads(lambda: trains.append(None)):
+            return fn(*args, **kwargs)
+
+    return noting
 
 
 def _may_copy(strategy: tf.distribute.Strategy, options: ReplicaOptions, state: InheritedState) -> bool:

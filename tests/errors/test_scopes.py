@@ -474,6 +474,36 @@ def test_a_batch_that_was_not_distributed_to_a_compiled_body():
         strategy.run(step, args=batch)
 
 
+@shows(warn_whole_batch, "in_function")
+def test_a_batch_that_was_not_distributed_to_a_function():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def step(x):
+        return tf.reduce_sum(x)
+
+    @tf.function
+    def train_step(batch):
+        return strategy.run(step, args=(batch,))
+
+    for batch in tf.data.Dataset.range(8).batch(4):
+        train_step(batch)
+
+
+@shows(warn_whole_batch, "in_compiled_function")
+def test_a_loop_over_a_dataset_that_was_not_distributed():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step(x):
+        return tf.reduce_sum(x)
+
+    @tf.function
+    def epoch(dataset):
+        for batch in dataset:
+            strategy.run(step, args=(batch,))
+
+    epoch(tf.data.Dataset.range(8).batch(4, drop_remainder=True))
+
+
 @shows(warn_tape_outside)
 def test_a_tape_around_run():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
@@ -497,6 +527,35 @@ def test_a_tape_around_a_compiled_run():
     with tf.GradientTape() as tape:
         losses = strategy.experimental_local_results(strategy.run(step))
     print(tape.gradient(losses[0], weight))
+
+
+@shows(warn_tape_outside, "in_function")
+def test_a_tape_around_run_in_a_function():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        weight = tf.Variable(3.0)
+
+    @tf.function
+    def gradient():
+        with tf.GradientTape() as tape:
+            loss = strategy.reduce("SUM", strategy.run(lambda: weight * weight), axis=None)
+        return tape.gradient(loss, weight)
+
+    print(gradient())
+
+
+@shows(warn_tape_outside, "in_compiled_function")
+def test_a_tape_around_a_compiled_run_in_a_function():
+    strategy = TPUStrategy(num_cores=2)
+
+    @tf.function
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            losses = strategy.experimental_local_results(strategy.run(lambda x: x * x, args=(x,)))
+        return tape.gradient(losses[0], x)
+
+    print(gradient(tf.constant(3.0)))
 
 
 @shows(warn_shared_variable)

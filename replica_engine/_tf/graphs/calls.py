@@ -10,7 +10,8 @@ run gets a context that changes these options, and nothing else. All other funct
 Options that the user has set with `tf.config.optimizer` always stay.
 
 The same context enters a watch around each call, because nothing else of this library runs in a step that is traced. A
-function with a loop in which replicas run is not watched: it may be a whole epoch. Checked on TensorFlow 2.21.0.
+function with a loop in which replicas run is not watched: it may be a whole epoch. Of functions of all strategies,
+`batches` looks at the inputs that go whole to all replicas. Checked on TensorFlow 2.21.0.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from tensorflow.python.framework.func_graph import FuncGraph
 # WhileBodyFuncGraph: the graph of the body of a loop.
 from tensorflow.python.ops.control_flow_v2_func_graphs import WhileBodyFuncGraph
 
+from replica_engine._tf import batches
+
 FULL = "full"
 LIGHT = "light"
 OFF = "off"
@@ -59,7 +62,10 @@ _LEFT_OUT = {
 
 
 def install() -> None:
-    """Makes TensorFlow call functions that `choose` has marked with their own options; only once per process."""
+    """Makes TensorFlow call functions that `choose` has marked with their own options, and `batches.watch` with a look.
+
+    Only once per process.
+    """
     original = atomic_function.from_func_graph
     if hasattr(original, _LEVEL):
         return
@@ -71,6 +77,7 @@ def install() -> None:
         if level is not None:
             around = None if hasattr(graph, _LOOPS) else functools.partial(getattr(graph, _AROUND), graph.name)
             function._bound_context = _Context(function._bound_context, level, around or contextlib.nullcontext)
+        batches.watch_calls(function, graph)
         return function
 
     setattr(made, _LEVEL, FULL)

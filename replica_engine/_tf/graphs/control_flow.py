@@ -171,14 +171,27 @@ def note_outer_tape(tape: tf.GradientTape, begins: bool) -> None:
     """Notes that a tape begins or ends to record on this thread, which runs no replica."""
     tapes = _tapes.__dict__.setdefault("outer", [])
     if begins:
-        tapes.append(tape)
+        tapes.append((tape, _place()))
     else:
-        tapes[:] = [each for each in tapes if each is not tape]
+        tapes[:] = [each for each in tapes if each[0] is not tape]
 
 
 def outer_tapes() -> list[tf.GradientTape]:
-    """The tapes that record on this thread, which runs no replica."""
-    return list(_tapes.__dict__.get("outer", ()))
+    """The tapes that record on this thread, which runs no replica: those that began in eager mode, or in this graph.
+
+    A tape around a `tf.function` is left out while that function is traced. It takes the gradient of the function as a
+    whole, and sees all ops in it.
+    """
+    tapes = _tapes.__dict__.get("outer")
+    if not tapes:
+        return []
+    place = _place()
+    return [tape for tape, begun in tapes if begun is place]
+
+
+def _place() -> Any:
+    """The graph under construction; None in eager mode."""
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 @contextlib.contextmanager

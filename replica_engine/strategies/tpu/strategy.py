@@ -127,8 +127,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         with contextlib.nullcontext() if tf.executing_eagerly() else self._container_strategy().scope():
             args, kwargs = spread(args, size, "args"), spread(kwargs or {}, size, "kwargs")
             results = call_with_numbers(programs, source, args, kwargs)
-        if tf.executing_eagerly():
-            watch_results(self._container_strategy(), results, (args, kwargs))
+        watch_results(self._container_strategy(), results, (args, kwargs))
         return results
 
     def run_again(self, fn: Callable[..., Any], args: Any) -> tuple[Any] | None:

@@ -53,6 +53,7 @@ class BodyGraph:
         moves: whether soft placement moves ops of it to the host.
         host_slots: the indices of the arguments that stay on the host; they are not parameters of the program.
         sparse_slots: the indices of components of sparse tensors whose values only host ops need.
+        trains: whether it uses a trainable variable.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class BodyGraph:
         self.outputs = [tf.TensorSpec(output.shape, output.dtype) for output in graph.outputs]
         self.rebuild = outputs.rebuild
         self._is_plain = outputs.is_plain
-        self._trains = any(variable.trainable for variable in graph.variables)
+        self.trains = any(variable.trainable for variable in graph.variables)
         self.host_calls = host_calls
         self.collectives = collectives
         self.apart: list[Apart] = []
@@ -148,7 +149,7 @@ class BodyGraph:
 
     def grouped_results(self, columns: Sequence[results.Column]) -> Any:
         """What the replicas returned, regrouped; see `replicas_results`."""
-        note_trains(self._trains)
+        note_trains(self.trains)
         if not columns or not self._is_plain:
             return regroup(self.replicas_results(columns), what="The results of the replicas")
         if self.body.own == 1:
