@@ -12,7 +12,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -29,6 +29,7 @@ from replica_engine.errors import (
     warn_shared_variable,
     warn_tape_outside,
     warn_whole_batch,
+    warn_whole_batch_of_steps,
 )
 
 _logger = logging.getLogger("replica_engine")
@@ -125,16 +126,12 @@ def _check_batches(strategy: Any, fn: Any, values: Sequence[Any], size: int) -> 
 
     In a function that is traced, the batch may be an input: then each call of the function is looked at.
     """
-    leaves: list[Any] = []
-    for value in values:
-        leaves += value if isinstance(value, (tuple, list)) else value.values() if isinstance(value, dict) else [value]
-    if any(isinstance(leaf, distribute.DistributedValues) for leaf in leaves):
-        return
+    leaves = _leaves(values)
     if tf.executing_eagerly():
         candidates = [leaf for leaf in leaves if batches.is_of_dataset(leaf)]
     else:
         candidates = [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
-    if not candidates or any(isinstance(each, distribute.DistributedValues) for each in tf.nest.flatten(list(values))):
+    if not candidates or _has_distributed(values):
         return
     key = "batch", getattr(fn, "__name__", "")
     where = "" if tf.executing_eagerly() else here()  # where the batch is found, this line is left
@@ -148,6 +145,44 @@ def _warn_batch(strategy: weakref.ref[Any], key: Hashable, size: int, where: str
     alive, shape = strategy(), batch.shape
     if alive is not None and not is_told(alive, key) and shape.rank and (shape[0] is None or shape[0] >= size):
         warn_once(alive, key, warn_whole_batch(shape[0], size, where or here()))
+
+
+def check_batch_of_steps(strategy: tf.distribute.Strategy, fn: Any, batch: tuple, size: int) -> None:
+    """Warns if every replica gets the whole batches of a dataset in a device loop.
+
+    Args:
+        strategy: the strategy.
+        fn: the step.
+        batch: the first batch, as the arguments of the step.
+        size: the number of replicas.
+    """
+    for leaf in _leaves(batch) if size > 1 and batches.any_given() else ():
+        if batches.is_of_dataset(leaf) and leaf.shape.rank and leaf.shape[0] >= size:
+            if not _has_distributed(batch):
+                key = "steps", getattr(fn, "__name__", "")
+                warn_once(strategy, key, warn_whole_batch_of_steps(leaf.shape[0], size, here()))
+            return
+
+
+def _leaves(values: Iterable[Any]) -> list[Any]:
+    """The arguments of a run, and the parts of those that are tuples, lists and dicts."""
+    leaves: list[Any] = []
+    for value in values:
+        leaves += value if isinstance(value, (tuple, list)) else value.values() if isinstance(value, dict) else [value]
+    return leaves
+
+
+def _has_distributed(values: Any) -> bool:
+    """Whether anything in a structure, which may contain itself, differs by replica."""
+    pending, seen = [values], set()
+    while pending:
+        each = pending.pop()
+        if isinstance(each, distribute.DistributedValues):
+            return True
+        if isinstance(each, (tuple, list, dict)) and id(each) not in seen:
+            seen.add(id(each))
+            pending += each.values() if isinstance(each, dict) else each
+    return False
 
 
 def check_lines(strategy: Any, points: Sequence[SyncPoint]) -> None:

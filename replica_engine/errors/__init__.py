@@ -65,8 +65,10 @@ from replica_engine.errors.inputs import (
     NoMethodError,
     NotInBodyError,
     ReplicaMismatchError,
+    note_no_context,
     warn_dataset_for_each,
     warn_whole_batch,
+    warn_whole_batch_of_steps,
 )
 from replica_engine.errors.models import (
     BatchError,
@@ -206,6 +208,7 @@ __all__ = [
     "note_host_failure",
     "note_kept_steps",
     "note_merge_failure",
+    "note_no_context",
     "note_no_value",
     "note_sparse_inputs",
     "note_stuck",
@@ -232,6 +235,7 @@ __all__ = [
     "warn_uneven_evaluation",
     "warn_uneven_rest",
     "warn_whole_batch",
+    "warn_whole_batch_of_steps",
     "where_workers_are",
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replica_engine.errors.base import ReplicaEngineError, at, brief, shown, with_more
+from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief, shown, with_more
 
 _LOOP = (
     "    for batch in strategy.experimental_distribute_dataset(dataset):\n"
@@ -221,6 +221,22 @@ class InputsError(ReplicaEngineError, ValueError, TypeError):
         return cls(f"run_steps takes an iterator, for example iter(dataset); got {brief(given)}.")
 
     @classmethod
+    def no_step(cls, name: str, signature: str, parts: int | None) -> InputsError:
+        """A step of a device loop does not take the arguments that it is called with, such as one without a context.
+
+        Args:
+            name: the name of the step.
+            signature: what it takes, in parentheses.
+            parts: how many parts a batch has if it is a tuple; None if it is not.
+        """
+        batch = f"the batch, a tuple of {parts} parts" if parts else "the batch"
+        return cls(
+            f"`{name}` takes {signature}, but run_steps calls a step with its context first, and then with {batch}:\n"
+            f"{_step_forms(parts)}\n"
+            'The context takes what the last step passes out: context.set_last_step_output("loss", loss, "MEAN").'
+        )
+
+    @classmethod
     def bad_iterations(cls, name: str, value: object) -> InputsError:
         """A number of steps or batches is not a positive int."""
         return cls(f"`{name}` must be a positive int; got {shown(value)}.")
@@ -318,6 +334,36 @@ def warn_whole_batch(rows: int | None, size: int, where: str) -> str:
         "If all replicas shall have all of it, say so: "
         "strategy.experimental_distribute_values_from_function(lambda context: batch)."
     )
+
+
+@with_more
+def warn_whole_batch_of_steps(rows: int | None, size: int, where: str) -> str:
+    """The warning that the iterator of a plain dataset is given to `run_steps`, so that each replica gets all of it."""
+    many = "" if rows is None else f" of {rows}"
+    return (
+        f"strategy.run_steps{at(where)} gives each whole batch{many} to each of {size} replicas, which then compute "
+        "the same, unless they look at their replica id. Pass an iterator of the distributed dataset, and each gets "
+        "its part:\n"
+        "    batches = iter(strategy.experimental_distribute_dataset(dataset))\n"
+        "If all replicas shall have all of each batch, say so:\n"
+        "    everywhere = strategy.experimental_distribute_values_from_function\n"
+        "    batches = (everywhere(lambda context: batch) for batch in dataset)"
+    )
+
+
+def note_no_context(error: BaseException, name: str, parts: int | None) -> None:
+    """Adds a note to an exception of a step that took its context for the batch; `parts` is as in `no_step`."""
+    forms = _step_forms(parts)
+    add_note(error, f"the first argument of `{name}` is the context of run_steps. A step is written so:\n{forms}")
+
+
+def _step_forms(parts: int | None) -> str:
+    """How to write a step for batches that are tuples of so many parts; None for all other batches."""
+    whole = "    def step(context, batch):"
+    if parts is None:
+        return whole
+    names = {0: "", 1: ", x", 2: ", x, y", 3: ", x, y, z"}.get(parts, ", *parts")
+    return f"    def step(context{names}):" + (f"  # or with all parts in a tuple:\n{whole}" if parts else "")
 
 
 @with_more

@@ -222,6 +222,8 @@ def test_batches_without_an_end_are_refused(compiled, make, good):
 
 @pytest.mark.parametrize("parameters", [lambda: None, lambda context: None, lambda context, x, y, z: None])
 def test_a_step_that_takes_other_arguments(compiled, parameters):
-    with pytest.raises(TypeError, match="positional argument"):
+    with pytest.raises(
+        TypeError, match=r"with its context first, and then with the batch:\n    def step\(context, batch\):"
+    ):
         compiled.strategy.run_steps(parameters, [GOOD], 1)
     compiled.check()

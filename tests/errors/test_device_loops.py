@@ -4,7 +4,13 @@ import tensorflow as tf
 from helpers.golden import shows
 
 from replica_engine import TPUStrategy
-from replica_engine.errors import HostAccessError, InputsError, note_kept_steps
+from replica_engine.errors import (
+    HostAccessError,
+    InputsError,
+    note_kept_steps,
+    note_no_context,
+    warn_whole_batch_of_steps,
+)
 
 
 @shows(InputsError.bad_iterations)
@@ -26,6 +32,53 @@ def test_a_number_for_an_iterator():
         context.set_last_step_output("loss", tf.reduce_sum(x), "SUM")
 
     strategy.run_steps(step, 100)
+
+
+@shows(InputsError.no_step)
+def test_a_step_without_the_context():
+    strategy = TPUStrategy(num_cores=2)
+    batches = strategy.experimental_distribute_dataset(tf.data.Dataset.range(64).batch(8))
+
+    def step(x):
+        return tf.reduce_sum(x)
+
+    strategy.run_steps(step, iter(batches), iterations=8)
+
+
+@shows(InputsError.no_step, "of_parts")
+def test_a_step_of_two_parts_that_takes_three():
+    strategy = TPUStrategy(num_cores=2)
+    dataset = tf.data.Dataset.from_tensor_slices((tf.zeros([64, 3]), tf.zeros([64]))).batch(8)
+    batches = strategy.experimental_distribute_dataset(dataset)
+
+    def step(context, x, y, weights):
+        context.set_last_step_output("loss", tf.reduce_sum(weights * (x - y) ** 2), "SUM")
+
+    strategy.run_steps(step, iter(batches), iterations=8)
+
+
+@shows(note_no_context)
+def test_a_step_that_takes_its_context_for_a_part_of_the_batch():
+    strategy = TPUStrategy(num_cores=2)
+    dataset = tf.data.Dataset.from_tensor_slices((tf.zeros([64]), tf.zeros([64]))).batch(8)
+    batches = strategy.experimental_distribute_dataset(dataset)
+
+    def step(x, y):
+        return tf.reduce_sum((x - y) ** 2)
+
+    strategy.run_steps(step, iter(batches), iterations=8)
+
+
+@shows(warn_whole_batch_of_steps)
+def test_an_iterator_of_a_dataset_that_was_not_distributed():
+    strategy = TPUStrategy(num_cores=2)
+    batches = iter(tf.data.Dataset.range(64).batch(8))
+
+    def step(context, x):
+        context.set_last_step_output("sum", tf.reduce_sum(x), "SUM")
+
+    context = strategy.run_steps(step, batches, iterations=8)
+    print("of the last batch:", context.last_step_outputs["sum"].numpy(), "instead of", sum(range(56, 64)))
 
 
 @shows(InputsError.steps_in_function)
@@ -79,7 +132,7 @@ def test_a_last_batch_that_is_smaller():
 @shows(InputsError.bad_output_name)
 def test_an_output_named_by_a_list():
     strategy = TPUStrategy(num_cores=2)
-    batches = iter(tf.data.Dataset.range(64).batch(8))
+    batches = iter(strategy.experimental_distribute_dataset(tf.data.Dataset.range(64).batch(8)))
 
     def step(context, x):
         context.set_last_step_output(["loss"], tf.reduce_sum(x), "SUM")

@@ -1,5 +1,7 @@
 """Calls of `run_steps` that make no sense."""
 
+import functools
+
 import pytest
 import tensorflow as tf
 from helpers.loop_steps import PAIR, Counted, numbers
@@ -38,6 +40,80 @@ def test_what_is_no_iterator_is_refused(two):
         two.strategy.run_steps(lambda context, x: None, 5, 2)
 
 
-def test_a_step_that_takes_another_number_of_inputs(two):
-    with pytest.raises(TypeError, match=r"positional argument"):
-        two.strategy.run_steps(lambda context, a, b, c: None, [PAIR] * 2, 2)
+@pytest.mark.parametrize(
+    ("step", "batch", "form"),
+    [
+        (lambda batch: None, 1.0, "def step(context, batch):"),
+        (tf.function(lambda batch: None), 1.0, "def step(context, batch):"),
+        (functools.partial(lambda rate, batch: None, 0.1), 1.0, "def step(context, batch):"),
+        (lambda context, batch, *, training: None, 1.0, "def step(context, batch):"),
+        (lambda x: None, PAIR, "def step(context, x, y):"),
+        (lambda context, a, b, c: None, PAIR, "def step(context, x, y):"),
+        (lambda context: None, (1.0,), "def step(context, x):"),
+        (lambda: None, (), "def step(context):"),
+    ],
+)
+def test_a_step_that_does_not_take_its_context_and_the_batch(two, launched, step, batch, form):
+    with pytest.raises(InputsError, match="with its context first") as caught:
+        two.strategy.run_steps(step, [batch] * 2, 2)
+    assert form in str(caught.value)
+    assert launched() == 0
+
+
+@pytest.mark.parametrize(
+    ("step", "batch"),
+    [
+        (lambda context: None, ()),
+        (lambda *args: None, PAIR),
+        (lambda context, *parts: None, PAIR),
+        (lambda context, batch: None, PAIR),
+        (lambda context, x, y, training=True: None, PAIR),
+        (lambda context, batch: None, {"x": 1.0, "y": 2.0}),
+    ],
+)
+def test_all_forms_of_a_step(two, step, batch):
+    assert two.strategy.run_steps(step, [batch] * 2, 2).steps == 2
+
+
+def test_an_exception_of_a_step_without_context_says_so(two):
+    with pytest.raises(TypeError) as caught:
+        two.strategy.run_steps(lambda x, y: x * y[0], [PAIR] * 2, 2)
+    assert any("def step(context, x, y):" in note for note in caught.value.__notes__)
+    with pytest.raises(AttributeError) as caught:
+        two.strategy.run_steps(lambda context, x, y: context.nothing, [PAIR] * 2, 2)
+    assert not any("def step(" in note for note in caught.value.__notes__)
+
+
+def whole(caplog):
+    return [record for record in caplog.records if "gives each whole batch" in record.getMessage()]
+
+
+@pytest.mark.parametrize("element", [lambda x: x, lambda x: (x, x), lambda x: {"x": x}])
+def test_batches_of_a_plain_dataset_are_told_of_once(two, caplog, element):
+    dataset = tf.data.Dataset.range(16).batch(4).map(element)
+    for _ in range(2):
+        two.strategy.run_steps(lambda context, *parts: None, iter(dataset), 2)
+    (found,) = whole(caplog)
+    assert "whole batch of 4 to each of 2 replicas" in found.getMessage()
+    assert "test_step_inputs_wrong.py" in found.getMessage()
+
+
+def test_batches_that_are_not_told_of(two, replicas, caplog):
+    dataset = tf.data.Dataset.range(16).batch(4)
+    everywhere = two.strategy.experimental_distribute_values_from_function
+
+    def whole_everywhere(batch):
+        return everywhere(lambda context: batch)
+
+    for batches in (
+        iter(two.strategy.experimental_distribute_dataset(dataset)),
+        map(whole_everywhere, dataset),
+        ((everywhere(lambda context: tf.ones([2])), batch) for batch in dataset),
+        dataset.as_numpy_iterator(),
+        (batch + 1 for batch in dataset),
+        iter(tf.data.Dataset.range(16)),
+        iter(tf.data.Dataset.range(16).batch(1)),
+    ):
+        two.strategy.run_steps(lambda context, *parts: None, batches, 2)
+    replicas(1).strategy.run_steps(lambda context, x: None, iter(dataset), 2)
+    assert whole(caplog) == []

@@ -13,7 +13,9 @@ import tensorflow as tf
 from replica_engine._tf.data_pulls import Pulls
 from replica_engine._tf.graphs import autograph
 from replica_engine._tf.host_datasets import pulls_of
-from replica_engine.errors import InputsError, note_kept_steps, positive_int
+from replica_engine.diagnostics.suspicions import check_batch_of_steps
+from replica_engine.errors import InputsError, note_kept_steps, note_no_context, positive_int
+from replica_engine.errors.base import in_words
 from replica_engine.process import shutdown
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.tpu import workers
@@ -102,6 +104,8 @@ def run_steps(
         following, pulls = _opened(iterator)
         batches = _batches(source.fn, following, settings.spread)
         first = next(batches, None)
+        if first is not None and settings.in_replica and settings.programs is None:  # not a step of Keras
+            check_batch_of_steps(strategy, source.fn, first, strategy.extended.device_group.size)
     except BaseException as error:
         _keep(error, context, iterations)
         raise
@@ -110,9 +114,13 @@ def run_steps(
     assert first is not None, "all workers have a batch"
     with strategy.scope(), shutdown.running():
         mode = settings.in_replica, context_class
-        outcome = run_loop(
-            settings.programs or programs, source, mode, step, first, batches, iterations, settings.prefetch, pulls
-        )
+        try:
+            outcome = run_loop(
+                settings.programs or programs, source, mode, step, first, batches, iterations, settings.prefetch, pulls
+            )
+        except Exception as error:
+            _explain(error, source.fn, first, context_class)
+            raise
     context = context_class.filled(outcome.steps, outcome.results)
     if outcome.error is not None:
         _keep(outcome.error, context, iterations)
@@ -140,7 +148,7 @@ def _batches(fn: Callable[..., Any], following: Callable[[], Any], spread: bool)
         except (StopIteration, tf.errors.OutOfRangeError):
             return
         if is_spread is None:
-            is_spread = isinstance(element, tuple) and _spreads(parameters, element, spread)
+            is_spread = _spreads(fn, parameters, element, spread)
         yield element if is_spread and isinstance(element, tuple) else (element,)
 
 
@@ -154,15 +162,35 @@ def _opened(iterator: Any) -> tuple[Callable[[], Any], Pulls | None]:
     raise InputsError.no_iterator(iterator)
 
 
-def _spreads(parameters: inspect.Signature, element: tuple, preferred: bool) -> bool:
-    """Whether a tuple becomes several arguments of a step; the first argument of a step is the context."""
-    for spread in (preferred, not preferred):
+def _spreads(fn: Callable[..., Any], parameters: inspect.Signature, element: Any, preferred: bool) -> bool:
+    """Whether a batch becomes several arguments of a step; the first argument of a step is the context.
+
+    Raises:
+        InputsError: the step takes the batch in neither form.
+    """
+    is_tuple = isinstance(element, tuple)
+    for spread in (preferred, not preferred) if is_tuple else (False,):
         try:
             parameters.bind(None, *(element if spread else (element,)))
         except TypeError:
             continue
         return spread
-    return preferred
+    own = [each.replace(annotation=inspect.Parameter.empty) for each in parameters.parameters.values()]
+    signature = str(inspect.Signature(own))
+    raise InputsError.no_step(_name(fn), signature, len(element) if is_tuple else None)
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _explain(error: Exception, fn: Callable[..., Any], first: tuple, context_class: type) -> None:
+    """Adds a note to an exception of a step that seems to have taken its context for the batch, or a part of it."""
+    parameter = next(iter(inspect.signature(fn).parameters), "")
+    if context_class.__name__ in in_words(error) and "context" not in parameter and "ctx" not in parameter:
+        (batch, *others) = first or (None,)
+        is_tuple = bool(others) or isinstance(batch, tuple)
+        note_no_context(error, _name(fn), (len(first) if others else len(batch)) if is_tuple else None)
 
 
 def _out_of_range(context: MultiStepContext, iterations: int) -> tf.errors.OutOfRangeError:

@@ -470,11 +470,13 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
         first batch.
 
         Args:
-            fn: a step, called as `fn(context, *inputs)` in replica context; `context` is a `MultiStepContext`. It is
-                traced once. `run`, `reduce` and `experimental_local_results` of the strategy also work in a step.
+            fn: a step, `def step(context, batch)`. Its first argument is the context, a `MultiStepContext`. If a batch
+                is a tuple, its parts may be arguments: `def step(context, x, y)`. The step is called in replica context
+                and traced once; what it returns is ignored. `run`, `reduce` and `experimental_local_results` of the
+                strategy also work in it.
             iterator: an iterator of a dataset, or any iterable. An iterator of a distributed dataset gives each replica
-                its shard of a batch; any other iterator gives all replicas the same batch. `run_steps` takes at most
-                `iterations` batches from it.
+                its shard of a batch; any other iterator gives all replicas the same batch, and a warning comes if it is
+                one of a plain dataset. `run_steps` takes at most `iterations` batches from it.
             iterations: how many steps to run; None takes `steps_per_run`.
             initial_loop_values: by name, the content of `last_step_outputs` if the iterator yields no batch.
             prefetch: the largest number of batches to fetch ahead. None means two, or more if batches are small: up to
@@ -486,7 +488,8 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
         Raises:
             tf.errors.OutOfRangeError: the iterator ended early. The results of the steps that ran are kept. The error's
                 attribute `context` has the number of these steps (`steps`) and the outputs of the last one.
-            InputsError: a batch is unlike the first one. The steps before it are kept, as above.
+            InputsError: `fn` does not take a context and the batch; then no step runs. Or a batch is unlike the first
+                one; the steps before it are kept, as above.
             Exception: what the iterator raised (the steps before are kept, as above), what `fn` raised while it was
                 traced, or what a host call in `fn` raised (no step is kept).
 
