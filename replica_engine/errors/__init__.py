@@ -140,6 +140,7 @@ from replica_engine.errors.values import (
     NoValueError,
     ReplicaValueError,
     note_no_value,
+    warn_no_static_id,
 )
 from replica_engine.errors.versions import (
     TensorFlowVersionError,
@@ -230,6 +231,7 @@ __all__ = [
     "warn_dataset_for_each",
     "warn_different_lines",
     "warn_foreign_optimizer",
+    "warn_no_static_id",
     "warn_shared_variable",
     "warn_tape_outside",
     "warn_uneven_evaluation",

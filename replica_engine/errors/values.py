@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief, meant_reduction
+from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief, meant_reduction, with_more
 
 
 class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
@@ -297,4 +297,19 @@ def note_no_value(error: BaseException, asked: str, where: str, of_variable: boo
         error,
         f"{asker}{_ASKS}{what}{at(where)}. The function is traced, by tf.function or "
         f"by TPUStrategy: while it is traced, {why}. {instead}{host}",
+    )
+
+
+@with_more
+def warn_no_static_id(where: str) -> str:
+    """The warning that Python code asks for the replica id of a compiled body, which has no value: it is None."""
+    return (
+        f"tf.get_static_value{at(where)} is None for the replica id: TPUStrategy traces the function once for all "
+        "replicas, so Python code cannot tell them apart, and a comparison with the id is false for each. Under "
+        "MirroredStrategy it can. Compute with the id instead, or make a branch of the program:\n"
+        "    context = tf.distribute.get_replica_context()\n"
+        "    x = tf.where(context.replica_id_in_sync_group == 0, a, b)\n"
+        "    y = tf.cond(context.replica_id_in_sync_group == 0, f, g)\n"
+        "Or pass each replica a value of its own, by strategy.experimental_distribute_values_from_function. If None is "
+        "expected, test for it, `is None`, and no warning comes."
     )

@@ -5,7 +5,7 @@ import tensorflow as tf
 from helpers.golden import shows
 
 from replica_engine import MirroredStrategy, TPUStrategy, accumulate, join_outputs, split_batch
-from replica_engine.errors import NoValueError, ReplicaValueError, note_no_value
+from replica_engine.errors import NoValueError, ReplicaValueError, note_no_value, warn_no_static_id
 
 
 @shows(ReplicaValueError.other_size)
@@ -336,3 +336,16 @@ def test_the_mean_of_counts():
         return accumulate(count, (x,), steps=2)
 
     strategy.run(step, args=(tf.ones([4]),))
+
+
+@shows(warn_no_static_id)
+def test_python_code_that_asks_for_the_replica_id_of_compiled_replicas():
+    strategy = TPUStrategy(num_cores=2)
+
+    def step():
+        context = tf.distribute.get_replica_context()
+        if tf.get_static_value(context.replica_id_in_sync_group) == 0:
+            return tf.constant("the first")
+        return tf.constant("another")
+
+    print(strategy.experimental_local_results(strategy.run(step)))
