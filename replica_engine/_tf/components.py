@@ -6,16 +6,19 @@ replica. In a graph both would be an op with the same handle. So while a replica
 gives it a twin of its component: the same variable behind a second handle. An op has the handle of a twin only if the
 program got it from the distributed variable.
 
-The watcher of a thread is also told of what Python code does that a copy cannot repeat.
+The watcher of a thread is also told of what Python code does that a copy cannot repeat. Where Python code asks for a
+value that is unknown while tracing, it is a function of its own that is told, for all strategies.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -63,7 +66,7 @@ GRAPHS, LIFTED = _ops.__name__, "_get_outer_context_and_inner_device_stack"
 FUNCTIONS = _polymorphic_function.__file__
 """The file of tf.function, which asks in eager mode whether variables have values."""
 
-ASKING = frozenset((_tensor_util.__file__, _smart_cond.__file__))
+ASKING = frozenset((_tensor_util.__file__, _smart_cond.__file__, __file__))
 """Files of code that asks for the value of a tensor for its caller."""
 
 SUMMARIES = _summary_ops.__file__
@@ -243,6 +246,27 @@ def install() -> None:
     _BaseResourceVariable.handle = property(seen_handle)
     _tensor_util._ConstantValue, _random_seed.get_seed = seen_constant, seen_seed
     _ops._get_outer_context_and_inner_device_stack = seen_init_scope
+
+
+def note_unknown_values(look: Callable[[Any, FrameType], None]) -> None:
+    """Looks on where a program calls `tf.get_static_value`, and the value is unknown; only once per process.
+
+    Args:
+        look: called with the tensor and with the frame of the caller.
+    """
+    original = tf.get_static_value
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def get_static_value(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        value = original(tensor, *args, **kwargs)
+        if value is None:
+            look(tensor, sys._getframe(1))
+        return value
+
+    setattr(get_static_value, _MARK, True)
+    tf.get_static_value = get_static_value
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, Generic, NamedTuple
 
 import tensorflow as tf
@@ -330,27 +330,6 @@ def seed_by_replica(seed_in_replica: Callable[[Callable[[], int | None]], int | 
 
     setattr(get_seed_of_replica, _MARK, True)
     _random_seed.get_seed = get_seed_of_replica
-
-
-def note_unknown_values(look: Callable[[Any, FrameType], None]) -> None:
-    """Looks on where a program calls `tf.get_static_value`, and the value is unknown; only once per process.
-
-    Args:
-        look: called with the tensor and with the frame of the caller.
-    """
-    original = tf.get_static_value
-    if hasattr(original, _MARK):
-        return
-
-    @functools.wraps(original)
-    def get_static_value(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        value = original(tensor, *args, **kwargs)
-        if value is None:
-            look(tensor, sys._getframe(1))
-        return value
-
-    setattr(get_static_value, _MARK, True)
-    tf.get_static_value = get_static_value
 
 
 def extend_trainer(make: Make) -> None:

@@ -4,7 +4,8 @@ import keras
 import pytest
 import tensorflow as tf
 
-from replica_engine import xla
+from replica_engine import MirroredStrategy, xla
+from replica_engine.testing import logical_devices
 
 
 def replica_id():
@@ -118,4 +119,17 @@ def test_outside_of_bodies_the_value_is_as_ever(told):
     assert tf.get_static_value(tf.constant(3)) == 3
     assert tf.get_static_value(tensor=tf.constant([1, 2]), partial=True).tolist() == [1, 2]
     assert tf.function(lambda x: tf.get_static_value(x) is None)(tf.constant(1))
+    assert told() == 0
+
+
+def test_replicas_that_are_traced_once_are_told_apart(two, told, caplog):
+    """There too the library looks on where a program asks, and finds the user behind what looks on here."""
+    mirrored = MirroredStrategy(logical_devices(two.size), trace_once=True)
+
+    def body():
+        return tf.constant(float(tf.get_static_value(replica_id())))
+
+    results = tf.function(lambda: mirrored.run(body))()
+    assert [float(each) for each in mirrored.experimental_local_results(results)] == [0.0, 1.0]
+    assert "tf.get_static_value of a value that may differ by replica" in caplog.text
     assert told() == 0

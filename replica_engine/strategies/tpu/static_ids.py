@@ -18,7 +18,7 @@ from types import CodeType, FrameType
 
 import tensorflow as tf
 
-from replica_engine._tf import patches
+from replica_engine._tf import components
 from replica_engine._tf.graphs import subgraphs
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.diagnostics.user_frames import OURS, WRAPPERS, is_users
@@ -33,7 +33,7 @@ _MOST = 100  # ops between the id and what is asked for
 
 def install() -> None:
     """Looks on where a program asks for the value of a tensor, from now on."""
-    patches.note_unknown_values(_look)
+    components.note_unknown_values(_look)
 
 
 def _look(tensor: object, frame: FrameType) -> None:
