@@ -85,6 +85,14 @@ def asks_a_helper():
     return 1.0 if index_or_none() is not None else 2.0
 
 
+def first_or_unknown():
+    return 1.0 if tf.get_static_value(replica_id()) in (0, None) else 2.0
+
+
+def equal_to_none():
+    return 1.0 if tf.get_static_value(replica_id()) == None else 2.0  # noqa: E711
+
+
 def asks_for_something_else():
     tf.get_static_value(tf.random.uniform([]))
     tf.get_static_value(tf.random.uniform([]) + tf.cast(replica_id(), tf.float32))
@@ -102,7 +110,16 @@ def on_the_host():
 
 
 @pytest.mark.parametrize(
-    "body", [works_under_all_strategies, asks_a_helper, asks_for_something_else, calls_libraries, on_the_host]
+    "body",
+    [
+        works_under_all_strategies,
+        asks_a_helper,
+        first_or_unknown,
+        equal_to_none,
+        asks_for_something_else,
+        calls_libraries,
+        on_the_host,
+    ],
 )
 def test_right_programs_are_not_told(two, told, body):
     two.strategy.run(body)

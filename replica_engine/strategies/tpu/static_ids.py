@@ -5,7 +5,7 @@ The body is traced once for all replicas, so `tf.get_static_value(context.replic
 replica has its own trace, in which the id has a value.
 
 A program that works under both strategies may ask whether the value is known. So nothing is warned of if a function of
-the user that led to the question compares anything with None.
+the user, among those that led to the question, compares anything with None.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 from types import CodeType, FrameType
+from typing import Any
 
 import tensorflow as tf
 
@@ -88,5 +89,17 @@ def _is_asked_by_user(frame: FrameType | None) -> bool:
 
 
 def _tests_for_none(code: CodeType) -> bool:
-    """Whether a function has `is None` or `is not None` in it; a comparison of any other objects counts too."""
-    return any("IS_OP" in each.opname or each.opname.endswith("NONE") for each in dis.get_instructions(code))
+    """Whether a function compares anything with None: `is None`, `== None` or `in (1, None)`.
+
+    What is compared is not known: `is` counts for any two objects.
+    """
+    before: Any = ()
+    for each in dis.get_instructions(code):
+        if each.opname == "IS_OP" or each.opname.endswith("NONE"):
+            return True
+        if each.opname == "COMPARE_OP" and before is None:
+            return True
+        if each.opname == "CONTAINS_OP" and isinstance(before, (tuple, frozenset)) and None in before:
+            return True
+        before = each.argval if each.opname == "LOAD_CONST" else ()
+    return False
