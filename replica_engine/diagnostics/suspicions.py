@@ -20,6 +20,7 @@ import tensorflow as tf
 from replica_engine._tf import batches, distribute, eager
 from replica_engine._tf.graphs import control_flow
 from replica_engine.diagnostics.op_lines import here
+from replica_engine.diagnostics.user_frames import is_called_by_user
 from replica_engine.engine import SyncPoint
 from replica_engine.errors import (
     InputsError,
@@ -124,14 +125,16 @@ def _is_distributed(kind: Hashable) -> bool | None:
 def _check_batches(strategy: Any, fn: Any, values: Sequence[Any], size: int) -> None:
     """Warns if every replica gets the whole batch of a dataset, and no argument differs by replica.
 
-    In a function that is traced, the batch may be an input: then each call of the function is looked at.
+    In a function that is traced, the batch may be an input: then each call of the function is looked at. Calls by Keras
+    are left out. It gives the batch of `train_on_batch` whole to all replicas of a model that was made in the scope,
+    which trains as on one device.
     """
     leaves = _leaves(values)
     if tf.executing_eagerly():
         candidates = [leaf for leaf in leaves if batches.is_of_dataset(leaf)]
     else:
         candidates = [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
-    if not candidates or _has_distributed(values):
+    if not candidates or _has_distributed(values) or not is_called_by_user():
         return
     key = "batch", getattr(fn, "__name__", "")
     where = "" if tf.executing_eagerly() else here()  # where the batch is found, this line is left

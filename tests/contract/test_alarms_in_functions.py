@@ -4,6 +4,7 @@ import gc
 import logging
 import weakref
 
+import keras
 import pytest
 import tensorflow as tf
 
@@ -195,6 +196,17 @@ def test_what_does_not_go_whole_to_the_replicas(strategy, train, warnings, per_r
         strategy.run(total, args=(tf.ones([8]) * tf.reduce_mean(batch),))
 
     of_computed(whole)
+
+
+@pytest.mark.replicas(2)
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_batch_that_keras_gives_whole_to_all_replicas(strategy, warnings, run_eagerly):
+    """`train_on_batch` trains as on one device: each replica's gradient counts half."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", run_eagerly=run_eagerly)
+    for x in plain().map(lambda x: x[:, tf.newaxis]):
+        model.train_on_batch(x, x)
 
 
 def test_what_a_loop_over_a_dataset_changes_or_leaves(strategy, warnings):
