@@ -135,7 +135,7 @@ PRIVATE = (
         "get_function_def",
         "the ops of functions that an initial value calls; whether a body was lowered before",
     ),
-    Private(AtomicFunction, "call_flat", "computing an initial value"),
+    Private(AtomicFunction, "call_flat", "computing an initial value; overridden: looks at inputs that are batches"),
     Private(_context, "_set_global_seed", "makes a new _rng each time, which shows whether the seed was set again"),
     Private(_context, "get_compiler_ir", "the StableHLO of a function"),
     Private(Function(lambda: None, "names"), "_list_all_concrete_functions", "the lines of ops that failed"),
