@@ -85,7 +85,7 @@ PATCHES: tuple[Patch, ...] = (
         Patch(_SEVERAL, name, f"{uses} of the result of `run` are errors that say what to write", "import", until)
         for name, uses, until in (
             ("__float__", "`float(result)`, `result + 1`, `result > 1`, `f'{result:.3f}'`", "only added"),
-            ("__getitem__", "`result[0]`, `len(result)`, `for each in result`", "only added"),
+            ("__getitem__", "`result[0]`, `for each in result`", "only added"),
             ("__getattr__", "`result.numpy()`, `result.shape`", "only added; for names that no tensor has, as before"),
             ("__bool__", "`if result:`", "only for values of dtype bool; True for all others, as before"),
         )

@@ -30,7 +30,6 @@ _UNARY = {
     "__invert__": "~x",
     "__getitem__": "x[...]",
     "__iter__": "for each in x",
-    "__len__": "len(x)",
 }
 _OPERATORS = {
     "add": "+",

@@ -1,5 +1,6 @@
 """The value of several replicas, used as if it were one tensor: what to write instead, and what works as before."""
 
+import collections.abc
 import copy
 import math
 import operator
@@ -27,7 +28,6 @@ USES = {
     "round(x)": lambda x: round(x, 2),
     "f'{x:.3f}'": lambda x: f"loss {x:.3f}",
     "x[...]": lambda x: x[0],
-    "len(x)": len,
     "for each in x": list,
 }
 CONVERSIONS = {
@@ -88,6 +88,7 @@ def test_what_worked_before_works(strategy, local, result):
     assert f"{result}" == str(result)
     assert isinstance(result, tf.distribute.DistributedValues)
     assert not tf.is_tensor(result)
+    assert not isinstance(result, (collections.abc.Sized, collections.abc.Sequence))
     assert not np.iterable(result)
     assert np.asarray(result).shape == ()
     assert np.asarray([result, result]).shape == (2,)
