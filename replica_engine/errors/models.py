@@ -126,13 +126,13 @@ class BatchError(ReplicaEngineError, ValueError):
 
     @classmethod
     def uneven_rest(cls, rows: int, size: int) -> BatchError:
-        """The last batch of the arrays for `fit` would give replicas unequal shares of a program."""
+        """The last batch of the samples for `fit` would give replicas unequal shares of a program."""
         most = rows % size
         return cls(
             f"The last batch, of {count_of(rows, 'sample')}, does not divide by {size} replicas, and a compiled "
             f"step has one shape on all of them. Leave out {count_of(most, 'sample')}: "
-            f"fit(x[:-{most}], y[:-{most}]). Or let replicate_model(model) divide batches of any size, with the "
-            "results of one device."
+            f"fit(x[:-{most}], y[:-{most}]), or of a dataset the rest, dataset.batch(n, drop_remainder=True). Or let "
+            "replicate_model(model) divide batches of any size, with the results of one device."
         )
 
     @classmethod
@@ -171,7 +171,8 @@ def warn_uneven_rest(rows: int, size: int) -> str:
         f"The last batch, of {count_of(rows, 'sample')}, does not divide by {size} replicas. Keras averages over "
         "replicas, not over samples, as in tf.distribute: its samples do not count equally, and the numbers are not "
         "quite those of one device. replicate_model(model) divides batches of any size with the numbers of one device. "
-        f"Or leave out {count_of(most, 'sample')}: x[:-{most}], y[:-{most}]."
+        f"Or leave out {count_of(most, 'sample')}: x[:-{most}], y[:-{most}], or of a dataset the rest: "
+        "dataset.batch(n, drop_remainder=True)."
     )
 
 

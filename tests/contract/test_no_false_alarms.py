@@ -183,6 +183,27 @@ def test_fit_with_dropout_metrics_and_a_rest(strategy):
     model.predict(batches, verbose=0)
 
 
+WITHOUT_A_REST = {
+    "left out": lambda samples: samples.batch(4, drop_remainder=True),
+    "taken before": lambda samples: samples.take(8).batch(4),
+    "taken after": lambda samples: samples.batch(4).take(2),
+    "filtered": lambda samples: samples.batch(4).filter(lambda x, y: tf.shape(x)[0] == 4),
+    "batched again": lambda samples: samples.batch(5).unbatch().take(8).batch(4, num_parallel_calls=2),
+    "never reached": lambda samples: samples.batch(4).repeat(),
+}
+
+
+@pytest.mark.parametrize("batched", WITHOUT_A_REST.values(), ids=WITHOUT_A_REST)
+@pytest.mark.replicas(2)
+def test_fit_of_a_dataset_whose_rest_never_comes(strategy, batched):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", run_eagerly=True)
+    samples = tf.data.Dataset.from_tensor_slices((np.ones((11, 3), "float32"), np.ones((11, 1), "float32")))
+    model.fit(batched(samples), steps_per_epoch=2, verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 2
+
+
 @pytest.mark.graphs
 @pytest.mark.replicas(2)
 def test_an_evaluation_with_a_rest_that_does_not_divide(strategy):

@@ -243,6 +243,16 @@ def test_a_rest_that_does_not_divide():
         model.fit(np.ones((11, 3)), np.ones((11, 2)), batch_size=4, verbose=0)
 
 
+@shows(warn_uneven_rest, "dataset")
+def test_a_rest_of_a_dataset_that_does_not_divide():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        model = make_model()
+        model.compile("sgd", "mse")
+    dataset = tf.data.Dataset.from_tensor_slices((np.ones((11, 3)), np.ones((11, 2))))
+    model.fit(dataset.shuffle(11).batch(4).prefetch(1), verbose=0)
+
+
 class ItsOwnTestStep(keras.Model):
     def build(self, input_shape):
         self.dense = keras.layers.Dense(2)
@@ -275,13 +285,28 @@ def test_arrays_whose_last_batch_does_not_divide():
     model.fit(np.ones((11, 3)), np.ones((11, 2)), batch_size=4, verbose=0)
 
 
+@shows(BatchError.uneven_rest, "dataset")
+def test_a_dataset_whose_last_batch_does_not_divide():
+    strategy = TPUStrategy(num_cores=2)
+    with strategy.scope():
+        model = make_model()
+        model.compile("sgd", "mse")
+    dataset = tf.data.Dataset.from_tensor_slices((np.ones((11, 3)), np.ones((11, 2))))
+    model.fit(dataset.batch(4), verbose=0)
+
+
 @shows(BatchError.uneven_later)
 def test_a_last_batch_of_a_dataset_that_does_not_divide():
     strategy = TPUStrategy(num_cores=2)
     with strategy.scope():
         model = make_model()
         model.compile("sgd", "mse")
-    dataset = tf.data.Dataset.from_tensor_slices((np.ones((11, 3)), np.ones((11, 2))))
+
+    def samples():
+        yield from [(np.ones(3), np.ones(2))] * 11
+
+    specs = tf.TensorSpec([3]), tf.TensorSpec([2])
+    dataset = tf.data.Dataset.from_generator(samples, output_signature=specs)  # nobody knows how many
     model.fit(dataset.batch(4), verbose=0)
 
 

@@ -10,6 +10,7 @@ import keras
 from keras.src.losses import loss as _loss
 from keras.src.metrics import reduction_metrics as _metrics
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter as _DataAdapter
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter as _OfGenerator
 
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
@@ -43,6 +44,7 @@ PRIVATE = (
     Private(_model, "_compile_metrics", "whether the metrics have been built"),
     Private(_model, "_loss_tracker", "whether compile() was called again"),
     Private(_DataAdapter, keras_trainer.REST, "the size of a last batch that is smaller"),
+    Private(_OfGenerator(iter([(0,)])), keras_trainer.KEPT, "the first batch of a generator, which still gives it"),
     Private(_loss, keras_model.REDUCE, "replaced: the loss of a shard"),
     Private(_metrics, keras_model.SAMPLEWISE, "replaced: the weight of a sample in a shard"),
     Private(_loss, keras_model.MASKED, "the divisor of a masked loss"),

@@ -14,13 +14,21 @@ import itertools
 import sys
 from typing import Any
 
+import tensorflow as tf
+
+# The classes of what `batch` and `repeat` return, whose datasets `_inputs` gives. The sizes of batches are attributes.
+from tensorflow.python.data.ops.batch_op import _BatchDataset, _ParallelBatchDataset
+from tensorflow.python.data.ops.repeat_op import _RepeatDataset
+
 MODULE = "keras.src.backend.tensorflow.trainer"
 TRAINER = "TensorFlowTrainer"
 METHOD = "_make_function"
 BUILD = "_maybe_symbolic_build"
 REDUCE = "reduce_per_replica"
 REST = "partial_batch_size"
-_KEPT = "_first_batches"
+DISTRIBUTED, ORIGINAL = "_distributed_dataset", "_original_dataset"
+"""Where Keras keeps the distributed dataset, and TensorFlow in that the one that it was made of."""
+KEPT = "_first_batches"
 """What an adapter has taken of a generator to find out the shapes, and will give first."""
 FRAMES = "keras.src.utils.traceback_utils"
 EXCLUDED = "_EXCLUDED_PATHS"
@@ -47,7 +55,7 @@ def first_batch(iterator: Any, strategy: Any) -> Any:
     epoch. But its adapter has looked at its first batches and keeps them, so the batch is one of a copy of the first.
     """
     adapter: Any = getattr(iterator, "data_adapter", None)
-    kept = getattr(adapter, _KEPT, None)
+    kept = getattr(adapter, KEPT, None)
     if not kept:
         *_, batches = next(iter(iterator))  # after the number of a step; newer Keras has two
         return next(batches)
@@ -56,16 +64,43 @@ def first_batch(iterator: Any, strategy: Any) -> Any:
 
 
 def size_of_rest(iterator: Any) -> int | None:
-    """The number of samples in the last batch of an epoch, if Keras knows that it is smaller than the others.
+    """The number of samples in the last batch of an epoch, if it is known to be smaller than the others.
 
-    None too if an epoch ends before that batch, because of `steps_per_epoch`.
+    Keras knows it of arrays. Of a dataset, see `_rest_of_dataset`. None too if an epoch ends before that batch, because
+    of `steps_per_epoch`.
     """
     adapter: Any = getattr(iterator, "data_adapter", None)
     steps: int = getattr(iterator, "steps_per_epoch", None) or 0
+    dataset = getattr(getattr(iterator, DISTRIBUTED, None), ORIGINAL, None)
     try:
-        return None if 0 < steps < (getattr(adapter, "num_batches", None) or 0) else getattr(adapter, REST, None)
+        batches = getattr(adapter, "num_batches", None)
+        rest = getattr(adapter, REST, None)
     except NotImplementedError:  # an adapter of a generator, a PyDataset or a DataLoader
         return None
+    if rest is None and isinstance(dataset, tf.data.Dataset):
+        rest = _rest_of_dataset(dataset)
+        batches = batches or steps + 1  # of a dataset that is repeated, an epoch may have any part
+    return None if 0 < steps < (batches or 0) else rest
+
+
+def _rest_of_dataset(dataset: tf.data.Dataset) -> int | None:
+    """The number of samples in the smaller last batch of a dataset; `batch` may be followed by `map` and the like.
+
+    None if there is none, if batches are left out or divided after `batch`, or if TensorFlow does not know how many
+    samples there are.
+    """
+    count = None
+    while len(inputs := dataset._inputs()) == 1:
+        here = int(dataset.cardinality())
+        if not isinstance(dataset, _RepeatDataset):
+            if count is not None and here != count:
+                return None
+            count = here
+        if isinstance(dataset, (_BatchDataset, _ParallelBatchDataset)):
+            rows, size = int(inputs[0].cardinality()), int(dataset._batch_size)
+            return rows % size or None if rows >= 0 and not bool(dataset._drop_remainder) else None
+        (dataset,) = inputs
+    return None
 
 
 def reduced(outputs: Any, strategy: Any) -> Any:
