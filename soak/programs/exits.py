@@ -59,10 +59,14 @@ def _exit(strategy: Any) -> None:
 
 def _daemon(strategy: Any) -> None:
     begun = threading.Event()
+    with strategy.scope():
+        count = tf.Variable(0.0)
 
     def runs() -> None:
         while True:
             check_works(strategy)
+            strategy.run(lambda: count.assign(1.0))
+            count.numpy()
             begun.set()
 
     for _ in range(3):

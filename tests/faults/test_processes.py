@@ -64,3 +64,7 @@ def test_kill_9_in_a_training_that_goes_on_from_its_checkpoint(ended, tmp_path):
 
 def test_a_run_at_exit(ended):
     assert not ended("exits", "threads", "atexit").wrong()
+
+
+def test_daemon_threads_in_the_middle_of_compiled_runs_at_exit(ended):
+    assert not ended("exits", "compiled", "daemon").wrong()

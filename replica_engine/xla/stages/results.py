@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from replica_engine._tf import eager
 from replica_engine.pjrt.group import Array, DeviceGroup
+from replica_engine.process import shutdown
 
 Column = Sequence[Any] | Callable[[], list[tf.Tensor]]
 """One result: the values of the replicas, or a function that makes a tensor of each."""
@@ -37,11 +38,13 @@ def tensors(column: Column) -> list[tf.Tensor]:
 
 
 def _views(array: Array) -> list[tf.Tensor]:
-    return list(map(eager.of_capsule, DeviceGroup.views(array)))
+    with shutdown.running():  # who looks at a result late may be a daemon thread
+        return list(map(eager.of_capsule, DeviceGroup.views(array)))
 
 
 def _copies(array: Array) -> list[tf.Tensor]:
-    return list(map(_as_tensor, DeviceGroup.fetch_all(array)))
+    with shutdown.running():
+        return list(map(_as_tensor, DeviceGroup.fetch_all(array)))
 
 
 def _as_tensor(value: Any) -> tf.Tensor:

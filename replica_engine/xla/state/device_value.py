@@ -33,6 +33,7 @@ from replica_engine._tf import variables
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.errors import LostVariableError
 from replica_engine.pjrt.group import Array, DeviceGroup
+from replica_engine.process import shutdown
 from replica_engine.xla.state import host_memory
 
 Spread = Callable[[np.ndarray, int], list[np.ndarray]]
@@ -165,7 +166,7 @@ class DeviceValue:
 
     def set_values(self, values: Sequence[np.ndarray]) -> None:
         """Gives each replica its own value."""
-        with self._devices.in_flight:
+        with shutdown.running(), self._devices.in_flight:
             self.set_array(self._devices.put(values))
 
     def host_reads(self) -> None:
@@ -178,7 +179,7 @@ class DeviceValue:
         self._check_there()
         if not (self._host_stale or self.loops):
             return
-        with self._devices.in_flight:
+        with shutdown.running(), self._devices.in_flight:
             if not self._host_stale:
                 return
             array = self._present()
@@ -192,13 +193,13 @@ class DeviceValue:
 
     def host_is_to_write(self) -> None:
         """Brings the host's value up to date for a caller that writes to it: the devices' values become stale."""
-        with self._devices.in_flight:
+        with shutdown.running(), self._devices.in_flight:
             self.host_reads()
             self._array = None
 
     def host_may_write(self) -> None:
         """Brings the host's value up to date for a caller that may read it or write to it: the next launch compares."""
-        with self._devices.in_flight:
+        with shutdown.running(), self._devices.in_flight:
             self.host_reads()
             self._maybe_written = True
 
@@ -209,7 +210,7 @@ class DeviceValue:
         Args:
             whole: whether the caller replaces the whole value; then the old one may be lost.
         """
-        with self._devices.in_flight:
+        with shutdown.running(), self._devices.in_flight:
             if whole and self._lost:
                 with _freeing:
                     self._restore_shape()
@@ -248,7 +249,7 @@ class DeviceValue:
 
     def on_replicas(self) -> list[np.ndarray] | None:
         """The value on each replica, or None if all replicas have the same."""
-        with self._devices.in_flight:
+        with shutdown.running(), self._devices.in_flight:
             if self._array is None or self.spread is not None:
                 return None
             values = [np.array(value) for value in self._devices.fetch_all(self._present())]
