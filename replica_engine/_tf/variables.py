@@ -48,6 +48,15 @@ def raw_handle(variable: Any) -> tf.Tensor:
     return variable._handle
 
 
+def parts(value: Any) -> tuple[Any, ...]:
+    """A variable or a tensor itself, and its components if it is distributed; of a Keras variable, those of its value.
+
+    The components are those that replicas read. The property `values` makes copies if the replicas' values differ.
+    """
+    value = value if isinstance(value, tf.Variable) else getattr(value, "value", value)
+    return value, *getattr(value, "_values", ())
+
+
 def read(handle: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """Reads the value behind a handle in eager mode."""
     with tf.init_scope(), tf.device("CPU:0"):

@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import batches, distribute, eager
+from replica_engine._tf import batches, distribute, eager, variables
 from replica_engine._tf.graphs import control_flow
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.diagnostics.user_frames import is_called_by_user
@@ -259,17 +259,50 @@ def note_addition(variable: Any) -> None:
         added.setdefault(id(variable), here())
 
 
-def note_trains(trains: bool) -> None:
-    """Notes, for the `watch_results` that follows on this thread, whether the run reads trainable variables."""
-    _thread.trains = trains
+def note_reads(read: Sequence[weakref.ref[Any]]) -> None:
+    """Notes, for the `watch_results` that follows on this thread, which trainable variables the run reads."""
+    _thread.read = read
+
+
+class asked_for:
+    """Inside the block, a tape on this thread computes gradients with respect to these sources, a structure."""
+
+    def __init__(self, sources: Any):
+        self._sources = sources
+        self._ids: set[int] | None = None
+        self._others: set[int] = set()  # the ids of lists of which none is asked for
+
+    def __enter__(self) -> None:
+        self._before = getattr(_thread, "asked", None)
+        _thread.asked = self
+
+    def __exit__(self, *_: object) -> None:
+        _thread.asked = self._before
+
+    def any_of(self, used: list[Any]) -> bool:
+        """Whether one of the sources is in a list of weak references to variables and tensors, and of such lists."""
+        if self._ids is None:  # the ids are worth looking up only if a gradient flows into a run
+            sources = [source for source in tf.nest.flatten(self._sources) if source is not None]
+            self._ids = {id(part) for source in sources for part in variables.parts(source)}
+        pending = [used]
+        while pending:
+            each = pending.pop()
+            if isinstance(each, weakref.ref):
+                if any(id(part) in self._ids for part in variables.parts(each())):
+                    return True
+            elif id(each) not in self._others:
+                self._others.add(id(each))
+                pending += each
+        return False
 
 
 def watch_results(strategy: tf.distribute.Strategy, results: Any, given: Any) -> None:
     """Warns if a tape around a run is asked for a gradient that flows through the results.
 
     The replicas computed the results where the tape could not see it, so the gradient ends here. Nothing happens if
-    none flows, because the tape may be there for something else. Nor does it if none can be expected: the run has read
-    no trainable variable, and no tape watches its arguments.
+    none flows, because the tape may be there for something else. Nor does it if nothing is lost: the tape is asked for
+    gradients with respect to neither a variable that the run has read, nor an argument that a tape watches. A variable
+    may be trainable all the same, such as those of a layer that Keras has frozen.
 
     Args:
         strategy: the strategy.
@@ -277,12 +310,22 @@ def watch_results(strategy: tf.distribute.Strategy, results: Any, given: Any) ->
         given: the arguments.
     """
     tapes = control_flow.outer_tapes()
-    if not tapes or not (getattr(_thread, "trains", False) or eager.is_watched(_tensors(given))):
+    if not tapes:
+        return
+    used: list[Any] = [*getattr(_thread, "read", ())]
+    computed = _thread.__dict__.setdefault("computed", {})
+    for each in _tensors(given):
+        if eager.is_watched([each]):
+            used += [weakref.ref(each), computed.get(id(each), [])]  # what an earlier run used, if it computed this
+    if not used:
         return
     outputs = [each for each in _tensors(results) if each.dtype.is_floating and not eager.is_watched([each])]
     where = here()
     if not outputs:
         return
+    for each in outputs:
+        computed[id(each)] = used
+        weakref.finalize(each, computed.pop, id(each), None).atexit = False
     token = tf.zeros([])
     for tape in tapes:
         tape.watch(token)
@@ -290,7 +333,9 @@ def watch_results(strategy: tf.distribute.Strategy, results: Any, given: Any) ->
     alive = weakref.ref(strategy)  # the graph of a traced function outlives the strategy
 
     def backward(*upstream: Any) -> list[Any]:
-        if (still := alive()) is not None:
+        asked: asked_for | None = getattr(_thread, "asked", None)
+        still = alive()
+        if still is not None and asked is not None and not is_told(still, "tape") and asked.any_of(used):
             warn_once(still, "tape", warn_tape_outside(where))
         return [None]
 

@@ -24,7 +24,7 @@ from replica_engine._tf import distribute, quick_scopes, thread_state
 from replica_engine._tf.graphs import autograph, calls, control_flow, function
 from replica_engine.diagnostics.failed_run import note_failed_run
 from replica_engine.diagnostics.flight_record import SyncPointRecord, SyncPoints, records
-from replica_engine.diagnostics.suspicions import check_lines, note_trains, watch_results
+from replica_engine.diagnostics.suspicions import check_lines, note_reads, watch_results
 from replica_engine.diagnostics.tracebacks import as_raised
 from replica_engine.diagnostics.user_frames import identity
 from replica_engine.engine import ErrandsFailed, GroupPool, Outcome, Replica, Run, SyncPoint
@@ -143,9 +143,9 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
     of_replicas = [*zip(parts(args, len(devices), "args"), parts(kwargs, len(devices), "kwargs"), strict=True)]
     state = InheritedState.capture()
     source = identity(fn)
-    trains: list[None] = []  # an item for each replica that has read a trainable variable
+    read: list[weakref.ref[Any]] = []  # the trainable variables that replicas have read, if a tape is around the run
     if control_flow.outer_tapes():
-        fn = _noting_reads(fn, trains)
+        fn = _noting_reads(fn, read)
     if not state.eager:
         thread_state.make_stacks_thread_local(state.graph)
         around = functools.partial(_function_watched, options.warn_after)  # not the strategy: the graph outlives it
@@ -154,7 +154,7 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
             copied, results = _copied(strategy, fn, of_replicas, options)
             if copied:
                 _check_compiled(state.graph, devices, source)
-                note_trains(bool(trains))
+                note_reads(read)
                 watch_results(strategy, results, (args, kwargs))
                 return results
     concurrent = options.concurrent and state.eager
@@ -204,19 +204,19 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
             raise
         if not variables.any:
             known.add(source)
-        note_trains(bool(trains))
+        note_reads(read)
         watch_results(strategy, results, (args, kwargs))
         if not state.eager:
             _check_compiled(state.graph, devices, source)
         return results
 
 
-def _noting_reads(fn: Callable[..., Any], trains: list[None]) -> Callable[..., Any]:
-    """The function of the replicas; a call of it that has read a trainable variable adds an item to the list."""
+def _noting_reads(fn: Callable[..., Any], read: list[weakref.ref[Any]]) -> Callable[..., Any]:
+    """The function of the replicas; a call of it appends to the list the trainable variables that it has read."""
 
     @functools.wraps(fn)
     def noting(*args: Any, **kwargs: Any) -> Any:
-        with control_flow.trainable_reads(lambda: trains.append(None)):
+        with control_flow.trainable_reads(read):
             return fn(*args, **kwargs)
 
     return noting

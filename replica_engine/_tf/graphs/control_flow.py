@@ -12,6 +12,7 @@ import functools
 import inspect
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -101,7 +102,11 @@ WRAPPED = {
     "assign_add": Wrapped(_ResourceVariable, "assign_add", "warns if several replicas add to one plain variable"),
     "assign_sub": Wrapped(_ResourceVariable, "assign_sub", "warns if several replicas add to one plain variable"),
     "next": Wrapped(batches.OWNER, batches.NAME, "warns if a batch of a plain dataset goes whole to all replicas"),
-    "tape_gradient": Wrapped(tf.GradientTape, "gradient", "tapes outlast an attempt to enter a branch alone"),
+    "tape_gradient": Wrapped(
+        tf.GradientTape,
+        "gradient",
+        "tapes outlast an attempt to enter a branch alone; warns of one around `run`",
+    ),
 }
 """What `wrap` puts functions around, each idle outside the replicas of this library."""
 
@@ -195,12 +200,11 @@ def _place() -> Any:
 
 
 @contextlib.contextmanager
-def trainable_reads(note: Callable[[], None]) -> Iterator[None]:
-    """Calls `note` if the block has read a trainable variable on this thread."""
+def trainable_reads(read: list[weakref.ref[Any]]) -> Iterator[None]:
+    """Appends to the list the trainable variables that the block has read on this thread."""
     with _VariableWatcher() as watcher:
         yield
-    if watcher.watched_variables():
-        note()
+    read += map(weakref.ref, watcher.watched_variables())
 
 
 def has_tape() -> bool:

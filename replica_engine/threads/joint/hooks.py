@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from replica_engine._tf import batches
 from replica_engine._tf.graphs import control_flow, function
-from replica_engine.diagnostics.suspicions import note_addition
+from replica_engine.diagnostics.suspicions import asked_for, note_addition
 from replica_engine.diagnostics.tracebacks import shortened_of_graph
 from replica_engine.diagnostics.user_frames import identity, user_location
 from replica_engine.engine import current_replica
@@ -281,7 +281,8 @@ def _tape_gradient(
 ) -> Any:
     context = _context()
     if context is None:
-        return original(self, target, sources, *args, **kwargs)
+        with asked_for(sources):
+            return original(self, target, sources, *args, **kwargs)
     attempts = context.attempts
     attempts.note_gradient(self)
     before, attempts.asked_for = attempts.asked_for, tf.nest.flatten(sources)
