@@ -18,7 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -66,8 +66,7 @@ GRAPHS, LIFTED = _ops.__name__, "_get_outer_context_and_inner_device_stack"
 FUNCTIONS = _polymorphic_function.__file__
 """The file of tf.function, which asks in eager mode whether variables have values."""
 
-ASKING = frozenset((_tensor_util.__file__, _smart_cond.__file__, __file__))
-"""Files of code that asks for the value of a tensor for its caller."""
+_ASKING = frozenset((_tensor_util.__file__, _smart_cond.__file__))
 
 SUMMARIES = _summary_ops.__file__
 """The file of summaries: it asks for the value of whether the replica is replica 0."""
@@ -246,6 +245,16 @@ def install() -> None:
     _BaseResourceVariable.handle = property(seen_handle)
     _tensor_util._ConstantValue, _random_seed.get_seed = seen_constant, seen_seed
     _ops._get_outer_context_and_inner_device_stack = seen_init_scope
+
+
+def asks_for_caller(code: CodeType) -> bool:
+    """Whether code asks for the value of a tensor for its caller: TensorFlow's, or what `note_unknown_values` wraps.
+
+    Other functions of this file are no such code. They lie between a question and those that TensorFlow asks to answer
+    it, and the latter are not the user's.
+    """
+    own = code.co_name == "get_static_value" and code.co_filename == __file__
+    return own or code.co_filename in _ASKING
 
 
 def note_unknown_values(look: Callable[[Any, FrameType], None]) -> None:

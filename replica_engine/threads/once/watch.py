@@ -106,7 +106,7 @@ class Watch:
         That is refused only if each replica knows its own value, because then the answer would differ on a replica.
         """
         frame: Any = sys._getframe(2)
-        while frame.f_code.co_filename in components.ASKING:
+        while components.asks_for_caller(frame.f_code):
             frame = frame.f_back
         if _is_of_user(frame):
             raise self._template.refusal("tf.get_static_value of a value that may differ by replica")
