@@ -101,3 +101,41 @@ def test_a_replica_assigns_its_own_value_of_one_from_outside(strategy, per_repli
     values = per_replica(lambda i: 2.0 + i)
     strategy.run(lambda: weight.assign(values))
     assert read(strategy, local, weight) == [expected] * 2
+
+
+@pytest.mark.parametrize("wrapped", [lambda fn: fn, tf.function], ids=["eager", "in-function"])
+def test_another_variable_that_the_update_changes(strategy, per_replica, local, wrapped):
+    """Such as the slot of an optimizer: each replica's slot sees the replica's own values only."""
+    with strategy.scope():
+        weight, slot = tf.Variable(0.0), tf.Variable(1.0)
+
+    @wrapped
+    def next_slot(gradient):
+        slot.assign(slot * 0.5 + gradient)
+        return slot * 1.0
+
+    def momentum(variable, gradient):
+        variable.assign_sub(next_slot(gradient))
+
+    for _ in range(2):
+        strategy.extended.update(weight, momentum, args=(per_replica(lambda i: 10.0 * i),))
+    slots = [(0.5 + 10.0 * i, 0.25 + 15.0 * i) for i in range(strategy.num_replicas_in_sync)]
+    assert local(strategy.run(lambda: slot * 1.0)) == [second for _, second in slots]
+    assert local(strategy.run(lambda: weight * 1.0)) == [-first - second for first, second in slots]
+
+
+def test_an_update_that_fails_changes_no_other_replica(strategy, per_replica, local):
+    with strategy.scope():
+        weight, slot = tf.Variable(0.0), tf.Variable(0.0)
+
+    def add(variable, value):
+        slot.assign_add(value)
+        if float(value) == 1.0:
+            raise ValueError("not this one")
+        variable.assign_add(value)
+
+    with pytest.raises(ValueError, match="not this one"):
+        strategy.extended.update(weight, add, args=(per_replica(lambda i: 2.0 - i),))
+    others = [0.0] * (strategy.num_replicas_in_sync - 2)
+    assert local(strategy.run(lambda: slot * 1.0)) == [2.0, 1.0, *others]
+    assert local(strategy.run(lambda: weight * 1.0)) == [2.0, 0.0, *others]

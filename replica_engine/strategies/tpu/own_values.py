@@ -7,17 +7,18 @@ cross-replica context writes once. In both cases replica 0's value would count f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from replica_engine import xla
-from replica_engine._tf import distribute
+from replica_engine._tf import distribute, variables
 from replica_engine.errors import ReplicaValueError
 from replica_engine.errors.values import update_in_graph
-from replica_engine.xla.state.device_value import DeviceValue
+from replica_engine.xla.state.device_value import DeviceValue, accesses_noted
 
 
 def own_value(value: distribute.PerReplica, dtype: Any = None) -> tf.Tensor:
@@ -70,6 +71,9 @@ def check_equal(structure: Any) -> Any:
 def update_each(component: Any, fn: Callable[..., Any], rows: list[tuple[Any, Any]]) -> list[Any]:
     """Updates the one variable of all replicas with the arguments of each; afterwards each replica has its own value.
 
+    So has each other variable that `fn` changes, such as a slot of an optimizer: on the host it is one variable too,
+    and gets the value of the replica before `fn` sees it.
+
     Args:
         component: the variable on the host.
         fn: called with the variable and the arguments of a replica, once for each replica.
@@ -78,17 +82,40 @@ def update_each(component: Any, fn: Callable[..., Any], rows: list[tuple[Any, An
     Returns:
         What `fn` returns for each replica.
     """
-    device_value: DeviceValue = component._replica_engine[0]
-    before = device_value.on_replicas() or [np.array(component.numpy())] * len(rows)
-    results, values = [], []
+    values: dict[DeviceValue, list[np.ndarray]] = {}
+    results = []
     for replica, (args, kwargs) in enumerate(rows):
-        if replica:  # for replica 0 the host has the value
-            component.assign(before[replica])
-        with tf.device(component.device), distribute.UpdateContext(0), tf.name_scope(f"update_{replica}"):
+        with (
+            _own_on_host(values, replica),
+            tf.device(component.device),
+            distribute.UpdateContext(0),
+            tf.name_scope(f"update_{replica}"),
+        ):
             results.append(fn(component, *args, **kwargs))
-        values.append(np.array(component.numpy()))
-    device_value.set_values(values)
     return results
+
+
+@contextlib.contextmanager
+def _own_on_host(values: dict[DeviceValue, list[np.ndarray]], replica: int) -> Iterator[None]:
+    """Inside, the host has a replica's values of variables that have one value on the host; `values` are all values."""
+    seen: list[DeviceValue] = []
+
+    def note(each: DeviceValue) -> None:
+        if each in seen or len(each.handles) > 1 or each.spread is not None:
+            return
+        seen.append(each)
+        if each not in values:
+            values[each] = each.each_value()
+        with each.host_writes(whole=True):
+            variables.write(each.handles[0], values[each][replica])
+
+    try:
+        with accesses_noted(note):
+            yield
+    finally:
+        for each in seen:
+            values[each][replica] = np.array(variables.read(each.handles[0], each.dtype).numpy())
+            each.set_values(values[each])
 
 
 def _bytes(value: Any) -> Any:

@@ -41,7 +41,19 @@ Spread = Callable[[np.ndarray, int], list[np.ndarray]]
 
 _MARK = "_replica_engine_device_value"
 _LARGE = 1 << 16  # bytes; a smaller value is not worth the op that frees it
+_thread = threading.local()
 _freeing = threading.RLock()  # reentrant, since a signal handler may read a variable too
+
+
+@contextlib.contextmanager
+def accesses_noted(note: Callable[[DeviceValue], None]) -> Iterator[None]:
+    """Inside, `note` is called before the host reads or writes a value on this thread; what it does is not noted."""
+    before = getattr(_thread, "note", None)
+    _thread.note = note
+    try:
+        yield
+    finally:
+        _thread.note = before
 
 
 class DeviceValue:
@@ -169,8 +181,17 @@ class DeviceValue:
         with shutdown.running(), self._devices.in_flight:
             self.set_array(self._devices.put(values))
 
+    def each_value(self) -> list[np.ndarray]:
+        """The value on each replica, as it is on the devices, or on the host if that has the newest value."""
+        values = self.on_replicas()
+        if values is None:
+            self.host_reads()
+            values = self._host_values()
+        return values * self._devices.size if len(values) == 1 else values
+
     def host_reads(self) -> None:
         """Brings the host's value up to date, before something reads it."""
+        self._note()
         if self._writer != threading.get_ident():
             self._looked_at = True  # before anything else: a step that ends from now on must not free the value
         self._bring_up_to_date()
@@ -210,6 +231,7 @@ class DeviceValue:
         Args:
             whole: whether the caller replaces the whole value; then the old one may be lost.
         """
+        self._note()
         with shutdown.running(), self._devices.in_flight:
             if whole and self._lost:
                 with _freeing:
@@ -227,6 +249,15 @@ class DeviceValue:
                 self._writer = writer
             self._array = None
             self.leave_pool()
+
+    def _note(self) -> None:
+        note = getattr(_thread, "note", None)
+        if note is not None:
+            _thread.note = None
+            try:
+                note(self)
+            finally:
+                _thread.note = note
 
     def _present(self) -> Array:
         """The value on the devices. A program that fails while it runs deletes it, and a program may never end."""
