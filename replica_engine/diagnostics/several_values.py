@@ -91,7 +91,7 @@ def _truth(self: Any) -> bool:
 
 def _attribute(self: Any, name: str) -> Any:
     """The error of an attribute that only one tensor or array has; `hasattr` is False as before."""
-    if name[0] != "_" and (hasattr(EagerTensor, name) or hasattr(np.ndarray, name)):
+    if not name.startswith("_") and (hasattr(EagerTensor, name) or hasattr(np.ndarray, name)):
         raise NoValueError.several(name, _is_in_replica())
     raise AttributeError(f"'PerReplica' object has no attribute {name!r}", name=name, obj=self)
 

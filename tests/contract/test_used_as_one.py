@@ -66,6 +66,10 @@ def test_a_function_of_tensorflow_says_what_to_write(result, use):
         use(result)
 
 
+def test_an_attribute_without_a_name(result):
+    assert getattr(result, "", None) is None
+
+
 @pytest.mark.parametrize("name", ["numpy", "shape", "dtype", "item", "mean"])
 def test_an_attribute_of_a_tensor_says_what_to_write(result, name):
     assert not hasattr(result, name)
