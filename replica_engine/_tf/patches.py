@@ -90,6 +90,7 @@ PATCHES: tuple[Patch, ...] = (
             ("__bool__", "`if result:`", "only for values of dtype bool; True for all others, as before"),
         )
     ),
+    Patch(_SEVERAL, "_is_mirrored", "reductions find at once what `__getattr__` answers slowly", "import", "only added"),
     Patch(
         f"{COMPILES}.Trainer",
         "compile",
@@ -301,6 +302,8 @@ def refuse_several(methods: Mapping[str, Callable[..., Any]], as_tensor: Callabl
             method.__name__ = name
             method.__qualname__ = f"{distribute.PerReplica.__qualname__}.{name}"
             setattr(distribute.PerReplica, name, method)
+    if "_is_mirrored" not in own:  # TensorFlow asks for it, with this default, in each reduction: here it is at hand
+        distribute.PerReplica._is_mirrored = lambda _: False
     tf.register_tensor_conversion_function(distribute.PerReplica, as_tensor, priority=_BEFORE_TENSORFLOWS)
 
 

@@ -51,7 +51,7 @@ def has_keras_step(model: Any, name: str) -> bool:
 def first_batch(iterator: Any, strategy: Any) -> Any:
     """The first batch that an epoch will give the replicas, which the epoch still gives.
 
-    A dataset begins anew for each iterator. A generator does not: what is taken of it here would be missing in the
+    A dataset begins again for each iterator. A generator does not: what is taken of it here would be missing in the
     epoch. But its adapter has looked at its first batches and keeps them, so the batch is one of a copy of the first.
     """
     adapter: Any = getattr(iterator, "data_adapter", None)
