@@ -90,7 +90,7 @@ PATCHES: tuple[Patch, ...] = (
             ("__bool__", "`if result:`", "only for values of dtype bool; True for all others, as before"),
         )
     ),
-    Patch(_SEVERAL, "_is_mirrored", "reductions find at once what `__getattr__` answers slowly", "import", "only added"),
+    Patch(_SEVERAL, "_is_mirrored", "reductions find at once what `__getattr__` would say", "import", "only added"),
     Patch(
         f"{COMPILES}.Trainer",
         "compile",

@@ -20,7 +20,7 @@ from replica_engine._tf import distribute
 from replica_engine._tf.graphs import autograph
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.diagnostics.user_frames import is_internal
-from replica_engine.errors import NoValueError, ReplicaValueError, ScopeError, add_note, note_no_value
+from replica_engine.errors import InputsError, NoValueError, ReplicaValueError, ScopeError, add_note, note_no_value
 
 _MIXED = ("Mixing different tf.distribute.Strategy", "Need to be inside")
 _NO_REDUCTION = " is not a valid ReduceOp"
@@ -95,7 +95,7 @@ def _meaning(error: Exception) -> Exception | None:
         return ScopeError.in_replica("run", here())
     if type(error) is ValueError and text.startswith(_NEXT):
         places = [_users_place(frame, number) for frame, number in traceback.walk_tb(error.__traceback__)]
-        return ScopeError.next_in_replica(next(filter(None, reversed(places)), ""))
+        return InputsError.next_in_replica(next(filter(None, reversed(places)), ""))
     return None
 
 

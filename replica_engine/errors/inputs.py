@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief, shown, with_more
+from replica_engine.errors.scopes import KERAS_RUNS
 
 _LOOP = (
     "    for batch in strategy.experimental_distribute_dataset(dataset):\n"
@@ -157,6 +158,14 @@ class InputsError(ReplicaEngineError, ValueError, TypeError):
             "The dataset has single samples and no batches: its elements are scalars, or have scalars in them, which "
             "replicas cannot share. Batch it first, with the batch of all replicas:\n"
             "    dataset = strategy.experimental_distribute_dataset(dataset.batch(n))"
+        )
+
+    @classmethod
+    def next_in_replica(cls, where: str) -> InputsError:
+        """A replica takes the next batch of a distributed dataset, or calls a method of a Keras model that does."""
+        return cls(
+            f"A replica asks for the next batch of a distributed dataset{at(where)}. A batch has a part for each "
+            f"replica, so take it outside, and pass it: strategy.run(step, args=(next(iterator),)). {KERAS_RUNS}"
         )
 
     @classmethod

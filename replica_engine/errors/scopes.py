@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from replica_engine.errors.base import ReplicaEngineError, at, with_more
 
-_KERAS = "`fit`, `predict` and such methods of a Keras model run the replicas themselves: call these outside."
+KERAS_RUNS = "`fit`, `predict` and such methods of a Keras model run the replicas themselves: call these outside."
 _ALL_REDUCE = (
     'In a replica, ask its context, on all replicas: tf.distribute.get_replica_context().all_reduce("SUM", value).'
 )
@@ -65,9 +65,10 @@ class ScopeError(ReplicaEngineError, RuntimeError):
     def in_replica(cls, method: str, where: str) -> ScopeError:
         """`run`, `scope`, `reduce` or `reduce_to` is called by a function that replicas already run."""
         cure = {
-            "run": f"Call the inner function directly: each replica runs it. In a merge function, run works. {_KERAS}",
+            "run": "Call the inner function directly: each replica runs it. In a merge function, run works. "
+            f"{KERAS_RUNS}",
             "scope": "A replica is in the scope already: leave the `with` out, and what it makes belongs to the "
-            f"strategy. Better, make variables before strategy.run. {_KERAS}",
+            f"strategy. Better, make variables before strategy.run. {KERAS_RUNS}",
             "reduce": f"{_ALL_REDUCE} strategy.reduce is for what strategy.run returns, and for merge functions.",
             "extended.reduce_to": f"{_ALL_REDUCE} reduce_to is for merge functions.",
             "extended.batch_reduce_to": f"{_ALL_REDUCE} It takes a list of tensors too. batch_reduce_to is for merge "
@@ -75,14 +76,6 @@ class ScopeError(ReplicaEngineError, RuntimeError):
         }[method]
         return cls(
             f"strategy.{method}() was called inside a replica{at(where)}, by code that strategy.run runs. {cure}"
-        )
-
-    @classmethod
-    def next_in_replica(cls, where: str) -> ScopeError:
-        """A replica takes the next batch of a distributed dataset, or calls a method of a Keras model that does."""
-        return cls(
-            f"A replica asks for the next batch of a distributed dataset{at(where)}. A batch has a part for each "
-            f"replica, so take it outside, and pass it: strategy.run(step, args=(next(iterator),)). {_KERAS}"
         )
 
     @classmethod

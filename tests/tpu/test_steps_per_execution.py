@@ -290,7 +290,7 @@ def test_a_last_batch_that_does_not_split_evenly_says_what_to_do(shared, launche
     """43 = 5 * 8 + 3. The steps before it are kept, as they are with one step per execution."""
     model = shared(4)
     with pytest.raises(Exception, match=r"drop_remainder=True") as raised:
-        fit(model, batches(X[:43], Y[:43]))
+        fit(model, batches(X[:43], Y[:43]).filter(lambda *_: True))  # else it is known before that the rest comes
     assert "ReplicaMismatchError" in f"{type(raised.value).__name__} {raised.value}"
     assert "(2, 4)" in str(raised.value)
     assert "(1, 4)" in str(raised.value)
