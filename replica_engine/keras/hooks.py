@@ -7,7 +7,8 @@ and run here on a shard of it. In these places the difference matters:
 - an optimizer's `scale_loss`, which Keras calls before it computes gradients, multiplies the loss by the weight of the
   shard. If a step does not call it, the gradients are multiplied instead;
 - the loss of one of several outputs counts with the shard's fraction of the batch;
-- a metric records the results of its `result`, so that the logs can show the result over all replicas instead.
+- a metric records the results of its `result`, so that the logs can show the result over all replicas instead;
+- a metric of the user's own is looked at while it is traced: whether its values on shards can be added up.
 
 Between steps, a callback may change the model. These changes are noticed at once:
 
@@ -29,9 +30,11 @@ import keras
 import tensorflow as tf
 
 from replica_engine._tf.keras import model as keras_model
+from replica_engine._tf.keras import sums as keras_sums
 from replica_engine.keras.cross_replica_optimizer import CrossReplicaOptimizer
 from replica_engine.keras.optimizer import apply_across_replicas, of_whole_batch
 from replica_engine.keras.shard import current_shard
+from replica_engine.keras.undivided import looked_at
 
 _NOTHING = object()
 _READING = ("save", "save_weights", "export", "get_weights")
@@ -100,6 +103,8 @@ class Hooks:
             yield metric, "result", _result
             if any(metric is each for each in of_outputs) and not self._model.run_eagerly:
                 yield metric, "update_state", _update
+            elif keras_sums.has_own_update(metric):
+                yield metric, "update_state", looked_at
 
     def _build(self, optimizer: keras.optimizers.Optimizer) -> Callable[[Any], None]:
         own = optimizer.build

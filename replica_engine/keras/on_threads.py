@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,10 +11,10 @@ import keras
 import tensorflow as tf
 
 from replica_engine._tf.distribute import replica_id_in_sync_group
-from replica_engine._tf.keras import model as keras_model
 from replica_engine.keras.compiling import compiling
 from replica_engine.keras.shard import Shard
 from replica_engine.keras.steps import run_step
+from replica_engine.keras.undivided import NotASumError, has_own_metrics, needs_whole_batches
 from replica_engine.values import samples
 from replica_engine.values.regroup import regroup
 
@@ -41,10 +42,19 @@ class OnThreads:
     def step(self, name: str, batches: Sequence[Any]) -> dict[str, Any]:
         """Runs `train_step` or `test_step` on batches of at least one sample; returns the logs of the last batch."""
         for batch in batches:
-            is_whole = samples.count(batch) < self._size or keras_model.mixes_samples(self._model)
-            function = self._whole if is_whole else self._shared
-            logs = self._call(function, name, batch)
+            logs = self._step(name, batch)
         return logs
+
+    def _step(self, name: str, batch: Any) -> Any:
+        if samples.count(batch) >= self._size and not self._needs_whole_batches():
+            with contextlib.suppress(NotASumError):
+                return self._call(self._shared, name, batch)
+        return self._call(self._whole, name, batch)
+
+    def _needs_whole_batches(self) -> bool:
+        # An eager step cannot be given up when one of its metrics turns out not to be a sum.
+        is_eager = self._model.run_eagerly
+        return needs_whole_batches(self._model) or (is_eager and has_own_metrics(self._model))
 
     def predict(self, batch: Any) -> Any:
         """The outputs for a batch of at least one sample, in the order of the samples."""

@@ -10,6 +10,7 @@ return gradients of an unknown number of table rows, as with text: XLA needs equ
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -21,12 +22,12 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine import xla
-from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.errors import CollectiveError, many_batch_sizes
 from replica_engine.keras.compiling import compiling, layers_named, sparse_inputs_named
 from replica_engine.keras.shard import Shard
 from replica_engine.keras.steps import Logs, across_replicas, run_step
+from replica_engine.keras.undivided import NotASumError, needs_whole_batches
 from replica_engine.strategies.tpu.device_loops import LoopSettings
 from replica_engine.values import samples
 from replica_engine.values.regroup import regroup, select
@@ -74,16 +75,21 @@ class OnXla:
         logs: Any = None
         for total, same in itertools.groupby(batches, samples.count):
             data = [samples.views(batch) for batch in same]
-            if len(data) > 1 and total % self._size == 0 and not keras_model.mixes_samples(self._model):
-                logs = self._run(self._loop, name, [self._shares(each, total) for each in data], total)
-            else:
-                for each in data:
-                    logs = self._single(name, each, total)
+            if len(data) > 1 and total % self._size == 0 and not needs_whole_batches(self._model):
+                with contextlib.suppress(NotASumError):
+                    logs = self._run(self._loop, name, [self._shares(each, total) for each in data], total)
+                    continue
+            for each in data:
+                logs = self._single(name, each, total)
         return logs
 
     def _single(self, name: str, data: Any, total: int) -> Any:
-        if keras_model.mixes_samples(self._model):
-            return self._run(self._step_of_whole_batch, name, data, total)
+        if not needs_whole_batches(self._model):
+            with contextlib.suppress(NotASumError):
+                return self._divided(name, data, total)
+        return self._run(self._step_of_whole_batch, name, data, total)
+
+    def _divided(self, name: str, data: Any, total: int) -> Any:
         if total % self._size == 0:
             return self._run(self._step, name, self._shares(data, total), total)
         if total > self._size and name not in self._undivided and self._is_divisible(name):

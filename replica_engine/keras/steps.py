@@ -74,9 +74,10 @@ def across_replicas(model: keras.Model, logs: Logs, weight: Any) -> dict[str, An
     sums, means = context.all_reduce(tf.distribute.ReduceOp.SUM, (values, own))
     with keras.StatelessScope(state_mapping=list(zip(counted, sums, strict=True))):
         results = {id(metric): metric.result() for metric, _ in logs.metrics.values()}
-    for key, (metric, part) in logs.metrics.items():
-        result = results[id(metric)]
-        means[key] = tf.convert_to_tensor(result if part is None else result[part])
+        for key, (metric, part) in logs.metrics.items():
+            result = results[id(metric)]
+            # Inside the scope: a result may be a variable of the metric, and is read here.
+            means[key] = tf.convert_to_tensor(result if part is None else result[part])
     return means
 
 

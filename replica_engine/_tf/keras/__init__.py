@@ -2,7 +2,8 @@
 
 `model` has the parts of models that have no public name: the variables under Keras variables, losses, metrics,
 optimizers. `accumulation` has the parts of an optimizer that accumulate gradients. `metrics` gives the variables of
-metrics a value on each replica. `trainer` names the methods that make the functions for `fit` and `evaluate`. `files`
-lets one of several workers write the files. `state` is the state that Keras keeps separately for each thread. `names`
-lists the private attributes for a test. Only `model` and `names` import Keras.
+metrics a value on each replica. `sums` finds out whether a metric only adds to its variables. `trainer` names the
+methods that make the functions for `fit` and `evaluate`. `files` lets one of several workers write the files. `state`
+is the state that Keras keeps separately for each thread. `names` lists the private attributes for a test. Only `model`,
+`sums` and `names` import Keras.
 """

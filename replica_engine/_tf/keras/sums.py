@@ -1,0 +1,216 @@
+"""Whether a metric of the user's own only adds to its variables, so that values of replicas can be added up.
+
+Keras writes all updates as assignments, `assign_add(x)` too, which is `assign(self + x)`. So the kind of the assignment
+says nothing. The update is traced once more, in a graph that is thrown away, with a placeholder for the value of each
+variable, and the graph shows what the new value is made of: "old value + something that does not depend on old values"
+is a sum over samples, as far as a graph can tell. "The larger of the old value and x" is not.
+
+The graph is made on a thread of its own: there is no replica on it, so nothing there waits for other replicas or counts
+for them. Checked on Keras 3.8 to 3.15. This module imports Keras, so only code that already has a Keras model should
+import it.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+# FuncGraph: a graph for ops that nobody runs; it takes tensors of the graph that is being traced as inputs.
+from tensorflow.python.framework.func_graph import FuncGraph as _FuncGraph
+
+SUM, OTHER, UNKNOWN = "sum", "other", "unknown"
+
+_SAME = ("Identity", "Cast", "StopGradient", "PreventGradient", "EnsureShape", "Reshape", "Squeeze", "ExpandDims")
+_ADDING = ("Add", "AddV2", "AddN")
+_FIRST = ("Sub", "TensorScatterAdd", "TensorScatterSub")  # the old value may be the first input only
+_COMPARISONS = ("Greater", "GreaterEqual", "Less", "LessEqual")
+_OF_LAST = ("Maximum", "Minimum", "Max", "Min", "Mean")  # what one of these made is no sum over the last batch
+_ASSIGNING = ("AssignVariableOp", "ResourceScatter")
+
+
+_thread = threading.local()
+
+
+class Update(NamedTuple):
+    """What an update of a metric does to one of its variables.
+
+    Attributes:
+        variable: the name of the variable.
+        kind: `SUM`; `OTHER` if it is surely not a sum over samples; `UNKNOWN` if the graph does not tell.
+        place: what `place` returned where the variable got its new value.
+    """
+
+    variable: str
+    kind: str
+    place: str
+
+
+def has_own_update(metric: keras.metrics.Metric) -> bool:
+    """Whether the metric's `update_state` is not one of Keras, which are known to add, or to be correlations."""
+    return type(metric).update_state.__module__.partition(".")[0] != "keras"
+
+
+def own_metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
+    """The metrics of a model that are of the user's own kind, also those inside others."""
+    pending, found = list(model.metrics), {}
+    while pending:
+        metric = pending.pop()
+        if id(metric) not in found:
+            found[id(metric)] = metric
+            pending += getattr(metric, "metrics", metric._metrics)
+    return [metric for metric in found.values() if has_own_update(metric)]
+
+
+def is_looking() -> bool:
+    """Whether this thread only looks at an update, of a metric that contains others."""
+    return getattr(_thread, "is_looking", False)
+
+
+def updates_of(
+    metric: keras.metrics.Metric,
+    update_state: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    place: Callable[[], str],
+) -> list[Update]:
+    """What a call of `update_state` does to the variables of a metric. The call changes no variable.
+
+    Args:
+        metric: the metric, with all its variables.
+        update_state: its method.
+        args: the arguments of the call, tensors of any graph among them.
+        kwargs: the keyword arguments of the call.
+        place: returns the user's line that is running.
+    """
+    found: list[Update] = []
+    context = contextvars.copy_context()
+    thread = threading.Thread(
+        target=lambda: found.extend(context.run(_updates, metric, update_state, args, kwargs, place)),
+        name="replica_engine: metric",
+    )
+    thread.start()
+    thread.join()
+    return found
+
+
+def _updates(metric: Any, update_state: Any, args: Any, kwargs: Any, place: Any) -> list[Update]:
+    _thread.is_looking = True  # the thread ends with this function
+    variables: list[Any] = metric.variables
+    graph = _FuncGraph("metric")
+    try:
+        with graph.as_default():
+            old = [tf.compat.v1.placeholder(each.dtype, each.shape) for each in variables]
+            with _Watching(list(zip(variables, old, strict=True)), place) as scope:
+                update_state(*args, **kwargs)
+            new = [tf.convert_to_tensor(scope.get_current_value(each)) for each in variables]
+    except Exception:  # such an update can only run for real; what it raises there, it raises there
+        return [Update(each.name, UNKNOWN, "") for each in variables]
+    is_hidden = any(op.type.startswith(_ASSIGNING) for op in graph.get_operations())
+    outside = {id(inner): outer for outer, inner in graph.captures}
+    dependence = _Dependence(old)
+    found = []
+    for variable, value, own in zip(variables, new, old, strict=True):
+        is_known = not is_hidden and variable.aggregation == "sum"
+        kind = _kind(value, own, dependence, outside) if is_known else UNKNOWN
+        found.append(Update(variable.name, kind, scope.places.get(id(variable), "")))
+    return found
+
+
+class _Watching(keras.StatelessScope):
+    """A scope in which assignments of Keras variables change nothing, and are noted.
+
+    Attributes:
+        places: the user's line of the last assignment, by the id of the variable.
+    """
+
+    def __init__(self, state_mapping: list[tuple[Any, Any]], place: Callable[[], str]):
+        super().__init__(state_mapping=state_mapping, initialize_variables=False)
+        self.places: dict[int, str] = {}
+        self._place = place
+
+    def add_update(self, update: Any) -> None:
+        self.places[id(update[0])] = self._place()
+        super().add_update(update)
+
+
+class _Dependence:
+    """Which tensors of a graph depend on some of its tensors."""
+
+    def __init__(self, roots: Iterable[tf.Tensor]):
+        self._known = {id(root.op): True for root in roots}
+
+    def of(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor depends on one of the roots."""
+        pending = [tensor.op]
+        while pending:
+            op = pending[-1]
+            if id(op) in self._known:
+                pending.pop()
+                continue
+            unknown = [each.op for each in op.inputs if id(each.op) not in self._known]
+            if unknown:
+                pending += unknown
+                continue
+            self._known[id(op)] = any(self._known[id(each.op)] for each in op.inputs)
+        return self._known[id(tensor.op)]
+
+
+def _kind(new: tf.Tensor, own: tf.Tensor, old: _Dependence, outside: Mapping[int, tf.Tensor]) -> str:
+    """Whether a new value is the old one and something more; see `Update.kind`."""
+    while new is not own:
+        op, inputs = new.op, list(new.op.inputs)
+        if not old.of(new):
+            return _kind_of_last(new, outside)
+        if op.type in _SAME:
+            new = inputs[0]
+        elif op.type in _ADDING and sum(map(old.of, inputs)) == 1:
+            new = next(each for each in inputs if old.of(each))
+        elif op.type in _FIRST and not any(map(old.of, inputs[1:])):
+            new = inputs[0]
+        elif op.type in ("Select", "SelectV2") and not old.of(inputs[0]):
+            return SUM if all(_kind(each, own, old, outside) == SUM for each in inputs[1:]) else UNKNOWN
+        else:
+            return OTHER if _is_choice(op, old) else UNKNOWN
+    return SUM
+
+
+def _is_choice(op: tf.Operation, old: _Dependence) -> bool:
+    """Whether an op takes the old value or a value of the batch, whichever is larger or smaller.
+
+    Not if it compares with a constant: a sum that ends at a limit is a sum below that.
+    """
+    compared = list(op.inputs)
+    if op.type in ("Select", "SelectV2", "If", "StatelessIf"):
+        condition = _original(op.inputs[0]).op
+        if condition.type not in _COMPARISONS:
+            return False
+        compared = list(condition.inputs)
+    elif op.type in ("Max", "Min"):
+        if op.inputs[0].op.type not in ("Pack", "ConcatV2"):
+            return False
+        compared = list(op.inputs[0].op.inputs)
+    elif op.type not in ("Maximum", "Minimum"):
+        return False
+    of_batch = [each for each in compared if not old.of(each) and _original(each).op.type != "Const"]
+    return bool(of_batch) and any(map(old.of, compared))
+
+
+def _original(tensor: tf.Tensor) -> tf.Tensor:
+    while tensor.op.type in _SAME:
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def _kind_of_last(new: tf.Tensor, outside: Mapping[int, tf.Tensor]) -> str:
+    """Of a value that does not depend on the old one: it may be a sum over the samples of the last batch."""
+    new = _original(new)
+    while id(new) in outside:
+        if not tf.is_symbolic_tensor(outside[id(new)]):
+            return UNKNOWN
+        new = _original(outside[id(new)])
+    return OTHER if new.op.type in _OF_LAST else UNKNOWN

@@ -1,0 +1,255 @@
+"""Metrics of the user's own: their numbers are those of one device, whether or not their variables are sums."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from replica_engine._tf.keras import sums
+from replica_engine.keras import replicate_model
+from replica_engine.testing import check_parity
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.random((35, 3)).astype("float32")
+Y = X.sum(1, keepdims=True)
+
+
+class Own(keras.metrics.Metric):
+    initial = 0.0
+
+    def __init__(self):
+        super().__init__(name=type(self).__name__.lower())
+        self.value = self.add_weight(name="value", initializer=keras.initializers.Constant(self.initial))
+
+    def result(self):
+        return self.value
+
+    def reset_state(self):
+        self.value.assign(self.initial)
+
+
+class Biggest(Own):
+    def update_state(self, y, outputs, sample_weight=None):
+        self.value.assign(tf.maximum(self.value, tf.reduce_max(tf.abs(y - outputs))))
+
+
+class Smallest(Own):
+    initial = 1e9
+
+    def update_state(self, y, outputs, sample_weight=None):
+        error = tf.reduce_min(tf.abs(y - outputs))
+        self.value.assign(tf.where(error < self.value, error, self.value))
+
+
+class Last(Own):
+    def update_state(self, y, outputs, sample_weight=None):
+        self.value.assign(tf.reduce_mean(tf.abs(y - outputs)))
+
+
+class Decaying(Own):
+    def update_state(self, y, outputs, sample_weight=None):
+        self.value.assign(0.9 * self.value + 0.1 * tf.reduce_mean(tf.abs(y - outputs)))
+
+
+class Total(Own):
+    def update_state(self, y, outputs, sample_weight=None):
+        self.value.assign(self.value + tf.reduce_sum(tf.abs(y - outputs)))
+
+
+class BiggestOfAll(keras.metrics.Metric):
+    """Has its variable in another metric of the user's."""
+
+    def __init__(self):
+        super().__init__(name="biggest_of_all")
+        self.inner = Biggest()
+
+    def update_state(self, y, outputs, sample_weight=None):
+        self.inner.update_state(y, outputs)
+
+    def result(self):
+        return self.inner.result()
+
+
+class HelpedByAFunction(Own):
+    """Its update is a `tf.function`, whose tensors nobody can look at from outside."""
+
+    @tf.function
+    def update_state(self, y, outputs, sample_weight=None):
+        self.value.assign(tf.maximum(self.value, tf.reduce_max(tf.abs(y - outputs))))
+
+
+class Weighted(Own):
+    """A sum if there are no weights, a maximum if there are."""
+
+    def update_state(self, y, outputs, sample_weight=None):
+        if sample_weight is None:
+            self.value.assign_add(tf.reduce_sum(outputs))
+        else:
+            self.value.assign(tf.maximum(self.value, tf.reduce_max(sample_weight)))
+
+
+class Trained(keras.Model):
+    """Has its own step, with a metric that gets the errors of the samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.worst = Worst()
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            errors = tf.abs(self(x) - y)
+            loss = tf.reduce_mean(errors)
+        weights = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        self.worst.update_state(errors)
+        return {"worst": self.worst.result()}
+
+
+class Worst(Own):
+    def update_state(self, values, sample_weight=None):
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(values)))
+
+    def result(self):
+        return 1.0 * self.value
+
+
+def model_with(*metrics, **options):
+    def make():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05), "mse", metrics=[kind() for kind in metrics], **options)
+        return model
+
+    return make
+
+
+def trained():
+    model = Trained()
+    model(X[:1])
+    model.compile(keras.optimizers.SGD(0.05))
+    return model
+
+
+KINDS = (Biggest, Smallest, Last, Decaying, Total, BiggestOfAll)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_metrics_that_are_no_sums(alone_and_replicated, batched, alike, size):
+    alone, replicated = alone_and_replicated(model_with(*KINDS), size)
+    for data in (batched(9, X, Y), batched(31, X, Y)):  # the rest is 8 and 4 samples
+        options = {"verbose": 0, "return_dict": True}
+        alike(replicated.evaluate(data, **options), alone.evaluate(data, **options))
+    for model in (alone, replicated):
+        model.reset_metrics()
+    for rows in (35, 12, 1):  # one after the other, without a reset
+        expected, found = (model.test_on_batch(X[:rows], Y[:rows], return_dict=True) for model in (alone, replicated))
+        alike(found, expected)
+    alike([each.result() for each in replicated.metrics], [each.result() for each in alone.metrics])
+
+
+def test_training_with_metrics_that_are_no_sums(trains_alike):
+    trains_alike(model_with(*KINDS), 3, X, Y, batch_size=9, validation_data=(X[:8], Y[:8]), epochs=2)
+
+
+def test_a_step_of_its_own_with_a_metric_that_is_no_sum(trains_alike):
+    trains_alike(trained, 2, X, Y, batch_size=9, epochs=2)
+
+
+def test_several_steps_in_one_launch(trains_alike):
+    trains_alike(model_with(Biggest, Total, steps_per_execution=3), 2, X, Y, batch_size=8)
+
+
+@pytest.mark.on("mirrored")
+def test_eager_steps_with_a_metric_that_is_no_sum(trains_alike):
+    trains_alike(model_with(Biggest, run_eagerly=True), 2, X, Y, batch_size=9)
+
+
+def test_an_update_that_shows_nothing_before_it_runs(trains_alike):
+    trains_alike(model_with(HelpedByAFunction), 2, X, Y, batch_size=8)
+
+
+def test_an_update_that_depends_on_its_arguments(alone_and_replicated, alike):
+    def make():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", weighted_metrics=[Weighted()])
+        return model
+
+    models = alone_and_replicated(make, 2)
+    for weights in (None, np.arange(8.0)):
+        expected, found = (
+            model.evaluate(X[:8], Y[:8], sample_weight=weights, batch_size=4, verbose=0) for model in models
+        )
+        alike(found, expected)
+
+
+def test_the_result_of_a_sum_that_is_its_variable(alone_and_replicated, alike):
+    models = alone_and_replicated(model_with(Total), 2)
+    for method in ("test_on_batch", "train_on_batch"):
+        expected, found = (getattr(model, method)(X, Y, return_dict=True) for model in models)
+        alike(found, expected)
+
+
+class Parts(Own):
+    """Counts updates."""
+
+    def update_state(self, y, outputs, sample_weight=None):
+        self.value.assign_add(1.0)
+
+
+@pytest.mark.parametrize(("kinds", "parts"), [((Parts, Total), 2), ((Parts, Total, Biggest), 1)])
+def test_a_batch_is_divided_where_metrics_only_add(both, kinds, parts):
+    replicated = replicate_model(model_with(*kinds)(), strategy=both(2))
+    assert replicated.evaluate(X[:8], Y[:8], batch_size=8, verbose=0, return_dict=True)["parts"] == parts
+
+
+def test_a_parity_check_of_a_metric_that_is_no_sum():
+    report = check_parity(model_with(*KINDS)(), X, Y, replicas=2, steps=2)
+    assert report.ok, report
+
+
+def test_a_parity_check_finds_a_metric_that_reads_other_numbers(monkeypatch):
+    """As one would that is no sum, and that nobody noticed."""
+    monkeypatch.setattr("replica_engine._tf.keras.sums.has_own_update", lambda metric: False)
+    report = check_parity(model_with(Biggest)(), X, Y, replicas=2, steps=2)
+    assert "biggest" in {each.name for each in report.differences}
+
+
+ONE_HOT = np.eye(2, dtype="float32")[[0, 1, 1, 0, 1]]
+SCORES = RANDOM.random((5, 2)).astype("float32")
+PAIRS = {
+    "MeanIoU": ({"num_classes": 2}, (ONE_HOT[:, 0], SCORES[:, 0] > 0.5)),
+    "IoU": ({"num_classes": 2, "target_class_ids": [0]}, (ONE_HOT[:, 0], SCORES[:, 0] > 0.5)),
+    "BinaryIoU": ({}, (ONE_HOT[:, 0], SCORES[:, 0])),
+    "OneHotIoU": ({"num_classes": 2, "target_class_ids": [0]}, (ONE_HOT, SCORES)),
+    "OneHotMeanIoU": ({"num_classes": 2}, (ONE_HOT, SCORES)),
+    "PrecisionAtRecall": ({"recall": 0.5}, (ONE_HOT[:, 0], SCORES[:, 0])),
+    "RecallAtPrecision": ({"precision": 0.5}, (ONE_HOT[:, 0], SCORES[:, 0])),
+    "SensitivityAtSpecificity": ({"specificity": 0.5}, (ONE_HOT[:, 0], SCORES[:, 0])),
+    "SpecificityAtSensitivity": ({"sensitivity": 0.5}, (ONE_HOT[:, 0], SCORES[:, 0])),
+    "MeanMetricWrapper": ({"fn": keras.losses.mean_squared_error}, (ONE_HOT, SCORES)),
+    "Mean": ({}, (SCORES[:, 0],)),
+    "Sum": ({}, (SCORES[:, 0],)),
+}
+KERAS = [name for name, kind in vars(keras.metrics).items() if isinstance(kind, type) and name != "Metric"]
+
+
+@pytest.mark.parametrize("name", KERAS)
+def test_every_metric_of_keras_is_known_as_a_sum(name):
+    """Also where a subclass has its own `update_state`, which calls that of Keras."""
+    kind = getattr(keras.metrics, name)
+    arguments, values = PAIRS.get(name, ({}, (ONE_HOT.argmax(1) if "Sparse" in name else ONE_HOT, SCORES)))
+
+    class Mine(kind):
+        def update_state(self, *args, **kwargs):
+            return super().update_state(*args, **kwargs)
+
+    metric = Mine(**arguments)
+    metric.update_state(*values)  # makes its variables
+    assert sums.has_own_update(metric)
+    assert not sums.has_own_update(kind(**arguments))
+    kinds = {each.kind for each in sums.updates_of(metric, metric.update_state, map(tf.constant, values), {}, str)}
+    assert kinds == {sums.SUM}
