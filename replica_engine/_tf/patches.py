@@ -102,7 +102,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         f"{MODULE}.{TRAINER}",
         BUILD,
-        "models are built from one replica's part, after a check of it, and errors are explained",
+        "models are built from one replica's part, after a check; own metrics are looked at; errors are explained",
         "the first `scope()` once Keras is imported",
         _OTHERS,
     ),
@@ -381,6 +381,7 @@ def extend_build(
     check: Callable[[FirstBatch], None],
     explained: Callable[[Exception], Exception],
     is_ours: Callable[[Any], bool],
+    built_now: Callable[[Any], None],
 ) -> None:
     """Makes Keras build a model from one replica's part of the first batch; only once per process.
 
@@ -391,6 +392,7 @@ def extend_build(
         check: called before the model is built, and before the first callback.
         explained: makes another error of one that is raised while the model is built.
         is_ours: whether a strategy is one of this library's.
+        built_now: called with the model when it is built, before its first step.
     """
     trainer = getattr(sys.modules.get(MODULE), TRAINER, None)
     method = getattr(trainer, BUILD, None)
@@ -409,9 +411,11 @@ def extend_build(
             check(FirstBatch(self, strategy, batch, size_of_rest(iterator), is_fit))
             iterator, data_batch = None, distribute.first_values(batch)
         try:
-            return method(self, iterator=iterator, data_batch=data_batch)
+            result = method(self, iterator=iterator, data_batch=data_batch)
         except Exception as error:
             raise explained(error)
+        built_now(self)
+        return result
 
     setattr(built, _MARK, True)
     setattr(trainer, BUILD, built)

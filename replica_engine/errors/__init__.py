@@ -76,6 +76,7 @@ from replica_engine.errors.models import (
     ReplicateError,
     many_batch_sizes,
     note_sparse_inputs,
+    warn_metric_not_a_sum,
     warn_uneven_evaluation,
     warn_uneven_rest,
 )
@@ -231,6 +232,7 @@ __all__ = [
     "warn_dataset_for_each",
     "warn_different_lines",
     "warn_foreign_optimizer",
+    "warn_metric_not_a_sum",
     "warn_no_static_id",
     "warn_shared_variable",
     "warn_tape_outside",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replica_engine.errors.base import ReplicaEngineError, add_note, brief, shown, with_more
+from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief, shown, with_more
 from replica_engine.errors.timeouts import count_of
 
 
@@ -173,6 +173,19 @@ def warn_uneven_rest(rows: int, size: int) -> str:
         "quite those of one device. replicate_model(model) divides batches of any size with the numbers of one device. "
         f"Or leave out {count_of(most, 'sample')}: x[:-{most}], y[:-{most}], or of a dataset the rest: "
         "dataset.batch(n, drop_remainder=True)."
+    )
+
+
+@with_more
+def warn_metric_not_a_sum(metric: str, kind: str, variable: str, where: str, size: int) -> str:
+    """The warning that the variable of a metric is not a sum over samples, in a strategy's scope."""
+    return (
+        f"The metric {metric!r} ({kind}) assigns its variable {variable!r}{at(where)}, and the value is not a sum over "
+        f"samples but, for example, a maximum or the last value. Each of {size} replicas does so for its own samples, "
+        "and their values are added up when the metric is read, as in tf.distribute. So the number is not that of one "
+        "device. Build the model outside of the scope and train replicate_model(model, strategy=strategy), which "
+        "computes such metrics as one device does. Or make each variable of the metric a sum over samples, with "
+        "assign_add."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,10 @@ import tensorflow as tf
 from replica_engine._tf import distribute, patches
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.diagnostics.misuse import explained
+from replica_engine.diagnostics.op_lines import here
 from replica_engine.diagnostics.suspicions import warn_once
 from replica_engine.diagnostics.user_frames import FOLDERS
-from replica_engine.errors import BatchError, warn_uneven_evaluation, warn_uneven_rest
+from replica_engine.errors import BatchError, warn_metric_not_a_sum, warn_uneven_evaluation, warn_uneven_rest
 
 
 def explain(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
@@ -23,7 +25,7 @@ def explain(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
     Args:
         is_ours: whether a strategy runs on a backend of this library; all others keep what Keras does.
     """
-    patches.extend_build(_check_batch, explained, is_ours)
+    patches.extend_build(_check_batch, explained, is_ours, _watch_metrics)
     patches.compile_in_scope(is_ours)
     patches.hide_frames(FOLDERS)
 
@@ -68,6 +70,41 @@ def _unequal_shares(batch: Any) -> list[int]:
             if len(rows) == len(shapes) and len(set(rows)) > 1:
                 return rows
     return []
+
+
+def _watch_metrics(model: Any) -> None:
+    """Looks at the first update of each metric of the user's own, in a replica; such an update may do more than add."""
+    if keras_trainer.strategy_of(model).num_replicas_in_sync == 1:
+        return
+    from replica_engine._tf.keras import sums  # not at module level: it imports Keras
+
+    for metric in sums.own_metrics_of(model):
+        # An attribute that copies with the metric: a partial object has the metric as its argument.
+        vars(metric).setdefault("update_state", functools.partial(_first_update, metric))
+
+
+def _first_update(metric: Any, *args: Any, **kwargs: Any) -> Any:
+    """Updates a metric; warns if the values of replicas do not add up, and is then gone.
+
+    Where the graph of the update does not show that it is wrong, there is no warning.
+    """
+    own = functools.partial(type(metric).update_state, metric)
+    result = own(*args, **kwargs)
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return result
+    if vars(metric).pop("update_state", None) is None:  # another replica looks at it
+        return result
+    from replica_engine._tf.keras import sums
+
+    updates = sums.updates_of(metric, own, args, kwargs, here)
+    wrong = next((update for update in updates if update.kind == sums.OTHER), None)
+    if wrong is not None:
+        text = warn_metric_not_a_sum(
+            metric.name, type(metric).__name__, wrong.variable, wrong.place, context.num_replicas_in_sync
+        )
+        warn_once(context.strategy, ("metric", metric.name, wrong.place), text)
+    return result
 
 
 def is_uneven(error: BaseException) -> bool:

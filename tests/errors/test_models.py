@@ -15,6 +15,7 @@ from replica_engine.errors import (
     ReplicateError,
     many_batch_sizes,
     note_sparse_inputs,
+    warn_metric_not_a_sum,
     warn_uneven_evaluation,
     warn_uneven_rest,
 )
@@ -274,6 +275,27 @@ def test_an_evaluation_with_a_step_of_its_own_that_does_not_divide():
         model.compile("sgd", "mse")
     validation = np.ones((7, 3)), np.ones((7, 2))
     model.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=8, epochs=2, validation_data=validation, verbose=0)
+
+
+@shows(warn_metric_not_a_sum)
+def test_a_metric_that_is_a_maximum():
+    class Biggest(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="biggest")
+            self.value = self.add_weight(name="value", initializer="zeros")
+
+        def update_state(self, y, outputs, sample_weight=None):
+            error = tf.reduce_max(tf.abs(y - outputs))
+            self.value.assign(tf.maximum(self.value, error))
+
+        def result(self):
+            return self.value
+
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        model = make_model()
+        model.compile("sgd", "mse", metrics=[Biggest()])
+    model.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=4, verbose=0)
 
 
 @shows(BatchError.uneven_rest)

@@ -218,6 +218,94 @@ def test_a_parity_check_finds_a_metric_that_reads_other_numbers(monkeypatch):
     assert "biggest" in {each.name for each in report.differences}
 
 
+class Extreme(Own):
+    """As Biggest, in words of Keras."""
+
+    def update_state(self, y, outputs, sample_weight=None):
+        values = keras.ops.stack([self.value.value, keras.ops.max(keras.ops.abs(y - outputs))])
+        self.value.assign(keras.ops.max(values))
+
+
+class Limited(Own):
+    """A sum that ends at a limit, and survives one that is no number."""
+
+    def update_state(self, y, outputs, sample_weight=None):
+        value = tf.where(tf.math.is_nan(self.value), 0.0, self.value)
+        self.value.assign(tf.minimum(value + tf.reduce_sum(tf.abs(y - outputs)), 1e6))
+
+
+class Conditional(Own):
+    """A sum over the batches that are worth it."""
+
+    def update_state(self, y, outputs, sample_weight=None):
+        error = tf.reduce_sum(tf.abs(y - outputs))
+        self.value.assign(tf.cond(error > 0.1, lambda: self.value + error, lambda: self.value.value))
+
+
+class LastSum(Own):
+    def update_state(self, y, outputs, sample_weight=None):
+        self.value.assign(tf.reduce_sum(tf.abs(y - outputs)))
+
+
+class Restarted(Own):
+    def update_state(self, y, outputs, sample_weight=None):
+        self.reset_state()
+        self.value.assign_add(tf.reduce_sum(outputs))
+
+
+class Averaged(Own):
+    """A maximum whose variable is not added up."""
+
+    def __init__(self):
+        super().__init__()
+        self.value = self.add_variable((), "zeros", aggregation="mean", name="mean")
+
+    def update_state(self, y, outputs, sample_weight=None):
+        self.value.assign(tf.maximum(self.value, tf.reduce_max(tf.abs(y - outputs))))
+
+
+class Summed(keras.metrics.Mean):
+    def update_state(self, y, outputs, sample_weight=None):
+        return super().update_state(tf.abs(y - outputs), sample_weight=sample_weight)
+
+
+@pytest.fixture
+def warnings_in_scope(both, caplog):
+    """`warnings_in_scope(*metrics)`: the metrics that are warned of in Keras' own `fit` and `evaluate` in a scope."""
+
+    def warnings_in_scope(*metrics, **options):
+        with both(2).scope():
+            model = model_with(*metrics, **options)()
+        for _ in range(2):
+            model.fit(X[:32], Y[:32], batch_size=8, verbose=0, validation_data=(X[:32], Y[:32]))
+            model.evaluate(X[:32], Y[:32], batch_size=8, verbose=0)
+        found = [each.getMessage() for each in caplog.records if each.name == "replica_engine"]
+        assert all(f"{__file__}:" in each for each in found)
+        return [each.split("'")[1] for each in found]
+
+    return warnings_in_scope
+
+
+def test_in_a_scope_metrics_that_are_no_sums_are_warned_of_once(warnings_in_scope):
+    assert sorted(warnings_in_scope(Biggest, Smallest, Last, Extreme)) == ["biggest", "extreme", "last", "smallest"]
+
+
+@pytest.mark.on("mirrored")
+def test_in_a_scope_eager_steps_are_warned_of(warnings_in_scope):
+    assert warnings_in_scope(Biggest, Total, run_eagerly=True) == ["biggest"]
+
+
+def test_in_a_scope_sums_are_not_warned_of(warnings_in_scope):
+    assert not warnings_in_scope(Total, Limited, Conditional, LastSum, Restarted, Averaged, Summed, keras.metrics.AUC)
+
+
+def test_in_a_scope_of_one_replica_nothing_is_warned_of(both, caplog):
+    with both(1).scope():
+        model = model_with(Biggest)()
+    model.fit(X, Y, verbose=0)
+    assert not caplog.text
+
+
 ONE_HOT = np.eye(2, dtype="float32")[[0, 1, 1, 0, 1]]
 SCORES = RANDOM.random((5, 2)).astype("float32")
 PAIRS = {
