@@ -14,7 +14,7 @@ from replica_engine._tf.distribute import replica_id_in_sync_group
 from replica_engine.keras.compiling import compiling
 from replica_engine.keras.shard import Shard
 from replica_engine.keras.steps import run_step
-from replica_engine.keras.undivided import NotASumError, has_own_metrics, needs_whole_batches
+from replica_engine.keras.undivided import NotASum, has_own_metrics, needs_whole_batches
 from replica_engine.values import samples
 from replica_engine.values.regroup import regroup
 
@@ -47,7 +47,7 @@ class OnThreads:
 
     def _step(self, name: str, batch: Any) -> Any:
         if samples.count(batch) >= self._size and not self._needs_whole_batches():
-            with contextlib.suppress(NotASumError):
+            with contextlib.suppress(NotASum):
                 return self._call(self._shared, name, batch)
         return self._call(self._whole, name, batch)
 

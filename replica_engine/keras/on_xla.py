@@ -27,7 +27,7 @@ from replica_engine.errors import CollectiveError, many_batch_sizes
 from replica_engine.keras.compiling import compiling, layers_named, sparse_inputs_named
 from replica_engine.keras.shard import Shard
 from replica_engine.keras.steps import Logs, across_replicas, run_step
-from replica_engine.keras.undivided import NotASumError, needs_whole_batches
+from replica_engine.keras.undivided import NotASum, needs_whole_batches
 from replica_engine.strategies.tpu.device_loops import LoopSettings
 from replica_engine.values import samples
 from replica_engine.values.regroup import regroup, select
@@ -76,7 +76,7 @@ class OnXla:
         for total, same in itertools.groupby(batches, samples.count):
             data = [samples.views(batch) for batch in same]
             if len(data) > 1 and total % self._size == 0 and not needs_whole_batches(self._model):
-                with contextlib.suppress(NotASumError):
+                with contextlib.suppress(NotASum):
                     logs = self._run(self._loop, name, [self._shares(each, total) for each in data], total)
                     continue
             for each in data:
@@ -85,7 +85,7 @@ class OnXla:
 
     def _single(self, name: str, data: Any, total: int) -> Any:
         if not needs_whole_batches(self._model):
-            with contextlib.suppress(NotASumError):
+            with contextlib.suppress(NotASum):
                 return self._divided(name, data, total)
         return self._run(self._step_of_whole_batch, name, data, total)
 

@@ -26,13 +26,13 @@ from replica_engine.keras.shard import current_shard
 
 _logger = logging.getLogger("replica_engine")
 _lock = threading.Lock()
-_found: weakref.WeakSet[keras.metrics.Metric] = weakref.WeakSet()
+_found: weakref.WeakValueDictionary[int, keras.metrics.Metric] = weakref.WeakValueDictionary()  # by their ids
 
 
-class NotASumError(Exception):
+class NotASum(BaseException):
     """A step is given up while it is traced: its shards would not add up. The step of the whole batch takes its place.
 
-    No user sees this error.
+    No user sees it, and no `except Exception` on its way takes it for an error, neither of the user's nor of ours.
     """
 
 
@@ -40,7 +40,7 @@ def needs_whole_batches(model: keras.Model) -> bool:
     """Whether a loss or metric of the model is of the batch as a whole, as far as is known."""
     if keras_model.mixes_samples(model):
         return True
-    return bool(_found) and any(metric in _found for metric in keras_model.metrics_of(model))
+    return bool(_found) and any(id(metric) in _found for metric in keras_model.metrics_of(model))
 
 
 def has_own_metrics(model: keras.Model) -> bool:
@@ -60,10 +60,10 @@ def looked_at(metric: keras.metrics.Metric) -> Callable[..., Any]:
         updates = sums.updates_of(metric, own, args, kwargs, lambda: "")
         if any(update.kind != sums.SUM for update in updates):
             with _lock:
-                if metric not in _found:
-                    _found.add(metric)
+                if id(metric) not in _found:
+                    _found[id(metric)] = metric
                     _logger.info("every replica computes whole batches: the metric %r does not only add", metric.name)
-            raise NotASumError(metric.name)
+            raise NotASum(metric.name)
         return result
 
     return update_state

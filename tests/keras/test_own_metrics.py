@@ -4,7 +4,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.devices import DEVICES
 
+from replica_engine import MirroredStrategy
 from replica_engine._tf.keras import sums
 from replica_engine.keras import replicate_model
 from replica_engine.testing import check_parity
@@ -157,6 +159,36 @@ def test_training_with_metrics_that_are_no_sums(trains_alike):
 
 def test_a_step_of_its_own_with_a_metric_that_is_no_sum(trains_alike):
     trains_alike(trained, 2, X, Y, batch_size=9, epochs=2)
+
+
+class Careful(Trained):
+    """Goes on if something in its step fails."""
+
+    def train_step(self, data):
+        try:
+            return super().train_step(data)
+        except Exception:
+            return {"worst": 0.0}
+
+
+def test_a_step_that_handles_exceptions(trains_alike):
+    def make():
+        model = Careful()
+        model(X[:1])
+        model.compile(keras.optimizers.SGD(0.05))
+        return model
+
+    trains_alike(make, 2, X, Y, batch_size=9)
+
+
+def test_a_step_that_is_traced_once(alike, batched, caplog):
+    strategy = MirroredStrategy(DEVICES[:2], trace_once="checked")
+    replicated = replicate_model(model_with(Biggest, Total)(), strategy=strategy)
+    alone = model_with(Biggest, Total)()
+    alone.set_weights(replicated.get_weights())
+    data = batched(9, X, Y)
+    alike(replicated.evaluate(data, verbose=0), alone.evaluate(data, verbose=0))
+    assert not [each for each in caplog.records if each.name == "replica_engine"]
 
 
 def test_several_steps_in_one_launch(trains_alike):

@@ -52,7 +52,8 @@ class Update(NamedTuple):
 
 def has_own_update(metric: keras.metrics.Metric) -> bool:
     """Whether the metric's `update_state` is not one of Keras, which are known to add, or to be correlations."""
-    return type(metric).update_state.__module__.partition(".")[0] != "keras"
+    module = getattr(type(metric).update_state, "__module__", None) or ""
+    return module.partition(".")[0] != "keras"
 
 
 def own_metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
