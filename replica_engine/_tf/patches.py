@@ -55,6 +55,8 @@ class Patch(NamedTuple):
     until: str
 
 
+TF_FRAMES = "tensorflow.python.util.traceback_utils"
+"""The module that filters TensorFlow's tracebacks. Checked on TensorFlow 2.21.0."""
 _VALUES = "tensorflow.python.distribute.values.DistributedVariable"
 _SEVERAL = "tensorflow.python.distribute.values.PerReplica"
 _LOSSES = "keras.src.losses.loss"
@@ -105,6 +107,13 @@ PATCHES: tuple[Patch, ...] = (
         "models are built from one replica's part, after a check; own metrics are looked at; errors are explained",
         "the first `scope()` once Keras is imported",
         _OTHERS,
+    ),
+    Patch(
+        TF_FRAMES,
+        EXCLUDED,
+        "tracebacks that TensorFlow filters do not show the frames of this library either",
+        "import",
+        "only added; `tf.debugging.disable_traceback_filtering()` shows them",
     ),
     Patch(
         FRAMES,
@@ -422,11 +431,12 @@ def extend_build(
 
 
 def hide_frames(folders: tuple[str, ...]) -> None:
-    """Makes Keras leave the frames of folders out of the tracebacks that it filters; only once per process."""
-    module: Any = sys.modules.get(FRAMES)
-    paths = getattr(module, EXCLUDED, None)
-    if paths is not None and folders[0] not in paths:
-        setattr(module, EXCLUDED, (*paths, *folders))
+    """Makes TensorFlow, and Keras once it is imported, leave folders out of tracebacks that they filter; once each."""
+    for name in (TF_FRAMES, FRAMES):
+        module: Any = sys.modules.get(name)
+        paths = getattr(module, EXCLUDED, None)
+        if paths is not None and folders[0] not in paths:
+            setattr(module, EXCLUDED, (*paths, *folders))
 
 
 def average_logs(strategies: type) -> None:

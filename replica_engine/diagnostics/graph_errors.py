@@ -15,9 +15,10 @@ import tensorflow as tf
 
 from replica_engine._tf.graphs import autograph, function, subgraphs
 from replica_engine.diagnostics.op_lines import user_line
-from replica_engine.diagnostics.user_frames import OURS
+from replica_engine.diagnostics.user_frames import FOLDERS, OURS
 
 _FRAME = re.compile(r'\s*File "(.+)", line (\d+), in (.*)')
+_OF_OURS = re.compile(rf'^ *File "(?:{"|".join(map(re.escape, FOLDERS))}).*\n\n?', re.MULTILINE)
 _DETECTED = re.compile(r"Detected at node (\S+) defined at ")
 _NODE = re.compile(r"\{\{node ([^}]+)\}\}")
 _FUNCTION = re.compile(r"\{\{function_node [^}]*\}\} ?")  # names that TensorFlow makes up; its own text drops most
@@ -42,6 +43,12 @@ def shorten_text(error: tf.errors.OpError, is_hidden: Callable[[str], bool]) -> 
     text = error.message
     if '  File "' in text or _UNKNOWN in text:
         function.set_message(error, "\n".join(_kept(_FUNCTION.sub("", text).split("\n"), is_hidden)))
+
+
+def remove_ours(error: tf.errors.OpError) -> None:
+    """Removes the frames of this library from the text of an error, and nothing else."""
+    if OURS in error.message:
+        function.set_message(error, _OF_OURS.sub("", error.message))
 
 
 def name_lines(error: tf.errors.OpError, fn: Any) -> None:

@@ -14,7 +14,7 @@ from typing import TypeVar
 import tensorflow as tf
 
 from replica_engine._tf.graphs import autograph
-from replica_engine.diagnostics.graph_errors import name_lines, shorten_text
+from replica_engine.diagnostics.graph_errors import name_lines, remove_ours, shorten_text
 from replica_engine.diagnostics.user_frames import is_internal, is_plumbing
 
 E = TypeVar("E", bound=BaseException)
@@ -61,3 +61,13 @@ def shortened_of_graph(error: E, fn: object) -> E:
         with contextlib.suppress(Exception):  # a failure here must not hide the exception itself
             name_lines(error, fn)
     return shortened(error, is_plumbing)
+
+
+def without_ours(error: E) -> E:
+    """The error of a `tf.function` in which no replicas run, as TensorFlow raises it without this library.
+
+    TensorFlow's own filter cuts the traceback. The text has the frames of what this library puts around functions.
+    """
+    if tf.debugging.is_traceback_filtering_enabled() and isinstance(error, tf.errors.OpError):
+        remove_ours(error)
+    return error

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf import thread_state, variables
-from replica_engine._tf.graphs import function
+from replica_engine._tf.graphs import calls, function
 from replica_engine.diagnostics.suspicions import note_reads
 from replica_engine.errors import add_note
 from replica_engine.pjrt.group import DeviceGroup
@@ -217,6 +217,7 @@ class InvalidArgumentError(ValueError):
 
 def _add_op(step: _Step, inputs: list[tf.Tensor], outputs: list[tf.TensorSpec]) -> list[tf.Tensor]:
     """Adds the op to the graph: a Python op inside a function call, which can be given variables."""
+    calls.note_replicas(tf.compat.v1.get_default_graph())
     function.leave_uncompiled()  # otherwise XLA would have to compile the op that launches a compiled program
     handles = [
         host_functions.token(),

@@ -39,6 +39,7 @@ from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops.control_flow_v2_func_graphs import WhileBodyFuncGraph
 
 from replica_engine._tf import batches
+from replica_engine._tf.graphs import function
 
 FULL = "full"
 LIGHT = "light"
@@ -52,6 +53,9 @@ Around = Callable[[str], contextlib.AbstractContextManager[Any]]
 _LEVEL = "_replica_engine_optimizer"
 _AROUND = "_replica_engine_around"
 _LOOPS = "_replica_engine_loops"
+_REPLICAS = "_replica_engine_replicas"
+notes = 0
+"""Counts `note_replicas`. If it has changed while a function was called, replicas may run in its trace that failed."""
 _Rewriter = rewriter_config_pb2.RewriterConfig
 _LEFT_OUT = {
     "meta_optimizer_iterations": _Rewriter.ONE,
@@ -92,6 +96,7 @@ def choose(graph: Any, level: str, around: Around) -> None:
         level: how much Grappler does to the functions.
         around: makes what is entered around each call of one of them from eager code.
     """
+    note_replicas(graph)
     in_loop = _in_data_function()
     while isinstance(graph, FuncGraph):
         setattr(graph, _LEVEL, max(level, getattr(graph, _LEVEL, OFF), key=LEVELS.index))
@@ -100,6 +105,23 @@ def choose(graph: Any, level: str, around: Around) -> None:
             setattr(graph, _LOOPS, True)
         in_loop = in_loop or isinstance(graph, WhileBodyFuncGraph)
         graph = graph.outer_graph
+
+
+def note_replicas(graph: Any) -> None:
+    """Notes that replicas run in the function that is being traced into a graph, and so in those around it."""
+    global notes
+    notes += 1
+    while isinstance(graph, FuncGraph):
+        setattr(graph, _REPLICAS, True)
+        graph = graph.outer_graph
+
+
+def has_replicas(fn: Any) -> bool:
+    """Whether replicas of this library run in a trace of a `tf.function`."""
+    try:
+        return any(hasattr(graph, _REPLICAS) for _, graph in function.graphs_of(fn))
+    except Exception:  # TensorFlow cannot list the traces if the first one failed after it had made a variable
+        return False
 
 
 def _in_data_function() -> bool:

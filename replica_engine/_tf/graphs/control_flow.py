@@ -66,6 +66,9 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable as _Res
 # variable_accessed: tells tapes that a variable was read.
 from tensorflow.python.ops.resource_variable_ops import variable_accessed as variable_accessed
 
+# filter_traceback: removes the frames of TensorFlow's files, and of other excluded ones, from an error's traceback.
+from tensorflow.python.util import traceback_utils as _tracebacks
+
 from replica_engine._tf import batches
 
 
@@ -120,11 +123,16 @@ def wrap(name: str, around: Callable[..., Any]) -> None:
     original = getattr(owner, attribute, None)
     if original is None or hasattr(original, _ORIGINAL):
         return
+    # TensorFlow's filter of tracebacks stays outermost, so that it removes the frames of this library as well.
+    filtered = name == "call" and hasattr(original, "__wrapped__")
+    inner = original.__wrapped__ if filtered else original
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
+        return around(inner, *args, **kwargs)
 
+    if filtered:
+        wrapped = _tracebacks.filter_traceback(wrapped)
     setattr(wrapped, _ORIGINAL, original)
     setattr(owner, attribute, wrapped)
     if owner is _autograph_all:  # Converted functions call a copy, which AutoGraph makes with the first of them.

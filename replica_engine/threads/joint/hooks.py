@@ -10,11 +10,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import batches
-from replica_engine._tf.graphs import control_flow, function
+from replica_engine._tf import batches, patches
+from replica_engine._tf.graphs import calls, control_flow, function
 from replica_engine.diagnostics.suspicions import asked_for, note_addition
-from replica_engine.diagnostics.tracebacks import shortened_of_graph
-from replica_engine.diagnostics.user_frames import identity, user_location
+from replica_engine.diagnostics.tracebacks import shortened_of_graph, without_ours
+from replica_engine.diagnostics.user_frames import FOLDERS, identity, user_location
 from replica_engine.engine import current_replica
 from replica_engine.errors import MergeCallGraphError
 from replica_engine.threads.context import ReplicaContext
@@ -27,6 +27,7 @@ from replica_engine.threads.joint.graphs import is_joint
 
 def install() -> None:
     """Puts the functions of this module around TensorFlow's, once."""
+    patches.hide_frames(FOLDERS)
     control_flow.wrap("cond", _cond)
     control_flow.wrap("switch_case", _switch_case)
     control_flow.wrap("while_loop", _while_loop)
@@ -165,10 +166,12 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
     """A call of a `tf.function`."""
     context = _context()
     if context is None:
+        notes = calls.notes
         try:
             return original(self, *args, **kwargs)
         except (Exception, KeyboardInterrupt) as error:
-            raise shortened_of_graph(error, self)
+            ours = calls.notes != notes or calls.has_replicas(self)
+            raise shortened_of_graph(error, self) if ours else without_ours(error)
     if control_flow.runs_eagerly(self):
         return original(self, *args, **kwargs)
 
