@@ -8,14 +8,14 @@ names the replicas and their shapes. TensorFlow's own error would name only an o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from replica_engine.diagnostics.flight_record import Brought, texts
 from replica_engine.engine import Replica, SyncPoint
-from replica_engine.errors import ReplicaMismatchError
+from replica_engine.errors import CollectiveError, ReplicaMismatchError
 
 
 def check_alike(points: Sequence[SyncPoint], replicas: Sequence[Replica]) -> None:
@@ -29,8 +29,11 @@ def check_alike(points: Sequence[SyncPoint], replicas: Sequence[Replica]) -> Non
 
     Raises:
         ReplicaMismatchError: a replica has another dtype or shape than replica 0.
+        CollectiveError: values of this dtype cannot be reduced.
     """
     first = points[0]
+    if first.kind == "all_reduce":
+        check_reducible(first.how, first.values, first.where)
     if first.kind not in ("all_reduce", "all_gather"):
         return
     axis = _axis(replicas[0])
@@ -39,6 +42,29 @@ def check_alike(points: Sequence[SyncPoint], replicas: Sequence[Replica]) -> Non
             for one, other in zip(first.values, point.values, strict=True):
                 if not _fit(one, other, first.kind == "all_gather", axis):
                     raise _mismatch(first, replicas, [", ".join(texts(each.values)) for each in points])
+
+
+def check_reducible(name: str, values: Iterable[Any], where: str | Callable[[], str]) -> None:
+    """Checks that values can be reduced.
+
+    Args:
+        name: the reduction, such as "SUM".
+        values: what has a dtype.
+        where: the place of the all-reduce, or a function that finds it.
+
+    Raises:
+        CollectiveError: they are of another dtype.
+    """
+    for value in values:
+        dtype = value.dtype
+        if dtype is _BOOL or (name in _ORDERED and dtype.is_complex):
+            raise CollectiveError.wrong_dtype(name, dtype.name)
+        if dtype is _STRING:
+            raise CollectiveError.host_only("all_reduce", where if isinstance(where, str) else where(), dtype.name)
+
+
+_BOOL, _STRING = tf.bool, tf.string  # compared with `is`: == of dtypes is slow
+_ORDERED = ("MAX", "MIN")
 
 
 def assertions(point: SyncPoint, replicas: Sequence[Replica], args: Sequence[Any]) -> list[tf.Operation]:

@@ -16,6 +16,7 @@ from replica_engine.diagnostics.suspicions import note_write
 from replica_engine.diagnostics.user_frames import identity, sync_point, user_location
 from replica_engine.engine import Replica, SyncPoint, current_replica
 from replica_engine.errors import CollectiveError, MergeCallGraphError, NotInReplicaError
+from replica_engine.threads.agreement import check_reducible
 from replica_engine.threads.gradients import differentiable
 from replica_engine.threads.inherited_state import InheritedState
 from replica_engine.threads.joint.attempt import Attempts
@@ -25,6 +26,7 @@ from replica_engine.threads.random_numbers import Seeds
 from replica_engine.values.structure import as_tensor
 
 _OPERATIONS = dict(tf.distribute.ReduceOp.__members__)
+_EXTREMES = {"MAX": tf.reduce_max, "MIN": tf.reduce_min}
 _DEFAULT_OPTIONS = tf.distribute.experimental.CommunicationOptions()
 
 
@@ -312,7 +314,8 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         all replicas counts once per replica, and Python numbers count as tensors.
 
         Args:
-            reduce_op: "SUM" or "MEAN", or a `tf.distribute.ReduceOp`.
+            reduce_op: "SUM", "MEAN", "MIN" or "MAX", or a `tf.distribute.ReduceOp`. The gradient of a minimum or maximum
+                goes in equal parts to the replicas that hold it.
             value: a tensor, `tf.IndexedSlices` or nested structure of them, with equal shapes on all replicas.
             options: `tf.distribute.experimental.CommunicationOptions`.
 
@@ -320,22 +323,38 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             The reduced value, in the structure of `value`.
 
         Raises:
-            CollectiveError: `reduce_op` is not a reduction.
+            CollectiveError: `reduce_op` is not a reduction, or the dtype cannot be reduced.
         """
         name = str(getattr(reduce_op, "value", reduce_op)).upper()
         operation = _OPERATIONS.get(name)
         if operation is None:
-            raise CollectiveError.unknown_reduction(reduce_op, list(_OPERATIONS))
+            if name not in _EXTREMES:
+                raise CollectiveError.unknown_reduction(reduce_op, sorted([*_OPERATIONS, *_EXTREMES]))
+            return self._extreme(name, value, options)
         with _detailed(self, "all_reduce", name):
             own = self._own(value) if isinstance(value, tf.Tensor) else tf.nest.map_structure(self._own, value)
             tensors = [own] if isinstance(own, tf.Tensor) else tf.nest.flatten(own)
             if not tensors or not distribute.uses_merge_call(self._strategy):
+                check_reducible(name, tensors, self.here)
                 return super().all_reduce(operation, own, options)
             if self._needs_gradient(tensors):
                 reduced = self._merged_with_gradient(operation, tensors, options)
             else:
                 reduced = self._merged(operation, tensors, options)
             return reduced[0] if own is tensors[0] else tf.nest.pack_sequence_as(own, reduced)
+
+    def _extreme(self, name: str, value: Any, options: Any) -> Any:
+        """The minimum or maximum over replicas: TensorFlow has none across devices, so each replica takes it of all."""
+
+        def row(leaf: Any) -> tf.Tensor:
+            own = self._own(leaf)
+            check_reducible(name, [own], self.here)
+            return tf.convert_to_tensor(own)[tf.newaxis]
+
+        with _detailed(self, "all_reduce", name):  # a MAX meets no MIN and no all_gather
+            own = tf.nest.map_structure(row, value)
+            rows = super().all_gather(own, 0, options) if tf.nest.flatten(own) else own
+            return tf.nest.map_structure(lambda each: _EXTREMES[name](each, axis=0), rows)
 
     @staticmethod
     def _needs_gradient(tensors: list[Any]) -> bool:
@@ -396,7 +415,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         if isinstance(value, tf.IndexedSlices):
             shape = value.dense_shape  # a tuple is not a tensor, which a branch of TensorFlow's collectives wants
             shape = shape if shape is None else tf.convert_to_tensor(shape)
-            return tf.IndexedSlices(self._own(value.values), value.indices, shape)
+            return tf.IndexedSlices(self._own(value.values), tf.convert_to_tensor(value.indices), shape)
         tensor = as_tensor(value, "A value of all_reduce")
         if tensor.device == self._device and (tf.executing_eagerly() or not eager.is_eager(tensor)):
             return tensor  # Only this replica runs on this device, so no other replica has this tensor.

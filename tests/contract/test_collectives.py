@@ -286,3 +286,89 @@ def test_a_strategy_goes_though_collectives_of_its_own_were_traced(make_strategy
 
     results = strategy.experimental_local_results(strategy.run(both))
     assert [(float(total), gathered.numpy().tolist()) for total, gathered in results] == [(2.0, [1.0, 1.0])] * 2
+
+
+EXTREMES = {"max": max, "min": min}
+
+
+@pytest.mark.parametrize("op", EXTREMES)
+def test_the_extreme_over_replicas(strategy, run, local, per_replica, op):
+    def fn(x):
+        value = {"all": [x, -x], "whole": tf.cast(x, tf.int32), "empty": (), "number": 3.0}
+        return context().all_reduce(op, value)
+
+    n = strategy.num_replicas_in_sync
+    values = [[float(i % 3), -float(i)] for i in range(n)]
+    first, second = ([each[index] for each in values] for index in (0, 1))
+    expected = [EXTREMES[op](first), EXTREMES[op](second)]
+    opposite = [EXTREMES[op](-x for x in first), EXTREMES[op](-x for x in second)]
+    result = run(fn, args=(per_replica(lambda i: values[i]),))
+    whole = {"all": [expected, opposite], "whole": expected, "empty": (), "number": 3.0}
+    assert local(result) == [whole] * n
+
+
+@pytest.mark.parametrize("op", EXTREMES)
+def test_the_gradient_of_an_extreme_goes_in_equal_parts_to_the_replicas_that_hold_it(
+    strategy, run, local, per_replica, op
+):
+    """Replica i weighs the result with i + 1; two columns: one replica holds the extreme, or all do."""
+
+    def fn(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            weight = tf.cast(context().replica_id_in_sync_group, tf.float32) + 1.0
+            weighted = weight * context().all_reduce(op, x)
+        return tape.gradient(weighted, x)
+
+    n = strategy.num_replicas_in_sync
+    weights = n * (n + 1) / 2.0
+    holds = 0 if op == "min" else n - 1
+    result = run(fn, args=(per_replica(lambda i: [float(i), 7.0]),))
+    assert local(result) == [[weights * (i == holds), weights / n] for i in range(n)]
+
+
+@pytest.mark.parametrize("op", EXTREMES)
+def test_the_extreme_of_a_nan_is_a_nan(strategy, run, local, per_replica, op):
+    result = run(
+        lambda x: tf.math.is_nan(context().all_reduce(op, x)),
+        args=(per_replica(lambda i: [float("nan") if i == 0 else 1.0, 1.0]),),
+    )
+    assert local(result) == [[True, False]] * strategy.num_replicas_in_sync
+
+
+def test_the_extreme_of_sparse_values_is_that_of_dense_ones(strategy, run, local, per_replica):
+    def fn(x):
+        i = tf.cast(context().replica_id_in_sync_group, tf.int64)
+        return context().all_reduce("MAX", tf.IndexedSlices(x[tf.newaxis], i[tf.newaxis], (4, 1)))
+
+    n = strategy.num_replicas_in_sync
+    result = run(fn, args=(per_replica(lambda i: [i - 0.5]),))
+    assert local(result) == [[[max(i - 0.5, 0.0)] if i < n else [0.0] for i in range(4)]] * n if n > 1 else True
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "max"])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_truth_values_and_texts_are_not_reduced(strategy, run, op, sparse):
+    def reduced(value):
+        if sparse:
+            value = tf.IndexedSlices(tf.reshape(value, [1, 1]), tf.constant([1]), (3, 1))
+        return context().all_reduce(op, value)
+
+    with pytest.raises(CollectiveError, match=rf"dtype bool cannot be reduced with {op.upper()}.*tf\.cast"):
+        run(lambda: reduced(tf.constant(True)))
+    if not sparse:
+        with pytest.raises(CollectiveError, match=r"cannot combine values of dtype string.*strategy\.gather"):
+            run(lambda: reduced(tf.constant("text")))
+
+
+def test_complex_numbers_have_no_order(strategy, run):
+    with pytest.raises(CollectiveError, match="dtype complex64 cannot be reduced with MIN"):
+        run(lambda: context().all_reduce("MIN", tf.constant(1j, tf.complex64)))
+
+
+def test_the_indices_of_slices_may_be_a_list(strategy, run, local):
+    result = run(
+        lambda: tf.convert_to_tensor(context().all_reduce("sum", tf.IndexedSlices(tf.ones([1, 2]), [1], [3, 2])))
+    )
+    n = strategy.num_replicas_in_sync
+    assert local(result) == [[[0.0, 0.0], [n, n], [0.0, 0.0]]] * n

@@ -33,7 +33,7 @@ def test_a_maximum_over_replicas_on_threads():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
 
     def step(x):
-        return tf.distribute.get_replica_context().all_reduce("MAX", x)
+        return tf.distribute.get_replica_context().all_reduce("MAXIMUM", x)
 
     strategy.run(step, args=(tf.constant(1.0),))
 

@@ -94,17 +94,24 @@ def _check_in_run() -> None:
         raise NotInReplicaError.used_after_run()
 
 
+_SPARSE = ("SUM", "MEAN")  # reductions of which the result of sparse values is sparse
+
+
 def reduce_leaf(reduce_op: Any, value: Any) -> Any:
     """Reduces one value over replicas; a sparse value stays sparse if its rank is known."""
-    if isinstance(value, tf.IndexedSlices) and value.values.shape.rank is None:
+    name = str(getattr(reduce_op, "value", reduce_op)).upper()
+    if isinstance(value, tf.IndexedSlices) and value.values.dtype == tf.bool:
+        raise CollectiveError.wrong_dtype(name, "bool")
+    if isinstance(value, tf.IndexedSlices) and (value.values.shape.rank is None or name not in _SPARSE):
         value = tf.convert_to_tensor(value)
     if isinstance(value, tf.IndexedSlices):
         values = xla.all_gather(value.values, axis=0)
-        if str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN":
+        if name == "MEAN":
             values /= tf.cast(xla.num_replicas(), values.dtype)
-        return tf.IndexedSlices(values, xla.all_gather(value.indices, axis=0), value.dense_shape)
+        shape = value.dense_shape if value.dense_shape is None else tf.convert_to_tensor(value.dense_shape)
+        return tf.IndexedSlices(values, xla.all_gather(value.indices, axis=0), shape)
     tensor = as_tensor(value, "The value to all_reduce")
-    if tensor.dtype.is_integer and str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN":
+    if tensor.dtype.is_integer and name == "MEAN":
         return xla.cross_replica_sum(tensor) / xla.num_replicas()  # a fraction, as in tf.distribute
     return xla.all_reduce(tensor, reduce_op)
 
