@@ -14,6 +14,14 @@ WRITTEN_BEYOND_ITS_SIZE = (
 """The text of the tf.errors.InvalidArgumentError that a check in the program raises; index and size follow it."""
 
 
+_OF_SCALARS = {
+    ("strategy.gather", "()"): " It joins the rows of all replicas, and a scalar has none. The value of each replica: "
+    "strategy.experimental_local_results(x). One tensor of them: tf.stack(strategy.experimental_local_results(x)).",
+    ("all_gather", "()"): " It joins the rows of all replicas, and a scalar has none. One row of each replica: "
+    "all_gather(x[tf.newaxis], axis=0).",
+}
+
+
 class CollectiveError(ReplicaEngineError, ValueError):
     """A cross-replica operation was called with unusable arguments, or in the wrong place."""
 
@@ -88,8 +96,9 @@ class CollectiveError(ReplicaEngineError, ValueError):
 
     @classmethod
     def no_axis(cls, name: str, axis: object, shape: str) -> CollectiveError:
-        """The axis is out of range for the tensor."""
-        return cls(f"{name}: axis {axis} is out of range for a tensor of shape {shape}.")
+        """The axis is out of range for the tensor; a loss of each replica is mostly a scalar."""
+        of_scalars = _OF_SCALARS.get((name, shape), "")
+        return cls(f"{name}: axis {axis} is out of range for a tensor of shape {shape}.{of_scalars}")
 
     @classmethod
     def not_divisible(cls, axis: int, length: int, parts: int) -> CollectiveError:

@@ -105,6 +105,14 @@ class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
         )
 
     @classmethod
+    def swapped(cls, reduction: str) -> ReplicaValueError:
+        """The values come before the reduction."""
+        return cls(
+            "The first two arguments of strategy.reduce are swapped: the reduction comes first, then the values. Write "
+            f'strategy.reduce("{reduction}", values, axis=None).'
+        )
+
+    @classmethod
     def bad_axis(cls, given: object) -> ReplicaValueError:
         """`axis` is not an axis to reduce along."""
         return cls(f"`axis` must be an int, a tuple of ints, or None to reduce over replicas only; got {brief(given)}.")

@@ -30,7 +30,7 @@ from replica_engine.engine import current_replica
 from replica_engine.errors import NoMethodError, ScopeError
 from replica_engine.strategies import accumulation, models
 from replica_engine.strategies.devices import described
-from replica_engine.strategies.validation import NOT_REDUCED, check_call, checked_reduction, not_reduced
+from replica_engine.strategies.validation import NOT_REDUCED, check_call, checked_reduction, not_gathered, not_reduced
 from replica_engine.threads.call import ReplicaOptions, call_for_each_replica, short_name, sync_points
 
 R = TypeVar("R")
@@ -181,6 +181,18 @@ class OnReplicaThreads:
             return super().reduce(reduce_op, value, axis)  # type: ignore[misc]
         except NOT_REDUCED as error:
             raise not_reduced(error, value, axis)
+
+    @autograph.artifact
+    def gather(self, value: Any, axis: int) -> Any:
+        """Joins the rows of all replicas, like `tf.distribute.Strategy.gather`.
+
+        Raises:
+            CollectiveError: the values have no such axis.
+        """
+        try:
+            return super().gather(value, axis)  # type: ignore[misc]
+        except NOT_REDUCED as error:
+            raise not_gathered(error, value, axis)
 
     @property
     def run_steps(self) -> NoReturn:

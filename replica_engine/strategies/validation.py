@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute
 from replica_engine.diagnostics.misuse import of_plain_variable
-from replica_engine.errors import ReplicaEngineError, ReplicaValueError
+from replica_engine.errors import CollectiveError, ReplicaEngineError, ReplicaValueError
 from replica_engine.errors.base import shown
 from replica_engine.values.structure import as_tensor
 
@@ -127,6 +127,8 @@ def checked_reduction(reduce_op: Any, value: Any, axis: Any) -> tuple[tf.distrib
         >>> checked_reduction("sum", 1.0, 0)
         (<ReduceOp.SUM: 'SUM'>, 1.0, 0)
     """
+    if isinstance(value, _REDUCTIONS) and not isinstance(reduce_op, _REDUCTIONS):
+        raise ReplicaValueError.swapped(getattr(value, "value", value))
     reduce_op = as_reduction(reduce_op)
     if axis is None:
         return reduce_op, value, None
@@ -143,6 +145,7 @@ def checked_reduction(reduce_op: Any, value: Any, axis: Any) -> tuple[tf.distrib
     return reduce_op, value, axis
 
 
+_REDUCTIONS = (str, tf.distribute.ReduceOp)
 NOT_REDUCED = (ValueError, TypeError, tf.errors.InvalidArgumentError)
 """What TensorFlow raises of values that it cannot reduce."""
 
@@ -162,6 +165,23 @@ def not_reduced(error: Exception, value: Any, axis: Any = None) -> Exception:
         return error
     better.__suppress_context__ = True
     return better
+
+
+def not_gathered(error: Exception, value: Any, axis: Any) -> Exception:
+    """The error that says that values have no such axis to be gathered along; otherwise the error itself.
+
+    Args:
+        error: what `gather` raised, one of `NOT_REDUCED`.
+        value: what was to be gathered.
+        axis: the axis.
+    """
+    components = value.values if isinstance(value, distribute.DistributedValues) else ()
+    for _, shape in (kind for kind in map(_kind, components) if kind is not None):
+        if isinstance(axis, int) and shape.rank is not None and not -shape.rank <= axis < shape.rank:
+            better = CollectiveError.no_axis("strategy.gather", axis, str(shape))
+            better.__suppress_context__ = True
+            return better
+    return error
 
 
 def _explained(error: Exception, value: Any, axis: Any) -> ReplicaValueError | None:

@@ -314,8 +314,8 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         all replicas counts once per replica, and Python numbers count as tensors.
 
         Args:
-            reduce_op: "SUM", "MEAN", "MIN" or "MAX", or a `tf.distribute.ReduceOp`. The gradient of a minimum or maximum
-                goes in equal parts to the replicas that hold it.
+            reduce_op: "SUM", "MEAN", "MIN" or "MAX", or a `tf.distribute.ReduceOp`. The gradient of a minimum or
+                maximum goes in equal parts to the replicas that hold it.
             value: a tensor, `tf.IndexedSlices` or nested structure of them, with equal shapes on all replicas.
             options: `tf.distribute.experimental.CommunicationOptions`.
 

@@ -178,8 +178,24 @@ def test_all_gather_refuses_indexed_slices(strategy):
 
 @pytest.mark.replicas(2, 4)
 def test_all_gather_refuses_scalars(run):
-    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match=r"rank|scalar|dimension|axis"):
+    with pytest.raises(CollectiveError, match=r"^all_gather: axis 0 .* shape \(\)\..*all_gather\(x\[tf\.newaxis\]"):
         run(lambda: context().all_gather(tf.constant(1.0), axis=0))
+
+
+@pytest.mark.replicas(2)
+@pytest.mark.parametrize("where", ["eager", "in-function"])
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_gather_along_an_axis_that_values_do_not_have(strategy, where, per_replica, shape):
+    words = r"strategy\.gather: axis 1 .* shape \(2,\)\." if shape else r"tf\.stack\(.*experimental_local_results"
+    with pytest.raises(CollectiveError, match=words):
+        called(where, lambda value: strategy.gather(value, axis=1), per_replica(lambda i: tf.zeros(shape)))
+
+
+@pytest.mark.parametrize("op", ["SUM", "mean", tf.distribute.ReduceOp.SUM])
+def test_reduce_with_swapped_arguments(strategy, op):
+    value = strategy.run(lambda: tf.constant(1.0))
+    with pytest.raises(ReplicaValueError, match=r'swapped.*strategy\.reduce\("(SUM|mean)", values, axis=None\)'):
+        strategy.reduce(value, op, axis=None)
 
 
 IN = ["eager", "in-function"]

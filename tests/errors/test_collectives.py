@@ -38,6 +38,13 @@ def test_a_maximum_over_replicas_on_threads():
     strategy.run(step, args=(tf.constant(1.0),))
 
 
+@shows(CollectiveError.no_axis, "of_scalars")
+def test_a_gathering_of_losses():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    losses = strategy.run(tf.square, args=(tf.constant(2.0),))
+    strategy.gather(losses, axis=0)
+
+
 @shows(CollectiveError.wrong_dtype)
 def test_a_sum_of_truth_values():
     def step(x):

@@ -155,6 +155,13 @@ def test_a_sum_of_unequal_parts_of_a_batch():
     strategy.reduce("SUM", parts, axis=None)
 
 
+@shows(ReplicaValueError.swapped)
+def test_the_values_before_the_reduction():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    losses = strategy.run(tf.square, args=(tf.constant(2.0),))
+    strategy.reduce(losses, "SUM", axis=None)
+
+
 @shows(ReplicaValueError.bad_reduction)
 def test_a_largest_value():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])

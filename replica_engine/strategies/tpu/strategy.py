@@ -39,6 +39,7 @@ from replica_engine.strategies.validation import (
     check_seconds,
     check_updated,
     checked_reduction,
+    not_gathered,
     not_reduced,
 )
 from replica_engine.values.regroup import spread
@@ -538,6 +539,18 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
             return super().reduce(reduce_op, value, axis)
         except NOT_REDUCED as error:
             raise not_reduced(error, value, axis)
+
+    @autograph.artifact
+    def gather(self, value: Any, axis: int) -> Any:
+        """Joins the rows of all replicas, like `tf.distribute.Strategy.gather`.
+
+        Raises:
+            CollectiveError: the values have no such axis.
+        """
+        try:
+            return super().gather(value, axis)
+        except NOT_REDUCED as error:
+            raise not_gathered(error, value, axis)
 
     @property
     def num_hosts(self) -> int:
