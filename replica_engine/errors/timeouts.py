@@ -10,6 +10,7 @@ from replica_engine.errors.base import ReplicaEngineError
 IN_MERGE = "in the merge function "
 """The state of a coordinator that runs a merge function begins with these words."""
 
+FOR_GIVEN_UP = "waiting for a program that was given up"
 FOR_ITS_TURN = "waiting for its turn on the devices"
 """The state of a coordinator while another program runs on the devices."""
 
@@ -132,11 +133,21 @@ def slow_program(
     rows: Sequence[ReplicaRow],
     coordinator: CoordinatorRow,
     meetings: Sequence[str] = (),
+    given_up: str = "",
 ) -> str:
     """The warning that a compiled program has been running, or waiting for its devices, for a long time.
 
-    `meetings` has its cross-replica operations, with their lines.
+    `meetings` has its cross-replica operations, with their lines. `given_up` is the name of an earlier program that it
+    waits for.
     """
+    if given_up:
+        return (
+            f"The compiled program of `{name}` has been waiting for {seconds:.3g} s. It has not started: the program "
+            f"of `{given_up}`, which was given up earlier (Ctrl-C, or timeout=), has not ended and holds the devices:\n"
+            f"{table(rows, coordinator, stacks=True)}\n"
+            f"Look for the cause in `{given_up}`: perhaps a host call in it does not return, or its replicas wait for "
+            "each other. Ctrl-C ends the wait."
+        )
     doing = "waiting for its turn" if coordinator.state == FOR_ITS_TURN else "running"
     return (
         f"The compiled program of `{name}` has been {doing} on {count_of(len(rows), 'replica')} for {seconds:.3g} s:\n"
@@ -204,7 +215,7 @@ def _what(rows: Iterable[ReplicaRow], coordinator: CoordinatorRow | None) -> str
     """The beginning of a sentence that says what did not return."""
     if coordinator is not None and coordinator.state.startswith(IN_MERGE):
         return f"The merge function {coordinator.state.removeprefix(IN_MERGE)} did not return"
-    if coordinator is not None and coordinator.state == FOR_ITS_TURN:
+    if coordinator is not None and coordinator.state in (FOR_ITS_TURN, FOR_GIVEN_UP):
         return "The devices did not become free, and the program on them showed no progress,"
     points = {row.points for row in rows}
     if points == {"host call"}:

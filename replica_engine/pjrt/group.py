@@ -211,6 +211,7 @@ class DeviceGroup:
         running: an object that becomes ready when the program launched last ends; None if the program has ended.
         running_name: the name of that program's body.
         interrupted: whether nothing waits for that program, although it may not have ended.
+        held_by: while the next launch waits for such a program, its name; otherwise "".
 
     **Why one program at a time on CPU.** The replicas of a program meet in its collectives, and a replica that waits
     there holds a thread of the client. With two programs in flight, the replicas of one can hold all threads while they
@@ -238,6 +239,7 @@ class DeviceGroup:
         self.running: Any = None
         self.running_name = ""
         self.interrupted = False
+        self.held_by = ""
 
     def put(self, values: Sequence[np.ndarray]) -> Array:
         """An array with one value for each replica; a single value is used for all replicas.
@@ -297,16 +299,25 @@ class DeviceGroup:
         aval = _aval(parts[0].shape, parts[0].dtype)
         return ArrayImpl(aval, self.sharding, shards, committed=True, _skip_checks=True)
 
-    def wait_for_interrupted(self) -> None:
+    def wait_for_interrupted(self) -> bool:
         """Waits for a program whose wait was interrupted. The caller holds `in_flight`.
+
+        Returns:
+            Whether there was such a program.
 
         Raises:
             StuckProgramError: the program has not ended in time.
         """
-        if self.interrupted and not _is_of_this_thread(self.running):
+        if not self.interrupted or _is_of_this_thread(self.running):
+            return False
+        self.held_by = self.running_name
+        try:
             if not self.ends_within(StuckProgramError.PATIENCE):
                 raise StuckProgramError.given_up(self.running_name, self.size)
-            self.interrupted = False
+        finally:
+            self.held_by = ""
+        self.interrupted = False
+        return True
 
     def wait_for(self, array: Array) -> None:
         """Waits for an array that an interrupted program may still be computing.

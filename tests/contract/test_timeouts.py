@@ -415,3 +415,54 @@ def test_there_may_be_no_limit_at_all(make):
     strategy = make(timeout=float("inf"), warn_after=float("inf"))
     count, step = counting(strategy)
     check_goes_on(strategy, count, step, 0)
+
+
+@pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)
+@pytest.mark.parametrize("calls_host", [False, True])
+def test_what_waits_for_a_program_that_was_given_up_names_that_program(release, calls_host):
+    """The wait may take longer than the limit, which counts from the start of the program."""
+    strategy = tpu(timeout=PATIENT, warn_after=0.1)
+    texts = []
+
+    def time_runs_out():
+        wait_until_time_is_up()
+        release.set()
+
+    class Releases(logging.Handler):
+        def emit(self, record):
+            if "was given up" in record.getMessage() and not texts:
+                texts.append(record.getMessage())
+                threading.Thread(target=time_runs_out).start()
+
+    together = threading.Barrier(2)
+
+    def endless():
+        together.wait(20)  # each call is a sign of life
+        time_is_nearly_up()
+        release.wait()
+
+    def step(x):
+        replica_engine.xla.outside_compilation(endless)
+        return x
+
+    def after(x):
+        if calls_host:
+            replica_engine.xla.outside_compilation(lambda value: None, x)
+        return replica_engine.xla.cross_replica_sum(x)
+
+    with pytest.raises(ReplicaTimeoutError):
+        strategy.run(step, args=(tf.constant(1.0),))
+    handler = Releases(logging.WARNING)
+    logging.getLogger("replica_engine").addHandler(handler)
+    try:
+        result = strategy.run(after, args=(tf.constant(1.0),))
+    finally:
+        logging.getLogger("replica_engine").removeHandler(handler)
+    assert [float(each) for each in strategy.experimental_local_results(result)] == [2.0, 2.0]
+    (text,) = texts
+    assert text.startswith("The compiled program of `after` has been waiting for")
+    assert "the program of `step`, which was given up earlier" in text
+    assert "replica 0 of 2 (CPU:0): not started" in text
+    assert "coordinator (MainThread): waiting for a program that was given up" in text
+    assert "running on the device" not in text
+    assert text.endswith("or its replicas wait for each other. Ctrl-C ends the wait.")

@@ -38,7 +38,7 @@ from replica_engine.errors import (
     slow_program,
 )
 from replica_engine.errors.hosts import JOB_FAILURES
-from replica_engine.errors.timeouts import FOR_ITS_TURN
+from replica_engine.errors.timeouts import FOR_GIVEN_UP, FOR_ITS_TURN
 from replica_engine.pjrt import abandoned
 from replica_engine.pjrt.group import DeviceGroup, held_off
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
@@ -113,6 +113,7 @@ class Launch:
     _woken: threading.Event | None = None  # the program has ended, or time has run out; None without a limit
     _standstill: tuple[list[ReplicaRow], CoordinatorRow] | None = None  # when time ran out
     _nobody_waits: threading.Event | None = None
+    _turn: Watch | None = None  # of the wait for the devices, if another launch had them
 
     def __enter__(self) -> Launch:
         limit = self._body.limits.timeout
@@ -128,6 +129,7 @@ class Launch:
             self._watch.__enter__()
             if self._program.host_calls.calls:
                 self._run = self._program.host_calls.begin(self._devices, self._feed)
+                self._watch.expired = 0  # what passed while it waited for an abandoned program does not count
             return self
         except BaseException:
             if any(taken):
@@ -266,7 +268,9 @@ class Launch:
                 woken.set()
 
         thread = threading.Thread(target=work, name=f"replica_engine: launch of {self._program.name}", daemon=True)
-        self._devices.wait_for_interrupted()
+        if self._devices.wait_for_interrupted():  # the limit is for this program alone
+            self._watch.beat()
+            self._watch.expired = 0
         self._devices.leave_to(thread)
         self._devices.running_name = self._program.name
         thread.start()
@@ -309,9 +313,12 @@ class Launch:
             self._tell_progress()
 
     def _describe(self, waited: float) -> str:
-        return slow_program(self._program.name, waited, *self._stand(), self._meetings())
+        given_up = self._devices.held_by
+        return slow_program(self._program.name, waited, *self._stand(), self._meetings(), given_up)
 
     def _expire(self, waited: float) -> None:
+        if self._devices.held_by:
+            return
         try:
             self._standstill = self._stand()
         finally:
@@ -328,13 +335,14 @@ class Launch:
 
     def _stand(self) -> tuple[list[ReplicaRow], CoordinatorRow]:
         """Where all replicas and the calling thread are now."""
-        waited = (self._turn if self._state == FOR_ITS_TURN else self._watch).waited
+        waited = (self._turn if self._state == FOR_ITS_TURN and self._turn is not None else self._watch).waited
         rows = [self._row(replica, name, waited) for replica, name in enumerate(self._devices.names)]
-        return rows, CoordinatorRow(self._thread.name, self._state, waited)
+        state = FOR_GIVEN_UP if self._devices.held_by else self._state
+        return rows, CoordinatorRow(self._thread.name, state, waited)
 
     def _row(self, replica: int, device: str, waited: float) -> ReplicaRow:
         size, number = self._devices.replicas, self._devices.first + replica
-        if self._state == FOR_ITS_TURN:
+        if self._state == FOR_ITS_TURN or self._devices.held_by:
             return ReplicaRow(number, size, device, "not started", 0, "", points="host call")
         made, last, inside = self._run.place_of(replica)
         if inside is None:
