@@ -24,6 +24,7 @@ from replica_engine.hosts import cli as launch
 from replica_engine.telemetry.report import cli as trace_report
 
 DESCRIPTION = "Run one TensorFlow function on N replicas."
+COMMAND = "replica-engine"
 EPILOG = "Each command also takes --help, and absl's flags, such as --verbosity=-1 (warnings only) or 1 (debugging)."
 WRONG_FLAGS = 2
 INTERRUPTED = 130  # the exit status that shells report for a program that Ctrl-C ended
@@ -68,7 +69,7 @@ def _parse_for_console(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = OneLineParser(prog="python -m replica_engine", description=DESCRIPTION, epilog=EPILOG)
+    parser = OneLineParser(prog=_name(), description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"replica-engine {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     demo.add_parser(commands)
@@ -77,6 +78,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     explain.add_parser(commands)
     parser.set_defaults(run=lambda flags: _no_command(parser))
     return parser.parse_args(argv)
+
+
+def _name() -> str:
+    """The command as the user typed it."""
+    started = os.path.basename(sys.argv[0]) if sys.argv else ""
+    return COMMAND if started.removesuffix(".exe") == COMMAND else "python -m replica_engine"
 
 
 def _no_command(parser: argparse.ArgumentParser) -> int:

@@ -87,3 +87,21 @@ def test_a_picture_in_an_unknown_format_is_refused(capsys):
         main(["timeline", "run.json", "--output", "run.jpg"])
     assert exit_.value.code == 2
     assert ".jpg is no format of a picture here; take .png, .svg, .pdf" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [[], ["launch"], ["timeline"], ["demo"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("started", "named"),
+    [
+        ("/usr/bin/replica-engine", "replica-engine"),
+        ("/usr/lib/replica_engine/__main__.py", "python -m replica_engine"),
+    ],
+)
+def test_the_usage_names_the_command_as_it_was_typed(monkeypatch, capsys, started, named, command):
+    monkeypatch.setattr(sys, "argv", [started])
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith(f"usage: {' '.join([named, *command])} [-h]")
+    if named == "replica-engine":
+        assert "python -m replica_engine" not in shown

@@ -24,7 +24,7 @@ The replicas run on GPUs if there are enough, and otherwise on logical CPU devic
 """
 EPILOG = """\
 example:
-  python -m replica_engine demo --strategy mirrored --replicas 4 --epochs 5
+  %(prog)s --strategy mirrored --replicas 4 --epochs 5
 
 exit status:
   0    the weights of the replicas are bitwise equal, and close to those of one device

@@ -110,7 +110,10 @@ class BatchError(ReplicaEngineError, ValueError):
     def lengths(cls, named: Sequence[tuple[str, int]]) -> BatchError:
         """The arrays of a batch have different lengths."""
         rows = ", ".join(f"{name} has {rows}" for name, rows in named)
-        return cls(f"All arrays of a batch must have the same number of samples: {rows}.")
+        return cls(
+            f"All arrays of a batch must have the same number of samples: {rows}. If they are an element of a "
+            "tf.data.Dataset: is it batched? dataset.batch(n)."
+        )
 
     @classmethod
     def uneven(cls, rows: Sequence[int]) -> BatchError:

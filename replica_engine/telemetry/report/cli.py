@@ -15,7 +15,7 @@ The slowest replica is the one that works longest in a step, by the median over 
 """
 EPILOG = """\
 example:
-  python -m replica_engine timeline run.json --output run.svg --begin 1.5 --end 2
+  %(prog)s run.json --output run.svg --begin 1.5 --end 2
 
 The picture needs matplotlib: pip install "replica-engine[plot]". To zoom, open run.json in ui.perfetto.dev.
 """
