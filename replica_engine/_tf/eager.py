@@ -52,6 +52,11 @@ def of_capsule(capsule: Any) -> tf.Tensor:
     return _pywrap_tfe.TFE_FromDlpackCapsule(capsule, _context.context()._handle)
 
 
+def is_replaced_interrupt(error: BaseException) -> bool:
+    """Whether an error says that Ctrl-C came while TensorFlow made an exception: pybind11 gives up both for its own."""
+    return type(error) is RuntimeError and "REPLACED BY KeyboardInterrupt" in str(error)
+
+
 def is_eager(value: Any) -> bool:
     """Whether `value` is a dense eager tensor."""
     return isinstance(value, EagerTensor)

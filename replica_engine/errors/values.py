@@ -45,6 +45,11 @@ class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
     @classmethod
     def no_tensor(cls, name: str, value: object, reason: str) -> ReplicaValueError:
         """An array or number cannot become a tensor."""
+        if value is None and name.endswith("all_reduce"):
+            return cls(
+                f"{name} is None. A tape gives None for a variable that the loss does not depend on: "
+                "leave such gradients out on all replicas, or put tf.zeros_like(variable) in their place."
+            )
         return cls(f"{name} cannot become a tensor: {reason.rstrip('.')}. It is {brief(value)}.")
 
     @classmethod

@@ -1,6 +1,7 @@
 """Values that replicas cannot be given, or that cannot be brought together."""
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from helpers.golden import shows
 
@@ -86,6 +87,28 @@ def test_a_list_that_contains_itself():
         return history[0]
 
     strategy.run(step, args=(history,))
+
+
+@shows(ReplicaValueError.no_tensor, "gradient")
+def test_a_gradient_that_is_none():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        used, unused = tf.Variable(2.0), tf.Variable(3.0)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = used * x
+        gradients = tape.gradient(loss, [used, unused])
+        return tf.distribute.get_replica_context().all_reduce("SUM", gradients)
+
+    strategy.run(step, args=(tf.constant(1.0),))
+
+
+def test_compiled_replicas_say_that_a_gradient_is_none():
+    with pytest.raises(ReplicaValueError, match=r"all_reduce is None\. A tape gives None"):
+        TPUStrategy(num_cores=2).run(
+            lambda: tf.distribute.get_replica_context().all_reduce("SUM", [tf.constant(1.0), None])
+        )
 
 
 @shows(ReplicaValueError.no_tensor)

@@ -17,7 +17,7 @@ EPILOG = """\
 example:
   %(prog)s run.json --output run.svg --begin 1.5 --end 2
 
-The picture needs matplotlib: pip install "replica-engine[plot]". To zoom, open run.json in ui.perfetto.dev.
+The picture needs matplotlib: pip install matplotlib. To zoom, open run.json in ui.perfetto.dev.
 """
 FAILED = 1
 FORMATS = (".png", ".svg", ".pdf")
@@ -70,7 +70,7 @@ def run(flags: argparse.Namespace) -> int:
     try:
         picture.draw(timeline, output, flags.begin, flags.end)
     except ImportError:
-        return _failed('drawing needs matplotlib: pip install "replica-engine[plot]"')
+        return _failed("drawing needs matplotlib: pip install matplotlib")
     except (OSError, ValueError) as error:
         return _failed(f"could not draw {output}: {error}")
     print(f"wrote {output}")

@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import batches, patches
+from replica_engine._tf.eager import is_replaced_interrupt
 from replica_engine._tf.graphs import calls, control_flow, function
 from replica_engine.diagnostics.suspicions import asked_for, note_addition
 from replica_engine.diagnostics.tracebacks import shortened_of_graph, without_ours
@@ -171,6 +172,8 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
             return original(self, *args, **kwargs)
         except (Exception, KeyboardInterrupt) as error:
             ours = calls.notes != notes or calls.has_replicas(self)
+            if ours and is_replaced_interrupt(error):
+                raise KeyboardInterrupt from error
             raise shortened_of_graph(error, self) if ours else without_ours(error)
     if control_flow.runs_eagerly(self):
         return original(self, *args, **kwargs)
