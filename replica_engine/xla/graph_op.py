@@ -136,6 +136,7 @@ def _prepared(programs: ProgramCache, source: FunctionSpec, arguments: Arguments
 
 def _in_graph(programs: ProgramCache, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> list[Any]:
     check_mode()
+    calls.note_replicas(tf.compat.v1.get_default_graph())  # first: errors of the trace are those of replicas too
     program = programs.trace(source, arguments, shapes)
     traced = program.traced
     step = _Step(
@@ -217,7 +218,6 @@ class InvalidArgumentError(ValueError):
 
 def _add_op(step: _Step, inputs: list[tf.Tensor], outputs: list[tf.TensorSpec]) -> list[tf.Tensor]:
     """Adds the op to the graph: a Python op inside a function call, which can be given variables."""
-    calls.note_replicas(tf.compat.v1.get_default_graph())
     function.leave_uncompiled()  # otherwise XLA would have to compile the op that launches a compiled program
     handles = [
         host_functions.token(),
