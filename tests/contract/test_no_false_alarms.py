@@ -189,6 +189,7 @@ WITHOUT_A_REST = {
     "taken after": lambda samples: samples.batch(4).take(2),
     "filtered": lambda samples: samples.batch(4).filter(lambda x, y: tf.shape(x)[0] == 4),
     "batched again": lambda samples: samples.batch(5).unbatch().take(8).batch(4, num_parallel_calls=2),
+    "filled up": lambda samples: samples.batch(4).map(lambda x, y: (tf.repeat(x[:1], 4, 0), tf.repeat(y[:1], 4, 0))),
     "never reached": lambda samples: samples.batch(4).repeat(),
 }
 

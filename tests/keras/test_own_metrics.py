@@ -373,3 +373,41 @@ def test_every_metric_of_keras_is_known_as_a_sum(name):
     assert not sums.has_own_update(kind(**arguments))
     kinds = {each.kind for each in sums.updates_of(metric, metric.update_state, map(tf.constant, values), {}, str)}
     assert kinds == {sums.SUM}
+
+
+class KeepsItsLast(Own):
+    """Its update is a function of TensorFlow, and keeps a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = None
+
+    @tf.function
+    def added(self, error):
+        return tf.reduce_sum(error)
+
+    def update_state(self, y, outputs, sample_weight=None):
+        self.last = tf.abs(y - outputs)
+        self.value.assign_add(self.added(self.last))
+
+
+class LengthOfErrors(Own):
+    def update_state(self, y, outputs, sample_weight=None):
+        self.value.assign_add(tf.sqrt(tf.reduce_sum((y - outputs) ** 2)))
+
+
+def test_a_sum_of_what_is_no_sum_over_samples(trains_alike):
+    trains_alike(model_with(LengthOfErrors), 2, X, Y, batch_size=8)
+
+
+def test_looking_at_a_metric_leaves_nothing_in_it_and_in_its_functions(both):
+    metric = KeepsItsLast()
+    model, alone = model_with(lambda: metric)(), model_with(KeepsItsLast)()
+    alone.set_weights(model.get_weights())
+    replicated = replicate_model(model, strategy=both(2))
+    expected = alone.evaluate(X, Y, batch_size=12, verbose=0, return_dict=True)
+    found = replicated.evaluate(X, Y, batch_size=12, verbose=0, return_dict=True)
+    np.testing.assert_allclose(found["keepsitslast"], expected["keepsitslast"], rtol=1e-5)
+    metric.reset_state()
+    metric.update_state(tf.ones([2, 1]), tf.zeros([2, 1]))
+    assert float(metric.result()) == 2.0

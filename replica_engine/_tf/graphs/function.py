@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -90,3 +92,24 @@ def leave_uncompiled() -> None:
             if attributes and attributes.get(_XLA_COMPILE):
                 attributes[_XLA_COMPILE] = False
         frame = frame.f_back  # type: ignore[assignment]
+
+
+_inlining = threading.local()
+
+
+@contextlib.contextmanager
+def inlined() -> Iterator[None]:
+    """Inside, on this thread, a call of a `tf.function` runs its Python function, and leaves no trace of its own.
+
+    Tensors of a graph that is thrown away must not get into traces, which outlive it.
+    """
+    before, _inlining.on = is_inlining(), True
+    try:
+        yield
+    finally:
+        _inlining.on = before
+
+
+def is_inlining() -> bool:
+    """Whether the calling thread is in a block of `inlined`."""
+    return getattr(_inlining, "on", False)

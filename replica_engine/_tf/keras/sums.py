@@ -23,11 +23,14 @@ import tensorflow as tf
 # FuncGraph: a graph for ops that nobody runs; it takes tensors of the graph that is being traced as inputs.
 from tensorflow.python.framework.func_graph import FuncGraph as _FuncGraph
 
+from replica_engine._tf.graphs import function
+
 SUM, OTHER, UNKNOWN = "sum", "other", "unknown"
 
 _SAME = ("Identity", "Cast", "StopGradient", "PreventGradient", "EnsureShape", "Reshape", "Squeeze", "ExpandDims")
 _ADDING = ("Add", "AddV2", "AddN")
 _FIRST = ("Sub", "TensorScatterAdd", "TensorScatterSub")  # the old value may be the first input only
+_NO_SUMS = ("Max", "Min", "Sqrt")  # what one of these made of a batch is not the sum of what it makes of shards
 _COMPARISONS = ("Greater", "GreaterEqual", "Less", "LessEqual")
 _OF_LAST = ("Maximum", "Minimum", "Max", "Min", "Mean")  # what one of these made is no sum over the last batch
 _ASSIGNING = ("AssignVariableOp", "ResourceScatter")
@@ -94,8 +97,20 @@ def updates_of(
         target=lambda: found.extend(context.run(_updates, metric, update_state, args, kwargs, place)),
         name="replica_engine: metric",
     )
+    kept = [(each, dict(vars(each))) for each in _with_inner(metric)]
     thread.start()
     thread.join()
+    for each, attributes in kept:  # an update may keep tensors; those of the graph that is thrown away must not stay
+        vars(each).clear()
+        vars(each).update(attributes)
+    return found
+
+
+def _with_inner(metric: Any) -> list[Any]:
+    """A metric and those inside it."""
+    found = [metric]
+    for each in found:
+        found += [inner for inner in each._metrics if not any(inner is other for other in found)]
     return found
 
 
@@ -104,7 +119,7 @@ def _updates(metric: Any, update_state: Any, args: Any, kwargs: Any, place: Any)
     variables: list[Any] = metric.variables
     graph = _FuncGraph("metric")
     try:
-        with graph.as_default():
+        with graph.as_default(), function.inlined():
             old = [tf.compat.v1.placeholder(each.dtype, each.shape) for each in variables]
             with _Watching(list(zip(variables, old, strict=True)), place) as scope:
                 update_state(*args, **kwargs)
@@ -119,6 +134,8 @@ def _updates(metric: Any, update_state: Any, args: Any, kwargs: Any, place: Any)
         is_known = not is_hidden and variable.aggregation == "sum"
         kind = _kind(value, own, dependence, outside) if is_known else UNKNOWN
         found.append(Update(variable.name, kind, scope.places.get(id(variable), "")))
+    if is_hidden and not found:  # its only variables are plain ones, which Keras does not list
+        found.append(Update("", UNKNOWN, ""))
     return found
 
 
@@ -170,6 +187,8 @@ def _kind(new: tf.Tensor, own: tf.Tensor, old: _Dependence, outside: Mapping[int
         if op.type in _SAME:
             new = inputs[0]
         elif op.type in _ADDING and sum(map(old.of, inputs)) == 1:
+            if any(_original(each).op.type in _NO_SUMS for each in inputs if not old.of(each)):
+                return UNKNOWN
             new = next(each for each in inputs if old.of(each))
         elif op.type in _FIRST and not any(map(old.of, inputs[1:])):
             new = inputs[0]

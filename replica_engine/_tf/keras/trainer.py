@@ -84,10 +84,10 @@ def size_of_rest(iterator: Any) -> int | None:
 
 
 def _rest_of_dataset(dataset: tf.data.Dataset) -> int | None:
-    """The number of samples in the smaller last batch of a dataset; `batch` may be followed by `map` and the like.
+    """The number of samples in the smaller last batch of a dataset; `batch` may be followed by `prefetch` and the like.
 
-    None if there is none, if batches are left out or divided after `batch`, or if TensorFlow does not know how many
-    samples there are.
+    None if there is none, if batches are mapped, left out or divided after `batch`, or if TensorFlow does not know how
+    many samples there are.
     """
     count = None
     while len(inputs := dataset._inputs()) == 1:
@@ -96,6 +96,8 @@ def _rest_of_dataset(dataset: tf.data.Dataset) -> int | None:
             if count is not None and here != count:
                 return None
             count = here
+        if hasattr(dataset, "_map_func"):  # after `batch`, a function may pad a batch, or cut it
+            return None
         if isinstance(dataset, (_BatchDataset, _ParallelBatchDataset)):
             rows, size = int(inputs[0].cardinality()), int(dataset._batch_size)
             return rows % size or None if rows >= 0 and not bool(dataset._drop_remainder) else None

@@ -165,6 +165,8 @@ def _while_stmt(original: Callable[..., Any], test: Callable[[], Any], *rest: An
 
 def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """A call of a `tf.function`."""
+    if function.is_inlining():
+        return self.python_function(*args, **kwargs)
     context = _context()
     if context is None:
         notes = calls.notes
