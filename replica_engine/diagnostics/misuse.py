@@ -118,14 +118,13 @@ def _note_no_value(error: Exception) -> None:
     place = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
-        line = autograph.written_at(code.co_filename, number)
         if code.co_filename.startswith(_NUMPY):
             if asked in ("numpy", "v.numpy()"):  # the function that the user called
                 asked = f"np.{code.co_name}(x)"
         elif asked == "v.numpy()" and code.co_name == "__array__":  # a function of NumPy that is written in C
             asked = "numpy"
-        elif line or not (is_internal(code.co_filename) or autograph.is_generated(code.co_filename)):
-            place = line or f"{code.co_filename}:{number} in {code.co_name}"
+        else:
+            place = _users_place(frame, number) or place
     if asked:
         note_no_value(error, asked, place, of_variable)
 
