@@ -105,7 +105,23 @@ class ReplicaThreads:
         """Always None: with replica threads, a variable holds its value itself."""
 
 
-class OnReplicaThreads:
+class Gathering:
+    """`gather` of every strategy. Put it before a class of `tf.distribute`."""
+
+    @autograph.artifact
+    def gather(self, value: Any, axis: int) -> Any:
+        """Joins the rows of all replicas, like `tf.distribute.Strategy.gather`.
+
+        Raises:
+            CollectiveError: the values have no such axis.
+        """
+        try:
+            return super().gather(value, axis)  # type: ignore[misc]
+        except NOT_REDUCED as error:
+            raise not_gathered(error, value, axis)
+
+
+class OnReplicaThreads(Gathering):
     """The strategy half for an extended half with `ReplicaThreads`. Put it before a class of `tf.distribute`."""
 
     extended: Any
@@ -181,18 +197,6 @@ class OnReplicaThreads:
             return super().reduce(reduce_op, value, axis)  # type: ignore[misc]
         except NOT_REDUCED as error:
             raise not_reduced(error, value, axis)
-
-    @autograph.artifact
-    def gather(self, value: Any, axis: int) -> Any:
-        """Joins the rows of all replicas, like `tf.distribute.Strategy.gather`.
-
-        Raises:
-            CollectiveError: the values have no such axis.
-        """
-        try:
-            return super().gather(value, axis)  # type: ignore[misc]
-        except NOT_REDUCED as error:
-            raise not_gathered(error, value, axis)
 
     @property
     def run_steps(self) -> NoReturn:

@@ -22,7 +22,7 @@ from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.process import pool
 from replica_engine.process.fork import check_not_forked
 from replica_engine.strategies import accumulation, models
-from replica_engine.strategies.backend import Arguments, HostSide, Keywords, R, has_backend
+from replica_engine.strategies.backend import Arguments, Gathering, HostSide, Keywords, R, has_backend
 from replica_engine.strategies.devices import described
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.multi_worker.saving import let_the_chief_write
@@ -39,7 +39,6 @@ from replica_engine.strategies.validation import (
     check_seconds,
     check_updated,
     checked_reduction,
-    not_gathered,
     not_reduced,
 )
 from replica_engine.values.regroup import spread
@@ -286,7 +285,7 @@ def _as_value(result: Any) -> Any:
 
 
 @refuses_graphs("reduce", "run_steps", "scope")
-class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
+class TPUStrategy(OneLogicalDevice, Gathering, tf.distribute.TPUStrategy):
     """Runs a function on N devices as one compiled program: on TPUs, on GPUs, or on the CPU devices of a laptop.
 
     This class is a subclass of `tf.distribute.TPUStrategy`, so libraries that check for that class take the branch that
@@ -539,18 +538,6 @@ class TPUStrategy(OneLogicalDevice, tf.distribute.TPUStrategy):
             return super().reduce(reduce_op, value, axis)
         except NOT_REDUCED as error:
             raise not_reduced(error, value, axis)
-
-    @autograph.artifact
-    def gather(self, value: Any, axis: int) -> Any:
-        """Joins the rows of all replicas, like `tf.distribute.Strategy.gather`.
-
-        Raises:
-            CollectiveError: the values have no such axis.
-        """
-        try:
-            return super().gather(value, axis)
-        except NOT_REDUCED as error:
-            raise not_gathered(error, value, axis)
 
     @property
     def num_hosts(self) -> int:
