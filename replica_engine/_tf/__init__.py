@@ -7,7 +7,8 @@ TensorFlow:
 - `components`: which component of a distributed variable the code of a replica uses.
 - `collectives`: collectives between processes. `checkpoints`: checkpoints of several workers in one folder.
 - `host_datasets`: distributed datasets for CPU devices. `data_pulls`: takes many elements of an iterator with one call.
-  `batches`: remembers which tensors came out of a plain dataset.
+  `batch_memory`: copies batches that are the memory of Python. `batches`: remembers which tensors came out of a plain
+  dataset.
 - `thread_state`: the state that TensorFlow keeps separately for each thread. `quick_scopes`: faster scopes.
 - `variables`, `eager`: handles of variables; eager tensors and arrays without ops.
 - `profiler`: whether the profiler runs, and spans in its traces.

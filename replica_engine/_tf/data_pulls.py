@@ -204,7 +204,7 @@ def may_call_python(dataset: Any) -> bool:
         return True
     found = _calling.get(dataset)
     if found is None:
-        found = _calling[dataset] = _looks_as_if_it_calls_python(dataset)
+        found = _calling[dataset] = looks_as_if_it_calls_python(dataset)
     return found
 
 
@@ -219,10 +219,13 @@ def bytes_of(spec: Any) -> int | None:
     return sum(each.shape.num_elements() * each.dtype.size for each in specs)
 
 
-def _looks_as_if_it_calls_python(dataset: Any) -> bool:
+def looks_as_if_it_calls_python(dataset: Any, without: tuple[type, ...] = ()) -> bool:
+    """Like `may_call_python`, but looks each time, and not at datasets of the classes `without` and their inputs."""
     pending = [dataset]
     while pending:
         each = pending.pop()
+        if isinstance(each, without):
+            continue
         if isinstance(each, _VariantDataset):
             return True
         for wrapper in each._functions():

@@ -28,6 +28,7 @@ from tensorflow.python.distribute.input_lib import (
     _dummy_tensor_fn,
 )
 
+from replica_engine._tf.batch_memory import in_own_memory
 from replica_engine._tf.data_pulls import Pulls, bytes_of, may_call_python
 from replica_engine.errors import InputsError
 
@@ -52,7 +53,8 @@ class HostDatasets:
         if not isinstance(dataset, (tf.data.Dataset, tf.distribute.DistributedDataset)):
             raise InputsError.no_dataset(dataset)
         try:
-            return _on_host(super()._experimental_distribute_dataset(dataset, options))  # type: ignore[misc]
+            distributed = super()._experimental_distribute_dataset(in_own_memory(dataset), options)  # type: ignore[misc]
+            return _on_host(distributed)
         except IndexError:  # TensorFlow looks for the first dimension of each part of an element
             if not any(getattr(spec, "shape", None) == [] for spec in tf.nest.flatten(dataset.element_spec)):
                 raise
@@ -60,7 +62,11 @@ class HostDatasets:
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
         """The hook of `distribute_datasets_from_function`."""
-        return _on_host(super()._distribute_datasets_from_function(dataset_fn, options))  # type: ignore[misc]
+
+        def copied(context: tf.distribute.InputContext) -> Any:
+            return in_own_memory(dataset_fn(context))
+
+        return _on_host(super()._distribute_datasets_from_function(copied, options))  # type: ignore[misc]
 
 
 def pulls_of(iterator: Any) -> Pulls | None:

@@ -46,6 +46,7 @@ from replica_engine.threads.lift import lift
 from replica_engine.threads.random_numbers import Draws
 from replica_engine.threads.variables import SharedVariables
 from replica_engine.values.regroup import parts, regroup, spread
+from replica_engine.values.structure import flatten
 
 _log = logging.getLogger("replica_engine")
 _pools: weakref.WeakKeyDictionary[tf.distribute.Strategy, GroupPool] = weakref.WeakKeyDictionary()
@@ -147,6 +148,7 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
     if control_flow.outer_tapes():
         fn = _noting_reads(fn, read)
     if not state.eager:
+        fn = _after_arguments(fn, of_replicas, state.graph)
         thread_state.make_stacks_thread_local(state.graph)
         around = functools.partial(_function_watched, options.warn_after)  # not the strategy: the graph outlives it
         calls.choose(state.graph, options.graph_optimizer or _graph_optimizer(devices), around)
@@ -220,6 +222,29 @@ def _noting_reads(fn: Callable[..., Any], read: list[weakref.ref[Any]]) -> Calla
             return fn(*args, **kwargs)
 
     return noting
+
+
+def _after_arguments(fn: Callable[..., Any], of_replicas: Sequence[tuple], graph: tf.Graph) -> Callable[..., Any]:
+    """The function of the replicas, whose ops in the graph begin when the arguments of all replicas are there.
+
+    Eager code behaves so by itself. In a graph, an op without inputs need not wait: when a dataset ends, the step that
+    finds no batch fails, but some of its ops have already counted an iteration or decayed weights, on some replicas
+    and not on others. Keras ends each epoch over a dataset of unknown length in this way.
+    """
+    leaves, _ = flatten(of_replicas, what="the arguments")
+    tensors = [tensor for leaf in leaves for tensor in tf.nest.flatten(leaf, expand_composites=True)]
+    made = [tensor.op for tensor in tensors if getattr(tensor, "graph", None) is graph]  # an eager tensor has none
+    if not made:
+        return fn
+    with tf.control_dependencies(made):
+        arguments = tf.no_op("arguments")
+
+    @functools.wraps(fn)
+    def after(*args: Any, **kwargs: Any) -> Any:
+        with tf.control_dependencies([arguments]):
+            return fn(*args, **kwargs)
+
+    return after
 
 
 def _may_copy(strategy: tf.distribute.Strategy, options: ReplicaOptions, state: InheritedState) -> bool:
