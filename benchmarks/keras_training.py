@@ -20,7 +20,6 @@ from benchmarks.fresh import peak
 from benchmarks.keras_models import MODELS, initial
 
 THREADS, FULL, XLA = "MirroredStrategy", 'MirroredStrategy, graph_optimizer="full"', "TPUStrategy"
-ONCE = "MirroredStrategy, trace_once=True"
 
 THEIRS, JAX, JIT = "tf.distribute", "Keras on JAX", "TensorFlow jit_compile"
 """`JIT` runs on one device, whatever the number of replicas."""
@@ -162,9 +161,7 @@ def _strategy(who: str, replicas: int) -> Any:
     devices = replica_engine.testing.logical_devices(replicas)
     if who == THEIRS:
         return tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
-    return replica_engine.MirroredStrategy(
-        devices, graph_optimizer="full" if who == FULL else None, trace_once=who == ONCE
-    )
+    return replica_engine.MirroredStrategy(devices, graph_optimizer="full" if who == FULL else None)
 
 
 def _jit_compiled(who: str, name: str, replicas: int, batch: int) -> Callable[[], float]:

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from benchmarks import command
 from benchmarks.fresh import in_fresh_process
 from benchmarks.keras_models import BATCH, MODELS
-from benchmarks.keras_training import FULL, JAX, JIT, ONCE, STAGES, THEIRS, THREADS, WARM_UP, XLA, Took, Trained, train
+from benchmarks.keras_training import FULL, JAX, JIT, STAGES, THEIRS, THREADS, WARM_UP, XLA, Took, Trained, train
 from benchmarks.measure import Row, interleaved, same
 
 TOLERANCE, AFTER_BATCH_NORM = 1e-3, 0.01
@@ -37,7 +37,7 @@ well, different libraries are 0.001 apart.
 
 FIRST_START = "the first start"
 
-PEERS = {THREADS: (FULL, THEIRS, JAX, JIT), ONCE: (THREADS, THEIRS), XLA: (THEIRS, JAX, JIT)}
+PEERS = {THREADS: (FULL, THEIRS, JAX, JIT), XLA: (THEIRS, JAX, JIT)}
 """The contenders of this library, and with whom they are compared."""
 
 SECOND_STARTS = (XLA, JAX)
@@ -46,8 +46,6 @@ SECOND_STARTS = (XLA, JAX)
 START_UP_TARGETS = {4: {THEIRS: 0.6}, 8: {THEIRS: 0.25}}
 """By number of replicas, of the first step of `MirroredStrategy` on ResNet-50. No other model has targets."""
 
-ONCE_TARGETS = {4: {THEIRS: 0.3}, 8: {THEIRS: 0.15}}
-"""The same with `trace_once=True`."""
 
 Starts = Sequence[Trained]
 """What the first process of a contender measured, and the second one, of those that keep programs."""
@@ -148,7 +146,6 @@ def _targets(name: str, replicas: int) -> dict[tuple[str, str], dict[str, float]
         ("step", XLA): {THEIRS: 1.0, JAX: 0.5},
         ("first step", XLA): {JAX: 1.2},
         ("first step", THREADS): START_UP_TARGETS.get(replicas, {}),
-        ("first step", ONCE): ONCE_TARGETS.get(replicas, {}),
         ("second start", XLA): {FIRST_START: 0.4},
     }
 
@@ -164,7 +161,7 @@ def checked(name: str, replicas: int, found: Mapping[str, Sequence[Trained]]) ->
     """
     groups = {"": tuple(found)}
     if MODELS[name].batch_norm and replicas > 1:
-        groups = {" of split batches": (THREADS, FULL, ONCE, XLA, THEIRS), " of whole batches": (JAX, JIT)}
+        groups = {" of split batches": (THREADS, FULL, XLA, THEIRS), " of whole batches": (JAX, JIT)}
     told = []
     for which, contenders in groups.items():
         for step in range(WARM_UP):

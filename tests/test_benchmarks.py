@@ -10,7 +10,7 @@ from benchmarks import __main__ as program
 from benchmarks import command, keras_models, models, page, picture, step_time, summary
 from benchmarks.__main__ import FIGURES, GROUPS, PAGE, ROOT, SUMMARY_PAGE
 from benchmarks.hosts import OURS
-from benchmarks.keras_training import FULL, JAX, JIT, ONCE, THEIRS, THREADS, XLA, Took, Trained
+from benchmarks.keras_training import FULL, JAX, JIT, THEIRS, THREADS, XLA, Took, Trained
 from benchmarks.measure import Row, WrongResult, fitted, interleaved, same
 from benchmarks.report import COLUMNS, Report, cells
 
@@ -152,7 +152,6 @@ def trained(seconds, split_loss=2.0, whole_loss=2.0):
     losses = {
         THREADS: split_loss,
         FULL: split_loss,
-        ONCE: split_loss,
         XLA: split_loss,
         THEIRS: split_loss,
         JAX: whole_loss,
@@ -168,7 +167,7 @@ def trained(seconds, split_loss=2.0, whole_loss=2.0):
     return {who: [[process(who, factor, start) for start in (1, 2)] for factor in (1, 2)] for who in losses}
 
 
-SECONDS = {THREADS: 1.0, FULL: 2.0, ONCE: 0.5, XLA: 1.0, THEIRS: 2.0, JAX: 4.0, JIT: 8.0}
+SECONDS = {THREADS: 1.0, FULL: 2.0, XLA: 1.0, THEIRS: 2.0, JAX: 4.0, JIT: 8.0}
 
 
 def test_the_rows_of_a_model_have_its_targets_and_the_processor_time():
@@ -184,7 +183,6 @@ def test_the_rows_of_a_model_have_its_targets_and_the_processor_time():
         "loss 1 of whole batches 2 ±0.001; loss 2 of whole batches 1 ±0.01"
     )
     assert rows["ResNet-50, first step", THREADS].targets == {THEIRS: 0.6}
-    assert rows["ResNet-50, first step", ONCE].targets == {THEIRS: 0.3}
     assert rows["ResNet-50, first step", XLA].note.endswith("; trace 1 s, lower 0 s, compile 1.5 s")
     assert rows["ResNet-50, building it, and its first step", XLA].figures[XLA] == [2.0, 4.0]
     second = rows["ResNet-50, second start", XLA]

@@ -4,7 +4,6 @@ TensorFlow:
 
 - `graphs/`: function graphs and their ops: conversion by AutoGraph, tracing, StableHLO, ops that XLA cannot compile.
 - `distribute`: distributed values, strategies and collectives; the description of TPU hardware.
-- `components`: which component of a distributed variable the code of a replica uses.
 - `collectives`: collectives between processes. `checkpoints`: checkpoints of several workers in one folder.
 - `host_datasets`: distributed datasets for CPU devices. `data_pulls`: takes many elements of an iterator with one call.
   `batch_memory`: copies batches that are the memory of Python. `batches`: remembers which tensors came out of a plain

@@ -93,7 +93,6 @@ __all__ = [
     "replica_id_in_sync_group",
     "resolve",
     "select_replica",
-    "unread",
     "update_regroup",
     "value_container",
 ]
@@ -273,15 +272,3 @@ def first_values(structure: Any) -> Any:
 def hardware_without_embeddings() -> Any:
     """A `tf.tpu.experimental.HardwareFeature` whose `embedding_feature` is UNSUPPORTED."""
     return tf.tpu.experimental.HardwareFeature(_TPUHardwareFeature())
-
-
-def unread(like: Any, handle: Any, parent: Any) -> Any:
-    """The result of an assignment in a graph: like `like`, with another handle and the assignment's op `parent`."""
-    return UnreadVariable(
-        handle=handle,
-        dtype=like.dtype,
-        shape=like.shape,
-        in_graph_mode=like._in_graph_mode,
-        parent_op=parent,
-        unique_id=like._unique_id,
-    )

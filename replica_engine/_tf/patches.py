@@ -18,7 +18,7 @@ import tensorflow as tf
 # get_seed: the pair of seeds of a random op, from the global seed and that of the op.
 from tensorflow.python.framework import random_seed as _random_seed
 
-from replica_engine._tf import checkpoints, components, distribute
+from replica_engine._tf import checkpoints, distribute
 from replica_engine._tf.graphs import control_flow
 from replica_engine._tf.keras import accumulation as keras_accumulation
 from replica_engine._tf.keras import files
@@ -63,7 +63,6 @@ _LOSSES = "keras.src.losses.loss"
 _METRICS = "keras.src.metrics.reduction_metrics"
 _FIRST_SCOPE = "the first `TPUStrategy.scope()`"
 _FIRST_WORKERS_SCOPE = "the first scope of a `MultiWorkerMirroredStrategy`, or of a `TPUStrategy` of several workers"
-_TRACED_ONCE = "the first `MirroredStrategy(trace_once=...)`"
 _JOINED = "the first `MultiWorkerMirroredStrategy` of several workers"
 _OTHERS = "passes on to Keras for models of other strategies"
 _NOT_OF_WORKERS = "passes on to TensorFlow for what is not trained on several workers"
@@ -176,36 +175,6 @@ PATCHES: tuple[Patch, ...] = (
         "import",
         "passes on to TensorFlow outside the replicas of this library's threads, and for ops with a seed of their own",
     ),
-    *(
-        Patch(owner, name, why, _TRACED_ONCE, "passes on to TensorFlow; looks on while such a strategy's replicas run")
-        for owner, name, why in (
-            (components.VARIABLE, "_get", "a replica's component of a variable, for `trace_once`"),
-            (components.VARIABLE, "_get_on_device_or_primary", "a replica's component of a variable, for `trace_once`"),
-            (components.VARIABLE, "handle", "a replica's component of a variable, for `trace_once`"),
-            (components.VARIABLE, "_export_to_saved_model_graph", "saving functions traced with `trace_once`"),
-            *(
-                (f"{kind.__module__}.{kind.__name__}", name, "which tapes replicas use, for `trace_once`")
-                for kind, names in components.TAPES.items()
-                for name in names
-            ),
-            *(
-                (owner, "device", "whether Python code asks for a device, for `trace_once`")
-                for owner in (
-                    components.VARIABLE,
-                    f"{components.GRAPHS}.SymbolicTensor",
-                    f"{components.GRAPHS}.Operation",
-                )
-            ),
-            (components.COMPONENT, "handle", "whether components are used by themselves, for `trace_once`"),
-            (components.VALUES, "_get", "whether distributed values are asked for a replica's, for `trace_once`"),
-            (components.GRAPHS, components.LIFTED, "whether code enters `tf.init_scope`, for `trace_once`"),
-            (f"{components.GRAPHS}.SymbolicTensor", "op", "whether Python code asks for an op, for `trace_once`"),
-            (components.DELEGATES, "__getattr__", "which attributes of components code asks for, for `trace_once`"),
-            (components.FUNCTION, "get_concrete_function", "whether code keeps a traced function, for `trace_once`"),
-            (components.SEEDS, "get_seed", "which seeds the program gives to random ops, for `trace_once`"),
-            (components.CONSTANTS, "_ConstantValue", "whether Python code asks for values, for `trace_once`"),
-        )
-    ),
     Patch(
         "tensorflow.python.eager.core",
         "_status_to_exception",
@@ -234,13 +203,6 @@ PATCHES: tuple[Patch, ...] = (
         "and warn of a batch that goes whole to all replicas",
         "import",
         "passes on to TensorFlow for all other functions",
-    ),
-    Patch(
-        "tensorflow",
-        "get_static_value",
-        "warns if a compiled body asks for the value of its replica id, which is None",
-        "the first `TPUStrategy`",
-        "passes on to TensorFlow; looks on while a body is traced. TensorFlow itself does not call it by this name",
     ),
     Patch(
         "tensorflow.python.distribute.distribute_lib.StrategyBase",

@@ -93,3 +93,8 @@ def _folders_above(folder: str) -> Iterator[str]:
     while folder != os.path.dirname(folder):
         folder = os.path.dirname(folder)
         yield folder
+
+
+def is_scope_of(scope: str, name: str) -> bool:
+    """Whether a name scope belongs to a layer; TensorFlow adds a number to a scope that is entered again."""
+    return scope == name or (scope.startswith(f"{name}_") and scope[len(name) + 1 :].isdigit())

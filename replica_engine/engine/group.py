@@ -6,7 +6,6 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from replica_engine.engine.sync_point import SyncRecord
 from replica_engine.engine.thread import ReplicaThread
@@ -36,22 +35,9 @@ class SyncGroup:
         for thread in self.threads:
             thread.start()
 
-    def leading(self, count: int) -> Leading:
-        """The first `count` threads of the group."""
-        return Leading(self.devices[:count], self.threads[:count], self.record, self.name)
-
     def close(self) -> None:
         """Tells the threads to end, and does not wait for them."""
         self._closer()
-
-
-class Leading(NamedTuple):
-    """The first threads of a group, for a run of fewer replicas; see `SyncGroup`."""
-
-    devices: Sequence[str]
-    threads: Sequence[ReplicaThread]
-    record: SyncRecord
-    name: str
 
 
 class GroupPool:

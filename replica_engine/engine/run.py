@@ -60,7 +60,7 @@ from typing import Any
 
 from replica_engine import errors
 from replica_engine.engine.event import Event
-from replica_engine.engine.group import Leading, SyncGroup
+from replica_engine.engine.group import SyncGroup
 from replica_engine.engine.observer import Observer
 from replica_engine.engine.replica import Errand, Outcome, Replica
 from replica_engine.engine.sync_point import State, SyncPoint
@@ -116,7 +116,7 @@ class Run:
 
     def __init__(
         self,
-        group: SyncGroup | Leading,
+        group: SyncGroup,
         bodies: Sequence[Callable[[Replica], Any]],
         merge: Callable[[list[Any]], Sequence[Any]],
         *,

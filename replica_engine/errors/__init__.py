@@ -116,7 +116,6 @@ from replica_engine.errors.threads import (
     NotInReplicaError,
     ReplicaUnwound,
     StructureMismatchError,
-    TraceOnceError,
     VariableMismatchError,
     note_abandoned,
     note_failed_alike,
@@ -124,7 +123,6 @@ from replica_engine.errors.threads import (
     note_merge_failure,
     note_sync_points,
     note_workers,
-    traced_each,
     warn_different_lines,
 )
 from replica_engine.errors.timeouts import (
@@ -141,7 +139,6 @@ from replica_engine.errors.values import (
     NoValueError,
     ReplicaValueError,
     note_no_value,
-    warn_no_static_id,
 )
 from replica_engine.errors.versions import (
     TensorFlowVersionError,
@@ -187,7 +184,6 @@ __all__ = [
     "StructureMismatchError",
     "StuckProgramError",
     "TensorFlowVersionError",
-    "TraceOnceError",
     "VariableCreationError",
     "VariableMismatchError",
     "WorkerLostError",
@@ -226,14 +222,12 @@ __all__ = [
     "slow_replicas",
     "slow_trace",
     "slow_workers",
-    "traced_each",
     "untested_version",
     "unusable_cache_dir",
     "warn_dataset_for_each",
     "warn_different_lines",
     "warn_foreign_optimizer",
     "warn_metric_not_a_sum",
-    "warn_no_static_id",
     "warn_shared_variable",
     "warn_tape_outside",
     "warn_uneven_evaluation",

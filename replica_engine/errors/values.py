@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief, meant_reduction, with_more
+from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief, meant_reduction
 
 
 class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
@@ -153,11 +153,6 @@ class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
     def bad_choice(cls, name: str, given: object, choices: Sequence[str]) -> ReplicaValueError:
         """A word is none of those that an argument takes."""
         return cls(f"{name} must be {', '.join(map(repr, choices))} or None; got {brief(given)}.")
-
-    @classmethod
-    def bad_trace_once(cls, given: object) -> ReplicaValueError:
-        """The way to trace replicas is unknown."""
-        return cls(f'trace_once must be True, False or "checked"; got {brief(given)}.')
 
     @classmethod
     def bad_rows(cls, name: str, given: object) -> ReplicaValueError:
@@ -310,19 +305,4 @@ def note_no_value(error: BaseException, asked: str, where: str, of_variable: boo
         error,
         f"{asker}{_ASKS}{what}{at(where)}. The function is traced, by tf.function or "
         f"by TPUStrategy: while it is traced, {why}. {instead}{host}",
-    )
-
-
-@with_more
-def warn_no_static_id(where: str) -> str:
-    """The warning that Python code asks for the replica id of a compiled body, which has no value: it is None."""
-    return (
-        f"tf.get_static_value{at(where)} is None for the replica id: TPUStrategy traces the function once for all "
-        "replicas, so Python code cannot tell them apart, and a comparison with the id is false for each. Under "
-        "MirroredStrategy it can. Compute with the id instead, or make a branch of the program:\n"
-        "    context = tf.distribute.get_replica_context()\n"
-        "    x = tf.where(context.replica_id_in_sync_group == 0, a, b)\n"
-        "    y = tf.cond(context.replica_id_in_sync_group == 0, f, g)\n"
-        "Or pass each replica a value of its own, by strategy.experimental_distribute_values_from_function. If None is "
-        "expected, test for it, `is None`, and no warning comes."
     )

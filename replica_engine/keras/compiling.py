@@ -12,8 +12,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine._tf.graphs import nodes
 from replica_engine._tf.keras import model as keras_model
+from replica_engine.diagnostics.op_lines import is_scope_of
 from replica_engine.errors import LoweringError, ReplicaEngineError, add_note, note_sparse_inputs
 from replica_engine.values import samples
 
@@ -90,6 +90,6 @@ def _guilty(model: keras.Model, error: LoweringError) -> keras.layers.Layer | No
     """The layer that contains the op; otherwise the first layer that declares that XLA cannot compile it; or None."""
     layers = keras_model.layers_of(model, include_self=False)
     scopes = error.op_name.split("/")
-    inside = [layer for layer in layers if any(nodes.is_scope_of(scope, layer.name) for scope in scopes)]
+    inside = [layer for layer in layers if any(is_scope_of(scope, layer.name) for scope in scopes)]
     unsupported = [layer for layer in layers if not layer.supports_jit]
     return inside[-1] if inside else unsupported[0] if unsupported else None

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import components, distribute
+from replica_engine._tf import distribute
 from replica_engine._tf.graphs import calls
 from replica_engine._tf.host_datasets import HostDatasets
 from replica_engine.errors import DeviceError
@@ -21,7 +21,6 @@ from replica_engine.strategies.validation import (
     check_choice,
     check_flags,
     check_seconds,
-    check_trace_once,
     check_updated,
 )
 from replica_engine.threads.cpu_reduction import CpuReduction
@@ -113,19 +112,11 @@ class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):
             "full" is what TensorFlow is set to do. "light" leaves out passes that do not make a step on CPUs faster,
             and makes the first step much faster. "off" makes the first step faster still, and later steps slower.
             None is "light" on CPUs and "full" elsewhere. Options set with `tf.config.optimizer` stay as they are.
-        trace_once: in a `tf.function`, trace replica 0 alone, and copy its operations for the other replicas: the
-            first step takes about as long for many replicas as for one. The Python code of the other replicas does not
-            run, so use it where the code does not depend on the replica and leaves nothing behind. What differs
-            between replicas (variables, arguments, the replica id as a tensor, random numbers) differs in the copies.
-            What cannot be copied is a TraceOnceError, or, if it comes before the first sync point, each replica is
-            traced, and the log says why. "checked" traces replica 1 as well and raises TraceOnceError where it differs.
-            Eager runs are not affected. See `docs/first_step.md`.
 
     Raises:
         DeviceError: a device does not exist, is named twice, or is of another kind than the rest; or
             `cross_device_ops` is not a `tf.distribute.CrossDeviceOps`.
-        ReplicaValueError: `concurrent` is not True or False, or `graph_optimizer` or `trace_once` is none of its
-            values.
+        ReplicaValueError: `concurrent` is not True or False, or `graph_optimizer` is none of its values.
         ValueError: `timeout` or `warn_after` is not positive.
 
     Example:
@@ -150,12 +141,10 @@ class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):
         timeout: float | None = None,
         warn_after: float | None = None,
         graph_optimizer: str | None = None,
-        trace_once: bool | str = False,
     ):
         check_seconds(timeout=timeout, warn_after=warn_after)
         check_flags(concurrent=concurrent)
         check_choice("graph_optimizer", graph_optimizer, calls.LEVELS)
-        check_trace_once(trace_once)
         if cross_device_ops is not None and not isinstance(cross_device_ops, tf.distribute.CrossDeviceOps):
             raise DeviceError.no_cross_device_ops(cross_device_ops)
         self._collective_key_base = next(_COLLECTIVE_KEYS)
@@ -167,9 +156,6 @@ class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):
             timeout=options.timeout if timeout is None else timeout,
             warn_after=options.warn_after if warn_after is None else warn_after,
             graph_optimizer=graph_optimizer or options.graph_optimizer,
-            trace_once=trace_once or options.trace_once,
         )
-        if extended.replica_options.trace_once:
-            components.install()
         # Not the parent's __init__: it would make TensorFlow's own extended half.
         tf.distribute.Strategy.__init__(self, extended)

@@ -65,19 +65,6 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise ReplicaValueError.bad_choice(name, value, choices)
 
 
-def check_trace_once(value: object) -> None:
-    """Checks that a value is False, True or "checked".
-
-    Raises:
-        ReplicaValueError: it is something else.
-
-    Example:
-        >>> check_trace_once("checked")
-    """
-    if not isinstance(value, (bool, np.bool_)) and (type(value) is not str or value != "checked"):
-        raise ReplicaValueError.bad_trace_once(value)
-
-
 def check_updated(variable: Any) -> None:
     """Checks that a variable to update has a component on each replica.
 

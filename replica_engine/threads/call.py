@@ -13,7 +13,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -28,7 +28,7 @@ from replica_engine.diagnostics.suspicions import check_lines, note_reads, watch
 from replica_engine.diagnostics.tracebacks import as_raised
 from replica_engine.diagnostics.user_frames import identity
 from replica_engine.engine import ErrandsFailed, GroupPool, Outcome, Replica, Run, SyncPoint
-from replica_engine.errors import CoordinatorRow, ScopeError, note_merge_failure, slow_function, traced_each
+from replica_engine.errors import CoordinatorRow, ScopeError, note_merge_failure, slow_function
 from replica_engine.process import shutdown
 from replica_engine.process.fork import check_not_forked
 from replica_engine.telemetry import timeline
@@ -119,8 +119,6 @@ class ReplicaOptions:
         warn_after: the seconds after which a slow replica is logged; the warning repeats at the same interval. None
             takes the environment variable REPLICA_ENGINE_WARN_AFTER, or 30 if it is not set.
         context_class: the class of each replica's context.
-        trace_once: in a graph, trace replica 0 alone and copy its operations for the others; "checked" traces replica 1
-            as well and compares.
         graph_optimizer: how much TensorFlow's graph optimizer does to a `tf.function` in which the replicas run:
             "full", "light" or "off". None is "light" on CPU devices and "full" elsewhere.
         merging: takes the sync point where the replicas have met; what it returns is entered around the merge function.
@@ -132,7 +130,6 @@ class ReplicaOptions:
     warn_after: float | None = None
     context_class: type[ReplicaContext] = ReplicaContext
     graph_optimizer: str | None = None
-    trace_once: bool | str = False
     merging: Callable[[SyncPoint], contextlib.AbstractContextManager[None]] | None = None
     worker: int | None = None
 
@@ -152,13 +149,6 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
         thread_state.make_stacks_thread_local(state.graph)
         around = functools.partial(_function_watched, options.warn_after)  # not the strategy: the graph outlives it
         calls.choose(state.graph, options.graph_optimizer or _graph_optimizer(devices), around)
-        if options.trace_once and _may_copy(strategy, options, state):
-            copied, results = _copied(strategy, fn, of_replicas, options)
-            if copied:
-                _check_compiled(state.graph, devices, source)
-                note_reads(read)
-                watch_results(strategy, results, (args, kwargs))
-                return results
     concurrent = options.concurrent and state.eager
     variables = SharedVariables(concurrent)
     known = _creates_nothing.setdefault(strategy, set()) if concurrent else set()
@@ -245,45 +235,6 @@ def _after_arguments(fn: Callable[..., Any], of_replicas: Sequence[tuple], graph
             return fn(*args, **kwargs)
 
     return after
-
-
-def _may_copy(strategy: tf.distribute.Strategy, options: ReplicaOptions, state: InheritedState) -> bool:
-    """Whether the graph and the strategy allow tracing replica 0 for all; contexts of a subclass do not."""
-    return (
-        state.init_eager
-        and state.graph.building_function
-        and hasattr(state.graph, "capture")
-        and len(strategy.extended.worker_devices) > 1
-        and options.context_class is ReplicaContext
-        and options.merging is None
-        and distribute.uses_merge_call(strategy)
-    )
-
-
-def _copied(
-    strategy: tf.distribute.Strategy, fn: Callable[..., Any], of_replicas: Sequence[tuple], options: ReplicaOptions
-) -> tuple[bool, Any]:
-    """Runs replica 0 alone, and copies what it traces for the others; false if each must be traced."""
-    from replica_engine.threads.once import run as once  # here, because few programs need it
-
-    @contextlib.contextmanager
-    def leased(bodies: Sequence[Callable[[Replica], Any]], merge: Callable[[list[Any]], Any]) -> Iterator[Run]:
-        with shutdown.running(), _pool(strategy, strategy.extended.worker_devices).lease() as group:
-            run = Run(group.leading(len(bodies)), bodies, merge, timeout=options.timeout, warn_after=options.warn_after)
-            try:
-                yield run
-            except BaseException as error:
-                note_failed_run(error, lambda: records(group.record.rings, group.devices, options.worker), run.number)
-                raise
-
-    described = _described(identity(fn))
-    try:
-        return True, once.run_once(
-            once.Job(strategy, fn, of_replicas, described, leased, options.trace_once == "checked")
-        )
-    except once.CannotCopy as reason:
-        _log.warning(traced_each(described, str(reason)))
-        return False, None
 
 
 def _check_compiled(graph: Any, devices: Sequence[str], source: Any) -> None:

@@ -8,9 +8,6 @@ import keras
 import pytest
 import tensorflow as tf
 
-from replica_engine import MirroredStrategy
-from replica_engine.testing import logical_devices
-
 WHOLE, TAPE = "gives the whole batch", "A gradient tape is around strategy.run"
 
 
@@ -257,22 +254,6 @@ def test_a_tape_around_run_in_the_function(strategy, weight, warnings):
     assert TAPE in text
     assert "test_alarms_in_functions.py" in text
     step()
-
-
-def test_a_tape_around_a_run_that_is_traced_once(warnings):
-    strategy = MirroredStrategy(logical_devices(2), trace_once=True)
-    with strategy.scope():
-        weight = tf.Variable(3.0)
-
-    @tf.function
-    def step():
-        with tf.GradientTape() as tape:
-            loss = strategy.reduce("SUM", strategy.run(lambda: weight * weight), axis=None)
-        return tape.gradient(loss, weight)
-
-    assert step() is None
-    (text,) = warnings()
-    assert TAPE in text
 
 
 @pytest.mark.graphs

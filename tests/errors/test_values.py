@@ -6,7 +6,7 @@ import tensorflow as tf
 from helpers.golden import shows
 
 from replica_engine import MirroredStrategy, TPUStrategy, accumulate, join_outputs, split_batch
-from replica_engine.errors import NoValueError, ReplicaValueError, note_no_value, warn_no_static_id
+from replica_engine.errors import NoValueError, ReplicaValueError, note_no_value
 
 
 @shows(ReplicaValueError.other_size)
@@ -326,11 +326,6 @@ def test_a_word_that_is_not_known():
     MirroredStrategy(["CPU:0", "CPU:1"], graph_optimizer="none")
 
 
-@shows(ReplicaValueError.bad_trace_once)
-def test_a_way_to_trace_that_is_not_known():
-    MirroredStrategy(["CPU:0", "CPU:1"], trace_once="check")
-
-
 @shows(ReplicaValueError.bad_steps)
 def test_parts_of_a_batch_that_are_no_number():
     accumulate(tf.reduce_mean, (tf.ones([4]),), steps=0)
@@ -366,16 +361,3 @@ def test_the_mean_of_counts():
         return accumulate(count, (x,), steps=2)
 
     strategy.run(step, args=(tf.ones([4]),))
-
-
-@shows(warn_no_static_id)
-def test_python_code_that_asks_for_the_replica_id_of_compiled_replicas():
-    strategy = TPUStrategy(num_cores=2)
-
-    def step():
-        context = tf.distribute.get_replica_context()
-        if tf.get_static_value(context.replica_id_in_sync_group) == 0:
-            return tf.constant("the first")
-        return tf.constant("another")
-
-    print(strategy.experimental_local_results(strategy.run(step)))

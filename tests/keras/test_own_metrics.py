@@ -4,9 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.devices import DEVICES
 
-from replica_engine import MirroredStrategy
 from replica_engine._tf.keras import sums
 from replica_engine.keras import replicate_model
 from replica_engine.testing import check_parity
@@ -179,16 +177,6 @@ def test_a_step_that_handles_exceptions(trains_alike):
         return model
 
     trains_alike(make, 2, X, Y, batch_size=9)
-
-
-def test_a_step_that_is_traced_once(alike, batched, caplog):
-    strategy = MirroredStrategy(DEVICES[:2], trace_once="checked")
-    replicated = replicate_model(model_with(Biggest, Total)(), strategy=strategy)
-    alone = model_with(Biggest, Total)()
-    alone.set_weights(replicated.get_weights())
-    data = batched(9, X, Y)
-    alike(replicated.evaluate(data, verbose=0), alone.evaluate(data, verbose=0))
-    assert not [each for each in caplog.records if each.name == "replica_engine"]
 
 
 def test_several_steps_in_one_launch(trains_alike):

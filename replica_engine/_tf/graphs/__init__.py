@@ -6,6 +6,5 @@ runs a part of a graph in eager mode. `made_ops` and `random_ops` see or replace
 `gradients` gives values in a graph their gradient.
 
 `control_flow` wraps TensorFlow's branches, loops and tapes. `calls` sets options for calls of functions in which
-replicas run. Four modules are for tracing one replica for all: `source` is the graph that it traces, `repeatable` says
-which ops may be copied, `copies` copies them, and `nodes` compares the ops of two graphs.
+replicas run.
 """

@@ -41,19 +41,3 @@ def with_gradient(
 
     _record.record_operation(registered, *in_order(known, originals, of_tape))
     return known[: len(results)]
-
-
-def with_shape_of_gradient(tensor: Any) -> Any:
-    """A tensor equal to one of a graph, whose gradient by tapes has the static shape of the tensor."""
-    if not tensor.shape.is_fully_defined():
-        return tensor
-    with _record.stop_recording():
-        same = tf.identity(tensor)
-
-    def of_tape(upstream: Any) -> list[Any]:
-        if isinstance(upstream, tf.Tensor):
-            upstream.set_shape(tensor.shape)
-        return [upstream]
-
-    _record.record_operation("Identity", [same], [tensor], of_tape, lambda tangent: [tangent])
-    return same

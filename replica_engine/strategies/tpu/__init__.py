@@ -2,7 +2,6 @@
 
 - `strategy`: TPUStrategy and its extended half.
 - `context`: the replica context of a compiled body.
-- `static_ids`: the warning that a replica id has no value while a body is traced.
 - `variables`: distributed variables whose values live on the devices.
 - `own_values`: what each replica gets of a value of several replicas from outside.
 - `workers`: what is different where the job has several workers.

@@ -27,7 +27,7 @@ from replica_engine.strategies.devices import described
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.multi_worker.saving import let_the_chief_write
 from replica_engine.strategies.reductions import Reductions
-from replica_engine.strategies.tpu import keras_steps, own_values, static_ids, variables
+from replica_engine.strategies.tpu import keras_steps, own_values, variables
 from replica_engine.strategies.tpu.api import OneLogicalDevice, TPUFacts
 from replica_engine.strategies.tpu.context import BodyReplicaContext, gather_leaf, reduce_leaf
 from replica_engine.strategies.tpu.device_loops import LoopSettings, run_steps
@@ -105,7 +105,6 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         self._programs = ProgramCache(
             devices, self._in_replica_context, same_random, name=name, limits=limits, soft_placement=soft_placement
         )
-        static_ids.install()
         host = distribute.resolve("CPU:0")
         super().__init__(strategy, [host] * devices.size, tf.distribute.ReductionToOneDevice())
 

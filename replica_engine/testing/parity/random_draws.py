@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from replica_engine._tf.graphs.nodes import is_scope_of
+from replica_engine.diagnostics.op_lines import is_scope_of
 
 _STATEFUL = ("Random", "Truncated", "Multinomial", "ParameterizedTruncated", "Stateful", "NonDeterministic")
 _STATELESS = (
