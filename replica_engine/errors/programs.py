@@ -201,6 +201,15 @@ class CaptureError(ReplicaEngineError, ValueError):
             "on the host, in a function for xla.outside_compilation, or before the run."
         )
 
+    @classmethod
+    def of_all_replicas(cls, variable: str, where: str) -> CaptureError:
+        """A concrete function that was traced outside of the body uses the values of all replicas."""
+        return cls(
+            f"A concrete function that was traced outside of strategy.run uses the variable {variable!r}{at(where)}. "
+            "There it is one value of all replicas, and a compiled replica has only its own. Pass the tf.function "
+            "itself to strategy.run, or call it in the body: then it is traced for a replica."
+        )
+
 
 class VariableCreationError(ReplicaEngineError, ValueError):
     """A replica body cannot create this variable."""

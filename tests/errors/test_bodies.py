@@ -314,6 +314,21 @@ def test_a_variable_of_text():
     strategy.run(step, args=(tf.constant(1.0),))
 
 
+@shows(CaptureError.of_all_replicas)
+def test_a_concrete_function_of_all_replicas():
+    strategy = TPUStrategy(num_cores=2)
+    on_read, total = tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM
+    with strategy.scope():
+        seen = tf.Variable(0.0, name="seen", synchronization=on_read, aggregation=total)
+
+    @tf.function
+    def so_far(x):
+        return x + seen
+
+    concrete = so_far.get_concrete_function(tf.TensorSpec([]))
+    strategy.run(concrete, args=(tf.constant(1.0),))
+
+
 @pytest.fixture
 def _few_traces(monkeypatch):
     monkeypatch.setattr(program_cache, "MANY_TRACES", 3)

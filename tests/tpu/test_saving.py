@@ -1,5 +1,7 @@
 """What is saved is what the devices have, and what is restored is what the next step sees."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -176,6 +178,52 @@ def test_a_saved_model_has_the_values_of_the_last_step(two, tmp_path, called, ta
         two.add(loaded.weight, 1.0)
         assert loaded(tf.constant([3.0, 4.0])).numpy().tolist() == [63.0, 84.0]
         assert two.each(two.strategy.run(loaded, args=(tf.constant([1.0, 2.0]),))) == [[21.0, 42.0]] * 2
+
+
+@pytest.mark.parametrize("place", ["alone", "in scope"])
+def test_a_signature_runs_wherever_it_was_loaded(two, tmp_path, place):
+    module = Doubler()
+    tf.saved_model.save(module, str(tmp_path), signatures={"double": module.__call__})
+    with two.strategy.scope() if place == "in scope" else contextlib.nullcontext():
+        loaded = tf.saved_model.load(str(tmp_path))
+    signature, args = loaded.signatures["double"], (tf.constant([3.0, 4.0]),)
+
+    @tf.function
+    def in_function():
+        return two.strategy.run(signature, args=args)
+
+    def ways():
+        with two.strategy.scope():
+            results = [two.strategy.run(signature, args=args), in_function()]
+        results += [two.strategy.run(signature, args=args), in_function()]
+        return [each for result in results for each in two.each(result["output_0"])]
+
+    assert ways() == [[3.0, 4.0]] * 8
+    two.strategy.run(lambda: loaded.weight.assign([2.0, 3.0]))
+    assert ways() == [[6.0, 12.0]] * 8
+
+
+def test_a_concrete_function_of_a_variable_runs_on_replicas_and_on_the_host(two):
+    weight = two.variable(3.0)
+
+    @tf.function
+    def scaled(x):
+        return x * weight
+
+    @tf.function
+    def grow(x):
+        weight.assign_add(x)
+        return weight.read_value()
+
+    two_args = (tf.constant(2.0),)
+    concrete, grown = scaled.get_concrete_function(*two_args), grow.get_concrete_function(*two_args)
+    run = two.strategy.run
+    assert two.each(run(concrete, args=two_args)) == [6.0, 6.0]
+    assert two.each(tf.function(run)(concrete, args=two_args)) == [6.0, 6.0]
+    assert two.each(run(lambda x: concrete(x) + 1.0, args=two_args)) == [7.0, 7.0]
+    assert two.each(run(grown, args=two_args)) == [5.0, 5.0]
+    assert [float(grown(1.0)), float(concrete(1.0)), float(weight)] == [6.0, 6.0, 6.0]
+    assert two.each(run(concrete, args=two_args)) == [12.0, 12.0]
 
 
 # Keras models.

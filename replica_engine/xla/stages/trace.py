@@ -18,6 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import variables as variable_handles
+from replica_engine._tf.distribute import DistributedVariable
 from replica_engine._tf.graphs import autograph, subgraphs, xla_ops
 from replica_engine.diagnostics.flight_record import Collective
 from replica_engine.diagnostics.op_lines import here, user_line
@@ -229,7 +230,9 @@ def _check_plain_variables(
     """
     plain = {}
     for variable in traced.graph.variables:
-        if HostVariable.device_value(variable) is None:  # TensorFlow's `value_container` would ask for its handle
+        # Not TensorFlow's `value_container`, which would ask for its handle. A function that was loaded in a scope notes
+        # the distributed variables themselves.
+        if HostVariable.device_value(variable) is None and not isinstance(variable, DistributedVariable):
             plain[id(variable_handles.raw_handle(variable))] = variable
     indices = {
         index: plain[id(outside)]

@@ -24,8 +24,10 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from replica_engine._tf import variables
-from replica_engine.errors import HostAccessError
-from replica_engine.xla.body import host_side
+from replica_engine._tf.graphs import xla_ops
+from replica_engine.diagnostics.op_lines import here
+from replica_engine.errors import CaptureError, HostAccessError
+from replica_engine.xla.body import host_side, in_body
 from replica_engine.xla.state.device_value import DeviceValue
 
 T = TypeVar("T")
@@ -203,6 +205,10 @@ class _VariableAtCall(_AtCall):
         return self._raw
 
     def in_graph(self) -> tf.Tensor:
+        if in_body() is not None:  # whose program takes the values on the devices
+            if len(self._device_value.handles) > 1:  # the function was traced for all replicas, and the body is of one
+                raise CaptureError.of_all_replicas(xla_ops.variable_name(self._device_value.handles[0]), here())
+            return self._raw
         return handle(self._device_value, self._replica, self.use.on_host)
 
 
