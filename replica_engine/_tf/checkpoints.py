@@ -1,8 +1,9 @@
 """Checkpoints and SavedModels of several workers in one shared folder: the chief writes them.
 
-The other workers save into a folder of their own, which is deleted at once: saving may read variables that have a part
-on each worker, so all workers have to do it. They keep the same list of checkpoints as the chief, and neither write nor
-delete a file. Workers meet before they save, and again when the chief has written. Checked on TensorFlow 2.21.0.
+A worker whose path is not the chief's writes there as if it were alone. The others save into a folder of their own,
+which is deleted at once: saving may read variables that have a part on each worker, so all workers have to do it. They
+keep the same list of checkpoints as the chief, and neither write nor delete a file. Workers meet before they save, and
+again when the chief has written. Checked on TensorFlow 2.21.0.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ class Worker(Protocol):
     """A worker that saves together with others.
 
     Attributes:
-        writes: whether this worker writes the files.
+        is_chief: whether this worker writes the files of a path that all have.
     """
 
-    writes: bool
+    is_chief: bool
 
-    def saving(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """A context manager around saving: all workers meet before and after it."""
+    def saving(self, what: str, path: Any) -> contextlib.AbstractContextManager[bool]:
+        """A context manager around saving: all workers meet before and after it. Inside is whether this one writes."""
 
 
 def let_the_chief_write(worker_of: Callable[[Any], Worker | None]) -> None:
-    """Keeps all workers but the chief from writing checkpoints and SavedModels; only once per process.
+    """Keeps all workers but the chief from writing checkpoints and SavedModels to the chief's path; once per process.
 
     Args:
         worker_of: takes what is to be saved, and returns this worker; None if it is not trained on several workers.
@@ -84,8 +85,8 @@ def _written(worker_of: Callable[[Any], Worker | None], original: Callable[..., 
         if worker is None:
             return original(self, file_prefix, options)
         options = _synchronous(options)
-        with worker.saving("a checkpoint"):
-            if worker.writes:
+        with worker.saving("a checkpoint", file_prefix) as writes:
+            if writes:
                 return original(self, file_prefix, options)
             callbacks, options.experimental_write_callbacks = options.experimental_write_callbacks, None
             with folder() as own:
@@ -122,8 +123,8 @@ def _exported(worker_of: Callable[[Any], Worker | None], original: Callable[...,
         worker = worker_of(obj)
         if worker is None:
             return original(obj, export_dir, *args, **kwargs)
-        with worker.saving("a SavedModel"):
-            if worker.writes:
+        with worker.saving("a SavedModel", export_dir) as writes:
+            if writes:
                 return original(obj, export_dir, *args, **kwargs)
             with folder() as own:
                 return original(obj, own, *args, **kwargs)

@@ -1,5 +1,6 @@
 """Checkpoints and saved models of several workers in one shared folder."""
 
+import os
 import threading
 
 import pytest
@@ -105,6 +106,121 @@ found["own"] = os.path.exists(own + ".index")
 """
 
 
+OWN_PATHS = """
+import keras
+
+folder = os.environ["FOLDER"]
+strategy = KIND()
+task = strategy.cluster_resolver.task_id
+
+
+def own(name):  # as tutorials of TensorFlow have it: the chief's path, or a temporary one beside it
+    directory = os.path.join(folder, f"workertemp_{task}") if task else folder
+    tf.io.gfile.makedirs(directory)
+    return os.path.join(directory, name)
+
+
+with strategy.scope():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
+    optimizer = keras.optimizers.SGD(0.125)
+    on_read, total = tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM
+    seen = tf.Variable(0.0, synchronization=on_read, aggregation=total, trainable=False)
+data = strategy.distribute_datasets_from_function(
+    lambda context: tf.data.Dataset.range(8).map(lambda i: tf.cast(i, tf.float32)[tf.newaxis]).shard(
+        context.num_input_pipelines, context.input_pipeline_id
+    ).batch(2)
+)
+
+
+@tf.function
+def train_step(iterator):
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.nn.compute_average_loss(tf.reduce_sum(model(x, training=True) * 0.125, 1), global_batch_size=4)
+        optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+        seen.assign_add(tf.reduce_sum(x))
+        return loss
+
+    return strategy.reduce("SUM", strategy.run(step, args=(next(iterator),)), axis=None)
+
+
+epoch = tf.Variable(tf.constant(0, tf.int64))
+checkpoint = tf.train.Checkpoint(model=model, epoch=epoch, seen=seen)
+directory = own("ckpt")
+manager = tf.train.CheckpointManager(checkpoint, directory, max_to_keep=1)
+found["left"] = []
+while epoch.numpy() < 3:
+    iterator = iter(data)
+    found["loss"] = float(train_step(iterator) + train_step(iterator))
+    manager.save()
+    found["left"].append(sorted(os.listdir(directory)))
+    if task:
+        tf.io.gfile.rmtree(directory)
+    epoch.assign_add(1)
+trained = model.get_weights()[0].item()
+model.set_weights([each * 0 for each in model.get_weights()])
+latest = tf.train.latest_checkpoint(f"{folder}/ckpt")
+checkpoint.restore(latest).assert_existing_objects_matched()
+found["restored"] = [os.path.basename(latest), model.get_weights()[0].item() == trained, int(epoch), float(seen)]
+
+
+class Ending(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1:
+            found["backup"] = sorted(os.listdir(own("backup")))
+
+
+model.save(own("model.keras"))
+model.save_weights(own("model.weights.h5"))
+tf.train.Checkpoint(model=model).write(own("alone"))
+model.export(own("exported"), verbose=False)
+model.compile("sgd", "mse")
+backup = keras.callbacks.BackupAndRestore(own("backup"))
+model.fit(tf.ones([4, 1]), tf.ones([4, 1]), batch_size=4, epochs=2, verbose=0, callbacks=[backup, Ending()])
+"""
+
+
+def test_a_worker_writes_to_a_path_that_is_not_the_chiefs(programs, tmp_path):
+    with job(join=LONGER) as made:
+        first, second = outputs(programs, made, OWN_PATHS, FOLDER=str(tmp_path))
+    assert first == second
+    assert first["left"] == [
+        ["checkpoint", f"ckpt-{number}.data-00000-of-00001", f"ckpt-{number}.index"] for number in (1, 2, 3)
+    ]
+    assert first["restored"] == ["ckpt-3", True, 2, 84.0]
+    assert first["backup"] == ["latest.weights.h5", "training_metadata.json"]
+    shared, theirs = files(tmp_path), files(tmp_path / "workertemp_1")
+    assert {"alone.index", "exported/saved_model.pb", "model.keras", "model.weights.h5"} < set(theirs)
+    assert {f"workertemp_1/{name}" for name in theirs} < set(shared)
+    assert "backup" not in shared + theirs  # deleted at the end of the training
+    assert set(theirs) == {name for name in shared if not name.startswith(("ckpt", "workertemp_1"))}
+
+
+def test_a_worker_knows_the_chiefs_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    values = {}
+
+    class Member:
+        def __init__(self, worker):
+            self.worker, self.put, self.get = worker, values.__setitem__, lambda key: list(values.values())[-1]
+            self.drop = lambda key: None
+
+    chief, other = (Saving(Member(worker), lambda name, limited: None) for worker in range(2))
+
+    def writes(chiefs, own):
+        with chief.saving("a model", chiefs) as first, other.saving("a model", own) as inner:
+            assert (first, inner) == (True, True)  # inside another saving, the path is chosen already
+        with other.saving("a model", own) as second:
+            return second
+
+    assert not writes("model.keras", "model.keras")
+    assert not writes(str(tmp_path / "model.keras"), tmp_path / "model.keras")
+    assert not writes("model.keras", os.fsencode(tmp_path / "model.keras"))
+    assert writes("model.keras", "workertemp_1/model.keras")
+    assert not writes("gs://bucket/model", "gs://bucket/model")
+    assert writes("gs://bucket/model", "gs://bucket/own")
+
+
 def test_the_chief_writes_and_all_restore(programs, tmp_path):
     shared, theirs = tmp_path / "shared", tmp_path / "one"
     shared.mkdir()
@@ -131,15 +247,27 @@ def test_the_chief_writes_parts_of_replicated_models_and_asynchronous_checkpoint
     ]
 
 
+class Chief:
+    """The connection of worker 0, whose values nobody reads."""
+
+    worker = 0
+
+    def put(self, key, value):
+        pass
+
+    def drop(self, key):
+        pass
+
+
 def test_each_thread_meets_for_what_it_saves():
     met = []
-    saving = Saving(True, lambda name, limited: met.append((name, limited)))
+    saving = Saving(Chief(), lambda name, limited: met.append((name, limited)))
 
     def save(what):
-        with saving.saving(what), saving.saving("its weights"):
+        with saving.saving(what, "here"), saving.saving("its weights", "there"):
             pass
 
-    with saving.saving("a model"):
+    with saving.saving("a model", "here"):
         thread = threading.Thread(target=save, args=("a checkpoint",))
         thread.start()
         thread.join()
@@ -154,15 +282,16 @@ def test_each_thread_meets_for_what_it_saves():
 def test_the_timeout_does_not_bound_how_long_the_chief_writes():
     timeouts = {}
 
-    class Member:
+    class Member(Chief):
         def progress(self, step, name):
             pass
 
         def meet(self, name, timeout, warn_after):
             timeouts[name] = timeout, warn_after
 
-    saving = Saving(False, Launches(Member(), timeout=4.0, warn_after=1.0).meet)
-    with saving.saving("a model"):
+    member = Member()
+    saving = Saving(member, Launches(member, timeout=4.0, warn_after=1.0).meet)
+    with saving.saving("a model", "here"):
         pass
     assert timeouts == {"the saving of a model": (4.0, 1.0), "the end of saving a model": (None, 1.0)}
 

@@ -1,8 +1,9 @@
 """Files that Keras writes while several workers train one model in one shared folder: the chief writes them.
 
 As with checkpoints (`_tf/checkpoints.py`), the other workers save into a folder of their own, which is deleted at once,
-and all workers meet before they save and when the chief has written. Checked on Keras 3.15.1; a name that Keras does
-not have is left out.
+and all workers meet before they save and when the chief has written; a worker whose path is not the chief's writes
+there. For callbacks that log (CSVLogger, TensorBoard) workers do not meet, since perhaps only the chief has them: its
+own write, and the others leave no file. Checked on Keras 3.15.1; a name that Keras does not have is left out.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ def let_the_chief_write(worker_of: Callable[[Any], Worker | None]) -> None:
 
     def of_other(model: Any) -> bool:
         worker = worker_of(model)
-        return worker is not None and not worker.writes
+        return worker is not None and not worker.is_chief
 
     for name in SAVES:
         _replace(saving, name, functools.partial(_saved, worker_of))
     backup, board, csv = (getattr(callbacks, name, None) for name in (BACKUP, BOARD, CSV))
-    _replace(backup, "_save_model", functools.partial(_backed_up, of_other))
-    _replace(backup, "on_train_end", functools.partial(_only_chief, of_other))
+    _replace(backup, "_save_model", functools.partial(_backed_up, worker_of))
+    _replace(backup, "on_train_end", functools.partial(_ended, of_other))
     _replace(board, "set_model", functools.partial(_elsewhere, of_other))
     _replace(csv, "on_train_begin", functools.partial(_nowhere, of_other))
 
@@ -74,8 +75,8 @@ def _saved(worker_of: Callable[[Any], Worker | None], original: Callable[..., An
         worker = worker_of(model)
         if worker is None:
             return original(model, filepath, *args, **kwargs)
-        with worker.saving("a model"):
-            if worker.writes:
+        with worker.saving("a model", filepath) as writes:
+            if writes:
                 return original(model, filepath, *args, **kwargs)
             with folder() as own:
                 return original(model, pathlib.Path(own) / os.path.basename(filepath), *args, **kwargs)
@@ -83,25 +84,31 @@ def _saved(worker_of: Callable[[Any], Worker | None], original: Callable[..., An
     return save
 
 
-def _backed_up(of_other: Callable[[Any], bool], original: Callable[..., Any]) -> Callable[..., Any]:
+def _backed_up(worker_of: Callable[[Any], Worker | None], original: Callable[..., Any]) -> Callable[..., Any]:
     def save(self: Any) -> None:
-        if not of_other(self.model):
+        worker = worker_of(self.model)
+        if worker is None:
             return original(self)
         before = {name: getattr(self, name) for name in _BACKUP_PATHS}
-        with folder() as own:
-            try:
-                for name, path in before.items():
-                    setattr(self, name, own if name == "backup_dir" else os.path.join(own, os.path.basename(path)))
+        with worker.saving("a backup", self.backup_dir) as self._replica_engine_writes:
+            if self._replica_engine_writes:
                 return original(self)
-            finally:
-                vars(self).update(before)
+            with folder() as own:
+                try:
+                    for name, path in before.items():
+                        setattr(self, name, own if name == "backup_dir" else os.path.join(own, os.path.basename(path)))
+                    return original(self)
+                finally:
+                    vars(self).update(before)
 
     return save
 
 
-def _only_chief(of_other: Callable[[Any], bool], original: Callable[..., Any]) -> Callable[..., Any]:
+def _ended(of_other: Callable[[Any], bool], original: Callable[..., Any]) -> Callable[..., Any]:
     def end(self: Any, logs: Any = None) -> Any:
-        return None if of_other(self.model) else original(self, logs)
+        """Deletes the backup, unless it is the chief's."""
+        leaves = of_other(self.model) and not getattr(self, "_replica_engine_writes", False)
+        return None if leaves else original(self, logs)
 
     return end
 

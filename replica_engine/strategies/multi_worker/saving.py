@@ -1,20 +1,25 @@
 """Saving on several workers: which worker writes, and where the workers meet.
 
-All workers make the same call that saves, with the same path. They meet before it, so that a checkpoint holds the same
-step of all of them, and a worker that does something else is found before a file is written. They meet again when the
-chief has written, so that each can read the file. The timeout of runs does not limit that second wait.
+All workers make the same call that saves. They meet before it, so that a checkpoint holds the same step of all of them,
+and a worker that does something else is found before a file is written. They meet again when the chief has written, so
+that each can read the file. The timeout of runs does not limit that second wait.
+
+The chief writes what all save to one path. A worker with a path that is not the chief's writes there itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
+from replica_engine import hosts
 from replica_engine._tf import checkpoints, distribute
 from replica_engine._tf.keras import files
 from replica_engine.errors.hosts import SAVING
@@ -24,39 +29,67 @@ class Saving:
     """This worker, as one that saves together with the others.
 
     Args:
-        writes: whether it is the chief.
+        member: the connection to the job.
         meet: waits for the other workers; takes a name of the place in words, and whether the timeout of runs holds.
+
+    Attributes:
+        is_chief: whether this worker writes the files of a path that all have.
     """
 
-    def __init__(self, writes: bool, meet: Callable[[str, bool], None]):
-        self.writes = writes
+    def __init__(self, member: hosts.Member, meet: Callable[[str, bool], None]):
+        self.is_chief = member.worker == 0
+        self._member = member
         self._meet = meet
 
     @contextlib.contextmanager
-    def saving(self, what: str) -> Iterator[None]:
+    def saving(self, what: str, path: Any) -> Iterator[bool]:
         """A context manager around saving something on all workers.
 
         Args:
             what: what is saved, in words.
+            path: where this worker is to save it.
+
+        Yields:
+            Whether this worker writes: it is the chief, or its path is not the chief's.
 
         Raises:
             ProgramDisagreementError: another worker does something else.
             WorkerLostError: a worker is lost.
         """
-        if _inside.get():  # Keras saves a model by saving its weights
-            yield
+        if _inside.get():  # Keras backs a model up by saving its weights, and the path is chosen already
+            yield True
             return
+        ours, key = _place(path), f"{SAVING} {what}: path {next(_numbers)} "
+        if self.is_chief:
+            self._member.put(key, ours)
         self._meet(f"{SAVING} {what}", True)
+        writes = self.is_chief or not _is_same(ours, self._member.get(key))
         token = _inside.set(True)
         try:
-            yield
+            yield writes
         finally:
             _inside.reset(token)
         self._meet(f"the end of saving {what}", False)  # not after a failure: the others get an error that names it
+        if self.is_chief:
+            self._member.drop(key)
+
+
+def _place(path: Any) -> list[str]:
+    """A path as it was given, and from the root."""
+    given = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else str(path)
+    return [given, os.path.abspath(given)]
+
+
+def _is_same(ours: list[str], theirs: list[str]) -> bool:
+    """Whether two places are one. A relative path may lead to a shared folder that machines have at two places."""
+    return any(mine == other for mine, other in zip(ours, theirs, strict=True))
+
+
+_numbers = itertools.count()  # all workers save the same in the same order, or do not get past the meeting
 
 
 def let_the_chief_write(saving: Saving | None, *models: Any) -> None:
-    """Keeps all workers but the chief from writing what is trained on several workers, from now on.
+    """Keeps all workers but the chief from writing to the chief's path what is trained on several workers, from now on.
 
     Args:
         saving: this worker; None if it is the only one.

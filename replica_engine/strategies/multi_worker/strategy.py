@@ -90,7 +90,7 @@ class MultiWorkerExtended(ReplicaThreads, Reductions, _Compared, HostDatasets, d
             if self._kind == "CPU":
                 ring, replicas = self._host_cross_device_ops, self._num_replicas_in_sync
                 self._cross_device_ops = WorkerReduction(ring, self.worker_devices[0], replicas, self._num_workers)
-            self.saving = Saving(self.should_checkpoint, self.launches.meet)
+            self.saving = Saving(self.job.member, self.launches.meet)
             self.job.begin()
             for operations in {self._cross_device_ops, self._host_cross_device_ops}:
                 if not isinstance(operations, WorkerReduction):  # which has none of its own

@@ -148,7 +148,7 @@ def saving_on(devices: DeviceGroup, limits: Limits) -> Saving | None:
     def meet(name: str, limited: bool) -> None:
         member.meet(name, limits.timeout if limited else None, limits.warn_after)
 
-    return Saving(not devices.first, meet)
+    return Saving(member, meet)
 
 
 def explain_failures(member: Member) -> None:

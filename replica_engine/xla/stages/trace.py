@@ -230,8 +230,8 @@ def _check_plain_variables(
     """
     plain = {}
     for variable in traced.graph.variables:
-        # Not TensorFlow's `value_container`, which would ask for its handle. A function that was loaded in a scope notes
-        # the distributed variables themselves.
+        # Not TensorFlow's `value_container`, which would ask for its handle. A function that was loaded in a scope has
+        # the distributed variables themselves here.
         if HostVariable.device_value(variable) is None and not isinstance(variable, DistributedVariable):
             plain[id(variable_handles.raw_handle(variable))] = variable
     indices = {
