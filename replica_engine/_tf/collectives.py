@@ -13,6 +13,9 @@ from typing import Any
 
 import tensorflow as tf
 
+# pywrap_tfe: TFE_Py_Execute and TFE_Py_ExecuteCancelable run functions, and ops that TensorFlow has no quicker way for.
+from tensorflow.python import pywrap_tfe as _pywrap_tfe
+
 # CollectiveReplicaLauncher: makes the collective ops of one device. Its _next_instance_key gives the number of one
 # collective, which must be equal on all workers: eagerly at once, in a tf.function at each call of the function.
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher as _Launcher
@@ -20,14 +23,13 @@ from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLau
 # context: abort_collective_ops, configure_coordination_service, coordination_service.
 from tensorflow.python.eager import context as _context
 
-# core: _status_to_exception makes the exception of an op that failed.
+# core: _status_to_exception makes the exception of an op that failed, of a _NotOkStatusException.
 from tensorflow.python.eager import core as _core
-
-# InterpolateRuntimeError: the context manager around each call of a function; adds lines to the text of its error.
-from tensorflow.python.eager.polymorphic_function.atomic_function import InterpolateRuntimeError as _Interpolated
 
 # CondBranchFuncGraph: the graph of a branch of tf.cond.
 from tensorflow.python.ops.control_flow_v2_func_graphs import CondBranchFuncGraph as _Branch
+
+EXECUTE = ("TFE_Py_Execute", "TFE_Py_ExecuteCancelable")
 
 Launched = Callable[[], None]
 """Is called when a collective is about to be launched."""
@@ -98,24 +100,36 @@ def explain_failures(explain: Callable[[int, str], BaseException | None]) -> Non
     Args:
         explain: takes the code and the text of an error of TensorFlow; returns the exception to raise, or None.
     """
-    of_op, of_function = _core._status_to_exception, _Interpolated.__exit__
-    if hasattr(of_op, _MARK):
+    of_status = _core._status_to_exception
+    if hasattr(of_status, _MARK):
         return
 
-    @functools.wraps(of_op)
-    def op_explained(status: Any) -> Any:
-        return explain(status.code, status.message) or of_op(status)
+    @functools.wraps(of_status)
+    def explained(status: Any) -> Any:
+        return explain(status.code, status.message) or of_status(status)
 
-    @functools.wraps(of_function)
-    def function_explained(self: Any, kind: Any, error: Any, trace: Any) -> Any:
-        if isinstance(error, tf.errors.OpError):
-            explained = explain(error.error_code, error.message)
-            if explained is not None:
-                raise explained from None
-        return of_function(self, kind, error, trace)
+    setattr(explained, _MARK, True)
+    _core._status_to_exception = explained
+    for name in EXECUTE:
+        setattr(_pywrap_tfe, name, _with_statuses(getattr(_pywrap_tfe, name)))
 
-    setattr(op_explained, _MARK, True)
-    _core._status_to_exception, _Interpolated.__exit__ = op_explained, function_explained
+
+def _with_statuses(execute: Callable[..., Any]) -> Callable[..., Any]:
+    """Raises statuses, of which `_status_to_exception` makes exceptions, as the quicker way to run an op does.
+
+    Functions and ops such as the collective that makes a variable come this way. The exception that it raises itself
+    could only be replaced in a frame of this library, which then stood in the traceback of every failed op.
+    """
+
+    @functools.wraps(execute)
+    def executed(*args: Any) -> Any:
+        try:
+            return execute(*args)
+        except tf.errors.OpError as error:
+            status = _core._NotOkStatusException(error.message, error.error_code, error.experimental_payloads)
+        raise status
+
+    return executed
 
 
 def defer_in_branches() -> None:

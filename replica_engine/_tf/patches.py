@@ -18,7 +18,7 @@ import tensorflow as tf
 # get_seed: the pair of seeds of a random op, from the global seed and that of the op.
 from tensorflow.python.framework import random_seed as _random_seed
 
-from replica_engine._tf import checkpoints, distribute
+from replica_engine._tf import checkpoints, collectives, distribute
 from replica_engine._tf.graphs import control_flow
 from replica_engine._tf.keras import accumulation as keras_accumulation
 from replica_engine._tf.keras import files
@@ -182,12 +182,15 @@ PATCHES: tuple[Patch, ...] = (
         _JOINED,
         _NOT_FAILED,
     ),
-    Patch(
-        "tensorflow.python.eager.polymorphic_function.atomic_function.InterpolateRuntimeError",
-        "__exit__",
-        "a `tf.function` that fails because a worker is lost raises WorkerLostError",
-        _JOINED,
-        _NOT_FAILED,
+    *(
+        Patch(
+            "tensorflow.python.pywrap_tfe",
+            name,
+            "a `tf.function`, or the making of a variable, that fails because a worker is lost raises WorkerLostError",
+            _JOINED,
+            _NOT_FAILED,
+        )
+        for name in collectives.EXECUTE
     ),
     Patch(
         "tensorflow.python.ops.control_flow_v2_func_graphs.CondBranchFuncGraph",

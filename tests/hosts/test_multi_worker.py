@@ -412,6 +412,37 @@ def test_the_others_are_told_who_is_lost(programs, fault, victim):
     assert "WorkerLostError" in err
 
 
+MAKING = """
+strategy = KIND()
+try:
+    tf.function(tf.gather)(tf.zeros([2]), 5)
+except tf.errors.InvalidArgumentError as error:  # nothing of this library is in it
+    found["plain"] = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+try:
+    with strategy.scope():
+        for number in range(1000):
+            if number == 20 and me == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            tf.Variable(tf.zeros([4]))
+except replica_engine.errors.WorkerLostError as error:
+    found["lost"] = str(error)
+"""
+
+
+def test_one_that_is_lost_while_the_others_make_variables_is_named(programs):
+    with job(join=LONGER) as made:
+        text = "import traceback\n" + HEAD + MAKING + TAIL
+        other, lost = (programs.start(text, env=made.environment(worker, LOCAL="1")) for worker in range(2))
+        try:
+            out, err = other.communicate(LONGER)
+        finally:
+            lost.communicate(LONGER)
+            other.kill()
+    found = json.loads(out)
+    assert f"pid {lost.pid}) has closed its connection without a word" in found["lost"], err[-4000:]
+    assert [path for path in found["plain"] if "replica_engine" in path] == []
+
+
 LATE = """
 import logging
 
