@@ -57,6 +57,7 @@ from replica_engine.errors.hosts import (
     WorkerRow,
     WorkersMissingError,
     WorkerVersionError,
+    only_local,
     slow_workers,
     where_workers_are,
 )
@@ -213,6 +214,7 @@ __all__ = [
     "note_sync_points",
     "note_unknown_results",
     "note_workers",
+    "only_local",
     "positive_int",
     "read_from_cache",
     "remote_cache_dir",

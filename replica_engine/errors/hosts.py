@@ -298,12 +298,19 @@ class WorkersMissingError(ReplicaEngineError, TimeoutError):
     workers: tuple[int, ...] = ()
 
     @classmethod
-    def not_joined(cls, missing: Sequence[int], size: int, seconds: float) -> WorkersMissingError:
-        """Workers did not join the job within the join limit."""
+    def not_joined(cls, missing: Sequence[int], size: int, seconds: float, local: str = "") -> WorkersMissingError:
+        """Workers did not join the job within the join limit; `local` is where only processes of one machine can."""
+        port = local.rpartition(":")[2]
+        cause = (
+            f" The coordinator listens at {local}, where only processes of its own machine reach it: set "
+            f"REPLICA_ENGINE_LISTEN=0.0.0.0:{port} for worker 0 if the others run elsewhere."
+            if local
+            else ""
+        )
         error = cls(
             f"{len(missing)} of {count_of(size, 'worker')} did not join within {seconds:g} s: {workers(missing)}. Look "
             "at their output: they may have failed before they joined, or they may wait for a machine. Set "
-            "REPLICA_ENGINE_JOIN_TIMEOUT to more seconds if they need them."
+            f"REPLICA_ENGINE_JOIN_TIMEOUT to more seconds if they need them.{cause}"
         )
         error.workers = tuple(missing)
         return error
@@ -313,8 +320,9 @@ class WorkersMissingError(ReplicaEngineError, TimeoutError):
         """A worker did not reach the coordinator of its job within the join limit."""
         error = cls(
             f"The coordinator at {address} was not reached within {seconds:g} s ({reason}). Worker 0 starts it: either "
-            "worker 0 does not run, or its address is wrong or blocked by a firewall. Set REPLICA_ENGINE_JOIN_TIMEOUT "
-            "to more seconds if it needs them."
+            "worker 0 does not run, or its address is wrong or blocked by a firewall, or the name of its machine is "
+            "127.0.1.1 there (then set REPLICA_ENGINE_LISTEN for it). Set REPLICA_ENGINE_JOIN_TIMEOUT to more seconds "
+            "if it needs them."
         )
         error.workers = (0,)
         return error
@@ -390,6 +398,15 @@ class ProgramDisagreementError(ReplicaEngineError, RuntimeError):
 
 JOB_FAILURES = (WorkerLostError, WorkersMissingError, WorkerVersionError, ProgramDisagreementError)
 """What a job of several workers fails with."""
+
+
+def only_local(name: str, address: str) -> str:
+    """The warning that the coordinator listens where workers on other machines do not reach it."""
+    return (
+        f"The coordinator listens at {address}, since the name {name} leads there on its own machine: workers on other "
+        f"machines cannot reach it. If there are any, set REPLICA_ENGINE_LISTEN=0.0.0.0:{address.rpartition(':')[2]} "
+        "for worker 0, which listens at all addresses of the machine."
+    )
 
 
 def slow_workers(worker: int, what: str, seconds: float, rows: Iterable[WorkerRow]) -> str:

@@ -8,14 +8,16 @@ import socket
 from replica_engine.hosts.cluster import join_address, split_address
 
 
-def own_host(coordinator: str) -> str:
+def own_host(coordinator: str, reached: str = "") -> str:
     """The host under which the other workers reach this machine.
 
     It is the one from which this machine reaches the coordinator. On the coordinator's own machine that may be
-    127.0.0.1, which leads the others nowhere: there it is the coordinator's host.
+    127.0.0.1, which leads the others nowhere, and so may the name of the machine: it is 127.0.1.1 there by default on
+    Debian. So there it is the host that the others came to, or the coordinator's as long as that is not known.
 
     Args:
         coordinator: the coordinator's address, as "host:port".
+        reached: the host under which the other workers reach the coordinator's machine; "" if it is not known.
 
     Example:
         >>> own_host("127.0.0.1:2222")
@@ -26,10 +28,22 @@ def own_host(coordinator: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as asked:
         asked.connect(there)  # sends nothing; it only looks the way up
         own = asked.getsockname()[0]
-    return host if ipaddress.ip_address(own).is_loopback else own
+    return (reached or host) if is_loopback(own) else own
 
 
-def held_address(coordinator: str) -> tuple[str, socket.socket]:
+def is_loopback(host: str) -> bool:
+    """Whether a numeric host is one that only processes of the same machine reach."""
+    return ipaddress.ip_address(plain_host(host)).is_loopback
+
+
+def plain_host(host: str) -> str:
+    """A numeric host; an IPv4 address that a socket for both kinds shows as one of IPv6 is IPv4's again."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    mapped = getattr(address, "ipv4_mapped", None)
+    return str(mapped) if mapped is not None else host
+
+
+def held_address(coordinator: str, reached: str = "") -> tuple[str, socket.socket]:
     """An address of this machine that the other workers reach, and a socket that keeps its port for a server.
 
     Until the socket is closed, the system gives the port to nobody who asks for any port. A port that was merely free a
@@ -38,8 +52,9 @@ def held_address(coordinator: str) -> tuple[str, socket.socket]:
 
     Args:
         coordinator: the coordinator's address, as "host:port".
+        reached: as for `own_host`.
     """
-    host = own_host(coordinator)
+    host = own_host(coordinator, reached)
     family, _, _, _, here = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     held = socket.socket(family, socket.SOCK_STREAM)
     try:

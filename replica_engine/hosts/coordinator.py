@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from replica_engine.hosts import wire
+from replica_engine.hosts.addresses import is_loopback, plain_host
 from replica_engine.hosts.cluster import join_address, split_address
 from replica_engine.hosts.failure import Failure
 from replica_engine.hosts.job import Job, Limits
@@ -45,11 +46,13 @@ class _Connection:
 
     Attributes:
         worker: the index of the member, once it is known.
+        came_to: the host of this machine that it came to.
     """
 
     def __init__(self, sock: socket.socket, peer: str, now: float):
         self.socket = sock
         self.peer = peer
+        self.came_to = plain_host(sock.getsockname()[0])
         self.since = now
         self.nonce = wire.nonce()
         self.lines = Lines(wire.LONGEST_STRANGER)
@@ -105,7 +108,9 @@ class Coordinator:
         self._calls: deque[Callable[[], None]] = deque()  # from other threads, to run on the serving one
         self._stop = False
         self._thread: threading.Thread | None = None
-        self._job = Job(size, limits or Limits(), time.monotonic(), self._tell, knows_statuses)
+        # Only processes of this machine come to a loopback address, as those of our launcher, who knows their statuses.
+        local = "" if knows_statuses or not is_loopback(self._listener.getsockname()[0]) else self.address
+        self._job = Job(size, limits or Limits(), time.monotonic(), self._tell, knows_statuses, local)
         self.messages = 0
         """The number of messages that members have sent."""
 
@@ -278,7 +283,7 @@ class Coordinator:
             return
         self._members[worker] = connection  # before `joined`, which may have something to tell to all
         try:
-            self._job.joined(worker, about, now)
+            self._job.joined(worker, {**about, "came_to": connection.came_to}, now)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             del self._members[worker]
             raise BadMessageError(f"hello: {error}") from None

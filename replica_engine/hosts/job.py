@@ -32,6 +32,7 @@ from replica_engine.errors import (
     WorkersMissingError,
     WorkerVersionError,
 )
+from replica_engine.hosts.addresses import is_loopback
 from replica_engine.hosts.failure import Failure
 from replica_engine.hosts.launch_log import COMPILE, END, ENTRY, LAUNCH, LaunchLog, backwards, unpacked
 from replica_engine.hosts.wire import BadMessageError, Message
@@ -50,6 +51,7 @@ class _Member:
     versions: dict[str, str]
     replicas: int
     heard: float
+    came_to: str
     step: int | None = None
     sync_point: str = ""
     launches: int = 0
@@ -97,6 +99,7 @@ class Job:
         now: the time at the start.
         tell: sends a message to a worker, or to all that have joined if the worker is None.
         knows_statuses: whether `exited` will be called for each worker whose process ends.
+        local: where the coordinator listens, if only processes of its own machine can come there.
 
     Attributes:
         limits: how long to wait.
@@ -110,12 +113,14 @@ class Job:
         now: float,
         tell: Callable[[int | None, Message], None],
         knows_statuses: bool = False,
+        local: str = "",
     ):
         self._size = size
         self.limits = limits
         self._began = self._ticked = now
         self._tell = tell
         self._knows_statuses = knows_statuses
+        self._local = local
         self._members: dict[int, _Member] = {}
         self._statuses: dict[int, int] = {}
         self._ending: dict[int, float] = {}  # members that seem to have ended, and until when to wait for the rest
@@ -154,18 +159,20 @@ class Job:
 
         Args:
             worker: its index.
-            about: its "host", "pid", "versions" and "replicas".
+            about: its "host", "pid", "versions" and "replicas"; "came_to" is the host of the coordinator's machine that
+                it connected to.
             now: the time.
 
         Raises:
             KeyError, TypeError, ValueError or AttributeError: `about` is something else, and the worker has not joined.
         """
         versions = {str(name): str(version) for name, version in about["versions"].items()}
-        self._members[worker] = _Member(str(about["host"]), int(about["pid"]), versions, int(about["replicas"]), now)
+        host, pid, replicas, came_to = (about[name] for name in ("host", "pid", "replicas", "came_to"))
+        self._members[worker] = _Member(str(host), int(pid), versions, int(replicas), now, str(came_to))
         self._compare_members(worker)
         self._miss_ended(now)
         if self.complete and self.failure is None:
-            self._tell(None, ["go"])
+            self._tell(None, ["go", self._reached()])
 
     def received(self, worker: int, message: Message, now: float) -> None:
         """A message of a member has come.
@@ -203,7 +210,7 @@ class Job:
                 self._lose(worker)
         if not self.complete and now - self._began > self.limits.join:
             missing = [worker for worker in range(self._size) if worker not in self._members]
-            self._fail(Failure.of(WorkersMissingError.not_joined, missing, self._size, self.limits.join))
+            self._fail(Failure.of(WorkersMissingError.not_joined, missing, self._size, self.limits.join, self._local))
         for worker, member in self._members.items():
             if now - member.heard > self.limits.heartbeat and not member.left and not member.closed:
                 row = self._row(worker, now)
@@ -211,6 +218,11 @@ class Job:
         for ticket in [ticket for ticket, wait in self._waits.items() if now >= wait.deadline]:
             self._give_up(ticket, now)
         self._log.prune()
+
+    def _reached(self) -> str:
+        """The host under which the other workers reach the machine of worker 0 and of the coordinator."""
+        hosts = [member.came_to for worker, member in sorted(self._members.items()) if worker]
+        return next((host for host in hosts if not is_loopback(host)), hosts[0] if hosts else "")
 
     def _forgive(self, stood: float, now: float) -> None:
         """Moves all times on by the seconds in which this machine stood still; what came afterwards is as of now."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import logging
 import math
 import os
 import random
@@ -12,13 +14,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from replica_engine._version import __version__
-from replica_engine.errors import ClusterConfigError, WorkersMissingError
+from replica_engine.errors import ClusterConfigError, WorkersMissingError, only_local
 from replica_engine.errors.hosts import LAUNCHED, TOKEN
 from replica_engine.hosts import serve, wire
+from replica_engine.hosts.addresses import is_loopback
 from replica_engine.hosts.cluster import Cluster, find_cluster, split_address
 from replica_engine.hosts.job import Limits
 from replica_engine.hosts.member import Member, member_of
 from replica_engine.hosts.wire import BadMessageError, Lines, Message
+
+LOGGER = logging.getLogger("replica_engine")
 
 JOIN_TIMEOUT = "REPLICA_ENGINE_JOIN_TIMEOUT"
 HEARTBEAT_TIMEOUT = "REPLICA_ENGINE_HEARTBEAT_TIMEOUT"
@@ -66,6 +71,9 @@ def join(
     launched = environ.get(LAUNCHED) == "1"  # the coordinator runs in the launcher, so worker 0 starts none
     if cluster.process_id == 0 and not launched:
         listening = serve.start(cluster.num_processes, token, environ.get(LISTEN) or address or "127.0.0.1:0", limits)
+        asked = split_address(environ.get(LISTEN) or address or listening)[0]
+        if asked != "localhost" and not _is_number(asked) and is_loopback(split_address(listening)[0]):
+            LOGGER.warning(only_local(asked, listening))
         address = address or listening
     about = {
         "host": socket.gethostname(),
@@ -82,6 +90,14 @@ def join(
         member.close()
         raise
     return member
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def check_joins_once(cluster: Cluster) -> None:

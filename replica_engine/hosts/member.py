@@ -80,6 +80,7 @@ class Member:
         worker: the index of this worker, from 0.
         size: the number of workers.
         failed: an event that is set when the job has failed.
+        reached: the host under which the other workers reach the machine of worker 0; "" before all have joined.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Member:
         self.worker = worker
         self.size = size
         self.failed = threading.Event()
+        self.reached = ""
         self._address = address
         self._heartbeat = heartbeat
         self._launched_by_us = launched_by_us
@@ -519,8 +521,9 @@ class Member:
                 sent, theirs = rest
                 self._clock.add(sent, theirs, time.perf_counter())
             elif kind == "go":
+                (reached,) = rest
                 with self._changed:
-                    self._complete = True
+                    self.reached, self._complete = str(reached), True
                     self._changed.notify_all()
             elif kind in ("answer", "late"):
                 number, value = rest

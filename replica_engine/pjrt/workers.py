@@ -60,6 +60,7 @@ class _Workers:
         self.cluster = cluster
         self.member = member
         self._groups: dict[int, DeviceGroup] = {}
+        self._host = own_host(cluster.coordinator, member.reached)
         place = self._place()
         with explained(member, (OSError,)):  # refused if worker 0 is lost
             rendezvous.hold(place)
@@ -88,7 +89,7 @@ class _Workers:
     def _place(self) -> dict[str, str]:
         """Where the service is, which worker 0 starts."""
         if self.cluster.process_id == 0:
-            place = rendezvous.start(self.cluster.num_processes, own_host(self.cluster.coordinator))
+            place = rendezvous.start(self.cluster.num_processes, self._host)
             self.member.put(_SERVICE, place)
             return place
         found: dict[str, str] = self.member.get(_SERVICE)
@@ -110,7 +111,7 @@ class _Workers:
         return (found[0].platform, found) if found else ("cpu", self._cpu_devices(client, count or cores()))
 
     def _cpu_devices(self, client: Any, count: int) -> Any:
-        collectives = make_gloo_tcp_collectives(client, hostname=own_host(self.cluster.coordinator))
+        collectives = make_gloo_tcp_collectives(client, hostname=self._host)
         made: Any = make_cpu_client(
             distributed_client=client,
             node_id=self.cluster.process_id,

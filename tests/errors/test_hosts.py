@@ -18,9 +18,10 @@ from replica_engine.errors import (
     WorkersMissingError,
     WorkerVersionError,
     note_workers,
+    only_local,
     slow_workers,
 )
-from replica_engine.hosts import find_cluster
+from replica_engine.hosts import find_cluster, serve
 from replica_engine.hosts.member import _members
 from replica_engine.strategies.multi_worker.launches import Launches
 
@@ -265,6 +266,22 @@ def test_a_worker_that_never_starts():
 def test_a_coordinator_that_never_starts():
     """Nobody starts worker 0, with REPLICA_ENGINE_JOIN_TIMEOUT=0.5."""
     os.environ["REPLICA_ENGINE_PROCESS_ID"] = "1"
+    hosts.join()
+
+
+@pytest.fixture
+def _name_of_loopback(worker_1, monkeypatch):
+    """Worker 0 starts the coordinator, and the name of its machine is 127.0.1.1 there."""
+    monkeypatch.setattr(serve, "start", lambda size, token, address, limits: "127.0.1.1:2223")
+    monkeypatch.setenv("REPLICA_ENGINE_LAUNCHED", "")
+    monkeypatch.setenv("REPLICA_ENGINE_LISTEN", "")
+
+
+@beside(None, join=0.5, closes=True)
+@pytest.mark.usefixtures("_name_of_loopback")
+@shows(only_local)
+def test_a_name_that_is_127_0_1_1():
+    os.environ["REPLICA_ENGINE_LISTEN"] = "node-0:2223"
     hosts.join()
 
 

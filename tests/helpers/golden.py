@@ -52,7 +52,7 @@ _NORMAL = (
     (r"\bfor [\d.]+(?:e-\d+)? s\b", "for N s"),
     (r"\bsync point in [\d.]+ s:", "sync point in N s:"),
     (r"\([\w.-]+, pid \d+\)", "(node-a, pid N)"),
-    (r"127\.0\.0\.1:\d+", "127.0.0.1:N"),
+    (r"(127\.0\.0\.1|0\.0\.0\.0):\d+", r"\1:N"),
     (r"heard of [\d.e-]+ s ago", "heard of N s ago"),
     (r"\bprocess \d+", "process N"),
     (r"\bProcess \d+", "Process N"),

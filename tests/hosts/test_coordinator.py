@@ -10,7 +10,7 @@ from replica_engine.hosts import coordinator
 from replica_engine.hosts.coordinator import Coordinator
 from replica_engine.hosts.job import Limits
 
-ABOUT = {"host": "node-0", "pid": 1, "versions": {}, "replicas": 1}
+ABOUT = {"host": "node-0", "pid": 1, "versions": {}, "replicas": 1, "came_to": "127.0.0.1"}
 
 
 def test_what_came_while_its_thread_stood_still_is_read_before_it_judges_a_silence(monkeypatch):

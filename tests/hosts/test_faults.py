@@ -312,6 +312,31 @@ def test_a_coordinator_that_is_a_child_ends_with_its_job(unused_port):
         coordinator.wait()
 
 
+def test_worker_0_knows_where_the_others_come_to(unused_port):
+    """And not only under which name, which may be 127.0.1.1 on its own machine."""
+    with job() as made:
+        program = """
+from replica_engine.hosts.addresses import held_address, own_host
+address, held = held_address(member._address, member.reached)
+print(own_host(member._address, member.reached), address.rpartition(":")[0], held.getsockname()[0], flush=True)
+"""
+        listening = {"REPLICA_ENGINE_LISTEN": f"0.0.0.0:{unused_port}"}
+        first = made.start(0, program, address=f"localhost:{unused_port}", **CHIEF, **listening)
+        member = made.join(1, address=f"127.0.0.2:{unused_port}", **CHIEF)
+        assert first.stdout.readline().split() == ["127.0.0.2"] * 3
+        member.leave()
+        assert first.communicate(timeout=LONG)[1] == ""
+
+
+def test_worker_0_says_that_it_listens_for_its_own_machine_only(unused_port, caplog):
+    with job(join=0.5) as made, pytest.raises(WorkersMissingError) as caught:
+        made.join(0, address=f"localhost:{unused_port}", **CHIEF)
+    assert caplog.messages == []  # which is what was asked for
+    cure = f"set REPLICA_ENGINE_LISTEN=0.0.0.0:{unused_port} for worker 0"
+    assert f"The coordinator listens at 127.0.0.1:{unused_port}, where only" in str(caught.value)
+    assert cure in str(caught.value)
+
+
 def test_a_port_that_is_taken():
     with job() as made, pytest.raises(ClusterConfigError, match=r"cannot listen at .*: .*[Aa]ddress already in use"):
         made.join(0, **CHIEF)

@@ -38,6 +38,7 @@ class Played:
         refusal = self.job.refusal(worker, 3)
         if refusal is None:
             about = {"host": f"node-{worker}", "pid": 100 + worker, "versions": versions or {}, "replicas": replicas}
+            about["came_to"] = ("127.0.0.1", "127.0.0.1", "10.0.0.1")[worker]
             self.job.joined(worker, about, self.now)
         return refusal
 
@@ -67,7 +68,7 @@ def test_all_are_told_when_all_are_there():
     played = Played(joined=2)
     assert played.told == []
     played.join(2)
-    assert played.told == [(None, ["go"])]
+    assert played.told == [(None, ["go", "10.0.0.1"])]
 
 
 def test_silence():
@@ -364,7 +365,7 @@ def test_messages_grow_with_the_members_and_not_with_the_launches():
     told = []
     job = Job(size, LIMITS, 0.0, lambda worker, message: told.append((worker, message[0])))
     for worker in range(size):
-        job.joined(worker, {"host": "a", "pid": 1, "versions": {}, "replicas": 1}, 0.0)
+        job.joined(worker, {"host": "a", "pid": 1, "versions": {}, "replicas": 1, "came_to": "127.0.0.1"}, 0.0)
     for tenth in range(seconds * 10):
         for worker in range(size):
             job.received(worker, ["log", packed([TRAIN] * 1000), tenth * 1000, []], tenth / 10)

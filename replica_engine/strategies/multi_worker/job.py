@@ -144,7 +144,7 @@ def _exchanged(cluster: hosts.Cluster, member: hosts.Member) -> tuple[tuple[str,
 
     The workers exchange the addresses, as the launcher has told none.
     """
-    address, held = held_address(cluster.coordinator)
+    address, held = held_address(cluster.coordinator, member.reached)
     try:
         member.put(f"tensorflow {cluster.process_id}", address)
         return tuple(member.get(f"tensorflow {worker}") for worker in range(cluster.num_processes)), held
