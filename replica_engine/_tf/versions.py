@@ -11,8 +11,11 @@ This module is imported before the rest of `_tf`, so that a wrong version is rep
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import sys
+
+import numpy as np
 
 from replica_engine.errors import BackendMissingError, TensorFlowVersionError, untested_version
 
@@ -78,6 +81,15 @@ def check_stablehlo() -> None:
     """
     if minor(tf.__version__) < STABLEHLO:
         raise BackendMissingError.no_stablehlo(tf.__version__, _text(STABLEHLO))
+
+
+def of_worker() -> dict[str, str]:
+    """The versions of packages that must be equal on all workers of a job: numbers and saved files depend on them."""
+    try:
+        keras = importlib.metadata.version("keras")  # not imported yet, perhaps
+    except importlib.metadata.PackageNotFoundError:
+        keras = "not there"
+    return {"tensorflow": tf.__version__, "keras": keras, "numpy": np.__version__}
 
 
 def explained(error: ImportError) -> TensorFlowVersionError | None:

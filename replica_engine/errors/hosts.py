@@ -185,6 +185,17 @@ class ClusterConfigError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
+    def port_taken(cls, address: str, reason: str) -> ClusterConfigError:
+        """TensorFlow's server cannot listen at the port that the cluster has for this worker."""
+        return _about(
+            cls,
+            "TF_CONFIG.cluster",
+            f"TensorFlow's server of this worker cannot listen at the port of {address}: {reason}. Another process has "
+            "it, such as a worker of an earlier run. End that process, or give this worker another port, in the "
+            "cluster that all workers are told.",
+        )
+
+    @classmethod
     def started(cls) -> ClusterConfigError:
         """A strategy of several workers is made after TensorFlow has started in the process."""
         return _about(

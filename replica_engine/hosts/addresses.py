@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 
+from replica_engine.errors import ClusterConfigError
 from replica_engine.hosts.cluster import join_address, split_address
 
 
@@ -41,6 +42,20 @@ def plain_host(host: str) -> str:
     address = ipaddress.ip_address(host.partition("%")[0])
     mapped = getattr(address, "ipv4_mapped", None)
     return str(mapped) if mapped is not None else host
+
+
+def check_free(address: str) -> None:
+    """Raises ClusterConfigError if a server could not listen at the port of an address, at all hosts of this machine.
+
+    A server that shares its ports, as TensorFlow's does, would not notice another one that does so too.
+    """
+    _, port = split_address(address)
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as asking:
+            asking.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do no harm
+            asking.bind(("", port))
+    except OSError as error:
+        raise ClusterConfigError.port_taken(address, str(error.strerror)) from None
 
 
 def held_address(coordinator: str, reached: str = "") -> tuple[str, socket.socket]:

@@ -8,6 +8,7 @@ import math
 import os
 import random
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -46,8 +47,8 @@ def join(
 
     Args:
         cluster: the place of this process in the job; None reads it from the environment.
-        versions: the versions of packages that must be equal on all workers, such as {"tensorflow": "2.21.0"}. Ours is
-            added.
+        versions: the versions of packages that must be equal on all workers, such as {"tensorflow": "2.21.0"}. Ours
+            and Python's are added.
         replicas: the number of replicas of this worker, which must be equal on all workers.
         environ: the environment variables; None takes those of the process.
 
@@ -75,10 +76,11 @@ def join(
         if asked != "localhost" and not _is_number(asked) and is_loopback(split_address(listening)[0]):
             LOGGER.warning(only_local(asked, listening))
         address = address or listening
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
     about = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "versions": {"replica_engine": __version__, **(versions or {})},
+        "versions": {"replica_engine": __version__, "python": python, **(versions or {})},
         "replicas": replicas,
     }
     hello = [cluster.process_id, cluster.num_processes, about]

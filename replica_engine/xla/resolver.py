@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from replica_engine import hosts
+from replica_engine._tf import versions
 from replica_engine.errors import ClusterConfigError
 from replica_engine.hosts import cluster as clusters
 from replica_engine.pjrt.devices import device_group, group_of_job, platform_named
@@ -74,7 +75,7 @@ class PjrtClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         """
         if self.cluster.num_processes == 1:
             return device_group(self._asked, count)
-        return group_of_job(self.cluster, self._asked, count, {"tensorflow": tf.__version__})
+        return group_of_job(self.cluster, self._asked, count, versions.of_worker())
 
     def cluster_spec(self) -> tf.train.ClusterSpec:
         """The cluster: empty, since no server of TensorFlow runs in it."""

@@ -2,14 +2,17 @@
 
 import logging
 import os
+import socket
 import threading
 
 import pytest
 import tensorflow as tf
 from helpers import jobs
+from helpers.devices import DEVICES
 from helpers.golden import shows
 
-from replica_engine import MirroredStrategy, hosts
+from replica_engine import MirroredStrategy, MultiWorkerMirroredStrategy, hosts
+from replica_engine._tf import thread_state, versions
 from replica_engine.errors import (
     ClusterConfigError,
     GraphModeError,
@@ -176,6 +179,26 @@ def test_a_tensor_before_the_strategy():
 
     tf.constant(0.1)
     replica_engine.MultiWorkerMirroredStrategy()
+
+
+@pytest.fixture
+def _fresh(monkeypatch):
+    """TensorFlow has not started yet, as far as the library knows."""
+    monkeypatch.setattr(thread_state, "started", lambda: False)
+
+
+@beside(FOLLOWS, versions=versions.of_worker(), replicas=len(DEVICES))
+@pytest.mark.usefixtures("_fresh")
+@shows(ClusterConfigError.port_taken)
+def test_a_port_of_tensorflows_server_that_is_taken():
+    taken = socket.create_server(("127.0.0.1", 0))
+    workers = [f"127.0.0.1:{taken.getsockname()[1]}", "127.0.0.1:1"]
+    cluster = tf.train.ClusterSpec({"worker": workers})
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(cluster, task_type="worker", task_id=0)
+    try:
+        MultiWorkerMirroredStrategy(resolver)
+    finally:
+        taken.close()
 
 
 @beside(None)

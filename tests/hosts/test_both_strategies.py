@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import fork_server
@@ -57,7 +59,7 @@ while kind_and_address := control.get(f"try {number}"):
 
 def versions_of(kind: str) -> dict[str, str]:
     """What a worker of this test's process has, as the strategy says it to the job."""
-    versions = {"tensorflow": tf.__version__}
+    versions = {"tensorflow": tf.__version__, "keras": keras.__version__, "numpy": np.__version__}
     if kind == "compiled":
         import jax
         import jaxlib
@@ -71,7 +73,7 @@ def test_a_start_that_fails(programs):
     tries = []
     for kind in KINDS:
         own = versions_of(kind)
-        for package in ("replica_engine", *own):
+        for package in ("replica_engine", "python", *own):
             tries.append(
                 (kind, {"versions": {**own, package: "0.0.1"}}, f"versions of {package}:\n  worker 0: 0.0.1\n")
             )

@@ -7,10 +7,11 @@ import json
 import signal
 
 import pytest
-import tensorflow as tf
 from helpers.jobs import LONGER, is_stopped, job, until
 from helpers.versions import HAS_XLA
 from helpers.workers import HEAD, IN_A_LOOP, IN_ANOTHER_ORDER, TAIL, UNEVEN_KERAS, alone, files, flat, outputs, read
+
+from replica_engine._tf import versions
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -472,7 +473,7 @@ def test_the_first_launch_waits_until_ctrl_c_or_the_timeout(programs):
     """
     with job(join=LONGER) as made:
         process = programs.start(HEAD + LATE, env=made.environment(0, LOCAL="1"))
-        member = made.join(1, versions={"tensorflow": tf.__version__})
+        member = made.join(1, versions=versions.of_worker())
         member.put("tensorflow 1", "127.0.0.1:1")
         error = failing(process)
     missing = "WorkersMissingError: worker 1 did not come to the compilation of `all_reduce SUM, float32[]` at"

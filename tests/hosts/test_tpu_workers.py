@@ -325,24 +325,29 @@ def test_keras(programs, tmp_path):
 
 
 def test_what_a_resolver_says_itself(programs, unused_port):
-    """Without a launcher: the coordinator is a child of worker 0, and the environment has only the token."""
+    """Without a launcher: the coordinator is a child of worker 0, and the environment has only the token.
+
+    Worker 0 knows its machine by another address than worker 1; all that it starts must listen at that of worker 1.
+    """
     program = """
 resolver = xla.PjrtClusterResolver("cpu", os.environ["ADDRESS"], 2, int(os.environ["INDEX"]))
 from replica_engine.compat.contrib import TPUStrategy
 strategy = TPUStrategy(resolver, num_cores=2)
 found["truth"] = [strategy.num_hosts, strategy.num_towers, strategy.num_towers_per_host]
 found["sum"] = float(strategy.reduce("SUM", strategy.run(lambda: tf.constant(2.0)), axis=None))
+from replica_engine.pjrt import workers
+found["service"] = workers._joined[0].member.get(workers._SERVICE)["address"].rpartition(":")[0]
 parts["chief"] = [strategy.should_init, strategy.should_checkpoint, strategy.should_save_summary]
 """
-    address = f"127.0.0.1:{unused_port}"
+    listening = {"REPLICA_ENGINE_TOKEN": "a secret", "REPLICA_ENGINE_LISTEN": f"0.0.0.0:{unused_port}"}
     started = [
         programs.start(
             TPU_HEAD + program + TPU_TAIL,
-            env={"ADDRESS": address, "INDEX": str(index), "REPLICA_ENGINE_TOKEN": "a secret"},
+            env={"ADDRESS": f"{host}:{unused_port}", "INDEX": str(index), **listening},
         )
-        for index in range(2)
+        for index, host in enumerate(("localhost", "127.0.0.2"))
     ]
     for worker, process in enumerate(started):
         found, parts = read(process, LONGER)
-        assert found == {"truth": [2, 2, 1], "sum": 4.0}
+        assert found == {"truth": [2, 2, 1], "sum": 4.0, "service": "127.0.0.2"}
         assert parts["chief"] == [worker == 0] * 3

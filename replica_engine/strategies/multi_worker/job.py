@@ -22,9 +22,9 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine import hosts
-from replica_engine._tf import collectives, thread_state
+from replica_engine._tf import collectives, thread_state, versions
 from replica_engine.errors import ClusterConfigError, ReplicaEngineError
-from replica_engine.hosts.addresses import held_address
+from replica_engine.hosts.addresses import check_free, held_address
 from replica_engine.hosts.cluster import COORDINATOR
 from replica_engine.hosts.joining import check_joins_once
 
@@ -97,8 +97,8 @@ def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None, kind: 
         The job; None if this process is the only one.
 
     Raises:
-        ClusterConfigError: the description of the cluster is wrong, TensorFlow has started already, or the process has
-            joined the job for a strategy of another kind.
+        ClusterConfigError: the description of the cluster is wrong, TensorFlow has started already, the port of its
+            server is taken, or the process has joined the job for a strategy of another kind.
         WorkersMissingError: a worker did not join in time.
         WorkerVersionError: the workers differ in a version or in the number of replicas.
         WorkerLostError: a worker ended before all had joined.
@@ -112,8 +112,13 @@ def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None, kind: 
         check_joins_once(cluster)
         if thread_state.started():  # then a server cannot be configured any more
             raise ClusterConfigError.started()
-        member = hosts.join(cluster, versions={"tensorflow": tf.__version__}, replicas=replicas)
-        addresses, held = (cluster.addresses, None) if cluster.addresses else _exchanged(cluster, member)
+        member = hosts.join(cluster, versions=versions.of_worker(), replicas=replicas)
+        try:
+            addresses, held = _addresses(cluster, member)
+        except BaseException as error:
+            member.tell_exception(error)
+            member.close()
+            raise
         spec, task = _spec(cluster, addresses)
         simple = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(spec), task_type=task[0], task_id=task[1], num_accelerators={kind: replicas}
@@ -139,11 +144,14 @@ def _described_by(resolver: Any) -> hosts.Cluster:
     return hosts.find_cluster({"TF_CONFIG": json.dumps(config), COORDINATOR: os.environ.get(COORDINATOR, "")})
 
 
-def _exchanged(cluster: hosts.Cluster, member: hosts.Member) -> tuple[tuple[str, ...], socket.socket]:
+def _addresses(cluster: hosts.Cluster, member: hosts.Member) -> tuple[tuple[str, ...], socket.socket | None]:
     """An address for TensorFlow's server in each worker, and what holds the port of this worker's.
 
-    The workers exchange the addresses, as the launcher has told none.
+    The workers exchange the addresses if the launcher has told none.
     """
+    if cluster.addresses:
+        check_free(cluster.addresses[cluster.process_id])
+        return cluster.addresses, None
     address, held = held_address(cluster.coordinator, member.reached)
     try:
         member.put(f"tensorflow {cluster.process_id}", address)
