@@ -2,7 +2,8 @@
 
 jaxlib aborts every process whose connection to this service breaks. So the service must outlive all workers, worker 0
 too: it runs in a process and a session of its own. Each worker holds a connection to that process, its *lifeline*,
-which the operating system closes when the worker ends, however it ends. With the last lifeline the process ends.
+which the operating system closes when the worker ends, however it ends. With the last lifeline the process ends. A
+lifeline over which nothing gets through any more, as when a cable is gone, ends within two minutes.
 
 jaxlib's own answer to a worker that is not heard of is to abort the others, so its heartbeats never run out. Who is
 lost is found out and told by `replica_engine.hosts`.
@@ -37,6 +38,9 @@ _PATIENCE = 60.0  # seconds for the first lifeline, and for a secret
 _MOST_STRANGERS = 64  # connections that have not said the secret
 _BREATH = 0.1  # seconds between two tries while the process has no descriptor left
 _REGISTER = 600  # seconds for all workers to connect; the job notices a missing worker earlier
+
+_KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPALIVE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
+"""Seconds of silence until the system asks the other side, seconds between questions, and how many have no answer."""
 
 _lifelines: list[int] = []
 """Descriptors, and no sockets: those would be closed when Python ends, and the process lives on for a moment."""
@@ -138,8 +142,8 @@ class _Lifelines:
             return
         if len(self._read) >= _MOST_STRANGERS:
             self._drop(selector, next(iter(self._read)))
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        with contextlib.suppress(OSError):  # it is gone again
+            _notice_silence(sock)
         sock.setblocking(False)
         self._read[sock] = b"", time.monotonic() + _PATIENCE
         selector.register(sock, selectors.EVENT_READ)
@@ -171,6 +175,18 @@ class _Lifelines:
         self._held.discard(sock)
         selector.unregister(sock)
         sock.close()
+
+
+def _notice_silence(sock: socket.socket) -> None:
+    """Lets a connection end within two minutes where nothing gets through any more: the end of its worker neither.
+
+    The system's own settings take two hours.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        option = getattr(socket, name, None)  # not every system has all of them
+        if option is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import platform
 import re
+import selectors
 import socket
 import struct
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import threading
 
 import pytest
+from helpers.jobs import until
 
 from replica_engine.hosts.cluster import split_address
 from replica_engine.pjrt import rendezvous
@@ -89,6 +91,20 @@ def waiting():
         yield (host, int(port))
     thread.join(LONG)
     assert not thread.is_alive()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the names of the settings")
+def test_a_lifeline_over_a_network_that_is_cut_ends_within_minutes():
+    """The end of its worker does not get through then; by default the system asks after two hours."""
+    lifelines = rendezvous._Lifelines("127.0.0.1")
+    with socket.create_connection(split_address(lifelines.address), LONG), selectors.DefaultSelector() as selector:
+        until(lambda: lifelines._accept(selector) or lifelines._read)
+        (sock,) = lifelines._read
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        idle, interval, count = (sock.getsockopt(socket.IPPROTO_TCP, name) for name in names)
+        assert idle + interval * count <= 120
+        lifelines._drop(selector, sock)
 
 
 def test_strangers_are_limited(waiting):
