@@ -15,6 +15,9 @@ from typing import Any
 
 import tensorflow as tf
 
+# compute_batch_size: the number of rows of a dataset's batches, as far as the calls that made it tell.
+from tensorflow.python.data.experimental.ops.distribute import compute_batch_size as _compute_batch_size
+
 # The classes of distributed datasets and their iterators, with their type specs. _create_per_replica: the distributed
 # value of one batch per replica. _dummy_tensor_fn: what a replica gets that has no batch.
 from tensorflow.python.distribute.input_lib import (
@@ -67,6 +70,18 @@ class HostDatasets:
             return in_own_memory(dataset_fn(context))
 
         return _on_host(super()._distribute_datasets_from_function(copied, options))  # type: ignore[misc]
+
+
+def rows_of_batches(dataset: Any) -> int | None:
+    """The number of rows of a dataset's batches, but for the last one; None if what made it does not tell.
+
+    It does for `batch` and `padded_batch`, and for batches of a known shape.
+    """
+    shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(dataset.element_spec)]
+    if not tf.executing_eagerly() or any(shape is None or shape.rank == 0 for shape in shapes):
+        return None
+    rows = int(_compute_batch_size(dataset))
+    return rows if rows > 0 else None
 
 
 def pulls_of(iterator: Any) -> Pulls | None:

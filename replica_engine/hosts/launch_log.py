@@ -42,16 +42,19 @@ class Program:
         digest: a hash of the program; it must be equal on all workers.
         body: the name of the function that it was made of.
         where: the file and line of that function: "train.py:40".
+        takes: its arguments, as far as the program depends on them: "x float32[16,8]".
     """
 
     digest: str
     body: str
     where: str = ""
+    takes: str = ""
 
     @property
     def words(self) -> str:
-        """The program in words: "`train_step` at train.py:40, program 2d03ab12"."""
-        return f"`{self.body}`" + (f" at {self.where}" if self.where else "") + f", program {self.digest[:8]}"
+        """The program in words: "`train_step` at train.py:40 of x float32[16,8], program 2d03ab12"."""
+        where, takes = self.where and f" at {self.where}", self.takes and f" of {self.takes}"
+        return f"`{self.body}`{where}{takes}, program {self.digest[:8]}"
 
 
 def backwards(entries: bytes) -> Iterator[bytes]:

@@ -48,8 +48,8 @@ class Executable:
         host_calls: functions that the program calls, by their index. Each gets and returns arrays, of exactly the
             dtypes and shapes that the program declares. They should never raise: other replicas would wait for ever.
         compiled: the bytes of this program, compiled before (`serialized`) for the same `circumstances`.
-        name: what the program was made of, and where that is, for the comparison with other workers. A program
-            without collectives is not compared, since it concerns no other worker.
+        name: what the program was made of, where that is, and perhaps the arguments in words, for the comparison with
+            other workers. A program without collectives is not compared, since it concerns no other worker.
         limits: seconds to wait for other workers at the first launch, or None; and seconds until a warning about that.
 
     Raises:
@@ -70,7 +70,7 @@ class Executable:
         results: Sequence[tuple[tuple[int, ...], np.dtype]],
         host_calls: Sequence[Callable[..., tuple[np.ndarray, ...]]] = (),
         compiled: bytes | None = None,
-        name: tuple[str, str] = ("", ""),
+        name: tuple[str, ...] = ("", ""),
         limits: tuple[float | None, float | None] = (None, None),
     ):
         self._compared: Program | None = None

@@ -212,7 +212,8 @@ def test_replicate_model(programs, tmp_path):
         first, second = outputs(programs, made, REPLICATED, local=2, FOLDER=str(shared))
     assert first == second
     assert flat(first) == pytest.approx(flat(alone(programs, REPLICATED, 4, FOLDER=str(theirs))), rel=1e-6, abs=1e-6)
-    assert files(shared) == files(theirs) == ["1.keras", "saved by 0.keras"]
+    assert files(theirs) == ["1.keras", "saved by 0.keras"]
+    assert files(shared) == [*files(theirs), "saved by 1.keras"]  # whose path is its own
 
 
 RESUMED = """
@@ -525,6 +526,34 @@ def test_another_order_is_found(programs, traced, later):
             assert "`all_reduce SUM, float32[4]` at program.py:" in error
             assert "`all_reduce MEAN, float32[4]` at program.py:" in error
             assert "in means, program" in error
+
+
+BATCHES = """
+strategy = KIND()
+data = tf.data.Dataset.range(64).map(lambda i: tf.cast(i, tf.float32))
+if os.environ["FUNCTION"] == "1":
+    dataset = strategy.distribute_datasets_from_function(lambda context: data.batch(16 if me else 8))
+else:
+    dataset = strategy.experimental_distribute_dataset(data.batch(16 if me else 8))
+for batch in dataset:
+    strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(batch,)), axis=None)
+    print("a number", flush=True)
+"""
+
+
+@pytest.mark.parametrize("of_function", [0, 1])
+def test_another_size_of_batches_is_found(programs, of_function):
+    with job(join=LONGER) as made:
+        started = [
+            programs.start(HEAD + BATCHES, env=made.environment(each, LOCAL="1", FUNCTION=str(of_function)))
+            for each in range(2)
+        ]
+        for process in started:
+            out, err = process.communicate(LONGER)
+            assert (process.returncode, out) == (1, ""), err[-4000:]
+            assert "ProgramDisagreementError: After" in err
+            assert "worker 0: launch of `a dataset in batches of 8 rows` at program.py:" in err
+            assert "worker 1: launch of `a dataset in batches of 16 rows` at program.py:" in err
 
 
 SMALL = """

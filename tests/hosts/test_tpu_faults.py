@@ -1,6 +1,7 @@
 """What a worker of TPUStrategy gets when another one is lost, comes late, or launches something else."""
 
 import json
+import re
 import signal
 
 import pytest
@@ -241,6 +242,25 @@ def maxima(x):
 
 both = [sums, maxima]
 """
+
+BATCHES = """
+strategy = replica_engine.TPUStrategy(num_cores=2)
+x = tf.data.Dataset.range(48).map(lambda i: tf.cast(i, tf.float32)).batch(16 if me else 8)
+for batch in strategy.experimental_distribute_dataset(x):
+    strategy.run(lambda x: context().all_reduce("SUM", tf.reduce_sum(x)), args=(batch,))
+    print("a number", flush=True)
+"""
+
+
+def test_another_size_of_batches_is_named(programs):
+    with job(join=LONGER) as made:
+        started = [programs.start(TPU_HEAD + BATCHES, env=made.environment(each)) for each in range(2)]
+        for process in started:
+            out, err = process.communicate(LONGER)
+            assert process.returncode == 1, err[-4000:]
+            assert "a number" not in out
+            assert re.search(r"worker 0: compilation of `lambda` at program.py:\d+ of .* float32\[4\], program", err)
+            assert re.search(r"worker 1: compilation of `lambda` at program.py:\d+ of .* float32\[8\], program", err)
 
 
 @pytest.mark.parametrize("later", [0, 1])

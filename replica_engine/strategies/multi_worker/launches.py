@@ -117,6 +117,11 @@ class Launches:
             self._known.add(program.digest)
         self._member.launched(program)
 
+    def note(self, program: hosts.Program) -> None:
+        """Tells the job of something that is no collective, and that all workers do in the same order."""
+        self._member.check()
+        self._member.launched(program)
+
     def meet(self, name: str, limited: bool = True) -> None:
         """Waits until all workers have come here, and have launched the same before.
 
@@ -131,6 +136,13 @@ class Launches:
         """
         self._member.progress(None, name)
         self._member.meet(name, self._timeout if limited else None, self._warn_after)
+
+
+def of_batches(rows: int) -> hosts.Program:
+    """The distribution of a dataset, as workers compare it: they would train on unequal shares without an error."""
+    filename, lineno, _ = calling_location()
+    what = f"a dataset in batches of {rows} rows"
+    return hosts.Program(_digest(what), what, f"{os.path.basename(filename)}:{lineno}")
 
 
 def check_mode() -> None:

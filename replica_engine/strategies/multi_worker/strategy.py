@@ -11,10 +11,10 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import collectives, distribute, patches
-from replica_engine._tf.host_datasets import HostDatasets
+from replica_engine._tf.host_datasets import HostDatasets, rows_of_batches
 from replica_engine.strategies.backend import OnReplicaThreads, ReplicaThreads
 from replica_engine.strategies.multi_worker import job
-from replica_engine.strategies.multi_worker.launches import Launches, check_mode, of_variable
+from replica_engine.strategies.multi_worker.launches import Launches, check_mode, of_batches, of_variable
 from replica_engine.strategies.multi_worker.reduction import WorkerReduction
 from replica_engine.strategies.multi_worker.saving import Saving, let_the_chief_write
 from replica_engine.strategies.reductions import Reductions
@@ -99,6 +99,29 @@ class MultiWorkerExtended(ReplicaThreads, Reductions, _Compared, HostDatasets, d
     def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> tuple[tuple[str, ...], str]:
         """The hook that names the devices of this worker: all GPUs, or all logical CPUs on a machine without GPUs."""
         return tuple(f"{worker_device}/device:{self._kind}:{index}" for index in range(self._count)), self._kind
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        """The hook of `experimental_distribute_dataset`."""
+        distributed = super()._experimental_distribute_dataset(dataset, options)
+        if isinstance(dataset, tf.data.Dataset):
+            self._compare_batches(dataset)
+        return distributed
+
+    def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+        """The hook of `distribute_datasets_from_function`."""
+
+        def compared(context: Any) -> Any:
+            dataset = dataset_fn(context)
+            if isinstance(dataset, tf.data.Dataset):
+                self._compare_batches(dataset)
+            return dataset
+
+        return super()._distribute_datasets_from_function(compared, options)
+
+    def _compare_batches(self, dataset: Any) -> None:
+        """Tells the other workers how many rows the batches of a dataset have, if it tells."""
+        if self.launches is not None and (rows := rows_of_batches(dataset)) is not None:
+            self.launches.note(of_batches(rows))
 
     def _get_variable_creator_initial_value(self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any) -> Any:
         """The hook that makes the initial value of a component: the chief's, on all workers."""

@@ -135,7 +135,13 @@ class Lowered:
         calls = [_held_weakly(call) for call in self.program.host_calls.calls]
         limits = body.limits.timeout, body.limits.warn_after
         make = functools.partial(
-            Executable, text, devices, self.program.results, calls, name=(name, self.traced.where), limits=limits
+            Executable,
+            text,
+            devices,
+            self.program.results,
+            calls,
+            name=(name, self.traced.where, self.program.takes),
+            limits=limits,
         )
         with (
             timeline.span(Track(body.name, "compile", order=-3), f"compile {name}", "compile"),

@@ -18,6 +18,8 @@ from replica_engine.xla.host_calls.call import HostCalls
 
 Shape = tuple[int, ...]
 
+_MOST_SHOWN = 8  # arguments of a program, in words
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
@@ -76,6 +78,15 @@ class Program:
         return rows + [
             each if count == 1 else f"{each}, {count} times" for each, count in times.items() if each not in suspects
         ]
+
+    @property
+    def takes(self) -> str:
+        """The first tensors among the arguments, in words: workers whose batches differ see it here."""
+        words = [
+            f"{name} {slot.dtype.name}{list(slot.shape)}"
+            for name, slot in zip(self.slot_names, self.slots, strict=True)
+        ]
+        return ", ".join([*words[:_MOST_SHOWN], *(["..."] if len(words) > _MOST_SHOWN else [])])
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
