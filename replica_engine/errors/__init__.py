@@ -59,6 +59,7 @@ from replica_engine.errors.hosts import (
     WorkerVersionError,
     only_local,
     slow_workers,
+    tries_again,
     where_workers_are,
 )
 from replica_engine.errors.inputs import (
@@ -224,6 +225,7 @@ __all__ = [
     "slow_replicas",
     "slow_trace",
     "slow_workers",
+    "tries_again",
     "untested_version",
     "unusable_cache_dir",
     "warn_dataset_for_each",

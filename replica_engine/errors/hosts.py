@@ -420,6 +420,14 @@ def only_local(name: str, address: str) -> str:
     )
 
 
+def tries_again(reason: str, seconds: float) -> str:
+    """The warning that a worker cannot join yet, since the job of an earlier run seems not to be over."""
+    return (
+        f"This worker cannot join its job: {reason.partition(chr(10))[0]} In case that is the job of an earlier run "
+        f"and all workers are being started again, it tries again for {seconds:.3g} s."
+    )
+
+
 def slow_workers(worker: int, what: str, seconds: float, rows: Iterable[WorkerRow]) -> str:
     """The warning that a worker waits long for the others to come to a point where all meet."""
     table = "\n".join(f"  {row}" for row in rows)

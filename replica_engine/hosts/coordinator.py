@@ -279,7 +279,7 @@ class Coordinator:
         refusal = self._job.refusal(worker, size)
         if refusal is not None:
             connection.closing = True
-            self._send(connection, wire.encode(["failure", refusal.as_json()]))
+            self._send(connection, wire.encode(["refused", refusal.as_json()]))
             return
         self._members[worker] = connection  # before `joined`, which may have something to tell to all
         try:

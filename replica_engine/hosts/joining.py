@@ -15,7 +15,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from replica_engine._version import __version__
-from replica_engine.errors import ClusterConfigError, WorkersMissingError, only_local
+from replica_engine.errors import (
+    ClusterConfigError,
+    WorkerLostError,
+    WorkersMissingError,
+    only_local,
+    tries_again,
+)
 from replica_engine.errors.hosts import LAUNCHED, TOKEN
 from replica_engine.hosts import serve, wire
 from replica_engine.hosts.addresses import is_loopback
@@ -29,6 +35,9 @@ LOGGER = logging.getLogger("replica_engine")
 JOIN_TIMEOUT = "REPLICA_ENGINE_JOIN_TIMEOUT"
 HEARTBEAT_TIMEOUT = "REPLICA_ENGINE_HEARTBEAT_TIMEOUT"
 LISTEN = "REPLICA_ENGINE_LISTEN"
+
+EARLIER_RUN = 45.0
+"""Seconds to try again where an earlier run seems not to be over; its coordinator ends 30 seconds after a failure."""
 
 _READ = 1 << 16
 _PAUSES = (0.05, 1.0)  # seconds between attempts to connect: the first, and the longest
@@ -70,9 +79,11 @@ def join(
         raise ClusterConfigError.no_token(cluster.coordinator or "127.0.0.1")
     address = cluster.coordinator
     launched = environ.get(LAUNCHED) == "1"  # the coordinator runs in the launcher, so worker 0 starts none
+    again = 0.0 if launched else min(EARLIER_RUN, limits.join)  # our launcher begins again when all have ended
     if cluster.process_id == 0 and not launched:
-        listening = serve.start(cluster.num_processes, token, environ.get(LISTEN) or address or "127.0.0.1:0", limits)
-        asked = split_address(environ.get(LISTEN) or address or listening)[0]
+        where = environ.get(LISTEN) or address or "127.0.0.1:0"
+        listening = serve.start(cluster.num_processes, token, where, limits, again)
+        asked = split_address(where)[0]
         if asked != "localhost" and not _is_number(asked) and is_loopback(split_address(listening)[0]):
             LOGGER.warning(only_local(asked, listening))
         address = address or listening
@@ -84,14 +95,43 @@ def join(
         "replicas": replicas,
     }
     hello = [cluster.process_id, cluster.num_processes, about]
-    member = _connected(address, token, hello, limits.join, launched)
-    member.hook_exceptions()
-    try:
-        member.wait_for_all()
-    except BaseException:
-        member.close()
-        raise
-    return member
+    return _joined(address, token, hello, limits.join, launched, again)
+
+
+def _joined(address: str, token: str, hello: list[Any], patience: float, launched: bool, again: float) -> Member:
+    """The connection to the job, once all have joined.
+
+    A coordinator that refuses this worker may be that of an earlier run: one that has failed, and whose workers have
+    not all ended. So the worker tries again for some time, in case all workers are being started again.
+    """
+    deadline: float | None = None
+    refusal: BaseException | None = None
+    while True:
+        try:
+            member = _connected(address, token, hello, patience, launched)
+        except WorkersMissingError as error:
+            raise (refusal or error) from None
+        member.hook_exceptions()
+        try:
+            member.wait_for_all()
+            return member
+        except BaseException as error:
+            member.close()
+            now = time.monotonic()
+            deadline = now + again if deadline is None else deadline
+            if not member.refused or not _may_be_earlier(error) or now >= deadline:
+                raise
+            if refusal is None:
+                LOGGER.warning(tries_again(str(error), again))
+            refusal = error
+        patience = max(deadline - now, 0.0)
+        threading.Event().wait(min(serve.PAUSE, patience))
+
+
+def _may_be_earlier(error: BaseException) -> bool:
+    """Whether a worker may be refused so by the coordinator of an earlier run."""
+    taken = isinstance(error, ClusterConfigError) and error.field == "process_id"
+    return taken or isinstance(error, (WorkerLostError, WorkersMissingError))
 
 
 def _is_number(host: str) -> bool:

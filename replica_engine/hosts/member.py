@@ -77,6 +77,7 @@ class Member:
         early: messages that came together with the welcome.
 
     Attributes:
+        refused: whether the coordinator did not take this worker in: the job has failed already, for example.
         worker: the index of this worker, from 0.
         size: the number of workers.
         failed: an event that is set when the job has failed.
@@ -99,6 +100,7 @@ class Member:
         self.size = size
         self.failed = threading.Event()
         self.reached = ""
+        self.refused = False
         self._address = address
         self._heartbeat = heartbeat
         self._launched_by_us = launched_by_us
@@ -532,8 +534,9 @@ class Member:
                     answer.late = Failure.from_json(value) if kind == "late" else None
                     answer.come, answer.value = True, value
                     self._changed.notify_all()
-            elif kind == "failure":
+            elif kind in ("failure", "refused"):
                 (failure,) = rest
+                self.refused = kind == "refused"
                 self._fail(Failure.from_json(failure))
             else:
                 raise ValueError("an unknown kind")

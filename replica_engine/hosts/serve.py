@@ -6,23 +6,30 @@ reach it. It gets the token on its standard input, so that the list of processes
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import pathlib
 import subprocess
 import sys
+import threading
+import time
 from typing import Any
 
-from replica_engine.errors import ClusterConfigError
+from replica_engine.errors import ClusterConfigError, tries_again
 from replica_engine.hosts.job import Limits
 
+LOGGER = logging.getLogger("replica_engine")
+
+PAUSE = 0.5  # seconds between attempts while an earlier run ends
 _FOLDER = str(pathlib.Path(__file__).parents[2])  # that has the package
 
 started: list[subprocess.Popen[str]] = []
 """The child processes that this process has started. They are kept: Python warns of one that is freed while it runs."""
 
 
-def start(size: int, token: str, address: str, limits: Limits) -> str:
+def start(size: int, token: str, address: str, limits: Limits, patience: float = 0.0) -> str:
     """Starts a coordinator in a child process.
 
     Args:
@@ -30,6 +37,7 @@ def start(size: int, token: str, address: str, limits: Limits) -> str:
         token: the secret of the job.
         address: where to listen, as "host:port"; port 0 takes a free one.
         limits: how long to wait.
+        patience: seconds to wait for the port if another process has it: perhaps the coordinator of an earlier run.
 
     Returns:
         Where it listens.
@@ -38,7 +46,17 @@ def start(size: int, token: str, address: str, limits: Limits) -> str:
         ClusterConfigError: it cannot listen there.
     """
     settings = {"size": size, "token": token, "address": address, "join": limits.join, "heartbeat": limits.heartbeat}
-    return str(child("replica_engine.hosts", settings)["address"])
+    deadline, warned = time.monotonic() + patience, False
+    while True:
+        try:
+            return str(child("replica_engine.hosts", settings)["address"])
+        except ClusterConfigError as error:
+            if os.strerror(errno.EADDRINUSE) not in str(error) or time.monotonic() >= deadline:
+                raise
+            if not warned:
+                LOGGER.warning(tries_again(str(error), patience))
+            warned = True
+        threading.Event().wait(PAUSE)
 
 
 def child(module: str, settings: dict[str, Any]) -> dict[str, Any]:

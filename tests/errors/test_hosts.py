@@ -23,8 +23,9 @@ from replica_engine.errors import (
     note_workers,
     only_local,
     slow_workers,
+    tries_again,
 )
-from replica_engine.hosts import find_cluster, serve
+from replica_engine.hosts import find_cluster, joining, serve
 from replica_engine.hosts.member import _members
 from replica_engine.strategies.multi_worker.launches import Launches
 
@@ -201,7 +202,13 @@ def test_a_port_of_tensorflows_server_that_is_taken():
         taken.close()
 
 
+@pytest.fixture
+def _impatient(monkeypatch):
+    monkeypatch.setattr(joining, "EARLIER_RUN", 1e-3)
+
+
 @beside(None)
+@pytest.mark.usefixtures("_impatient")
 @shows(ClusterConfigError.not_bound)
 def test_a_coordinator_whose_port_is_taken():
     """Without `replica-engine launch`."""
@@ -292,10 +299,23 @@ def test_a_coordinator_that_never_starts():
     hosts.join()
 
 
+@beside("os._exit(0)")
+@pytest.mark.usefixtures("_impatient")
+@shows(tries_again)
+def test_a_worker_that_comes_back_alone():
+    """It tries again for a moment here, and not for 45 s."""
+    try:
+        hosts.join().failed.wait()
+    finally:
+        os.environ["REPLICA_ENGINE_LAUNCHED"] = ""
+        os.environ["REPLICA_ENGINE_PROCESS_ID"] = "1"
+        hosts.join()
+
+
 @pytest.fixture
 def _name_of_loopback(worker_1, monkeypatch):
     """Worker 0 starts the coordinator, and the name of its machine is 127.0.1.1 there."""
-    monkeypatch.setattr(serve, "start", lambda size, token, address, limits: "127.0.1.1:2223")
+    monkeypatch.setattr(serve, "start", lambda *_: "127.0.1.1:2223")
     monkeypatch.setenv("REPLICA_ENGINE_LAUNCHED", "")
     monkeypatch.setenv("REPLICA_ENGINE_LISTEN", "")
 

@@ -1,6 +1,7 @@
 """What the others get when something happens to a worker: real processes, the first worker or another as victim."""
 
 import signal
+import socket
 import sys
 import threading
 
@@ -16,6 +17,8 @@ from replica_engine.errors import (
     WorkerVersionError,
 )
 from replica_engine.hosts import job as job_state
+from replica_engine.hosts import joining
+from replica_engine.hosts.coordinator import Coordinator
 
 VICTIMS = pytest.mark.parametrize("victim", [0, 1])
 SHORT = 3.0  # the heartbeat limit of tests that must wait for it, once the worker has fallen silent
@@ -337,6 +340,64 @@ def test_worker_0_says_that_it_listens_for_its_own_machine_only(unused_port, cap
     assert cure in str(caught.value)
 
 
+def warned(process):
+    """Waits until a worker warns that it tries again."""
+    lines = iter(process.stderr.readline, "")
+    return next(line for line in lines if "it tries again for" in line)
+
+
+COME_BACK = "print('joined', member.worker, flush=True)"
+
+
+@pytest.mark.parametrize("earlier", ["failed", "not over"])
+def test_a_worker_that_comes_back_waits_for_the_earlier_run_to_end(earlier):
+    """The coordinator of that run still listens, and refuses the worker."""
+    with job() as made:
+        first = made.start(0, "raise ValueError('the body')" if earlier == "failed" else "member.failed.wait()")
+        second = made.join(1)
+        if earlier == "failed":
+            lost(second)
+        process = made.start(1, COME_BACK, **CHIEF)
+        assert ("ValueError: the body" if earlier == "failed" else "has joined already") in warned(process)
+        first.kill()
+        second.close()
+        made.coordinator.close()
+        with Coordinator(2, made.token, made.address, made.limits):
+            member = made.join(0)
+            assert process.stdout.readline() == "joined 1\n"
+            member.leave()
+            assert process.wait(LONG) == 0
+
+
+def test_worker_0_waits_for_the_port_of_the_earlier_run(unused_port):
+    with job() as made, socket.create_server(("127.0.0.1", unused_port)) as earlier:
+        made.address = f"127.0.0.1:{unused_port}"
+        process = made.start(0, COME_BACK, **CHIEF)
+        assert f"cannot listen at {made.address}" in warned(process)
+        earlier.close()
+        member = made.join(1)
+        assert process.stdout.readline() == "joined 0\n"
+        member.leave()
+        assert process.wait(LONG) == 0
+
+
+@pytest.fixture
+def _impatient(monkeypatch):
+    monkeypatch.setattr(joining, "EARLIER_RUN", 0.1)
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_a_worker_tries_again_for_some_time_only():
+    with job() as made:
+        made.start(0, "raise ValueError('the body')")
+        member = made.join(1)
+        lost(member)
+        member.close()
+        with pytest.raises(WorkerLostError, match="ValueError: the body"):
+            made.join(1, **CHIEF)
+
+
+@pytest.mark.usefixtures("_impatient")
 def test_a_port_that_is_taken():
     with job() as made, pytest.raises(ClusterConfigError, match=r"cannot listen at .*: .*[Aa]ddress already in use"):
         made.join(0, **CHIEF)
