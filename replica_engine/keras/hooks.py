@@ -4,8 +4,9 @@ The `train_step` and `test_step` of Keras, or of the model, run unchanged on eac
 and run here on a shard of it. In these places the difference matters:
 
 - an optimizer's `apply` first reduces gradients over replicas;
-- an optimizer's `scale_loss`, which Keras calls before it computes gradients, multiplies the loss by the weight of the
-  shard. If a step does not call it, the gradients are multiplied instead;
+- each gradient counts with the weight of the shard, once. In Keras' own `train_step`, `scale_loss` multiplies the loss
+  by the weight: it is called once, and nobody sees its result. In a `train_step` of the user's own, `apply` multiplies
+  the gradients: the step may scale one loss for two optimizers, or one of two losses, or show the scaled loss;
 - the loss of one of several outputs counts with the shard's fraction of the batch;
 - a metric records the results of its `result`, so that the logs can show the result over all replicas instead;
 - a metric of the user's own is looked at while it is traced: whether its values on shards can be added up.
@@ -31,6 +32,7 @@ import tensorflow as tf
 
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import sums as keras_sums
+from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.keras.cross_replica_optimizer import CrossReplicaOptimizer
 from replica_engine.keras.optimizer import apply_across_replicas, of_whole_batch
 from replica_engine.keras.shard import current_shard
@@ -94,8 +96,8 @@ class Hooks:
         for name in _READING:
             yield self._model, name, functools.partial(self._reading, name=name)
         for optimizer in keras_model.optimizers_of(self._model):
-            yield optimizer, "apply", _apply
-            yield optimizer, "scale_loss", _scale_loss
+            yield optimizer, "apply", functools.partial(_apply, has_weighted=self._has_weighted)
+            yield optimizer, "scale_loss", functools.partial(_scale_loss, has_weighted=self._has_weighted)
             for each in keras_model.with_inner_optimizers(optimizer):
                 yield each, "build", self._build
         of_outputs = keras_model.output_losses(self._model)
@@ -105,6 +107,11 @@ class Hooks:
                 yield metric, "update_state", _update
             elif keras_sums.has_own_update(metric):
                 yield metric, "update_state", looked_at
+
+    def _has_weighted(self, optimizer: keras.optimizers.Optimizer) -> bool:
+        """Whether gradients that reach the optimizer have the weight of the shard, because their loss had it."""
+        is_main = optimizer is getattr(self._model, "optimizer", None)
+        return is_main and keras_trainer.has_keras_step(self._model, "train_step")
 
     def _build(self, optimizer: keras.optimizers.Optimizer) -> Callable[[Any], None]:
         own = optimizer.build
@@ -131,7 +138,7 @@ def _then(own: Callable[..., Any], after: Callable[[], None]) -> Callable[..., A
     return method
 
 
-def _apply(optimizer: keras.optimizers.Optimizer) -> Callable[..., None]:
+def _apply(optimizer: keras.optimizers.Optimizer, has_weighted: Callable[[Any], bool]) -> Callable[..., None]:
     # A CrossReplicaOptimizer reduces gradients itself. It must not do so a second time.
     updated = optimizer.inner_optimizer if isinstance(optimizer, CrossReplicaOptimizer) else optimizer
     own = updated.apply
@@ -141,7 +148,7 @@ def _apply(optimizer: keras.optimizers.Optimizer) -> Callable[..., None]:
         if share is None:
             own(grads, trainable_variables)
             return
-        if id(optimizer) not in share.scaled:
+        if not has_weighted(optimizer):
             grads = [_weighted(grad, share) for grad in grads]
         if share.whole:
             grads = of_whole_batch(grads)
@@ -156,16 +163,18 @@ def _apply(optimizer: keras.optimizers.Optimizer) -> Callable[..., None]:
     return apply
 
 
-def _scale_loss(optimizer: keras.optimizers.Optimizer) -> Callable[[Any], Any]:
+def _scale_loss(optimizer: keras.optimizers.Optimizer, has_weighted: Callable[[Any], bool]) -> Callable[[Any], Any]:
     own = optimizer.scale_loss
 
     def scale_loss(loss: Any) -> Any:
         share = current_shard()
         if share is None:
             return own(loss)
-        share.scaled.add(id(optimizer))
         # The gradient of a vector is the gradient of its sum: such a loss is a sum over samples, not a mean.
-        return own(loss) * (share.weight(loss.dtype) if len(loss.shape) == 0 else share.once(loss.dtype))
+        is_sum = len(loss.shape) > 0
+        if not has_weighted(optimizer):
+            return own(loss) / share.fraction(loss.dtype) if is_sum else own(loss)
+        return own(loss) * (share.once(loss.dtype) if is_sum else share.weight(loss.dtype))
 
     return scale_loss
 

@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute
 from replica_engine._tf.keras import model as keras_model
+from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.errors import OptimizerError, ReplicateError
 from replica_engine.keras.hooks import Hooks
 from replica_engine.keras.losses import extension
@@ -255,6 +256,8 @@ class Replicas:
         return OnXla(self._model, self.strategy)
 
     def _check_trainable(self) -> None:
+        if not keras_trainer.has_keras_step(self._model, "train_step"):
+            return  # a step of the user's own may train a part of the model
         optimizer = getattr(self._model, "optimizer", None)
         unknown = [] if optimizer is None else keras_model.unknown_to(optimizer, self._model.trainable_variables)
         if unknown:

@@ -29,7 +29,6 @@ class Shard:
         total: the number of samples of all replicas.
         replicas: the number of replicas.
         whole: whether every replica has all samples.
-        scaled: the ids of the optimizers that have already weighted the loss of this step.
         results: the metric results of this step, each as (result, metric, key); the key is None unless the metric
             returned a dictionary.
         deferred: optimizer updates, with their gradients, that wait for the end of a branch; None where updates need
@@ -40,7 +39,6 @@ class Shard:
     total: Any
     replicas: int
     whole: bool = False
-    scaled: set[int] = dataclasses.field(default_factory=set)
     results: list[tuple[Any, Any, str | None]] = dataclasses.field(default_factory=list)
     deferred: list[tuple[Any, list[Any], Any]] | None = None
 

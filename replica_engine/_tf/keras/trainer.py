@@ -45,7 +45,8 @@ def strategy_of(model: Any) -> Any:
 
 def has_keras_step(model: Any, name: str) -> bool:
     """Whether a step such as `train_step` is Keras' own and not overridden by the model."""
-    return getattr(type(model), name) is getattr(getattr(sys.modules[MODULE], TRAINER), name)
+    own = getattr(type(model), name) is not getattr(getattr(sys.modules[MODULE], TRAINER), name)
+    return not own and name not in vars(model)
 
 
 def first_batch(iterator: Any, strategy: Any) -> Any:
