@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from replica_engine._tf.distribute import replica_id_in_sync_group
+from replica_engine._tf.keras import model as keras_model
 from replica_engine.keras.compiling import compiling
 from replica_engine.keras.shard import Shard
 from replica_engine.keras.steps import run_step
@@ -58,7 +59,8 @@ class OnThreads:
 
     def predict(self, batch: Any) -> Any:
         """The outputs for a batch of at least one sample, in the order of the samples."""
-        if not self._is_undivided:
+        # An eager step does not tell an output with a row per sample from another one of that length.
+        if not self._is_undivided and (not self._model.run_eagerly or keras_model.gives_rows(self._model)):
             outputs, are_of_rows = self._call(self._predict, "predict_step", batch)
             if are_of_rows:
                 return outputs

@@ -22,6 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine import xla
+from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.errors import CollectiveError, many_batch_sizes
 from replica_engine.keras.compiling import compiling, layers_named, sparse_inputs_named
@@ -59,6 +60,7 @@ class OnXla:
         self._own = range(first, first + own)  # the replicas of this process
         self._undivided: set[str] = set()
         self._predicted: set[Any] = set()
+        self._gives: dict[str, bool] = {}
         self._compiled: set[Any] = set()
         self._programs = strategy.extended.own_programs()  # they hold the model and are freed with it
 
@@ -116,10 +118,31 @@ class OnXla:
             shares = self._shares(samples.pad(data, size - total), size)
             outputs = self._run(self._predict_step, "predict_step", shares, size)
             self._predicted.add((kind, size))
-            if samples.are_of(self._first(outputs), size // self._size):
+            if samples.are_of(self._first(outputs), size // self._size) and self._gives_rows(
+                kind, data, total, outputs
+            ):
                 return samples.take(self._joined(outputs), 0, total)
             self._undivided.add("predict_step")  # the outputs have no row per sample
         return self._first(self._run(self._predict_step, "predict_step", data, total))
+
+    def _gives_rows(self, kind: str, data: Any, total: int, outputs: Any) -> bool:
+        """Whether outputs that are as long as a shard have a row per sample: those of a longer shard are longer."""
+        if kind not in self._gives:
+            self._gives[kind] = keras_model.gives_rows(self._model) or self._grows(data, total, self._first(outputs))
+        return self._gives[kind]
+
+    def _grows(self, data: Any, total: int, outputs: Any) -> bool:
+        rows = -(-total // self._size) + 1
+        longer = self._shares(samples.pad(data, rows * self._size - total), rows * self._size)
+        args = ("predict_step", longer, rows * self._size)
+        specs = self._strategy.extended.result_specs(self._programs, self._predict_step, args)
+        leaves = [tf.nest.flatten(leaf, expand_composites=True) for leaf in tf.nest.flatten(outputs)]
+        if len(specs) != sum(map(len, leaves)):
+            return False  # a variable is among them
+        left = iter(specs)
+        of_leaves = [[next(left) for _ in parts] for parts in leaves]
+        # Ragged and sparse outputs, of several parts, have told their numbers of rows.
+        return all(spec.shape.rank and spec.shape[0] == rows for spec, *more in of_leaves if not more)
 
     def _run(self, step: Callable[..., Any], name: str, data: Any, size: int) -> Any:
         """Runs one of the steps below on all replicas; `size` is the batch size for which the program is compiled."""

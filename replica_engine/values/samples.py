@@ -122,9 +122,14 @@ def on_device(batch: Any) -> Any:
 
 
 def are_of(outputs: Any, count: Any) -> Any:
-    """Whether all outputs have `count` rows; a tensor if a graph is built and does not yet know."""
+    """Whether all outputs have `count` rows; a tensor if a graph is built and does not yet know.
+
+    Where a graph does not know the count, an output of a known length is not one row per sample, whatever its length.
+    """
     leaves = tf.nest.flatten(outputs)
     if not all(has_rows(leaf) for leaf in leaves):
+        return False
+    if tf.is_symbolic_tensor(count) and any(leaf.shape[0] is not None for leaf in leaves):
         return False
     return functools.reduce(operator.and_, (_rows(leaf) == count for leaf in leaves), True)
 

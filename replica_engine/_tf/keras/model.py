@@ -237,6 +237,17 @@ def state_of(model: keras.Model) -> Any:
     return [*parts, bool(model.run_eagerly), layers]
 
 
+def gives_rows(model: keras.Model) -> bool:
+    """Whether a model was built from inputs and outputs, and predicts outputs that all have one row per sample."""
+    kinds = [kind for kind in (keras.Sequential, _Functional) if isinstance(model, kind)]
+    if not any(type(model).call is kind.call for kind in kinds):
+        return False  # it computes its outputs in another way
+    if not keras_trainer.has_keras_step(model, "predict_step"):
+        return False
+    outputs = [each.shape for each in keras.tree.flatten(model.outputs)]
+    return all(len(shape) > 0 and shape[0] is None for shape in outputs)
+
+
 def counts(model: keras.Model) -> list[tuple[keras.optimizers.Optimizer, int]]:
     """The number of variables of each optimizer that is an attribute of the model itself; fast enough for each step."""
     found = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]

@@ -130,6 +130,13 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         watch_results(self._container_strategy(), results, (args, kwargs))
         return results
 
+    def result_specs(self, programs: ProgramCache, fn: Callable[..., Any], args: Any) -> list[tf.TensorSpec]:
+        """The specs of the tensors that `run_of` would return on a replica; the function is traced and does not run."""
+        source, size = FunctionSpec.of(fn), self.device_group.size
+        with self._container_strategy().scope():
+            arguments, shapes = source.arguments(spread(args, size, "args"), {}, size)
+            return list(programs.trace(source, arguments, shapes).traced.outputs)
+
     def run_again(self, fn: Callable[..., Any], args: Any) -> tuple[Any] | None:
         """Runs a function in eager mode, outside all scopes, whose last call was like this one; see `call_again`.
 
