@@ -30,7 +30,7 @@ from replica_engine.keras.shard import Shard
 from replica_engine.keras.steps import Logs, across_replicas, run_step
 from replica_engine.keras.undivided import NotASum, needs_whole_batches
 from replica_engine.strategies.tpu.device_loops import LoopSettings
-from replica_engine.values import samples
+from replica_engine.values import rows, samples
 from replica_engine.values.regroup import regroup, select
 from replica_engine.xla.body import apart
 
@@ -213,7 +213,7 @@ class OnXla:
         larger = _Branch(self._model, name, shares, Shard(size + 1, total, self._size))
         smaller = _Branch(self._model, name, shares, Shard(size, total, self._size), larger)
         is_larger = xla.replica_id() < total % self._size
-        logs = larger.finish(tf.cond(is_larger, larger.run, smaller.run))
+        logs = larger.finish(tf.cond(is_larger, larger.run, smaller.run), smaller)
         weight = tf.where(is_larger, larger.share.weight(), smaller.share.weight())
         return across_replicas(self._model, logs, weight)
 
@@ -268,6 +268,7 @@ class _Branch:
         if any(isinstance(grad, tf.IndexedSlices) and grad.indices.shape[0] is None for grad in self._gradients()):
             # Text lookup: both branches must return equally many rows, but the number is unknown while tracing.
             raise CollectiveError.apart("A gradient of an unknown number of rows of a table")
+        self._updates = [(apply, [_parts(grad) for grad in grads], weights) for apply, grads, weights in self._updates]
         if self._larger is not None:
             self._updates = [
                 (apply, [_like(grad, wanted) for grad, wanted in zip(grads, before, strict=True)], variables)
@@ -279,38 +280,54 @@ class _Branch:
     def _gradients(self) -> list[Any]:
         return [grad for _, grads, _ in self._updates for grad in grads]
 
-    def finish(self, outputs: tuple[Any, Any]) -> Logs:
+    def finish(self, outputs: tuple[Any, Any], smaller: _Branch) -> Logs:
         """Applies the updates with the gradients of the branch that ran; returns the logs."""
         self._logs.values, gradients = outputs
-        for (apply, traced, variables), grads in zip(self._updates, gradients, strict=True):
+        for (apply, traced, variables), (_, others, _), grads in zip(
+            self._updates, smaller._updates, gradients, strict=True
+        ):
             left = iter(grads)
             apply(
                 [
-                    None if grad is None else _gradient(next(left), grad, variable)
-                    for grad, variable in zip(traced, variables, strict=True)
+                    None if grad is None else _gradient(next(left), grad, other, variable)
+                    for grad, other, variable in zip(traced, others, variables, strict=True)
                 ],
                 variables,
             )
         return self._logs
 
 
+def _parts(grad: Any) -> Any:
+    """The rows of each lookup of a table; any other gradient itself."""
+    return rows.pieces(grad) if isinstance(grad, tf.IndexedSlices) else grad
+
+
 def _tensors(grad: Any) -> Any:
-    if isinstance(grad, tf.IndexedSlices):
-        return [grad.values, grad.indices]
-    return tf.convert_to_tensor(grad)
+    return [[part.values, part.indices] for part in grad] if isinstance(grad, list) else tf.convert_to_tensor(grad)
 
 
-def _gradient(tensors: Any, like: Any, variable: Any) -> Any:
-    if not isinstance(like, tf.IndexedSlices):
+def _gradient(tensors: Any, like: Any, other: Any, variable: Any) -> Any:
+    """The gradient of the branch that ran; `like` and `other` are those of both branches."""
+    if not isinstance(like, list):
         return tensors
-    return tf.IndexedSlices(*tensors, dense_shape=tf.constant(tuple(variable.shape), tensors[1].dtype))
+    parts = []
+    for (values, indices), one, two in zip(tensors, like, other, strict=True):
+        known, same = rows.origin(one.indices), rows.origin(two.indices)
+        if known is not None and known == same:  # the branch hides that these indices are not the batch's
+            rows.mark(indices, known)
+        shape = tf.constant(tuple(variable.shape), indices.dtype)
+        parts.append(tf.IndexedSlices(values, indices, dense_shape=shape))
+    return rows.joined(parts)
 
 
 def _like(grad: Any, wanted: Any) -> Any:
     """Pads a gradient to the shape of `wanted`: repeats one table row with zeros as its values."""
+    if isinstance(grad, list):
+        return [_like(part, other) for part, other in zip(grad, wanted, strict=True)]
     if not isinstance(grad, tf.IndexedSlices):
         return grad
-    more = wanted.indices.shape[0] - grad.indices.shape[0]
+    if (more := wanted.indices.shape[0] - grad.indices.shape[0]) == 0:
+        return grad
     indices = tf.concat([grad.indices, tf.repeat(grad.indices[:1], more)], 0)
     values = tf.concat([grad.values, tf.zeros([more, *grad.values.shape[1:]], grad.values.dtype)], 0)
     return tf.IndexedSlices(values, indices, grad.dense_shape)

@@ -24,6 +24,7 @@ from replica_engine.strategies.validation import (
     check_updated,
 )
 from replica_engine.threads.cpu_reduction import CpuReduction
+from replica_engine.values.rows import reduces_rows
 
 # If two groups of devices use one collective key, TensorFlow fails: "joining a group with size 2, but that group has
 # size 4". TensorFlow's own strategies all start at key 1. Each strategy here starts at a different, much higher key.
@@ -37,6 +38,8 @@ class MirroredExtended(ReplicaThreads, Reductions, HostDatasets, distribute.Mirr
     your class in a strategy's `extended_class`. `docs/custom_strategy.md` shows an example.
     """
 
+    adds_up_rows = True
+
     def _initialize_strategy(self, devices: Sequence[str]) -> None:
         """The hook that sets up devices; it also picks the all-reduce if the user passed no `cross_device_ops`."""
         self._for_integers = tf.distribute.ReductionToOneDevice()
@@ -45,6 +48,7 @@ class MirroredExtended(ReplicaThreads, Reductions, HostDatasets, distribute.Mirr
         if default and all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in self._devices):
             self._cross_device_ops = CpuReduction()
 
+    @reduces_rows
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
         """The hook that reduces many values at once. It picks the operations for each value by the value's dtype.
 

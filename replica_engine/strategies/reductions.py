@@ -15,13 +15,20 @@ from replica_engine._tf import distribute
 from replica_engine.diagnostics.misuse import check_outside_replicas
 from replica_engine.errors import ReplicaValueError, ScopeError
 from replica_engine.strategies.validation import NOT_REDUCED, as_reduction, not_reduced
+from replica_engine.values.rows import are_rows
 from replica_engine.values.structure import as_tensor, flatten
 
 _NUMBERS = (bool, int, float, complex, np.generic)
 
 
 class Reductions:
-    """Reduces any structure of tensors and numbers. Put it before an extended class of `tf.distribute`."""
+    """Reduces any structure of tensors and numbers. Put it before an extended class of `tf.distribute`.
+
+    Attributes:
+        adds_up_rows: whether `_batch_reduce_to` adds up rows of tables whose indices are not the batch's.
+    """
+
+    adds_up_rows = False
 
     def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any = None) -> Any:
         """Like `tf.distribute.StrategyExtended.reduce_to`, with errors that say what to write."""
@@ -67,6 +74,8 @@ class Reductions:
         if distribute.is_mirrored(value) and reduce_op == tf.distribute.ReduceOp.SUM:
             raise ReplicaValueError.sum_of_one(value, isinstance(value, tf.Variable))
         value = as_tensors(value, self.worker_devices)  # type: ignore[attr-defined]
+        if self.adds_up_rows and are_rows(value):
+            return self._batch_reduce_to(reduce_op, [(value, destinations)], options)[0]  # type: ignore[attr-defined]
         return super()._reduce_to(reduce_op, value, destinations, options)  # type: ignore[misc]
 
 

@@ -68,6 +68,21 @@ def of_two_kinds():
     return {**mixed, "rows": tf.convert_to_tensor(mixed["rows"])}
 
 
+def of_tables():  # the squares of rows that all replicas have at the same places, and of rows that each has at others
+    same = tf.range(3)
+    own = same + context().replica_id_in_sync_group
+    tables = [tf.IndexedSlices(tf.ones([3, 1]), places, tf.constant([6, 1])) for places in (same, own)]
+    reduced = context().all_reduce("SUM", tables)
+    return [tf.convert_to_tensor(tf.IndexedSlices(each.values**2, each.indices, (6, 1))) for each in reduced]
+
+
+for name, fn in (("tables", of_tables), ("tables, traced", tf.function(of_tables))):
+    same, own = strategy.run(fn)
+    found[name] = [
+        tf.reshape(strategy.experimental_local_results(each)[-1], [-1]).numpy().tolist() for each in (same, own)
+    ]
+
+
 large = tf.reshape(tf.cast(tf.range(2_500_000) % 1000, tf.float32), [-1, 5])  # which goes in pieces
 
 
@@ -118,6 +133,7 @@ def test_two_workers_of_two_replicas_equal_one_of_four(programs):
     assert first == second
     assert first["ids"] == [0, 1, 2, 3]
     assert first["mixed"] == first["traced"] == [4, 2.0, [[1.0, 1.0]] * 4]
+    assert first["tables"] == first["tables, traced"] == [[16.0] * 3 + [0.0] * 3, [1.0, 2.0, 3.0, 3.0, 2.0, 1.0]]
     assert first["branches"] == [4.0, 3.0]
     assert first["large"] == first["large, traced"] == [True, True]
     assert (first["replicas"], first["seen"]) == (4, 192.0)

@@ -21,6 +21,7 @@ from replica_engine.strategies.reductions import Reductions
 from replica_engine.strategies.validation import check_seconds
 from replica_engine.threads.call import ReplicaOptions
 from replica_engine.threads.cpu_reduction import CpuReduction
+from replica_engine.values.rows import reduces_rows
 
 # Collective keys, as for MirroredStrategy, but with a counter of their own: keys must be equal on all workers, and a
 # chief may have made other strategies too.
@@ -43,6 +44,7 @@ class _Compared:
         with self._doing("reduce", reduce_op, value):
             return super()._reduce_to(reduce_op, value, destinations, options)  # type: ignore[misc]
 
+    @reduces_rows
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
         results: list[Any] = [None] * len(value_destination_pairs)
         for indices in _by_dtype(value for value, _ in value_destination_pairs):
@@ -63,6 +65,7 @@ class MultiWorkerExtended(ReplicaThreads, Reductions, _Compared, HostDatasets, d
 
     _enable_check_health = False  # the job notices who is lost, and says it
     saving: Saving | None = None
+    adds_up_rows = True
 
     def __init__(
         self,

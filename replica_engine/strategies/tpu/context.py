@@ -16,6 +16,7 @@ from replica_engine._tf import distribute
 from replica_engine._tf.graphs import autograph
 from replica_engine.errors import CollectiveError, NotInReplicaError
 from replica_engine.strategies.tpu.own_values import own_value, own_values
+from replica_engine.values import rows
 from replica_engine.values.structure import as_tensor
 from replica_engine.xla.body import in_body
 
@@ -105,15 +106,23 @@ def reduce_leaf(reduce_op: Any, value: Any) -> Any:
     if isinstance(value, tf.IndexedSlices) and (value.values.shape.rank is None or name not in _SPARSE):
         value = tf.convert_to_tensor(value)
     if isinstance(value, tf.IndexedSlices):
-        values = xla.all_gather(value.values, axis=0)
-        if name == "MEAN":
-            values /= tf.cast(xla.num_replicas(), values.dtype)
-        shape = value.dense_shape if value.dense_shape is None else tf.convert_to_tensor(value.dense_shape)
-        return tf.IndexedSlices(values, xla.all_gather(value.indices, axis=0), shape)
+        return rows.joined([_reduced_rows(name, part) for part in rows.pieces(value)])
     tensor = as_tensor(value, "The value to all_reduce")
     if tensor.dtype.is_integer and name == "MEAN":
         return xla.cross_replica_sum(tensor) / xla.num_replicas()  # a fraction, as in tf.distribute
     return xla.all_reduce(tensor, reduce_op)
+
+
+def _reduced_rows(name: str, value: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Adds up the rows of all replicas if their indices are not the batch's; joins them otherwise."""
+    body, origin = in_body(), rows.origin(value.indices)
+    shape = value.dense_shape if value.dense_shape is None else tf.convert_to_tensor(value.dense_shape)
+    values = value.values
+    if name == "MEAN":
+        values /= tf.cast(xla.num_replicas(), values.dtype)
+    if origin is None or body is None or (origin.of_process and body.own < body.size):
+        return tf.IndexedSlices(xla.all_gather(values, axis=0), xla.all_gather(value.indices, axis=0), shape)
+    return tf.IndexedSlices(xla.cross_replica_sum(values), value.indices, shape)  # lengths are equal on all replicas
 
 
 def gather_leaf(value: Any, axis: int) -> tf.Tensor:

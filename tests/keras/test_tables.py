@@ -1,0 +1,200 @@
+"""Gradients of tables are those of one device, for rows that the samples look up and rows that positions look up.
+
+Adam squares each row of a gradient, also where two are of one index. So a table of positions, which has one row for
+each on one device, must not get one from each replica; and a table of words must.
+"""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+from replica_engine.keras import replicate_model
+
+RANDOM = np.random.default_rng(0)
+WORDS = RANDOM.integers(0, 12, (16, 6)).astype("int32")
+WORDS[4:8] = WORDS[:4]  # replicas with the same words are still two replicas
+WORDS[12:] = WORDS[8:12]
+SCORES = (RANDOM.normal(size=(16, 1)) * 3).astype("float32")
+OFFSETS = np.arange(6)[:, None] - np.arange(6)[None] + 5  # of two places: 36 of 11 different ones
+
+OPTIMIZERS = {
+    "SGD": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda: keras.optimizers.Adam(0.05),
+    "Adagrad": lambda: keras.optimizers.Adagrad(0.1),
+    "RMSprop": lambda: keras.optimizers.RMSprop(0.05),
+    "Adafactor": lambda: keras.optimizers.Adafactor(0.05),
+    "Lion": lambda: keras.optimizers.Lion(0.01),
+    "Ftrl": lambda: keras.optimizers.Ftrl(0.1),
+    "clipped": lambda: keras.optimizers.Adam(0.05, global_clipnorm=0.01),
+    "averaged": lambda: keras.optimizers.Adam(0.05, use_ema=True, ema_overwrite_frequency=2),
+    "accumulating": lambda: keras.optimizers.Adam(0.05, gradient_accumulation_steps=2),
+}
+
+
+class Embedding(layers.Layer):
+    """Words and their places, as in the transformers of Keras' examples."""
+
+    def __init__(self, is_shared=False):
+        super().__init__()
+        self.words = layers.Embedding(12, 4)
+        self.places = self.words if is_shared else layers.Embedding(6, 4)
+        self.offsets = layers.Embedding(11, 4)
+
+    def build(self, shape):
+        for table in {self.words, self.places, self.offsets}:
+            table.build()
+
+    def call(self, words):
+        places = self.places(ops.arange(ops.shape(words)[-1]))
+        if words.shape[-1] is not None:
+            places = places + ops.mean(self.offsets(OFFSETS), 1)
+        return self.words(words) + places
+
+
+def model_of(optimizer="Adam", length=6, **options):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [
+            keras.Input((length,), dtype="int32"),
+            Embedding(**options),
+            layers.GlobalAveragePooling1D(),
+            layers.Dense(1),
+        ]
+    )
+    model.compile(OPTIMIZERS[optimizer](), "mse")
+    return model
+
+
+def batches(size=8):
+    return tf.data.Dataset.from_tensor_slices((WORDS, SCORES)).padded_batch(size)
+
+
+@pytest.mark.on("mirrored")
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "Adam"])
+def test_of_all_optimizers(trains_alike, optimizer):
+    trains_alike(lambda: model_of(optimizer), 2, WORDS, SCORES, batch_size=8, epochs=2)
+
+
+@pytest.mark.parametrize("size", [8, 7])
+@pytest.mark.parametrize("is_shared", [False, True], ids=["two tables", "one table"])
+def test_of_a_replicated_model(trains_alike, size, is_shared):
+    """With uneven batches too; a table may be looked up by words and by places at once."""
+    trains_alike(lambda: model_of(is_shared=is_shared), 2, WORDS, SCORES, batch_size=size, epochs=2)
+
+
+@pytest.mark.parametrize("length", [6, None], ids=["known length", "unknown length"])
+def test_of_a_model_in_a_scope(both, alike, length):
+    alone = model_of(length=length)
+    with both(2).scope():
+        model = model_of(length=length)
+    expected, found = (each.fit(batches(), epochs=2, verbose=0).history for each in (alone, model))
+    alike(found, expected)
+    alike(model.get_weights(), alone.get_weights())
+
+
+@pytest.mark.on("mirrored")
+def test_of_an_eager_step(both, alike):
+    """Which knows places as a run of indices that all replicas have."""
+
+    def model():
+        made = keras.Sequential([keras.Input((6,), dtype="int32"), Places(), layers.Flatten(), layers.Dense(1)])
+        made.compile(keras.optimizers.Adam(0.05), "mse", run_eagerly=True)
+        return made
+
+    class Places(Embedding):
+        def call(self, words):
+            return self.words(words) + self.places(ops.arange(6))
+
+    keras.utils.set_random_seed(1)
+    alone = model()
+    keras.utils.set_random_seed(1)
+    others = model()
+    alone.fit(batches(), verbose=0)
+    replicate_model(others, strategy=both(2)).fit(batches(), verbose=0)
+    alike(others.get_weights(), alone.get_weights())
+
+
+def squares(rows):
+    """What an optimizer makes of rows that it squares."""
+    return 0.001 * tf.convert_to_tensor(tf.IndexedSlices(rows.values**2, rows.indices, rows.dense_shape))
+
+
+@pytest.mark.parametrize("how", ["optimizer", "all_reduce", "merge_call"])
+def test_of_a_loop_of_ones_own(both, alike, how):
+    def trained(strategy):
+        with contextlib.nullcontext() if strategy is None else strategy.scope():
+            words, places = tf.Variable(tf.ones([12, 2])), tf.Variable(tf.ones([6, 2]))
+            optimizer = keras.optimizers.Adam(0.1)
+            optimizer.build([words, places])
+
+        def step(data):
+            tokens, scores = data
+            with tf.GradientTape() as tape:
+                outputs = tf.gather(words, tokens) + tf.gather(places, tf.range(6))
+                loss = tf.reduce_sum((tf.reduce_sum(outputs, [1, 2])[:, None] - scores) ** 2) / 8
+            grads = tape.gradient(loss, [words, places])
+            if strategy is None or how == "optimizer":
+                optimizer.apply_gradients(zip(grads, [words, places], strict=True))
+                return
+            context = tf.distribute.get_replica_context()
+            if how == "all_reduce":
+                for table, grad in zip([words, places], context.all_reduce("SUM", grads), strict=True):
+                    table.assign_sub(squares(grad))
+                return
+            context.merge_call(merged, args=(grads,))
+
+        def merged(strategy, grads):
+            reduced = strategy.extended.batch_reduce_to("SUM", list(zip(grads, [words, places], strict=True)))
+            for table, grad in zip([words, places], reduced, strict=True):
+                strategy.extended.update(table, updated, args=(grad,))
+
+        def updated(table, grad):
+            table.assign_sub(squares(grad))
+
+        def of_one(data):
+            tokens, scores = data
+            with tf.GradientTape() as tape:
+                outputs = tf.gather(words, tokens) + tf.gather(places, tf.range(6))
+                loss = tf.reduce_sum((tf.reduce_sum(outputs, [1, 2])[:, None] - scores) ** 2) / 8
+            for table, grad in zip([words, places], tape.gradient(loss, [words, places]), strict=True):
+                updated(table, grad)
+
+        @tf.function
+        def train(data):
+            if strategy is None:
+                (step if how == "optimizer" else of_one)(data)
+            else:
+                strategy.run(step, args=(data,))
+
+        data = batches() if strategy is None else strategy.experimental_distribute_dataset(batches())
+        for batch in data:
+            train(batch)
+        return [words.numpy(), places.numpy()]
+
+    alike(trained(both(2)), trained(None))
+
+
+@pytest.mark.parametrize("kind", ["id", "random", "stateless"])
+def test_rows_of_each_replica_stay_its_own(both, kind):
+    """Indices that are not the batch's, and yet differ from replica to replica."""
+    strategy = both(2)
+
+    def indices(context):
+        if kind == "id":
+            return tf.range(3) + 3 * context.replica_id_in_sync_group
+        if kind == "random":
+            return tf.random.uniform([3], 0, 6, tf.int32)
+        return tf.random.stateless_uniform([3], [1, context.replica_id_in_sync_group], 0, 6, tf.int32)
+
+    def step():
+        context = tf.distribute.get_replica_context()
+        own = tf.IndexedSlices(tf.ones([3, 2]), indices(context), tf.constant([6, 2]))
+        return tf.convert_to_tensor(own), tf.convert_to_tensor(context.all_reduce("SUM", own))
+
+    own, total = (strategy.experimental_local_results(each) for each in tf.function(lambda: strategy.run(step))())
+    for found in total:
+        np.testing.assert_array_equal(found, sum(each.numpy() for each in own))
