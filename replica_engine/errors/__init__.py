@@ -74,6 +74,7 @@ from replica_engine.errors.inputs import (
 )
 from replica_engine.errors.models import (
     BatchError,
+    LogError,
     OptimizerError,
     ReplicateError,
     many_batch_sizes,
@@ -161,6 +162,7 @@ __all__ = [
     "HostAccessError",
     "HostResultError",
     "InputsError",
+    "LogError",
     "LostVariableError",
     "LoweringError",
     "MergeCallGraphError",

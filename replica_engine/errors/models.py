@@ -231,6 +231,36 @@ def note_sparse_inputs(error: BaseException, inputs: Sequence[tuple[str, str, st
     )
 
 
+class LogError(ReplicaEngineError, ValueError):
+    """A step of a replicated model returned a value that the replicas cannot combine to that of one device."""
+
+    @classmethod
+    def not_a_number(cls, name: str, dtype: str) -> LogError:
+        """A value is text, for example."""
+        return cls(
+            f"The step returned {name!r} of dtype {dtype}, of which no mean over replicas exists. Return numbers, or "
+            "print it in a callback."
+        )
+
+    @classmethod
+    def of_samples(cls, name: str, shape: str) -> LogError:
+        """An array may have one number for each sample of the shard."""
+        return cls(
+            f"The step returned {name!r} of shape {shape}, which may be one number for each sample of the replica's "
+            "shard. One device would return those of the whole batch. Return their mean, "
+            f'{{"{name}": tf.reduce_mean(...)}}, or the result() of a metric.'
+        )
+
+    @classmethod
+    def integer(cls, name: str, dtype: str) -> LogError:
+        """An integer may count samples of the shard."""
+        return cls(
+            f"The step returned {name!r} of dtype {dtype}, which may be a count of the replica's shard. One device "
+            "would count the whole batch. For a sum over samples return the result() of a keras.metrics.Sum; for a "
+            f'mean return {{"{name}": tf.cast(..., "float32")}}; for a counter of steps return the variable.'
+        )
+
+
 class OptimizerError(ReplicaEngineError, RuntimeError):
     """An optimizer was used where or when it cannot work, or was made with unusable arguments."""
 

@@ -214,7 +214,7 @@ class OnXla:
         smaller = _Branch(self._model, name, shares, Shard(size, total, self._size), larger)
         is_larger = xla.replica_id() < total % self._size
         logs = larger.finish(tf.cond(is_larger, larger.run, smaller.run), smaller)
-        weight = tf.where(is_larger, larger.share.weight(), smaller.share.weight())
+        weight = tf.where(is_larger, larger.share.weight("float64"), smaller.share.weight("float64"))
         return across_replicas(self._model, logs, weight)
 
     @_as_keras_does

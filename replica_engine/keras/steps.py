@@ -9,7 +9,9 @@ import keras
 import tensorflow as tf
 
 from replica_engine._tf.keras import metrics as keras_metrics
+from replica_engine.errors import LogError
 from replica_engine.keras.shard import Shard
+from replica_engine.values import rows
 
 
 def run_step(model: keras.Model, name: str, data: Any, share: Shard) -> dict[str, Any]:
@@ -32,7 +34,7 @@ def run_step(model: keras.Model, name: str, data: Any, share: Shard) -> dict[str
         # All replicas computed the same samples, which must count once.
         is_first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
         variable.assign(tf.where(is_first, variable.value, value))
-    return across_replicas(model, Logs(logs, share), share.weight())
+    return across_replicas(model, Logs(logs, share), share.weight("float64"))
 
 
 class Logs:
@@ -43,8 +45,13 @@ class Logs:
         share: the shard that the step computed.
 
     Attributes:
-        values: the numbers, by name.
+        values: what is no result of a metric, by name. A number is averaged over the samples, in its own precision. An
+            integer is no mean: one that the samples do not change is the same on all replicas.
         metrics: for each number that is the result of a metric: the metric, and the key of the number in the result.
+        names: the names of all, in the order of the step.
+
+    Raises:
+        LogError: a value is not a number that all replicas together can give as one device would.
     """
 
     def __init__(self, returned: Any, share: Shard):
@@ -55,8 +62,9 @@ class Logs:
             found = [(metric, part) for result, metric, part in share.results if result is value]
             if found:
                 self.metrics[key] = found[-1]
-            if value is not None:
-                self.values[key] = tf.reduce_mean(tf.cast(tf.convert_to_tensor(value), "float32"))
+            elif value is not None:
+                self.values[key] = _value(key, value, share)
+        self.names = [key for key in flat if key in self.metrics or key in self.values]
 
 
 def across_replicas(model: keras.Model, logs: Logs, weight: Any) -> dict[str, Any]:
@@ -65,10 +73,10 @@ def across_replicas(model: keras.Model, logs: Logs, weight: Any) -> dict[str, An
     Args:
         model: the model whose step ran.
         logs: the logs of this replica.
-        weight: the weight of this replica's means.
+        weight: the weight of this replica's means, in float64.
     """
     context = tf.distribute.get_replica_context()
-    own = {key: value * weight for key, value in logs.values.items()}
+    own = {key: value * tf.cast(weight, value.dtype) for key, value in logs.values.items() if _is_mean(value)}
     counted = metric_variables(model)
     values = [tf.identity(variable.value) for variable in counted]
     sums, means = context.all_reduce(tf.distribute.ReduceOp.SUM, (values, own))
@@ -78,12 +86,38 @@ def across_replicas(model: keras.Model, logs: Logs, weight: Any) -> dict[str, An
             result = results[id(metric)]
             # Inside the scope: a result may be a variable of the metric, and is read here.
             means[key] = tf.convert_to_tensor(result if part is None else result[part])
-    return means
+    return {key: means[key] if key in means else logs.values[key] for key in logs.names}
 
 
 def metric_variables(model: keras.Model) -> list[keras.Variable]:
     """The metric variables that each replica counts in separately and whose values are added up."""
     return [variable for variable in model.metrics_variables if keras_metrics.is_counted(variable)]
+
+
+def _value(name: str, value: Any, share: Shard) -> tf.Tensor:
+    """A value of the logs as a tensor; numbers of half precision in float32."""
+    is_variable = isinstance(value, (keras.Variable, tf.Variable))
+    tensor = tf.convert_to_tensor(value)
+    if not (_is_mean(tensor) or tensor.dtype.is_integer or tensor.dtype.is_bool):
+        raise LogError.not_a_number(name, tensor.dtype.name)
+    if not share.whole and share.replicas > 1:
+        shard = tf.get_static_value(share.rows)
+        if tensor.shape.rank is None or (tensor.shape.rank and tensor.shape[0] in (None, shard)):
+            raise LogError.of_samples(name, str(tensor.shape))
+        if not _is_mean(tensor) and not is_variable:
+            _check_integer(name, tensor, shard)
+    return tf.cast(tensor, "float32") if tensor.dtype in (tf.float16, tf.bfloat16) else tensor
+
+
+def _check_integer(name: str, tensor: tf.Tensor, shard: Any) -> None:
+    """Raises LogError unless the graph shows that an integer has nothing to do with the samples of the shard."""
+    known = rows.origin(tensor)
+    if known is None or known.of_lengths or shard in known.numbers:  # a length of a known shape is a constant
+        raise LogError.integer(name, tensor.dtype.name)
+
+
+def _is_mean(value: tf.Tensor) -> bool:
+    return bool(value.dtype.is_floating or value.dtype.is_complex)
 
 
 def _flat(logs: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from helpers.golden import shows
 from replica_engine import MirroredStrategy, TPUStrategy, split_batch
 from replica_engine.errors import (
     BatchError,
+    LogError,
     OptimizerError,
     ReplicateError,
     many_batch_sizes,
@@ -138,6 +139,43 @@ def test_more_replicas_than_devices():
 def test_a_batch_size_that_is_part_of_the_model():
     model = keras.Sequential([keras.Input(batch_shape=(8, 4), name="pixels"), keras.layers.Dense(1)])
     replicate_model(model, replicas=4)
+
+
+class Returning(keras.Model):
+    """Its step returns what `value` makes of the outputs."""
+
+    def __init__(self, value):
+        super().__init__(name="net")
+        self.hidden = keras.layers.Dense(2)
+        self.value = value
+        self(np.ones([1, 3], "float32"))
+        self.compile("sgd")
+
+    def call(self, x):
+        return self.hidden(x)
+
+    def train_step(self, data):
+        return {"value": self.value(self(data[0]))}
+
+
+def train(value):
+    fast = replicate_model(Returning(value), strategy=MirroredStrategy(["CPU:0", "CPU:1"]))
+    fast.train_on_batch(np.ones([8, 3], "float32"), np.ones([8, 2], "float32"))
+
+
+@shows(LogError.not_a_number)
+def test_a_step_that_returns_text():
+    train(lambda outputs: tf.constant("done"))
+
+
+@shows(LogError.of_samples)
+def test_a_step_that_returns_a_number_for_each_sample():
+    train(lambda outputs: tf.reduce_sum(outputs, axis=1))
+
+
+@shows(LogError.integer)
+def test_a_step_that_returns_a_count():
+    train(lambda outputs: tf.math.count_nonzero(outputs > 0))
 
 
 @shows(BatchError.lengths)

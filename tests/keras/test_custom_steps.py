@@ -6,6 +6,9 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
+from replica_engine.errors import LogError
+from replica_engine.keras import replicate_model
+
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(18, 4)).astype("float32")
 Y = RANDOM.integers(0, 3, size=18)
@@ -164,8 +167,6 @@ def test_a_step_with_several_optimizers(trains_alike, alike):
 
 def test_a_step_that_brings_gradients_together_itself(both, batched, alike):
     """By the collectives of a replica; with equal shares the mean of all is that of the batch."""
-    from replica_engine.keras import replicate_model
-
     keras.utils.set_random_seed(1)
     model = built(ByAssignment())
     kernel, bias = (weight.numpy() for weight in model.layer.trainable_variables)
@@ -230,7 +231,6 @@ def test_a_loss_of_ones_own(trains_alike):
 
 def test_a_step_may_keep_its_state_in_a_weight(both, batched):
     """Counted once a step, not once for each replica."""
-    from replica_engine.keras import replicate_model
 
     class Counting(layers.Layer):
         def __init__(self):
@@ -250,3 +250,162 @@ def test_a_step_may_keep_its_state_in_a_weight(both, batched):
     model.fit(batched(9, X, REAL), verbose=0)
     replicated.train_on_batch(X[:8], REAL[:8])
     assert float(model.layers[0].steps.numpy()) == 5.0
+
+
+class InParts(keras.Model):
+    """A body and a head, each with an optimizer."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = layers.Dense(3), layers.Dense(1)
+        self.other = keras.optimizers.SGD(0.05)
+        self.seen = self.add_weight(shape=(), dtype="int64", initializer="zeros", trainable=False, name="seen")
+
+    def call(self, x):
+        return self.head(self.body(x))
+
+    def error(self, data):
+        x, y = data
+        return tf.reduce_mean((self(x, training=True) - y) ** 2)
+
+
+class OneLossForTwo(InParts):
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.optimizer.scale_loss(self.error(data))
+        parts = [self.body.trainable_variables, self.head.trainable_variables]
+        for optimizer, weights, grads in zip(
+            [self.optimizer, self.other], parts, tape.gradient(loss, parts), strict=True
+        ):
+            optimizer.apply(grads, weights)
+        return {"scaled": loss}
+
+
+class OneOfTwoScaled(InParts):
+    def train_step(self, data):
+        for scale in (self.optimizer.scale_loss, tf.identity):
+            with tf.GradientTape() as tape:
+                loss = scale(self.error(data))
+            weights = self.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+class SumOfSamples(InParts):
+    """The gradient of a vector is that of its sum."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            losses = self.optimizer.scale_loss(0.05 * tf.reduce_mean((self(x) - y) ** 2, -1))
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(losses, weights), weights)
+        return {"loss": self.error(data)}
+
+
+class OfTheHead(InParts):
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.error(data)
+        weights = self.head.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def in_parts(model, optimizer=None):
+    model = built(model, optimizer or keras.optimizers.SGD(0.1))
+    model.other.build(model.head.trainable_variables)
+    if isinstance(model, OfTheHead):
+        model.optimizer.build(model.head.trainable_variables)
+    return model
+
+
+@pytest.mark.parametrize("kind", [OneLossForTwo, OneOfTwoScaled, SumOfSamples, OfTheHead])
+def test_a_gradient_counts_with_its_share_once(trains_alike, kind):
+    trains_alike(lambda: in_parts(kind()), 2, X[:8], REAL[:8, :1], batch_size=8)
+
+
+@pytest.mark.on("mirrored")
+def test_a_scaled_loss_that_a_step_returns_is_that_of_one_device(trains_alike):
+    make = lambda: in_parts(OneLossForTwo(), keras.optimizers.SGD(0.1, loss_scale_factor=8.0))  # noqa: E731
+    trains_alike(make, 2, X[:9], REAL[:9, :1], batch_size=9)
+
+
+LARGE = 33_554_433  # float32 has 33,554,432 and 33,554,436
+
+
+class Logging(InParts):
+    """Returns what `value` makes of the model, the samples and the loss."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def train_step(self, data):
+        loss = self.error(data)
+        self.seen.assign(LARGE - 1)
+        return {"value": self.value(self, data[0]), "loss": loss}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda model, x: tf.reduce_mean(x, 0)[:3],
+        lambda model, x: tf.reduce_mean(x, 0, keepdims=True)[:, :1, tf.newaxis][0],
+        lambda model, x: LARGE + tf.reduce_mean(tf.cast(x, "float64")),
+        lambda model, x: tf.constant(LARGE),
+        lambda model, x: model.seen,
+        lambda model, x: tf.convert_to_tensor(model.seen) + 1,
+        lambda model, x: tf.convert_to_tensor(model.seen) == LARGE - 1,
+        lambda model, x: model.optimizer.iterations,
+    ],
+    ids=["vector", "one number", "float64", "integer", "variable", "computed", "bool", "iterations"],
+)
+def test_logs_keep_their_shape_and_precision(trains_alike, value):
+    exact = {"rtol": 1e-9, "atol": 1e-6}
+    trains_alike(lambda: in_parts(Logging(value)), 2, X[:10], REAL[:10, :1], batch_size=10, close=exact)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (lambda model, x: tf.reduce_sum(x, 1), "each sample"),
+        (lambda model, x: tf.shape(x)[0], "count"),
+        (lambda model, x: tf.convert_to_tensor(model.seen) + tf.cast(tf.shape(x)[0], "int64"), "count"),
+        (lambda model, x: tf.reduce_sum(tf.cast(x > 0, "int32")), "count"),
+        (lambda model, x: tf.constant("words"), "dtype string"),
+    ],
+    ids=["of samples", "length", "length and state", "count", "text"],
+)
+def test_logs_that_replicas_cannot_combine_are_refused(both, batched, value, text):
+    model = replicate_model(in_parts(Logging(value)), strategy=both(2))
+    with pytest.raises(LogError, match=f"(?s)'value'.*{text}"):
+        model.fit(batched(10, X[:10], REAL[:10, :1]), verbose=0)
+
+
+@pytest.mark.on("mirrored")
+def test_logs_of_a_whole_batch_are_those_of_one_device(trains_alike):
+    """Of a batch of fewer samples than replicas, which every replica computes."""
+    make = lambda: in_parts(Logging(lambda model, x: tf.reduce_sum(x, 1) * tf.cast(tf.size(x), "float32")))  # noqa: E731
+    trains_alike(make, 3, X[:2], REAL[:2, :1], batch_size=2)
+
+
+@pytest.mark.parametrize("is_eager", [False, True], ids=["traced", "eager"])
+@pytest.mark.parametrize("rows", [8, 7])
+def test_an_output_of_the_length_of_a_shard_is_no_row_of_a_sample(both, alike, rows, is_eager):
+    class Outputs(InParts):
+        def predict_step(self, data):
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+            return {"y": self(x), "places": tf.range(4), "mean": tf.reduce_mean(x, 0)}
+
+    class OfAWeight(InParts):
+        def predict_step(self, data):
+            return self.body.kernel.value  # of shape [4, 3]
+
+    for kind in (Outputs, OfAWeight):
+        keras.utils.set_random_seed(1)
+        model = in_parts(kind())
+        model.run_eagerly = is_eager
+        expected = model.predict(X[:rows], batch_size=8, verbose=0)
+        found = replicate_model(model, strategy=both(2)).predict(X[:rows], batch_size=8, verbose=0)
+        alike(found, expected)
