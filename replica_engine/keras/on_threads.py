@@ -77,7 +77,7 @@ class OnThreads:
             self._functions[key] = tf.function(named, reduce_retracing=True, autograph=False)
         compiled = self._functions[key]
         general = samples.generalized(batch)
-        kind = (key, samples.described(batch))
+        kind = (key, samples.described(batch), repr(tf.nest.map_structure(lambda leaf: leaf is None, batch)))
         if kind in self._traced:
             return compiled(batch)
         what = f"{name} of {self._model.name!r} for {self._size} replicas, batches of {samples.described(batch)}"

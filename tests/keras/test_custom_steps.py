@@ -265,7 +265,7 @@ class InParts(keras.Model):
         return self.head(self.body(x))
 
     def error(self, data):
-        x, y = data
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         return tf.reduce_mean((self(x, training=True) - y) ** 2)
 
 
@@ -381,6 +381,15 @@ def test_logs_that_replicas_cannot_combine_are_refused(both, batched, value, tex
     model = replicate_model(in_parts(Logging(value)), strategy=both(2))
     with pytest.raises(LogError, match=f"(?s)'value'.*{text}"):
         model.fit(batched(10, X[:10], REAL[:10, :1]), verbose=0)
+
+
+@pytest.mark.on("mirrored")
+def test_a_graph_knows_a_vector_that_is_as_long_as_a_shard_by_chance(both, batched):
+    """It is traced for any number of samples, for `fit` and then for a method that gives it other parts of a batch."""
+    model = replicate_model(in_parts(Logging(lambda model, x: tf.reduce_mean(x, 0)[:3])), strategy=both(2))
+    model.fit(batched(6, X[:6], REAL[:6, :1]), verbose=0)
+    logs = model.train_on_batch(X[:6], REAL[:6, :1], return_dict=True)
+    np.testing.assert_allclose(logs["value"], X[:6].mean(0)[:3], rtol=1e-5)
 
 
 @pytest.mark.on("mirrored")
