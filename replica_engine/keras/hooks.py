@@ -171,10 +171,13 @@ def _scale_loss(optimizer: keras.optimizers.Optimizer, has_weighted: Callable[[A
         if share is None:
             return own(loss)
         # The gradient of a vector is the gradient of its sum: such a loss is a sum over samples, not a mean.
-        is_sum = len(loss.shape) > 0
-        if not has_weighted(optimizer):
-            return own(loss) / share.fraction(loss.dtype) if is_sum else own(loss)
-        return own(loss) * (share.once(loss.dtype) if is_sum else share.weight(loss.dtype))
+        is_sum, scaled = len(loss.shape) > 0, own(loss)
+        if has_weighted(optimizer):
+            return scaled * (share.once(loss.dtype) if is_sum else share.weight(loss.dtype))
+        if not is_sum:
+            return scaled
+        value = tf.stop_gradient(scaled)  # which the step may show; `apply` weights the gradient as that of a mean
+        return value + (scaled - value) / share.fraction(loss.dtype)
 
     return scale_loss
 

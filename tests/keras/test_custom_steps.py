@@ -288,7 +288,7 @@ class OneOfTwoScaled(InParts):
                 loss = scale(self.error(data))
             weights = self.trainable_variables
             self.optimizer.apply(tape.gradient(loss, weights), weights)
-        return {"loss": loss}
+        return {"second": loss}
 
 
 class SumOfSamples(InParts):
@@ -300,7 +300,7 @@ class SumOfSamples(InParts):
             losses = self.optimizer.scale_loss(0.05 * tf.reduce_mean((self(x) - y) ** 2, -1))
         weights = self.trainable_variables
         self.optimizer.apply(tape.gradient(losses, weights), weights)
-        return {"loss": self.error(data)}
+        return {"scaled": tf.reduce_mean(losses)}
 
 
 class OfTheHead(InParts):
