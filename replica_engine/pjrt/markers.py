@@ -59,13 +59,13 @@ def expand_markers(program: str, platform: str, more_work: bool = False) -> Any:
         markers: list[Any] = []
 
         def collect(operation: Any) -> Any:
-            if operation.name == "stablehlo.custom_call" and _target(operation).startswith(PREFIX):
+            if operation.name == "stablehlo.custom_call" and target(operation).startswith(PREFIX):
                 markers.append(operation)
             return ir.WalkResult.ADVANCE
 
         module.operation.walk(collect)
         for marker in markers:
-            if _target(marker) == HOST_CALL:
+            if target(marker) == HOST_CALL:
                 _replace_host_call(marker, platform)
             else:
                 _replace(marker)
@@ -106,11 +106,13 @@ def _add_work(module: Any) -> None:
 _ALIAS = "mhlo.input_output_alias"
 
 
-def _target(operation: Any) -> str:
+def target(operation: Any) -> str:
+    """The name that a custom call calls."""
     return ir.StringAttr(operation.attributes["call_target_name"]).value
 
 
-def _parameters(marker: Any) -> dict[str, Any]:
+def parameters_of(marker: Any) -> dict[str, Any]:
+    """The parameters of a marker, from its JSON."""
     return json.loads(ir.StringAttr(marker.attributes["backend_config"]).value)
 
 
@@ -118,13 +120,13 @@ def _replace_host_call(marker: Any, platform: str) -> None:
     if platform not in HOST_CALL_TARGETS:
         raise DeviceError.no_host_calls(platform)
     marker.attributes["call_target_name"] = ir.StringAttr.get(HOST_CALL_TARGETS[platform])
-    marker.attributes["backend_config"] = ir.Attribute.parse(f"{{index = {_parameters(marker)['index']} : ui64}}")
+    marker.attributes["backend_config"] = ir.Attribute.parse(f"{{index = {parameters_of(marker)['index']} : ui64}}")
     marker.attributes["api_version"] = ir.Attribute.parse("4 : i32")  # typed FFI
 
 
 def _replace(marker: Any) -> None:
-    name = _target(marker).removeprefix(PREFIX)
-    parameters = _parameters(marker)
+    name = target(marker).removeprefix(PREFIX)
+    parameters = parameters_of(marker)
     attributes = {key: ir.Attribute.parse(text) for key, text in _ATTRIBUTES[name](parameters).items()}
     with ir.InsertionPoint(marker), marker.location:
         operation = ir.Operation.create(

@@ -1,11 +1,14 @@
 """Collectives of values whose size is not known while the body is traced."""
 
+import re
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from replica_engine import TPUStrategy, xla
-from replica_engine.errors import CollectiveError
+from replica_engine._tf.graphs import xla_ops
+from replica_engine.errors import CollectiveError, LoweringError
 
 INTEGERS = [tf.int8, tf.uint8, tf.int16, tf.uint16, tf.int32, tf.uint32, tf.int64, tf.uint64]
 DTYPES = [tf.bool, *INTEGERS, tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128]
@@ -94,3 +97,70 @@ def test_a_size_that_depends_on_data_is_refused_when_the_body_is_lowered():
         xla.replicate(fn, [[tf.range(4.0)]] * 2)
     with pytest.raises(tf.errors.OpError, match=r"all_gather at .* needs .* \(None,\), which depends on data"):
         of_any_size(lambda x: tf.reduce_sum(xla.all_gather(tf.boolean_mask(x, x > 1.0))))(tf.ones([3, 2]))
+
+
+RESHAPES = {
+    "a column": lambda kept: tf.reshape(kept, [-1, 1]),
+    "a row": lambda kept: tf.reshape(kept, [1, tf.size(kept)]),
+    "its own size": lambda kept: tf.reshape(kept, [tf.size(kept), 1]),
+    "twice": lambda kept: tf.reshape(tf.reshape(kept, [-1, 1]), [1, -1]),
+}
+
+
+@pytest.mark.parametrize("reshape", RESHAPES.values(), ids=RESHAPES)
+@pytest.mark.parametrize("where", ["plain", "in a branch", "in a loop"])
+def test_values_that_a_mask_leaves_are_reshaped(reshape, where):
+    def fn(x):
+        def value():
+            kept = reshape(tf.boolean_mask(x, x > 1.0))
+            return tf.reduce_sum(kept * kept) + 10.0 * tf.cast(tf.size(kept), tf.float32)
+
+        if where == "in a branch":
+            return tf.cond(x[0] < 5.0, value, lambda: 0.0)
+        if where == "in a loop":
+            return tf.while_loop(lambda i, _: i < 2, lambda i, total: (i + 1, total + value()), [0, 0.0])[1]
+        return value()
+
+    shards = [[tf.constant([0.0, 2.0, 3.0, 1.0])], [tf.constant([4.0, 2.0, 3.0, 5.0])]]
+    assert [float(each) for each in xla.replicate(fn, shards)] == [float(fn(*each)) for each in shards]
+
+
+@pytest.mark.parametrize("sizes", [lambda count: [count, -1], lambda count: [-1, count], lambda count: [count, 1]])
+def test_a_fixed_number_of_values_has_no_size_that_depends_on_data(sizes):
+    def fn(x):
+        count = tf.size(tf.where(x > 1.0)[:, 0])
+        return tf.reduce_sum(tf.reshape(x, sizes(count)), 0)
+
+    with pytest.raises(
+        LoweringError, match=r"a shape or an axis of Reshape depends on data at .*test_unknown_sizes.py:"
+    ):
+        xla.replicate(fn, [[tf.range(4.0)]] * 2)
+    with pytest.raises(tf.errors.OpError, match=r"a shape or an axis of Reshape depends on data at "):
+        of_any_size(lambda x: fn(tf.reshape(x, [6])))(tf.ones([3, 2]))
+
+
+UNREADABLE = {
+    "without a form in StableHLO": (
+        r'"mhlo.unknown"(\1) : (tensor<4xf32>) -> tensor<4xf32>',
+        "`fn` uses Sin at {}, which XLA cannot compile. Run it on the host",
+    ),
+    "of a newer StableHLO": (r"stablehlo.no_such_operation \1 : tensor<4xf32>", "XLA cannot compile `fn` at {}: "),
+}
+
+
+@pytest.mark.parametrize(("operation", "words"), UNREADABLE.values(), ids=UNREADABLE)
+def test_an_operation_that_cannot_be_read_is_named_with_its_line(operation, words, monkeypatch):
+    lowered = xla_ops.stablehlo
+
+    def fn(x):
+        return tf.reduce_sum(tf.sin(x))
+
+    def other(*args):
+        text, count = re.subn(r"stablehlo.sine (%\w+) : tensor<4xf32>", operation, lowered(*args))
+        assert count == 1
+        return text
+
+    monkeypatch.setattr(xla_ops, "stablehlo", other)
+    where = f"{__file__}:{fn.__code__.co_firstlineno + 1} in fn"
+    with pytest.raises(LoweringError, match=re.escape(words.format(where))):
+        xla.replicate(fn, [[tf.range(4.0)]] * 2)

@@ -39,6 +39,30 @@ def explain(traced: BodyGraph, error: Exception, moved: MovedBody | None) -> Low
     return explained
 
 
+def unreadable(traced: BodyGraph, names: list[str], message: str, moved: MovedBody | None) -> LoweringError:
+    """The error for a module with an operation that jaxlib does not read.
+
+    Args:
+        traced: the body.
+        names: the names in the operation's location, among which is that of TensorFlow's op.
+        message: what jaxlib says; "" for an operation that has no form in StableHLO.
+        moved: the body with its host ops moved.
+    """
+    for name in names:
+        op = (moved.originals.get(name) if moved else None) or next(_named(traced.graph, name), None)
+        if op is not None:
+            break
+    else:
+        op, name = None, ""
+    where = user_line(op) if op is not None else ""
+    if message:
+        error = LoweringError.other(traced.name, message, where)
+    else:
+        error = LoweringError.unsupported_op(traced.name, op.type if op is not None else "an op", where)
+    error.op_name = name
+    return error
+
+
 def _explain(name: str, text: str, where: str) -> LoweringError:
     unsupported = re.search(r"on XLA_\w+: (\w+) \(", text) or re.search(r"with op (\w+)", text)
     if "Detected unsupported operations" in text and unsupported:

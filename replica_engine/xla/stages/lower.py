@@ -8,7 +8,6 @@ module's `input_output_alias` names those variables, so that XLA may write the n
 from __future__ import annotations
 
 import functools
-import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,29 +21,20 @@ from replica_engine.errors import CollectiveError, DeviceError, LoweringError, P
 from replica_engine.pjrt.devices import device_group, memory_limit
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.pjrt.lowered_module import LoweredModule, UnreadableModule, read
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.trace_file import Track
 from replica_engine.telemetry.watchdog import Watch
 from replica_engine.xla import soft_placement
+from replica_engine.xla.analysis import reshapes
 from replica_engine.xla.host_calls.call import HostCall
 from replica_engine.xla.soft_placement.piece import Piece
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.compiled import Compiled
-from replica_engine.xla.stages.explain import explain, original
+from replica_engine.xla.stages.explain import explain, original, unreadable
 from replica_engine.xla.stages.program import Program, Shape
 from replica_engine.xla.stages.saved_programs import found_or_compiled, found_or_lowered
 from replica_engine.xla.state.device_value import pinned
-
-_ALIAS = re.compile(r"parameter_number = (\d+) : i64\}, output_index = array<i64(?:: (\d+))?>")
-_ALIASES = re.compile(r"mhlo\.input_output_alias = \[.*?\}\], ")
-# The program's text leaves out names and source lines, so that equal programs have equal texts.
-_MODULE = re.compile(r"module @\S+")
-_LOCATION = re.compile(r' loc\((?:[^()"]|"[^"]*"|\((?:[^()"]|"[^"]*")*\))*\)|^#loc.*\n', re.MULTILINE)
-_MAIN = re.compile(r"func\.func (?:public )?@main\(.*?\)(?: -> (.*?))? \{$", re.MULTILINE)
-_ALL_REDUCED = re.compile(r'"stablehlo\.all_reduce"\(.*?\}\) : \(tensor<(.*?)>\)', re.DOTALL)
-# A host call with an operand whose shape depends on data.
-_DYNAMIC_OPERAND = re.compile(r"@replica_engine\.host_call\(.*?\\22index\\22: (\d+).*\}? : \([^)]*(?:\?|bounds)")
-_TENSOR = re.compile(r"tensor<((?:[0-9?]+x)*)")
 
 
 class Lowered:
@@ -57,16 +47,20 @@ class Lowered:
     """
 
     def __init__(
-        self, traced: BodyGraph, slots: list[tf.TensorSpec], text: str, moved: soft_placement.MovedBody | None
+        self,
+        traced: BodyGraph,
+        slots: list[tf.TensorSpec],
+        module: LoweredModule,
+        moved: soft_placement.MovedBody | None,
     ):
         written = [call for call in traced.host_calls.calls if not isinstance(call, Piece)]
-        pieces = [piece for piece in (moved.pieces if moved else ()) if f"index\\22: {piece.index}," in text]
+        pieces = [piece for piece in (moved.pieces if moved else ()) if piece.index in module.host_calls]
         host_results = moved.host_results if moved else {}
         first = len(slots) - len(traced.host_slots) + len(traced.captured)
-        writes = [(int(parameter) - first, int(result or 0)) for parameter, result in _ALIAS.findall(text)]
+        writes = [(parameter - first, result) for parameter, result in module.writes]
         self.traced = traced
         self.host_calls = soft_placement.described([*written, *pieces])
-        self._text = text if traced.donates else _ALIASES.sub("", text)  # an alias: the old value is overwritten
+        self._text = module.text
         self.program = Program(
             name=traced.name,
             body=traced.body,
@@ -83,7 +77,7 @@ class Lowered:
             captured=list(traced.captured),
             handles=traced.handles,
             writes=writes,
-            results=_results(traced, text, writes, host_results),
+            results=_results(traced, module, writes, host_results),
             returned=len(traced.outputs) - len(host_results),
             host_results=host_results,
             replicas_results=traced.replicas_results,
@@ -203,41 +197,45 @@ def lower(traced: BodyGraph, slots: list[tf.TensorSpec], tensors: list[tf.Tensor
         if moved and "compile-time constant" in str(error) and traced.also_move(original(moved, str(error))):
             return lower(traced, slots, tensors)
         raise explain(traced, error, moved) from None
-    _check_collectives(traced, text)
-    if moved and (found := _DYNAMIC_OPERAND.search(text)):
-        call = traced.host_calls.calls[int(found.group(1))]
+    try:
+        module = read(text, aliases=traced.donates)  # with an alias, the old value of a variable is overwritten
+    except UnreadableModule as error:
+        raise unreadable(traced, error.names, error.message, moved) from None
+    if (reshape := reshapes.shaped_by_data(traced.graph)) is not None:
+        raise LoweringError.not_constant(traced.name, reshape.type, user_line(reshape))
+    _check_collectives(traced, module)
+    if moved and module.shaped_by_data:
+        call = traced.host_calls.calls[module.shaped_by_data[0]]
         raise LoweringError.shaped_by_data(traced.name, call.describe())
-    text = _LOCATION.sub("", _MODULE.sub("module @replica_body", text))
-    return Lowered(traced, slots, text, moved)
+    return Lowered(traced, slots, module, moved)
 
 
 def _results(
-    traced: BodyGraph, text: str, writes: list[tuple[int, int]], host_results: Mapping[int, int]
+    traced: BodyGraph, module: LoweredModule, writes: list[tuple[int, int]], host_results: Mapping[int, int]
 ) -> list[tuple[Shape, np.dtype]]:
     """The shape and dtype of each result of a program.
 
     Raises:
         LoweringError: the shape of a result depends on data.
     """
-    header = _MAIN.search(text)
-    assert header is not None, "every program has a main function"
-    sizes = [match.split("x")[:-1] for match in _TENSOR.findall(header.group(1) or "")]
     outputs = [index for index in range(len(traced.outputs)) if index not in host_results]
     dtypes = [traced.outputs[index].dtype for index in outputs]
     for variable, _ in sorted(writes, key=lambda write: write[1]):
         described = xla_ops.variable_dtype_and_shape(traced.handles[variable])
         assert described is not None, "checked when it was captured"
         dtypes.append(described[0])
-    for index, size in enumerate(sizes):
-        if "?" in size:
+    shapes: list[Shape] = []
+    for index, sizes in enumerate(module.results):
+        shapes.append(tuple(size for size in sizes if size is not None))
+        if len(shapes[-1]) < len(sizes):
             output = outputs[index]
             raise LoweringError.dynamic_result(traced.name, output, user_line(traced.graph.outputs[output]))
-    return [(tuple(map(int, size)), np.dtype(dtype.as_numpy_dtype)) for size, dtype in zip(sizes, dtypes, strict=True)]
+    return [(shape, np.dtype(dtype.as_numpy_dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
 
-def _check_collectives(traced: BodyGraph, text: str) -> None:
+def _check_collectives(traced: BodyGraph, module: LoweredModule) -> None:
     """Raises CollectiveError for a collective of values whose size depends on data: XLA:CPU's error says little."""
-    if not any("?" in shape for shape in _ALL_REDUCED.findall(text)):
+    if not module.sums_unknown_size:
         return
     for each in traced.collectives:
         if not each.shape.is_fully_defined():
