@@ -128,14 +128,20 @@ class TestLogicalDevices:
         def step(x):
             x = two.strategy.experimental_assign_to_logical_device(x, 0)
             x = two.strategy.experimental_split_to_logical_devices(x, [1, 1])
+            with tf.distribute.get_replica_context().experimental_logical_device(0):
+                x = x * 2.0
             return two.strategy.experimental_replicate_to_logical_devices(x) + 1.0
 
-        assert two.each(two.strategy.run(step, args=(tf.ones([1, 2]),))) == [[[2.0, 2.0]]] * 2
+        assert two.each(two.strategy.run(step, args=(tf.ones([1, 2]),))) == [[[3.0, 3.0]]] * 2
+        with two.strategy.scope(), two.strategy.extended.experimental_logical_device(0):
+            assert len(two.strategy.experimental_local_results(tf.Variable(1.0))) == 2
 
     @pytest.mark.parametrize("device", [1, -1, None])
     def test_there_is_no_other(self, two, device):
         with pytest.raises(DeviceError, match="each replica has one device"):
             two.strategy.experimental_assign_to_logical_device(tf.ones([2]), device)
+        with pytest.raises(DeviceError, match="experimental_logical_device was called with logical_device_id"):
+            two.strategy.extended.experimental_logical_device(device)
 
     @pytest.mark.parametrize("parts", [[2, 1], [1], [1, 1, 1]])
     def test_a_tensor_has_one_part(self, two, parts):

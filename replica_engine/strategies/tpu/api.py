@@ -14,6 +14,7 @@ platform:
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections.abc import Sequence
@@ -50,6 +51,14 @@ class TPUFacts:
         """A `tf.tpu.experimental.HardwareFeature` that has no embedding accelerator."""
         return distribute.hardware_without_embeddings()
 
+    def experimental_logical_device(self, logical_device_id: int) -> contextlib.AbstractContextManager[None]:
+        """Places variables and ops on a device of their replica; the only device is 0.
+
+        Raises:
+            DeviceError: `logical_device_id` is not 0.
+        """
+        return logical_device(logical_device_id)
+
 
 @refuses_graphs(
     "experimental_assign_to_logical_device",
@@ -72,10 +81,7 @@ class OneLogicalDevice:
         Raises:
             DeviceError: `logical_device_id` is not 0.
         """
-        if _as_int(logical_device_id) != 0:
-            raise DeviceError.one_a_replica(
-                "experimental_assign_to_logical_device", "logical_device_id", logical_device_id
-            )
+        _check("experimental_assign_to_logical_device", logical_device_id)
         return tf.identity(tensor)
 
     def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> tf.Tensor:
@@ -102,6 +108,21 @@ class OneLogicalDevice:
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> tf.Tensor:
         """Copies a tensor to all devices of its replica. A replica has one device, so this returns the tensor."""
         return tf.identity(tensor)
+
+
+def logical_device(logical_device_id: int) -> contextlib.AbstractContextManager[None]:
+    """A block whose variables and ops are on a device of their replica; see `TPUFacts`.
+
+    Raises:
+        DeviceError: `logical_device_id` is not 0.
+    """
+    _check("experimental_logical_device", logical_device_id)
+    return contextlib.nullcontext()
+
+
+def _check(method: str, logical_device_id: Any) -> None:
+    if _as_int(logical_device_id) != 0:
+        raise DeviceError.one_a_replica(method, "logical_device_id", logical_device_id)
 
 
 def _as_int(value: Any) -> int:

@@ -7,6 +7,7 @@ cross-replica context (reduce, update, local results) becomes a collective or a 
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import tensorflow as tf
@@ -15,6 +16,7 @@ from replica_engine import xla
 from replica_engine._tf import distribute
 from replica_engine._tf.graphs import autograph
 from replica_engine.errors import CollectiveError, NotInReplicaError
+from replica_engine.strategies.tpu.api import logical_device
 from replica_engine.strategies.tpu.own_values import own_value, own_values
 from replica_engine.values import rows
 from replica_engine.values.structure import as_tensor
@@ -68,6 +70,10 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
         """Like `tf.distribute.ReplicaContext.all_gather`; shapes must be equal on all replicas."""
         _check_in_run()
         return tf.nest.map_structure(lambda leaf: gather_leaf(leaf, axis), value)
+
+    def experimental_logical_device(self, logical_device_id: int) -> contextlib.AbstractContextManager[None]:
+        """As in the context of `tf.distribute.TPUStrategy`; the only device of a replica is 0."""
+        return logical_device(logical_device_id)
 
     @property
     def devices(self) -> list:
