@@ -145,7 +145,7 @@ def test_a_layer_that_draws_the_same_everywhere_is_not_named_for_another_one(mak
 
 @pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)
 @pytest.mark.parametrize("alg", ["auto_select", "philox"])
-def test_stateless_random_numbers_differ_by_algorithm(alg):
+def test_stateless_random_numbers_are_those_of_one_device(alg):
     class Scale(layers.Layer):
         def call(self, x):
             return x * tf.random.stateless_uniform([3], seed=[1, 2], alg=alg)
@@ -153,11 +153,7 @@ def test_stateless_random_numbers_differ_by_algorithm(alg):
     model = keras.Sequential([keras.Input((4,)), layers.Dense(3), Scale(name="scale")])
     model.compile("sgd", "mse", run_eagerly=True)
     report = check_parity(model, X, Y, steps=1, batch_size=7, strategies="TPUStrategy")
-    assert report.ok == (alg == "philox"), str(report)
-    if not report.ok:
-        assert report.first["TPUStrategy"].name == "scale"
-        assert [(cause.kind, cause.name) for cause in report.causes] == [("stateless algorithm", "scale")]
-        assert 'alg="philox"' in str(report)
+    assert report.ok, str(report)
 
 
 def worst(y, outputs):

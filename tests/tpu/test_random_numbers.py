@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from replica_engine import MirroredStrategy
+
 DRAWS = {
     "normal": lambda: tf.random.normal([50]),
     "uniform": lambda: tf.random.uniform([50]),
@@ -144,12 +146,11 @@ def test_draws_in_nested_functions_differ_each_call(drawn):
 
 
 def test_stateless_draws_are_equal_on_all_replicas(drawn):
-    """Of Philox they are those of eager code too; which generator "auto_select" takes depends on the device."""
-    for run in drawn(lambda: tf.random.stateless_normal([5], [1, 2]), times=2):
-        assert run[0] == run[1]
-    expected = tf.random.stateless_normal([5], [1, 2], alg="philox").numpy()
-    for run in drawn(lambda: tf.random.stateless_normal([5], [1, 2], alg="philox"), times=2):
-        np.testing.assert_allclose(run, [expected] * 2, rtol=1e-6)
+    """They are those of eager code too."""
+    expected = tf.random.stateless_normal([5], [1, 2]).numpy()
+    for kind in ({}, {"alg": "philox"}):
+        for run in drawn(lambda kind=kind: tf.random.stateless_normal([5], [1, 2], **kind), times=2):
+            np.testing.assert_allclose(run, [expected] * 2, rtol=1e-6)
 
 
 # Distributions. The seed is fixed, so what passes once passes always; the bounds are five standard errors.
@@ -347,11 +348,118 @@ STATELESS = {
 }
 
 
-def test_stateless_ops_of_philox_draw_the_same_everywhere(two):
+@pytest.mark.parametrize("kind", [{}, {"alg": "philox"}], ids=str)
+def test_stateless_ops_draw_the_same_everywhere(two, kind):
     def body():
-        return {name: draw(alg="philox") for name, draw in STATELESS.items()}
+        return {name: draw(**kind) for name, draw in STATELESS.items()}
 
     expected = body()
     for found in two.each(two.strategy.run(body)):
         for name, value in expected.items():
             np.testing.assert_allclose(found[name], value.numpy(), rtol=1e-6, err_msg=name)
+
+
+FLOATS = [(tf.float16, [9]), (tf.bfloat16, []), (tf.float32, [3, 335]), (tf.float64, [7, 5])]
+
+
+def of_all_floats(uniform, normal, truncated_normal):
+    """What three functions of a shape and a dtype draw; uniform numbers are compared bit for bit."""
+    return {
+        (name, dtype.name): tf.cast(draw(shape, dtype=dtype), tf.float64)
+        for name, draw in (("uniform", uniform), ("normal", normal), ("truncated", truncated_normal))
+        for dtype, shape in FLOATS
+    }
+
+
+def check_all_floats(found, expected):
+    for key, value in expected.items():
+        error = np.abs(np.asarray(found[key]) - value.numpy()).max()
+        assert error <= (0.0 if key[0] == "uniform" else 2e-6), (key, error)
+
+
+def stateless(seed):
+    """Every dtype, of a seed."""
+    return of_all_floats(
+        lambda shape, dtype: tf.random.stateless_uniform(shape, seed, dtype=dtype),
+        lambda shape, dtype: tf.random.stateless_normal(shape, seed, dtype=dtype),
+        lambda shape, dtype: tf.random.stateless_truncated_normal(shape, seed, dtype=dtype),
+    )
+
+
+@pytest.mark.parametrize("form", ["an argument", "a variable", "of the replica", "in a loop", "in a branch"])
+def test_seeds_that_are_known_only_at_the_run_draw_tensorflows_numbers(two, form):
+    """A seed that is a constant proves little: TensorFlow computes what follows from it before XLA sees it."""
+    with two.strategy.scope():
+        state = tf.Variable([3, 1 << 40], dtype=tf.int64)
+
+    def body(seed):
+        if form == "a variable":
+            return stateless(state)
+        if form == "of the replica":
+            return stateless(seed + tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64))
+        if form == "in a loop":
+            draw = lambda i, _: (i + 1, tf.random.stateless_normal([1003], seed + tf.cast(i, tf.int64)))  # noqa: E731
+            return tf.while_loop(lambda i, _: i < 3, draw, [0, tf.zeros([1003])])[1]
+        if form == "in a branch":
+            draw = lambda: tf.random.stateless_truncated_normal([1003], seed)  # noqa: E731
+            return tf.cond(seed[0] > 0, draw, lambda: tf.zeros([1003]))
+        return stateless(seed)
+
+    seed = tf.constant([3, 1 << 40], tf.int64)
+    results = two.strategy.run(body, args=(seed,))
+    for replica, found in enumerate(two.each(results)):
+        if form == "in a loop":
+            np.testing.assert_allclose(found, tf.random.stateless_normal([1003], seed + 2), rtol=0, atol=2e-6)
+        elif form == "in a branch":
+            np.testing.assert_allclose(found, tf.random.stateless_truncated_normal([1003], seed), rtol=0, atol=2e-6)
+        else:
+            check_all_floats(found, stateless(seed + (replica if form == "of the replica" else 0)))
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1.0, 1.0), (2.0, 5.0), (-0.05, 0.05), (10.0, 10.7)])
+def test_uniform_numbers_of_a_range_differ_in_their_last_bit_at_most(two, low, high):
+    def draw(seed):
+        return tf.random.stateless_uniform([2000], seed, low, high)
+
+    seed = tf.constant([5, 6])
+    last_bit = np.spacing(np.float32(max(abs(low), high)))
+    for found in two.each(two.strategy.run(draw, args=(seed,))):
+        np.testing.assert_allclose(found, draw(seed), rtol=0, atol=last_bit)
+
+
+def test_a_generator_draws_the_numbers_of_replica_threads(two):
+    def drawn(strategy):
+        with strategy.scope():
+            generator = tf.random.Generator.from_seed(7)
+
+        def body():
+            return of_all_floats(generator.uniform, generator.normal, generator.truncated_normal)
+
+        runs = [strategy.run(body) for _ in range(2)]  # the second one from where the first one stopped
+        return [[tf.nest.map_structure(lambda each: each.values[i], run) for run in runs] for i in range(2)]
+
+    on_threads = drawn(MirroredStrategy(["CPU:0", "CPU:1"]))
+    for found, expected in zip(drawn(two.strategy), on_threads, strict=True):
+        for one, other in zip(found, expected, strict=True):
+            check_all_floats(one, other)
+
+
+def test_dropout_drops_tensorflows_elements(two):
+    def drop(seed):
+        return tf.nn.experimental.stateless_dropout(tf.ones([500]), 0.3, seed)
+
+    seed = tf.constant([8, 9])
+    assert two.each(two.strategy.run(drop, args=(seed,))) == [drop(seed).numpy().tolist()] * 2
+
+
+def test_layers_of_keras_drop_the_same_as_on_one_device(replicas):
+    def dropped(some):
+        keras.utils.set_random_seed(4)
+        with some.strategy.scope():
+            layer = keras.layers.Dropout(0.5)
+        return [some.each(some.strategy.run(lambda: layer(tf.ones([100]), training=True)))[0] for _ in range(3)]
+
+    keras.utils.set_random_seed(4)
+    layer = keras.layers.Dropout(0.5)
+    expected = [layer(tf.ones([100]), training=True).numpy().tolist() for _ in range(3)]
+    assert dropped(replicas(1)) == expected

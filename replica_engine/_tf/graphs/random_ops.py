@@ -16,9 +16,10 @@ from tensorflow.python.eager import context as _context
 # add_op_callback: calls a function for each new op; the function may return other results to use instead.
 from tensorflow.python.framework import op_callbacks as _op_callbacks
 
-Replace = Callable[[str, Sequence[Any], Callable[[str], Any]], tf.Tensor | None]
-"""Takes a random op's type, its inputs and a getter of its attributes; returns a replacement of its result, or None."""
+Replace = Callable[[str, Sequence[Any], Callable[[str], Any]], list[tf.Tensor] | None]
+"""Takes a random op's type, its inputs and a getter of its attributes; returns replacements of its results, or None."""
 
+_KINDS = ("Random", "Truncated", "Multinomial", "StatelessRandom", "StatelessTruncated")
 _ASIDE = "_replica_engine_set_aside"
 _ORIGINALS = "_replica_engine_originals"
 
@@ -33,11 +34,11 @@ def original(tensor: tf.Tensor) -> tf.Tensor | None:
     return getattr(tensor.graph, _ORIGINALS, {}).get(tensor.op.name)
 
 
-def _set_aside(graph: Any, op: tf.Operation, result: tf.Tensor) -> None:
+def _set_aside(graph: Any, op: tf.Operation, results: Sequence[tf.Tensor]) -> None:
     setattr(graph, _ASIDE, {*getattr(graph, _ASIDE, ()), op.name})
     if not hasattr(graph, _ORIGINALS):
         setattr(graph, _ORIGINALS, {})
-    getattr(graph, _ORIGINALS)[result.op.name] = op.outputs[0]
+    getattr(graph, _ORIGINALS).update((new.op.name, old) for new, old in zip(results, op.outputs, strict=True))
 
 
 def seeding() -> tuple[Any, int | None]:
@@ -66,13 +67,12 @@ def intercepted(replace: Replace) -> Iterator[None]:
     def callback(
         op_type: str, inputs: Any, attributes: Any, outputs: Any, op_name: str | None = None, graph: Any = None
     ) -> list[tf.Tensor] | None:
-        if graph is None or not op_type.startswith(("Random", "Truncated", "Multinomial")):
+        if graph is None or not op_type.startswith(_KINDS):
             return None
-        result = replace(op_type, inputs, outputs[0].op.get_attr)
-        if result is None:
-            return None
-        _set_aside(graph, outputs[0].op, result)
-        return [result]
+        results = replace(op_type, inputs, outputs[0].op.get_attr)
+        if results is not None:
+            _set_aside(graph, outputs[0].op, results)
+        return results
 
     _op_callbacks.add_op_callback(callback)
     try:

@@ -82,10 +82,9 @@ def _random_numbers(model: keras.Model, batch: Any) -> Iterator[Cause]:
             yield Cause(
                 "stateless algorithm",
                 draw.layer or model.name,
-                f"{what} draws random numbers with {draw.op} from a fixed seed, and the device chooses the algorithm: "
-                "a compiled program uses another one than eager code.",
-                'Pass alg="philox", which gives the same numbers everywhere. Numbers with the shape of the batch still '
-                "differ, because every replica draws those for its own rows from the same seed.",
+                f"{what} draws random numbers with {draw.op} from a fixed seed, so all replicas draw the "
+                "same numbers, each for its own rows. One device draws other numbers for other rows.",
+                "Pass the numbers as a part of the batch, or give them a shape that does not depend on the batch.",
             )
         else:
             yield Cause(

@@ -22,6 +22,7 @@ from replica_engine._tf import variables
 from replica_engine._tf.graphs import random_ops
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.values import seeds
+from replica_engine.xla.state import philox
 from replica_engine.xla.state.device_value import DeviceValue
 
 _MIX = 0xBF58476D1CE4E5B9  # not the step from replica to replica: an op's seed and a replica's key must not cancel out
@@ -91,15 +92,15 @@ class RandomState(DeviceValue):
         with random_ops.intercepted(self._replace):
             yield
 
-    def _replace(self, kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> tf.Tensor | None:
+    def _replace(self, kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor] | None:
         make = _STATELESS.get(kind)
         if make is None:
-            return None
+            return philox.replacement(kind, inputs, attribute)
         handle = self.handles[0]
         state = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int64)
         tf.raw_ops.AssignAddVariableOp(resource=handle, value=tf.constant([0, 1], tf.int64))
         own = tf.constant([_signed(attribute("seed2") * _MIX), 0], tf.int64)
-        return make(state + own, inputs, attribute)
+        return [make(state + own, inputs, attribute)]
 
 
 def _signed(number: int) -> int:
@@ -122,14 +123,12 @@ def _categorical(seed: tf.Tensor, logits: tf.Tensor, count: tf.Tensor, dtype: tf
 
 _Make = Callable[[tf.Tensor, Sequence[Any], Callable[[str], Any]], tf.Tensor]
 _STATELESS: dict[str, _Make] = {
-    "RandomStandardNormal": lambda seed, inputs, attribute: tf.random.stateless_normal(
-        inputs[0], seed, dtype=attribute("dtype")
+    "RandomStandardNormal": lambda seed, inputs, attribute: philox.drawn(
+        philox.NORMAL, inputs[0], seed, attribute("dtype")
     ),
-    "RandomUniform": lambda seed, inputs, attribute: tf.random.stateless_uniform(
-        inputs[0], seed, dtype=attribute("dtype")
-    ),
-    "TruncatedNormal": lambda seed, inputs, attribute: tf.random.stateless_truncated_normal(
-        inputs[0], seed, dtype=attribute("dtype")
+    "RandomUniform": lambda seed, inputs, attribute: philox.drawn(philox.UNIFORM, inputs[0], seed, attribute("dtype")),
+    "TruncatedNormal": lambda seed, inputs, attribute: philox.drawn(
+        philox.TRUNCATED_NORMAL, inputs[0], seed, attribute("dtype")
     ),
     "RandomUniformInt": lambda seed, inputs, attribute: tf.random.stateless_uniform(
         inputs[0], seed, inputs[1], inputs[2], dtype=inputs[1].dtype
