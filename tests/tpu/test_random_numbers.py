@@ -436,7 +436,7 @@ def test_a_generator_draws_the_numbers_of_replica_threads(two):
             return of_all_floats(generator.uniform, generator.normal, generator.truncated_normal)
 
         runs = [strategy.run(body) for _ in range(2)]  # the second one from where the first one stopped
-        return [[tf.nest.map_structure(lambda each: each.values[i], run) for run in runs] for i in range(2)]
+        return [[tf.nest.map_structure(lambda each, i=i: each.values[i], run) for run in runs] for i in range(2)]
 
     on_threads = drawn(MirroredStrategy(["CPU:0", "CPU:1"]))
     for found, expected in zip(drawn(two.strategy), on_threads, strict=True):
