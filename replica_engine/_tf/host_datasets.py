@@ -33,6 +33,7 @@ from tensorflow.python.distribute.input_lib import (
 
 from replica_engine._tf.batch_memory import in_own_memory
 from replica_engine._tf.data_pulls import Pulls, bytes_of, may_call_python
+from replica_engine._tf.graphs.python_ops import python_op
 from replica_engine.errors import InputsError
 
 _MOST_AHEAD = 64  # elements that are read ahead for all replicas together
@@ -254,7 +255,7 @@ class _Turns:
         if not raises:
             return tf.convert_to_tensor(agreed)
         if not tf.executing_eagerly():
-            return tf.numpy_function(_end_unless, [agreed], tf.bool)
+            return python_op(_end_unless, [agreed], tf.bool)
         if not agreed:
             raise _ended()
         return tf.constant(True)

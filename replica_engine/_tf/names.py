@@ -39,6 +39,14 @@ _graph = func_graph.FuncGraph("names")
 _variable = tf.Variable(0)
 with _graph.as_default():
     _op = tf.constant(0).op
+
+
+def _called() -> None:
+    """A function that an op of a graph calls."""
+
+
+with tf.Graph().as_default() as _outermost:
+    tf.numpy_function(_called, [], [])
 _context = context.context()
 _dataset = tf.distribute.OneDeviceStrategy("CPU:0").experimental_distribute_dataset(tf.data.Dataset.range(1))
 
@@ -55,7 +63,10 @@ PRIVATE = (
     Private(_graph, "_add_function_recursive", "copying ops that call functions"),
     Private(_graph, "_create_op_internal", "copying ops"),
     Private(_graph, "_get_function", "the functions of branches and loops"),
-    Private(_op, "_set_attr", "writes to arrays that do not grow"),
+    Private(_graph, "_functions", "copying the functions that ops call, once"),
+    Private(_op, "_set_attr", "writes to arrays that do not grow; the number of a gradient"),
+    Private(_outermost, "_py_funcs_used_in_graph", "letting go of Python functions with the graph that calls them"),
+    Private(_called, "ag_dnc_wrapper__", "letting go of Python functions with the graph that calls them"),
     Private(script_ops._py_funcs, "get", "looking up a tf.py_function"),
     Private(
         script_ops.EagerFunc(lambda: None, [], False), "_is_grad_func", "whether a tf.py_function computes a gradient"

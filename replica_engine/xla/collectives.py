@@ -24,7 +24,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf.graphs import autograph, xla_ops
+from replica_engine._tf.graphs import autograph, gradients, xla_ops
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import CollectiveError
 from replica_engine.values.structure import as_tensor
@@ -196,11 +196,7 @@ def _reduced(x: tf.Tensor, rows: list[list[int]], op: str) -> tf.Tensor:
 
 
 def _sum(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
-    @tf.custom_gradient
-    def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-        return _reduced(x, rows, "Add"), lambda dy: _sum(dy, rows)
-
-    return with_gradient(tf.identity(x))
+    return _differentiable(lambda x: (_reduced(x, rows, "Add"), lambda dy: _sum(dy, rows)), x)
 
 
 def _mean(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
@@ -218,7 +214,6 @@ def _mean(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
 
 def _extreme(op: str) -> Callable[[tf.Tensor, list[list[int]]], tf.Tensor]:
     def reduce(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
-        @tf.custom_gradient
         def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
             result = _reduced(x, rows, op)
             if x.dtype.is_floating:  # XLA:CPU ignores a NaN in a minimum or maximum
@@ -231,7 +226,7 @@ def _extreme(op: str) -> Callable[[tf.Tensor, list[list[int]]], tf.Tensor]:
 
             return result, gradient
 
-        return with_gradient(tf.identity(x))
+        return _differentiable(with_gradient, x)
 
     return reduce
 
@@ -247,18 +242,16 @@ def _gather(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
     shape = x.shape.as_list()
     shape[axis] *= len(rows[0])
 
-    @tf.custom_gradient
     def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         return _of_some("all_gather", x, shape, axis=axis, groups=rows), lambda dy: _scatter(dy, axis, rows)
 
-    return with_gradient(tf.identity(x))
+    return _differentiable(with_gradient, x)
 
 
 def _gather_of_unknown_size(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
     """Like `_gather`, but by a sum over replicas: the only collective whose result has the shape of its operand."""
     size = len(rows[0])
 
-    @tf.custom_gradient
     def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         note_collective("all_gather", here(), x)
         gathered = tf.concat(tf.unstack(of_unknown_size.stacked(x, rows), num=size), axis)
@@ -268,14 +261,13 @@ def _gather_of_unknown_size(x: tf.Tensor, axis: int, rows: list[list[int]]) -> t
 
         return gathered, gradient
 
-    return with_gradient(tf.identity(x))
+    return _differentiable(with_gradient, x)
 
 
 def _scatter(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
     shape = x.shape.as_list()
     shape[axis] //= len(rows[0])
 
-    @tf.custom_gradient
     def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         body = in_body()
         if body is not None and body.own < body.size and 0 not in shape:
@@ -284,7 +276,7 @@ def _scatter(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
             result = _of_some("reduce_scatter", x, shape, axis=axis, groups=rows, op="Add")
         return result, lambda dy: _gather(dy, axis, rows)
 
-    return with_gradient(tf.identity(x))
+    return _differentiable(with_gradient, x)
 
 
 def _scatter_by_exchange(x: tf.Tensor, axis: int, shape: list[int], rows: list[list[int]]) -> tf.Tensor:
@@ -298,22 +290,27 @@ def _exchange(x: tf.Tensor, split: int, concat: int, rows: list[list[int]]) -> t
     shape[split] //= len(rows[0])
     shape[concat] *= len(rows[0])
 
-    @tf.custom_gradient
     def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         result = _marker("all_to_all", x, shape, split_axis=split, concat_axis=concat, groups=rows)
         return result, lambda dy: _exchange(dy, concat, split, rows)
 
-    return with_gradient(tf.identity(x))
+    return _differentiable(with_gradient, x)
 
 
 def _permute(x: tf.Tensor, links: list[tuple[int, int]]) -> tf.Tensor:
     back = [(target, source) for source, target in links]
 
-    @tf.custom_gradient
     def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         return _marker("collective_permute", x, x.shape, pairs=links), lambda dy: _permute(dy, back)
 
-    return with_gradient(tf.identity(x))
+    return _differentiable(with_gradient, x)
+
+
+def _differentiable(with_gradient: Callable[[tf.Tensor], tuple[tf.Tensor, Callable]], x: tf.Tensor) -> tf.Tensor:
+    """The first of what `with_gradient` returns for `x`; the second computes its gradient from that of the result."""
+    x = tf.identity(x)  # a gradient in a branch cannot find again an outer tensor that was passed in
+    result, gradient = with_gradient(x)
+    return gradients.differentiable([result], [x], gradient)[0]
 
 
 def _of_some(name: str, x: tf.Tensor, shape: list[int], **parameters: Any) -> tf.Tensor:

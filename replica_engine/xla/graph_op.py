@@ -9,7 +9,6 @@ writing to each of these variables.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import tensorflow as tf
 
 from replica_engine._tf import thread_state, variables
 from replica_engine._tf.graphs import calls, function
+from replica_engine._tf.graphs.python_ops import python_op
 from replica_engine.diagnostics.suspicions import note_reads
 from replica_engine.errors import add_note
 from replica_engine.pjrt.group import DeviceGroup
@@ -228,22 +228,17 @@ def _add_op(step: _Step, inputs: list[tf.Tensor], outputs: list[tf.TensorSpec]) 
             for replica in range(len(device_value.handles))
         ),
     ]
-    # TensorFlow keeps the Python function of an op for ever, and the step holds the strategy. So only weakly.
-    host_functions.host_program().kept.append(step)
-    launch = weakref.WeakMethod(step.run)
 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
-        alive = launch()
-        assert alive is not None, "kept by the graph that the op is in"
         try:
-            return alive(*arrays) or [np.array(True)]
+            return step.run(*arrays) or [np.array(True)]
         except tf.errors.InvalidArgumentError as error:
             raise InvalidArgumentError.of(error) from error
 
     @tf.function(autograph=False)
     def replicated(handles: list[tf.Tensor], inputs: list[tf.Tensor]) -> tuple:
         # There is always at least one result, by which the op can be found.
-        results = tf.numpy_function(run, inputs, [spec.dtype for spec in outputs] or [tf.bool], stateful=True)
+        results = python_op(run, inputs, [spec.dtype for spec in outputs] or [tf.bool])
         for result, spec in zip(results, outputs, strict=False):
             result.set_shape(spec.shape)
         return tuple(results)

@@ -31,7 +31,7 @@ from tensorflow.python.framework import func_graph as _func_graph
 from tensorflow.python.ops.control_flow_ops import XLAControlFlowContext as _XLAControlFlowContext
 
 from replica_engine._tf import versions
-from replica_engine._tf.graphs import random_ops
+from replica_engine._tf.graphs import gradients, random_ops
 
 versions.check_stablehlo()
 
@@ -190,6 +190,8 @@ def digest(function: Any) -> str:
     while pending:
         definition = _context.context().get_function_def(pending.pop())
         for node in definition.node_def:
+            for attribute in gradients.OF_PYTHON:
+                node.attr.pop(attribute, None)
             for value in node.attr.values():
                 called = [each.name for each in (value.func, *value.list.func) if each.name]
                 pending += [name for name in called if name not in seen]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, ParamSpec
 import tensorflow as tf
 
 from replica_engine._tf import distribute, variables
-from replica_engine._tf.graphs import autograph
+from replica_engine._tf.graphs import autograph, gradients
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import NestedHostCallError
 from replica_engine.xla.body import HostSide, host_side, in_body
@@ -184,20 +184,17 @@ def _differentiable(call: _Cluster | _Gradient, inputs: Sequence[tf.Tensor]) -> 
     if not any(map(_has_gradient, inputs)) or not any(map(_has_gradient, call.results)):
         return call.emit(inputs)[1]
 
-    @tf.custom_gradient
-    def with_gradient(*inputs: tf.Tensor) -> tuple[list[tf.Tensor], Callable]:
-        token, results = call.emit(inputs)
-
-        def gradient(*upstream: tf.Tensor) -> list[tf.Tensor | None]:
-            pairs = zip(upstream, call.results, strict=True)
-            given = [tf.convert_to_tensor(each) for each, spec in pairs if _has_gradient(spec)]
-            found = iter(_differentiable(_Gradient(call, inputs, token), [*inputs, *given]))
-            return [next(found) if _has_gradient(each) else None for each in inputs]
-
-        return results, gradient
-
     # Identities, since a gradient in a branch cannot find again the outer tensors that were passed in.
-    return with_gradient(*map(tf.identity, inputs))
+    inputs = list(map(tf.identity, inputs))
+    token, results = call.emit(inputs)
+
+    def gradient(*upstream: tf.Tensor) -> list[tf.Tensor | None]:
+        pairs = zip(upstream, call.results, strict=True)
+        given = [tf.convert_to_tensor(each) for each, spec in pairs if _has_gradient(spec)]
+        found = iter(_differentiable(_Gradient(call, inputs, token), [*inputs, *given]))
+        return [next(found) if _has_gradient(each) else None for each in inputs]
+
+    return gradients.differentiable(results, inputs, gradient)
 
 
 def _value_on_devices(variable: Any) -> tf.Tensor | None:

@@ -23,6 +23,7 @@ import tensorflow as tf
 
 from replica_engine._tf.data_pulls import Pulls
 from replica_engine._tf.graphs import autograph, xla_ops
+from replica_engine._tf.graphs.python_ops import python_op
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import HostAccessError, InputsError, LoweringError
 from replica_engine.pjrt.group import needed_by_a_program
@@ -264,7 +265,7 @@ class _Feed(HostCall):
             assert run is not None, "set before the launch"
             return run.kept[int(side.replica) - run.first].texts[index]
 
-        text = tf.numpy_function(take, [], tf.string)
+        text = python_op(take, [], tf.string)
         text.set_shape(self._specs[index].shape)
         return text
 
