@@ -93,3 +93,24 @@ def test_a_context_class_of_ones_own():
     strategy.extended.replica_options = ReplicaOptions(context_class=Context)
     result = strategy.run(lambda: tf.distribute.get_replica_context().greeting())
     assert strategy.experimental_local_results(result) == ("replica 0", "replica 1")
+
+
+def test_replicate_model_runs_on_a_strategy_of_one_s_own():
+    import keras
+
+    from replica_engine.keras import replicate_model
+    from replica_engine.strategies import MirroredExtended
+
+    class Own(tf.distribute.MirroredStrategy):
+        def __init__(self):
+            tf.distribute.Strategy.__init__(self, MirroredExtended(self, devices=["CPU:0", "CPU:1"]))
+
+    x = tf.random.stateless_normal([10, 4], [1, 2])
+    losses = []
+    for strategy in (None, Own(), load("multi_worker").MultiWorkerOnReplicaThreads()):
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="ones")])
+        model.compile("adam", "mse")
+        trained = model if strategy is None else replicate_model(model, strategy=strategy)
+        losses.append(trained.fit(x, x[:, :1], batch_size=5, epochs=2, shuffle=False, verbose=0).history["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-5)

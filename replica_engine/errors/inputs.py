@@ -270,7 +270,13 @@ class InputsError(ReplicaEngineError, ValueError, TypeError):
 
 
 class ReplicaMismatchError(ReplicaEngineError, ValueError):
-    """The replicas were given tensors of different shapes or dtypes, or brought such tensors to a sync point."""
+    """The replicas were given tensors of different shapes or dtypes, or brought such tensors to a sync point.
+
+    Attributes:
+        by_replica: the shapes of an argument of a compiled program that differ, one for each replica; else empty.
+    """
+
+    by_replica: Sequence[tuple[int, ...]] = ()
 
     @classmethod
     def shapes(cls, name: str, replica: int, first: str, other: str, met: str = "") -> ReplicaMismatchError:

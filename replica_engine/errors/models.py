@@ -71,8 +71,9 @@ class ReplicateError(ReplicaEngineError, ValueError):
     def bad_strategy(cls, given: object) -> ReplicateError:
         """The strategy is not one that `replicate_model` can use."""
         return cls(
-            "strategy must be a MirroredStrategy, MultiWorkerMirroredStrategy or TPUStrategy of replica_engine (or a "
-            f"subclass), or None to let replicate_model choose; got {brief(given)}."
+            "strategy must be a MirroredStrategy, MultiWorkerMirroredStrategy or TPUStrategy of replica_engine, or one "
+            "of your own whose extended class has ReplicaThreads, or None to let replicate_model choose; got "
+            f"{brief(given)}."
         )
 
     @classmethod

@@ -14,9 +14,7 @@ from replica_engine.diagnostics.user_frames import FOLDERS
 from replica_engine.errors import ReplicateError, positive_int
 from replica_engine.keras.choice import choose
 from replica_engine.keras.model import is_replicated, replicated
-from replica_engine.strategies import MirroredStrategy
-from replica_engine.strategies.backend import compiles
-from replica_engine.strategies.multi_worker import MultiWorkerMirroredStrategy
+from replica_engine.strategies.backend import has_backend
 
 _logger = logging.getLogger("replica_engine")
 
@@ -35,8 +33,9 @@ def replicate_model(
     Args:
         model: a built Keras 3 model: functional, sequential or subclassed, compiled or not.
         replicas: the number of replicas. None takes all devices of the strategy.
-        strategy: a `MirroredStrategy` or `TPUStrategy` to run on. None picks the faster one for the model on this
-            machine; a message at level INFO of the logger "replica_engine" names it and the reason.
+        strategy: a strategy of this library to run on, or one of your own with `ReplicaThreads`. None picks the faster
+            one for the model on this machine; a message at level INFO of the logger "replica_engine" names it and the
+            reason.
 
     Returns:
         The replicated model, an instance of the model's class.
@@ -67,7 +66,7 @@ def replicate_model(
             type(strategy).__name__,
             reason,
         )
-    elif not isinstance(strategy, (MirroredStrategy, MultiWorkerMirroredStrategy)) and not _is_compiled(strategy):
+    elif not isinstance(strategy, tf.distribute.Strategy) or not has_backend(strategy):
         raise ReplicateError.bad_strategy(strategy)
     present = strategy.num_replicas_in_sync
     if count is not None and count != present:
@@ -75,14 +74,9 @@ def replicate_model(
     _check_inputs(model, present)
     patches.hide_frames(FOLDERS)
     twin = replicated(model, strategy)
-    if isinstance(strategy, MultiWorkerMirroredStrategy) or _is_compiled(strategy):
+    if hasattr(strategy, "leave_files_to_chief"):  # a strategy that may have several workers
         strategy.leave_files_to_chief(model, twin)
     return twin
-
-
-def _is_compiled(strategy: Any) -> bool:
-    """Whether the strategy is a TPUStrategy. This asks the backend, because the class needs jax to be imported."""
-    return isinstance(strategy, tf.distribute.Strategy) and compiles(strategy)
 
 
 def _check(model: Any) -> None:

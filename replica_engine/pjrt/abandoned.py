@@ -20,10 +20,15 @@ _left: dict[DeviceGroup, bool] = {}  # devices with an abandoned program; whethe
 
 def add(devices: DeviceGroup, calls_host: bool = False) -> None:
     """Notes that the program launched last on these devices is abandoned, unless it has ended."""
-    for other in [other for other in _left if other.ends_within(0.0)]:
-        _left.pop(other, None)
+    let_go()
     if not devices.ends_within(0.0):
         _left[devices] = calls_host or _left.get(devices, False)
+
+
+def let_go() -> None:
+    """Forgets the devices whose program has ended, so that they can be freed."""
+    for devices in [devices for devices in _left if devices.ends_within(0.0)]:
+        _left.pop(devices, None)
 
 
 if hasattr(os, "register_at_fork"):

@@ -12,7 +12,7 @@ from typing import Any
 
 from replica_engine import hosts
 from replica_engine.errors import DeviceError, positive_int
-from replica_engine.pjrt import workers
+from replica_engine.pjrt import abandoned, workers
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import jax, make_cpu_client
 from replica_engine.process import cores
@@ -45,6 +45,7 @@ def device_group(platform: str | None = None, count: int | None = None) -> Devic
         count = count or cores()
         if count > MOST_CPU_DEVICES:
             raise DeviceError.too_many(count, MOST_CPU_DEVICES)
+        abandoned.let_go()
         with _lock:
             group = _cpu_groups.get(count)
             if group is None or (group.interrupted and not group.ends_within(0.0)):

@@ -212,6 +212,7 @@ class DeviceGroup:
         running_name: the name of that program's body.
         interrupted: whether nothing waits for that program, although it may not have ended.
         held_by: while the next launch waits for such a program, its name; otherwise "".
+        programs: the cache of the programs that run without a strategy, which goes with the group; None before.
 
     **Why one program at a time on CPU.** The replicas of a program meet in its collectives, and a replica that waits
     there holds a thread of the client. With two programs in flight, the replicas of one can hold all threads while they
@@ -240,6 +241,8 @@ class DeviceGroup:
         self.running_name = ""
         self.interrupted = False
         self.held_by = ""
+        self.programs: Any = None
+        self._alone: dict[int, DeviceGroup] = {}
 
     def put(self, values: Sequence[np.ndarray]) -> Array:
         """An array with one value for each replica; a single value is used for all replicas.
@@ -283,10 +286,11 @@ class DeviceGroup:
         collect_garbage()  # jaxlib only notes the array of a view that is gone
         return [buffer_to_dlpack_managed_tensor(shard, None) for shard in array._arrays]
 
-    @functools.cache  # noqa: B019 (groups live as long as the process)
     def alone(self, replica: int) -> DeviceGroup:
         """The group with only one replica's device."""
-        return DeviceGroup(self.platform, (self.devices[replica],))
+        if replica not in self._alone:
+            self._alone[replica] = DeviceGroup(self.platform, (self.devices[replica],))
+        return self._alone[replica]
 
     @staticmethod
     def parts(array: Array) -> list[Array]:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar, overload, runtim
 
 import tensorflow as tf
 
-from replica_engine._tf import quick_scopes
+from replica_engine._tf import distribute, quick_scopes
 from replica_engine._tf.graphs import autograph
 from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine.diagnostics.flight_record import SyncPointRecord
@@ -96,6 +96,10 @@ class ReplicaThreads:
         accumulation.extend_keras(has_backend)
         kwargs = keras_metrics.with_value_of_each_replica(kwargs)
         return super()._create_variable(next_creator, **kwargs)  # type: ignore[misc]
+
+    def _use_merge_call(self) -> bool:
+        """The hook of `tf.distribute`: an optimizer must not merge in the merge call of `replicate_model`."""
+        return not distribute.is_merged() and super()._use_merge_call()  # type: ignore[misc]
 
     def sync_points(self) -> list[SyncPointRecord]:
         """Same as `replica_engine.sync_points`."""

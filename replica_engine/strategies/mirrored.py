@@ -87,7 +87,7 @@ class MirroredExtended(ReplicaThreads, Reductions, HostDatasets, distribute.Mirr
 
     def _use_merge_call(self) -> bool:
         """The hook that says whether replicas must meet to update a variable; inside XLA programs they cannot meet."""
-        return not distribute.is_merged() and (tf.executing_eagerly() or super()._use_merge_call())
+        return super()._use_merge_call() or (tf.executing_eagerly() and not distribute.is_merged())
 
 
 class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):

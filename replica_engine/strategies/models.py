@@ -15,6 +15,7 @@ from replica_engine.diagnostics.op_lines import here
 from replica_engine.diagnostics.suspicions import warn_once
 from replica_engine.diagnostics.user_frames import FOLDERS
 from replica_engine.errors import BatchError, warn_metric_not_a_sum, warn_uneven_evaluation, warn_uneven_rest
+from replica_engine.process.interrupts import held_off_once
 
 
 def explain(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
@@ -97,7 +98,8 @@ def _first_update(metric: Any, *args: Any, **kwargs: Any) -> Any:
         return result
     from replica_engine._tf.keras import sums
 
-    updates = sums.updates_of(metric, own, args, kwargs, here)
+    with held_off_once():
+        updates = sums.updates_of(metric, own, args, kwargs, here)
     wrong = next((update for update in updates if update.kind == sums.OTHER), None)
     if wrong is not None:
         text = warn_metric_not_a_sum(
@@ -105,11 +107,3 @@ def _first_update(metric: Any, *args: Any, **kwargs: Any) -> Any:
         )
         warn_once(context.strategy, ("metric", metric.name, wrong.place), text)
     return result
-
-
-def is_uneven(error: BaseException) -> bool:
-    """Whether a compiled step in a `tf.function` failed because the replicas had unequal shares of a batch.
-
-    TensorFlow replaces an exception that is raised while a graph runs by an error of its own, with the same text.
-    """
-    return isinstance(error, tf.errors.OpError) and "ReplicaMismatchError" in str(error)

@@ -20,7 +20,7 @@ from replica_engine.diagnostics.flight_record import Collective, LaunchRecord
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.diagnostics.suspicions import Named
 from replica_engine.engine import current_replica
-from replica_engine.errors import CollectiveError, NotInBodyError
+from replica_engine.errors import CollectiveError, NotInBodyError, ReplicaMismatchError
 from replica_engine.xla import growing_arrays
 from replica_engine.xla.growing_arrays import Final, Seen
 
@@ -111,6 +111,8 @@ class Body:
         told: what has been warned of.
         shared: the plain variables that have been warned of.
         of_strategy: whether a strategy runs it, so that variables can be made under a scope.
+        mismatch: the error with which the last op in a graph ended because the replicas' arguments had different
+            shapes. TensorFlow raises an error of its own in the place of it.
     """
 
     KEPT = 100
@@ -137,6 +139,7 @@ class Body:
         self.told: set[Any] = set()
         self.shared = Named()
         self.of_strategy = name != "xla"
+        self.mismatch: ReplicaMismatchError | None = None
         self._soft_placement = soft_placement
 
     @property

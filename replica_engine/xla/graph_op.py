@@ -19,8 +19,21 @@ from replica_engine._tf import thread_state, variables
 from replica_engine._tf.graphs import calls, function
 from replica_engine._tf.graphs.python_ops import python_op
 from replica_engine.diagnostics.suspicions import note_reads
-from replica_engine.errors import add_note
+from replica_engine.errors import (
+    ForkedError,
+    LostVariableError,
+    ProgramDisagreementError,
+    ProgramError,
+    ReplicaMismatchError,
+    ReplicaTimeoutError,
+    StuckProgramError,
+    WorkerLostError,
+    WorkersMissingError,
+    WorkerVersionError,
+    add_note,
+)
 from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 from replica_engine.process import shutdown
 from replica_engine.values.regroup import regroup
 from replica_engine.xla import soft_placement
@@ -33,6 +46,22 @@ from replica_engine.xla.state.device_value import Borrowed, DeviceValue, device_
 
 _RESULTS = "The results of the replicas"
 
+_OF_NO_BODY = (
+    MemoryError,
+    tf.errors.ResourceExhaustedError,
+    ForkedError,
+    LostVariableError,
+    ProgramDisagreementError,
+    ProgramError,
+    ReplicaTimeoutError,
+    StuckProgramError,
+    WorkerLostError,
+    WorkersMissingError,
+    WorkerVersionError,
+    *RUNTIME_ERRORS,
+)
+"""Failures of the machine, of its memory or of the job, of which a body is not the cause."""
+
 
 def call_with_numbers(
     programs: ProgramCache, source: FunctionSpec, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -44,8 +73,8 @@ def call_with_numbers(
     As a tensor a float has a gradient, a loop that depends on it is a loop of the program, and one program serves all
     its values. But a body may need a number: for `math.sqrt(rate)`, or to multiply tensors of any dtype. So if a body
     cannot be traced or compiled with tensors, it is traced once more, with the numbers. An error is then the error of
-    the second trace. Integers are often shapes, axes and bounds, and numbers inside structures are settings: these
-    are always compiled in.
+    the second trace; failures of the machine and of the job are raised at once. Integers are often shapes, axes and
+    bounds, and numbers inside structures are settings: these are always compiled in.
     """
     size = programs.devices.size
     has_floats = any(type(value) is float for value in (*args, *kwargs.values()))
@@ -57,6 +86,8 @@ def call_with_numbers(
         try:
             tensors = [_as_tensor(value) for value in args], {name: _as_tensor(kwargs[name]) for name in kwargs}
             run = _prepared(programs, source, *source.arguments(*tensors, size))
+        except _OF_NO_BODY:
+            raise
         except Exception:
             run = None
         if run is None:
@@ -232,6 +263,9 @@ def _add_op(step: _Step, inputs: list[tf.Tensor], outputs: list[tf.TensorSpec]) 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
         try:
             return step.run(*arrays) or [np.array(True)]
+        except ReplicaMismatchError as error:
+            step.traced.body.mismatch = error
+            raise
         except tf.errors.InvalidArgumentError as error:
             raise InvalidArgumentError.of(error) from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -108,6 +107,8 @@ def _prepare(inputs: Inputs | None, size: int | None) -> tuple[Arguments, Progra
     return Arguments.of_inputs(None, devices.size), _programs(devices)
 
 
-@functools.cache
 def _programs(devices: DeviceGroup) -> ProgramCache:
-    return ProgramCache(devices)
+    if devices.programs is None:
+        devices.programs = ProgramCache(devices)
+    cache: ProgramCache = devices.programs
+    return cache

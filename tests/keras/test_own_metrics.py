@@ -1,10 +1,14 @@
 """Metrics of the user's own: their numbers are those of one device, whether or not their variables are sums."""
 
+import signal
+import threading
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from replica_engine import MirroredStrategy, TPUStrategy
 from replica_engine._tf.keras import sums
 from replica_engine.keras import replicate_model
 from replica_engine.testing import check_parity
@@ -399,3 +403,25 @@ def test_looking_at_a_metric_leaves_nothing_in_it_and_in_its_functions(both):
     metric.reset_state()
     metric.update_state(tf.ones([2, 1]), tf.zeros([2, 1]))
     assert float(metric.result()) == 2.0
+
+
+class Remembering(Total):
+    """Keeps the thread of its last update. Ctrl-C comes during an update on another thread than the main one."""
+
+    def update_state(self, y, outputs, sample_weight=None):
+        super().update_state(y, outputs)
+        self.thread = threading.current_thread()
+        if self.thread is not threading.main_thread():
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+def test_ctrl_c_while_a_metric_is_looked_at_leaves_the_metric_as_it_was():
+    strategy = TPUStrategy(num_cores=2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=[Remembering()])
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(X[:32], Y[:32], batch_size=8, verbose=0)
+    inner = [inner for metric in model.metrics for inner in getattr(metric, "metrics", [metric])]
+    metric = next(each for each in inner if isinstance(each, Remembering))
+    assert metric.thread is threading.main_thread()

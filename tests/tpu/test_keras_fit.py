@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from replica_engine import TPUStrategy
 from replica_engine.errors import BatchError
 
 RANDOM = np.random.default_rng(0)
@@ -387,3 +388,22 @@ def test_a_model_of_many_kinds_of_layers_trains_as_on_one_device(two, scoped):
     assert found["accuracy"] == pytest.approx(expected["accuracy"])
     for one, two_ in zip(model.get_weights(), other.get_weights(), strict=True):
         np.testing.assert_allclose(one, two_, rtol=1e-3, atol=1e-4)
+
+
+def test_sequences_of_other_lengths_are_no_unequal_shares():
+    """Both replicas have four samples of a batch; the error names the shapes, and not a last batch."""
+    strategy = TPUStrategy(num_cores=2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((None, 4)), keras.layers.GlobalAveragePooling1D(), dense(1, 2)])
+        model.compile("sgd", "mse")
+
+    def samples():
+        for length in (3, 3, 3, 5):
+            yield np.ones((4, length, 4), "float32"), np.ones((4, 1), "float32")
+
+    specs = tf.TensorSpec([4, None, 4]), tf.TensorSpec([4, 1])
+    dataset = strategy.distribute_datasets_from_function(
+        lambda context: tf.data.Dataset.from_generator(samples, output_signature=specs)
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"shape \(4, 3, 4\) on replica 0 and \(4, 5, 4\) on"):
+        model.fit(dataset, steps_per_epoch=2, verbose=0)

@@ -295,3 +295,20 @@ def test_failures_of_a_recognised_call_undo_its_writes(tpu, recognised):
     strategy.run(step)
     assert float(number) == 4.0
     assert recognised[2:] == [True, True]  # the third call, and the last; the failed one raised
+
+
+def test_calls_of_many_functions_in_turn_are_recognised(recognised):
+    strategy = TPUStrategy(num_cores=2)
+    steps = [function(f"def step(x): return x + {number}.0") for number in range(40)]
+    x = tf.ones([])
+    for _ in range(3):
+        recognised.clear()
+        for number, step in enumerate(steps):
+            assert values(strategy, strategy.run(step, args=(x,))) == [number + 1.0] * 2
+    assert recognised == [True] * len(steps)
+
+
+def function(source):
+    names = {}
+    exec(source, names)
+    return names["step"]

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from replica_engine import xla
+from replica_engine.errors import ProgramError, WorkerLostError
 
 
 @pytest.fixture
@@ -101,3 +102,23 @@ def test_numbers_in_structures_are_settings(two):
 def test_integers_are_compiled_in(two):
     result = two.strategy.run(lambda size: tf.ones([size]), args=(3,))
     assert [each.shape for each in two.strategy.experimental_local_results(result)] == [(3,), (3,)]
+
+
+def test_a_failure_that_is_not_the_body_s_does_not_trace_it_again(two):
+    """A program that does not fit into memory, and a job that lost a worker."""
+    traces = []
+
+    def too_large(rate):
+        traces.append(rate)
+        noise = tf.random.normal([1 << 22, 1 << 20])
+        return tf.reduce_sum(noise @ tf.transpose(noise)) * rate
+
+    def of_the_job(rate):
+        traces.append(rate)
+        raise WorkerLostError("worker 1 is gone")
+
+    for step, error in ((too_large, ProgramError), (of_the_job, WorkerLostError)):
+        with pytest.raises(error):
+            two.strategy.run(step, args=(0.5,))
+        assert len(traces) == 1
+        traces.clear()

@@ -18,7 +18,6 @@ import tensorflow as tf
 # record_operation: tells tapes the gradient of some tensors with respect to others.
 from tensorflow.python.eager import record as _record
 
-
 _REGISTERED = f"ReplicaEngineGradient_{uuid.uuid4().hex}"  # unique also after a reload
 _NUMBER = "_replica_engine_gradient"  # attribute of an op: the number of its gradient, which copies of the op have too
 _KEPT = "_replica_engine_gradients"  # attribute of a graph: its gradients

@@ -84,6 +84,8 @@ def updates_of(
 ) -> list[Update]:
     """What a call of `update_state` does to the variables of a metric. The call changes no variable.
 
+    The caller holds off Ctrl-C, so that it has the metric as it was when it gets one.
+
     Args:
         metric: the metric, with all its variables.
         update_state: its method.
@@ -93,16 +95,19 @@ def updates_of(
     """
     found: list[Update] = []
     context = contextvars.copy_context()
-    thread = threading.Thread(
-        target=lambda: found.extend(context.run(_updates, metric, update_state, args, kwargs, place)),
-        name="replica_engine: metric",
-    )
     kept = [(each, dict(vars(each))) for each in _with_inner(metric)]
+
+    def look() -> None:
+        try:
+            found.extend(context.run(_updates, metric, update_state, args, kwargs, place))
+        finally:  # an update may keep tensors; those of the graph that is thrown away must not stay
+            for each, attributes in kept:
+                vars(each).clear()
+                vars(each).update(attributes)
+
+    thread = threading.Thread(target=look, name="replica_engine: metric")
     thread.start()
     thread.join()
-    for each, attributes in kept:  # an update may keep tensors; those of the graph that is thrown away must not stay
-        vars(each).clear()
-        vars(each).update(attributes)
     return found
 
 

@@ -145,10 +145,6 @@ class MultiWorkerExtended(ReplicaThreads, Reductions, _Compared, HostDatasets, d
             kwargs["initial_value"] = compared
         return super()._get_variable_creator_initial_value(replica_id, device, primary_var, **kwargs)
 
-    def _use_merge_call(self) -> bool:
-        """The hook that says whether replicas must meet to update a variable."""
-        return not distribute.is_merged() and super()._use_merge_call()
-
     @property
     def num_hosts(self) -> int:
         """The number of workers."""

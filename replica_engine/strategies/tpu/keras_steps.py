@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.errors import BatchError
-from replica_engine.strategies import models
 from replica_engine.strategies.tpu.device_loops import LoopSettings
 
 
@@ -32,10 +31,12 @@ def device_loop(model: Any, step_function: Callable[..., Any], plain: Callable[.
         return plain
 
     def one_step(iterator: Any) -> Any:
+        programs.take_mismatch()
         try:
             return plain(iterator)
-        except Exception as error:
-            if models.is_uneven(error):
+        except tf.errors.OpError:
+            mismatch = programs.take_mismatch()
+            if mismatch is not None and len({shape[:1] for shape in mismatch.by_replica}) > 1:
                 raise BatchError.uneven_later(strategy.num_replicas_in_sync) from None
             raise
 

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.diagnostics.flight_record import SyncPointRecord, launch_records
-from replica_engine.errors import many_traces
+from replica_engine.errors import ReplicaMismatchError, many_traces
 from replica_engine.pjrt import cpu_rewrites
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
@@ -40,7 +40,6 @@ _logger = logging.getLogger("replica_engine")
 MANY_TRACES = 8
 """The number of traces of one function after which the cache warns."""
 
-_MOST_RECENT = 16
 _NO_HOSTS: Hosts = frozenset()
 
 MOST_PROGRAMS = 256
@@ -97,7 +96,8 @@ class ProgramCache:
         self._with_numbers: LastUsed = LastUsed(most)
         self._sparse: LastUsed = LastUsed(most)
         self._executables: LastUsed = LastUsed(most)
-        self._recent: dict[Any, _Recent] = {}  # by the code of a function
+        self._most = most
+        self._recent: dict[Any, _Recent] = {}  # by the code of a function; the oldest go, without a note of each use
         self._warm: dict[Any, tuple[_Recent, Warm, Compiled]] = {}  # those that `recall` finds
         self._lock = threading.RLock()  # reentrant: a trace may run another trace on the same thread
 
@@ -109,6 +109,11 @@ class ProgramCache:
     def moves_ops(self) -> bool:
         """Whether ops that XLA cannot compile run on the host."""
         return self._body.moves_ops
+
+    def take_mismatch(self) -> ReplicaMismatchError | None:
+        """The error that ended an op in a graph, see `Body.mismatch`, and forgets it."""
+        found, self._body.mismatch = self._body.mismatch, None
+        return found
 
     @property
     def limits(self) -> Limits:
@@ -128,12 +133,12 @@ class ProgramCache:
                 return known.program
         program = self._find(source, arguments, shapes)
         if used is not None and not self._sparse and _are_the_same(used, source.used(self._hosts_of(source))):
-            if len(self._recent) >= _MOST_RECENT:
-                self._recent.clear()
-                self._warm.clear()
             found = _Recent(used, arguments.key, shapes, self.moves_ops, program, self._hosts_of(source))
-            self._recent[source.code] = found
-            self._warm.pop(source.code, None)
+            with self._lock:
+                for code in (source.code, *([] if len(self._recent) < self._most else [next(iter(self._recent))])):
+                    self._recent.pop(code, None)
+                    self._warm.pop(code, None)
+                self._recent[source.code] = found
         return program
 
     def keep_warm(

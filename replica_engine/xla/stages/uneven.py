@@ -85,7 +85,9 @@ def _mismatch(traced: BodyGraph, slots: Sequence[Sequence[np.ndarray]]) -> Repli
     )
     other = next(index for index, shape in enumerate(shapes) if shape != shapes[0])
     met = next((f"{each.kind}{at(each.where)}" for each in traced.collectives), "")
-    return ReplicaMismatchError.shapes(name, other, str(shapes[0]), str(shapes[other]), met)
+    error = ReplicaMismatchError.shapes(name, other, str(shapes[0]), str(shapes[other]), met)
+    error.by_replica = shapes
+    return error
 
 
 def _run(
