@@ -40,6 +40,7 @@ from replica_engine.errors.devices import (
     BackendMissingError,
     DeviceError,
     ForkedError,
+    warn_not_started,
 )
 from replica_engine.errors.host_calls import (
     HostAccessError,
@@ -234,6 +235,7 @@ __all__ = [
     "warn_different_lines",
     "warn_foreign_optimizer",
     "warn_metric_not_a_sum",
+    "warn_not_started",
     "warn_shared_variable",
     "warn_tape_outside",
     "warn_uneven_evaluation",

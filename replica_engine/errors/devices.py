@@ -5,7 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from replica_engine.errors.base import ReplicaEngineError, shown
+from replica_engine.errors.base import ReplicaEngineError, shown, with_more
+
+_CAUSES = (
+    "Another process may use the devices, the driver may not fit the installed package, or a lock file of an earlier "
+    "process may be left. Mend that, and start the process again."
+)
+
+
+@with_more
+def warn_not_started(platform: str, reason: str, instead: str) -> str:
+    """The warning that a platform could not start, and that another one is taken because none was asked for."""
+    return (
+        f"jax could not start the {platform.upper()} platform, so this process runs on {instead.upper()} devices: "
+        f"{reason.strip()}\n{_CAUSES} To make it an error, ask for the platform, xla.PjrtClusterResolver({platform!r}); "
+        f"to take {instead.upper()} devices without this warning, ask for those, xla.PjrtClusterResolver({instead!r})."
+    )
 
 
 class DeviceError(ReplicaEngineError, ValueError, AssertionError):
@@ -148,6 +163,14 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
         return cls(
             f"jax finds no {platform.upper()} device. This process has: {', '.join(present)}. For GPUs install "
             '"replica-engine[cuda]", for TPUs "replica-engine[tpu]".'
+        )
+
+    @classmethod
+    def not_started(cls, platform: str, reason: str, present: Sequence[str]) -> DeviceError:
+        """The platform is installed, and jax could not start it."""
+        return cls(
+            f"jax could not start the {platform.upper()} platform: {reason.strip()}\n{_CAUSES} This process has: "
+            f"{', '.join(present)}."
         )
 
     @classmethod

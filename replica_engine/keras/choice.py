@@ -54,7 +54,7 @@ def choose(model: keras.Model, replicas: int | None) -> tuple[tf.distribute.Stra
     unsupported = [layer.name for layer in layers if not layer.supports_jit]
     convolutions = [layer.name for layer in layers if isinstance(layer, _SLOW_IN_XLA_ON_CPU)]
     fused = [layer.name for layer in layers if isinstance(layer, _FAST_IN_XLA)]
-    if not unsupported and _has_tpus():
+    if not unsupported and _has_tpus(kind.lower()):
         return compiled_strategy(replicas), "it is what TPUs run"
     if unsupported:
         reason = f"XLA cannot compile the layer {unsupported[0]!r}"
@@ -75,9 +75,9 @@ def choose(model: keras.Model, replicas: int | None) -> tuple[tf.distribute.Stra
     return MirroredStrategy(mirrored[:replicas]), reason
 
 
-def _has_tpus() -> bool:
+def _has_tpus(instead: str) -> bool:
     try:
         from replica_engine.pjrt.devices import has_accelerators
     except BackendMissingError:
         return False
-    return has_accelerators("tpu")
+    return has_accelerators("tpu", instead)

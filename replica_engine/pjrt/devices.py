@@ -12,9 +12,9 @@ from typing import Any
 
 from replica_engine import hosts
 from replica_engine.errors import DeviceError, positive_int
-from replica_engine.pjrt import abandoned, workers
+from replica_engine.pjrt import abandoned, accelerators, workers
 from replica_engine.pjrt.group import DeviceGroup
-from replica_engine.pjrt.jaxlib import jax, make_cpu_client
+from replica_engine.pjrt.jaxlib import make_cpu_client
 from replica_engine.process import cores
 
 PLATFORMS = ("tpu", "gpu", "cpu")
@@ -36,11 +36,11 @@ def device_group(platform: str | None = None, count: int | None = None) -> Devic
             that the process may use.
 
     Raises:
-        DeviceError: the platform is unknown, has no device here, or has fewer than `count`.
+        DeviceError: the platform is unknown, has no device here, could not start, or has fewer than `count`.
     """
     if count is not None:
         count = _number(count)
-    platform = platform_named(platform) or next(name for name in PLATFORMS if name == "cpu" or _accelerators(name))
+    platform = platform_named(platform) or _best()
     if platform == "cpu":
         count = count or cores()
         if count > MOST_CPU_DEVICES:
@@ -53,9 +53,7 @@ def device_group(platform: str | None = None, count: int | None = None) -> Devic
             return group
     devices = _accelerators(platform)
     if not devices:
-        raise DeviceError.none_of_platform(
-            platform, [name for name in PLATFORMS if name == "cpu" or _accelerators(name)]
-        )
+        raise accelerators.none_of(platform, [name for name in PLATFORMS if name == "cpu" or _accelerators(name)])
     if count is not None and count > len(devices):
         raise DeviceError.too_few(count, platform.upper(), len(devices))
     return _group(platform, devices[:count])
@@ -101,9 +99,17 @@ def platform_named(platform: str | None) -> str | None:
     return platform.lower()
 
 
-def has_accelerators(platform: str) -> bool:
-    """Whether jax finds devices of a platform, "tpu" or "gpu", on this machine."""
-    return bool(_accelerators(platform))
+def has_accelerators(platform: str, instead: str | None = None) -> bool:
+    """Whether jax finds devices of a platform, "tpu" or "gpu", on this machine.
+
+    Args:
+        platform: the platform.
+        instead: the platform that is taken if there are none; then there is a warning if they could not start.
+    """
+    found = bool(_accelerators(platform))
+    if instead is not None and not found:
+        accelerators.warn_of_fallback(platform, instead)
+    return found
 
 
 def memory_limit(devices: DeviceGroup) -> int | None:
@@ -147,16 +153,24 @@ def _group(platform: str, devices: tuple) -> DeviceGroup:
 def _accelerators(platform: str) -> tuple:
     if not _has_plugin():
         return ()  # asking jax would start it, after which its own CPU devices could not be configured
-    try:
-        return tuple(jax.local_devices(backend=platform))
-    except RuntimeError:  # raised by jax if it finds no such device
-        return ()
+    return accelerators.local(platform)
+
+
+def _best() -> str:
+    """The first platform that has devices. If one before it could not start, there is a warning."""
+    for name in PLATFORMS:
+        if name == "cpu" or _accelerators(name):
+            for before in PLATFORMS[: PLATFORMS.index(name)]:
+                accelerators.warn_of_fallback(before, name)
+            return name
+    raise AssertionError("CPU devices are made on request")
 
 
 def _has_plugin() -> bool:
     """Whether a package is installed that could give jax TPUs or GPUs."""
     plugins = importlib.metadata.entry_points(group="jax_plugins")
-    return bool(plugins) or any(importlib.util.find_spec(name) is not None for name in ("jax_plugins", "libtpu"))
+    installed = any(importlib.util.find_spec(name) is not None for name in ("jax_plugins", "libtpu"))
+    return bool(plugins) or installed or accelerators.LIBTPU in os.environ
 
 
 def _number(count: object) -> int:

@@ -39,6 +39,8 @@ try:
     # global_state: what jax knows of the other processes when it makes clients of GPUs and TPUs.
     # ShapedArray: the shape and dtype of an array, needed to make one.
     # make_ir_context: an MLIR context that knows the dialects of the programs.
+    # xla_bridge: has the reasons why platforms did not start (`_backend_errors`), which jax does not always tell.
+    from jax._src import xla_bridge
     from jax._src.distributed import global_state
     from jax._src.interpreters.mlir import make_ir_context
     from jax.core import ShapedArray
@@ -141,4 +143,5 @@ __all__ = [
     "make_cpu_client",
     "make_gloo_tcp_collectives",
     "make_ir_context",
+    "xla_bridge",
 ]

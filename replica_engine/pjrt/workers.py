@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from replica_engine import hosts
 from replica_engine.errors import ClusterConfigError, DeviceError, WorkerVersionError
 from replica_engine.hosts.addresses import own_host
-from replica_engine.pjrt import rendezvous
+from replica_engine.pjrt import accelerators, rendezvous
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import (
     RUNTIME_ERRORS,
@@ -130,11 +130,12 @@ class _Workers:
         global_state.process_id = self.cluster.process_id
         global_state.num_processes = self.cluster.num_processes
         for name in ("tpu", "gpu") if platform is None else (platform,):
-            try:
-                return tuple(jax.devices(name))
-            except RuntimeError as error:  # raised by jax if it finds no such device
-                if platform is not None:
-                    raise DeviceError.none_of_platform(name, ["cpu"]) from error
+            if found := accelerators.of_all_workers(name):
+                return found
+            if platform is not None:
+                raise accelerators.none_of(name, ["cpu"])
+        for name in ("tpu", "gpu"):
+            accelerators.warn_of_fallback(name, "cpu")
         return ()
 
 

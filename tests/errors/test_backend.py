@@ -11,8 +11,8 @@ from helpers.golden import shows
 
 import replica_engine
 from replica_engine import TPUStrategy, hosts, xla
-from replica_engine.errors import BackendMissingError, DeviceError
-from replica_engine.pjrt import devices, executable, markers, workers
+from replica_engine.errors import BackendMissingError, DeviceError, warn_not_started
+from replica_engine.pjrt import accelerators, devices, executable, markers, workers
 
 
 @shows(DeviceError.bad_count)
@@ -72,6 +72,28 @@ def _no_accelerators(monkeypatch):
 def test_a_tpu_where_there_is_none():
     """On a machine without TPU."""
     TPUStrategy(xla.PjrtClusterResolver("tpu"))
+
+
+@pytest.fixture
+def _tpu_in_use(monkeypatch):
+    reason = "ABORTED: The TPU is already in use by process with pid 4711. Not attempting to load libtpu.so."
+    monkeypatch.setattr(devices, "_accelerators", lambda platform: ())
+    monkeypatch.setattr(accelerators, "_reason", lambda platform: reason if platform == "tpu" else "")
+    monkeypatch.setattr(accelerators, "_told", set())
+
+
+@pytest.mark.usefixtures("_tpu_in_use")
+@shows(DeviceError.not_started)
+def test_a_tpu_that_does_not_start():
+    """On a machine whose TPU another process uses."""
+    TPUStrategy(xla.PjrtClusterResolver("tpu"))
+
+
+@pytest.mark.usefixtures("_tpu_in_use")
+@shows(warn_not_started)
+def test_cpu_devices_instead_of_a_tpu():
+    """On a machine whose TPU another process uses."""
+    TPUStrategy(num_cores=2)
 
 
 @pytest.fixture

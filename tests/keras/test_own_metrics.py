@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from replica_engine import MirroredStrategy, TPUStrategy
+from replica_engine import TPUStrategy
 from replica_engine._tf.keras import sums
 from replica_engine.keras import replicate_model
 from replica_engine.testing import check_parity
