@@ -41,7 +41,9 @@ def _with_more(wording: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(wording)
     def worded(cls: type, *args: Any, **kwargs: Any) -> Any:
         error = wording(cls, *args, **kwargs)
-        add_note(error, f"{_MORE}{cls.__name__}.{wording.__name__}")
+        own = vars(error).pop("__notes__", [])  # these come last: of a long output people read the last lines
+        for note in (f"{_MORE}{cls.__name__}.{wording.__name__}", *own):
+            add_note(error, note)
         return error
 
     return worded

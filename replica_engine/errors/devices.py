@@ -18,8 +18,8 @@ def warn_not_started(platform: str, reason: str, instead: str) -> str:
     """The warning that a platform could not start, and that another one is taken because none was asked for."""
     return (
         f"jax could not start the {platform.upper()} platform, so this process runs on {instead.upper()} devices: "
-        f"{reason.strip()}\n{_CAUSES} To make it an error, ask for the platform, xla.PjrtClusterResolver({platform!r}); "
-        f"to take {instead.upper()} devices without this warning, ask for those, xla.PjrtClusterResolver({instead!r})."
+        f"{reason.strip()}\n{_CAUSES} To make it an error, ask for it: xla.PjrtClusterResolver({platform!r}). "
+        f"To take {instead.upper()} devices without this warning, ask for those: xla.PjrtClusterResolver({instead!r})."
     )
 
 

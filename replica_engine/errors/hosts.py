@@ -469,10 +469,13 @@ def _about(kind: type[ClusterConfigError], field: str, message: str) -> ClusterC
 
 def _lost(kind: type[WorkerLostError], row: WorkerRow, what: str, again: bool = True) -> WorkerLostError:
     last = f" Its last: {row.last}." if row.last else ""
-    error = kind(f"{row.name} {what.removesuffix('.')}.{last} The others cannot go on without it.")
+    what = what.removesuffix(".")
+    error = kind(f"{row.name} {what}.{last} The others cannot go on without it.")
     error.again = again
-    if again and os.environ.get(LAUNCHED) != "1":
-        add_note(error, _AGAIN)
+    if os.environ.get(LAUNCHED) != "1":  # `replica-engine launch` prints the same at the end
+        if again:
+            add_note(error, _AGAIN)
+        add_note(error, f"{row.name} {what}")
     error.worker, error.host, error.pid = row.worker, row.host, row.pid
     error.step, error.sync_point = row.step, row.sync_point
     return error

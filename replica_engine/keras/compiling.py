@@ -1,4 +1,4 @@
-"""Messages to the user while a step is traced and compiled, which may take longer than an epoch."""
+"""Messages to the user while a step is traced, and maybe compiled, which may take longer than an epoch."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ _logger = logging.getLogger("replica_engine")
 
 
 @contextlib.contextmanager
-def compiling(what: str, was_read: Callable[[], bool] = lambda: False) -> Iterator[None]:
+def compiling(what: str, was_read: Callable[[], bool] = lambda: False, only_traced: bool = False) -> Iterator[None]:
     """Logs at level INFO that something was compiled, with the time, and at level WARNING if it takes long.
 
     Args:
         what: a description of what the `with` block traces, compiles and runs for the first time.
         was_read: asked after the block: whether the program was read from the cache folder, and not compiled.
+        only_traced: whether nothing is compiled.
     """
     started = time.monotonic()
+    doing, done_words = ("tracing", "traced") if only_traced else ("compiling", "compiled")
     done = threading.Event()
 
     def tell() -> None:
         while not done.wait(PROGRESS_EVERY):
-            _logger.warning("still compiling %s: %.0f s so far", what, time.monotonic() - started)
+            _logger.warning("still %s %s: %.0f s so far", doing, what, time.monotonic() - started)
 
     teller = threading.Thread(target=tell, name="replica_engine: compiling", daemon=True)
     teller.start()
@@ -45,7 +47,7 @@ def compiling(what: str, was_read: Callable[[], bool] = lambda: False) -> Iterat
     finally:
         done.set()
         teller.join()
-    made = "read the program for" if was_read() else "compiled"
+    made = "read the program for" if was_read() else done_words
     _logger.info("%s %s, and ran it once, in %.1f s", made, what, time.monotonic() - started)
 
 

@@ -81,7 +81,7 @@ class OnThreads:
         if kind in self._traced:
             return compiled(batch)
         what = f"{name} of {self._model.name!r} for {self._size} replicas, batches of {samples.described(batch)}"
-        with compiling(what):
+        with compiling(what, only_traced=True):
             # The graph takes any number of samples, so the last batch of a dataset needs no other graph.
             compiled.get_concrete_function(general)
             outputs = compiled(batch)

@@ -1,8 +1,8 @@
 """TPUs and GPUs as jax finds them, and why a platform did not start.
 
 jax starts all platforms at once, when it is first asked for devices. A plugin may fail: its devices are in use by
-another process, the driver is too old, a lock file is left. jax then leaves the platform out, and notes the reason under
-the plugin's name, or raises it once and has forgotten it at the next question. So the reasons are kept here.
+another process, the driver is too old, a lock file is left. jax then leaves the platform out, and notes the reason
+under the plugin's name, or raises it once and has forgotten it at the next question. So the reasons are kept here.
 """
 
 from __future__ import annotations

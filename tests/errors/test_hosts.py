@@ -25,6 +25,7 @@ from replica_engine.errors import (
     slow_workers,
     tries_again,
 )
+from replica_engine.errors.hosts import WorkerRow
 from replica_engine.hosts import find_cluster, joining, serve
 from replica_engine.hosts.member import _members
 from replica_engine.strategies.multi_worker.launches import Launches
@@ -407,3 +408,14 @@ def test_a_collective_in_a_graph_of_the_past():
     launches = Launches(hosts.join())
     with tf.Graph().as_default():
         launches.describe("all_reduce", tf.constant(1.0))
+
+
+def test_the_last_line_names_the_worker_and_the_cause(monkeypatch):
+    """A worker that `replica-engine launch` has started need not: the launcher prints it last."""
+    row = WorkerRow(1, 2, "node-a", 7)
+    more = "more: replica-engine explain WorkerLostError.raised"
+    monkeypatch.delenv("REPLICA_ENGINE_LAUNCHED", raising=False)
+    first, *_, last = WorkerLostError.raised(row, "ValueError: no file").__notes__
+    assert (first, last) == (more, "worker 1 of 2 (node-a, pid 7) has raised ValueError: no file")
+    monkeypatch.setenv("REPLICA_ENGINE_LAUNCHED", "1")
+    assert WorkerLostError.raised(row, "ValueError: no file").__notes__ == [more]

@@ -55,7 +55,9 @@ def test_who_traces_longest_is_no_straggler(tmp_path, capsys):
         written.append(Span(Track("MirroredStrategy", name, 1), "run", "run", begin, end, None))
     path = tmp_path / "run.json"
     write(str(path), written * 2, 0.0, 1.0, 0)
-    assert "slowest: not known, there is no whole step in this time; of a tf.function only" in shown(capsys, path)
+    out = shown(capsys, path)
+    assert "slowest: not known, there is no whole step in this time; of a tf.function only" in out
+    assert "model.compile(..., run_eagerly=True) for fit" in out
 
 
 def test_one_step_alone_is_said_to_be_little_to_judge_by(recorded, capsys):
@@ -65,6 +67,12 @@ def test_one_step_alone_is_said_to_be_little_to_judge_by(recorded, capsys):
 def test_a_difference_that_is_small_in_the_step_is_not_named(recorded):
     timeline = spans.read(str(recorded([(0.1, 0.1), *[(0.100, 0.102)] * 5])))
     assert steps.straggler(spans.by_replica(timeline.tracks), steps.compared(timeline, "MirroredStrategy")) is None
+
+
+def test_a_difference_of_microseconds_is_not_named(recorded, capsys):
+    """A fifth of 0.3 ms: as much as a thread that is woken late."""
+    path = recorded([(0.1, 0.1), *[(0.0003, 0.00036)] * 9])
+    assert "slowest: none, the replicas work equally long" in shown(capsys, path)
 
 
 def test_the_part_that_is_asked_for_holds_for_the_table(recorded, capsys, tmp_path):

@@ -20,13 +20,14 @@ from replica_engine.telemetry.report.spans import DrawnSpan, DrawnTrack, Timelin
 WORK = ("run", "host call")
 NO_STEP = (
     "there is no whole step in this time; of a tf.function only the tracing is seen, so record eager steps: "
-    "tf.config.run_functions_eagerly(True)"
+    "tf.config.run_functions_eagerly(True), or model.compile(..., run_eagerly=True) for fit"
 )
 ON_HOST = ("host call",)  # kinds compared in a compiled program, as all its replicas run from launch to end
 _RUNS = ("run", "trace")
 _CALLER = "coordinator"  # the thread that calls run
 _WORKER = re.compile(r"worker \d+:")  # how the groups of a job of several workers begin
 NOISE = 0.05  # a smaller part of the others' work, or of a replica's share of the step, names nobody
+LEAST = 0.5e-3  # seconds of a step: threads that are woken late make smaller differences, which mean nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +96,7 @@ def straggler(replicas: list[DrawnTrack], steps: list[tuple[float, float]], comp
     others = statistics.mean(median for index, median in enumerate(medians) if index != most)
     step = statistics.median(end - begin for begin, end in steps)
     share = step if compiled else step / len(replicas)  # replicas on threads take turns
-    if medians[most] - others <= NOISE * max(others, share):
+    if medians[most] - others <= max(LEAST, NOISE * max(others, share)):
         return None
     does = "its host calls take" if compiled else "it works"
     return Straggler(replicas[most].name, medians[most], others, len(steps), does)
@@ -122,7 +123,7 @@ def slow_worker(timeline: Timeline, begin: float = 0.0, end: float = math.inf) -
         medians[group.partition(":")[0]], count = statistics.median(own), len(own)
     slowest = max(medians, key=lambda name: medians[name])
     others = statistics.mean(seconds for name, seconds in medians.items() if name != slowest)
-    if medians[slowest] - others <= NOISE * others:
+    if medians[slowest] - others <= max(LEAST, NOISE * others):
         return f"none, the workers work equally long ({counted(count)})"
     return Straggler(slowest, medians[slowest], others, count)
 
