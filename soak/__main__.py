@@ -1,4 +1,4 @@
-"""`python -m soak`: faults in a process, in separate processes, in jobs, and load; then writes docs/reliability.md."""
+"""`python -m soak`: faults in a process, in processes, in jobs, load, trainings; then writes docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from soak.outcome import Outcome
 
-SUITES = ("faults", "processes", "restarts", "lost", "load")
+SUITES = ("faults", "processes", "restarts", "lost", "load", "trainings")
 
 
 def main() -> int:
@@ -22,8 +23,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m soak", description=__doc__)
     parser.add_argument("--only", choices=SUITES, action="append", help="run only this suite")
     parser.add_argument("--injections", type=int, default=10_000, help="number of random faults (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first fault (default %(default)s)")
-    parser.add_argument("--seconds", type=float, help="stop injecting faults after this many seconds")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first fault or training (default %(default)s)")
+    parser.add_argument("--seconds", type=float, help="stop injecting faults, and training, after this many seconds")
     parser.add_argument(
         "--moments", type=int, default=6, help="number of random moments for each signal (default %(default)s)"
     )
@@ -32,6 +33,11 @@ def main() -> int:
     )
     parser.add_argument("--lost", type=int, default=3, help="number of losses of each kind (default %(default)s)")
     parser.add_argument("--runs", type=int, default=100_000, help="number of small runs in a row (default %(default)s)")
+    parser.add_argument("--trainings", type=int, default=500, help="number of random trainings (default %(default)s)")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="how often each training is trained (default %(default)s)"
+    )
+    parser.add_argument("--training", metavar="JSON", help="trains this one, which a failure printed")
     parser.add_argument("--json", default="build/soak.json", help="file for the figures (default %(default)s)")
     parser.add_argument("--report", action="store_true", help="write docs/reliability.md from the figures")
     flags = parser.parse_args()
@@ -72,7 +78,18 @@ def _suite(name: str, flags: argparse.Namespace) -> Iterator[Outcome]:
         return
     from replica_engine.testing import logical_devices
 
-    if name == "faults":
+    if name == "trainings":
+        logical_devices(64)
+        import replica_engine
+        from soak.trainings import suite
+        from soak.trainings.spec import Spec
+
+        one = [Spec.from_json(flags.training)] if flags.training else None
+        with tempfile.TemporaryDirectory() as folder:
+            replica_engine.xla.set_cache_dir(folder)  # a training that is repeated compiles its programs once
+            yield from suite.run(one or suite.drawn(flags.seed, flags.trainings), flags.repeats, flags.seconds)
+            replica_engine.xla.set_cache_dir(None)
+    elif name == "faults":
         logical_devices(64)
         from soak import faults
 

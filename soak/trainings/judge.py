@@ -1,0 +1,151 @@
+"""Whether the numbers of a training are right, and what is rounding.
+
+Two things are asked for:
+
+- **From run to run** in one process, from one seed, every number is bitwise the same.
+- **One device's numbers**, within rounding. Replicas add up in another order, so the last digits differ. Most
+  trainings agree within `TOLERANCES`. Where one does not, the question is how far rounding carries its numbers, and the
+  training itself answers: one device trains again, from weights that differ by a unit in the last place. A difference
+  is rounding if one device moves as far (`FACTOR` times, as there are only a few such trainings), array by array. So no
+  layer, optimizer or metric is an exception by name. A training in float32 must then hold in float64 as well, where
+  rounding is a billion times smaller and a fault is as large.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from collections.abc import Callable
+
+import numpy as np
+
+from soak.trainings.callbacks import Numbers
+from soak.trainings.spec import Spec
+
+TOLERANCES = {"float32": (1e-3, 1e-5), "float64": (1e-7, 1e-9)}
+"""Relative and absolute, by dtype."""
+
+FACTOR = 100
+NUDGES = 3
+
+RUNS, DEVICE, RAISES = "from run to run", "one device", "raises"
+
+Train = Callable[..., Numbers]
+"""`run.trained`, or what a test has in its place."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What came of a training.
+
+    Attributes:
+        problem: None, or what is wrong: `RUNS`, `DEVICE`, or `RAISES` and the name of an exception.
+        details: the first differences, or the traceback.
+        rounding: whether numbers differ from one device's by more than the tolerance, which was found to be rounding.
+        refused: whether one device raises too, so that the spec is no training.
+    """
+
+    problem: str | None = None
+    details: str = ""
+    rounding: bool = False
+    refused: bool = False
+
+
+def judged(spec: Spec, train: Train, repeats: int = 3) -> Verdict:
+    """Trains a spec on one device, then `repeats` times on its strategy, and compares."""
+    try:
+        device = train(spec, one_device=True)
+    except Exception as error:
+        return Verdict(details=_last_line(error), refused=True)
+    try:
+        first = train(spec)
+        for run in range(2, repeats + 1):
+            again = train(spec)
+            if names := unequal(first, again):
+                return Verdict(RUNS, f"run {run} differs from run 1 in {len(names)}: {_shown(names, first, again)}")
+    except Exception as error:
+        return Verdict(f"{RAISES} {type(error).__name__}", _last_line(error))
+    return Verdict() if spec.random else against_device(spec, train, device, first)
+
+
+def keras_differs(spec: Spec, train: Train, repeats: int) -> bool:
+    """Whether plain Keras differs from run to run too, so that no strategy can do better."""
+    first = train(spec, one_device=True)
+    return any(unequal(first, train(spec, one_device=True)) for _ in range(repeats))
+
+
+def unequal(one: Numbers, other: Numbers) -> list[str]:
+    """The names of numbers that are not bitwise the same."""
+    return [
+        name
+        for name in one | other
+        if name not in one or name not in other or one[name].tobytes() != other[name].tobytes()
+    ]
+
+
+def against_device(spec: Spec, train: Train, device: Numbers, numbers: Numbers) -> Verdict:
+    """Compares with one device's numbers, and tells rounding from faults."""
+    names = far(device, numbers, spec.dtype)
+    if not names:
+        return Verdict()
+    nudged = [train(spec, one_device=True, nudge=seed) for seed in range(NUDGES)]
+    names = [name for name in names if not _is_rounding(name, device, numbers, nudged)]
+    if names:
+        return Verdict(DEVICE, f"{spec.dtype}: {len(names)} differ: {_shown(names, device, numbers)}")
+    if spec.dtype == "float64" or spec.loss_scale:
+        return Verdict(rounding=True)
+    precise = dataclasses.replace(spec, dtype="float64")
+    verdict = against_device(precise, train, train(precise, one_device=True), train(precise))
+    return dataclasses.replace(verdict, rounding=True)
+
+
+def far(one: Numbers, other: Numbers, dtype: str) -> list[str]:
+    """The names of numbers that are not within the tolerance."""
+    relative, absolute = TOLERANCES[dtype]
+    return [
+        name
+        for name in one | other
+        if name not in one
+        or name not in other
+        or one[name].shape != other[name].shape
+        or not np.allclose(one[name], other[name], relative, absolute, equal_nan=True)
+    ]
+
+
+def _is_rounding(name: str, device: Numbers, numbers: Numbers, nudged: list[Numbers]) -> bool:
+    """Whether one device's own numbers move as far when its weights change by a unit in the last place."""
+    moved = max(_distance(name, device, each) for each in nudged)
+    return _distance(name, device, numbers) <= FACTOR * moved
+
+
+def _distance(name: str, one: Numbers, other: Numbers) -> float:
+    """The largest difference of two arrays; infinity if it cannot be said."""
+    if name not in one or name not in other or one[name].shape != other[name].shape:
+        return np.inf
+    difference = np.abs(one[name].astype("float64") - other[name].astype("float64"))
+    same = np.isnan(one[name].astype("float64")) & np.isnan(other[name].astype("float64"))
+    return float(np.nan_to_num(np.where(same, 0, difference), nan=np.inf).max(initial=0))
+
+
+def _shown(names: list[str], one: Numbers, other: Numbers) -> str:
+    """The first names, each with the two values that differ most."""
+    parts = []
+    for name in names[:4]:
+        if name not in one or name not in other:
+            parts.append(f"{name}: only in {'one' if name in one else 'the other'}")
+        elif one[name].shape != other[name].shape:
+            parts.append(f"{name}: {one[name].shape} and {other[name].shape}")
+        else:
+            differences = np.abs(one[name].astype("float64") - other[name].astype("float64"))
+            index = np.unravel_index(np.argmax(differences), differences.shape)
+            parts.append(f"{name}: {one[name][index]!r} and {other[name][index]!r}")
+    return "; ".join(parts)
+
+
+def _last_line(error: Exception) -> str:
+    """The type of an exception with the telling part of its text: that of a graph ends with it, after a traceback."""
+    text = str(error)
+    if "Detected at node" in text:
+        text = text.split("\n\n")[-1]
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {' '.join(text[:600].split())} ({frame.filename}:{frame.lineno})"

@@ -1,0 +1,186 @@
+"""Trains a spec, on its strategy or on one device, and collects every number that comes out."""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import replica_engine
+from replica_engine.keras import replicate_model
+from soak.trainings import callbacks, data, model
+from soak.trainings.callbacks import Numbers
+from soak.trainings.spec import COMPILED, REPLICATE, SCOPE, Spec
+
+
+@functools.cache
+def strategy_of(name: str, replicas: int) -> Any:
+    """One strategy for all specs of a kind."""
+    if name == COMPILED:
+        return replica_engine.TPUStrategy(num_cores=replicas)
+    return replica_engine.MirroredStrategy(replica_engine.testing.logical_devices(4)[:replicas])
+
+
+def trained(spec: Spec, one_device: bool = False, nudge: int | None = None) -> Numbers:
+    """All numbers of a training: logs, metrics, weights, the state of the optimizer, predictions.
+
+    Args:
+        spec: the training.
+        one_device: trains with plain Keras, without a strategy.
+        nudge: changes the initial weights by a unit in the last place, up or down at random from this seed.
+    """
+    keras.backend.clear_session()
+    before = keras.config.floatx()
+    keras.config.set_floatx(spec.dtype)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return _Training(spec, one_device, nudge, folder).numbers
+    finally:
+        keras.config.set_floatx(before)
+
+
+class _Training:
+    """One training, from the model to its predictions.
+
+    Attributes:
+        numbers: what came out.
+    """
+
+    def __init__(self, spec: Spec, one_device: bool, nudge: int | None, folder: str):
+        self.spec, self.one_device, self.folder = spec, one_device, folder
+        self.numbers: Numbers = {}
+        self._strategy = None if one_device else strategy_of(spec.strategy, spec.replicas)
+        if self._strategy is not None and spec.api == SCOPE:
+            with self._strategy.scope():
+                self._make()
+        else:
+            self._make()
+        if nudge is not None:
+            model.nudged(self.model, nudge)
+        self.runner = self._replicated(self.model)
+        self._fit("first", self.runner, spec.epochs)
+        if spec.between is not None:
+            self._between(spec.between)
+            self._fit("second", self.runner, 1)
+        self._use()
+
+    def _make(self) -> None:
+        self.model = model.built(self.spec)
+        model.compile_model(self.model, self.spec, self.one_device)
+
+    def _replicated(self, made: keras.Model) -> keras.Model:
+        return replicate_model(made, strategy=self._strategy) if self._strategy and self.spec.api == REPLICATE else made
+
+    def _fit(self, when: str, runner: keras.Model, epochs: int) -> None:
+        """Trains, then writes down history, weights and the optimizer's state."""
+        spec = self.spec
+        if spec.feed == "train_on_batch":
+            self._on_batches(when, runner, epochs)
+        else:
+            history = runner.fit(
+                verbose=0,
+                shuffle=False,
+                epochs=epochs,
+                callbacks=callbacks.made(spec, self.numbers, when, self.folder),
+                class_weight={0: 0.5, 1: 2.0, 2: 1.5} if spec.class_weight else None,
+                **self._fed(),
+                **self._validation(),
+            ).history
+            self.numbers |= {f"{when} history {name}": np.asarray(value) for name, value in history.items()}
+        self._write(f"{when} weight", self.model.weights)
+        self._write(f"{when} optimizer", self.model.optimizer.variables)
+
+    def _fed(self) -> dict[str, Any]:
+        """The arguments of `fit` for the training data."""
+        spec = self.spec
+        if spec.feed == "arrays":
+            x, y, *weights = data.samples(spec, sum(spec.sizes), data.TRAIN)
+            named = {"sample_weight": weights[0] if len(spec.heads) == 1 else list(weights[0])} if weights else {}
+            y = y if len(spec.heads) == 1 else list(y)
+            return {"x": x, "y": y, "batch_size": spec.sizes[0], "steps_per_epoch": self._limit()} | named
+        if spec.feed == "dataset":
+            # Plain Keras begins a step when such a dataset has ended, and makes the part of it that needs no data:
+            # one device is given the length.
+            return {"x": data.dataset(spec, known_length=self.one_device)}
+        batches = data.batches(spec)
+        if spec.feed == "PyDataset":
+            return {"x": data.Batches(batches)}
+        return {"x": data.endless(batches), "steps_per_epoch": len(batches)}
+
+    def _limit(self) -> int | None:
+        full = sum(self.spec.sizes) // self.spec.sizes[0]
+        return self.spec.limit if self.spec.limit is not None and full >= self.spec.limit else None
+
+    def _validation(self) -> dict[str, Any]:
+        if self.spec.validation == "split" and sum(self.spec.sizes) > 3 and self.spec.inputs != "text":
+            return {"validation_split": 0.3}
+        if self.spec.validation is None:
+            return {}
+        size = self._test_batch()
+        return {
+            "validation_data": data.samples(self.spec, 2 * size, data.VALIDATION),
+            "validation_batch_size": size,
+        }
+
+    def _test_batch(self) -> int:
+        """The size of the batches of `evaluate`, of which there are two. `replicate_model` takes uneven ones."""
+        return self.spec.sizes[0] if self.spec.api == SCOPE else 5
+
+    def _on_batches(self, when: str, runner: keras.Model, epochs: int) -> None:
+        batches = data.batches(self.spec) * epochs
+        logs: list[tuple[str, Any]] = []
+        for index, (x, y, *weights) in enumerate(batches):
+            given = {"sample_weight": weights[0]} if weights else {}
+            logs.append((f"train {index}", runner.train_on_batch(x, y, return_dict=True, **given)))
+        logs.append(("test", runner.test_on_batch(*batches[0], return_dict=True)))
+        self.numbers |= {
+            f"{when} {step} {name}": np.asarray(value) for step, log in logs for name, value in log.items()
+        }
+
+    def _write(self, name: str, variables: list[Any]) -> None:
+        for index, variable in enumerate(variables):
+            if "seed_generator" not in variable.path:
+                self.numbers[f"{name} {index} {variable.name}"] = keras.ops.convert_to_numpy(variable)
+
+    def _between(self, name: str) -> None:
+        """What happens between the two fits."""
+        made = self.model
+        if name == "save" and self.spec.style == "functional":
+            path = os.path.join(self.folder, "model.keras")
+            self.runner.save(path)
+            self.model = keras.saving.load_model(path, custom_objects=_OWN)
+            self.runner = self._replicated(self.model)
+        elif name == "weights":
+            path = os.path.join(self.folder, "all.weights.h5")
+            self.runner.save_weights(path)
+            made.set_weights([weight * 0 for weight in made.get_weights()])
+            self.runner.load_weights(path)
+        elif name == "checkpoint":
+            written = tf.train.Checkpoint(model=made).write(os.path.join(self.folder, "checkpoint"))
+            made.set_weights([weight * 0 for weight in made.get_weights()])
+            tf.train.Checkpoint(model=made).read(written)
+        elif name == "original":
+            self._fit("original", made, 1)
+        elif name in ("recompile", "freeze"):
+            if name == "freeze":
+                for layer in made.layers[:2]:
+                    layer.trainable = False
+            model.compile_model(made, self.spec, self.one_device)
+
+    def _use(self) -> None:
+        """`evaluate` and `predict`."""
+        size = self._test_batch()
+        x, y, *weights = data.samples(self.spec, 2 * size, data.TEST)
+        given = {"sample_weight": weights[0]} if weights else {}
+        found = self.runner.evaluate(x, y, batch_size=size, verbose=0, return_dict=True, **given)
+        self.numbers |= {f"evaluate {name}": np.asarray(value) for name, value in found.items()}
+        outputs = tf.nest.flatten(self.runner.predict(x, batch_size=size, verbose=0))
+        self.numbers |= {f"predict {index}": np.asarray(each) for index, each in enumerate(outputs)}
+
+
+_OWN = {"own_loss": model.own_loss, "own_metric": model.own_metric, "LargestError": model.LargestError}

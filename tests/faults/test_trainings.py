@@ -1,0 +1,148 @@
+"""The random trainings of the soak: their draws, the comparison, and how a failing one is made small.
+
+`python -m soak --only trainings` trains hundreds; here the faults are planted.
+"""
+
+import dataclasses
+import gc
+import itertools
+import random
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from soak.trainings import draw, judge, shrink, suite
+from soak.trainings.run import strategy_of, trained
+from soak.trainings.spec import COMPILED, REPLICATE, SCOPE, THREADS, Head, Part, Spec
+
+ERROR = Part("MeanAbsoluteError")
+PLAIN = Spec(0, THREADS, 2, REPLICATE, "vector", (Head("numbers", Part("MeanSquaredError"), (ERROR,)),), sizes=(3, 2))
+
+
+def test_a_seed_draws_a_training_that_its_json_gives_again():
+    drawn = list(suite.drawn(0, 500))
+    assert drawn == list(suite.drawn(0, 500))
+    assert [Spec.from_json(each.to_json()) for each in drawn] == drawn
+    assert len({each.to_json() for each in drawn}) == 500
+
+
+def test_the_draws_have_all_that_trainings_are_made_of():
+    """With datasets of unknown length whose tokens are embedded, for an optimizer with slots: they once went wrong."""
+    drawn = list(suite.drawn(0, 3000))
+    ways = {(each.strategy, each.api, each.replicas, each.feed) for each in drawn}
+    assert len(ways) == 2 * 2 * 4 * 5
+    assert {each.between for each in drawn} == {None, *draw.BETWEEN}
+    assert {name for each in drawn for name in each.callbacks} == set(draw.CALLBACKS)
+    assert any(
+        (each.inputs, each.feed, each.api, each.optimizer.name) == ("tokens", "dataset", SCOPE, "RMSprop")
+        and each.body[-1].name == "GlobalAveragePooling1D"
+        and "momentum" in each.optimizer.options
+        for each in drawn
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_failing_training_is_made_small(seed):
+    """It keeps the metric and the kind of data that make it fail, and nothing else."""
+    metric = Part("own_metric")
+    large = dataclasses.replace(draw.drawn(seed), feed="dataset")
+    large = dataclasses.replace(large, heads=(*large.heads, Head("numbers", Part("Huber"), (ERROR, metric))))
+
+    def fails(spec):
+        return spec.feed == "dataset" and any(metric in head.metrics for head in spec.heads)
+
+    small = shrink.smallest(large, fails)
+    head = Head("numbers", Part("MeanSquaredError"), (metric,))
+    smallest = Spec(seed, large.strategy, 1, large.api, "vector", (head,), sizes=(1,), feed="dataset")
+    assert small == dataclasses.replace(smallest, dtype=large.dtype)
+
+
+def test_every_smaller_training_of_a_scope_has_equal_shards():
+    for spec in suite.drawn(0, 100):
+        for small in shrink.candidates(spec):
+            assert small.api == REPLICATE or all(size % small.replicas == 0 for size in small.sizes)
+
+
+def test_a_difference_is_rounding_only_if_one_device_moves_as_far():
+    """A metric that is 0 / 0 may differ as one device itself does; a weight may not, nor a number that is missing."""
+    draws = random.Random(0)
+
+    def verdict(weight):
+        def train(spec, one_device=False, nudge=None):
+            metric = 0.5 if one_device and nudge is None else draws.random()
+            return {"metric": np.array(metric), "weight": np.array([1.0 if one_device else weight])}
+
+        return judge.judged(PLAIN, train, repeats=1)
+
+    assert verdict(1.0) == judge.Verdict(rounding=True)
+    assert verdict(1.1).problem == judge.DEVICE
+    assert verdict(1.1).details == "float32: 1 differ: weight: np.float64(1.0) and np.float64(1.1)"
+    assert judge.far({"a": np.ones(2)}, {"a": np.ones(3)}, "float64") == ["a"]
+    assert judge.far({"a": np.ones(2)}, {}, "float64") == ["a"]
+    assert judge.unequal({"a": np.array(0.0)}, {"a": np.array(-0.0)}) == ["a"]
+
+
+def test_a_fault_of_float32_alone_is_found_although_numbers_are_badly_conditioned():
+    """Where float32 cannot tell, float64 does."""
+
+    def train(spec, one_device=False, nudge=None):
+        moved = 0 if nudge is None else np.finfo(spec.dtype).eps * 1e4
+        return {"metric": np.array(1 + moved + (0 if one_device else 0.01))}
+
+    verdict = judge.judged(PLAIN, train, repeats=1)
+    assert verdict.problem == judge.DEVICE
+    assert verdict.details.startswith("float64: 1 differ")
+
+
+def test_numbers_that_differ_in_some_runs_are_found_and_made_small(capsys):
+    """As if a slot of an optimizer differed now and then in the second epoch of a dataset."""
+    runs = itertools.count()
+
+    def train(spec, one_device=False, nudge=None):
+        at_fault = (spec.feed, spec.epochs, spec.optimizer.name) == ("dataset", 2, "RMSprop") and not one_device
+        return {"loss": np.array(next(runs) % 3 == 0 if at_fault else 0.0)}
+
+    drawn = (spec for spec in suite.drawn(0, 3000) if (spec.feed, spec.epochs) == ("dataset", 2))
+    large = next(spec for spec in drawn if spec.optimizer.name == "RMSprop" and spec.between and len(spec.heads) == 2)
+    (outcome,) = suite.run([large], repeats=3, train=train)
+    (problem,) = outcome.problems
+    assert "from run to run" in problem
+    small = Spec.from_json(problem.split("--training ")[1].strip("'"))
+    head = Head("numbers", Part("MeanSquaredError"))
+    smallest = Spec(large.seed, large.strategy, 1, large.api, "vector", (head,), sizes=(1,), feed="dataset", epochs=2)
+    assert small == dataclasses.replace(smallest, optimizer=Part("RMSprop"), dtype=large.dtype)
+    assert f"{large}: from run to run" in capsys.readouterr().out
+
+
+@pytest.fixture
+def own_strategies():
+    """The strategies that the soak keeps for all trainings end with the test."""
+    yield
+    strategy_of.cache_clear()
+    gc.collect()
+
+
+@pytest.mark.usefixtures("own_strategies")
+def test_a_metric_that_counts_replicas_is_found(monkeypatch):
+    """Real trainings: all their other numbers are those of one device, in both runs."""
+
+    class Counting(keras.metrics.MeanAbsoluteError):
+        def update_state(self, y, y_pred, sample_weight=None):
+            replicas = tf.distribute.get_replica_context().num_replicas_in_sync
+            super().update_state(y * replicas, y_pred * replicas, sample_weight)
+
+    monkeypatch.setattr(keras.metrics, "MeanAbsoluteError", Counting)
+    monkeypatch.setattr(judge, "NUDGES", 1)
+    verdict = judge.judged(PLAIN, trained, repeats=2)
+    assert verdict.problem == judge.DEVICE
+    names = [each.split(":")[0].strip() for each in verdict.details.split("differ: ")[1].split(";")]
+    assert names == ["first history mean_absolute_error", "evaluate mean_absolute_error"]
+
+
+def test_what_plain_keras_refuses_is_no_training():
+    verdict = judge.judged(dataclasses.replace(PLAIN, body=(Part("Dense", {"units": -1}),), strategy=COMPILED), trained)
+    assert verdict.refused
+    assert verdict.problem is None
+    assert "units" in verdict.details
