@@ -80,7 +80,8 @@ def _summary(of: dict[str, list[dict[str, Any]]]) -> str:
     return (
         f"**{count['faults']:,} random faults** in {seconds / 60:.0f} minutes, {count['processes']:,} scenarios in "
         f"processes of their own, {count['restarts']:,} jobs with a killed worker, "
-        f"{count['lost']:,} with a lost one, {count['load']:,} runs under load, {count['trainings']:,} random trainings. "
+        f"{count['lost']:,} with a lost one, {count['load']:,} runs under load, "
+        f"{count['trainings']:,} random trainings. "
         f"**{lost} lost.**"
     )
 

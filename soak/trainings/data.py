@@ -74,19 +74,18 @@ def _labels(draw: np.random.Generator, head: Head, rows: int) -> np.ndarray:
     return classes
 
 
-def batches(spec: Spec) -> list[tuple[Any, ...]]:
-    """The batches of one epoch."""
-    whole = samples(spec, sum(spec.sizes), BATCHES)
-    ends = np.cumsum(spec.sizes)
+def batches(spec: Spec, sizes: tuple[int, ...], number: int) -> list[tuple[Any, ...]]:
+    """Random samples in batches of these sizes."""
+    whole = samples(spec, sum(sizes), number)
+    ends = np.cumsum(sizes)
     return [
         tf.nest.map_structure(lambda each, begin=end - size, end=end: each[begin:end], whole)
-        for size, end in zip(spec.sizes, ends.tolist(), strict=True)
+        for size, end in zip(sizes, ends.tolist(), strict=True)
     ]
 
 
-def dataset(spec: Spec, known_length: bool) -> tf.data.Dataset:
-    """A dataset from a generator. Without `known_length` nobody knows its length."""
-    made = batches(spec)
+def dataset(made: list[tuple[Any, ...]], known_length: bool) -> tf.data.Dataset:
+    """A dataset from a generator of the batches. Without `known_length` nobody knows its length."""
     signature = tf.nest.map_structure(lambda each: tf.TensorSpec((None, *each.shape[1:]), each.dtype), made[0])
     result = tf.data.Dataset.from_generator(lambda: iter(made), output_signature=signature)
     return result.apply(tf.data.experimental.assert_cardinality(len(made))) if known_length else result

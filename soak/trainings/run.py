@@ -103,14 +103,19 @@ class _Training:
             named = {"sample_weight": weights[0] if len(spec.heads) == 1 else list(weights[0])} if weights else {}
             y = y if len(spec.heads) == 1 else list(y)
             return {"x": x, "y": y, "batch_size": spec.sizes[0], "steps_per_epoch": self._limit()} | named
+        batches = data.batches(spec, spec.sizes, data.BATCHES)
         if spec.feed == "dataset":
-            # Plain Keras begins a step when such a dataset has ended, and makes the part of it that needs no data:
-            # one device is given the length.
-            return {"x": data.dataset(spec, known_length=self.one_device)}
-        batches = data.batches(spec)
+            return {"x": self._dataset(batches)}
         if spec.feed == "PyDataset":
             return {"x": data.Batches(batches)}
         return {"x": data.endless(batches), "steps_per_epoch": len(batches)}
+
+    def _dataset(self, batches: list[tuple[Any, ...]]) -> tf.data.Dataset:
+        """A dataset whose length nobody knows, except one device.
+
+        Plain Keras begins a step when such a dataset has ended, and makes the part of it that needs no data.
+        """
+        return data.dataset(batches, known_length=self.one_device)
 
     def _limit(self) -> int | None:
         full = sum(self.spec.sizes) // self.spec.sizes[0]
@@ -122,6 +127,8 @@ class _Training:
         if self.spec.validation is None:
             return {}
         size = self._test_batch()
+        if self.spec.feed == "dataset":
+            return {"validation_data": self._dataset(data.batches(self.spec, (size, size), data.VALIDATION))}
         return {
             "validation_data": data.samples(self.spec, 2 * size, data.VALIDATION),
             "validation_batch_size": size,
@@ -132,7 +139,7 @@ class _Training:
         return self.spec.sizes[0] if self.spec.api == SCOPE else 5
 
     def _on_batches(self, when: str, runner: keras.Model, epochs: int) -> None:
-        batches = data.batches(self.spec) * epochs
+        batches = data.batches(self.spec, self.spec.sizes, data.BATCHES) * epochs
         logs: list[tuple[str, Any]] = []
         for index, (x, y, *weights) in enumerate(batches):
             given = {"sample_weight": weights[0]} if weights else {}
@@ -176,8 +183,11 @@ class _Training:
         """`evaluate` and `predict`."""
         size = self._test_batch()
         x, y, *weights = data.samples(self.spec, 2 * size, data.TEST)
-        given = {"sample_weight": weights[0]} if weights else {}
-        found = self.runner.evaluate(x, y, batch_size=size, verbose=0, return_dict=True, **given)
+        if self.spec.feed == "dataset":
+            tested: dict[str, Any] = {"x": self._dataset(data.batches(self.spec, (size, size), data.TEST))}
+        else:
+            tested = {"x": x, "y": y, "batch_size": size} | ({"sample_weight": weights[0]} if weights else {})
+        found = self.runner.evaluate(verbose=0, return_dict=True, **tested)
         self.numbers |= {f"evaluate {name}": np.asarray(value) for name, value in found.items()}
         outputs = tf.nest.flatten(self.runner.predict(x, batch_size=size, verbose=0))
         self.numbers |= {f"predict {index}": np.asarray(each) for index, each in enumerate(outputs)}
