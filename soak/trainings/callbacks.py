@@ -8,18 +8,18 @@ from typing import Any
 import keras
 import numpy as np
 
-from soak.trainings.spec import Spec
+from soak.trainings.spec import SCOPE, Spec
 
 Numbers = dict[str, np.ndarray]
 """Every number of a training, by a name that says when it was taken and what it is."""
 
 
 class EachBatch(keras.callbacks.Callback):
-    """Writes down the logs of each batch."""
+    """Writes down the logs of each batch. In a scope those of metrics are means over replicas, as in tf.distribute."""
 
-    def __init__(self, numbers: Numbers, when: str):
+    def __init__(self, numbers: Numbers, when: str, in_scope: bool):
         super().__init__()
-        self.numbers, self.when = numbers, when
+        self.numbers, self.when, self.in_scope = numbers, when, in_scope
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._write("train", batch, logs)
@@ -29,7 +29,8 @@ class EachBatch(keras.callbacks.Callback):
 
     def _write(self, kind: str, batch: int, logs: Any) -> None:
         count = sum(name.startswith(f"{self.when} {kind} ") for name in self.numbers)
-        for name, value in (logs or {}).items():
+        names = ["loss"] if self.in_scope else list(logs or {})
+        for name, value in ((name, logs[name]) for name in names):
             self.numbers[f"{self.when} {kind} {count:03d} batch {batch} {name}"] = np.asarray(value)
 
 
@@ -56,7 +57,7 @@ def made(spec: Spec, numbers: Numbers, when: str, folder: str) -> list[keras.cal
     """The callbacks of one `fit`."""
     monitor = "val_loss" if spec.validation else "loss"
     kinds = {
-        "each_batch": lambda: EachBatch(numbers, when),
+        "each_batch": lambda: EachBatch(numbers, when, spec.api == SCOPE),
         "schedule": lambda: keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.8),
         "plateau": lambda: keras.callbacks.ReduceLROnPlateau(monitor=monitor, patience=0, min_delta=0.5),
         "early_stopping": lambda: keras.callbacks.EarlyStopping(

@@ -65,7 +65,7 @@ def judged(spec: Spec, train: Train, repeats: int = 3) -> Verdict:
                 return Verdict(RUNS, f"run {run} differs from run 1 in {len(names)}: {_shown(names, first, again)}")
     except Exception as error:
         return Verdict(f"{RAISES} {type(error).__name__}", _last_line(error))
-    return Verdict() if spec.random else against_device(spec, train, device, first)
+    return against_device(spec, train, device, first) if spec.comparable else Verdict()
 
 
 def keras_differs(spec: Spec, train: Train, repeats: int) -> bool:

@@ -106,8 +106,8 @@ _SEQUENCE: tuple[Draw, ...] = (
     _recurrent,
     *_ATTENTION,
     _BY_TIME,
-    _fixed("MaxPooling1D", padding="same"),
-    _fixed("AveragePooling1D", padding="same"),
+    _fixed("MaxPooling1D", pool_size=2, padding="same"),
+    _fixed("AveragePooling1D", pool_size=2, padding="same"),
 )
 _IMAGE: tuple[Draw, ...] = (
     _convolution("Conv2D", 2),
@@ -115,8 +115,8 @@ _IMAGE: tuple[Draw, ...] = (
     _convolution("DepthwiseConv2D", 2),
     _convolution("SeparableConv2D", 2),
     _convolution("Conv2DTranspose", 2),
-    _fixed("MaxPooling2D", padding="same"),
-    _fixed("AveragePooling2D", padding="same"),
+    _fixed("MaxPooling2D", pool_size=2, padding="same"),
+    _fixed("AveragePooling2D", pool_size=2, padding="same"),
     _fixed("UpSampling2D", interpolation="bilinear"),
     _fixed("ZeroPadding2D"),
     _fixed("Resizing", height=4, width=4),
