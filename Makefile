@@ -7,7 +7,7 @@
 #   make matrix   the versions of TensorFlow, Keras, jax and Python that matter   ARGS="--tags oldest"
 #   make lint     ruff, mypy, import order
 #   make bench    the benchmarks                     ARGS="--quick" or ARGS="--only eager_run,launch"
-#   make soak     faults, load, trainings; three hours  SOAK="--injections 1000 --only faults"
+#   make soak     faults, load, trainings: four hours  SOAK="--injections 1000 --only faults"
 #   make docs     the documentation, into site/; make docs-serve shows it while you write
 #   make test-docs   builds it, and opens every page in headless Chromium
 #   make wheel    build the wheel, and import it from an empty environment
