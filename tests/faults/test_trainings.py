@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import itertools
 import random
+from unittest.mock import ANY
 
 import keras
 import numpy as np
@@ -94,6 +95,15 @@ def test_a_fault_of_float32_alone_is_found_although_numbers_are_badly_conditione
     verdict = judge.judged(PLAIN, train, repeats=1)
     assert verdict.problem == judge.DEVICE
     assert verdict.details.startswith("float64: 1 differ")
+
+
+def test_a_difference_in_float32_is_judged_although_plain_keras_refuses_float64():
+    def train(spec, one_device=False, nudge=None):
+        if spec.dtype == "float64":
+            raise TypeError("no float64")
+        return {"metric": np.array(1.0 if one_device and nudge is None else 1.1)}
+
+    assert judge.judged(PLAIN, train, repeats=1) == judge.Verdict(rounding=True, details=ANY)
 
 
 def test_numbers_that_differ_in_some_runs_are_found_and_made_small(capsys):
