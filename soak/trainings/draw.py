@@ -100,7 +100,9 @@ def _suspect(draw: random.Random, spec: Spec) -> Spec:
 
 def _with_more(draw: random.Random, spec: Spec) -> Spec:
     """What only `replicate_model` promises."""
-    classes = len(spec.heads) == 1 and spec.heads[0].labels != "numbers" and spec.feed in ("arrays", "dataset")
+    head = spec.heads[0]
+    classes = len(spec.heads) == 1 and head.labels != "numbers" and "ignore_class" not in head.loss.options
+    classes = classes and spec.feed in ("arrays", "dataset")
     weighted = draw.random() < 0.3
     return replace(
         spec,
