@@ -312,7 +312,7 @@ def _gradient(tensors: Any, like: Any, other: Any, variable: Any) -> Any:
         return tensors
     parts = []
     for (values, indices), one, two in zip(tensors, like, other, strict=True):
-        known, same = rows.origin(one.indices), rows.origin(two.indices)
+        known, same = rows.added_up(one.indices), rows.added_up(two.indices)
         if known is not None and known == same:  # the branch hides that these indices are not the batch's
             rows.mark(indices, known)
         shape = tf.constant(tuple(variable.shape), indices.dtype)

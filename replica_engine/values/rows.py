@@ -7,8 +7,8 @@ both is the same sum. To an optimizer it is not: Keras does not add up the rows 
 
 In a graph the ops behind the indices tell. Indices that depend on constants and variables only are the same on all
 replicas. Indices that depend on lengths too (`arange(shape(x)[1])`) are the same as far as they reach. All others may
-depend on the samples. A table that is looked up in both ways has the rows of both, one behind the other, and each part
-is reduced in its way.
+depend on the samples, or on how many there are. A table that is looked up in both ways has the rows of both, one behind
+the other, and each part is reduced in its way.
 
 Eager tensors do not tell what they were made of. Rows of eager tensors are added up if each replica has the same run of
 two or more consecutive indices, as positions are.
@@ -22,12 +22,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf import components, distribute
 from replica_engine._tf.graphs import subgraphs
 
-_OF_SHAPE = frozenset({"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"})
 _OF_VARIABLE = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd"})
 _UNKNOWN = ("Stateless", "Xla", "PyFunc", "EagerPyFunc")
 """How the types of stateless ops begin that may give each replica another value: random numbers, host calls, ids."""
@@ -87,9 +87,9 @@ def origin(tensor: Any) -> Origin | None:
                     return None
                 of_process |= outside.dtype != tf.resource
                 parts.append(name)
-        elif op.type in _OF_SHAPE:
-            of_lengths |= not all(each.shape.is_fully_defined() for each in inputs)
-            parts += [str(each.shape).encode() for each in inputs]
+        elif (length := _length(op)) is not None:
+            of_lengths = True
+            parts.append(b"length %d" % length)
             inputs = []
         elif not _only_computes(op):
             return None
@@ -100,6 +100,26 @@ def origin(tensor: Any) -> Origin | None:
         digests[id(op)] = _digest([*parts, *_attributes(op)])
         numbers |= _numbers(op)
     return Origin(digests[id(tensor.op)], of_lengths, of_process, frozenset(numbers))
+
+
+def added_up(indices: tf.Tensor) -> Origin | None:
+    """What the indices of a lookup depend on, if one device has a row for each, however many samples there are.
+
+    None if they may depend on the samples, or if they are repeated for each sample: `zeros_like(words)`, or positions
+    that were broadcast to the batch before the lookup. Constants do not tell that. Indices that are all different are
+    not repeated; others count as repeated if they are as many as something that comes from outside of the graph.
+    """
+    known = origin(indices)
+    if known is None or _marks.get(indices.graph, {}).get(indices.name) is not None:
+        return known
+    source = indices
+    while source.op.type in ("Reshape", "Identity"):
+        source = source.op.inputs[0]
+    if source.shape.rank is None:
+        return None
+    if source.shape.rank == 0 or source.shape[0] is None or _are_different(source):
+        return known
+    return None if source.shape[0] in _sizes_from_outside(source.graph) else known
 
 
 def mark(tensor: tf.Tensor, known: Origin) -> None:
@@ -201,7 +221,7 @@ class _Plan:
     def _kind(self, column: list[tf.IndexedSlices]) -> str:
         if self._is_eager or any(rows.values.shape.rank is None for rows in column):
             return _JOINED
-        known = [origin(rows.indices) for rows in column]
+        known = [added_up(rows.indices) for rows in column]
         first = known[0]
         if first is None or any(each is None or each.digest != first.digest for each in known):
             return _JOINED
@@ -299,6 +319,47 @@ def _name(outside: Any) -> bytes | None:
     component = components.component(outside)
     container = outside if component is None else component.variable()
     return None if isinstance(container, distribute.SyncOnReadVariable) else b"variable %d" % id(container)
+
+
+def _length(op: tf.Operation) -> int | None:
+    """The dimension whose length an op takes of a shape, if it is not the first, which is that of the samples."""
+    if op.type != "StridedSlice" or op.inputs[0].op.type != "Shape" or op.outputs[0].shape.rank != 0:
+        return None
+    rank, begin = op.inputs[0].op.inputs[0].shape.rank, tf.get_static_value(op.inputs[1])
+    if rank is None or begin is None:
+        return None
+    return int(begin[0]) % rank or None
+
+
+def _are_different(tensor: tf.Tensor) -> bool:
+    """Whether constant indices are all different, as far as their graph can compute them."""
+    operations: dict[int, tf.Operation] = {}
+    pending = [tensor.op]
+    while pending:
+        op = pending.pop()
+        if op.type == "Placeholder" or op.type in _OF_VARIABLE or not _only_computes(op):
+            return False
+        if id(op) not in operations:
+            operations[id(op)] = op
+            pending += [each.op for each in op.inputs]
+    (values,) = subgraphs.run(tensor.graph, operations.values(), [], [], [tensor])
+    found = values.numpy()
+    return bool(len(np.unique(found)) == found.size)
+
+
+def _sizes_from_outside(graph: Any) -> set[int | None]:
+    """The lengths of what a graph, or a graph around it, is given or fetches: among them that of a batch."""
+    found: set[int | None] = set()
+    while isinstance(graph, tf.Graph):
+        for op in graph.get_operations():
+            is_fetch = op.type.startswith("XlaCustomCall")
+            is_given = op.type == "Placeholder" and subgraphs.captured(op.outputs[0]) is None
+            is_read = not op.type.startswith("Xla") and op.type not in _OF_VARIABLE and subgraphs.is_stateful(op)
+            if is_fetch or is_given or is_read:
+                # A device loop fetches several batches at a time, one behind the other along another dimension.
+                found.update(size for each in op.outputs if each.shape.rank for size in each.shape[: 1 + is_fetch])
+        graph = getattr(graph, "outer_graph", None)
+    return found
 
 
 def _only_computes(op: tf.Operation) -> bool:

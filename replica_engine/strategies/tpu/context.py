@@ -121,7 +121,7 @@ def reduce_leaf(reduce_op: Any, value: Any) -> Any:
 
 def _reduced_rows(name: str, value: tf.IndexedSlices) -> tf.IndexedSlices:
     """Adds up the rows of all replicas if their indices are not the batch's; joins them otherwise."""
-    body, origin = in_body(), rows.origin(value.indices)
+    body, origin = in_body(), rows.added_up(value.indices) if tf.is_symbolic_tensor(value.indices) else None
     shape = value.dense_shape if value.dense_shape is None else tf.convert_to_tensor(value.dense_shape)
     values = value.values
     if name == "MEAN":
