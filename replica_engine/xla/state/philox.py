@@ -30,6 +30,7 @@ from replica_engine._tf.graphs import xla_ops
 _PHILOX, _AUTO_SELECT = 1, 3  # tf.random.Algorithm; "auto_select" is Philox on CPUs and GPUs
 _ROUNDS, _MULTIPLIERS, _STEPS = 10, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)  # Salmon et al., 2011
 _KEY_OF_SEEDS = 0x02461E293EC8F720  # of the block that scrambles a seed
+_MOST = 1 << 30  # results; for more, XLA's own numbers, since TensorFlow counts in 32 bits
 _RESERVED = 256  # integers for each truncated number
 _TRUNCATED = 2.0  # standard deviations
 _SMALLEST = 1e-7  # of a uniform number whose logarithm is taken
@@ -76,6 +77,8 @@ def _key_and_counter(seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 def _drawn(kind: str, shape: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     size = tf.get_static_value(shape)
     count = tf.reduce_prod(shape) if size is None else math.prod(map(int, size))
+    if size is not None and count > _MOST:
+        return getattr(tf.raw_ops, kind)(shape=shape, key=key, counter=counter, alg=_PHILOX, dtype=dtype)
     return tf.cast(tf.reshape(_DRAWS[kind](count, key, counter, dtype), shape), dtype)
 
 
