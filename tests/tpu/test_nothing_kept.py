@@ -1,4 +1,4 @@
-"""What a compiled body was traced with goes with its strategy: no graph and no object of this library stays behind."""
+"""What a step was traced with goes with its strategy: no graph and no object of this library stays behind."""
 
 import gc
 from collections import Counter
@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from replica_engine import TPUStrategy, xla
+from replica_engine import MirroredStrategy, TPUStrategy, xla
 from replica_engine.keras import replicate_model
+from replica_engine.testing import no_leaked_threads
 
 X = np.ones((8, 4), "float32")
 
@@ -56,13 +57,34 @@ def fit():
     replicate_model(model, strategy=new_strategy()).fit(X, X[:, :1], batch_size=4, verbose=0)
 
 
+def on_threads(call):
+    """The same in a `tf.function`, on replica threads."""
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = call(x)
+        return tape.gradient(y, x)
+
+    def run():
+        strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+        tf.function(lambda: strategy.run(step, args=(tf.constant([1.0, 2.0]),)))()
+
+    return run
+
+
 PROGRAMS = {
+    "threads-sum": on_threads(lambda x: tf.distribute.get_replica_context().all_reduce("SUM", x)),
+    "threads-maximum": on_threads(lambda x: tf.distribute.get_replica_context().all_reduce("MAX", x)),
+    "threads-gather": on_threads(lambda x: tf.distribute.get_replica_context().all_gather(x, 0)),
+    "threads-custom_gradient": on_threads(tf.nn.silu),
     "sum": gradient_of(lambda x: xla.cross_replica_sum(x)),
     "maximum": gradient_of(lambda x: xla.all_reduce(x, "MAX")),
     "gather": gradient_of(lambda x: xla.all_gather(x)),
     "exchange": gradient_of(lambda x: xla.all_to_all(x, 0, 0)),
     "permutation": gradient_of(lambda x: xla.collective_permute(x, [(0, 1), (1, 0)])),
     "in_a_branch": gradient_of(lambda x: tf.cond(tf.size(x) > 1, lambda: xla.cross_replica_sum(x), lambda: x)),
+    "custom_gradient": gradient_of(tf.nn.silu),
     "host_call": gradient_of(lambda x: xla.outside_compilation(tf.square, x)),
     "steps_with_text": steps_with_text,
     "in_function": in_function,
@@ -91,5 +113,6 @@ def test_nothing_stays_behind_when_a_strategy_is_gone(name):
     program = PROGRAMS[name]
     program()  # what is made once for all strategies
     before = present()
-    program()
+    with no_leaked_threads(grace=60.0, prefix="replica"):
+        program()
     assert present() - before == Counter()

@@ -44,12 +44,15 @@ from tensorflow.python.eager.record import record_operation as record_operation
 # FuncGraph: the graph of AutoGraph's trial of a loop body.
 from tensorflow.python.framework.func_graph import FuncGraph as FuncGraph
 
-# gradient_registry: the gradients of If, Case and While ops.
+# gradient_registry: the gradients of If, Case and While ops, and of each tf.custom_gradient in a graph.
 from tensorflow.python.framework.ops import gradient_registry as _gradient_registry
 
 # cond_v2, indexed_case, while_loop: they make If, Case and While ops. _graph_mode_decorator: tf.custom_gradient in a
 # graph. _GradientsHelper: the gradient of ops, which the gradients of If and While call for their branches and bodies.
 from tensorflow.python.ops import cond_v2 as _cond_v2
+
+# control_flow_util: whether a graph is made for XLA.
+from tensorflow.python.ops import control_flow_util as _control_flow_util
 from tensorflow.python.ops import custom_gradient as _custom_gradient
 from tensorflow.python.ops import gradients_util as _gradients_util
 from tensorflow.python.ops import while_v2 as _while_v2
@@ -70,6 +73,7 @@ from tensorflow.python.ops.resource_variable_ops import variable_accessed as var
 from tensorflow.python.util import traceback_utils as _tracebacks
 
 from replica_engine._tf import batches
+from replica_engine._tf.graphs.kept import keep
 
 
 class Wrapped(NamedTuple):
@@ -149,6 +153,35 @@ def wrap_gradients(around: Callable[..., Any]) -> None:
             gradient = functools.partial(around, original)
             setattr(gradient, _ORIGINAL, original)
             entry["type"] = gradient
+
+
+def keep_by_graph(results: Any) -> None:
+    """Lets the gradient that `tf.custom_gradient` has registered for its results go with their graph.
+
+    TensorFlow keeps it for the life of the process, and with it the graph, to whose tensors it refers.
+    """
+    tensors = [each for each in tf.nest.flatten(results, expand_composites=True) if tf.is_symbolic_tensor(each)]
+    if not tensors or tensors[0].op.type != "IdentityN":
+        return
+    name, graph = tensors[0].op.get_attr("_gradient_op_type").decode(), tensors[0].graph
+    registered = getattr(_gradient_registry, "_registry", {})
+    gradient = registered.get(name, {}).get("type")
+    if gradient is None or not keep(graph, gradient):
+        return
+    reference = weakref.ref(gradient)
+
+    def of_graph(op: tf.Operation, *upstream: Any) -> Any:
+        known = reference()
+        assert known is not None, "kept by the graph of the op"
+        return known(op, *upstream)
+
+    registered[name]["type"] = of_graph
+    weakref.finalize(gradient, registered.pop, name, None).atexit = False
+
+
+def in_body() -> bool:
+    """Whether the graph under construction is that of a body for XLA."""
+    return bool(_control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
 def replace_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:

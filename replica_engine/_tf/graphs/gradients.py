@@ -18,9 +18,10 @@ import tensorflow as tf
 # record_operation: tells tapes the gradient of some tensors with respect to others.
 from tensorflow.python.eager import record as _record
 
+from replica_engine._tf.graphs.kept import keep
+
 _REGISTERED = f"ReplicaEngineGradient_{uuid.uuid4().hex}"  # unique also after a reload
 _NUMBER = "_replica_engine_gradient"  # attribute of an op: the number of its gradient, which copies of the op have too
-_KEPT = "_replica_engine_gradients"  # attribute of a graph: its gradients
 _numbers = itertools.count()
 
 OF_PYTHON = ("_gradient_op_type", _NUMBER)
@@ -67,10 +68,7 @@ def differentiable(
     number = next(_numbers)
     known = _passed_on(results, inputs, _REGISTERED)
     known[0].op._set_attr(_NUMBER, tf.compat.v1.AttrValue(i=number))
-    graph = known[0].graph
-    if not hasattr(graph, _KEPT):
-        setattr(graph, _KEPT, [])
-    getattr(graph, _KEPT).append(found)
+    keep(known[0].graph, found)
     _gradients[number] = found
     _record.record_operation(_REGISTERED, known, [*results, *inputs], found)
     return known[: len(results)]

@@ -10,7 +10,7 @@ import tensorflow as tf
 # FuncGraph: the graph of a function; it may be garbage collected, unlike the graph around all functions.
 from tensorflow.python.framework.func_graph import FuncGraph as _FuncGraph
 
-_KEPT = "_replica_engine_python_functions"  # attribute of a graph
+from replica_engine._tf.graphs.kept import keep
 
 
 def python_op(fn: Callable[..., Any], inputs: Sequence[Any], dtypes: Any) -> Any:
@@ -22,10 +22,7 @@ def python_op(fn: Callable[..., Any], inputs: Sequence[Any], dtypes: Any) -> Any
     own = outer = tf.compat.v1.get_default_graph()
     while isinstance(outer, _FuncGraph):
         outer = outer.outer_graph
-    if own is not outer:
-        called = fn.ag_dnc_wrapper__  # type: ignore[attr-defined]  # what TensorFlow has registered for `fn`
+    called = fn.ag_dnc_wrapper__  # type: ignore[attr-defined]  # what TensorFlow has registered for `fn`
+    if keep(own, called):
         outer._py_funcs_used_in_graph.remove(called)
-        if not hasattr(own, _KEPT):
-            setattr(own, _KEPT, [])
-        getattr(own, _KEPT).append(called)
     return results

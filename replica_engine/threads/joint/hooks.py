@@ -230,15 +230,21 @@ def _vectorize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _custom_gradient(original: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A function with a gradient of its own, in a graph: an attempt finds out whether the gradient has merge calls."""
     context = _context()
-    if context is None or not context.attempts.active or not control_flow.has_tape():
+    if context is None and not control_flow.in_body():
         return original(fn, args, kwargs)
+    if context is None or not context.attempts.active or not control_flow.has_tape():
+        results = original(fn, args, kwargs)
+        control_flow.keep_by_graph(results)
+        return results
 
     def tried(*values: Any) -> Any:
         result, gradient = fn(*values)
         control_flow.try_gradient(gradient, tf.nest.flatten(result))
         return result, gradient
 
-    return original(tried, args, kwargs)
+    results = original(tried, args, kwargs)
+    control_flow.keep_by_graph(results)
+    return results
 
 
 def _push_tape(original: Callable[..., Any], self: tf.GradientTape) -> Any:
