@@ -34,7 +34,8 @@ def test_each_program_is_a_message_with_its_time_and_compiled_once(both, is_tpu,
         model.fit(BATCHES, epochs=2, verbose=0)
         model.fit(BATCHES, verbose=0)
     (message,) = of_level(caplog, "INFO")
-    assert message.startswith("compiled train_step of 'small' for 2 replicas, batches of ")
+    made = "compiled" if is_tpu else "traced"
+    assert message.startswith(f"{made} train_step of 'small' for 2 replicas, batches of ")
     assert message.endswith(" s")
     caplog.clear()
     with caplog.at_level("INFO", "replica_engine"):
