@@ -27,14 +27,15 @@ from replica_engine.xla.state.device_value import DeviceValue
 _thread = threading.local()
 
 
-@contextlib.contextmanager
-def _only_reading() -> Iterator[None]:
+def _only_reading(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     before = getattr(_thread, "reading", False)
-    _thread.reading = True
     try:
-        yield
+        _thread.reading = True
+        return method(*args, **kwargs)
     finally:
-        _thread.reading = before
+        _thread.reading = (
+            before  # no call, before which an exception could come: a handle would be taken for a read one
+        )
 
 
 @contextlib.contextmanager
@@ -53,8 +54,7 @@ def _reads(name: str) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def reading(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _only_reading():
-            return method(self, *args, **kwargs)
+        return _only_reading(method, self, *args, **kwargs)
 
     return reading
 
@@ -67,8 +67,8 @@ def _writes(name: str, whole: bool = False) -> Callable[..., Any]:
         if not tf.executing_eagerly():
             return method(self, *args, **kwargs)
         self._check_access()  # before the wait for a step to end: that step may be the caller
-        with self._replica_engine[0].host_writes(whole), _only_reading():
-            return method(self, *args, **kwargs)
+        write = functools.partial(_only_reading, method, self, *args, **kwargs)
+        return self._replica_engine[0].host_writes(write, whole)
 
     return writing
 
