@@ -142,6 +142,7 @@ def test_an_update_reaches_all_components_or_none(request_stop):
 FIT = ("replica_engine/keras/replicas.py", "replica_engine/keras/model.py", "process/interrupts.py")
 
 
+@pytest.mark.parametrize("request_stop", ["SIGTERM", "SIGALRM", "SIGUSR1"], indirect=True)
 @pytest.mark.parametrize("make", [lambda: MirroredStrategy(["CPU:0", "CPU:1"]), lambda: TPUStrategy(num_cores=2)])
 def test_the_original_has_its_variables_again(request_stop, make, tmp_path):
     """As `finally: model.save()` needs them."""
