@@ -337,7 +337,7 @@ def _are_different(tensor: tf.Tensor) -> bool:
     pending = [tensor.op]
     while pending:
         op = pending.pop()
-        if op.type == "Placeholder" or op.type in _OF_VARIABLE or not _only_computes(op):
+        if op.control_inputs or op.type == "Placeholder" or op.type in _OF_VARIABLE or not _only_computes(op):
             return False
         if id(op) not in operations:
             operations[id(op)] = op
