@@ -60,6 +60,12 @@ def parts(value: Any) -> tuple[Any, ...]:
     return value, *getattr(value, "_values", ())
 
 
+def container_of(handle: Any) -> Any:
+    """The distributed variable that a handle's variable is a component of; None if TensorFlow has noted none."""
+    container = getattr(handle, "_distributed_container", None)
+    return None if container is None else container()
+
+
 def is_mirrored(variable: Any) -> bool:
     """Whether the components of a variable have one value."""
     return isinstance(variable, _MirroredVariable) and len(variable._values) > 1

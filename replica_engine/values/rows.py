@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import components, distribute
+from replica_engine._tf import distribute, variables
 from replica_engine._tf.graphs import subgraphs
 
 _OF_VARIABLE = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd"})
@@ -316,8 +316,8 @@ def _name(outside: Any) -> bytes | None:
     """What an eager tensor has in common with its like on other replicas: itself, or for a variable its container."""
     if outside.dtype != tf.resource:
         return b"tensor %d" % id(outside)
-    component = components.component(outside)
-    container = outside if component is None else component.variable()
+    container = variables.container_of(outside)
+    container = outside if container is None else container
     return None if isinstance(container, distribute.SyncOnReadVariable) else b"variable %d" % id(container)
 
 
