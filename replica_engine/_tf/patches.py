@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Generic, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 # get_seed: the pair of seeds of a random op, from the global seed and that of the op.
@@ -82,6 +83,7 @@ PATCHES: tuple[Patch, ...] = (
         "import",
         "only added",
     ),
+    Patch(_VALUES, "__array__", "`np.asarray(variable)` of a scalar that replicas add up", "import", "only added"),
     *(
         Patch(_SEVERAL, name, f"{uses} of the result of `run` are errors that say what to write", "import", until)
         for name, uses, until in (
@@ -253,11 +255,14 @@ Make = Callable[[Any, Callable[..., Any], Callable[..., Any]], Callable[..., Any
 
 
 def install_numbers() -> None:
-    """Lets float() and int() take distributed variables, as in float(model.optimizer.learning_rate)."""
-    for kind in (int, float, complex):
-        name = f"__{kind.__name__}__"
+    """Lets float(), int() and NumPy take distributed variables, as in float(model.optimizer.learning_rate).
+
+    NumPy finds `__array__` of the tensor behind an `ON_READ` variable otherwise, which gives no array for a scalar.
+    """
+    added = {f"__{kind.__name__}__": _as_number(kind) for kind in (int, float, complex)} | {"__array__": _as_array}
+    for name, method in added.items():
         if not hasattr(distribute.DistributedVariable, name):
-            setattr(distribute.DistributedVariable, name, _as_number(kind))
+            setattr(distribute.DistributedVariable, name, method)
 
 
 def refuse_several(methods: Mapping[str, Callable[..., Any]], as_tensor: Callable[..., Any]) -> None:
@@ -282,6 +287,10 @@ def refuse_several(methods: Mapping[str, Callable[..., Any]], as_tensor: Callabl
 
 
 _BEFORE_TENSORFLOWS = 90  # TensorFlow's own conversion of the class has priority 100
+
+
+def _as_array(variable: Any, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    return np.array(variable.numpy(), dtype)  # a copy, whatever `copy` is
 
 
 def _as_number(kind: type) -> Callable[[Any], Any]:

@@ -2,6 +2,7 @@
 
 import re
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -521,3 +522,15 @@ def test_a_saved_model_loads_with_and_without_a_strategy(strategy, tmp_path, loc
     assert components(strategy, loaded.scale) == [3.0] * n
     loaded.scale.assign(5.0)
     assert local(strategy.run(loaded, args=(tf.constant([2.0]),))) == [[10.0]] * n
+
+
+@pytest.mark.parametrize("aggregation", [SUM, tf.VariableAggregation.MEAN])
+@pytest.mark.parametrize("value", [2.0, [1.0, 2.0]])
+def test_numpy_takes_a_variable_of_which_each_replica_has_its_own(strategy, value, aggregation):
+    on_read = tf.VariableSynchronization.ON_READ
+    with strategy.scope():
+        v = tf.Variable(value, synchronization=on_read, aggregation=aggregation)
+    for array in (np.asarray(v), np.array(v), keras.ops.convert_to_numpy(v)):
+        assert array.shape == v.shape
+        assert array.dtype == np.float32
+        np.testing.assert_array_equal(array, v.numpy())
