@@ -32,6 +32,9 @@ _OF_VARIABLE = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd"
 _UNKNOWN = ("Stateless", "Xla", "PyFunc", "EagerPyFunc")
 """How the types of stateless ops begin that may give each replica another value: random numbers, host calls, ids."""
 
+_REPEATING = ("BroadcastTo", "Tile", "Fill", "ZerosLike", "OnesLike", "Pack")
+"""Ops that repeat a value as often as there are samples, if they repeat it for each."""
+
 _FEW = 8
 """Elements of a short constant."""
 
@@ -52,7 +55,7 @@ class Origin(NamedTuple):
     numbers: frozenset[int] = frozenset()
 
 
-_marks: weakref.WeakKeyDictionary[Any, dict[str, Origin]] = weakref.WeakKeyDictionary()
+_marks: weakref.WeakKeyDictionary[Any, dict[str, Origin | None]] = weakref.WeakKeyDictionary()
 
 
 def origin(tensor: Any) -> Origin | None:
@@ -71,7 +74,10 @@ def origin(tensor: Any) -> Origin | None:
             continue
         inputs: list[Any] = list(op.inputs)
         parts = [op.type.encode()]
-        if (known := _marks.get(op.graph, {}).get(current.name)) is not None:
+        if current.name in (marks := _marks.get(op.graph, {})):
+            known = marks[current.name]
+            if known is None:
+                return None
             digests[id(op)] = known.digest
             of_lengths, of_process = of_lengths or known.of_lengths, of_process or known.of_process
             numbers |= known.numbers
@@ -107,7 +113,8 @@ def added_up(indices: tf.Tensor) -> Origin | None:
 
     None if they may depend on the samples, or if they are repeated for each sample: `zeros_like(words)`, or positions
     that were broadcast to the batch before the lookup. Constants do not tell that. Indices that are all different are
-    not repeated; others count as repeated if they are as many as something that comes from outside of the graph.
+    not repeated; others count as repeated if they are as many as something that comes from outside of the graph. Where
+    this may be wrong (`is_unclear`), the steps of a replicated model find out by another number of samples.
     """
     known = origin(indices)
     if known is None or _marks.get(indices.graph, {}).get(indices.name) is not None:
@@ -117,13 +124,23 @@ def added_up(indices: tf.Tensor) -> Origin | None:
         source = source.op.inputs[0]
     if source.shape.rank is None:
         return None
-    if source.shape.rank == 0 or source.shape[0] is None or _are_different(source):
+    if source.shape.rank == 0 or source.shape[0] is None:
         return known
-    return None if source.shape[0] in _sizes_from_outside(source.graph) else known
+    # Of one sample all indices may be different; but then an op repeats them, once.
+    is_repeated = _repeats_once(source) if source.shape[0] == 1 else not _are_different(source)
+    return None if is_repeated and source.shape[0] in _sizes_from_outside(source.graph) else known
 
 
-def mark(tensor: tf.Tensor, known: Origin) -> None:
-    """Tells `origin` what a tensor depends on, where its op does not show that: an output of a branch."""
+def is_unclear(indices: tf.Tensor, count: Any) -> bool:
+    """Whether only another number of samples shows if the indices of a lookup are repeated for each of `count`."""
+    size = indices.shape.num_elements()
+    if not isinstance(count, int) or size is None or size % count or origin(indices) is None:
+        return False
+    return count == 1 or not _are_different(indices)
+
+
+def mark(tensor: tf.Tensor, known: Origin | None) -> None:
+    """Tells `origin` what a tensor depends on, where its op does not show that; None says that it is the samples."""
     _marks.setdefault(tensor.graph, {})[tensor.name] = known
 
 
@@ -331,18 +348,38 @@ def _length(op: tf.Operation) -> int | None:
     return int(begin[0]) % rank or None
 
 
-def _are_different(tensor: tf.Tensor) -> bool:
-    """Whether constant indices are all different, as far as their graph can compute them."""
+def _repeats_once(tensor: tf.Tensor) -> bool:
+    """Whether a tensor has a leading 1 because an op repeats something once, or fills as much with one value."""
+    for op in _operations(tensor):
+        shape = op.outputs[0].shape
+        if op.type in _REPEATING:
+            return True
+        if op.type == "Const" and shape.rank and shape.rank > 1 and shape[0] == 1:
+            values = tf.make_ndarray(op.get_attr("value"))
+            if (values == values.flat[0]).all():
+                return True
+    return False
+
+
+def _operations(tensor: tf.Tensor) -> list[tf.Operation]:
+    """All ops that a tensor depends on, in its graph."""
     operations: dict[int, tf.Operation] = {}
     pending = [tensor.op]
     while pending:
         op = pending.pop()
-        if op.control_inputs or op.type == "Placeholder" or op.type in _OF_VARIABLE or not _only_computes(op):
-            return False
         if id(op) not in operations:
             operations[id(op)] = op
             pending += [each.op for each in op.inputs]
-    (values,) = subgraphs.run(tensor.graph, operations.values(), [], [], [tensor])
+    return list(operations.values())
+
+
+def _are_different(tensor: tf.Tensor) -> bool:
+    """Whether constant indices are all different, as far as their graph can compute them."""
+    operations = _operations(tensor)
+    for op in operations:
+        if op.control_inputs or op.type == "Placeholder" or op.type in _OF_VARIABLE or not _only_computes(op):
+            return False
+    (values,) = subgraphs.run(tensor.graph, operations, [], [], [tensor])
     found = values.numpy()
     return bool(len(np.unique(found)) == found.size)
 

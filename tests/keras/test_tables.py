@@ -38,9 +38,8 @@ OPTIMIZERS = {
 class Embedding(layers.Layer):
     """Words and their places, as in the transformers of Keras' examples."""
 
-    def __init__(self, is_shared=False, is_repeated=True):
+    def __init__(self, is_shared=False):
         super().__init__()
-        self.is_repeated = is_repeated
         self.words = layers.Embedding(12, 4)
         self.places = self.words if is_shared else layers.Embedding(6, 4)
         self.offsets, self.kinds = layers.Embedding(11, 4), layers.Embedding(6, 4)
@@ -51,8 +50,6 @@ class Embedding(layers.Layer):
 
     def call(self, words):
         places = self.places(ops.arange(ops.shape(words)[-1]))
-        if not self.is_repeated:
-            return self.words(words) + places
         # One device has a row of these for each sample.
         places = places + self.kinds(ops.zeros_like(words))
         places = places + self.kinds(ops.broadcast_to(ops.arange(ops.shape(words)[-1]), ops.shape(words)))
@@ -85,12 +82,18 @@ def test_of_all_optimizers(trains_alike, optimizer):
     trains_alike(lambda: model_of(optimizer), 2, WORDS, SCORES, batch_size=8, epochs=2)
 
 
-@pytest.mark.parametrize("size", [8, 7])
+@pytest.mark.parametrize(("replicas", "size"), [(2, 8), (2, 7), (3, 3), (3, 2)])
 @pytest.mark.parametrize("is_shared", [False, True], ids=["two tables", "one table"])
-def test_of_a_replicated_model(trains_alike, size, is_shared):
-    """With uneven batches too; a table may be looked up by words and by places at once."""
-    make = lambda: model_of(is_shared=is_shared, is_repeated=size == 8)  # noqa: E731
-    trains_alike(make, 2, WORDS, SCORES, batch_size=size, epochs=2)
+def test_of_a_replicated_model(trains_alike, replicas, size, is_shared):
+    """With uneven batches too, and with one sample or none for a replica; one table may be looked up in all ways."""
+    trains_alike(lambda: model_of(is_shared=is_shared), replicas, WORDS, SCORES, batch_size=size, epochs=2)
+
+
+@pytest.mark.on("tpu")
+@pytest.mark.parametrize("size", [12, 11])
+def test_of_as_many_indices_as_samples(trains_alike, size):
+    """A shard has six samples, and the table of offsets is looked up by six rows, which are not those of samples."""
+    trains_alike(model_of, 2, WORDS, SCORES, batch_size=size, epochs=2)
 
 
 @pytest.mark.parametrize("length", [6, None], ids=["known length", "unknown length"])
@@ -99,6 +102,17 @@ def test_of_a_model_in_a_scope(both, alike, length):
     with both(2).scope():
         model = model_of(length=length)
     expected, found = (each.fit(batches(), epochs=2, verbose=0).history for each in (alone, model))
+    alike(found, expected)
+    alike(model.get_weights(), alone.get_weights())
+
+
+def test_of_one_sample_on_each_replica_in_a_scope(both, alike):
+    """Of one sample all positions are different, also where they are repeated for each sample."""
+    alone = model_of()
+    with both(2).scope():
+        model = model_of()
+    data = tf.data.Dataset.from_tensor_slices((WORDS, SCORES)).batch(2, drop_remainder=True)
+    expected, found = (each.fit(data, verbose=0).history for each in (alone, model))
     alike(found, expected)
     alike(model.get_weights(), alone.get_weights())
 
