@@ -53,6 +53,7 @@ class _Training:
 
     def __init__(self, spec: Spec, one_device: bool, nudge: int | None, folder: str):
         self.spec, self.one_device, self.folder = spec, one_device, folder
+        self._is_plain = one_device  # what trains now is plain Keras
         self.numbers: Numbers = {}
         self._strategy = None if one_device else strategy_of(spec.strategy, spec.replicas)
         if self._strategy is not None and spec.api == SCOPE:
@@ -111,11 +112,11 @@ class _Training:
         return {"x": data.endless(batches), "steps_per_epoch": len(batches)}
 
     def _dataset(self, batches: list[tuple[Any, ...]]) -> tf.data.Dataset:
-        """A dataset whose length nobody knows, except one device.
+        """A dataset whose length nobody knows, except plain Keras.
 
-        Plain Keras begins a step when such a dataset has ended, and makes the part of it that needs no data.
+        It begins a step when such a dataset has ended, and makes the part of it that needs no data.
         """
-        return data.dataset(batches, known_length=self.one_device)
+        return data.dataset(batches, known_length=self._is_plain)
 
     def _limit(self) -> int | None:
         full = sum(self.spec.sizes) // self.spec.sizes[0]
@@ -172,7 +173,9 @@ class _Training:
             made.set_weights([weight * 0 for weight in made.get_weights()])
             tf.train.Checkpoint(model=made).read(written)
         elif name == "original":
+            self._is_plain = True
             self._fit("original", made, 1)
+            self._is_plain = self.one_device
         elif name in ("recompile", "freeze"):
             if name == "freeze":
                 for layer in made.layers[:2]:
