@@ -201,10 +201,8 @@ def scenarios(moments: int, seed: int, rounds: int = 200) -> Iterator[Scenario]:
         yield _of(name, "a replica meets the process' limit of memory", "memory", "limit")
     for name in STRATEGIES:
         for k in range(max(1, moments // 2)):
-            for number, words in (("SIGINT", "Ctrl-C"), *((each, each) for each in ("SIGTERM", "SIGALRM", "SIGUSR1"))):
-                what = f"{words}, caught, {rounds} times in one process"
-                arguments = ("--signal", number, "--rounds", rounds, "--seed", seed + k)
-                yield _of(name, what, "interrupts", *arguments, longest=LONGEST)
+            what = f"Ctrl-C, caught, {rounds} times in one process"
+            yield _of(name, what, "interrupts", "--rounds", rounds, "--seed", seed + k, longest=LONGEST)
     for name in ("threads", "concurrent"):
         for what, text in (
             ("op", "a replica stuck in a C++ op"),

@@ -9,9 +9,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-# MirroredVariable: its components have one value.
-from tensorflow.python.distribute.values import MirroredVariable as _MirroredVariable
-
 # stop_recording: for code that has no gradient.
 from tensorflow.python.eager import record as _record
 
@@ -64,27 +61,6 @@ def container_of(handle: Any) -> Any:
     """The distributed variable that a handle's variable is a component of; None if TensorFlow has noted none."""
     container = getattr(handle, "_distributed_container", None)
     return None if container is None else container()
-
-
-def is_mirrored(variable: Any) -> bool:
-    """Whether the components of a variable have one value."""
-    return isinstance(variable, _MirroredVariable) and len(variable._values) > 1
-
-
-def differ(variable: Any) -> None:
-    """Notes that replicas give their components of a mirrored variable values of their own, for a while."""
-    variable._replica_engine_differ = True
-
-
-def make_equal(variable: Any, source: int) -> None:
-    """Copies one component of a mirrored variable to the others that have other values, in eager mode."""
-    if getattr(variable, "_replica_engine_differ", False):
-        return
-    value = variable._values[source].read_value()
-    wanted = value.numpy().tobytes()
-    for component in variable._values:
-        if component.read_value().numpy().tobytes() != wanted:
-            component.assign(value)
 
 
 def read(handle: tf.Tensor, dtype: tf.DType) -> tf.Tensor:

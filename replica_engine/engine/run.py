@@ -146,11 +146,9 @@ class Run:
         self._has_paused = Event()  # the baton returns to the coordinator
         self._first_has_paused = Event()  # with a head start: replica 0 has paused
         self._watch = Watch(self._describe, warn_after, timeout, self._expire)
-        self._has_begun = False  # whether each replica's thread has its job; none runs before
         self._merging = False
         self._standstill: tuple[list[errors.ReplicaRow], errors.CoordinatorRow] | None = None  # when time ran out
         self._broken_off: type[BaseException] | None = None  # the exception raised in a merge when time ran out
-        self._interrupt: BaseException | None = None  # what a signal handler raised in the wait for the replicas
         self._lock = threading.Lock()
         self._still_running = 0
 
@@ -166,13 +164,9 @@ class Run:
                 seconds.
             Exception: what a body or `merge` raised, with notes.
         """
-        unwatch = self._watch.remover()
         try:
-            try:
-                with self._watch:
-                    results = self._rounds()
-            finally:
-                unwatch()
+            with self._watch:
+                results = self._rounds()
             if self._watch.expired:
                 self._settle()
             return results
@@ -189,14 +183,12 @@ class Run:
             for replica in self.replicas:
                 replica.forget()
             del self._bodies, self._merge
-            self._interrupt = None  # it holds the frames that it went through, and so this run
             self._builds = None  # Not deleted: an abandoned replica may still call `hand_over`, which reads it.
 
     def _rounds(self) -> list[Any]:
         """Runs all rounds, and returns the values of the bodies."""
         for replica, body in zip(self.replicas, self._bodies, strict=True):
             replica.thread.assign(functools.partial(replica.execute, body))
-        self._has_begun = True
         while True:
             self._round()
             if all(replica.state is State.FINISHED for replica in self.replicas):
@@ -307,11 +299,7 @@ class Run:
 
     def _wait(self, event: Event) -> None:
         """Waits for the event; raises ReplicaTimeoutError if the time ran out first."""
-        try:
-            wait_for_ever(event.wait)
-        except BaseException as error:
-            self._interrupt = error
-            raise
+        wait_for_ever(event.wait)
         if self._watch.expired:
             raise self._timed_out()
 
@@ -328,7 +316,8 @@ class Run:
 
     def _end_wait(self) -> None:
         if self._merging and self.coordinator.ident is not None:
-            self._broken_off = break_off(self.coordinator.ident, errors.ReplicaUnwound)
+            again = self._watch.expired > 1  # by now code in `held_off` has had a further `timeout` to end
+            self._broken_off = break_off(self.coordinator.ident, errors.ReplicaUnwound, at_once=again)
         else:
             self._has_paused.set()
             self._first_has_paused.set()
@@ -381,13 +370,14 @@ class Run:
         self.given_up = True  # First of all: from now on no replica continues after a pause.
         rows = self._rows()  # the states before the replicas are unwound
         culprit = next((replica for replica in self.replicas if replica.error is error), None)
-        is_interrupt = error is self._interrupt or (culprit is None and not isinstance(error, Exception))
-        no_patience = is_interrupt or isinstance(error, errors.ReplicaTimeoutError)
+        no_patience = isinstance(error, errors.ReplicaTimeoutError) or (
+            culprit is None and isinstance(error, KeyboardInterrupt)
+        )
         deadline = time.monotonic() + (INTERRUPT_GRACE if no_patience else UNWIND_GRACE)
         # Waiting replicas unwind at once. Running ones may take all of the available time, so they are last.
         running = [replica for replica in self.replicas if replica.state is State.RUNNING]
         for replica in [replica for replica in self.replicas if replica not in running] + running:
-            if replica.over or not self._has_begun:
+            if replica.over:
                 continue
             if no_patience and replica.state is State.RUNNING:
                 replica.thread.interrupt()
@@ -395,7 +385,7 @@ class Run:
             while not replica.over and time.monotonic() < deadline:
                 # Each replica that unwinds sets this event. It may be another replica, so check again.
                 self._has_paused.wait(deadline - time.monotonic())
-        abandoned = [replica for replica in self.replicas if not replica.over and self._has_begun]
+        abandoned = [replica for replica in self.replicas if not replica.over]
         stuck = [replica.timed_row() for replica in abandoned]
         if not no_patience:  # otherwise they were interrupted above, and each interrupt costs part of the second
             for replica in abandoned:

@@ -108,7 +108,8 @@ def _running(kind: type, name: str) -> Callable[..., Any]:
         if isinstance(data, (tf.distribute.DistributedDataset, tf.distribute.DistributedIterator)):
             raise BatchError.distributed(name, type(data).__name__)
         try:
-            return replicas.inside(lambda: method(self, *args, **kwargs))
+            with replicas.entered():
+                return method(self, *args, **kwargs)
         finally:
             replicas.let_go()
 
@@ -118,7 +119,8 @@ def _running(kind: type, name: str) -> Callable[..., Any]:
 def _resetting(kind: Any) -> Callable[..., None]:
     @functools.wraps(kind.reset_metrics)
     def reset_metrics(self: Any) -> None:
-        getattr(self, _SLOT).without_metrics(lambda: kind.reset_metrics(self))
+        with getattr(self, _SLOT).metrics_left():
+            kind.reset_metrics(self)
 
     return reset_metrics
 

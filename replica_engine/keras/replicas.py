@@ -16,11 +16,10 @@ beginning of each step, and at the beginning of each epoch and evaluation, when 
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -34,13 +33,11 @@ from replica_engine.keras.losses import extension
 from replica_engine.keras.on_threads import OnThreads
 from replica_engine.keras.optimizer import through_strategy
 from replica_engine.keras.variables import ReplicatedVariables
-from replica_engine.process.interrupts import around
+from replica_engine.process.interrupts import held_off_once
 from replica_engine.strategies.backend import compiles
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.trace_file import Track
 from replica_engine.values import samples
-
-T = TypeVar("T")
 
 _lock = threading.RLock()
 _inside: weakref.WeakKeyDictionary[Any, Replicas] = weakref.WeakKeyDictionary()  # the one inside, by original
@@ -72,33 +69,35 @@ class Replicas:
         self._calling = Track(type(strategy).__name__, "Keras", order=-1)
         self._feeding = Track(type(strategy).__name__, "feeding", order=-1)
 
-    def inside(self, call: Callable[[], T]) -> T:
-        """Calls a function while the model's variables belong to the replicas; no strategy's scope is entered.
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside the block, the model's variables belong to the replicas; no strategy's scope is entered.
 
         In a strategy's scope, Keras would distribute data a second time, and a callback would create distributed
         variables.
 
         Several threads may be inside. If another replicated model of the same original enters, for example in a
-        callback, this one leaves until the other has left. When this method has ended, the original has its variables
-        again, whatever a signal handler raises.
+        callback, this one leaves until the other has left.
 
         Raises:
             ReplicateError: the other replicated model is inside on another thread, which cannot be made to leave.
         """
         outside = distribute.outside_scopes() if tf.distribute.has_strategy() else contextlib.nullcontext()
         with outside, extension.installed():
-            return around(functools.partial(self._enter, threading.get_ident()), call, self._exit)
+            with _lock:
+                self._enter()
+            try:
+                yield
+            finally:
+                with _lock:
+                    self._exit()
 
-    def _enter(self, me: int) -> None:
-        with _lock:
-            self._enter_as(me)
-
-    def _enter_as(self, me: int) -> None:
+    def _enter(self) -> None:
         current = _inside.get(self.original)
+        me = threading.get_ident()
         if current is self:
             self._depth += 1
-            if self._thread == me:
-                self._variables.reconcile()
+            self.reconcile()
             return
         if current is not None:
             if current._thread != me:
@@ -115,10 +114,6 @@ class Replicas:
         _inside[self.original] = self
 
     def _exit(self) -> None:
-        with _lock:
-            self._leave()
-
-    def _leave(self) -> None:
         self._depth -= 1
         if self._depth:
             return
@@ -141,7 +136,8 @@ class Replicas:
             self._variables.enter()
             self._hooks.put()
         except BaseException:
-            self._suspend(self._variables.give_up)
+            with held_off_once():  # a second Ctrl-C
+                self._suspend(self._variables.give_up)
             raise
 
     def _suspend(self, leave: Callable[[], bool] | None = None) -> None:
@@ -189,11 +185,10 @@ class Replicas:
                 build()
             self._renew(in_step=True)
 
-    def without_metrics(self, call: Callable[[], None]) -> None:
-        """Calls a function while metric variables are plain ones, because Keras is about to set them to zero."""
+    def metrics_left(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the block, metric variables are plain ones, because Keras is about to set them to zero."""
         self.changed()
-        metrics = self._variables.metrics()
-        around(metrics.leave, call, metrics.enter)
+        return self._variables.metrics_left()
 
     def train(self, iterator: Any) -> dict[str, Any]:
         """Runs training steps on the next batches; replaces Keras' `train_function`."""

@@ -23,7 +23,7 @@ import keras
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import sums
 from replica_engine.keras.shard import current_shard
-from replica_engine.process.interrupts import held_off
+from replica_engine.process.interrupts import held_off_once
 
 _logger = logging.getLogger("replica_engine")
 _lock = threading.Lock()
@@ -58,7 +58,7 @@ def looked_at(metric: keras.metrics.Metric) -> Callable[..., Any]:
         share = current_shard()
         if share is None or share.whole or share.replicas == 1 or sums.is_looking():
             return result
-        with held_off(lambda: False):
+        with held_off_once():
             updates = sums.updates_of(metric, own, args, kwargs, lambda: "")
         if any(update.kind != sums.SUM for update in updates):
             with _lock:

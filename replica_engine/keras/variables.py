@@ -14,7 +14,7 @@ that plain variable:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -45,9 +45,19 @@ class ReplicatedVariables:
         self._optimizers: dict[int, tuple[Any, Any]] = {}
         self._spread, self._gather = (_with_all({}, do) for do in (_Shared.spread, _Shared.gather))
 
-    def metrics(self) -> MetricVariables:
-        """The variables of metrics, to be left for a while."""
-        return MetricVariables([each for each in self._shared.values() if each.is_of_metric and self._is_inside])
+    @contextlib.contextmanager
+    def metrics_left(self) -> Iterator[None]:
+        """Inside the block, the metric variables are plain ones, because Keras is about to set them to zero."""
+        counted = [shared for shared in self._shared.values() if shared.is_of_metric and self._is_inside]
+        for shared in counted:
+            shared.gather()
+            shared.put_plain()
+        try:
+            yield
+        finally:
+            for shared in counted:
+                shared.put_distributed()
+                shared.spread()
 
     def reconcile(self) -> None:
         """Makes replicas agree on the values that each has assigned for itself; does not change metrics."""
@@ -160,25 +170,6 @@ class ReplicatedVariables:
             del self._optimizers[id(optimizer)]
 
 
-class MetricVariables:
-    """The variables of metrics, of which the Keras variables hold the plain ones between `leave` and `enter`."""
-
-    def __init__(self, counted: list[_Shared]):
-        self._counted = counted
-
-    def leave(self) -> None:
-        """Puts the plain variables into the Keras variables."""
-        for shared in self._counted:
-            shared.gather()
-            shared.put_plain()
-
-    def enter(self) -> None:
-        """Puts the distributed variables back."""
-        for shared in self._counted:
-            shared.put_distributed()
-            shared.spread()
-
-
 class _Shared:
     """One Keras variable, with the plain TensorFlow variable and the distributed variable that it holds in turn.
 
@@ -200,8 +191,6 @@ class _Shared:
         if not is_accumulator and not keras_metrics.is_counted(variable):
             kind = (self.plain.synchronization, self.plain.aggregation)
         self._distributed = _around(self.plain, strategy, *kind)
-        if is_state:
-            variables.differ(self._distributed)
         self._components = list({id(value): value for value in self._distributed._values}.values())
         self._is_component = self._components[0] is self.plain
         if not self._is_component:

@@ -100,13 +100,13 @@ def _run(devices: DeviceGroup, element: str, op: str, before: str, value: np.nda
         return error
 
     order = devices.in_flight
-    with member.watched(what, warn_after), order.within(timeout, late):
+    with member.watched(what, warn_after), order if timeout is None else order.within(timeout, late):
         executable = _program(devices, element, value.size, op, before, f"{what}, {value.size} numbers", limits)
         executable.wait_for_turn()
         try:
             with Watch(lambda _: None, timeout=timeout, expire=lambda _: left.set()):
                 with held_off():
-                    (result,) = executable.launch([devices.put([value])], [])
+                    (result,) = executable.launch([devices.put([value])])
                     devices.running_name = what
                 executable.wait(left)
             if devices.interrupted:  # the wait was left

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import operator
 import os
 import pathlib
 import platform
@@ -12,14 +11,13 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from replica_engine._version import __version__
 from replica_engine.hosts import Program
 from replica_engine.pjrt import cpu_rewrites
-from replica_engine.pjrt.group import Array, DeviceGroup, Started
+from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.jaxlib import (
     CPU_OPTIONS,
     JAXLIB_VERSION,
@@ -99,17 +97,10 @@ class Executable:
             results = [*results, WORK]
         memory = self._executable.get_compiled_memory_stats()
         self.bytes_needed = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-        handlers = [
+        self._handlers = [
             array_result_handler(ShapedArray(shape, dtype), devices.sharding, committed=True, _skip_checks=True)
             for shape, dtype in results
         ]
-        # Functions in C, from the arguments to the arrays: between them no signal handler runs.
-        if handlers:
-            self._execute = self._executable.execute_sharded
-            self._consume = operator.methodcaller("consume_with_handlers", handlers)
-        else:
-            self._execute = functools.partial(self._executable.execute_sharded, with_tokens=True)
-            self._consume = operator.methodcaller("consume_token")
 
     def serialized(self) -> bytes | None:
         """The compiled program as bytes; None if programs of this platform cannot leave the process."""
@@ -118,19 +109,14 @@ class Executable:
         except RUNTIME_ERRORS:
             return None
 
-    def launch(self, arrays: list[Array], into: list[Any]) -> list[Array]:
+    def launch(self, arrays: list[Array]) -> list[Array]:
         """Starts the program on all replicas. The caller holds `DeviceGroup.in_flight` and calls `wait` next.
 
-        Arrays that the program donates are gone afterwards; the results replace them, ready or not. An exception may
-        come at any moment, from a signal handler for example. So the results are in `into` from the very moment when
-        the arguments are gone, whether this method returns or not.
+        Arrays that the program donates are gone afterwards; the results replace them, ready or not. The caller holds
+        off Ctrl-C (`interrupts.held_off`) until it has stored the results.
 
-        The caller calls `wait_for_turn` before. The other workers are told of the launch here: a launch that was told
-        and not made would leave them alone in its collectives. So with several workers the caller holds off signals.
-
-        Args:
-            arrays: the arguments.
-            into: an empty list, which becomes a list of one item: the results of the launch.
+        The caller calls `wait_for_turn` before. The other workers are told of the launch here, where no Ctrl-C can come
+        between: a launch that was told and not made would leave them alone in its collectives.
 
         Raises:
             WorkerLostError or another failure of the job of several workers: the arrays may be gone.
@@ -139,16 +125,14 @@ class Executable:
         if devices.member is not None and self._compared is not None:
             devices.member.launched(self._compared)
         try:
-            devices.running, devices.interrupted = Started(into), True  # until `wait` has waited for it
-            into[:] = map(self._consume, map(self._execute, (arrays,)))  # one instruction, in which no Python runs
-            (launched,) = into
-            if type(launched) is not list:
-                devices.running = launched
-                return []
-            devices.running = launched[0]
-            return launched[: self._results]
+            if self._handlers:
+                results: list[Array] = self._executable.execute_sharded(arrays).consume_with_handlers(self._handlers)
+                devices.running, devices.interrupted = results[0], True  # until `wait` has waited for it
+                return results[: self._results]
+            running = self._executable.execute_sharded(arrays, with_tokens=True)
+            devices.running, devices.interrupted = running.consume_token(), True
+            return []
         except RUNTIME_ERRORS as error:
-            devices.running, devices.interrupted = None, False
             explain(devices.member, error)
             raise
 

@@ -6,13 +6,12 @@ library and the program know that the values may differ by replica.
 
 from __future__ import annotations
 
-import _thread
+import contextlib
 import functools
-import operator
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +34,7 @@ from replica_engine.process.interrupts import MISSED, wait_for_ever
 Array = Any
 """An array on the devices of a group: a `jax.Array`."""
 
-_local = threading.local()
+_thread = threading.local()
 
 
 class needed_by_a_program:
@@ -49,61 +48,48 @@ class needed_by_a_program:
         self._why = why
 
     def __enter__(self) -> None:
-        self._before = getattr(_local, "why", None)
-        _local.why = self._why
+        self._before = getattr(_thread, "why", None)
+        _thread.why = self._why
 
     def __exit__(self, *_: object) -> None:
-        _local.why = self._before
+        _thread.why = self._before
 
 
 def is_needed_by_a_program() -> bool:
     """Whether a program waits for this thread."""
-    return getattr(_local, "why", None) is not None
+    return getattr(_thread, "why", None) is not None
 
 
 def held_off() -> interrupts.held_off:
-    """Holds off signals until the end of the block, for what other workers or threads rely on.
+    """Holds off Ctrl-C until the end of the block, for code that launches a program.
 
-    If a program waits for this thread, its handlers run at once: they interrupt the user's code as usual.
+    A launch gives the old values of variables to a program and takes the new values over. An exception between the two
+    would lose both, and Ctrl-C may raise an exception anywhere.
+
+    On one device a launch may run the program, and its host calls, directly on this thread. Then Ctrl-C interrupts the
+    user's code as usual, and the host call handles the exception.
     """
     return interrupts.held_off(is_needed_by_a_program)
 
 
-class Unfinished(Protocol):
-    """A launch that an exception may interrupt at any instruction, and that can be completed later."""
-
-    def settle(self) -> bool:
-        """Completes the launch as far as it has come; returns whether nothing is left to do. May be called again."""
-
-    def writes_to(self, value: object) -> bool:
-        """Whether the launch may write to a value of a variable."""
-
-
-class ProgramOrder(_thread.RLock):  # type: ignore[misc]  # only typeshed calls it final
+class ProgramOrder:
     """A reentrant lock with which programs take turns.
-
-    The end of a `with` block is a function in C, as of any lock: no signal handler and no exception of another thread
-    can come before the lock is free. Whatever takes the lock finds variables whole: if an exception has interrupted a
-    launch between the program and its variables, taking the lock completes that launch.
-
-    Attributes:
-        unfinished: the launch to complete, from before it starts until all it has made is stored; otherwise None.
 
     Raises:
         Exception: the error that `needed_by_a_program` makes, where a wait for the lock would never end.
     """
 
     def __init__(self) -> None:
-        self.unfinished: Unfinished | None = None
+        self._lock = threading.RLock()
         self._sign = 0.0
 
-    def __enter__(self) -> None:  # type: ignore[override]
+    def __enter__(self) -> None:
         taken: list[bool] = []
         try:
             self.enter(taken)
         except BaseException:
-            if taken and taken[0]:
-                self.release()
+            if any(taken):
+                self._lock.release()
             raise
 
     def enter(self, taken: list[bool]) -> None:
@@ -115,98 +101,57 @@ class ProgramOrder(_thread.RLock):  # type: ignore[misc]  # only typeshed calls 
         """
         if not self.enter_now(taken):
             wait_for_ever(lambda seconds: self._acquire(taken, True, seconds))
-            self._begin()
+            self.beat()
 
     def enter_now(self, taken: list[bool]) -> bool:
         """Takes the lock if no other thread has it; see `enter`. Returns whether it did."""
-        if (why := getattr(_local, "why", None)) is not None:
+        if (why := getattr(_thread, "why", None)) is not None:
             raise why()
         if not self._acquire(taken, False, -1):
             return False
-        self._begin()
+        self.beat()
         return True
 
     def enter_within(self, seconds: float, late: Callable[[], Exception], taken: list[bool]) -> None:
         """Takes the lock; see `enter`. Raises `late()` after `seconds` without the lock and without a sign of life."""
-        if (why := getattr(_local, "why", None)) is not None:
+        if (why := getattr(_thread, "why", None)) is not None:
             raise why()
         began = time.monotonic()
         while not self._acquire(taken, True, min(max(0.0, self._due(began, seconds)), MISSED)):  # see `wait_for_ever`
             if self._due(began, seconds) <= 0:
                 raise late()
-        self._begin()
+        self.beat()
 
     def _acquire(self, taken: list[bool], blocking: bool, seconds: float) -> bool:
         # One instruction, in which no Python runs: Ctrl-C comes before both the lock and its note, or after both.
-        taken[:] = map(self.acquire, (blocking,), (seconds,))
+        taken[:] = map(self._lock.acquire, (blocking,), (seconds,))
         return taken[0]
-
-    def _begin(self) -> None:
-        self.beat()
-        if self.unfinished is not None:
-            self.settle()
-
-    def settle(self) -> None:
-        """Completes a launch that an exception has interrupted. The caller holds the lock."""
-        unfinished = self.unfinished
-        if unfinished is not None and unfinished.settle() and self.unfinished is unfinished:
-            self.unfinished = None
 
     def beat(self) -> None:
         """Gives a sign of life, in the name of the program whose turn it is."""
         self._sign = time.monotonic()
 
-    def within(self, seconds: float | None, late: Callable[[], Exception]) -> Turn:
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    @contextlib.contextmanager
+    def within(self, seconds: float, late: Callable[[], Exception]) -> Iterator[None]:
         """Inside, holds the lock; see `enter_within`."""
-        return Turn(self, self.enter if seconds is None else functools.partial(self.enter_within, seconds, late))
+        taken: list[bool] = []
+        try:
+            self.enter_within(seconds, late, taken)
+            yield
+        finally:
+            if any(taken):
+                self._lock.release()
 
     def _due(self, began: float, seconds: float) -> float:
         """Seconds until a thread that has waited since `began` has waited for too long."""
         return max(began, self._sign) + seconds - time.monotonic()
 
 
-class Turn:
-    """A turn of a program: inside, holds a `ProgramOrder`, which `enter` takes; see `ProgramOrder.enter`."""
-
-    def __init__(self, order: ProgramOrder, enter: Callable[[list[bool]], None]):
-        self.order = order
-        self._enter = enter
-
-    def __enter__(self) -> None:
-        taken: list[bool] = []
-        try:
-            self._enter(taken)
-        except BaseException:
-            if taken and taken[0]:
-                self.order.release()
-            raise
-
-    __exit__ = property(operator.attrgetter("order.__exit__"))  # the lock's own: the end must be a function in C
-
-
 # One lock for each platform; see `DeviceGroup.in_flight`.
 _orders: dict[str, ProgramOrder] = {}
-
-
-class Started:
-    """A program that is about to start, or has just started, as an object that becomes ready.
-
-    Args:
-        results: gets the results of the launch, at the instant when the program has its arguments.
-    """
-
-    __slots__ = ("_results",)
-
-    def __init__(self, results: list[Any]):
-        self._results = results
-
-    def is_ready(self) -> bool:
-        """Whether the program has not started, or has ended."""
-        return all(each.is_ready() for launched in self._results for each in _arrays_of(launched)[:1])
-
-
-def _arrays_of(launched: Any) -> list[Any]:
-    return launched if isinstance(launched, list) else [launched]  # or a token, if there are no results
 
 
 class _Work:

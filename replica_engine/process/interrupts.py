@@ -1,34 +1,18 @@
-"""Interrupts: raising an exception in another thread, and keeping state whole where an exception may come at any time.
-
-A handler of a signal may raise, and one thread may raise an exception in another one. Python looks for both where a
-function in Python begins, after a call of a function in C, and where a loop jumps back. There are three ways to make
-several steps one:
-
-- Make them in one instruction, in which no Python runs, and note beforehand what follows, so that the next use can
-  complete it. A launch does so (`pjrt.group.ProgramOrder`), because it is quick.
-- Repair what was left half done (`strategies.updates`).
-- Do them on a thread that no exception reaches (`Undisturbed`), where a tenth of a millisecond does not matter.
-"""
+"""Interrupts: raising an exception in another thread, and holding off Ctrl-C while a block of code runs."""
 
 from __future__ import annotations
 
 import _signal  # `signal` wraps it, and takes 5 us to turn each number into an enum
-import _thread
-import contextvars
 import ctypes
-import queue
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from itertools import compress
 from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from replica_engine.telemetry.stacks import in_users_code
-
-T = TypeVar("T")
 
 _PATIENCE = 0.1  # seconds that a thread has to return to the user's code
 _STEP = 0.001  # seconds between two checks
@@ -87,7 +71,7 @@ def take_back(thread: int) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
 
 
-def break_off(thread: int, kind: type[BaseException]) -> type[BaseException]:
+def break_off(thread: int, kind: type[BaseException], at_once: bool = False) -> type[BaseException]:
     """Raises an exception in a thread; in the main thread, also out of a sleep or a wait for a lock.
 
     Only a signal wakes a thread from a sleep or a wait, and only the main thread receives signals. So in the main
@@ -97,10 +81,15 @@ def break_off(thread: int, kind: type[BaseException]) -> type[BaseException]:
     Args:
         thread: the ident of the thread.
         kind: the class of the exception.
+        at_once: whether to break off code inside `held_off` as well.
 
     Returns:
         The class of the exception that will be raised.
     """
+    held = _held.get(thread)
+    if held is not None and not at_once:
+        held.later = kind
+        return kind
     is_main = thread == threading.main_thread().ident
     if is_main and hasattr(signal, "pthread_kill") and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.pthread_kill(thread, signal.SIGINT)
@@ -109,11 +98,14 @@ def break_off(thread: int, kind: type[BaseException]) -> type[BaseException]:
     return kind
 
 
-class held_off:
-    """Delays the Python handlers of all signals until the end of the block, in the order in which the signals came.
+_held: dict[int, held_off] = {}  # the innermost one of each thread, by thread ident
 
-    For short code that other workers or threads rely on. A second signal of the same number is handled at once, so a
-    block that does not end can be interrupted.
+
+class held_off:
+    """Delays signal handlers and `break_off` until the end of the block, for code that must run completely or not at all.
+
+    Any handler of the program may raise: that of Ctrl-C, of the SIGTERM that ends a preempted job, of an alarm. So the
+    handlers of all signals are called when the block has ended, in the order in which the signals came.
 
     Args:
         passes: called when a signal arrives inside the block; returns whether to handle it at once nevertheless.
@@ -121,29 +113,29 @@ class held_off:
 
     def __init__(self, passes: Callable[[], bool]):
         self._passes = passes
-        self._handlers: dict[int, Any] = {}  # the program's, whose place this object has taken
-        self._came: list[tuple[int, FrameType | None]] = []
+        self._handlers: dict[int, Any] = {}  # the program's, by signal, once this object has taken their place
+        self._came: list[tuple[int, FrameType | None]] = []  # the signals that arrived inside the block
+        self.later: type[BaseException] | None = None
 
     def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
+        thread = threading.get_ident()
+        self._outer = _held.get(thread)
         try:  # a signal may arrive at each of these lines, and `__exit__` is not called after it
-            for number in compress(_SIGNALS, map(callable, map(_signal.getsignal, _SIGNALS))):
-                self._handlers[number] = _signal.getsignal(number)
-                _signal.signal(number, self._note)
+            _held[thread] = self
+            if threading.current_thread() is threading.main_thread():
+                for number in compress(_SIGNALS, map(callable, map(_signal.getsignal, _SIGNALS))):
+                    self._handlers[number] = _signal.getsignal(number)
+                    _signal.signal(number, self._note)
         except BaseException:
-            self._let_through()
+            self._let_through(thread)
             raise
 
     def __exit__(self, kind: Any, error: BaseException | None, frames: TracebackType | None) -> None:
-        """Restores the handlers, and calls those of the signals that arrived during the block."""
-        self._let_through()
+        """Restores the handlers, calls those of the signals that arrived during the block, and raises `later`."""
+        self._let_through(threading.get_ident())
         self._handle()
-
-    def _let_through(self) -> None:
-        for number, handler in self._handlers.items():
-            if _signal.getsignal(number) == self._note:  # the block may have set another one
-                _signal.signal(number, handler)
+        if self.later is not None:
+            raise self.later
 
     def _handle(self) -> None:
         if self._came:
@@ -153,93 +145,24 @@ class held_off:
             finally:
                 self._handle()
 
+    def _let_through(self, thread: int) -> None:
+        """Undoes what `__enter__` did. The handlers come last: from then on a signal may end this function."""
+        if self._outer is None:
+            _held.pop(thread, None)
+        else:
+            _held[thread] = self._outer
+        for number, handler in reversed(self._handlers.items()):
+            _signal.signal(number, handler)
+
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._passes() or any(number == other for other, _ in self._came):
+        if self._passes():
             self._handlers[number](number, frame)
         else:
             self._came.append((number, frame))
 
 
-class Undisturbed:
-    """A thread for work that must be done to its end, once it has begun.
-
-    Python runs signal handlers on the main thread only, and nobody raises an exception in a thread that he does not
-    know. So no exception comes from outside while this thread works. The calling thread waits, and may be interrupted.
-
-    Attributes:
-        jobs: the functions that the thread calls, one after the other.
-    """
+class held_off_once(held_off):
+    """Like `held_off`, for code that may take long: a second signal is handled at once."""
 
     def __init__(self) -> None:
-        self.jobs: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
-        self._outcome = _Outcome()
-        # Not `threading.Thread`, whose `start` leaves a thread that cannot run if an exception comes in the middle.
-        # It ends with this object: not by a `__del__`, in which Python would swallow an exception of a signal handler.
-        gone = weakref.ref(self, self.jobs.put)
-        _thread.start_new_thread(_work, (self.jobs, self._outcome, contextvars.copy_context(), gone))
-
-    def wait(self) -> None:
-        """Waits until the thread has nothing to do. Raises what a job has raised."""
-        has_ended = threading.Event()
-        self.jobs.put(has_ended.set)
-        wait_for_ever(has_ended.wait)
-        if (error := self._outcome.error) is not None:
-            self._outcome.error = None
-            raise error
-
-    def do(self, job: Callable[[], Any]) -> None:
-        """Gives the thread a job and waits for its end. Raises what the job raised.
-
-        An exception that arrives meanwhile is raised at the end of the job, a second one at once.
-        """
-        try:
-            self.jobs.put(job)
-            self.wait()
-        except BaseException:
-            self.wait()
-            raise
-
-
-def around(before: Callable[[], None], call: Callable[[], T], after: Callable[[], None]) -> T:
-    """Calls three functions, one after the other, and returns what the second returns.
-
-    The first and the third change state: they are called on an `Undisturbed` thread. If the first one has ended well,
-    the third is called, whatever `call`, signal handlers and other threads raise.
-    """
-    thread = Undisturbed()
-    has_begun: list[None] = []
-
-    def begin() -> None:
-        before()
-        has_begun.append(None)
-
-    def end() -> None:
-        if has_begun:
-            after()
-
-    jobs = thread.jobs
-    try:
-        thread.do(begin)
-        return call()
-    finally:
-        # A signal handler may raise at the first instruction of any function in Python. `put` is a function in C.
-        try:
-            jobs.put(end)
-        finally:
-            try:
-                thread.wait()
-            finally:
-                thread.wait()  # if an exception has ended the first wait
-
-
-class _Outcome:
-    error: BaseException | None = None  # the first that a job has raised
-
-
-def _work(jobs: queue.SimpleQueue, outcome: _Outcome, context: contextvars.Context, gone: weakref.ref) -> None:
-    while (job := jobs.get()) is not gone:
-        try:
-            context.run(job)
-        except BaseException as error:
-            outcome.error = outcome.error or error
-        del job  # not kept while the thread waits for the next one
+        super().__init__(lambda: bool(self._came))

@@ -70,6 +70,4 @@ def _close() -> None:
     global _closed
     with _changed:
         _closed = True
-        # This thread itself is in no run. If a signal handler raised at the end of one, it may still count as in it.
-        own = threading.get_ident()
-        _changed.wait_for(lambda: not any(thread != own for thread in list(_depths)), PATIENCE)
+        _changed.wait_for(lambda: not _depths, PATIENCE)

@@ -30,7 +30,6 @@ from replica_engine.engine import current_replica
 from replica_engine.errors import NoMethodError, ScopeError
 from replica_engine.strategies import accumulation, models
 from replica_engine.strategies.devices import described
-from replica_engine.strategies.updates import WholeUpdates
 from replica_engine.strategies.validation import NOT_REDUCED, check_call, checked_reduction, not_gathered, not_reduced
 from replica_engine.threads.call import ReplicaOptions, call_for_each_replica, short_name, sync_points
 
@@ -71,7 +70,7 @@ class HostSide(Protocol):
         """Makes the variable a plain one again, with the newest value; does nothing if it is one."""
 
 
-class ReplicaThreads(WholeUpdates):
+class ReplicaThreads:
     """Runs the replicas of a `tf.distribute` extended class on this library's threads.
 
     Put it before an extended class in the list of base classes. `docs/custom_strategy.md` describes the hooks.
@@ -96,7 +95,7 @@ class ReplicaThreads(WholeUpdates):
         """The hook that makes variables. It extends Keras' optimizers, before they make their accumulators."""
         accumulation.extend_keras(has_backend)
         kwargs = keras_metrics.with_value_of_each_replica(kwargs)
-        return super()._create_variable(next_creator, **kwargs)
+        return super()._create_variable(next_creator, **kwargs)  # type: ignore[misc]
 
     def _use_merge_call(self) -> bool:
         """The hook of `tf.distribute`: an optimizer must not merge in the merge call of `replicate_model`."""

@@ -13,6 +13,7 @@ from replica_engine._tf import distribute
 from replica_engine._tf.graphs import calls
 from replica_engine._tf.host_datasets import HostDatasets
 from replica_engine.errors import DeviceError
+from replica_engine.process.interrupts import held_off_once
 from replica_engine.strategies.backend import OnReplicaThreads, ReplicaThreads
 from replica_engine.strategies.devices import resolve_devices
 from replica_engine.strategies.reductions import Reductions
@@ -66,9 +67,10 @@ class MirroredExtended(ReplicaThreads, Reductions, HostDatasets, distribute.Mirr
         return results
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
-        """The hook that updates the components of a variable."""
+        """The hook that updates all components of a variable or none: Ctrl-C waits until all are updated."""
         check_updated(var)
-        return super()._update(var, fn, args, kwargs, group)
+        with held_off_once():
+            return super()._update(var, fn, args, kwargs, group)
 
     def _get_cross_device_ops(self, value: Any) -> tf.distribute.CrossDeviceOps:
         """The operations that reduce one value. All int32 values share one object; TensorFlow makes one per value."""

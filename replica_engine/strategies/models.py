@@ -15,7 +15,7 @@ from replica_engine.diagnostics.op_lines import here
 from replica_engine.diagnostics.suspicions import warn_once
 from replica_engine.diagnostics.user_frames import FOLDERS
 from replica_engine.errors import BatchError, warn_metric_not_a_sum, warn_uneven_evaluation, warn_uneven_rest
-from replica_engine.process.interrupts import held_off
+from replica_engine.process.interrupts import held_off_once
 
 
 def explain(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
@@ -98,7 +98,7 @@ def _first_update(metric: Any, *args: Any, **kwargs: Any) -> Any:
         return result
     from replica_engine._tf.keras import sums
 
-    with held_off(lambda: False):
+    with held_off_once():
         updates = sums.updates_of(metric, own, args, kwargs, here)
     wrong = next((update for update in updates if update.kind == sums.OTHER), None)
     if wrong is not None:

@@ -17,7 +17,6 @@ What must never happen:
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import threading
@@ -110,20 +109,12 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self.since = time.perf_counter()
-        try:
-            _watchdog.add(self)
-        except BaseException:  # of a signal handler; then nobody calls `__exit__`
-            _watchdog.remove(self)
-            raise
+        _watchdog.add(self)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, frames: TracebackType | None) -> None:
         _watchdog.remove(self)
         self._describe, self._expire = _nothing, None  # the watchdog may refer to this watch until its next check
-
-    def remover(self) -> Callable[[], object]:
-        """A function in C that takes this watch from the watchdog, for a `finally`: no exception comes before it."""
-        return functools.partial(_watchdog._watches.pop, id(self), None)
 
     @property
     def waited(self) -> float:

@@ -1,10 +1,9 @@
-"""A signal at random moments, many times in one process, which catches what its handler raises, checks its state and
-goes on.
+"""Ctrl-C at random moments, many times in one process, which catches KeyboardInterrupt, checks its state and goes on.
 
-    python -m soak.programs.interrupts threads [--signal SIGINT] [--rounds 100] [--seed 0] [--within 1.0]
+    python -m soak.programs.interrupts threads [--rounds 100] [--seed 0] [--within 1.0]
 
-If the signal arrives in a callback of a weak reference or in a `__del__`, Python prints the exception and continues.
-Such a round is counted and ends.
+If Ctrl-C arrives in a callback of a weak reference or in a `__del__`, Python prints the exception and continues. Such a
+round is counted and ends.
 """
 
 from __future__ import annotations
@@ -28,13 +27,10 @@ def main() -> None:
     """Runs steps until it is interrupted; repeats that."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("strategy")
-    parser.add_argument("--signal", default="SIGINT", help="its handler raises KeyboardInterrupt, whichever it is")
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--within", type=float, default=1.0, help="seconds until Ctrl-C must have been answered")
     flags = parser.parse_args()
-    number_of_signal = getattr(signal, flags.signal)
-    signal.signal(number_of_signal, signal.default_int_handler)
 
     strategy = make_strategy(flags.strategy)
     compiled = flags.strategy == "compiled"
@@ -56,7 +52,7 @@ def main() -> None:
         moment = draw.uniform(0, 4 * usual)
         sent: list[float] = []
         made: list[None] = []  # one item per step; append is one instruction, which Ctrl-C cannot interrupt halfway
-        killer = threading.Thread(target=_interrupt_after, args=(moment, sent, number_of_signal))
+        killer = threading.Thread(target=_interrupt_after, args=(moment, sent))
         before = time.perf_counter()
         try:
             killer.start()
@@ -64,7 +60,7 @@ def main() -> None:
             while len(ignored) == lost:
                 strategy.run(model.step, args=(inputs,))
                 made.append(None)
-                check(time.perf_counter() - before < 20, f"round {number}: the signal was lost")
+                check(time.perf_counter() - before < 20, f"round {number}: Ctrl-C was lost")
         except KeyboardInterrupt:
             slowest = max(slowest, time.perf_counter() - (sent or [time.perf_counter()])[0])
         killer.join()
@@ -80,17 +76,17 @@ def main() -> None:
         time.sleep(0.01)
     names = sorted(thread.name for thread in threading.enumerate())
     check(threading.active_count() <= threads, f"threads stay: {names}")
-    check(slowest < flags.within, f"the answer took {slowest:.2f} s")
+    check(slowest < flags.within, f"Ctrl-C took {slowest:.2f} s")
     took = time.perf_counter() - began
     found = f"{flags.rounds} interrupts in {took:.0f} s, the slowest answered in {slowest * 1e3:.0f} ms"
     say(f"{found}; {parts} came between two updates, {len(ignored)} in a callback, where Python ignores it")
     say("done")
 
 
-def _interrupt_after(seconds: float, sent: list[float], number: int) -> None:
+def _interrupt_after(seconds: float, sent: list[float]) -> None:
     time.sleep(seconds)
     sent.append(time.perf_counter())
-    os.kill(os.getpid(), number)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def _look(model: Model, ledger: Ledger, x: np.ndarray, number: int, compiled: bool) -> int:

@@ -106,7 +106,8 @@ def _own_on_host(values: dict[DeviceValue, list[np.ndarray]], replica: int) -> I
         seen.append(each)
         if each not in values:
             values[each] = each.each_value()
-        each.host_writes(lambda: variables.write(each.handles[0], values[each][replica]), whole=True)
+        with each.host_writes(whole=True):
+            variables.write(each.handles[0], values[each][replica])
 
     try:
         with accesses_noted(note):

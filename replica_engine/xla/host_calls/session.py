@@ -20,8 +20,7 @@ import numpy as np
 
 from replica_engine._tf import thread_state
 from replica_engine.diagnostics.user_frames import is_internal
-from replica_engine.errors import ProgramError, add_note, is_alike, note_failed_alike, note_host_failure, note_stuck
-from replica_engine.errors.hosts import JOB_FAILURES
+from replica_engine.errors import add_note, is_alike, note_failed_alike, note_host_failure, note_stuck
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.xla.infeed import InputQueue
 
@@ -56,9 +55,6 @@ class _Failure:
     call: Call
     times: int
     step: int | None
-
-
-_OF_PROGRAMS = (ProgramError, *JOB_FAILURES)
 
 
 class Kept:
@@ -284,10 +280,9 @@ class Session:
                 self._limit_wait()
         try:
             wait(execution)
-        except BaseException as error:
-            # A call's exception comes first: it may be the reason why the program, or the wait for it, ended. What a
-            # signal handler raised is none of the program.
-            if not self.failures or not (self._is_stuck or isinstance(error, _OF_PROGRAMS)):
+        except (Exception, KeyboardInterrupt) as error:
+            # A call's exception comes first: it may be the reason why the program, or the wait for it, ended.
+            if not self.failures or (isinstance(error, KeyboardInterrupt) and not self._is_stuck):
                 raise
         finally:
             with self._lock:

@@ -36,7 +36,6 @@ class Compiled:
 
     Attributes:
         variables: the values of the captured variables on the devices.
-        writes: the variables that the program writes, each with the index of the result that is its new value.
     """
 
     def __init__(self, program: Program, devices: DeviceGroup, executable: Executable):
@@ -44,7 +43,7 @@ class Compiled:
         self.devices = devices
         self.executable = executable
         self.variables = [device_value_of(handle, devices) for handle in program.handles]
-        self.writes = [(self.variables[variable], result) for variable, result in program.writes]
+        self._writes = [(self.variables[variable], result) for variable, result in program.writes]
         self._constants: list[Array] | None = None
         stay = executable.waits and devices.platform == "cpu"
         self._columns = [column(*each) for each in program.results[: program.returned]] if stay else None
@@ -82,14 +81,11 @@ class Compiled:
             if self._constants is None:
                 self._constants = [put([program.tensors[index].numpy()]) for index in program.captured]
             arguments += self._constants
-        launch = Launch(program, self.devices, feed, on_host)
-        with launch.turn:
-            try:
-                with launch:
-                    arguments += [variable.array() for variable in self.variables]
-                    results = launch.run(_Execution(self, arguments))
-            finally:
-                launch.unwatch()
+        with Launch(program, self.devices, feed, on_host) as launch:
+            arguments += [variable.array() for variable in self.variables]
+            results = launch.run(_Execution(self.executable, arguments, self._writes, program.donates))
+            for variable, _ in self._writes:
+                variable.launched()
         columns: list[Column]
         if self._columns is None or as_arrays:
             columns = list(map(self.devices.fetch_all, results[: program.returned]))
@@ -106,7 +102,7 @@ class Compiled:
 
         Otherwise timing would decide between a stale value and an error.
         """
-        written = [variable for variable, _ in self.writes if isinstance(variable, DeviceValue)]
+        written = [variable for variable, _ in self._writes if isinstance(variable, DeviceValue)]
         self._count_loops(written, 1)
         try:
             yield
@@ -142,49 +138,30 @@ class Compiled:
 class _Execution:
     """One launch of one executable; see `launch.Execution`."""
 
-    __slots__ = ("_arguments", "_compiled", "_completes", "_results", "wait", "wait_for_turn")
+    __slots__ = ("_arguments", "_donates", "_executable", "_writes", "wait", "wait_for_turn")
 
-    def __init__(self, compiled: Compiled, arguments: list[Array]):
-        self._compiled = compiled
+    def __init__(
+        self, executable: Executable, arguments: list[Array], writes: Sequence[tuple[Any, int]], donates: bool
+    ):
+        self._executable = executable
+        self._donates = donates
         self._arguments = arguments
-        self._completes = False
-        self._results: list[Any] = []
-        self.wait_for_turn = compiled.executable.wait_for_turn
-        self.wait = compiled.executable.wait
+        self._writes = writes
+        self.wait_for_turn = executable.wait_for_turn
+        self.wait = executable.wait
 
     def start(self) -> list[Array]:
         try:
-            return self._compiled.executable.launch(self._arguments, self._results)
+            return self._executable.launch(self._arguments)
         except JOB_FAILURES:
-            if self._compiled.program.donates:
+            if self._donates:
                 self.invalidate()
             raise
 
-    def commit(self) -> None:
-        for results in self._results:  # one, or none if the program has not started
-            for variable, result in self._compiled.writes:
-                variable.set_array(results[result])
-
-    def launched(self) -> None:
-        self._completes = True  # which takes the lock, but need not settle this launch
-        try:
-            for variable, _ in self._compiled.writes:
-                variable.launched()
-        finally:
-            self._completes = False
-
-    def settle(self) -> bool:
-        if self._completes:
-            return False
-        self.commit()
-        if not self._results or not self._compiled.devices.ends_within(0.0):
-            return False
-        self.launched()
-        return True
-
-    def writes_to(self, value: object) -> bool:
-        return any(variable is value for variable, _ in self._compiled.writes)
+    def commit(self, results: list[Array]) -> None:
+        for variable, result in self._writes:
+            variable.set_array(results[result])
 
     def invalidate(self) -> None:
-        for variable, _ in self._compiled.writes:
+        for variable, _ in self._writes:
             variable.invalidate()

@@ -22,7 +22,6 @@ keeps its devices. The next launch waits for it for a while and then raises an e
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -41,7 +40,7 @@ from replica_engine.errors import (
 from replica_engine.errors.hosts import JOB_FAILURES
 from replica_engine.errors.timeouts import FOR_GIVEN_UP, FOR_ITS_TURN
 from replica_engine.pjrt import abandoned
-from replica_engine.pjrt.group import DeviceGroup, Turn, held_off
+from replica_engine.pjrt.group import DeviceGroup, held_off
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 from replica_engine.process import interrupts
 from replica_engine.process.interrupts import raise_in, wait_for_ever
@@ -58,7 +57,6 @@ Results = Any
 """The results of a launch: arrays on the devices."""
 
 _RUNNING = "waiting for the program"
-_AT_ONCE = contextlib.nullcontext()
 
 
 class Execution(Protocol):
@@ -68,40 +66,26 @@ class Execution(Protocol):
         """Waits until the program may start."""
 
     def start(self) -> Results:
-        """Starts the program, and returns its results, ready or not. Notes them, however it ends."""
+        """Starts the program, and returns its results, ready or not."""
 
     def wait(self, nobody_waits: threading.Event | None) -> None:
         """Waits for the end of the program, or until an event is set."""
 
-    def commit(self) -> None:
-        """Gives the variables their new values, if the program has started. It may be called again."""
-
-    def settle(self) -> bool:
-        """Commits, and completes what follows the end of the program; see `Unfinished`."""
-
-    def writes_to(self, value: object) -> bool:
-        """Whether the program writes to a value of a variable; see `Unfinished`."""
-
-    def launched(self) -> None:
-        """Completes what follows the end of the program, for each variable."""
+    def commit(self, results: Results) -> None:
+        """Gives the variables their new values, from the results."""
 
     def invalidate(self) -> None:
         """Marks the variables as lost: the program that was given their old values has failed."""
 
 
 class Launch:
-    """A launch in progress: a context manager around all of it, to be entered inside its `turn` on the devices.
+    """A launch in progress: a context manager around all of it, which waits for its turn on the devices.
 
     Args:
         program: the program to launch.
         devices: the devices it runs on.
         feed: the inputs of a device loop.
         on_host: values of the arguments that no device can have, by the index of the argument.
-
-    Attributes:
-        turn: a context manager around this one, which waits for the launch's turn on the devices.
-        unwatch: takes the launch from the watchdog; a function in C, for the case that an exception keeps this object's
-            `__exit__` from beginning.
     """
 
     def __init__(
@@ -121,9 +105,6 @@ class Launch:
         if timeout is not None:
             self._woken = threading.Event()
         self._watch = Watch(self._describe, warn_after, timeout, self._expire)
-        self._order = devices.in_flight
-        self.turn = Turn(self._order, self._take_turn)
-        self.unwatch = self._watch.remover()
 
     # The state of a launch that nothing has happened to; most launches leave it so.
     _stored: Sequence[dict[int, Any]] = ()
@@ -134,26 +115,37 @@ class Launch:
     _nobody_waits: threading.Event | None = None
     _turn: Watch | None = None  # of the wait for the devices, if another launch had them
 
-    def _take_turn(self, taken: list[bool]) -> None:
-        limit = self._body.limits.timeout
-        if not self._order.enter_now(taken):
-            with Watch(self._describe, self._body.limits.warn_after) as self._turn:
-                if limit is None:
-                    self._order.enter(taken)
-                else:
-                    self._order.enter_within(limit, self._timed_out, taken)
-
     def __enter__(self) -> Launch:
-        self._watch.__enter__()
-        if self._program.host_calls.calls:
-            self._run = self._program.host_calls.begin(self._devices, self._feed)
-            self._watch.expired = 0  # what passed while it waited for an abandoned program does not count
-        return self
+        limit = self._body.limits.timeout
+        order = self._devices.in_flight
+        taken: list[bool] = []
+        try:
+            if not order.enter_now(taken):
+                with Watch(self._describe, self._body.limits.warn_after) as self._turn:
+                    if limit is None:
+                        order.enter(taken)
+                    else:
+                        order.enter_within(limit, self._timed_out, taken)
+            self._watch.__enter__()
+            if self._program.host_calls.calls:
+                self._run = self._program.host_calls.begin(self._devices, self._feed)
+                self._watch.expired = 0  # what passed while it waited for an abandoned program does not count
+            return self
+        except BaseException:
+            if any(taken):
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
+        """Gives the devices to the next launch."""
+        try:
+            self._watch.__exit__(None, None, None)  # also if it was not entered
+        finally:
+            self._devices.in_flight.__exit__()
 
     def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
         try:
             if error is not None:
-                self._order.settle()
                 abandoned.add(self._devices)
                 note_failed_run(error, self._records, None)
         finally:
@@ -161,7 +153,7 @@ class Launch:
                 if isinstance(self._run, Session):
                     self._program.host_calls.end(self._run, self._devices, failed=error is not None)
             finally:
-                self._watch.__exit__(None, None, None)
+                self._leave()
 
     def _records(self) -> list[SyncPointRecord]:
         return launch_records(self._body.launches, self._devices.names, self._body.KEPT)
@@ -191,10 +183,8 @@ class Launch:
             self._nobody_waits = threading.Event()
             results = self._apart(execution, self._nobody_waits)
         if not self._program.donates:
-            self._order.unfinished = execution  # from here on all variables will have their new values
-            execution.commit()
-        execution.launched()
-        self._order.unfinished = None
+            with held_off():  # no interrupt in between: all variables or none
+                execution.commit(results)
         return results
 
     def _start_and_wait(self, execution: Execution) -> Results:
@@ -222,17 +212,14 @@ class Launch:
         return results
 
     def _start(self, execution: Execution) -> Results:
-        self._devices.running_name = self._program.name
-        if self._program.donates:
-            self._order.unfinished = execution  # from before the start: what takes the old values gives the new ones
-        try:
-            with _AT_ONCE if self._devices.member is None else held_off():
+        with held_off():
+            try:
                 results = execution.start()
-        except RUNTIME_ERRORS as error:
-            self._order.unfinished = None
-            raise self._failed(error) from error
-        if self._program.donates:
-            execution.commit()
+            except RUNTIME_ERRORS as error:
+                raise self._failed(error) from error
+            self._devices.running_name = self._program.name
+            if self._program.donates:
+                execution.commit(results)
         return results
 
     def _tell_progress(self) -> None:
@@ -253,7 +240,6 @@ class Launch:
             execution.wait(self._nobody_waits)
         except (*RUNTIME_ERRORS, *JOB_FAILURES) as error:
             if self._program.donates:
-                self._order.unfinished = None
                 execution.invalidate()
             if isinstance(error, RUNTIME_ERRORS):
                 raise self._failed(error) from error

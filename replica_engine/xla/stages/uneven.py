@@ -101,21 +101,18 @@ def _run(
     writes = [(variables[variable], index) for variable, index in program.writes]
     count("launches")
     on_host = {index: [share[index] for share in shares] for index in program.host_slots}
-    launch = Launch(program, devices, on_host=on_host)
-    with launch.turn:
-        try:
-            with launch:
-                # All parts are taken before the first launch: it may donate its part, and then the array is gone.
-                states = [devices.parts(variable.array()) for variable in variables]
-                inputs = []
-                for replica, (share, (own, _)) in enumerate(zip(shares, parts, strict=True)):
-                    put = devices.alone(replica).put
-                    of_share = [value for index, value in enumerate(share) if index not in on_host]
-                    values = [put([value]) for value in (*of_share, *(constants[index] for index in own.captured))]
-                    inputs.append([*values, *(state[replica] for state in states)])
-                results = launch.run(_Execution(devices, [executable for _, executable in parts], inputs, writes))
-        finally:
-            launch.unwatch()
+    with Launch(program, devices, on_host=on_host) as launch:
+        # All parts are taken before the first launch: it may donate its part, and then the whole array counts as gone.
+        states = [devices.parts(variable.array()) for variable in variables]
+        inputs = []
+        for replica, (share, (own, _)) in enumerate(zip(shares, parts, strict=True)):
+            put = devices.alone(replica).put
+            of_share = [value for index, value in enumerate(share) if index not in on_host]
+            values = [put([value]) for value in (*of_share, *(constants[index] for index in own.captured))]
+            inputs.append([*values, *(state[replica] for state in states)])
+        results = launch.run(_Execution(devices, [executable for _, executable in parts], inputs, writes))
+        for variable, _ in writes:
+            variable.launched()
     columns: list[Column] = [
         [devices.fetch(result[index], 0) for result in results] for index in range(program.returned)
     ]
@@ -138,49 +135,21 @@ class _Execution:
         self._executables = executables
         self._inputs = inputs
         self._writes = writes
-        self._completes = False
-        self._results: list[list[list[Array]]] = [[] for _ in inputs]  # of each replica: one, once it has started
 
     def wait_for_turn(self) -> None:
         for executable in self._executables:
             executable.wait_for_turn()
 
     def start(self) -> list[list[Array]]:
-        for executable, given, results in zip(self._executables, self._inputs, self._results, strict=True):
-            if not results:
-                executable.launch(given, results)
-        return [results[0] for results in self._results]
+        return [executable.launch(given) for executable, given in zip(self._executables, self._inputs, strict=True)]
 
     def wait(self, nobody_waits: threading.Event | None) -> None:
         for executable in self._executables:
             executable.wait(nobody_waits)
 
-    def commit(self) -> None:
-        if not any(self._results):
-            return
-        started = self.start()  # the other replicas, if an exception came after the first
+    def commit(self, results: list[list[Array]]) -> None:
         for variable, index in self._writes:
-            variable.set_array(self._devices.join([result[index] for result in started]))
-
-    def launched(self) -> None:
-        self._completes = True  # which takes the lock, but need not settle this launch
-        try:
-            for variable, _ in self._writes:
-                variable.launched()
-        finally:
-            self._completes = False
-
-    def settle(self) -> bool:
-        if self._completes:
-            return False
-        self.commit()
-        if not all(self._results[at] and self._devices.alone(at).ends_within(0.0) for at in range(len(self._results))):
-            return False
-        self.launched()
-        return True
-
-    def writes_to(self, value: object) -> bool:
-        return any(variable is value for variable, _ in self._writes)
+            variable.set_array(self._devices.join([result[index] for result in results]))
 
     def invalidate(self) -> None:
         for variable, _ in self._writes:

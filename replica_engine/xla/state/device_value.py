@@ -25,7 +25,6 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -36,8 +35,6 @@ from replica_engine.errors import LostVariableError
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.process import shutdown
 from replica_engine.xla.state import host_memory
-
-T = TypeVar("T")
 
 Spread = Callable[[np.ndarray, int], list[np.ndarray]]
 """Takes the host's single value and the number of replicas; returns the value of each replica."""
@@ -200,11 +197,10 @@ class DeviceValue:
         self._bring_up_to_date()
 
     def _bring_up_to_date(self) -> None:
-        launch = self._devices.in_flight.unfinished
-        if not (self._host_stale or self._lost or self.loops or (launch is not None and launch.writes_to(self))):
+        self._check_there()
+        if not (self._host_stale or self.loops):
             return
         with shutdown.running(), self._devices.in_flight:
-            self._check_there()
             if not self._host_stale:
                 return
             array = self._present()
@@ -228,35 +224,31 @@ class DeviceValue:
             self.host_reads()
             self._maybe_written = True
 
-    def host_writes(self, write: Callable[[], T], whole: bool = False) -> T:
-        """Calls `write`, which reads and writes the host's value, while no step runs. Returns what `write` returned.
+    @contextlib.contextmanager
+    def host_writes(self, whole: bool = False) -> Iterator[None]:
+        """Inside, the caller reads and writes the host's value, and no step runs.
 
         Args:
-            write: writes the value.
-            whole: whether it replaces the whole value; then the old one may be lost.
+            whole: whether the caller replaces the whole value; then the old one may be lost.
         """
         self._note()
         with shutdown.running(), self._devices.in_flight:
-            if whole and self._is_lost():
+            if whole and self._lost:
                 with _freeing:
                     self._restore_shape()
             else:
                 self._bring_up_to_date()
-            lost, writer, me = self._lost, self._writer, threading.get_ident()
-            # From here to the end an exception may come at any moment, after the value was written or before. So until
-            # then the next launch compares the host's value with that on the devices.
-            self._maybe_written = True
-            self._lost, self._writer = False, me
+            lost, self._lost = self._lost, False
+            writer, self._writer = self._writer, threading.get_ident()
             try:
-                result = write()
-                self._array = None
+                yield
             except BaseException:
                 self._lost = lost
                 raise
             finally:
                 self._writer = writer
+            self._array = None
             self.leave_pool()
-        return result
 
     def _note(self) -> None:
         note = getattr(_thread, "note", None)
@@ -274,11 +266,6 @@ class DeviceValue:
         self._check_there()
         self._devices.wait_for(self._array)
         return self._array
-
-    def _is_lost(self) -> bool:
-        if self._array is not None and self._host_stale and self._array.is_deleted():
-            self.invalidate()
-        return self._lost
 
     def _check_there(self) -> None:
         if self._lost:
@@ -339,18 +326,9 @@ class Borrowed:
 
     def launched(self) -> None:
         """Fetches the value that the program wrote, and writes it to the variable; see `DeviceValue.launched`."""
-        array = self._written
-        if array is None:
-            return
-
-        def write() -> None:
+        array, self._written = self._written, None
+        with contextlib.nullcontext() if self._home is None else self._home.host_writes():
             variables.write(self._handle, np.array(self._devices.fetch(array, 0)))
-
-        if self._home is None:
-            write()
-        else:
-            self._home.host_writes(write)
-        self._written = None
 
 
 def home_of(handle: tf.Tensor) -> DeviceValue | None:

@@ -27,15 +27,14 @@ from replica_engine.xla.state.device_value import DeviceValue
 _thread = threading.local()
 
 
-def _only_reading(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@contextlib.contextmanager
+def _only_reading() -> Iterator[None]:
     before = getattr(_thread, "reading", False)
+    _thread.reading = True
     try:
-        _thread.reading = True
-        return method(*args, **kwargs)
+        yield
     finally:
-        _thread.reading = (
-            before  # no call, before which an exception could come: a handle would be taken for a read one
-        )
+        _thread.reading = before
 
 
 @contextlib.contextmanager
@@ -54,7 +53,8 @@ def _reads(name: str) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def reading(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _only_reading(method, self, *args, **kwargs)
+        with _only_reading():
+            return method(self, *args, **kwargs)
 
     return reading
 
@@ -67,8 +67,8 @@ def _writes(name: str, whole: bool = False) -> Callable[..., Any]:
         if not tf.executing_eagerly():
             return method(self, *args, **kwargs)
         self._check_access()  # before the wait for a step to end: that step may be the caller
-        write = functools.partial(_only_reading, method, self, *args, **kwargs)
-        return self._replica_engine[0].host_writes(write, whole)
+        with self._replica_engine[0].host_writes(whole), _only_reading():
+            return method(self, *args, **kwargs)
 
     return writing
 

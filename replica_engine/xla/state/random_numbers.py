@@ -50,9 +50,10 @@ class RandomState(DeviceValue):
         """The value on the devices; seeds it first if `tf.random.set_seed` was called since the last time."""
         seeding, seed = random_ops.seeding()
         if seeding is not self._seeded:
-            key = self._random_key() if seed is None else seed
-            self.host_writes(lambda: variables.write(self.handles[0], np.array([_signed(key), 0], np.int64)))
             self._seeded = seeding
+            key = self._random_key() if seed is None else seed
+            with self.host_writes():
+                variables.write(self.handles[0], np.array([_signed(key), 0], np.int64))
         return super().array()
 
     def _random_key(self) -> int:
