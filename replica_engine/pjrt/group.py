@@ -61,13 +61,13 @@ def is_needed_by_a_program() -> bool:
 
 
 def held_off() -> interrupts.held_off:
-    """Holds off Ctrl-C until the end of the block, for code that launches a program.
+    """Holds off signals until the end of the block, for code that launches a program.
 
     A launch gives the old values of variables to a program and takes the new values over. An exception between the two
-    would lose both, and Ctrl-C may raise an exception anywhere.
+    would lose both, and the handler of a signal may raise an exception anywhere.
 
-    On one device a launch may run the program, and its host calls, directly on this thread. Then Ctrl-C interrupts the
-    user's code as usual, and the host call handles the exception.
+    On one device a launch may run the program, and its host calls, directly on this thread. Then a signal interrupts
+    the user's code as usual, and the host call handles the exception.
     """
     return interrupts.held_off(is_needed_by_a_program)
 

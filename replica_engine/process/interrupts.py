@@ -1,4 +1,4 @@
-"""Interrupts: raising an exception in another thread, and holding off Ctrl-C while a block of code runs."""
+"""Interrupts: raising an exception in another thread, and holding off signals while a block of code runs."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ _held: dict[int, held_off] = {}  # the innermost one of each thread, by thread i
 
 
 class held_off:
-    """Delays signal handlers and `break_off` until the end of the block, for code that must run completely or not at all.
+    """Delays handlers of signals and `break_off` until the end of the block, for code that runs whole or not at all.
 
     Any handler of the program may raise: that of Ctrl-C, of the SIGTERM that ends a preempted job, of an alarm. So the
     handlers of all signals are called when the block has ended, in the order in which the signals came.
@@ -152,7 +152,8 @@ class held_off:
         else:
             _held[thread] = self._outer
         for number, handler in reversed(self._handlers.items()):
-            _signal.signal(number, handler)
+            if _signal.getsignal(number) == self._note:  # a host call in the block may have set another one
+                _signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._passes():
