@@ -21,7 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import distribute, quick_scopes, thread_state
-from replica_engine._tf.graphs import autograph, calls, control_flow, function
+from replica_engine._tf.graphs import autograph, calls, control_flow, function, made_ops
 from replica_engine.diagnostics.failed_run import note_failed_run
 from replica_engine.diagnostics.flight_record import SyncPointRecord, SyncPoints, records
 from replica_engine.diagnostics.suspicions import check_lines, note_reads, watch_results
@@ -145,7 +145,7 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
     if control_flow.outer_tapes():
         fn = _noting_reads(fn, read)
     if not state.eager:
-        fn = _after_arguments(fn, of_replicas, state.graph)
+        effects_wait = _effects_after_arguments(of_replicas, state.graph)
         thread_state.make_stacks_thread_local(state.graph)
         around = functools.partial(_function_watched, options.warn_after)  # not the strategy: the graph outlives it
         calls.choose(state.graph, options.graph_optimizer or _graph_optimizer(devices), around)
@@ -199,6 +199,7 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
         note_reads(read)
         watch_results(strategy, results, (args, kwargs))
         if not state.eager:
+            effects_wait()
             _check_compiled(state.graph, devices, source)
         return results
 
@@ -214,8 +215,8 @@ def _noting_reads(fn: Callable[..., Any], read: list[weakref.ref[Any]]) -> Calla
     return noting
 
 
-def _after_arguments(fn: Callable[..., Any], of_replicas: Sequence[tuple], graph: tf.Graph) -> Callable[..., Any]:
-    """The function of the replicas, whose ops in the graph begin when the arguments of all replicas are there.
+def _effects_after_arguments(of_replicas: Sequence[tuple], graph: tf.Graph) -> Callable[[], None]:
+    """Returns what makes the effects of the replicas in the graph wait until the arguments of all of them are there.
 
     Eager code behaves so by itself. In a graph, an op without inputs need not wait: when a dataset ends, the step that
     finds no batch fails, but some of its ops have already counted an iteration or decayed weights, on some replicas
@@ -225,16 +226,10 @@ def _after_arguments(fn: Callable[..., Any], of_replicas: Sequence[tuple], graph
     tensors = [tensor for leaf in leaves for tensor in tf.nest.flatten(leaf, expand_composites=True)]
     made = [tensor.op for tensor in tensors if getattr(tensor, "graph", None) is graph]  # an eager tensor has none
     if not made:
-        return fn
+        return lambda: None
     with tf.control_dependencies(made):
         arguments = tf.no_op("arguments")
-
-    @functools.wraps(fn)
-    def after(*args: Any, **kwargs: Any) -> Any:
-        with tf.control_dependencies([arguments]):
-            return fn(*args, **kwargs)
-
-    return after
+    return functools.partial(made_ops.effects_wait, graph, len(graph.get_operations()), arguments)
 
 
 def _check_compiled(graph: Any, devices: Sequence[str], source: Any) -> None:

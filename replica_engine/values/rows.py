@@ -5,10 +5,10 @@ the rows of the replicas are joined. A lookup by indices that are not the batch'
 each position on one device, however many samples there are. There the rows of the replicas are added up. To a table
 both is the same sum. To an optimizer it is not: Keras does not add up the rows of one index, and Adam squares each.
 
-In a graph the ops behind the indices tell. Indices that depend on constants and variables only are the same on all
-replicas. Indices that depend on lengths too (`arange(shape(x)[1])`) are the same as far as they reach. All others may
-depend on the samples, or on how many there are. A table that is looked up in both ways has the rows of both, one behind
-the other, and each part is reduced in its way.
+In a graph the ops behind the indices tell. Indices that depend on constants only are the same on all replicas. Indices
+that depend on lengths too (`arange(shape(x)[1])`) are the same as far as they reach. All others may depend on the
+samples, or on how many there are. A table that is looked up in both ways has the rows of both, one behind the other,
+and each part is reduced in its way.
 
 Eager tensors do not tell what they were made of. Rows of eager tensors are added up if each replica has the same run of
 two or more consecutive indices, as positions are.
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import distribute, variables
+from replica_engine._tf import distribute
 from replica_engine._tf.graphs import subgraphs
 
 _OF_VARIABLE = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd"})
@@ -43,7 +43,7 @@ class Origin(NamedTuple):
     """What a tensor of a graph depends on, if that is not the samples of a batch.
 
     Attributes:
-        digest: equal for equal computations on the same constants and variables.
+        digest: equal for equal computations on the same constants.
         of_lengths: whether it depends on shapes that only the running graph knows.
         of_process: whether it depends on an eager tensor, which may be another one in another process.
         numbers: the integers in the short constants that it depends on; a known shape is one.
@@ -330,12 +330,8 @@ def _components(value: Any) -> Any:
 
 
 def _name(outside: Any) -> bytes | None:
-    """What an eager tensor has in common with its like on other replicas: itself, or for a variable its container."""
-    if outside.dtype != tf.resource:
-        return b"tensor %d" % id(outside)
-    container = variables.container_of(outside)
-    container = outside if container is None else container
-    return None if isinstance(container, distribute.SyncOnReadVariable) else b"variable %d" % id(container)
+    """What an eager tensor has in common with its like on other replicas; None for a variable, which may change."""
+    return None if outside.dtype == tf.resource else b"tensor %d" % id(outside)
 
 
 def _length(op: tf.Operation) -> int | None:

@@ -117,6 +117,41 @@ def test_of_one_sample_on_each_replica_in_a_scope(both, alike):
     alike(model.get_weights(), alone.get_weights())
 
 
+@pytest.mark.parametrize("rows", [6, 8])
+def test_of_as_many_positions_as_a_shard_has_samples(both, alike, rows):
+    """The places of six words, whichever the size of the batch is."""
+    alone = model_of(length=6)
+    with both(2).scope():
+        model = model_of(length=6)
+    data = tf.data.Dataset.from_tensor_slices((WORDS, SCORES)).batch(2 * rows, drop_remainder=True)
+    expected, found = (each.fit(data, epochs=2, verbose=0).history for each in (alone, model))
+    alike(found, expected)
+    alike(model.get_weights(), alone.get_weights())
+
+
+@pytest.mark.on("mirrored")
+def test_of_indices_from_a_variable_that_replicas_change(both):
+    """Each replica reads another value: what is reduced is the same on all, and has the rows of all."""
+    strategy = both(2)
+    begin = tf.Variable(0)  # made outside the scope
+    with strategy.scope():
+        table = tf.Variable(tf.zeros([8, 1]))
+
+    @tf.function
+    def step():
+        def in_replica():
+            places = tf.range(2) + begin.assign_add(2, read_value=True) - 2
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.nn.embedding_lookup(table, places))
+            gradient = tape.gradient(loss, table)
+            return tf.convert_to_tensor(tf.distribute.get_replica_context().all_reduce("SUM", gradient))
+
+        return strategy.run(in_replica)
+
+    for gradient in strategy.experimental_local_results(step()):
+        np.testing.assert_array_equal(tf.squeeze(gradient), [1.0] * 4 + [0.0] * 4)
+
+
 @pytest.mark.on("mirrored")
 def test_of_an_eager_step(both, alike):
     """Which knows places as a run of indices that all replicas have."""

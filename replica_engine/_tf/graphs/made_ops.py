@@ -1,4 +1,4 @@
-"""Ops as they are made: a look at each op that is added to a graph. Checked on TensorFlow 2.21.0."""
+"""Ops as they are made, and what they wait for. Checked on TensorFlow 2.21.0."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import tensorflow as tf
 
 # add_op_callback, remove_op_callback: a function that TensorFlow calls for each op that it makes on this thread.
 from tensorflow.python.framework import op_callbacks as _op_callbacks
+
+from replica_engine._tf.graphs import subgraphs
 
 See = Callable[[tf.Operation], "list[tf.Tensor] | None"]
 """Gets an op that was added to a graph. It may return tensors to use instead of the op's outputs."""
@@ -36,3 +38,13 @@ def seen(see: Mapping[str, See]) -> Iterator[None]:
 def set_flag(op: tf.Operation, name: str, value: bool) -> None:
     """Changes an attribute of an op that is a truth value."""
     op._set_attr(name, tf.compat.v1.AttrValue(b=value))
+
+
+def effects_wait(graph: tf.Graph, begin: int, awaited: tf.Operation) -> None:
+    """Makes the ops with effects, from the `begin`-th of a graph on, wait for another op that was made before them.
+
+    Only these: ops that just compute stay as they are, so that TensorFlow can compute constants ahead.
+    """
+    for op in graph.get_operations()[begin:]:
+        if subgraphs.is_stateful(op) and op.type != "ReadVariableOp":
+            op._add_control_input(awaited)

@@ -238,7 +238,12 @@ def state_of(model: keras.Model) -> Any:
 
 
 def gives_rows(model: keras.Model) -> bool:
-    """Whether a model was built from inputs and outputs, and predicts outputs that all have one row per sample."""
+    """Whether a model is known to predict outputs that all have one row per sample.
+
+    It was built from inputs and outputs, or its `predict_step` has the attribute `gives_rows`.
+    """
+    if getattr(model.predict_step, "gives_rows", False):
+        return True
     kinds = [kind for kind in (keras.Sequential, _Functional) if isinstance(model, kind)]
     if not any(type(model).call is kind.call for kind in kinds):
         return False  # it computes its outputs in another way

@@ -73,6 +73,8 @@ class LayerOutputs:
             self.names = list(found)
         return found
 
+    _step.gives_rows = True  # type: ignore[attr-defined]
+
     def _is_wanted(self, name: str, leaf: Any, graph: Any, x: Any) -> bool:
         if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank:
             return False
