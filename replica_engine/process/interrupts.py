@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from itertools import compress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -98,6 +97,18 @@ def break_off(thread: int, kind: type[BaseException], at_once: bool = False) -> 
     return kind
 
 
+_last: tuple[list[Any], list[tuple[int, Any]]] = ([], [])  # all handlers, and those that are functions in Python
+
+
+def _handlers() -> list[tuple[int, Any]]:
+    """The signals with handlers in Python, and these. It is on the way of each launch: asking for all takes 1 us."""
+    global _last
+    handlers = list(map(_signal.getsignal, _SIGNALS))
+    if handlers != _last[0]:
+        _last = handlers, [pair for pair in zip(_SIGNALS, handlers, strict=True) if callable(pair[1])]
+    return _last[1]
+
+
 _held: dict[int, held_off] = {}  # the innermost one of each thread, by thread ident
 
 
@@ -123,8 +134,8 @@ class held_off:
         try:  # a signal may arrive at each of these lines, and `__exit__` is not called after it
             _held[thread] = self
             if threading.current_thread() is threading.main_thread():
-                for number in compress(_SIGNALS, map(callable, map(_signal.getsignal, _SIGNALS))):
-                    self._handlers[number] = _signal.getsignal(number)
+                for number, handler in _handlers():
+                    self._handlers[number] = handler
                     _signal.signal(number, self._note)
         except BaseException:
             self._let_through(thread)

@@ -225,7 +225,7 @@ def _effects_after_arguments(of_replicas: Sequence[tuple], graph: tf.Graph) -> C
     leaves, _ = flatten(of_replicas, what="the arguments")
     tensors = [tensor for leaf in leaves for tensor in tf.nest.flatten(leaf, expand_composites=True)]
     made = [tensor.op for tensor in tensors if getattr(tensor, "graph", None) is graph]  # an eager tensor has none
-    if not made:
+    if not made or not graph.building_function:  # no op outside a loop may reach into one of TensorFlow 1
         return lambda: None
     with tf.control_dependencies(made):
         arguments = tf.no_op("arguments")
