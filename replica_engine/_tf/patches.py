@@ -259,7 +259,7 @@ def install_numbers() -> None:
 
     NumPy finds `__array__` of the tensor behind an `ON_READ` variable otherwise, which gives no array for a scalar.
     """
-    added = {f"__{kind.__name__}__": _as_number(kind) for kind in (int, float, complex)} | {"__array__": _as_array}
+    added = {f"__{kind.__name__}__": _as_number(kind) for kind in (int, float, complex)} | {"__array__": __array__}
     for name, method in added.items():
         if not hasattr(distribute.DistributedVariable, name):
             setattr(distribute.DistributedVariable, name, method)
@@ -289,7 +289,9 @@ def refuse_several(methods: Mapping[str, Callable[..., Any]], as_tensor: Callabl
 _BEFORE_TENSORFLOWS = 90  # TensorFlow's own conversion of the class has priority 100
 
 
-def _as_array(variable: Any, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+def __array__(variable: Any, dtype: Any = None, copy: bool | None = None) -> np.ndarray:  # tracebacks show the name
+    if not tf.executing_eagerly():
+        raise NotImplementedError("numpy() is only available when eager execution is enabled.")  # as of any variable
     return np.array(variable.numpy(), dtype)  # a copy, whatever `copy` is
 
 

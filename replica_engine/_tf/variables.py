@@ -57,6 +57,12 @@ def parts(value: Any) -> tuple[Any, ...]:
     return value, *getattr(value, "_values", ())
 
 
+def container_of(handle: Any) -> Any:
+    """The distributed variable that a handle's variable is a component of; None if TensorFlow has noted none."""
+    container = getattr(handle, "_distributed_container", None)
+    return None if container is None else container()
+
+
 def read(handle: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """Reads the value behind a handle in eager mode."""
     with tf.init_scope(), tf.device("CPU:0"):

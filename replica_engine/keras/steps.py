@@ -111,7 +111,7 @@ def _value(name: str, value: Any, share: Shard) -> tf.Tensor:
 
 def _check_integer(name: str, tensor: tf.Tensor, shard: Any) -> None:
     """Raises LogError unless the graph shows that an integer has nothing to do with the samples of the shard."""
-    known = rows.origin(tensor)
+    known = rows.origin(tensor, of_variables=True)
     if known is None or known.of_lengths or shard in known.numbers:  # a length of a known shape is a constant
         raise LogError.integer(name, tensor.dtype.name)
 

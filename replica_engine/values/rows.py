@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import distribute
+from replica_engine._tf import distribute, variables
 from replica_engine._tf.graphs import subgraphs
 
 _OF_VARIABLE = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd"})
@@ -58,8 +58,11 @@ class Origin(NamedTuple):
 _marks: weakref.WeakKeyDictionary[Any, dict[str, Origin | None]] = weakref.WeakKeyDictionary()
 
 
-def origin(tensor: Any) -> Origin | None:
-    """What a tensor depends on; None if it may depend on a batch, on random numbers or on the replica."""
+def origin(tensor: Any, of_variables: bool = False) -> Origin | None:
+    """What a tensor depends on; None if it may depend on a batch, on random numbers or on the replica.
+
+    With `of_variables`, a tensor may depend on variables, as they are when they are read.
+    """
     if not tf.is_symbolic_tensor(tensor):
         return None
     digests: dict[int, bytes] = {}
@@ -88,7 +91,7 @@ def origin(tensor: Any) -> Origin | None:
                 return None
             inputs = [outside] if tf.is_symbolic_tensor(outside) else []
             if not inputs:
-                name = _name(outside)
+                name = _name(outside, of_variables)
                 if name is None:
                     return None
                 of_process |= outside.dtype != tf.resource
@@ -329,9 +332,15 @@ def _components(value: Any) -> Any:
     return value.values if isinstance(value, distribute.DistributedValues) else (value,)
 
 
-def _name(outside: Any) -> bytes | None:
-    """What an eager tensor has in common with its like on other replicas; None for a variable, which may change."""
-    return None if outside.dtype == tf.resource else b"tensor %d" % id(outside)
+def _name(outside: Any, of_variables: bool) -> bytes | None:
+    """What an eager tensor has in common with its like on other replicas: itself, or for a variable its container."""
+    if outside.dtype != tf.resource:
+        return b"tensor %d" % id(outside)
+    container = variables.container_of(outside)
+    container = outside if container is None else container
+    if not of_variables or isinstance(container, distribute.SyncOnReadVariable):
+        return None
+    return b"variable %d" % id(container)
 
 
 def _length(op: tf.Operation) -> int | None:
