@@ -291,7 +291,7 @@ _BEFORE_TENSORFLOWS = 90  # TensorFlow's own conversion of the class has priorit
 
 def __array__(variable: Any, dtype: Any = None, copy: bool | None = None) -> np.ndarray:  # tracebacks show the name
     if not tf.executing_eagerly():
-        raise NotImplementedError("numpy() is only available when eager execution is enabled.")  # the words of TensorFlow
+        raise NotImplementedError("numpy() is only available when eager execution is enabled.")  # TensorFlow says so
     return np.array(variable.numpy(), dtype)  # a copy, whatever `copy` is
 
 
