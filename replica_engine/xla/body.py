@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, Protocol
 import tensorflow as tf
 
 from replica_engine._tf import eager
-from replica_engine._tf.graphs import autograph, xla_ops
+from replica_engine._tf.graphs import autograph, random_ops, xla_ops
 from replica_engine.diagnostics.flight_record import Collective, LaunchRecord
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.diagnostics.suspicions import Named
 from replica_engine.engine import current_replica
 from replica_engine.errors import CollectiveError, NotInBodyError, ReplicaMismatchError
-from replica_engine.xla import growing_arrays
+from replica_engine.xla import corrected_ops, growing_arrays
 from replica_engine.xla.growing_arrays import Final, Seen
 
 _thread = threading.local()
@@ -163,7 +163,11 @@ class Body:
         before = in_body(), getattr(_thread, "calls", None), getattr(_thread, "collectives", None)
         _thread.body, _thread.calls, _thread.collectives = self, host_calls, collectives
         try:
-            with xla_ops.xla_context(), self.random.replacing(), growing_arrays.fixed(arrays, final, self.moves_ops):
+            with (
+                xla_ops.xla_context(),
+                random_ops.intercepted(lambda *op: corrected_ops.replacement(*op) or self.random.replacement(*op)),
+                growing_arrays.fixed(arrays, final, self.moves_ops),
+            ):
                 yield
         finally:
             _thread.body, _thread.calls, _thread.collectives = before

@@ -80,8 +80,8 @@ def test_a_difference_is_rounding_only_if_one_device_moves_as_far():
     assert verdict(1.0) == judge.Verdict(rounding=True)
     assert verdict(1.1).problem == judge.DEVICE
     assert verdict(1.1).details == "float32: 1 differ: weight: np.float64(1.0) and np.float64(1.1)"
-    assert judge.far({"a": np.ones(2)}, {"a": np.ones(3)}, "float64") == ["a"]
-    assert judge.far({"a": np.ones(2)}, {}, "float64") == ["a"]
+    assert judge.far({"a": np.ones(2)}, {"a": np.ones(3)}, judge.TOLERANCES["float64"]) == ["a"]
+    assert judge.far({"a": np.ones(2)}, {}, judge.TOLERANCES["float64"]) == ["a"]
     assert judge.unequal({"a": np.array(0.0)}, {"a": np.array(-0.0)}) == ["a"]
 
 

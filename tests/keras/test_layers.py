@@ -213,3 +213,29 @@ def test_text_goes_into_a_model_that_looks_it_up(trains_alike):
     alone, replicated, _ = trains_alike(make, 2, batches)
     expected = alone([tf.constant(words), tf.constant(letters)])
     np.testing.assert_allclose(replicated.predict(batches, verbose=0), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_class_of_the_users_own_may_have_a_table_of_words():
+    """The table inside TextVectorization says that it is not built, although the model has been called."""
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.split = layers.TextVectorization(output_sequence_length=3, vocabulary=["a", "b"])
+            self.embedding, self.dense = layers.Embedding(4, 3), layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(keras.ops.mean(self.embedding(self.split(x)), axis=1))
+
+    texts, labels = tf.constant([["a b"], ["b"], ["z"]]), np.ones((3, 1))
+    weights = []
+    for replicas in (None, 2):
+        keras.utils.set_random_seed(0)
+        model = Model()
+        model(texts)
+        model.compile("sgd", "mse")
+        trained = model if replicas is None else replicate_model(model, replicas)
+        trained.fit(texts, labels, batch_size=3, epochs=2, verbose=0)
+        weights.append(model.get_weights())
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)

@@ -143,3 +143,16 @@ def test_every_dtype_is_kept_in_a_variable(name):
 
     check(xla.replicate(fn, [[after]] * 2), name, before, before)
     check([variable], name, after)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_labels_that_are_no_class_are_never_among_the_largest(k, dtype):
+    """As in TensorFlow: a loss may ignore a label of -1. So are all labels of a row with an infinity or a NaN."""
+    rows = np.random.default_rng(0).permuted(np.tile(np.linspace(-1, 1, 4, dtype="float32"), (24, 1)), axis=1)
+    rows[5, 1], rows[6, 2], rows[7] = np.nan, np.inf, 0.5  # and one row of ties
+    labels = np.arange(24) % 6 - 1
+    found = xla.replicate(lambda: tf.math.in_top_k(tf.constant(labels, dtype), rows, k), num_replicas=2)
+    expected = tf.math.in_top_k(tf.constant(labels, dtype), rows, k).numpy()
+    assert [each.numpy().tolist() for each in found] == [expected.tolist()] * 2
+    assert not expected[labels == -1].any()

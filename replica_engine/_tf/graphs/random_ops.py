@@ -1,4 +1,7 @@
-"""Replaces random ops while they are added to a graph, and sets the global seed. Checked on TensorFlow 2.21.0."""
+"""Replaces ops, above all random ones, while they are added to a graph, and sets the global seed.
+
+Checked on TensorFlow 2.21.0.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ from tensorflow.python.eager import context as _context
 from tensorflow.python.framework import op_callbacks as _op_callbacks
 
 Replace = Callable[[str, Sequence[Any], Callable[[str], Any]], list[tf.Tensor] | None]
-"""Takes a random op's type, its inputs and a getter of its attributes; returns replacements of its results, or None."""
+"""Takes an op's type, its inputs and a getter of its attributes; returns replacements of its results, or None."""
 
-_KINDS = ("Random", "Truncated", "Multinomial", "StatelessRandom", "StatelessTruncated")
+_KINDS = ("Random", "Truncated", "Multinomial", "StatelessRandom", "StatelessTruncated", "InTopK")
 _ASIDE = "_replica_engine_set_aside"
 _ORIGINALS = "_replica_engine_originals"
 
@@ -30,7 +33,7 @@ def set_aside(graph: Any) -> frozenset[str]:
 
 
 def original(tensor: tf.Tensor) -> tf.Tensor | None:
-    """The result of the user's random op that `tensor` replaced; None if `tensor` replaced nothing."""
+    """The result of the user's op that `tensor` replaced; None if `tensor` replaced nothing."""
     return getattr(tensor.graph, _ORIGINALS, {}).get(tensor.op.name)
 
 
@@ -62,7 +65,10 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def intercepted(replace: Replace) -> Iterator[None]:
-    """Calls `replace` for each random op that is made inside the block."""
+    """Calls `replace` for each op of the kinds that may be replaced, when it is made inside the block.
+
+    Not to be nested: TensorFlow takes the answer of the last callback, also if it is None.
+    """
 
     def callback(
         op_type: str, inputs: Any, attributes: Any, outputs: Any, op_name: str | None = None, graph: Any = None

@@ -142,11 +142,20 @@ def strategy_of(model: keras.Model) -> Any:
 
 
 def unbuilt_layers(model: keras.Model) -> list[str]:
-    """The names of the layers that have no variables yet; the model's own name comes first."""
+    """The names of the layers that have no variables yet; the model's own name comes first.
+
+    What Keras has called is complete: a part of it that says that it is not built, such as a table of words, needs no
+    build. A layer that the user's own class calls may get its variables later.
+    """
     layers = layers_of(model)
-    if model.built and isinstance(model, (keras.Sequential, _Functional)):
-        return []  # it has been called: an unbuilt part, such as a table of words, needs no build
-    return [layer.name for layer in layers if not layer.built]
+    called = [each for each in layers if each.built and _calls_all(each)]
+    complete = {id(part) for each in called for part in layers_of(each)}
+    return [layer.name for layer in layers if not layer.built and id(layer) not in complete]
+
+
+def _calls_all(layer: keras.Layer) -> bool:
+    keras_own = isinstance(layer, (keras.Sequential, _Functional)) or type(layer).__module__.startswith("keras.")
+    return keras_own and type(layer) is not keras.Model
 
 
 def trained_by(optimizer: keras.optimizers.Optimizer) -> list[Any]:

@@ -8,11 +8,10 @@ like any other. The key comes from `tf.random.set_seed`, which also resets the c
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,13 +85,8 @@ class RandomState(DeviceValue):
                 self._initial.assign(np.array([_signed(key), 0], np.int64))
         return variables.raw_handle(self._initial)
 
-    @contextlib.contextmanager
-    def replacing(self) -> Iterator[None]:
-        """Inside, new random ops draw from this state."""
-        with random_ops.intercepted(self._replace):
-            yield
-
-    def _replace(self, kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor] | None:
+    def replacement(self, kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor] | None:
+        """The results of a new random op, drawn from this state; None if the op's own are right."""
         make = _STATELESS.get(kind)
         if make is None:
             return philox.replacement(kind, inputs, attribute)
