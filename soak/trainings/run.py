@@ -26,20 +26,21 @@ def strategy_of(name: str, replicas: int) -> Any:
     return replica_engine.MirroredStrategy(replica_engine.testing.logical_devices(4)[:replicas])
 
 
-def trained(spec: Spec, one_device: bool = False, nudge: int | None = None) -> Numbers:
+def trained(spec: Spec, one_device: bool = False, nudge: int | None = None, compiled: bool = False) -> Numbers:
     """All numbers of a training: logs, metrics, weights, the state of the optimizer, predictions.
 
     Args:
         spec: the training.
         one_device: trains with plain Keras, without a strategy.
         nudge: changes the initial weights by a unit in the last place, up or down at random from this seed.
+        compiled: TensorFlow compiles the step of plain Keras with XLA.
     """
     keras.backend.clear_session()
     before = keras.config.floatx()
     keras.config.set_floatx(spec.dtype)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            return _Training(spec, one_device, nudge, folder).numbers
+            return _Training(spec, one_device, nudge, compiled, folder).numbers
     finally:
         keras.config.set_floatx(before)
 
@@ -51,8 +52,9 @@ class _Training:
         numbers: what came out.
     """
 
-    def __init__(self, spec: Spec, one_device: bool, nudge: int | None, folder: str):
+    def __init__(self, spec: Spec, one_device: bool, nudge: int | None, compiled: bool, folder: str):
         self.spec, self.one_device, self.folder = spec, one_device, folder
+        self._compiled = compiled
         self._is_plain = one_device  # what trains now is plain Keras
         self.numbers: Numbers = {}
         self._strategy = None if one_device else strategy_of(spec.strategy, spec.replicas)
@@ -72,7 +74,12 @@ class _Training:
 
     def _make(self) -> None:
         self.model = model.built(self.spec)
-        model.compile_model(self.model, self.spec, self.one_device)
+        self._compile(self.model)
+
+    def _compile(self, made: keras.Model) -> None:
+        model.compile_model(made, self.spec, self.one_device)
+        if self._compiled:
+            made.jit_compile = True
 
     def _replicated(self, made: keras.Model) -> keras.Model:
         return replicate_model(made, strategy=self._strategy) if self._strategy and self.spec.api == REPLICATE else made
@@ -180,7 +187,7 @@ class _Training:
             if name == "freeze":
                 for layer in made.layers[:2]:
                     layer.trainable = False
-            model.compile_model(made, self.spec, self.one_device)
+            self._compile(made)
 
     def _use(self) -> None:
         """`evaluate` and `predict`."""

@@ -106,6 +106,21 @@ def test_a_difference_in_float32_is_judged_although_plain_keras_refuses_float64(
     assert judge.judged(PLAIN, train, repeats=1) == judge.Verdict(rounding=True, details=ANY)
 
 
+def test_a_compiled_strategy_may_have_the_numbers_of_one_compiled_device():
+    """As at an overflow, where XLA and TensorFlow differ."""
+    compiled = dataclasses.replace(PLAIN, strategy=COMPILED)
+
+    def verdict(spec, of_xla):
+        def train(spec, one_device=False, nudge=None, compiled=False):
+            return {"weight": np.array(of_xla if compiled else 1.0 if one_device else 2.0)}
+
+        return judge.judged(spec, train, repeats=1)
+
+    assert verdict(compiled, 2.0) == judge.Verdict(rounding=True)
+    assert verdict(compiled, 3.0).problem == judge.DEVICE
+    assert verdict(PLAIN, 2.0).problem == judge.DEVICE
+
+
 def test_numbers_that_differ_in_some_runs_are_found_and_made_small(capsys):
     """As if a slot of an optimizer differed now and then in the second epoch of a dataset."""
     runs = itertools.count()
