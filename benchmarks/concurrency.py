@@ -31,7 +31,7 @@ def measure(flags: argparse.Namespace) -> Iterator[Row]:
     import replica_engine
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    devices = replica_engine.testing.logical_devices(flags.replicas)
+    devices = replica_engine.logical_devices(flags.replicas)
     at_once = replica_engine.MirroredStrategy(devices, concurrent=True)
     in_turn = replica_engine.MirroredStrategy(devices)
     random = np.random.default_rng(0)

@@ -43,7 +43,7 @@ def start(most: int) -> None:
 
     import replica_engine
 
-    replica_engine.testing.logical_devices(most)
+    replica_engine.logical_devices(most)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", most)
     with _environment("NPROC", str(2 * most)):
@@ -72,7 +72,7 @@ def tpu_strategy(model: Model, replicas: int, in_function: bool = False) -> Cont
 def mirrored_strategy(model: Model, replicas: int) -> Contender:
     """`MirroredStrategy`, whose replica threads trace the graph of a `tf.function`."""
     import replica_engine
-    from replica_engine.testing import logical_devices
+    from replica_engine import logical_devices
 
     return strategy_contender(
         "MirroredStrategy", replica_engine.MirroredStrategy(logical_devices(replicas)), model, True
@@ -83,7 +83,7 @@ def tf_distribute(model: Model, replicas: int) -> Contender:
     """`tf.distribute.MirroredStrategy`, with its fastest all-reduce for CPUs."""
     import tensorflow as tf
 
-    from replica_engine.testing import logical_devices
+    from replica_engine import logical_devices
 
     strategy = tf.distribute.MirroredStrategy(logical_devices(replicas), tf.distribute.ReductionToOneDevice())
     return strategy_contender("tf.distribute", strategy, model, True)

@@ -36,7 +36,7 @@ def loops(replicas: int, iterations: int, runs: int, repeats: int) -> Iterator[R
 
     import replica_engine
 
-    devices = replica_engine.testing.logical_devices(replicas)
+    devices = replica_engine.logical_devices(replicas)
     strategy = replica_engine.MirroredStrategy(devices)
     with strategy.scope():
         weights, flag = tf.Variable(tf.eye(SIZE)), tf.Variable(True)
@@ -103,7 +103,7 @@ def traces(replicas: int, repeats: int) -> Iterator[Row]:
 
     import replica_engine
 
-    strategy = replica_engine.MirroredStrategy(replica_engine.testing.logical_devices(replicas))
+    strategy = replica_engine.MirroredStrategy(replica_engine.logical_devices(replicas))
     with strategy.scope():
         flag = tf.Variable(True)
 
@@ -140,7 +140,7 @@ def measure(flags: argparse.Namespace) -> Iterator[Row]:
 
     import replica_engine
 
-    replica_engine.testing.logical_devices(max(flags.replicas))
+    replica_engine.logical_devices(max(flags.replicas))
     tf.get_logger().setLevel("ERROR")
     for replicas in flags.replicas:
         yield from loops(replicas, flags.iterations, flags.runs, flags.repeats)

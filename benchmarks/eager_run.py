@@ -63,7 +63,7 @@ def strategies(replicas: int) -> tuple[Any, Any]:
 
     import replica_engine
 
-    devices = replica_engine.testing.logical_devices(replicas)
+    devices = replica_engine.logical_devices(replicas)
     theirs = tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
     return replica_engine.MirroredStrategy(devices), theirs
 
@@ -118,7 +118,7 @@ def measure(flags: argparse.Namespace) -> Iterator[Row]:
 
     import replica_engine
 
-    replica_engine.testing.logical_devices(max(flags.replicas))
+    replica_engine.logical_devices(max(flags.replicas))
     tf.get_logger().setLevel("ERROR")  # tf.distribute warns of the overhead that is measured here
     for replicas in flags.replicas:
         ours, theirs = strategies(replicas)

@@ -149,7 +149,7 @@ def measure(flags: argparse.Namespace) -> Iterator[Row]:
 
     import replica_engine
 
-    replica_engine.testing.logical_devices(max(*flags.replicas, TRAINING))
+    replica_engine.logical_devices(max(*flags.replicas, TRAINING))
     tf.get_logger().setLevel("ERROR")  # tf.distribute warns of the overhead that is measured here
     rows = []
     for plot in (

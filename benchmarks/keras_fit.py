@@ -205,7 +205,7 @@ def measure(flags: argparse.Namespace) -> Iterator[Row]:
     """Yields the rows of each model and number of replicas."""
     import replica_engine
 
-    replica_engine.testing.logical_devices(max(flags.replicas))
+    replica_engine.logical_devices(max(flags.replicas))
     for name in flags.models:
         for replicas in flags.replicas:
             yield from rows(name, replicas, flags.repeats)

@@ -115,7 +115,7 @@ def _load(who: str, replicas: int) -> None:
     else:
         import replica_engine
 
-        replica_engine.testing.logical_devices(replicas)
+        replica_engine.logical_devices(replicas)
 
 
 def _replicated(who: str, name: str, replicas: int, batch: int) -> Callable[[], float]:
@@ -158,7 +158,7 @@ def _strategy(who: str, replicas: int) -> Any:
 
     if who == XLA:
         return replica_engine.TPUStrategy(num_cores=replicas)
-    devices = replica_engine.testing.logical_devices(replicas)
+    devices = replica_engine.logical_devices(replicas)
     if who == THEIRS:
         return tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
     return replica_engine.MirroredStrategy(devices, graph_optimizer="full" if who == FULL else None)

@@ -36,7 +36,7 @@ def replica_thread(threads: int) -> float:
     """KiB for each replica thread of a strategy that has run once."""
     import replica_engine
 
-    devices = replica_engine.testing.logical_devices(threads)
+    devices = replica_engine.logical_devices(threads)
 
     def run(replicas: int) -> Any:
         strategy = replica_engine.MirroredStrategy(devices[:replicas])
@@ -77,7 +77,7 @@ def copies(who: str, replicas: int, megabytes: int) -> list[float]:
 
     import replica_engine
 
-    devices = replica_engine.testing.logical_devices(replicas)
+    devices = replica_engine.logical_devices(replicas)
 
     def updated(bytes_of_each: int) -> list[Any]:
         if who == "TPUStrategy":

@@ -69,7 +69,7 @@ Three families say whose turn it is:
 - **unwinding**: `ReplicaUnwound` is not an error: it ends a waiting replica when another replica has failed.
 
 The programs begin with `import tensorflow as tf`, `from replica_engine import ...` and the like, and with
-`replica_engine.testing.logical_devices(8)` where they name CPU devices. Messages name the line
+`replica_engine.logical_devices(8)` where they name CPU devices. Messages name the line
 of the program, which is `program.py` here. Of tracebacks the user's frames are shown. (On Python 3.10, which does not
 print an exception's notes, the last lines are in its `__notes__`.)
 """

@@ -9,9 +9,9 @@ rounded to bfloat16 as well; the variables stay float32. Run it:
 import tensorflow as tf
 
 import replica_engine
+from replica_engine import logical_devices
 from replica_engine.replica import regroup
 from replica_engine.strategies import MirroredExtended
-from replica_engine.testing import logical_devices
 
 
 class CompressedExtended(MirroredExtended):

@@ -14,9 +14,9 @@ import keras
 import matplotlib
 
 import replica_engine
+from replica_engine import logical_devices
 from replica_engine.demo.data import load_digits
 from replica_engine.keras import replicate_model
-from replica_engine.testing import logical_devices
 
 matplotlib.use("Agg")  # writes the picture to a file, without a window
 from matplotlib import pyplot

@@ -6,7 +6,7 @@ a package imports only itself and lower layers:
 
     demo/         the program behind `python -m replica_engine demo`, written to be read and copied
     compat/       the names of TensorFlow's contrib TPUStrategy of 2018
-    testing/      helpers for tests, yours too: parity check, logical devices, leak check, scripted interleavings
+    testing/      helpers for tests, yours too: parity check, leak check, scripted interleavings
     keras/        replicate_model: a Keras model on N replicas, in one line
     strategies/   MirroredStrategy, MultiWorkerMirroredStrategy, TPUStrategy, and ReplicaThreads, the base class for
                   your own strategy
@@ -17,7 +17,7 @@ a package imports only itself and lower layers:
     engine/       replica threads and the sync points where they meet; standard library only
     pjrt/         the runtime of compiled programs; nothing else imports jax
     hosts/        jobs of several workers: the cluster, the coordinator, the launcher; standard library only
-    process/      the whole process: TensorFlow's thread pool, exit, fork, exceptions raised in another thread
+    process/      the whole process: logical devices, TensorFlow's thread pool, exit, fork, interrupts
     telemetry/    the watchdog and timelines; standard library only
     errors/       every exception with its message
     _tf/          every private TensorFlow and Keras name, each with its reason; engine, pjrt, hosts, telemetry and
@@ -43,6 +43,7 @@ from replica_engine.process.pool import FOR_ONE_LAUNCH, make_room
 
 if TYPE_CHECKING:
     from replica_engine import compat, keras, strategies, testing, xla
+    from replica_engine.process.devices import logical_devices
     from replica_engine.replica import ReplicaContext, call_for_each_replica, sync_points
     from replica_engine.strategies import MirroredStrategy
     from replica_engine.strategies.multi_worker import MultiWorkerMirroredStrategy
@@ -63,6 +64,7 @@ __all__ = [
     "errors",
     "join_outputs",
     "keras",
+    "logical_devices",
     "split_batch",
     "strategies",
     "sync_points",
@@ -79,6 +81,7 @@ _HOME = {
     "accumulate": "replica_engine.values.micro_batches",
     "call_for_each_replica": "replica_engine.replica",
     "join_outputs": "replica_engine.values.uneven_batches",
+    "logical_devices": "replica_engine.process.devices",
     "split_batch": "replica_engine.values.uneven_batches",
     "sync_points": "replica_engine.replica",
     "timeline": "replica_engine.telemetry.timeline",

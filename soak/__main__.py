@@ -76,7 +76,7 @@ def _suite(name: str, flags: argparse.Namespace) -> Iterator[Outcome]:
 
         yield from lost_workers.run(flags.lost)
         return
-    from replica_engine.testing import logical_devices
+    from replica_engine import logical_devices
 
     if name == "trainings":
         logical_devices(64)

@@ -23,7 +23,7 @@ class Bench:
 
     def __init__(self, strategy: str, size: int):
         self.compiled = strategy == points.COMPILED
-        devices = replica_engine.testing.logical_devices(size)
+        devices = replica_engine.logical_devices(size)
         if self.compiled:
             self.strategy = replica_engine.TPUStrategy(num_cores=size)
         else:

@@ -18,7 +18,7 @@ import psutil
 import tensorflow as tf
 
 import replica_engine
-from replica_engine.testing import logical_devices
+from replica_engine import logical_devices
 from soak.outcome import Outcome
 
 MANY = 64

@@ -19,7 +19,7 @@ BEGIN = """
     import numpy as np
     import tensorflow as tf
     import replica_engine
-    from replica_engine.testing import logical_devices
+    from replica_engine import logical_devices
 
     devices = logical_devices(8)
 """

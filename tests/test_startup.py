@@ -69,7 +69,7 @@ def test_threads_of_replicas_need_no_more_than_there_are(programs):
     source = """
         import os
         import replica_engine
-        replica_engine.MirroredStrategy(replica_engine.testing.logical_devices(4))
+        replica_engine.MirroredStrategy(replica_engine.logical_devices(4))
         print(os.environ.get("TF_NUM_INTEROP_THREADS"))
     """
     result = programs.run(textwrap.dedent(source), env=environment(), timeout=300)

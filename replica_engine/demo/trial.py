@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 import tensorflow as tf
 
 import replica_engine
-from replica_engine import MirroredStrategy
+from replica_engine import MirroredStrategy, logical_devices
 from replica_engine.demo import custom_loop, keras_fit, picture
 from replica_engine.demo.data import Digits, load_digits, steps_per_epoch
 from replica_engine.demo.progress import Progress
 from replica_engine.demo.report import TOLERANCE, compare
-from replica_engine.testing import logical_devices
 
 Train = Callable[..., tuple[list[tf.Variable], float]]
 

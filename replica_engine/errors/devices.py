@@ -33,7 +33,7 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
     def missing(cls, missing: Sequence[str], present: Sequence[str], kind: str) -> DeviceError:
         """TensorFlow has no device of this name."""
         more = (
-            "To make more CPU devices, call replica_engine.testing.logical_devices(n) before TensorFlow starts"
+            "To make more CPU devices, call replica_engine.logical_devices(n) before TensorFlow starts"
             if kind == "CPU"
             else f"tf.config.list_physical_devices({kind!r}) lists the {kind} devices that TensorFlow finds"
         )
@@ -45,7 +45,7 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
         return cls(
             f"No duplicates allowed in `devices`: {', '.join(devices)}. One replica runs on each device, so name each "
             "device once. For several replicas on one CPU, make logical devices: "
-            "replica_engine.testing.logical_devices(n)."
+            "replica_engine.logical_devices(n)."
         )
 
     @classmethod
@@ -179,7 +179,7 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
         return cls(
             f"{wanted} logical {kind} devices were requested, but TensorFlow has already started with {present}. "
             "Logical devices must be made before TensorFlow runs anything: call "
-            f"replica_engine.testing.logical_devices({wanted}) at the top of the program, before a strategy is made."
+            f"replica_engine.logical_devices({wanted}) at the top of the program, before a strategy is made."
         )
 
     @classmethod

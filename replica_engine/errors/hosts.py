@@ -203,7 +203,7 @@ class ClusterConfigError(ReplicaEngineError, ValueError):
             "MultiWorkerMirroredStrategy",
             "TensorFlow has run an op in this process already, and cannot connect it to other workers any more. Make "
             "the MultiWorkerMirroredStrategy first, before any tensor, variable or dataset. Only "
-            "replica_engine.testing.logical_devices(n) may come before it.",
+            "replica_engine.logical_devices(n) may come before it.",
         )
 
 

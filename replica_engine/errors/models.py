@@ -89,7 +89,7 @@ class ReplicateError(ReplicaEngineError, ValueError):
         """More replicas were requested than there are devices."""
         more = (
             "TensorFlow can make more CPU devices only before it starts: call "
-            f"replica_engine.testing.logical_devices({replicas}) first in the program"
+            f"replica_engine.logical_devices({replicas}) first in the program"
             if kind == "CPU"
             else f"Ask for {present} or fewer"
         )

@@ -1,5 +1,6 @@
 """Functions that concern the whole process, not one run.
 
+- `devices`: several devices on a machine that has one.
 - `pool`: the size of TensorFlow's thread pool.
 - `shutdown`: the exit of the process in the middle of a run.
 - `fork`: forked child processes, in which no run is possible.

@@ -1,7 +1,7 @@
 """Helpers for tests: this library's own tests and yours.
 
 - `check_parity(model, x, y)`: checks whether N replicas compute the same numbers as one device, and shows where not.
-- `logical_devices(n)`: several devices on a machine that has one.
+- `logical_devices(n)`: another name of `replica_engine.logical_devices`.
 - `no_leaked_threads()`: fails if a block leaves threads behind.
 - `Sequencer`: fixes the order in which threads pass marked places, without sleeping.
 
@@ -11,7 +11,7 @@ TensorFlow and Keras are imported only when a name that needs them is first used
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from replica_engine.testing.devices import logical_devices
+from replica_engine.process.devices import logical_devices
 from replica_engine.testing.leaks import no_leaked_threads
 from replica_engine.testing.sequencer import Sequencer
 

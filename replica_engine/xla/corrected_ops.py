@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+
 def replacement(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor] | None:
     """TensorFlow's results of a new op, given its type, inputs and a getter of attributes; None if XLA's are right."""
     if kind not in ("InTopK", "InTopKV2"):

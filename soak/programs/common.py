@@ -11,7 +11,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import tensorflow as tf
 
 import replica_engine
-from replica_engine.testing import logical_devices
+from replica_engine import logical_devices
 
 SIZE = 2
 

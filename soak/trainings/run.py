@@ -23,7 +23,7 @@ def strategy_of(name: str, replicas: int) -> Any:
     """One strategy for all specs of a kind."""
     if name == COMPILED:
         return replica_engine.TPUStrategy(num_cores=replicas)
-    return replica_engine.MirroredStrategy(replica_engine.testing.logical_devices(4)[:replicas])
+    return replica_engine.MirroredStrategy(replica_engine.logical_devices(4)[:replicas])
 
 
 def trained(spec: Spec, one_device: bool = False, nudge: int | None = None, compiled: bool = False) -> Numbers:

@@ -9,9 +9,8 @@ from helpers.versions import HAS_XLA, WHY_NO_XLA
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replica_engine import MirroredStrategy
+from replica_engine import MirroredStrategy, logical_devices
 from replica_engine.errors import DeviceError, ReplicaEngineError
-from replica_engine.testing import logical_devices
 
 NAMES = st.sampled_from(["CPU:0", "CPU:1", "/cpu:0", "/device:CPU:1", "CPU:99", "GPU:0", "CPU", "CPU:*", "", "x", ":"])
 NUMBERS = st.sampled_from([None, 0, -1, 1, 2, True, 1.5, 2.0, "2", 10**9, 2**80, float("nan"), [2]])

@@ -10,9 +10,8 @@ import pytest
 import tensorflow as tf
 from helpers.versions import HAS_XLA, WHY_NO_XLA
 
-from replica_engine import MirroredStrategy
+from replica_engine import MirroredStrategy, logical_devices
 from replica_engine.keras import CrossReplicaOptimizer, replicate_model
-from replica_engine.testing import logical_devices
 
 # Sums of a few gradients in another order; Adam divides by a root that may be small.
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}

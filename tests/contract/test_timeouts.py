@@ -10,8 +10,8 @@ from helpers.time_limits import LEFT, PATIENT, elapse, time_is_nearly_up, wait_u
 from helpers.versions import HAS_XLA, WHY_NO_XLA
 
 import replica_engine
+from replica_engine import logical_devices
 from replica_engine.errors import ReplicaTimeoutError, StuckProgramError
-from replica_engine.testing import logical_devices
 
 DEVICES = logical_devices(8)[:2]
 LIMIT = 0.4  # seconds; what is to come back in time does so in a few milliseconds

@@ -5,10 +5,9 @@ import tensorflow as tf
 from helpers.golden import shows
 
 import replica_engine
-from replica_engine import MirroredStrategy
+from replica_engine import MirroredStrategy, logical_devices
 from replica_engine._tf import thread_state
 from replica_engine.errors import DeviceError
-from replica_engine.testing import logical_devices
 
 
 @shows(DeviceError.missing)
@@ -47,7 +46,7 @@ def test_numbers_of_devices():
 def test_devices_asked_for_too_late():
     """TensorFlow has started with 8 CPU devices."""
     x = tf.ones([4])
-    MirroredStrategy(replica_engine.testing.logical_devices(16)).run(tf.square, args=(x,))
+    MirroredStrategy(replica_engine.logical_devices(16)).run(tf.square, args=(x,))
 
 
 @pytest.fixture

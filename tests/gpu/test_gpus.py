@@ -187,7 +187,7 @@ def test_on_one_gpu(name):
 @needs_gpus(1)
 @pytest.mark.parametrize("name", OF_THREADS)
 def test_on_two_logical_gpus(name):
-    runs(OF_THREADS[name], 'replica_engine.testing.logical_devices(2, "GPU")')
+    runs(OF_THREADS[name], 'replica_engine.logical_devices(2, "GPU")')
 
 
 @needs_gpus(2)

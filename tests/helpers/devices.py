@@ -9,7 +9,7 @@ import os
 import tensorflow as tf
 
 from helpers import lambdas
-from replica_engine.testing import logical_devices
+from replica_engine import logical_devices
 
 
 def _gpus(count: int) -> list[str]:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import replica_engine
 from helpers.versions import HAS_XLA
-from replica_engine.testing import logical_devices
+from replica_engine import logical_devices
 
 REPLICAS = 2
 

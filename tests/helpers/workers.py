@@ -15,7 +15,7 @@ import tensorflow as tf
 import replica_engine
 
 me, local = int(os.environ.get("REPLICA_ENGINE_PROCESS_ID", 0)), int(os.environ["LOCAL"])
-replica_engine.testing.logical_devices(local)
+replica_engine.logical_devices(local)
 KIND = replica_engine.MirroredStrategy if os.environ.get("ALONE") else replica_engine.MultiWorkerMirroredStrategy
 context = tf.distribute.get_replica_context
 found = {}

@@ -13,8 +13,8 @@ import tensorflow as tf
 from keras import layers, optimizers
 
 import replica_engine
+from replica_engine import logical_devices
 from replica_engine.keras import replicate_model
-from replica_engine.testing import logical_devices
 
 pytestmark = pytest.mark.on("mirrored")
 

@@ -7,9 +7,9 @@ import tensorflow as tf
 from keras import layers
 
 import replica_engine
+from replica_engine import logical_devices
 from replica_engine.errors import BatchError, DeviceError, ReplicaEngineError, ReplicateError
 from replica_engine.keras import replicate_model
-from replica_engine.testing import logical_devices
 
 
 def small():

@@ -6,10 +6,9 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from replica_engine import MirroredStrategy
+from replica_engine import MirroredStrategy, logical_devices
 from replica_engine.demo.data import load_digits
 from replica_engine.keras import replicate_model
-from replica_engine.testing import logical_devices
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ EPOCHS, BATCHES = 3, 3
 # What each program of this module begins with. Its first argument is a folder.
 SETUP = """
     import os, signal, sys
-    from replica_engine.testing import logical_devices
+    from replica_engine import logical_devices
 
     folder = sys.argv[1]
     devices = logical_devices(2)

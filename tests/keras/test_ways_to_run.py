@@ -10,9 +10,8 @@ from helpers.versions import HAS_XLA
 from keras import layers
 
 import replica_engine
-from replica_engine import MirroredStrategy
+from replica_engine import MirroredStrategy, logical_devices
 from replica_engine.keras import replicate_model
-from replica_engine.testing import logical_devices
 
 pytestmark = pytest.mark.on("mirrored")  # where nothing else is said
 

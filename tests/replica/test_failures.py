@@ -447,7 +447,7 @@ CTRL_C = """
     import os, signal, sys, threading, time
     import tensorflow as tf
     import replica_engine
-    from replica_engine.testing import logical_devices
+    from replica_engine import logical_devices
 
     strategy = replica_engine.MirroredStrategy(logical_devices(2))
     strategy.run(lambda: None)

@@ -26,7 +26,7 @@ PROGRAM = """
         return tf.distribute.get_replica_context().all_reduce("SUM", 1.0)
 
     def starts():
-        strategy = replica_engine.MirroredStrategy(replica_engine.testing.logical_devices(2))
+        strategy = replica_engine.MirroredStrategy(replica_engine.logical_devices(2))
         say(sys._getframe(1).f_code.co_name, strategy.run(step).values[0].numpy())
         return strategy
 

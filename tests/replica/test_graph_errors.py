@@ -5,8 +5,7 @@ import re
 import pytest
 import tensorflow as tf
 
-from replica_engine import MirroredStrategy, TPUStrategy, xla
-from replica_engine.testing import logical_devices
+from replica_engine import MirroredStrategy, TPUStrategy, logical_devices, xla
 
 
 def pick(index):

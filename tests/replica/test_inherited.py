@@ -258,7 +258,7 @@ def test_a_scope_of_the_users_own_is_around_a_run_and_one_that_only_checks_is_no
     def checked(self):
         raise AssertionError("the user did not call it")
 
-    devices = replica_engine.testing.logical_devices(2)
+    devices = replica_engine.logical_devices(2)
     Noting(devices).run(lambda: None)
     assert entered == [Noting]
     monkeypatch.setattr(OnReplicaThreads, "scope", checked)

@@ -265,7 +265,7 @@ def test_nothing_waits_for_replicas_at_exit(programs):
         import atexit, threading
         atexit.register(lambda: threading.Event().wait(0.5))  # after what is registered later
         import tensorflow as tf, replica_engine
-        from replica_engine.testing import logical_devices
+        from replica_engine import logical_devices
 
         parked = replica_engine.MirroredStrategy(logical_devices(2))
         parked.run(lambda: None)

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from replica_engine import MirroredStrategy
+from replica_engine import MirroredStrategy, logical_devices
 from replica_engine.diagnostics.user_frames import FOLDERS
-from replica_engine.testing import logical_devices
 
 
 @pytest.fixture

@@ -10,12 +10,11 @@ import pytest
 import tensorflow as tf
 
 import replica_engine
-from replica_engine import MirroredStrategy, TPUStrategy, errors, xla
+from replica_engine import MirroredStrategy, TPUStrategy, errors, logical_devices, xla
 from replica_engine.compat import contrib
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.diagnostics.user_frames import is_internal
 from replica_engine.strategies import MirroredExtended
-from replica_engine.testing import logical_devices
 
 
 @pytest.fixture

@@ -15,11 +15,10 @@ import pytest
 import tensorflow as tf
 
 import replica_engine
-from replica_engine import xla
+from replica_engine import logical_devices, xla
 from replica_engine.__main__ import main
 from replica_engine.telemetry import timeline as module
 from replica_engine.telemetry.timeline import recording
-from replica_engine.testing import logical_devices
 
 STRAGGLER = 1
 

@@ -10,8 +10,7 @@ import pytest
 import tensorflow as tf
 from helpers.loop_steps import SUM, at_once
 
-from replica_engine import MirroredStrategy, TPUStrategy, xla
-from replica_engine.testing import logical_devices
+from replica_engine import MirroredStrategy, TPUStrategy, logical_devices, xla
 
 
 class Counting:

@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from replica_engine._tf import thread_state
 from replica_engine.errors import BackendMissingError, DeviceError, ParityArgumentError
+from replica_engine.process.devices import logical_devices
 from replica_engine.strategies import MirroredStrategy
 from replica_engine.strategies.backend import compiled_strategy, compiles
-from replica_engine.testing.devices import logical_devices
 
 MIRRORED, TPU = "MirroredStrategy", "TPUStrategy"
 

@@ -1,4 +1,4 @@
-"""Makes several devices on a machine that has one."""
+"""Several devices on a machine that has one."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def logical_devices(n: int, kind: str = "CPU") -> list[str]:
             is invalid.
 
     Example:
-        >>> from replica_engine.testing import logical_devices
-        >>> logical_devices(1)
+        >>> import replica_engine
+        >>> replica_engine.logical_devices(1)
         ['CPU:0']
     """
-    # Imported here, so that the other helpers work without TensorFlow.
+    # Imported here, so that the helpers of `testing` work without TensorFlow.
     import tensorflow as tf
 
     from replica_engine._tf import thread_state
