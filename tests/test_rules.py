@@ -9,14 +9,13 @@ import sys
 import textwrap
 
 import pytest
+from helpers import private_keras_names, private_names
 from helpers.versions import HAS_XLA
 
 import replica_engine
 import replica_engine.strategies  # where the patches of the import are installed
 from replica_engine._tf import patches
-from replica_engine._tf.keras import names as keras_names
 from replica_engine._tf.keras import state as keras_state
-from replica_engine._tf.names import PRIVATE
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "replica_engine"
@@ -50,7 +49,9 @@ def test_each_private_import_exists(module, name):
     assert found, f"There is no {module}.{name} any more; see replica_engine/_tf"
 
 
-@pytest.mark.parametrize("private", PRIVATE + keras_names.PRIVATE, ids=lambda private: private.name)
+@pytest.mark.parametrize(
+    "private", private_names.PRIVATE + private_keras_names.PRIVATE, ids=lambda private: private.name
+)
 def test_each_private_attribute_exists(private):
     assert hasattr(private.owner, private.name), (
         f"There is no {private.owner}.{private.name} any more, needed for: {private.why}"

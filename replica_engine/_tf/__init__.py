@@ -11,7 +11,6 @@ TensorFlow:
 - `thread_state`: the state that TensorFlow keeps separately for each thread. `quick_scopes`: faster scopes.
 - `variables`, `eager`: handles of variables; eager tensors and arrays without ops.
 - `profiler`: whether the profiler runs, and spans in its traces.
-- `names`: private attributes and hooks, as a list that a test checks.
 
 Keras:
 

@@ -9,7 +9,7 @@ Two things are asked for:
   is rounding if one device moves as far (`FACTOR` times, as there are only a few such trainings), array by array. So no
   layer, optimizer or metric is an exception by name. A training in float32 must then hold in float64 as well, where
   rounding is a billion times smaller and a fault is as large. Of a compiled strategy, one device whose step TensorFlow
-  compiles with XLA may answer too: at an overflow, or at the length of a zero vector, XLA's formulas give other numbers.
+  compiles with XLA may answer too: at an overflow, or at the length of a zero vector, XLA's formulas differ.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Private attributes and hooks of TensorFlow that this library uses, as a list that a test checks.
+"""Private attributes and hooks of TensorFlow that the library uses.
 
-An import of a vanished private name at the top of the other modules fails at once. A vanished attribute of this list
-would fail later and elsewhere, so `tests/test_rules.py` looks each one up and names those that are gone. Checked on
-TensorFlow 2.21.0.
+A vanished private import fails at once. A vanished attribute of this list would fail later and elsewhere, so
+`test_rules.py` looks each one up and names those that are gone. Checked on TensorFlow 2.21.0.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from tensorflow.python.util import tf_stack
 
 
 class Private(NamedTuple):
-    """One private attribute: the object that has it, its name, and what this library needs it for."""
+    """One private attribute: the object that has it, its name, and what the library needs it for."""
 
     owner: Any
     name: str
@@ -181,4 +180,4 @@ PRIVATE = (
     Private(checkpoint, "_execute_callbacks", "callbacks of a checkpoint that the chief writes"),
     Private(tf.distribute.MirroredStrategy, "_collective_key_base", "separate collective keys for each strategy"),
 )
-"""Every private attribute that this library uses, and every hook that it overrides."""
+"""Every private attribute that the library uses, and every hook that it overrides."""

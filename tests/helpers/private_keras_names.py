@@ -1,8 +1,4 @@
-"""Private attributes of Keras that this library uses, as a list that a test checks; `_tf.names` has TensorFlow's.
-
-An import of a vanished private name at the top of `model` fails at once. A vanished attribute of this list would fail
-later and elsewhere, so `tests/test_rules.py` looks each one up and names those that are gone. Checked on Keras 3.15.1.
-"""
+"""Private attributes of Keras that the library uses, for `test_rules.py`. Checked on Keras 3.15.1."""
 
 from __future__ import annotations
 
@@ -12,9 +8,9 @@ from keras.src.metrics import reduction_metrics as _metrics
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter as _DataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter as _OfGenerator
 
+from helpers.private_names import Private
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
-from replica_engine._tf.names import Private
 
 _optimizer = keras.optimizers.SGD()
 _accumulating = keras.optimizers.SGD(gradient_accumulation_steps=2)
@@ -50,4 +46,4 @@ PRIVATE = (
     Private(_loss, keras_model.MASKED, "the divisor of a masked loss"),
     *(Private(_loss, name, "replaced: this library scales the loss of a shard itself") for name in keras_model.SCALES),
 )
-"""Every private attribute of Keras that this library uses."""
+"""Every private attribute of Keras that the library uses."""
