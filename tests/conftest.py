@@ -163,6 +163,8 @@ def pytest_collectstart(collector):
     """Sets TensorFlow up before a test module that may start it is imported."""
     if isinstance(collector, pytest.Module) and WITHOUT_TENSORFLOW not in collector.path.parents:
         importlib.import_module("helpers.devices")
+        if HAS_XLA and "helpers.portable" not in sys.modules:
+            importlib.import_module("helpers.portable").look_at_each_program()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -250,6 +252,15 @@ def _replica_threads_go(request, caplog):
         _reset_global_graph()
         if request.node.stash.get(_FAILED, False):
             stack.pop_all()  # the traceback holds on to everything; one failure is enough
+
+
+@pytest.fixture(autouse=True)
+def _programs_are_portable():
+    """Fails a test that compiles a program that no TPU and no GPU takes."""
+    yield
+    if portable := sys.modules.get("helpers.portable"):
+        refused, portable.refused = portable.refused, []
+        assert not refused, "\n\n".join(refused)
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,13 @@
 """The module that TensorFlow lowered a body to: read by jaxlib, written again, and what the later stages must know.
 
-TensorFlow and jaxlib have an MLIR each, and their texts differ in three ways:
+TensorFlow and jaxlib have an MLIR each, and their texts differ in four ways:
 
 - A constant of more than 100 truth values is a string of bytes in some versions of MLIR, and of bits in others. Here it
   becomes a list, which all versions read.
 - A dynamic reshape has no name in StableHLO when TensorFlow writes it ("mhlo.unknown"). MLIR writes a module with such
   an operation in its generic form. Here it becomes a `stablehlo.dynamic_reshape`.
+- TensorFlow writes `mhlo.copy`, which is no operation of StableHLO: the compilers of TPUs and GPUs refuse it. Here its
+  operand takes its place. XLA copies by itself where a result must not share memory.
 - TensorFlow writes names and source lines. Here they go, so that equal programs have equal texts.
 
 So all later text is in the form in which jaxlib prints a valid module. Only this file reads what TensorFlow wrote.
@@ -24,6 +26,7 @@ from replica_engine.pjrt.jaxlib import ir, make_ir_context
 from replica_engine.pjrt.markers import HOST_CALL, parameters_of, target
 
 _TRUTH_VALUES = re.compile(r'dense<"0x([0-9A-Fa-f]+)"> : tensor<((?:\d+x)+)i1>')
+_COPY = "mhlo.copy"
 _UNKNOWN, _OTHER = '"mhlo.unknown"(', "replica_engine_unknown.operation"
 _QUOTED = re.compile(r'"([^"]*)"')
 _ERROR = re.compile(r'"-":(\d+):\d+: (.*)')
@@ -83,7 +86,7 @@ def read(text: str, aliases: bool = True) -> LoweredModule:
             module = ir.Module.parse(text)
         except ir.MLIRError as error:
             raise _explained(text, str(error)) from None
-        found: dict[str, list[Any]] = {"stablehlo.custom_call": [], "stablehlo.all_reduce": [], _OTHER: []}
+        found: dict[str, list[Any]] = {"stablehlo.custom_call": [], "stablehlo.all_reduce": [], _COPY: [], _OTHER: []}
 
         def collect(operation: Any) -> Any:
             if operation.name in found:
@@ -91,6 +94,9 @@ def read(text: str, aliases: bool = True) -> LoweredModule:
             return ir.WalkResult.ADVANCE
 
         module.operation.walk(collect)
+        for each in found[_COPY]:
+            each.results[0].replace_all_uses_with(each.operands[0])
+            each.erase()
         for each in found[_OTHER]:
             names = _QUOTED.findall(str(each.location))
             if not _reshaped(each):

@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import portable
 from helpers.host_work import values
 
 from replica_engine import xla
@@ -297,3 +298,19 @@ def test_a_lowered_body_says_what_its_program_takes_and_gives():
     assert lowered.writes[0] == (0, 1)
     assert lowered.host_slots == {1}
     assert list(lowered.host_results) == [1]
+
+
+def test_a_program_is_portable():
+    """What every test asks of each program: `helpers/portable.py`. No plugin takes the `mhlo.copy` of TensorFlow."""
+    one, other = tf.Variable([1.0, 2.0]), tf.Variable([3.0, 4.0])
+
+    def swap():
+        first = one.read_value()
+        one.assign(other)
+        other.assign(first)
+
+    text = xla.lower(swap, None, 2).as_text()
+    assert portable.artifact(text).startswith(b"ML")
+    assert text.count("may_alias") == 2
+    with pytest.raises(Exception, match=r"mhlo\.copy"):
+        portable.artifact(text.replace("stablehlo.reshape %arg0", '"mhlo.copy"(%arg0)'))
