@@ -17,9 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf import distribute
-from replica_engine._tf.graphs import autograph
-from replica_engine.diagnostics.op_lines import here
-from replica_engine.diagnostics.user_frames import is_internal
+from replica_engine.diagnostics.op_lines import here, raised_at, users_place
 from replica_engine.errors import InputsError, NoValueError, ReplicaValueError, ScopeError, add_note, note_no_value
 
 _MIXED = ("Mixing different tf.distribute.Strategy", "Need to be inside")
@@ -94,16 +92,8 @@ def _meaning(error: Exception) -> Exception | None:
     if type(error) is RuntimeError and text.startswith(_IN_REPLICA) and _is_in_replica():
         return ScopeError.in_replica("run", here())
     if type(error) is ValueError and text.startswith(_NEXT):
-        places = [_users_place(frame, number) for frame, number in traceback.walk_tb(error.__traceback__)]
-        return InputsError.next_in_replica(next(filter(None, reversed(places)), ""))
+        return InputsError.next_in_replica(raised_at(error))
     return None
-
-
-def _users_place(frame: FrameType, number: int) -> str:
-    """The user's line in a frame of a traceback, "train.py:12 in step"; "" if the frame is not the user's."""
-    file = frame.f_code.co_filename
-    is_users = not (is_internal(file) or autograph.is_generated(file))
-    return autograph.written_at(file, number) or (f"{file}:{number} in {frame.f_code.co_name}" if is_users else "")
 
 
 def _note_no_value(error: Exception) -> None:
@@ -124,7 +114,7 @@ def _note_no_value(error: Exception) -> None:
         elif asked == "v.numpy()" and code.co_name == "__array__":  # a function of NumPy that is written in C
             asked = "numpy"
         else:
-            place = _users_place(frame, number) or place
+            place = users_place(frame, number) or place
     if asked:
         note_no_value(error, asked, place, of_variable)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf.graphs import autograph
-from replica_engine.diagnostics.user_frames import is_internal, is_users
+from replica_engine.diagnostics.user_frames import is_installed, is_internal, is_users
 from replica_engine.engine import current_replica
 
 
@@ -51,6 +52,25 @@ def here() -> str:
         return line
     coordinator = replica.coordinator.ident
     return _users_line(sys._current_frames().get(coordinator), (coordinator,))
+
+
+def users_place(frame: FrameType, number: int) -> str:
+    """The user's line in a frame of a traceback, "train.py:12 in step"; "" if the frame is not the user's."""
+    file = frame.f_code.co_filename
+    is_users = not (is_internal(file) or autograph.is_generated(file))
+    written = autograph.written_at(file, number)
+    return written or (_innermost([(file, number, frame.f_code.co_name)]) if is_users else "")
+
+
+def raised_at(error: BaseException) -> str:
+    """The innermost line of the user in an exception's traceback, or "" if there is none.
+
+    A line of the user's program, rather than one of an installed package that the program calls.
+    """
+    places = [users_place(*step) for step in traceback.walk_tb(error.__traceback__)]
+    users = [place for place in places if place]
+    own = [place for place in users if not is_installed(place)]
+    return (own or users or [""])[-1]
 
 
 def _users_line(frame: FrameType | None, threads: tuple[int, ...]) -> str:

@@ -144,6 +144,11 @@ def is_internal(filename: str) -> bool:
     return _is_standard(filename) or filename.startswith(_plumbing())
 
 
+def is_installed(filename: str) -> bool:
+    """Whether a file belongs to an installed package."""
+    return any(part in filename for part in _INSTALLED)
+
+
 def is_plumbing(filename: str) -> bool:
     """Whether a file is internal and not Python's own: what programs meet that only call TensorFlow."""
     return is_internal(filename) and not _is_standard(filename)
@@ -162,7 +167,7 @@ def _plumbing() -> tuple[str, ...]:
         with contextlib.suppress(ImportError):  # raised by a finder that refuses to look
             spec = importlib.util.find_spec(name)
         for folder in (spec and spec.submodule_search_locations) or ():
-            if name == "tensorflow" or any(part in folder for part in _INSTALLED):  # not another `tree`
+            if name == "tensorflow" or is_installed(folder):  # not another `tree`
                 folders.append(folder + os.sep)
     return tuple(folders)
 

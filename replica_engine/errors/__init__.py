@@ -49,7 +49,6 @@ from replica_engine.errors.host_calls import (
     moved_to_host,
     note_host_failure,
     note_stuck,
-    note_unknown_results,
 )
 from replica_engine.errors.hosts import (
     ClusterConfigError,
@@ -216,7 +215,6 @@ __all__ = [
     "note_sparse_inputs",
     "note_stuck",
     "note_sync_points",
-    "note_unknown_results",
     "note_workers",
     "only_local",
     "positive_int",

@@ -6,6 +6,11 @@ from collections.abc import Sequence
 
 from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief, in_words
 
+_DECLARE = (
+    "Declare them above the function, @xla.returns(tf.TensorSpec([...], tf.float32)), or, for a lambda or a library's "
+    "function, in the call, outside_compilation(xla.returns(...)(fn), x). xla.returns(None) declares none."
+)
+
 
 class NestedHostCallError(ReplicaEngineError, NotImplementedError):
     """outside_compilation was called inside a function that outside_compilation runs."""
@@ -20,7 +25,13 @@ class NestedHostCallError(ReplicaEngineError, NotImplementedError):
 
 
 class HostResultError(ReplicaEngineError, ValueError, TypeError):
-    """A host function returned a value that the compiled body cannot use."""
+    """A host function returned a value that the compiled body cannot use.
+
+    Attributes:
+        failure: what tracing the host function raised, if that is why its results are not known.
+    """
+
+    failure: Exception | None = None
 
     @classmethod
     def no_tensor(cls, name: str, value: object) -> HostResultError:
@@ -47,12 +58,23 @@ class HostResultError(ReplicaEngineError, ValueError, TypeError):
         )
 
     @classmethod
-    def unknown_arguments(cls, shape: str) -> HostResultError:
-        """An argument's shape is not known, so the host function cannot be called with zeros before the run."""
+    def not_traced(cls, fn: str, where: str, failure: Exception, line: str) -> HostResultError:
+        """The body uses the results of a host function that needs concrete values, so they are not known."""
+        raised = in_words(failure).split("\n")[0].removesuffix(".")
+        error = cls(
+            f"The body uses the results of {fn}, which outside_compilation{at(where)} runs on the host, but they are "
+            f"not known before the run: tracing it raised {raised}{at(line)}. {_DECLARE}"
+        )
+        error.failure = error.__cause__ = failure
+        return error
+
+    @classmethod
+    def not_fixed(cls, fn: str, where: str, name: str, shape: str) -> HostResultError:
+        """The body uses the results of a host function, and tracing the function leaves the shape of one unknown."""
         return cls(
-            "The host function is called with zeros before the run, to find out what it returns, but one of its "
-            f"arguments has the shape {shape}, which is not fixed. Batch with drop_remainder=True, or declare the "
-            "result: @xla.returns(tf.TensorSpec(shape, dtype))."
+            f"The body uses the results of {fn}, which outside_compilation{at(where)} runs on the host, but they are "
+            f"not known before the run: the result{name} has the shape {shape}, and XLA compiles for fixed shapes. Pad "
+            f"it to a fixed shape if its shape depends on values. {_DECLARE}"
         )
 
     @classmethod
@@ -64,11 +86,10 @@ class HostResultError(ReplicaEngineError, ValueError, TypeError):
         )
 
     @classmethod
-    def other_tensor(cls, name: str, given: str, wanted: str, of_zeros: bool) -> HostResultError:
+    def other_tensor(cls, name: str, given: str, wanted: str) -> HostResultError:
         """The result has another dtype or shape than the body was compiled for."""
-        why = ", which the function returned for zeros" if of_zeros else ""
         return cls(
-            f"The host function returned {given}{_in(name)}, but the body was compiled for {wanted}{why}. A host "
+            f"The host function returned {given}{_in(name)}, but the body was compiled for {wanted}. A host "
             "function must return the same dtype and shape each time: cast or pad the result, or declare it, "
             "@xla.returns(tf.TensorSpec(shape, dtype))."
         )
@@ -139,16 +160,6 @@ class HostAccessError(ReplicaEngineError, RuntimeError):
             f"The function that outside_compilation{at(where)} runs on the host uses the tensor {name!r} of the body "
             "through an attribute or a global variable. Pass it as an argument: outside_compilation(fn, tensor)."
         )
-
-
-def note_unknown_results(error: BaseException, where: str) -> None:
-    """Adds a note to an exception that a host function raised while the body was traced, before any program ran."""
-    add_note(
-        error,
-        f"raised while the body was traced: the function that outside_compilation{at(where)} runs was called with "
-        "zeros, to find out what it returns. Declare the result to avoid this call: "
-        "@xla.returns(tf.TensorSpec(shape, dtype)).",
-    )
 
 
 def note_host_failure(

@@ -260,7 +260,8 @@ def test_the_gradients_are_right(two):
 
 
 def test_it_works_in_a_host_call(two):
-    found = on_replica_0(two, lambda x: xla.outside_compilation(over_a_range, x))
+    on_host = xla.returns(tf.TensorSpec([3, 3], tf.float32))(lambda x: over_a_range(x))
+    found = on_replica_0(two, lambda x: xla.outside_compilation(on_host, x))
     np.testing.assert_array_equal(found, np.outer([0, 1, 2], X))
 
 

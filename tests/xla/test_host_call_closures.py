@@ -5,14 +5,18 @@ import functools
 
 import pytest
 import tensorflow as tf
-from helpers.host_work import Point, add_one, on_two, values
+from helpers.host_work import SCALAR, Point, add_one, on_two, values
 
 from replica_engine import xla
 
 
+def called(fn, *args, **kwargs):
+    return xla.outside_compilation(xla.returns(SCALAR)(fn), *args, **kwargs)
+
+
 def captures_in_structures(x):
     nest = {"a": [x, (Point(x * 0.5, "b"), 1.0)]}
-    return xla.outside_compilation(lambda: nest["a"][0].numpy() + nest["a"][1][0].x.numpy() * 2.0 + nest["a"][1][1])
+    return called(lambda: nest["a"][0].numpy() + nest["a"][1][0].x.numpy() * 2.0 + nest["a"][1][1])
 
 
 def captures_in_helpers(x):
@@ -27,18 +31,18 @@ def captures_in_helpers(x):
 
         return innermost() + 1.0
 
-    return xla.outside_compilation(outer)
+    return called(outer)
 
 
 def captures_in_defaults(x):
     def fn(y=x * 2.0, *, one=x * 0.0 + 1.0):
         return y.numpy() + one.numpy()
 
-    return xla.outside_compilation(fn)
+    return called(fn)
 
 
 def captures_in_nested_partials(x):
-    return xla.outside_compilation(functools.partial(functools.partial(add_one, x * 0.0), x, by=x + 1.0))
+    return called(functools.partial(functools.partial(add_one, x * 0.0), x, by=x + 1.0))
 
 
 def captures_in_a_decorated_function(x):
@@ -53,19 +57,19 @@ def captures_in_a_decorated_function(x):
     def fn():
         return x.numpy() + 0.5
 
-    return xla.outside_compilation(fn)
+    return called(fn)
 
 
 def captures_in_a_tf_function(x):
-    return xla.outside_compilation(tf.function(lambda: tf.strings.to_number(tf.strings.as_string(x * 2.0)) + 1.0))
+    return called(tf.function(lambda: tf.strings.to_number(tf.strings.as_string(x * 2.0)) + 1.0))
 
 
 def captures_in_a_callback(x):
-    return xla.outside_compilation(lambda fn: fn().numpy() + 1.0, lambda: x * 2.0)
+    return called(lambda fn: fn().numpy() + 1.0, lambda: x * 2.0)
 
 
 def captures_in_a_generator(x):
-    return xla.outside_compilation(lambda: sum(each.numpy() for each in [x, x]) + 1.0)
+    return called(lambda: sum(each.numpy() for each in [x, x]) + 1.0)
 
 
 def captures_in_functions_that_call_each_other(x):
@@ -75,11 +79,11 @@ def captures_in_functions_that_call_each_other(x):
     def odd(n):
         return even(n - 1)
 
-    return xla.outside_compilation(even, 2)
+    return called(even, 2)
 
 
 def captures_from_functions_around(x):
-    return tf.function(lambda y: tf.cond(y > 0.0, lambda: xla.outside_compilation(add_one, y, x), lambda: y))(x)
+    return tf.function(lambda y: tf.cond(y > 0.0, lambda: called(add_one, y, x), lambda: y))(x)
 
 
 CAPTURES = [value for name, value in globals().items() if name.startswith("captures_")]

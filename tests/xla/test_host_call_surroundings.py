@@ -28,7 +28,8 @@ def of_a_table(x):
 )
 def test_ops_of_the_host_work(fn):
     def body(x):
-        return tf.reshape(xla.outside_compilation(fn, x), []) + 1
+        declared = xla.returns(tf.TensorSpec([], tf.int32))(fn)
+        return tf.reshape(xla.outside_compilation(declared, x), []) + 1
 
     assert values(on_two(body, 1, 2)) == [11, 21]
 

@@ -28,12 +28,12 @@ def line_of(text):
         ([SCALAR] * 2, lambda x: (x, x), ["a tuple of length 2", "a list of length 2"]),
         ({"a": {"b": SCALAR}}, lambda x: {"a": {"c": x}}, ["result['a']", "'c'", "'b'"]),
         ({"a": [SCALAR, SCALAR]}, lambda x: {"a": [x, tf.stack([x])]}, ["result['a'][1]", "shape (1,)"]),
-        (None, lambda x: x if x > 1.5 else tf.stack([x, x]), ["shape (2,)"]),
-        (None, lambda x: x.numpy() if x > 0.5 else 0, ["float32", "int32"]),
+        (SCALAR, lambda x: x if x > 1.5 else tf.stack([x, x]), ["shape (2,)"]),
+        (SCALAR, lambda x: x.numpy() if x > 1.5 else 0, ["float32", "int32"]),
     ],
 )
 def test_other_results_than_it_was_compiled_for_are_an_error(spec, fn, messages):
-    fn = fn if spec is None else xla.returns(spec)(fn)
+    fn = xla.returns(spec)(fn)
     variable = tf.Variable(1.0)
 
     def body(x):
@@ -50,6 +50,7 @@ def test_other_results_than_it_was_compiled_for_are_an_error(spec, fn, messages)
 
 
 def test_a_result_that_is_sometimes_none_is_an_error():
+    @xla.returns(None)
     def fn(x):
         if x.numpy() > 1.5:
             return x

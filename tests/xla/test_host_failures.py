@@ -5,9 +5,10 @@ import traceback
 
 import pytest
 import tensorflow as tf
-from helpers.host_work import SCALAR, Failing, X, check_works, fails_on, raised_by, values
+from helpers.host_work import SCALAR, Failing, X, check_works, fails_on, raised_by
 
 from replica_engine import TPUStrategy, xla
+from replica_engine.errors import HostResultError
 
 
 def line_of(text):
@@ -33,6 +34,7 @@ def test_the_exception_is_the_users_own(results):
         if x.numpy() == 2.0:
             helper()
 
+    @xla.returns(SCALAR)
     def with_results(x):
         fn(x)
         return x * 2.0
@@ -185,19 +187,17 @@ def test_a_stop_iteration_of_a_step_is_not_the_end_of_its_inputs():
     assert raised.value is error
 
 
-def test_what_fails_while_the_body_is_traced_says_so():
-    """To know what it returns it is called with zeros."""
-
+def test_what_is_raised_while_the_function_is_traced_is_named_where_its_results_are_used():
     def fn(x):
-        return 1.0 / float(x.numpy().item() or Failing(0).code)
+        if tf.is_symbolic_tensor(x):
+            raise Failing(7)  # in the function
+        return x
 
-    with pytest.raises(ZeroDivisionError) as raised:
-        xla.replicate(lambda x: xla.outside_compilation(fn, x), X)  # traced
-    assert "was called with zeros" in raised.value.__notes__[0]
-    assert line_of("traced") in raised.value.__notes__[0]
-    assert "xla.returns" in raised.value.__notes__[0]
-    declared = xla.returns(SCALAR)(fn)
-    assert values(xla.replicate(lambda x: xla.outside_compilation(declared, x), X)) == [1.0, 0.5]
+    with pytest.raises(HostResultError, match="Failing: code 7") as raised:
+        xla.replicate(lambda x: xla.outside_compilation(fn, x) + 1.0, X)  # traced
+    assert line_of("in the function") in str(raised.value)
+    assert line_of("traced") in str(raised.value)
+    assert isinstance(raised.value.__cause__, Failing)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

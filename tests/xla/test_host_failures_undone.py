@@ -208,7 +208,7 @@ def test_a_failing_strategy_leaves_another_one_alone():
         return x
 
     def works():
-        total.assign_add(xla.outside_compilation(lambda: xla.replica_id().numpy()))
+        total.assign_add(xla.outside_compilation(lambda: tf.identity(xla.replica_id())))
 
     def fail(times):
         for _ in range(times):

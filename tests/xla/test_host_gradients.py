@@ -6,7 +6,7 @@ import weakref
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.host_work import cubes, example, gradients, same_without
+from helpers.host_work import SCALAR, cubes, example, gradients, same_without
 
 from replica_engine import xla
 from replica_engine.errors import LoweringError
@@ -212,7 +212,7 @@ def test_repeated_runs_have_gradients_of_their_own_values(in_function):
 
 def test_what_is_no_tensorflow_has_no_gradient():
     def body(x):
-        fn = lambda x: (x.numpy() ** 2, 7.0)  # noqa: E731
+        fn = xla.returns((tf.TensorSpec(x.shape, x.dtype), SCALAR))(lambda x: (x.numpy() ** 2, 7.0))
         return gradients(lambda x: xla.outside_compilation(fn, x)[0] + x, x)
 
     assert [result[0].numpy().tolist() for result in xla.replicate(body, example())] == [[1.0] * 3] * 2

@@ -31,9 +31,8 @@ def test_what_is_to_end_the_program_leaves_the_run(error):
     check_works()
 
 
-def test_an_interrupt_while_it_is_called_with_zeros_leaves_the_strategy_usable():
+def test_an_interrupt_while_it_is_traced_leaves_the_strategy_usable():
     def fn(x):
-        x.numpy()
         raise KeyboardInterrupt
 
     strategy = TPUStrategy(num_cores=2)

@@ -13,6 +13,7 @@ from replica_engine import TPUStrategy, xla
     "run", ["replicate", "replicate in a function", "strategy.run", "strategy.run in a function"], indirect=True
 )
 def test_functions_run_on_the_host_with_concrete_tensors(run):
+    @xla.returns(tf.TensorSpec([], tf.int32))
     def hexadecimal(x):
         assert tf.executing_eagerly()
         return int(f"{int(x.numpy()):x}")
@@ -100,22 +101,20 @@ def as_sparse(x):
     return tf.SparseTensor(tf.constant([[0, 0], [1, 1]], tf.int64), x, [2, 2])
 
 
-@pytest.mark.parametrize("declared", [False, True], ids=["tried with zeros", "declared"])
-def test_composite_tensors_arrive_whole(declared):
+def test_composite_tensors_arrive_whole():
     kinds = (as_slices, as_ragged, as_sparse)
 
     def body(x):
         closed_over = [make(x) for make in kinds]
 
+        @xla.returns([SCALAR] * 3)
         def total(arguments):
             for make, argument, other in zip(kinds, arguments, closed_over, strict=True):
                 assert type(argument) is type(other) is type(make(tf.zeros([2])))
             pairs = zip(arguments, closed_over, strict=True)
             return [sum(float(tf.reduce_sum(each.values)) for each in pair) for pair in pairs]
 
-        return xla.outside_compilation(
-            xla.returns([SCALAR] * 3)(total) if declared else total, [make(10.0 * x) for make in kinds]
-        )
+        return xla.outside_compilation(total, [make(10.0 * x) for make in kinds])
 
     assert values(on_two(body, [1.0, 2.0], [3.0, 4.0])) == [[33.0] * 3, [77.0] * 3]
 
@@ -152,7 +151,8 @@ def test_helpers_and_lambdas_in_a_converted_body_too():
             return one(x) * [2, 3][int(x) % 2]
 
         fn, other = (lambda x: helper(x)), (lambda y: helper(y) + 1)
-        return xla.outside_compilation(fn, x) + xla.outside_compilation(other, x)
+        declare = xla.returns(tf.TensorSpec([], tf.int32))
+        return xla.outside_compilation(declare(fn), x) + xla.outside_compilation(declare(other), x)
 
     assert values(on_two(body, 3, 4)) == [12 + 13, 10 + 11]
 
@@ -161,10 +161,12 @@ def tenfold_tensor():
     return xla.replica_id() * 10
 
 
+@xla.returns(tf.TensorSpec([], tf.int32))
 def tenfold_number():
     return int(xla.replica_id()) * 10
 
 
+@xla.returns(tf.TensorSpec([], tf.int32))
 def tenfold_array():
     return xla.replica_id().numpy() * 10
 

@@ -102,7 +102,8 @@ def test_a_program_that_is_read_does_the_same_and_donates():
 
 def test_a_program_that_is_read_calls_this_process():
     def step(x):
-        return xla.outside_compilation(lambda y: np.asarray(y) + seen, x)
+        fn = xla.returns(tf.TensorSpec([2], tf.float32))(lambda y: np.asarray(y) + seen)
+        return xla.outside_compilation(fn, x)
 
     seen = 1.0
     assert values(compiled(step)[0](X)) == [[2.0, 3.0], [4.0, 5.0]]

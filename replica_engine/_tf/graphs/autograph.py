@@ -17,12 +17,18 @@ from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
+# ConversionOptions: what AutoGraph converts, and how; what must stay as it is is kept by these.
+from tensorflow.python.autograph.core import converter as _converter
+
 # ControlStatusCtx, Status: set AutoGraph's status; a tf.function that is not converted has the status "disabled".
 from tensorflow.python.autograph.core.ag_ctx import ControlStatusCtx as _ControlStatusCtx
 from tensorflow.python.autograph.core.ag_ctx import Status as _Status
 
 # AutoGraph's status on this thread: whether the caller's own function was converted.
 from tensorflow.python.autograph.core.ag_ctx import control_status_ctx as _control_status
+
+# cache_allowlisted: says that AutoGraph leaves a function as it is, where it converts with certain options.
+from tensorflow.python.autograph.impl import conversion as _conversion
 
 # _TRANSPILER: keeps converted functions, with the maps from generated lines to the user's lines. The maps in `tf_stack`
 # below are gone when an exception has left the converted function.
@@ -56,6 +62,12 @@ _GENERATED = "__autograph_generated_file"  # the start of names of files that Au
 _CONVERTED = "outer_factory.<locals>.inner_factory.<locals>.tf__"  # the start of names of converted functions
 _HEAD = "in user code:\n\n"  # the start of AutoGraph's messages, and of our notes
 
+# These features name ops, which changes nothing else. That no others convert with just them is all that counts.
+_HOST_FEATURES = (tf.autograph.experimental.Feature.NAME_SCOPES,)
+for _number in (float, int):
+    _options = _converter.ConversionOptions(recursive=True, optional_features=_HOST_FEATURES)
+    _conversion.cache_allowlisted(_number, _options)
+
 OPERATORS = "ag__"
 """The variable that converted functions close over; it holds AutoGraph's operators."""
 
@@ -73,6 +85,15 @@ def is_out_of_play() -> bool:
 def convert_always(fn: F) -> F:
     """Converts `fn` as tf.function converts its function."""
     return _py_func_from_autograph(fn)
+
+
+def convert_for_host(fn: F) -> F:
+    """Converts `fn` as tf.function converts its function, but leaves `float(x)` and `int(x)` alone.
+
+    AutoGraph makes them ops, whose results are tensors. A function that runs on the host gets Python numbers from them,
+    which it may put in a list or a file. So they raise what Python raises.
+    """
+    return _py_func_from_autograph(fn, _HOST_FEATURES)
 
 
 def as_outside() -> contextlib.AbstractContextManager[Any]:

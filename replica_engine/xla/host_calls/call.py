@@ -199,13 +199,11 @@ class HostCall:
     Attributes:
         index: its number among the calls of the body.
         is_users: whether it runs a function of the user.
-        of_zeros: whether the specs of its results come from a call with zeros.
         first_own: the number of the first result that is a replica's share of a batch; None if it has no such result.
     """
 
     is_users = True
     first_own: int | None = None
-    of_zeros = False
 
     def __init__(self, calls: HostCalls, name: str, where: str, results: Sequence[tf.TensorSpec]):
         self.calls = calls
@@ -267,7 +265,7 @@ class HostCall:
 
     def unlike(self, result: int, given: str, wanted: str) -> HostResultError:
         """The error for a result that is not as the body was compiled for; `given` and `wanted` describe tensors."""
-        return HostResultError.other_tensor(self.name_of(result), given, wanted, self.of_zeros)
+        return HostResultError.other_tensor(self.name_of(result), given, wanted)
 
     def name_of(self, result: int) -> str:
         """The path of a result in the structure that the user's function returned."""

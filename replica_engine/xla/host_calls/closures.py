@@ -20,6 +20,7 @@ from replica_engine._tf.graphs import function
 from replica_engine.values.structure import open_level
 from replica_engine.xla.host_calls.originals import original_of
 from replica_engine.xla.signature.function_spec import assigns
+from replica_engine.xla.unknown_results import check_known
 
 Build = Callable[[Any], Any]
 """Rebuilds a value, with these tensors in its places."""
@@ -40,6 +41,9 @@ class Closure:
     Attributes:
         tensors: the tensors that were found, each once.
         build: rebuilds the function and its arguments with other tensors.
+
+    Raises:
+        HostResultError: an argument, or what the function closes over, is the unknown result of another host function.
     """
 
     def __init__(self, fn: Any, args: tuple, kwargs: dict[str, Any], read: Callable[[Any], tf.Tensor | None]):
@@ -88,6 +92,7 @@ class Closure:
             return self._place(value)
         if isinstance(value, tf.Tensor):  # eager, or left over from another trace
             return None
+        check_known(value)
         if id(value) in self._entered:
             return (lambda tensors: tensors.made[id(value)]) if isinstance(value, FunctionType) else None
         self._entered.add(id(value))

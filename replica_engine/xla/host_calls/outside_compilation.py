@@ -23,8 +23,9 @@ from replica_engine.errors import NestedHostCallError
 from replica_engine.xla.body import HostSide, host_side, in_body
 from replica_engine.xla.host_calls.call import HostCall, HostCalls, current_calls
 from replica_engine.xla.host_calls.closures import Closure
-from replica_engine.xla.host_calls.results import HostResults, codes_of, results_of
+from replica_engine.xla.host_calls.results import AnyResults, HostResults, codes_of, results_of
 from replica_engine.xla.host_calls.session import Kept, Session
+from replica_engine.xla.unknown_results import UnknownResults
 
 P = ParamSpec("P")
 
@@ -37,10 +38,11 @@ def outside_compilation(fn: Callable[P, Any], /, *args: P.args, **kwargs: P.kwar
     Python code. It may close over tensors of the body. It may be called in loops, branches and nested functions; a
     replica's calls keep the order of the program. Inside `fn`, `replica_id()` is the id of the replica that called.
 
-    The structure, dtypes and shapes of the results must be known while the body is traced. A function without a
-    `return` returns nothing. Any other function is traced, as a `tf.function` is, without running it. If tracing fails,
-    or leaves a shape unknown, the function needs concrete values: it is called once with zeros. Declare the results
-    with `returns` to skip both.
+    Declare what `fn` returns with `returns`, if the body uses it: then `fn` runs only when the program calls it. A
+    function without a `return` needs no declaration. Any other function is traced, as a `tf.function` is: its Python
+    code runs once with symbolic tensors, which have no values. If tracing fails, because `fn` needs values
+    (`x.numpy()`, `float(x)`), or if it leaves a shape unknown, then the results are not known. The program calls `fn`
+    all the same, but any use of its results in the body is an error.
 
     Gradients of every order go through `fn`, where it computes with TensorFlow.
 
@@ -55,12 +57,14 @@ def outside_compilation(fn: Callable[P, Any], /, *args: P.args, **kwargs: P.kwar
         **kwargs: its keyword arguments.
 
     Returns:
-        What `fn` returned: tensors, and structures of them, of the same dtypes and shapes each time.
+        What `fn` returned: tensors, and structures of them, of the same dtypes and shapes each time. If that is not
+        known, an object that raises `HostResultError` wherever it is used.
 
     Raises:
         TypeError: `fn` cannot be called.
         NestedHostCallError: it was called in a function that it runs; a NotImplementedError.
-        HostResultError: `fn` returns something that no device can have, or a tensor of an unknown shape.
+        HostResultError: `fn` returns a tensor that no device can have, or an argument is the unknown result of another
+            call.
         HostAccessError: `fn` uses a variable that is on the devices.
         Exception: `fn` raised it; the run raises it again.
 
@@ -85,10 +89,12 @@ def outside_compilation(fn: Callable[P, Any], /, *args: P.args, **kwargs: P.kwar
     calls.codes |= codes_of(fn)
     closure = Closure(fn, args, kwargs, _value_on_devices)
     where = here()
-    results = results_of(fn, closure, HostSide(tf.constant(0), calls.size, where), calls.handles)
+    found = results_of(fn, closure, HostSide(tf.constant(0), calls.size, where), calls.handles)
+    results = AnyResults() if isinstance(found, UnknownResults) else found
     calls.closures.append(closure)
     cluster = _Cluster(calls, calls.new_name(), where, closure, results)
-    return results.rebuild(_differentiable(cluster, closure.tensors))
+    tensors = _differentiable(cluster, closure.tensors)
+    return found if isinstance(found, UnknownResults) else found.rebuild(tensors)
 
 
 class _Taped(NamedTuple):
@@ -108,7 +114,6 @@ class _Cluster(HostCall):
         super().__init__(calls, name, where, results.tensors)
         self._closure = closure
         self._wanted = results
-        self.of_zeros = results.of_zeros
 
     def emit(self, inputs: Sequence[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Adds the call to the graph; everything that the results depend on goes to the host."""

@@ -1,7 +1,9 @@
 """The results of a host function: tensors that the body goes on with, and the structure around them.
 
-They must be known while the body that calls the function is traced (`results_of`). When the program calls the function,
-the results are taken apart in the same way, and compared.
+The body can use them if they are known while it is traced: declared by the user, or found by tracing the function. The
+function is never called to find them, since no values exist yet, and made-up ones would have its effects: an item taken
+from a queue, a line in a file. When the program calls the function, its results are taken apart in the same way, and
+compared. If they are not known, the body gets `UnknownResults`, and what the function returns is thrown away.
 """
 
 from __future__ import annotations
@@ -19,11 +21,14 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute, thread_state, variables
 from replica_engine._tf.graphs import autograph, function, xla_ops
-from replica_engine.errors import HostAccessError, HostResultError, NestedHostCallError, note_unknown_results
+from replica_engine.diagnostics.op_lines import raised_at
+from replica_engine.diagnostics.tracebacks import as_raised, shortened
+from replica_engine.errors import HostAccessError, HostResultError, NestedHostCallError, NotInBodyError
 from replica_engine.values.structure import Build, OtherStructure, flatten, of_components
 from replica_engine.xla.body import HostSide, on_host
 from replica_engine.xla.host_calls.closures import Closure
 from replica_engine.xla.host_calls.originals import original_of
+from replica_engine.xla.unknown_results import UnknownResults
 
 F = TypeVar("F", bound=Callable)
 
@@ -32,10 +37,13 @@ _FILLS = ("append", "extend", "add", "insert", "update")  # methods of Python's 
 
 
 def returns(spec: Any) -> Callable[[F], F]:
-    """Declares the results of a host function, so that `outside_compilation` need not find them out.
+    """Declares the results of a host function, so that `outside_compilation` does not trace it to find them.
+
+    It decorates a function. `xla.returns(spec)(fn)` declares the results of a lambda, or of a function that is defined
+    elsewhere: a method of an object, a function of a library.
 
     Args:
-        spec: a `tf.TensorSpec`, or a structure of them.
+        spec: a `tf.TensorSpec`, or a structure of them; None for a function that returns nothing.
 
     Example:
         >>> import numpy as np, tensorflow as tf
@@ -46,17 +54,26 @@ def returns(spec: Any) -> Callable[[F], F]:
         >>> body = lambda x: xla.outside_compilation(sort, x)
         >>> xla.replicate(body, inputs=[[tf.constant([3.0, 1.0])]])[0].numpy().tolist()
         [1.0, 3.0]
+        >>> largest = lambda x: xla.outside_compilation(xla.returns(tf.TensorSpec([], tf.float32))(np.max), x)
+        >>> xla.replicate(largest, inputs=[[tf.constant([3.0, 1.0])]])[0].numpy()
+        3.0
     """
 
-    def mark(fn: F) -> F:
-        setattr(fn.__func__ if isinstance(fn, MethodType) else fn, _RETURNS, spec)
+    def mark(fn: Any) -> Any:
+        marked = fn.__func__ if isinstance(fn, (staticmethod, classmethod)) else fn
+        if not (isinstance(marked, FunctionType) or function.is_tf_function(marked)):
+            # A method of one object among many, a function that is written in C, an object that takes no attributes.
+            fn = marked = functools.partial(fn)
+        setattr(marked, _RETURNS, spec)
         return fn
 
     return mark
 
 
-def results_of(fn: Callable, closure: Closure, side: HostSide, handles: list[tuple[tf.Tensor, str]]) -> HostResults:
-    """The results of a host function, with specs instead of tensors.
+def results_of(
+    fn: Callable, closure: Closure, side: HostSide, handles: list[tuple[tf.Tensor, str]]
+) -> HostResults | UnknownResults:
+    """The results of a host function, with specs instead of tensors, if they are known.
 
     Args:
         fn: the function.
@@ -65,25 +82,33 @@ def results_of(fn: Callable, closure: Closure, side: HostSide, handles: list[tup
         handles: a list; the handles of variables that the function is seen to use are added to it.
 
     Raises:
-        HostResultError: a result that no device can have, or of an unknown shape.
+        HostResultError: a result that no device can have, or a declared shape that is not fixed.
         HostAccessError: the function uses something that is on the devices.
-        Exception: the function raised it when it was called with zeros.
+        NestedHostCallError: the function makes a host call.
+        NotInBodyError: the function calls what only a body may call, such as a collective.
     """
     for each in _layers(fn):
         if _RETURNS in getattr(each, "__dict__", {}):
             return _checked(HostResults(each.__dict__[_RETURNS]))
     if _returns_nothing(fn):
         return HostResults(None)
-    with _outside_body():
-        try:
+    try:
+        with _outside_body():
             results = _trace(closure, side, handles)
-        except (HostAccessError, NestedHostCallError):
-            raise
-        except Exception:
-            results = None
-        if results is None or not all(spec.shape.is_fully_defined() for spec in results.tensors):
-            results = _try_with_zeros(closure, side)
+    except (HostAccessError, NestedHostCallError, NotInBodyError):
+        raise
+    except Exception as error:
+        return _not_traced(fn, side.where, as_raised(error))
+    for name, spec in zip(results.names, results.tensors, strict=True):
+        if not spec.shape.is_fully_defined():
+            shape = str(spec.shape)
+            return UnknownResults(functools.partial(HostResultError.not_fixed, _name(fn), side.where, name, shape))
     return _checked(results)
+
+
+def _not_traced(fn: Callable, where: str, failure: Exception) -> UnknownResults:
+    line = raised_at(failure)
+    return UnknownResults(functools.partial(HostResultError.not_traced, _name(fn), where, shortened(failure), line))
 
 
 class HostResults:
@@ -98,7 +123,6 @@ class HostResults:
         tensors: the tensors, or their specs, in order.
         names: the path of each in the structure: "['loss']".
         rebuild: builds the structure with other tensors.
-        of_zeros: whether the function returned the value when it was called with zeros.
 
     Raises:
         HostResultError: some part of the value cannot become a tensor.
@@ -106,7 +130,6 @@ class HostResults:
     """
 
     def __init__(self, value: Any):
-        self.of_zeros = False
         self.tensors: list[Any] = []
         self.names: list[str] = []
         leaves, self._spec = flatten(value, what="the results of a host function")
@@ -144,6 +167,17 @@ class HostResults:
         return found
 
 
+class AnyResults(HostResults):
+    """Results that are not known, and that the body does not use: the function may return anything."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def tensors_of(self, value: Any) -> list[Any]:
+        """Of no value."""
+        return []
+
+
 _TENSOR = "a tensor"
 
 
@@ -173,7 +207,7 @@ def _trace(closure: Closure, side: HostSide, handles: list[tuple[tf.Tensor, str]
     def flat(*tensors: tf.Tensor) -> list[tf.Tensor]:
         with on_host(side._replace(replica=tf.constant(0))):
             fn, args, kwargs = closure.build(tensors)
-            found.append(HostResults(autograph.convert_always(fn)(*args, **kwargs)))
+            found.append(HostResults(autograph.convert_for_host(fn)(*args, **kwargs)))
         return found[0].tensors
 
     graph = xla_ops.trace("host_function", flat, [tf.TensorSpec(each.shape, each.dtype) for each in closure.tensors])
@@ -183,27 +217,6 @@ def _trace(closure: Closure, side: HostSide, handles: list[tuple[tf.Tensor, str]
             raise HostAccessError.tensor(outside.name, side.where)
     found[0].tensors = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in graph.outputs]
     return found[0]
-
-
-def _try_with_zeros(closure: Closure, side: HostSide) -> HostResults:
-    """Finds the results by calling the function, which needs concrete values."""
-    if not all(tensor.shape.is_fully_defined() for tensor in closure.tensors):
-        unknown = next(tensor for tensor in closure.tensors if not tensor.shape.is_fully_defined())
-        raise HostResultError.unknown_arguments(str(unknown.shape))
-    try:
-        with tf.init_scope(), tf.device("CPU:0"), tf.summary.record_if(False), on_host(side._replace(replica=_zero())):
-            fn, args, kwargs = closure.build([tf.zeros(each.shape, each.dtype) for each in closure.tensors])
-            results = HostResults(fn(*args, **kwargs))
-    except Exception as error:
-        note_unknown_results(error, side.where)
-        raise
-    results.tensors = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in results.tensors]
-    results.of_zeros = True
-    return results
-
-
-def _zero() -> tf.Tensor:
-    return tf.constant(0)
 
 
 def _checked(results: HostResults) -> HostResults:
@@ -246,6 +259,13 @@ def _layers(fn: Any) -> Iterator[Any]:
             fn = type(fn).__dict__.get("__call__")
             if not isinstance(fn, FunctionType):
                 return
+
+
+def _name(fn: Any) -> str:
+    """A function in words, for messages."""
+    names = (getattr(each, "__name__", "") for each in _layers(fn))
+    name = next(filter(None, names), type(fn).__name__)
+    return "a lambda" if name == "<lambda>" else f"`{name}`"
 
 
 def codes_of(fn: Any) -> frozenset[CodeType]:

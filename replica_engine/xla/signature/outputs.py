@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute
 from replica_engine.values.structure import Build, as_tensor, components, flatten, of_components
+from replica_engine.xla.unknown_results import check_known
 
 _RESULT = "A result of the replicas"  # for messages
 
@@ -30,6 +31,7 @@ class Outputs:
 
     Raises:
         ReplicaValueError: an array in the value cannot become a tensor, or the structure contains itself.
+        HostResultError: the value has results of a host function in it that are not known.
     """
 
     def __init__(self, value: Any, numbers: bool = False):
@@ -40,6 +42,7 @@ class Outputs:
         self.rebuild = spec.builder(list(map(self._open, leaves)))
 
     def _open(self, value: Any) -> Build:
+        check_known(value)
         if isinstance(value, (distribute.DistributedVariable, tf.Operation)):
             returned = None if isinstance(value, tf.Operation) else value
             return lambda _: returned

@@ -2,8 +2,8 @@
 
 Python functions (`tf.py_function`, `tf.numpy_function`) do not declare the shapes of their results. If the devices use
 a result, XLA must know its shape. The body can set it, with `y.set_shape(...)` or `tf.ensure_shape(y, ...)`. Otherwise
-the function is called once with zeros while the body is lowered, as in `outside_compilation`. A result that the body
-only returns stays on the host, and may have another shape each time.
+the function is called once with zeros while the body is lowered. A result that the body only returns stays on the
+host, and may have another shape each time.
 
 Other host ops often have results of unknown shape too. For example, a vocabulary's indices of a padded sentence have
 the shape of the batch and of the padded length. The devices can use such a result only if its shape is known. So while

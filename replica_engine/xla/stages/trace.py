@@ -12,6 +12,7 @@ import contextvars
 import functools
 import logging
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,8 +25,10 @@ from replica_engine.diagnostics.flight_record import Collective
 from replica_engine.diagnostics.op_lines import here, user_line
 from replica_engine.diagnostics.suspicions import additions_noted
 from replica_engine.diagnostics.tracebacks import as_raised
+from replica_engine.diagnostics.user_frames import is_internal
 from replica_engine.errors import (
     CoordinatorRow,
+    HostResultError,
     LoweringError,
     VariableCreationError,
     may_wait_forever,
@@ -183,7 +186,7 @@ def _trace_once(
         with additions_noted() as added:
             graph = contextvars.copy_context().run(xla_ops.trace, source.name, flat, specs)
     except Exception as error:
-        failure = as_raised(error)
+        failure = _of_unknown_results(as_raised(error))
     else:
         for closure in host_calls.closures:
             closure.settle()
@@ -192,6 +195,21 @@ def _trace_once(
         traced.added = added
         return traced, created
     raise failure
+
+
+def _of_unknown_results(error: Exception) -> Exception:
+    """The error of unknown results of a host function, if TensorFlow has put one of its own in its place.
+
+    TensorFlow also takes its cause away where it shortens the traceback.
+    """
+    inner: BaseException | None = error
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    while inner is not None and frames and is_internal(frames[-1].f_code.co_filename):
+        if isinstance(inner, HostResultError):
+            inner.__cause__ = inner.__cause__ or inner.failure
+            return inner
+        inner = inner.__cause__ or inner.__context__
+    return error
 
 
 def _check_meetings(traced: Traced, arguments: Arguments) -> None:
