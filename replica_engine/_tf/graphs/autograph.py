@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
-# ConversionOptions: what AutoGraph converts, and how; what must stay as it is is kept by these.
+# ConversionOptions: what AutoGraph converts, and how. Its list of functions to leave alone has these as a key.
 from tensorflow.python.autograph.core import converter as _converter
 
 # ControlStatusCtx, Status: set AutoGraph's status; a tf.function that is not converted has the status "disabled".
@@ -27,7 +27,7 @@ from tensorflow.python.autograph.core.ag_ctx import Status as _Status
 # AutoGraph's status on this thread: whether the caller's own function was converted.
 from tensorflow.python.autograph.core.ag_ctx import control_status_ctx as _control_status
 
-# cache_allowlisted: says that AutoGraph leaves a function as it is, where it converts with certain options.
+# cache_allowlisted: adds a function to the list of those that AutoGraph leaves alone under certain options.
 from tensorflow.python.autograph.impl import conversion as _conversion
 
 # _TRANSPILER: keeps converted functions, with the maps from generated lines to the user's lines. The maps in `tf_stack`
@@ -62,7 +62,8 @@ _GENERATED = "__autograph_generated_file"  # the start of names of files that Au
 _CONVERTED = "outer_factory.<locals>.inner_factory.<locals>.tf__"  # the start of names of converted functions
 _HEAD = "in user code:\n\n"  # the start of AutoGraph's messages, and of our notes
 
-# These features name ops, which changes nothing else. That no others convert with just them is all that counts.
+# This feature adds name scopes, which nothing here depends on. With it, host functions have options that no
+# tf.function has by default, so `float` and `int` are left alone in host functions only.
 _HOST_FEATURES = (tf.autograph.experimental.Feature.NAME_SCOPES,)
 for _number in (float, int):
     _options = _converter.ConversionOptions(recursive=True, optional_features=_HOST_FEATURES)
@@ -90,8 +91,8 @@ def convert_always(fn: F) -> F:
 def convert_for_host(fn: F) -> F:
     """Converts `fn` as tf.function converts its function, but leaves `float(x)` and `int(x)` alone.
 
-    AutoGraph makes them ops, whose results are tensors. A function that runs on the host gets Python numbers from them,
-    which it may put in a list or a file. So they raise what Python raises.
+    AutoGraph would make ops of them, whose results are tensors. On the host they give Python numbers, which the
+    function may put in a list or a file. So they raise a TypeError here, as they do without AutoGraph.
     """
     return _py_func_from_autograph(fn, _HOST_FEATURES)
 

@@ -55,7 +55,7 @@ def returns(spec: Any) -> Callable[[F], F]:
         >>> xla.replicate(body, inputs=[[tf.constant([3.0, 1.0])]])[0].numpy().tolist()
         [1.0, 3.0]
         >>> largest = lambda x: xla.outside_compilation(xla.returns(tf.TensorSpec([], tf.float32))(np.max), x)
-        >>> xla.replicate(largest, inputs=[[tf.constant([3.0, 1.0])]])[0].numpy()
+        >>> float(xla.replicate(largest, inputs=[[tf.constant([3.0, 1.0])]])[0])
         3.0
     """
 
