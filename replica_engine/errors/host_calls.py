@@ -98,19 +98,15 @@ class HostResultError(ReplicaEngineError, ValueError, TypeError):
     def other_shape(cls, made_by: str, given: str, wanted: str, tried_with: str) -> HostResultError:
         """An op that soft placement runs on the host returned a tensor that the body was not compiled for.
 
-        `tried_with` says what the shape was found with: "zeros", "made-up values", or "" if the body declares it.
+        `tried_with` says what the shape was found with: "made-up values", or "" if the body declares it.
         """
         if not tried_with:
             return cls(f"{made_by} returned {given}, where the body declares {wanted}.")
-        what, advice = (
-            ("the function", "pad it in the function")
-            if tried_with == "zeros"
-            else ("the op", "pad it, for example ragged.to_tensor(shape=[None, 6])")
-        )
         return cls(
             f"{made_by} returned {given}, where the body was compiled for {wanted}. That shape was found before the "
-            f"run, by a trial of {what} with {tried_with}. The devices use the result, so it needs one shape: "
-            f"{advice}. If only the trial is wrong, declare the shape: tf.ensure_shape(y, shape)."
+            f"run, by a trial of the op with {tried_with}. The devices use the result, so it needs one shape: pad it, "
+            "for example ragged.to_tensor(shape=[None, 6]). If only the trial is wrong, declare the shape: "
+            "tf.ensure_shape(y, shape)."
         )
 
 

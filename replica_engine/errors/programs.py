@@ -295,15 +295,6 @@ class LoweringError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
-    def tried_shape(cls, fn: str, op: str, where: str, shape: str, tried_with: str, message: str) -> LoweringError:
-        """An op does not accept a shape that was found by a trial."""
-        return cls(
-            f"In `{fn}`, {op}{at(where)} does not accept the shape {shape}. That shape was found by a trial of an op "
-            f"on the host with {tried_with}. If the shape is another one in a run, declare it: "
-            f"tf.ensure_shape(y, shape). TensorFlow says: {message}"
-        )
-
-    @classmethod
     def python_gradient(cls, fn: str, where: str) -> LoweringError:
         """The body needs the gradient of a tf.py_function in a tf.function that is called more than once."""
         return cls(

@@ -1,4 +1,4 @@
-"""Ops for which XLA computes another number than TensorFlow, without a word. A body has TensorFlow's numbers.
+"""Ops that TensorFlow lowers to XLA wrongly: other numbers than its own, or a result of another dtype.
 
 Random ops are in `state/philox.py`.
 """
@@ -13,10 +13,12 @@ import tensorflow as tf
 
 def replacement(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor] | None:
     """TensorFlow's results of a new op, given its type, inputs and a getter of attributes; None if XLA's are right."""
-    if kind not in ("InTopK", "InTopKV2"):
-        return None
-    predictions, targets = inputs[:2]
-    return [_in_top_k(predictions, targets, inputs[2] if kind == "InTopKV2" else attribute("k"))]
+    if kind in ("InTopK", "InTopKV2"):
+        predictions, targets = inputs[:2]
+        return [_in_top_k(predictions, targets, inputs[2] if kind == "InTopKV2" else attribute("k"))]
+    if kind == "ResizeBilinearGrad" and attribute("T") == tf.float64:
+        return [_resize_bilinear_grad(*inputs, attribute("align_corners"), attribute("half_pixel_centers"))]
+    return None
 
 
 def _in_top_k(predictions: tf.Tensor, targets: tf.Tensor, k: Any) -> tf.Tensor:
@@ -30,3 +32,16 @@ def _in_top_k(predictions: tf.Tensor, targets: tf.Tensor, k: Any) -> tf.Tensor:
     larger = tf.math.count_nonzero(predictions > tf.reduce_sum(own, axis=1, keepdims=True), axis=1)
     is_class = (targets >= 0) & (targets < tf.shape(predictions, out_type=targets.dtype)[1])
     return is_class & (larger < tf.cast(k, larger.dtype)) & tf.reduce_all(tf.math.is_finite(predictions), axis=1)
+
+
+def _resize_bilinear_grad(
+    gradient: tf.Tensor, image: tf.Tensor, align_corners: bool, half_pixel_centers: bool
+) -> tf.Tensor:
+    """The gradient of resizing a float64 image. Resizing gives float32, and XLA gives the gradient so as well."""
+    narrow = tf.raw_ops.ResizeBilinearGrad(
+        grads=gradient,
+        original_image=tf.cast(image, tf.float32),
+        align_corners=align_corners,
+        half_pixel_centers=half_pixel_centers,
+    )
+    return tf.cast(narrow, tf.float64)

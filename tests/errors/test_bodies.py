@@ -236,18 +236,6 @@ def test_a_branch_that_cuts_out_what_the_host_needs():
     strategy.run(step, args=(tf.constant([1.0, 2.0]),))
 
 
-@shows(LoweringError.tried_shape)
-def test_a_variable_that_gets_what_a_python_function_returns():
-    strategy = TPUStrategy(num_cores=2)
-    with strategy.scope():
-        largest = tf.Variable([0.0, 0.0])
-
-    def step(x):
-        largest.assign(tf.numpy_function(lambda x: x[x > 1.0][:2], [x], tf.float32))
-
-    strategy.run(step, args=(tf.constant([2.0, 3.0, 4.0]),))
-
-
 @shows(LoweringError.python_gradient)
 def test_gradients_of_a_python_function_that_is_called_twice():
     strategy = TPUStrategy(num_cores=2)

@@ -156,3 +156,18 @@ def test_labels_that_are_no_class_are_never_among_the_largest(k, dtype):
     expected = tf.math.in_top_k(tf.constant(labels, dtype), rows, k).numpy()
     assert [each.numpy().tolist() for each in found] == [expected.tolist()] * 2
     assert not expected[labels == -1].any()
+
+
+def test_a_gradient_through_a_resized_image_of_doubles():
+    """TensorFlow's lowering gives it as float32, which no program takes as the gradient of a double."""
+    image = np.random.default_rng(0).random((2, 3, 3, 1))
+
+    def gradient():
+        x = tf.constant(image)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(tf.image.resize(x * x, (5, 6)) ** 2)
+        return tape.gradient(y, x)
+
+    for found in xla.replicate(gradient, num_replicas=2):
+        np.testing.assert_allclose(found, gradient(), rtol=1e-5)

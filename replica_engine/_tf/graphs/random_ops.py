@@ -22,7 +22,7 @@ from tensorflow.python.framework import op_callbacks as _op_callbacks
 Replace = Callable[[str, Sequence[Any], Callable[[str], Any]], list[tf.Tensor] | None]
 """Takes an op's type, its inputs and a getter of its attributes; returns replacements of its results, or None."""
 
-_KINDS = ("Random", "Truncated", "Multinomial", "StatelessRandom", "StatelessTruncated", "InTopK")
+_KINDS = ("Random", "Truncated", "Multinomial", "StatelessRandom", "StatelessTruncated", "InTopK", "ResizeBilinearGrad")
 _ASIDE = "_replica_engine_set_aside"
 _ORIGINALS = "_replica_engine_originals"
 

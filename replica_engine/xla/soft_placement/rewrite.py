@@ -50,7 +50,6 @@ class Rewriter:
         self.order: Value | None = None  # the handle of the variable that keeps host calls in order
         self._python_calls: dict[str, int] = {}
         self._scratch = tf.Graph()
-        self._body: Any = None  # the graph of the body
 
     def copy(self, graph: Any, values: dict[int, Value]) -> tuple[list[tf.Tensor], dict[int, int]]:
         """Copies a graph into the one under construction.
@@ -66,7 +65,6 @@ class Rewriter:
         Raises:
             LoweringError: the devices need a value that cannot leave the host.
         """
-        self._body = graph
         pending = Pending(self.calls, in_loop=False)
         frame = Frame(self, pending, graph, values)
         frame.run()
@@ -103,22 +101,20 @@ class Rewriter:
     def outputs(self, op: tf.Operation, inputs: list[Value]) -> list[Value]:
         """The outputs of a host op, for these inputs."""
         outputs = []
-        for index, (tensor, (shape, is_tried)) in enumerate(zip(op.outputs, self._shapes(op, inputs), strict=True)):
+        for index, (tensor, shape) in enumerate(zip(op.outputs, self._shapes(op, inputs), strict=True)):
             value = Value(tensor.dtype, shape)
             value.maker, value.from_host = (op, inputs, index), True
             value.made_by = (op.type, user_line(op))
-            value.tried_with = "zeros" if is_tried else _tried_with(inputs)
+            value.tried_with = _tried_with(inputs)
             if unknown_shapes.is_worth_trying(op, inputs, value, self.tries_all):
                 value.shape = self.samples.shape(value)
                 value.tried_with = "made-up values"
             outputs.append(value)
         return outputs
 
-    def _shapes(self, op: tf.Operation, inputs: Sequence[Value]) -> list[tuple[tf.TensorShape, bool]]:
-        """The shapes of the outputs, and whether each was found by a call with zeros."""
+    def _shapes(self, op: tf.Operation, inputs: Sequence[Value]) -> list[tf.TensorShape]:
         if host_ops.PythonFunction.is_of(op):
-            in_body = op.graph is self._body
-            return unknown_shapes.of_python_function(op, inputs, self._python_inputs, self.calls.size, in_body)
+            return unknown_shapes.of_python_function(op, inputs, self._python_inputs)
         with self._scratch.as_default():
             stand_ins = [
                 tf.constant(tf.make_ndarray(value.constant.get_attr("value")), value.dtype)
@@ -126,7 +122,7 @@ class Rewriter:
                 else tf.compat.v1.placeholder(value.dtype, value.shape)
                 for value in inputs
             ]
-            return [(output.shape, False) for output in host_ops.copy_op(op, stand_ins, []).outputs]
+            return [output.shape for output in host_ops.copy_op(op, stand_ins, []).outputs]
 
 
 class MoveToHost(Exception):
@@ -218,17 +214,7 @@ class Frame:
             self._pending.flush()  # the waiting calls come before the read of the next call's position
         tensors = [self.on_devices(value) for value in inputs]
         before = [self._copied[each.name] for each in op.control_inputs if each.name in self._copied]
-        try:
-            copied = self._copied[op.name] = host_ops.copy_op(op, tensors, before)
-        except ValueError as error:
-            tried = next((value for value in inputs if value.tried_with), None)
-            if tried is None:
-                raise
-            message = str(error).partition(" for '{{node")[0]  # the rest has names of the copy
-            shape = str(tried.shape)
-            raise LoweringError.tried_shape(
-                self._rewriter.name, op.type, user_line(op), shape, tried.tried_with, message
-            ) from None
+        copied = self._copied[op.name] = host_ops.copy_op(op, tensors, before)
         self._rewriter.originals[copied.name] = op
         by_data = op.type in kinds.SHAPED_BY_DATA or any(value.depends_on_data for value in inputs)
         for index, (old, new) in enumerate(zip(op.outputs, copied.outputs, strict=True)):

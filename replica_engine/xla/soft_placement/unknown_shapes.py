@@ -1,9 +1,9 @@
 """Shapes of the results of host ops, where TensorFlow does not know them.
 
 Python functions (`tf.py_function`, `tf.numpy_function`) do not declare the shapes of their results. If the devices use
-a result, XLA must know its shape. The body can set it, with `y.set_shape(...)` or `tf.ensure_shape(y, ...)`. Otherwise
-the function is called once with zeros while the body is lowered. A result that the body only returns stays on the
-host, and may have another shape each time.
+a result, XLA must know its shape, and the body sets it: `y.set_shape(...)` or `tf.ensure_shape(y, ...)`. The function
+is never called to find it out: it may take items from a queue, or write a file. A result that the body only returns
+stays on the host, and may have another shape each time.
 
 Other host ops often have results of unknown shape too. For example, a vocabulary's indices of a padded sentence have
 the shape of the batch and of the padded length. The devices can use such a result only if its shape is known. So while
@@ -30,9 +30,6 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf.graphs import host_ops, xla_ops
-from replica_engine.diagnostics.op_lines import user_line
-from replica_engine.xla.body import HostSide, on_host
-from replica_engine.xla.soft_placement import kinds
 from replica_engine.xla.soft_placement.values import Value
 
 _TRIES = 3
@@ -41,43 +38,23 @@ _LARGEST = 1 << 20  # the most elements of a made-up input
 
 
 def of_python_function(
-    op: tf.Operation, inputs: Sequence[Value], seen: dict[str, list[tf.TensorShape]], size: int, in_body: bool
-) -> list[tuple[tf.TensorShape, bool]]:
-    """The shapes of the results of a Python function, and whether each was found by a call with zeros.
-
-    Shapes that are neither known nor can be found out are as TensorFlow knows them.
+    op: tf.Operation, inputs: Sequence[Value], seen: dict[str, list[tf.TensorShape]]
+) -> list[tf.TensorShape]:
+    """The shapes of the results of a Python function, as far as the body declares them.
 
     Args:
         op: the call of the function.
         inputs: the inputs of the call.
         seen: a dictionary; the shapes of the inputs are added to it, by the function's token. The results of the
             function's gradient have these shapes.
-        size: the number of replicas.
-        in_body: whether the call is in the graph of the body itself, and not in a function of it.
     """
     function = host_ops.PythonFunction(op)
     declared = [_declared(output) for output in op.outputs]
-    if function.gradient_of is not None:
-        known = seen.get(function.gradient_of, declared)
-        return [
-            (shape if shape.is_fully_defined() else other, False) for shape, other in zip(declared, known, strict=True)
-        ]
-    seen[function.token] = [value.shape for value in inputs]
-    asked_for = any(
-        not shape.is_fully_defined() and _is_asked_for(output, in_body)
-        for shape, output in zip(declared, op.outputs, strict=True)
-    )
-    if not asked_for or not all(value.shape.is_fully_defined() for value in inputs):
-        return [(shape, False) for shape in declared]
-    try:
-        with tf.init_scope(), tf.device("CPU:0"), tf.summary.record_if(False), on_host(_first_replica(size, op)):
-            results, _ = function([tf.zeros(value.shape, value.dtype) for value in inputs])
-    except Exception:  # it needs other values: its results stay on the host, or an error is raised later
-        return [(shape, False) for shape in declared]
-    return [
-        (shape, False) if shape.is_fully_defined() else (result.shape, True)
-        for shape, result in zip(declared, results, strict=True)
-    ]
+    if function.gradient_of is None:
+        seen[function.token] = [value.shape for value in inputs]
+        return declared
+    known = seen.get(function.gradient_of, declared)
+    return [shape if shape.is_fully_defined() else other for shape, other in zip(declared, known, strict=True)]
 
 
 class Samples:
@@ -143,22 +120,6 @@ def _declared(output: tf.Tensor) -> tf.TensorShape:
     """The shape of a result that the body declares."""
     ensured = (op.outputs[0].shape for op in output.consumers() if op.type == "EnsureShape")
     return next((shape for shape in (output.shape, *ensured) if shape.is_fully_defined()), output.shape)
-
-
-def _is_asked_for(output: tf.Tensor, in_body: bool) -> bool:
-    """Whether the devices use a result."""
-    if xla_ops.is_host_only(output.dtype):
-        return False
-    if not in_body and any(output is returned for returned in output.graph.outputs):
-        return True
-    return any(
-        _is_asked_for(op.outputs[0], in_body) if op.type == "Identity" else not kinds.is_for_host(op)
-        for op in output.consumers()
-    )
-
-
-def _first_replica(size: int, op: tf.Operation) -> HostSide:
-    return HostSide(tf.constant(0), size, user_line(op))
 
 
 def _run(op: tf.Operation, columns: list[Any]) -> list[list[Any]] | None:

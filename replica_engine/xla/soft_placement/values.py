@@ -25,8 +25,8 @@ class Value:
         maker: the op that makes it, the inputs of that op, and the index among its outputs.
         made_by: the type of the host op that makes it, and the user's line, for messages.
         depends_on_data: whether the devices have it, in a shape that depends on data.
-        tried_with: "zeros" if the shape was found by calling a Python function with zeros, or comes from such a shape;
-            "made-up values" for a host op (`unknown_shapes`); otherwise "".
+        tried_with: "made-up values" if the shape was found by trying a host op with them (`unknown_shapes`), or comes
+            from such a shape; otherwise "".
         pending: whether the op that makes it still waits to become part of a piece.
     """
 
