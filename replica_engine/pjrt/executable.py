@@ -17,6 +17,7 @@ import numpy as np
 from replica_engine._version import __version__
 from replica_engine.hosts import Program
 from replica_engine.pjrt import cpu_rewrites
+from replica_engine.pjrt.collectives import COLLECTIVES
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.jaxlib import (
     CPU_OPTIONS,
@@ -244,7 +245,7 @@ def _cpu() -> str:
 
 _give_way = getattr(os, "sched_yield", lambda: None)  # to programs' threads; not every system has it
 
-_COLLECTIVE = re.compile(r"stablehlo\.(all_\w+|reduce_scatter|collective_\w+)|@replica_engine\.(?!host_call)")
+_COLLECTIVE = re.compile(rf"(?:stablehlo\.|@{PREFIX})(?:{'|'.join(COLLECTIVES)})\b")
 _FUNCTION = re.compile(r"@[A-Za-z_][\w.$-]*")
 
 

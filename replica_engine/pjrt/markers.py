@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from replica_engine.errors import DeviceError
+from replica_engine.pjrt.collectives import COLLECTIVES
 from replica_engine.pjrt.jaxlib import HOST_CALL_TARGETS, ir, make_ir_context
 
 PREFIX = "replica_engine."
@@ -127,7 +128,7 @@ def _replace_host_call(marker: Any, platform: str) -> None:
 def _replace(marker: Any) -> None:
     name = target(marker).removeprefix(PREFIX)
     parameters = parameters_of(marker)
-    attributes = {key: ir.Attribute.parse(text) for key, text in _ATTRIBUTES[name](parameters).items()}
+    attributes = {key: ir.Attribute.parse(text) for key, text in COLLECTIVES[name].attributes(parameters).items()}
     with ir.InsertionPoint(marker), marker.location:
         operation = ir.Operation.create(
             f"stablehlo.{name}",
@@ -152,48 +153,3 @@ def _fill_reduction(region: Any, op: str, of: Any) -> None:
         name = {"Add": "add", "Min": "minimum", "Max": "maximum"}[op]
         value = ir.Operation.create(f"stablehlo.{name}", results=[scalar], operands=list(block.arguments))
         ir.Operation.create("stablehlo.return", operands=[value.results[0]])
-
-
-def _table(rows: list[list[int]]) -> str:
-    return f"dense<{json.dumps(rows)}> : tensor<{len(rows)}x{len(rows[0]) if rows else 0}xi64>"
-
-
-def _all_reduce(parameters: dict[str, Any]) -> dict[str, str]:
-    return {"replica_groups": _table(_rectangular(parameters["groups"]))}
-
-
-def _reduce_scatter(parameters: dict[str, Any]) -> dict[str, str]:
-    return {"scatter_dimension": f"{parameters['axis']} : i64", "replica_groups": _table(parameters["groups"])}
-
-
-def _rectangular(groups: list[list[int]]) -> list[list[int]]:
-    """Groups of different sizes, padded with -1 to one size."""
-    longest = max(map(len, groups))
-    return [group + [-1] * (longest - len(group)) for group in groups]
-
-
-def _all_gather(parameters: dict[str, Any]) -> dict[str, str]:
-    return {"all_gather_dim": f"{parameters['axis']} : i64", "replica_groups": _table(parameters["groups"])}
-
-
-def _all_to_all(parameters: dict[str, Any]) -> dict[str, str]:
-    return {
-        "split_dimension": f"{parameters['split_axis']} : i64",
-        "concat_dimension": f"{parameters['concat_axis']} : i64",
-        "split_count": f"{len(parameters['groups'][0])} : i64",
-        "replica_groups": _table(parameters["groups"]),
-    }
-
-
-def _collective_permute(parameters: dict[str, Any]) -> dict[str, str]:
-    pairs = parameters["pairs"]
-    return {"source_target_pairs": _table(pairs) if pairs else "dense<> : tensor<0x2xi64>"}
-
-
-_ATTRIBUTES = {
-    "all_reduce": _all_reduce,
-    "reduce_scatter": _reduce_scatter,
-    "all_gather": _all_gather,
-    "all_to_all": _all_to_all,
-    "collective_permute": _collective_permute,
-}

@@ -69,6 +69,25 @@ def check_reducible(name: str, values: Iterable[Any], where: str | Callable[[], 
             raise CollectiveError.host_only("all_reduce", where if isinstance(where, str) else where(), dtype.name)
 
 
+def check_divides(name: str, x: tf.Tensor, axis: int, parts: int) -> int:
+    """Checks that an axis of a tensor can be divided into equal parts, as far as its shape is known.
+
+    Returns:
+        The axis, counted from the beginning.
+
+    Raises:
+        CollectiveError: there is no such axis, or its size does not divide.
+    """
+    if x.shape.rank is None:
+        return axis
+    if not isinstance(axis, int) or not -x.shape.rank <= axis < x.shape.rank:
+        raise CollectiveError.no_axis(name, axis, str(x.shape))
+    axis %= x.shape.rank
+    if x.shape[axis] is not None and x.shape[axis] % parts:
+        raise CollectiveError.not_divisible(axis, x.shape[axis], parts)
+    return axis
+
+
 _BOOL, _STRING = tf.bool, tf.string  # compared with `is`: == of dtypes is slow
 _ORDERED = ("MAX", "MIN")
 

@@ -16,7 +16,7 @@ from replica_engine.diagnostics.suspicions import note_write
 from replica_engine.diagnostics.user_frames import identity, sync_point, user_location
 from replica_engine.engine import Replica, SyncPoint, current_replica
 from replica_engine.errors import CollectiveError, MergeCallGraphError, NotInReplicaError
-from replica_engine.threads.agreement import check_reducible
+from replica_engine.threads.agreement import check_divides, check_reducible
 from replica_engine.threads.gradients import differentiable
 from replica_engine.threads.inherited_state import InheritedState
 from replica_engine.threads.joint.attempt import Attempts
@@ -405,6 +405,58 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         """
         with _detailed(self, "all_gather", axis):
             return super().all_gather(tf.nest.map_structure(self._own, value), axis, options)
+
+    @autograph.artifact
+    def reduce_scatter(self, value: Any, axis: int = 0) -> Any:
+        """The sum of `value` over all replicas, divided along `axis`: replica i gets part i. It has a gradient.
+
+        Args:
+            value: a tensor or nested structure of tensors, of equal shapes on all replicas.
+            axis: the dimension to divide; its size must be a multiple of the number of replicas.
+
+        Raises:
+            CollectiveError: a tensor has no such dimension, or its size does not divide, or cannot be summed.
+        """
+
+        def part(leaf: Any) -> tf.Tensor:
+            tensor = as_tensor(leaf, "A value of reduce_scatter")
+            return self._part(self.all_reduce("SUM", tensor), check_divides("reduce_scatter", tensor, axis, self._size))
+
+        return tf.nest.map_structure(part, value)
+
+    @autograph.artifact
+    def all_to_all(self, value: Any, split_axis: int, concat_axis: int) -> Any:
+        """Sends part i along `split_axis` to replica i, and joins the received parts along `concat_axis`.
+
+        It has a gradient. The parts are joined in the order of the replicas.
+
+        Args:
+            value: a tensor or nested structure of tensors, of equal shapes on all replicas.
+            split_axis: the dimension to split; its size must be a multiple of the number of replicas.
+            concat_axis: the dimension to concatenate along.
+
+        Raises:
+            CollectiveError: a tensor has no such dimension, or its size does not divide.
+        """
+
+        def exchanged(leaf: Any) -> tf.Tensor:
+            tensor = as_tensor(leaf, "A value of all_to_all")
+            split = check_divides("all_to_all", tensor, split_axis, self._size)
+            concat = check_divides("all_to_all", tensor, concat_axis, 1)
+            rows = self._part(self.all_gather(tensor[tf.newaxis], 0), split + 1)
+            return tf.concat(tf.unstack(rows, num=self._size), concat)
+
+        return tf.nest.map_structure(exchanged, value)
+
+    @property
+    def _size(self) -> int:
+        return int(self.num_replicas_in_sync)
+
+    def _part(self, whole: tf.Tensor, axis: int) -> tf.Tensor:
+        """This replica's part of a tensor along an axis."""
+        parts = tf.split(whole, self._size, axis)
+        number = tf.get_static_value(self._replica_id_in_sync_group)
+        return tf.stack(parts)[self._replica_id_in_sync_group] if number is None else parts[int(number)]
 
     def _own(self, value: Any) -> Any:
         """Returns `value` as a tensor that only this replica has.

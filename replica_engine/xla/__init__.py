@@ -35,6 +35,7 @@ from replica_engine.xla.collectives import (
     collective_permute,
     cross_replica_sum,
     ppermute,
+    reduce_scatter,
 )
 from replica_engine.xla.host_calls.outside_compilation import outside_compilation
 from replica_engine.xla.host_calls.results import returns
@@ -66,6 +67,7 @@ __all__ = [
     "num_replicas",
     "outside_compilation",
     "ppermute",
+    "reduce_scatter",
     "replica_id",
     "replicate",
     "returns",

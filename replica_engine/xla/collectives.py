@@ -116,6 +116,34 @@ def all_gather(x: Any, axis: int = 0, groups: Groups | None = None) -> tf.Tensor
 
 
 @autograph.artifact
+def reduce_scatter(x: Any, axis: int = 0, groups: Groups | None = None) -> tf.Tensor:
+    """The sum of `x` over all replicas, divided along `axis`: replica i gets part i.
+
+    Args:
+        x: a tensor of a numeric dtype, of one shape on all replicas.
+        axis: the dimension to divide; its size must be a multiple of the size of a group.
+        groups: as in `xla.collectives`, of equal sizes; the sum of a group is divided in it.
+
+    Raises:
+        NotInBodyError: called outside a replicated body.
+        CollectiveError: `x` has no such dimension, or its size does not divide, or the dtype cannot be summed, or
+            `groups` do not divide the replicas.
+
+    Example:
+        >>> from replica_engine import xla
+        >>> [each.numpy().tolist() for each in xla.replicate(xla.reduce_scatter, [[[1, 2]], [[30, 40]]])]
+        [[31], [42]]
+    """
+    rows = _rows(groups, current("reduce_scatter").size, "reduce_scatter")
+    tensor = _operand("reduce_scatter", x)
+    if tensor.dtype == tf.bool:
+        raise CollectiveError.wrong_dtype("SUM", tensor.dtype.name)
+    axis = _axis("reduce_scatter", tensor, axis)
+    _check_divides(tensor, axis, rows)
+    return _scatter(tensor, axis, rows)
+
+
+@autograph.artifact
 def all_to_all(x: Any, split_axis: int, concat_axis: int, groups: Groups | None = None) -> tf.Tensor:
     """Splits `x` along one dimension, sends part i to replica i, and concatenates the received parts along another.
 
@@ -139,8 +167,7 @@ def all_to_all(x: Any, split_axis: int, concat_axis: int, groups: Groups | None 
     rows = _rows(groups, current("all_to_all").size, "all_to_all")
     tensor = _operand("all_to_all", x)
     split, concat = (_axis("all_to_all", tensor, axis) for axis in (split_axis, concat_axis))
-    if tensor.shape[split] % len(rows[0]):
-        raise CollectiveError.not_divisible(split, tensor.shape[split], len(rows[0]))
+    _check_divides(tensor, split, rows)
     return _exchange(tensor, split, concat, rows)
 
 
@@ -335,6 +362,11 @@ def _axis(name: str, x: tf.Tensor, axis: int) -> int:
     if not isinstance(axis, int) or not -rank <= axis < rank:
         raise CollectiveError.no_axis(name, axis, str(x.shape))
     return axis % rank
+
+
+def _check_divides(x: tf.Tensor, axis: int, rows: list[list[int]]) -> None:
+    if x.shape[axis] % len(rows[0]):
+        raise CollectiveError.not_divisible(axis, x.shape[axis], len(rows[0]))
 
 
 def _check_static(name: str, x: tf.Tensor) -> None:

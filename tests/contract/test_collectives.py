@@ -388,3 +388,72 @@ def test_the_indices_of_slices_may_be_a_list(strategy, run, local):
     )
     n = strategy.num_replicas_in_sync
     assert local(result) == [[[0.0, 0.0], [n, n], [0.0, 0.0]]] * n
+
+
+def whole(n, i):
+    """Another tensor [n, 2n] on each replica."""
+    return np.arange(2.0 * n * n, dtype="float32").reshape(n, 2 * n) * (i + 1)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_reduce_scatter_gives_each_replica_a_part_of_the_sum(strategy, run, local, per_replica, axis):
+    n = strategy.num_replicas_in_sync
+    total = sum(whole(n, i) for i in range(n))
+    result = run(
+        lambda x: context().reduce_scatter({"a": x}, axis), args=(per_replica(lambda i: tf.constant(whole(n, i))),)
+    )
+    assert local(result) == [{"a": part.tolist()} for part in np.split(total, n, axis)]
+
+
+@pytest.mark.parametrize(("split", "concat"), [(0, 0), (0, 1), (1, 0), (-1, -1)])
+def test_all_to_all_sends_part_i_to_replica_i(strategy, run, local, per_replica, split, concat):
+    n = strategy.num_replicas_in_sync
+    parts = [np.split(whole(n, i), n, split) for i in range(n)]
+    expected = [np.concatenate([parts[i][j] for i in range(n)], concat).tolist() for j in range(n)]
+    result = run(
+        lambda x: context().all_to_all(x, split, concat), args=(per_replica(lambda i: tf.constant(whole(n, i))),)
+    )
+    assert local(result) == expected
+
+
+@pytest.mark.parametrize("where", ["outside", "in a branch", "in a loop"])
+@pytest.mark.parametrize("name", ["reduce_scatter", "all_to_all"])
+def test_the_gradients_of_parts(strategy, run, local, per_replica, name, where):
+    """The objective is the sum over replicas; replica i weighs what it gets with i + 1."""
+    n = strategy.num_replicas_in_sync
+
+    def got(x):
+        return context().reduce_scatter(x, 0) if name == "reduce_scatter" else context().all_to_all(x, 0, 1)
+
+    def fn(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            if where == "outside":
+                y = got(x)
+            elif where == "in a branch":
+                y = tf.cond(tf.reduce_sum(tf.ones([2])) > 1, lambda: got(x), lambda: 0.0 * got(x))
+            else:
+                zero = tf.constant(0.0)
+                y, _ = tf.while_loop(lambda _, i: i < 1.0, lambda _, i: (got(x), i + 1.0), [0.0 * got(x), zero])
+            weighed = (tf.cast(context().replica_id_in_sync_group, tf.float32) + 1.0) * tf.reduce_sum(y)
+        return tape.gradient(weighed, x)
+
+    result = run(fn, args=(per_replica(lambda i: tf.constant(whole(n, i))),))
+    expected = np.repeat(np.arange(1.0, n + 1.0)[:, None], 2 * n, 1)  # row j went to replica j
+    assert local(result) == [expected.tolist()] * n
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x: context().reduce_scatter(x, 2), "reduce_scatter: axis 2"),
+        (lambda x: context().all_to_all(x, 0, 5), "all_to_all: axis 5"),
+        (lambda x: context().reduce_scatter(tf.zeros([2 * context().num_replicas_in_sync + 1])), "equal parts"),
+        (lambda x: context().all_to_all(tf.zeros([context().num_replicas_in_sync + 1]), 0, 0), "equal parts"),
+    ],
+)
+def test_parts_that_do_not_exist(strategy, call, words):
+    if "equal parts" in words and strategy.num_replicas_in_sync == 1:
+        return  # everything divides
+    with pytest.raises(CollectiveError, match=words):
+        strategy.run(call, args=(tf.zeros([4, 4]),))

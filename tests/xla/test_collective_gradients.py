@@ -22,6 +22,7 @@ OPERATIONS = {
     "max": lambda x: xla.all_reduce(x, "MAX"),
     "gather": xla.all_gather,
     "gather along -1": lambda x: xla.all_gather(x, axis=-1),
+    "scatter": xla.reduce_scatter,
     "exchange 0 1": lambda x: xla.all_to_all(x, 0, 1),
     "exchange 1 1": lambda x: xla.all_to_all(x, 1, 1),
     "permute": lambda x: xla.ppermute(x, RING[xla.num_replicas()]),

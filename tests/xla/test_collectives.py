@@ -29,6 +29,8 @@ OPERATIONS = {
     "exchange 0 1": (lambda x: xla.all_to_all(x, 0, 1), lambda x: exchanged(x, 0, 1)),
     "exchange 1 0": (lambda x: xla.all_to_all(x, split_axis=1, concat_axis=0), lambda x: exchanged(x, 1, 0)),
     "exchange -1 -1": (lambda x: xla.all_to_all(x, -1, -1), lambda x: exchanged(x, 1, 1)),
+    "scatter": (xla.reduce_scatter, lambda x: np.stack(np.split(x.sum(0), len(x), 0))),
+    "scatter along -1": (lambda x: xla.reduce_scatter(x, -1), lambda x: np.stack(np.split(x.sum(0), len(x), -1))),
     "permute": (lambda x: xla.collective_permute(x, ring()), lambda x: np.roll(x, 1, 0)),
     "ppermute": (lambda x: xla.ppermute(x, ring()), lambda x: np.roll(x, 1, 0)),
     "permute some": (
@@ -46,6 +48,7 @@ IN_GROUPS = {
     "max": (lambda x: xla.all_reduce(x, "MAX", groups=HALVES), "max"),
     "gather": (lambda x: xla.all_gather(x, groups=HALVES), "gather"),
     "gather along 1": (lambda x: xla.all_gather(x, 1, HALVES), "gather along 1"),
+    "scatter": (lambda x: xla.reduce_scatter(x, groups=HALVES), "scatter"),
     "exchange 0 1": (lambda x: xla.all_to_all(x, 0, 1, HALVES), "exchange 0 1"),
     "exchange -1 -1": (lambda x: xla.all_to_all(x, -1, -1, groups=HALVES), "exchange -1 -1"),
 }

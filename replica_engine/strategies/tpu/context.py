@@ -71,6 +71,29 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
         _check_in_run()
         return tf.nest.map_structure(lambda leaf: gather_leaf(leaf, axis), value)
 
+    @autograph.artifact
+    def reduce_scatter(self, value: Any, axis: int = 0) -> Any:
+        """The sum over all replicas, of which replica i gets part i along `axis`; as `replica_engine.ReplicaContext`'s.
+
+        Args:
+            value: a tensor or nested structure of tensors, of equal shapes on all replicas.
+            axis: the dimension to divide; its size must be a multiple of the number of replicas.
+        """
+        _check_in_run()
+        return tf.nest.map_structure(lambda leaf: xla.reduce_scatter(leaf, axis), value)
+
+    @autograph.artifact
+    def all_to_all(self, value: Any, split_axis: int, concat_axis: int) -> Any:
+        """Sends part i along `split_axis` to replica i, and joins the received parts along `concat_axis`.
+
+        Args:
+            value: a tensor or nested structure of tensors, of equal shapes on all replicas.
+            split_axis: the dimension to split; its size must be a multiple of the number of replicas.
+            concat_axis: the dimension to concatenate along.
+        """
+        _check_in_run()
+        return tf.nest.map_structure(lambda leaf: xla.all_to_all(leaf, split_axis, concat_axis), value)
+
     def experimental_logical_device(self, logical_device_id: int) -> contextlib.AbstractContextManager[None]:
         """As in the context of `tf.distribute.TPUStrategy`; the only device of a replica is 0."""
         return logical_device(logical_device_id)

@@ -19,12 +19,12 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf.graphs import host_ops, subgraphs, xla_ops
+from replica_engine.pjrt.collectives import COLLECTIVES
 from replica_engine.pjrt.markers import HOST_CALL, PREFIX
 from replica_engine.xla.analysis.known_values import is_passed_on
 
 _EQUAL_EVERYWHERE = frozenset(("Shape", "ShapeN", "Size", "Rank", "TensorListLength", "ZerosLike", "OnesLike"))
 _ADDS = ("AssignAddVariableOp", "AssignSubVariableOp")
-_PARTS = ("reduce_scatter", "all_to_all", "collective_permute")  # each replica gets another part, even of equal values
 
 
 class Cause(enum.Flag):
@@ -165,7 +165,7 @@ class Differences:
         cause = _joined(given).cause
         collective = Collective.of(op)
         if collective is not None:
-            if collective.name in _PARTS:
+            if COLLECTIVES[collective.name].gives_parts:
                 return cause | Cause.REPLICA_ID
             return Cause.NONE if collective.groups is None else cause
         variables = _variables_of(given)
