@@ -209,13 +209,6 @@ PATCHES: tuple[Patch, ...] = (
         "import",
         "passes on to TensorFlow for all other functions",
     ),
-    Patch(
-        "tensorflow.python.distribute.distribute_lib.StrategyBase",
-        "run",
-        "`check_parity` refuses a step that calls it; also of the classes of strategies that have their own",
-        "each run of `check_parity`",
-        "taken back when the run ends; passes on to TensorFlow on other threads meanwhile",
-    ),
 )
 
 PATCHES += tuple(

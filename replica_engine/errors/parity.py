@@ -85,13 +85,13 @@ class ParityArgumentError(ReplicaEngineError, ValueError):
 
     @classmethod
     def bad_variables(cls, given: object) -> ParityArgumentError:
-        """`variables` holds something that has no variables, such as the targets."""
+        """`variables` holds something that is no tf.Variable, such as the targets or a model."""
         shape = getattr(given, "shape", None)
         got = brief(given) if shape is None else f"{type(given).__name__} of shape {shown(tuple(shape))}"
         return cls(
-            "variables must be tf.Variables, Keras models, layers, optimizers or metrics, tf.Modules, a structure of "
-            f"them, or a function that makes them; got {got}. All parts of a batch go into the second "
-            "argument: check_parity(step, (x, y), variables)."
+            "variables must be a tf.Variable, a structure of them, or a function that makes what the step uses, also "
+            f"Keras models, layers, optimizers and tf.Modules: variables=lambda: ...; got {got}. All parts of a batch go "
+            "into the second argument: check_parity(step, (x, y), variables)."
         )
 
     @classmethod
@@ -101,25 +101,18 @@ class ParityArgumentError(ReplicaEngineError, ValueError):
             f"{step}{signature} cannot be called with a batch of {given} part{'s' * (given != 1)}: {reason}. "
             "check_parity calls step(*batch) or step(batch). The batch is the second argument: "
             "check_parity(step, (x, y), variables). An argument that is named `weights` gets the weights of the rows; "
-            "no other name does. Where `variables` is a function, what it returns comes first: step(made, *batch)."
+            "no other name does. With `variables`, they come first: step(variables, *batch)."
         )
 
     @classmethod
-    def unreached(cls, names: Sequence[str]) -> ParityArgumentError:
-        """The check cannot find how the step reaches some of the variables."""
+    def not_passed(cls, step: str, names: Sequence[str]) -> ParityArgumentError:
+        """The step changes variables that were not passed as `variables`."""
+        listed = ", ".join(names)
         return cls(
-            f"The step does not reach {', '.join(names)} through its closure, its globals or its arguments, so the "
-            "replicas cannot be given copies. Pass a function that makes the variables, and take them as the step's "
-            "first argument: "
-            'check_parity(lambda v, x: ..., inputs, variables=lambda: {"w": tf.Variable(...)}).'
-        )
-
-    @classmethod
-    def runs_itself(cls, step: str) -> ParityArgumentError:
-        """The step calls `strategy.run`."""
-        return cls(
-            f"{step} calls the run method of a strategy. check_parity does that itself, on each strategy that it "
-            "compares. Pass the function that one replica runs: the function that `strategy.run` is given."
+            f"{step} changes variables that are not in `variables`: {listed}. Each strategy needs variables of its own. "
+            f"Pass them, and take the copies as the step's first argument: def {step}(variables, ...), "
+            f"check_parity({step}, inputs, variables=[{listed}]). For models and optimizers, pass a function that makes "
+            'them: variables=lambda: {"model": ..., "optimizer": ...}.'
         )
 
     @classmethod

@@ -9,7 +9,7 @@ from helpers.golden import shows
 from replica_engine import MirroredStrategy
 from replica_engine.errors import DeviceError, ParityArgumentError, ParityError
 from replica_engine.testing import check_parity
-from replica_engine.testing.parity import candidates
+from replica_engine.testing.parity import settings
 
 
 @shows(ParityError.different)
@@ -17,7 +17,8 @@ def test_gradients_that_are_summed():
     """The step sums over replicas the gradients of means."""
     w = tf.Variable([1.0, 2.0], name="w")
 
-    def step(x):
+    def step(variables, x):
+        (w,) = variables
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean((x * w - 3.0) ** 2)
         gradient = tape.gradient(loss, w)
@@ -69,8 +70,8 @@ def _one_device_without_jax(monkeypatch):
     def none(replicas):
         raise DeviceError.too_late(replicas, "CPU", 1)
 
-    monkeypatch.setattr(candidates, "_mirrored", none)
-    monkeypatch.setattr(candidates, "compiled_strategy", none)
+    monkeypatch.setattr(settings, "_mirrored", none)
+    monkeypatch.setattr(settings, "compiled_strategy", none)
 
 
 @pytest.mark.usefixtures("_one_device_without_jax")
@@ -99,10 +100,10 @@ def test_a_step_of_other_arguments():
 def test_a_part_of_the_batch_that_was_forgotten():
     w = tf.Variable([1.0], name="w")
 
-    def step(x, y):
+    def step(w, x, y):
         return tf.reduce_mean((x * w - y) ** 2)
 
-    check_parity(step, (np.ones([8]),), [w], strategies="MirroredStrategy")
+    check_parity(step, (np.ones([8]),), w, strategies="MirroredStrategy")
 
 
 @shows(ParityArgumentError.bad_variables)
@@ -139,10 +140,21 @@ def test_a_compiled_model_without_targets():
     check_parity(model, np.ones([8, 4]), strategies="MirroredStrategy")
 
 
-@shows(ParityArgumentError.unreached)
-def test_a_variable_that_the_step_does_not_use():
-    w = tf.Variable(1.0, name="w")
-    check_parity(lambda x: 2 * x, np.ones([8]), [w], strategies="MirroredStrategy")
+@shows(ParityArgumentError.not_passed)
+def test_variables_that_were_not_passed():
+    w, count = tf.Variable(1.0, name="w"), tf.Variable(0, name="count")
+
+    def step(x):
+        w.assign_sub(0.1 * tf.reduce_mean(x))
+        count.assign_add(1)
+
+    check_parity(step, np.ones([8], "float32"), strategies="MirroredStrategy")
+
+
+@shows(ParityArgumentError.bad_variables, "model")
+def test_a_model_in_the_place_of_the_variables():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)], name="small")
+    check_parity(lambda model, x: model(x), np.ones([8, 4]), [model], strategies="MirroredStrategy")
 
 
 @shows(ParityArgumentError.nothing_compared)
@@ -151,14 +163,3 @@ def test_a_step_without_numbers():
         return None
 
     check_parity(step, np.ones([8]), strategies="MirroredStrategy")
-
-
-@shows(ParityArgumentError.runs_itself)
-def test_a_step_that_calls_run():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-    w = tf.Variable(1.0, name="w")
-
-    def step(x):
-        return strategy.reduce("MEAN", strategy.run(lambda x: w * tf.reduce_sum(x), args=(x,)), axis=None)
-
-    check_parity(step, np.ones([8], "float32"), [w], strategies="MirroredStrategy")

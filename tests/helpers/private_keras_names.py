@@ -23,7 +23,6 @@ PRIVATE = (
     Private(_optimizer, "_distribution_strategy", "the strategy through which an optimizer updates variables"),
     Private(_optimizer, "_trainable_variables", "the variables that an optimizer was built for"),
     Private(_optimizer, "_trainable_variables_indices", "finding weights that an optimizer has no state for"),
-    Private(_optimizer, "_get_variable_index", "the variable that a gradient in a parity check belongs to"),
     Private(_optimizer, "_var_key", "finding weights that an optimizer has no state for"),
     Private(_optimizer, "_iterations", "the number of steps, of which k make one update"),
     Private(_optimizer, "_clip_gradients", "a part of the update that ends a group of accumulated gradients"),

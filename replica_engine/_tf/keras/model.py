@@ -79,13 +79,6 @@ def keeps_track(value: Any) -> bool:
     return isinstance(value, (_Tracker, _ListWrapper))
 
 
-def plain_container(value: Any) -> Any:
-    """The list or dictionary inside the wrapper that TensorFlow puts around an attribute; any other value itself."""
-    if isinstance(value, _ListWrapper):
-        return value._storage
-    return getattr(value, "__wrapped__", value) if isinstance(value, dict) else value
-
-
 def compiled_parts(model: keras.Model) -> list[Any]:
     """The losses and metrics that `compile` made for a model, including nested ones, but not optimizers."""
     parts = [getattr(model, name, None) for name in ("_compile_loss", "_compile_metrics", "_loss_tracker")]
@@ -104,11 +97,6 @@ def _loss_name(flat: Any) -> str:
     return str(getattr(function, "__name__", None) or getattr(flat.loss, "name", None) or flat.name)
 
 
-def index_of(optimizer: keras.optimizers.Optimizer, variable: Any) -> int:
-    """The index of a variable among those that an optimizer was built for."""
-    return optimizer._get_variable_index(variable)
-
-
 def is_seed(variable: keras.Variable) -> bool:
     """Whether the variable is the state of a seed generator."""
     return variable.name == "seed_generator_state"
@@ -118,15 +106,16 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """All optimizers among the attributes of a model and its layers, also in lists and dictionaries."""
     found = [getattr(model, "optimizer", None)]
     for layer in layers_of(model):
-        found += _leaves(vars(layer).values(), 3)
+        found += leaves(vars(layer).values(), 3)
     unique = {id(each): each for each in found if isinstance(each, keras.optimizers.Optimizer)}
     return list(unique.values())
 
 
-def _leaves(values: Iterable[Any], depth: int) -> Iterator[Any]:
+def leaves(values: Iterable[Any], depth: int) -> Iterator[Any]:
+    """The values themselves, and those inside lists, tuples and dictionaries among them, which may be nested."""
     for value in values:
         if isinstance(value, (list, tuple, dict)) and depth:
-            yield from _leaves(value.values() if isinstance(value, dict) else value, depth - 1)
+            yield from leaves(value.values() if isinstance(value, dict) else value, depth - 1)
         else:
             yield value
 

@@ -1,16 +1,15 @@
 """`check_parity`: do N replicas compute the same numbers as one device?
 
-- `of_model`: checks a Keras model; `probes` reads values inside the model, `model_causes` finds causes of differences.
-- `of_step`: checks a custom training step; `rebinding` gives the step variables of each strategy, `step_causes` finds
-  causes of differences.
-- `comparison`: decides when two numbers are the same; `report`: the results.
-- `settings`: checks the arguments of `check_parity`; `step_call`: how to call a step; `nested_runs`: refuses a step
-  that calls `strategy.run`.
-- `candidates`, `batches`, `state`, `random_draws`: helpers of these modules.
+- `check`: the course of a check: one device, each strategy, the comparison, the causes, the report.
+- `model` and `step`: the two forms, a Keras model and a training step; each says what a run computes.
+- `settings`: the arguments: numbers, strategies, batches.
+- `comparison`: decides when two numbers are the same; `causes`: why they are not; `report`: the results.
+- `probes` reads values inside a model; `state` leaves the model and all random numbers as they were.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, overload
 
@@ -18,10 +17,10 @@ import keras
 
 from replica_engine._tf import distribute
 from replica_engine.errors import ParityArgumentError
-from replica_engine.testing.parity.of_model import check_model
-from replica_engine.testing.parity.of_step import check_step
+from replica_engine.testing.parity.model import check_model
 from replica_engine.testing.parity.report import Cause, Compared, Difference, ParityReport
-from replica_engine.testing.parity.settings import Form, check_call, settings
+from replica_engine.testing.parity.settings import read
+from replica_engine.testing.parity.step import check_step
 
 __all__ = ["Cause", "Compared", "Difference", "ParityReport", "check_parity"]
 
@@ -66,7 +65,19 @@ def check_parity(
     """The form for a training step."""
 
 
-def check_parity(model_or_step: Any, *args: Any, **kwargs: Any) -> ParityReport:
+def check_parity(
+    model_or_step: Any,
+    *args: Any,
+    replicas: int = 2,
+    steps: int = 5,
+    batch_size: int | None = None,
+    strategies: Iterable[Any] | str | None = None,
+    tolerance: float | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+    seed: int = 0,
+    **kwargs: Any,
+) -> ParityReport:
     """Compares N replicas with one device on equal weights and batches, and reports the numbers that differ.
 
     There are two forms. `check_parity(model, x, y)` takes a Keras model and runs it as it is and as `replicate_model`
@@ -78,15 +89,16 @@ def check_parity(model_or_step: Any, *args: Any, **kwargs: Any) -> ParityReport:
 
     Args:
         model_or_step: a Keras model: functional, sequential or subclassed, compiled or not. Or a function, which may be
-            a `tf.function`. The function is called as `step(*batch)`. If it has an argument named `weights` that is not
-            a part of the batch, this argument gets the weights of the rows that `replica_engine.split_batch` makes.
+            a `tf.function`. The function is called as `step(*batch)`, or `step(variables, *batch)` if `variables` are
+            passed. If it has an argument named `weights` that is not a part of the batch, this argument gets the
+            weights of the rows that `replica_engine.split_batch` makes.
         x, y, sample_weight: for a model: arrays, or structures of arrays, as `fit` takes them. `x` may instead be a
             `tf.data.Dataset`, a `keras.utils.PyDataset` or an iterator of batches.
         inputs: for a step: a tuple of arrays (the parts of a batch), one array or dictionary, a `tf.data.Dataset`, or a
             list or iterator of batches.
-        variables: for a step: the variables to compare, in any structure, which may contain modules, models and
-            optimizers; the step uses them through its closure or globals. Or a function that makes the variables; it is
-            called in the scope of each strategy, and the step is then called as `step(made, *batch)`.
+        variables: for a step: all variables that it changes. A structure of `tf.Variable`; the step gets a structure of
+            copies. Or a function that makes the variables, and also models, layers and optimizers; it is called in the
+            scope of each strategy, and the step gets what it returns.
         replicas: the number of replicas.
         steps: the number of training steps. The last batch has shards of unequal size: for a model always; for a step
             if it takes weights, or if the data leaves such a rest.
@@ -95,9 +107,8 @@ def check_parity(model_or_step: Any, *args: Any, **kwargs: Any) -> ParityReport:
             library. None takes all that can run here; the report names those that cannot.
         tolerance: another name of `rtol`.
         rtol: the largest error that counts as rounding, relative to the largest element of a tensor; for a weight,
-            relative to its largest change. None takes 1e-4 for float32, which is 1000 roundings, 1e-8 for float64, 2e-2
-            for float16 and 8e-2 for bfloat16. The check also measures how rounding affects each quantity: it runs one
-            device with the samples in another order and with other last digits, and allows 10 times that difference.
+            relative to its largest change in the step. None takes 1e-4 for float32, which is 1000 roundings, 1e-8 for
+            float64, 2e-2 for float16 and 8e-2 for bfloat16.
         atol: the absolute tolerance, which is added to the relative one.
         seed: the seed of all random numbers.
         random_layers: for a model: False makes layers that draw random numbers behave as in inference, so that
@@ -111,7 +122,8 @@ def check_parity(model_or_step: Any, *args: Any, **kwargs: Any) -> ParityReport:
         where they differ first, and the known causes that were found. `report.raise_if_different()` is for tests.
 
     Raises:
-        ParityArgumentError: an argument is invalid, or no strategy can run here.
+        ParityArgumentError: an argument is invalid, no strategy can run here, or a step changes variables that were not
+            passed.
         ReplicateError: the model cannot be replicated.
         DeviceError: a strategy was named, and there are fewer devices than replicas.
         BackendMissingError: a `TPUStrategy` was named, and jax is missing.
@@ -130,55 +142,16 @@ def check_parity(model_or_step: Any, *args: Any, **kwargs: Any) -> ParityReport:
         (20, 19)
     """
     if isinstance(model_or_step, keras.Model):
-        check_call(_MODEL, _STEP, (model_or_step, *args), kwargs)
-        with distribute.outside_scopes():  # one device is not the strategy whose scope the caller may be in
-            return _of_model(model_or_step, *args, **kwargs)
-    if callable(model_or_step) and not isinstance(model_or_step, (type, keras.Layer)):
-        check_call(_STEP, _MODEL, (model_or_step, *args), kwargs)
-        with distribute.outside_scopes():
-            return _of_step(model_or_step, *args, **kwargs)
-    raise ParityArgumentError.not_checkable(model_or_step)
-
-
-def _of_model(
-    model: keras.Model,
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
-    *,
-    replicas: int = 2,
-    steps: int = 5,
-    batch_size: int | None = None,
-    strategies: Any = None,
-    tolerance: float | None = None,
-    rtol: float | None = None,
-    atol: float | None = None,
-    seed: int = 0,
-    random_layers: bool = True,
-) -> ParityReport:
-    read = settings(replicas, steps, batch_size, strategies, tolerance, rtol, atol, seed)
-    return check_model(model, x, y, sample_weight, read, random_layers)
-
-
-def _of_step(
-    step: Callable[..., Any],
-    inputs: Any,
-    variables: Any = None,
-    *,
-    replicas: int = 2,
-    steps: int = 5,
-    batch_size: int | None = None,
-    strategies: Any = None,
-    tolerance: float | None = None,
-    rtol: float | None = None,
-    atol: float | None = None,
-    seed: int = 0,
-    reduction: str | None = None,
-    uneven: bool | None = None,
-) -> ParityReport:
-    read = settings(replicas, steps, batch_size, strategies, tolerance, rtol, atol, seed)
-    return check_step(step, inputs, variables, read, reduction, uneven)
-
-
-_MODEL = Form("check_parity(model, x, y, sample_weight)", _of_model)
-_STEP = Form("check_parity(step, inputs, variables)", _of_step)
+        form, check = "check_parity(model, x, y, sample_weight)", check_model
+    elif callable(model_or_step) and not isinstance(model_or_step, (type, keras.Layer)):
+        form, check = "check_parity(step, inputs, variables)", check_step
+    else:
+        raise ParityArgumentError.not_checkable(model_or_step)
+    try:
+        inspect.signature(check).bind(None, model_or_step, *args, **kwargs)
+    except TypeError as error:
+        raise ParityArgumentError.bad_call(form, f"{error}.") from None
+    rtol = tolerance if rtol is None else rtol
+    with distribute.outside_scopes():  # one device is not the strategy whose scope the caller may be in
+        settings = read(replicas, steps, batch_size, strategies, rtol, atol, seed)
+        return check(settings, model_or_step, *args, **kwargs)

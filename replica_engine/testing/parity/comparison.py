@@ -6,25 +6,24 @@ mistake, which shows in the second or third digit. The rules:
 
 - A tensor is compared as a whole: the largest difference of an element, relative to the *largest* element. An element
   near zero is the difference of larger numbers and has their rounding error.
-- A weight is compared by its *change* since the start. Otherwise a learning rate of 1e-5 would hide every mistake in
-  the digits that do not change.
+- A weight is compared by its *change* in the step. Otherwise a learning rate of 1e-5 would hide every mistake in the
+  digits that do not change.
+- A gradient may be 0 but for the rounding of all others, such as that of a bias before a batch normalization. So the
+  allowed difference of a gradient is at least a fiftieth of that of the largest gradient.
 - A loss that has become almost zero is a sum of rounded squares, for example 7e-15 on one device and 0 on another. So
-  the allowed difference of a loss or a metric is at least the rounding of its largest value so far, and at least the
-  square of one rounding.
-- Rounding may be amplified. A bias before a batch normalization has a gradient of exactly 0, which rounding turns into
-  1e-9, and Adam divides that by its own size. So the check measures the effect of rounding on one device: it runs the
-  same batches with their samples in another order and the last digits of the weights changed, and allows `NOISE` times
-  the difference that this makes. For a gradient, this allowance is at most 1e-5 of the largest gradient in the model,
-  so that it cannot hide a mistake in a gradient.
+  the allowed difference of a loss, a metric or a result is at least the rounding of its largest value so far, and at
+  least the square of one rounding.
+
+Rounding does not grow from step to step, because each step of a strategy starts from the weights that one device has
+reached (see `model` and `step`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -32,29 +31,41 @@ import tensorflow as tf
 from replica_engine.testing.parity.report import ONE_DEVICE, Compared, Difference
 from replica_engine.values.structure import flatten
 
-NOISE = 10
-"""The allowed multiple of the rounding that was measured on one device."""
-
-ORDERS = 3
-"""How many times one device runs with another order of samples and other last digits."""
-
-_LAST_DIGITS = 4
-"""The largest change of a weight in such a run, in units in the last place."""
-
-CAP = 1e-5
-"""The largest measured rounding that counts for a gradient, relative to the largest gradient of all variables."""
-
 RTOL = {"float64": 1e-8, "float32": 1e-4, "bfloat16": 8e-2, "float16": 2e-2}
 """By the coarsest dtype in the computation: for float32 about 1000 roundings, for float16 20, for bfloat16 10."""
 
 EPSILON = {"float64": 2.3e-16, "float32": 1.2e-7, "bfloat16": 7.9e-3, "float16": 9.8e-4}
 """The relative rounding error of one operation, by dtype."""
 
-KINDS = ("layer output", "prediction", "loss", "gradient", "metric", "result", "weight")
-"""The kinds of numbers, in the order in which a step computes them."""
+OF_ALL_GRADIENTS = 0.02
+"""The share of the tolerance that the largest gradient of the model gives to all gradients: in float32 17 roundings."""
+
+_FINITE = ("prediction", "loss", "result", "weight")  # other numbers are infinite on purpose, such as masked scores
 
 Arrays = Mapping[str, Any]
 """Arrays or numbers by name."""
+
+Maker = Callable[..., Difference]
+"""Makes a difference of the numbers at hand, from its size on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """Numbers of one kind that a run computes at one point.
+
+    Attributes:
+        kind: see `Difference`.
+        batch: a description of the batch.
+        values: the numbers by name, in the order in which they are computed.
+        step: the 1-based index of the training step; None outside the training steps.
+        start: for weights: their values before the step.
+    """
+
+    kind: str
+    batch: str
+    values: Arrays
+    step: int | None = None
+    start: Arrays | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,193 +75,67 @@ class Tolerance:
     Attributes:
         rtol: relative to the largest value of a tensor.
         atol: an absolute difference that is added.
-        dtype: the coarsest dtype in the computation; the default tolerance depends on it.
-        given: whether the user chose `rtol`.
+        source: where `rtol` comes from, in words.
     """
 
     rtol: float
     atol: float
-    dtype: str
-    given: bool
+    source: str
 
     def __str__(self) -> str:
         where = "of a tensor's largest value (for a weight: of its largest change)"
-        source = "as given" if self.given else f"the default for {self.dtype}, in which sums depend on their order"
-        return f"{self.rtol:g} {where}" + (f" + {self.atol:g}" if self.atol else "") + f"; {source}"
+        return f"{self.rtol:g} {where}" + (f" + {self.atol:g}" if self.atol else "") + f"; {self.source}"
 
 
-def tolerance(dtype: str, rtol: float | None, atol: float | None) -> Tolerance:
+def tolerance(dtypes: Sequence[str], rtol: float | None, atol: float) -> Tolerance:
     """Makes the tolerance of a check.
 
     Args:
-        dtype: the coarsest dtype in the computation.
+        dtypes: the dtypes in the computation; the default depends on the coarsest.
         rtol: the user's relative tolerance, or None.
-        atol: the user's absolute tolerance, or None.
+        atol: the user's absolute tolerance.
     """
-    return Tolerance(RTOL[dtype] if rtol is None else rtol, atol or 0.0, dtype, rtol is not None)
+    dtype = max((each for each in dtypes if each in RTOL), key=lambda each: RTOL[each], default="float32")
+    if rtol is None:
+        return Tolerance(RTOL[dtype], atol, f"the default for {dtype}, in which sums depend on their order")
+    return Tolerance(rtol, atol, "as given")
 
 
-class _Verdict(enum.Enum):
-    EQUAL = "within the tolerance"
-    AMPLIFIED = "within the effect of rounding on one device"
-    DIFFERENT = "different"
+Computed: TypeAlias = Sequence[Numbers]
+"""All numbers of a run, in the order in which it computes them."""
 
 
-class Comparison:
-    """Compares strategies with one device, and keeps the results.
+def compare(
+    expected: Computed, runs: Mapping[str, Computed], limits: Tolerance
+) -> tuple[tuple[Compared, ...], tuple[Difference, ...]]:
+    """Compares the runs of strategies with the run on one device.
 
     Args:
-        tolerance: the largest difference that counts as rounding.
+        expected: the numbers of one device.
+        runs: for each strategy the same numbers; a run may have stopped early.
+        limits: the tolerance.
+
+    Returns:
+        A summary with one row for each kind and strategy, and all differences, in the order of the numbers.
     """
-
-    def __init__(self, tolerance: Tolerance):
-        self._tolerance = tolerance
-        self._rows: dict[tuple[str, str], list[tuple[Difference, _Verdict]]] = {}
-        self._found: list[tuple[tuple[int, int], Difference]] = []
-        self._largest: dict[tuple[str, str], float] = {}  # of one device: for losses and metrics, by kind and name
-
-    def compare(
-        self,
-        strategy: str,
-        kind: str,
-        batch: str,
-        expected: Arrays,
-        found: Arrays,
-        *,
-        step: int | None = None,
-        noise: Mapping[str, float] | None = None,
-        start: Arrays | None = None,
-    ) -> None:
-        """Compares tensors of one kind, in the order of `expected`.
-
-        Args:
-            strategy: the name of the strategy.
-            kind: see `Difference`.
-            batch: a description of the batch.
-            expected: the tensors of one device.
-            found: the tensors of the strategy.
-            step: the index of the training step.
-            noise: the rounding of each tensor, as measured on one device.
-            start: for weights: their values before the first step.
-        """
-        largest = max((_largest(value) for value in expected.values()), default=0.0)
-        for name in [*expected, *(name for name in found if name not in expected)]:
-            if name not in expected or name not in found:
-                has, lacks = (ONE_DEVICE, strategy) if name in expected else (strategy, ONE_DEVICE)
-                difference = _unlike(strategy, kind, name, batch, step, f"{has} has it, but {lacks} does not")
-                self._note(difference, _Verdict.DIFFERENT)
-                continue
-            before = None if start is None else start.get(name)
-            measured = 0.0 if noise is None else NOISE * noise.get(name, 0.0)
-            if kind == "gradient":
-                measured = min(measured, CAP * largest)
-            difference, verdict = self._one(
-                strategy, kind, name, batch, step, expected[name], found[name], before, measured, largest
-            )
-            self._note(difference, verdict)
-
-    def not_finite(self, kind: str, batch: str, values: Arrays, step: int | None = None) -> bool:
-        """Notes values of one device that are not finite and so cannot be compared; returns whether there are any."""
-        bad = [name for name, value in values.items() if not _is_finite(value)]
-        for name in bad:
-            detail = "not finite on one device either, so there is nothing to compare with"
-            difference = _unlike(ONE_DEVICE, kind, name, batch, step, detail)
-            self._found.append((_rank(difference), difference))
-        return bool(bad)
-
-    def rows(self) -> tuple[Compared, ...]:
-        """A summary of all comparisons, one row per strategy and kind."""
-        made = []
-        for (strategy, kind), each in sorted(self._rows.items(), key=lambda item: KINDS.index(item[0][1])):
-            verdicts = [verdict for _, verdict in each]
-            counted = [difference for difference, verdict in each if verdict is not _Verdict.AMPLIFIED]
-            worst = max(counted, key=lambda difference: difference.relative, default=None)
-            made.append(
-                Compared(
-                    strategy,
-                    kind,
-                    len(each),
-                    verdicts.count(_Verdict.DIFFERENT),
-                    verdicts.count(_Verdict.AMPLIFIED),
-                    worst.relative if worst else 0.0,
-                    worst.name if worst else "",
-                )
-            )
-        return tuple(made)
-
-    def differences(self) -> tuple[Difference, ...]:
-        """All differences, in the order in which a step computes them."""
-        return tuple(difference for _, difference in sorted(self._found, key=lambda item: item[0]))
-
-    def _note(self, difference: Difference, verdict: _Verdict) -> None:
-        self._rows.setdefault((difference.strategy, difference.kind), []).append((difference, verdict))
-        if verdict is _Verdict.DIFFERENT:
-            self._found.append((_rank(difference), difference))
-
-    def _one(
-        self,
-        strategy: str,
-        kind: str,
-        name: str,
-        batch: str,
-        step: int | None,
-        expected: Any,
-        found: Any,
-        before: Any,
-        measured: float,
-        largest: float,
-    ) -> tuple[Difference, _Verdict]:
-        one, other = np.asarray(expected), np.asarray(found)
-        if one.shape != other.shape:
-            detail = f"shape {other.shape} instead of {one.shape}"
-            return _unlike(strategy, kind, name, batch, step, detail), _Verdict.DIFFERENT
-        if one.size == 0:
-            return Difference(strategy, kind, name, batch, step, 0.0, 0.0, 0.0, 0.0, 0.0), _Verdict.EQUAL
-        if not _is_number(one) or not _is_number(other):
-            is_equal = bool(np.array_equal(one, other))
-            difference = _unlike(strategy, kind, name, batch, step, "the values differ, and are not numbers")
-            if is_equal:
-                return dataclasses.replace(difference, error=0.0), _Verdict.EQUAL
-            return difference, _Verdict.DIFFERENT
-        one, other = _wide(one), _wide(other)
-        with np.errstate(invalid="ignore"):  # infinity minus infinity is invalid
-            error = np.where((one == other) | (np.isnan(one) & np.isnan(other)), 0.0, np.abs(one - other))
-        error = np.where(np.isnan(error), np.inf, error)
-        index = np.unravel_index(int(np.argmax(error)), error.shape)
-        scale, epsilon = _largest(one), EPSILON.get(np.asarray(expected).dtype.name, 0.0)
-        rounding = epsilon * largest if kind == "gradient" else 0.0
-        if kind in ("loss", "metric", "result"):
-            seen = self._largest[kind, name] = max(self._largest.get((kind, name), epsilon), scale)
-            rounding = epsilon * seen
-        if before is not None:
-            scale = _largest(one - _wide(np.asarray(before)))
-            rounding = 8 * epsilon * _largest(one)
-        strict = self._tolerance.atol + self._tolerance.rtol * scale + rounding
-        allowed = max(strict, measured)
-        difference = Difference(
-            strategy,
-            kind,
-            name,
-            batch,
-            step,
-            float(error[index]),
-            scale or _largest(other),
-            allowed,
-            float(one[index]),
-            float(other[index]),
-            tuple(int(i) for i in index),
-        )
-        if difference.error <= strict:
-            return difference, _Verdict.EQUAL
-        return difference, _Verdict.AMPLIFIED if difference.error <= allowed else _Verdict.DIFFERENT
-
-
-def noise(expected: Arrays, others: Sequence[Arrays]) -> dict[str, float]:
-    """For each tensor, its largest difference from `others`, which differ from it only by rounding."""
-    return {
-        name: max((_distance(value, other[name]) for other in others if name in other), default=0.0)
-        for name, value in expected.items()
-    }
+    compared: dict[tuple[str, str], list[Difference]] = {}
+    differences = []
+    largest: dict[tuple[str, str], float] = {}  # so far on one device, by kind and name
+    for index, one in enumerate(expected):
+        differences += _not_finite(one)
+        for name, value in one.values.items():
+            largest[one.kind, name] = max(largest.get((one.kind, name), 0.0), _largest(value))
+        for strategy, numbers in runs.items():
+            found = list(_pairs(strategy, one, numbers[index], largest, limits)) if index < len(numbers) else []
+            compared.setdefault((one.kind, strategy), []).extend(found)
+            differences += [each for each in found if not each.error <= each.allowed]
+    rows = []
+    for (kind, strategy), found in compared.items():
+        if found:
+            worst = max(found, key=lambda each: each.relative)
+            differing = sum(not each.error <= each.allowed for each in found)
+            rows.append(Compared(strategy, kind, len(found), differing, worst.relative, worst.name))
+    return tuple(rows), tuple(differences)
 
 
 def arrays_in(value: Any, name: str) -> dict[str, Any]:
@@ -259,49 +144,65 @@ def arrays_in(value: Any, name: str) -> dict[str, Any]:
     return {path: _dense(leaf) for path, leaf in zip(spec.paths, leaves, strict=True) if leaf is not None}
 
 
-def _dense(leaf: Any) -> Any:
-    if isinstance(leaf, tf.RaggedTensor):
-        return leaf.to_tensor().numpy()
-    if isinstance(leaf, tf.SparseTensor):
-        return tf.sparse.to_dense(leaf).numpy()
-    return np.asarray(tf.convert_to_tensor(leaf) if isinstance(leaf, tf.IndexedSlices) else leaf)
+def largest_of(values: Arrays) -> float:
+    """The largest finite number of all tensors."""
+    return max((_largest(value) for value in values.values()), default=0.0)
 
 
-def changed_in_last_digits(value: np.ndarray, seed: int) -> np.ndarray:
-    """Changes the last digits of an array of floating-point numbers; returns any other array unchanged."""
-    epsilon = EPSILON.get(value.dtype.name)
-    if epsilon is None:
-        return value
-    change = np.random.default_rng(seed).uniform(-_LAST_DIGITS, _LAST_DIGITS, value.shape) * epsilon
-    return (_wide(value) * (1 + change)).astype(value.dtype)
+def _pairs(
+    strategy: str, one: Numbers, other: Numbers, largest: Mapping[tuple[str, str], float], limits: Tolerance
+) -> Iterator[Difference]:
+    """Every pair of numbers of one name, whether they differ or not."""
+    of_all = largest_of(one.values)
+    for name in dict.fromkeys([*one.values, *other.values]):
+        make = functools.partial(Difference, strategy, one.kind, name, one.batch, one.step)
+        if name not in one.values or name not in other.values:
+            has, lacks = (ONE_DEVICE, strategy) if name in one.values else (strategy, ONE_DEVICE)
+            yield make(detail=f"{has} has it, but {lacks} does not")
+            continue
+        expected, found = np.asarray(one.values[name]), np.asarray(other.values[name])
+        epsilon = EPSILON.get(expected.dtype.name, 0.0)
+        scale, rounding = _largest(expected), 0.0
+        if one.kind == "gradient":
+            rounding = OF_ALL_GRADIENTS * limits.rtol * of_all
+        elif one.kind == "weight":
+            before = np.asarray((one.start or {}).get(name, 0))
+            scale, rounding = _largest(_wide(expected) - _wide(before)), 8 * epsilon * scale
+        elif one.kind in ("loss", "metric", "result"):
+            rounding = epsilon * max(largest[one.kind, name], epsilon)
+        yield _difference(make, expected, found, scale, limits.atol + limits.rtol * scale + rounding)
 
 
-def is_within(expected: Arrays, other: Arrays, rtol: float) -> bool:
-    """Whether all tensors are equal up to `rtol` times the largest element of all tensors."""
-    largest = max((_largest(value) for value in expected.values()), default=0.0)
-    return all(name in other and _distance(value, other[name]) <= rtol * largest for name, value in expected.items())
+def _difference(make: Maker, expected: Any, found: Any, scale: float, allowed: float) -> Difference:
+    if expected.shape != found.shape:
+        return make(detail=f"shape {found.shape} instead of {expected.shape}")
+    if not _is_number(expected) or not _is_number(found):
+        return make(error=0.0) if np.array_equal(expected, found) else make(detail="other values, which are no numbers")
+    one, other = _wide(expected), _wide(found)
+    with np.errstate(invalid="ignore"):  # infinity minus infinity is invalid
+        error = np.where((one == other) | (np.isnan(one) & np.isnan(other)), 0.0, np.abs(one - other))
+    if not error.size:
+        return make(error=0.0)
+    error = np.where(np.isnan(error), np.inf, error)
+    index = np.unravel_index(int(np.argmax(error)), error.shape)
+    numbers = (float(array[index].real) for array in (one, other))
+    return make(float(error[index]), scale or _largest(other), allowed, *numbers, tuple(int(i) for i in index))
 
 
-def _distance(one: Any, other: Any) -> float:
-    one, other = np.asarray(one), np.asarray(other)
-    if one.shape != other.shape or one.size == 0 or not _is_number(one):
-        return 0.0
-    distance = float(np.max(np.abs(_wide(one) - _wide(other))))
-    return distance if math.isfinite(distance) else 0.0
+def _not_finite(numbers: Numbers) -> Iterator[Difference]:
+    for name, value in numbers.values.items() if numbers.kind in _FINITE else ():
+        array = np.asarray(value)
+        if _is_number(array) and not np.all(np.isfinite(_wide(array))):
+            detail = "not finite on one device either, so there is nothing to compare with"
+            yield Difference(ONE_DEVICE, numbers.kind, name, numbers.batch, numbers.step, detail=detail)
 
 
 def _largest(value: Any) -> float:
     array = np.asarray(value)
-    if array.size == 0 or not _is_number(array):
+    if not _is_number(array):
         return 0.0
     wide = np.abs(_wide(array))
-    finite = wide[np.isfinite(wide)]
-    return float(np.max(finite)) if finite.size else 0.0
-
-
-def _is_finite(value: Any) -> bool:
-    array = np.asarray(value)
-    return not _is_number(array) or bool(np.all(np.isfinite(_wide(array))))
+    return float(np.max(wide, initial=0.0, where=np.isfinite(wide)))
 
 
 def _wide(array: np.ndarray) -> np.ndarray:
@@ -312,11 +213,9 @@ def _is_number(array: np.ndarray) -> bool:
     return array.dtype.kind in "biufc" or array.dtype.name in RTOL  # NumPy gives bfloat16 the kind "V"
 
 
-def _unlike(strategy: str, kind: str, name: str, batch: str, step: int | None, detail: str) -> Difference:
-    nan = float("nan")
-    return Difference(strategy, kind, name, batch, step, float("inf"), 0.0, 0.0, nan, nan, (), detail)
-
-
-def _rank(difference: Difference) -> tuple[int, int]:
-    """The order of a step: outputs of layers and predictions come first, then the loss, and the weights last."""
-    return difference.step or 0, KINDS.index(difference.kind)
+def _dense(leaf: Any) -> Any:
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.to_tensor().numpy()
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.sparse.to_dense(leaf).numpy()
+    return np.asarray(tf.convert_to_tensor(leaf) if isinstance(leaf, tf.IndexedSlices) else leaf)

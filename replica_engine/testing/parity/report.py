@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import textwrap
 from collections.abc import Mapping
 
@@ -11,11 +12,6 @@ from replica_engine.errors import ParityError
 ONE_DEVICE = "one device"
 _WIDTH = 110
 _PLURAL = {"loss": "losses"}
-_AMPLIFIED = (
-    '"by rounding" counts numbers that differ by more than the tolerance, but by less than 10 times what rounding '
-    "changes on one device, measured with the samples in another order and other last digits of the weights. An "
-    "example is a gradient that is 0 except for rounding, which Adam divides by its own size."
-)
 _SHOWN = 4  # the largest number of differences to show for one strategy
 
 
@@ -33,7 +29,7 @@ class Difference:
         error: the largest absolute difference of an element; infinity if shapes differ, or if one of the two values is
             not a number.
         scale: the size that the tolerance is relative to: the largest value of the tensor; for a weight, its largest
-            change.
+            change in the step.
         allowed: the largest error that counts as rounding.
         expected: the element with the largest difference, on one device.
         found: the same element on replicas.
@@ -46,18 +42,18 @@ class Difference:
     name: str
     batch: str
     step: int | None
-    error: float
-    scale: float
-    allowed: float
-    expected: float
-    found: float
+    error: float = math.inf
+    scale: float = 0.0
+    allowed: float = 0.0
+    expected: float = math.nan
+    found: float = math.nan
     index: tuple[int, ...] = ()
     detail: str = ""
 
     @property
     def relative(self) -> float:
         """The error relative to `scale`."""
-        return self.error / self.scale if self.scale else (float("inf") if self.error else 0.0)
+        return self.error / self.scale if self.scale else (math.inf if self.error else 0.0)
 
     def __str__(self) -> str:
         what = f"{self.kind} {self.name!r}, {self.batch}: "
@@ -75,8 +71,8 @@ class Cause:
     """A known cause of differences that was found in the model or step.
 
     Attributes:
-        kind: "batch normalization", "random numbers", "stateless algorithm", "loss", "metric", "assigned weight",
-            "float16", "scaled by replicas", "not combined" or "unequal shares".
+        kind: "batch normalization", "random numbers", "loss", "metric", "scaled by replicas", "not combined" or
+            "unequal shares".
         name: the name of the layer, loss, metric or variable.
         why: why one device and replicas then differ.
         remedy: what to write instead.
@@ -100,8 +96,7 @@ class Compared:
         kind: the kind of the compared numbers; see `Difference`.
         count: the number of compared tensors or numbers.
         differing: how many of them differ by more than is allowed.
-        amplified: how many more of them exceed the tolerance, but not the effect of rounding measured on one device.
-        worst: the largest relative error, without the errors that count as `amplified`.
+        worst: the largest relative error.
         worst_name: the name of the tensor or number with that error.
     """
 
@@ -109,7 +104,6 @@ class Compared:
     kind: str
     count: int
     differing: int
-    amplified: int
     worst: float
     worst_name: str
 
@@ -178,7 +172,7 @@ class ParityReport:
         lines = [
             f"{self.subject}: {self.replicas} replicas compute {verdict}"
             f"{' as' if self.ok else ', compared with'} one device",
-            f"  batches    {_runs(self.batches)} rows; same weights, seed {self.seed}",
+            *_wrapped("  batches    ", f"{', '.join(map(str, self.batches))} rows; same weights, seed {self.seed}"),
             *_wrapped("  tolerance  ", self.tolerance),
             *(line for name, why in self.left_out.items() for line in _wrapped("  left out   ", f"{name}: {why}")),
             "",
@@ -192,11 +186,8 @@ class ParityReport:
             lines += [line for cause in self.causes for line in _wrapped("  - ", str(cause))]
         elif self.differences:
             lines += ["", "None of the known causes was found. Start at the first difference above."]
-        notes = list(self.notes)
-        if any(row.amplified for row in self.compared):
-            notes.insert(0, _AMPLIFIED)
-        if notes:
-            lines += ["", *(line for note in notes for line in _wrapped("Note: ", note))]
+        if self.notes:
+            lines += ["", *(line for note in self.notes for line in _wrapped("Note: ", note))]
         return "\n".join(lines)
 
     def _leading(self, strategy: str) -> list[Difference]:
@@ -225,23 +216,7 @@ class ParityReport:
 def _cell(row: Compared | None) -> str:
     if row is None:
         return "not compared"
-    parts = [f"{row.worst:.1e}"]
-    if row.amplified:
-        parts.append(f"({row.amplified} by rounding)")
-    if row.differing:
-        parts.append(f"{row.differing} DIFFER")
-    return " ".join(parts)
-
-
-def _runs(batches: tuple[int, ...]) -> str:
-    """Describes the sizes of batches: [32, 32, 31] as "2 of 32, 1 of 31"."""
-    runs: list[list[int]] = []
-    for rows in batches:
-        if runs and runs[-1][1] == rows:
-            runs[-1][0] += 1
-        else:
-            runs.append([1, rows])
-    return ", ".join(f"{count} of {rows}" for count, rows in runs)
+    return f"{row.worst:.1e} {row.differing} DIFFER" if row.differing else f"{row.worst:.1e}"
 
 
 def _wrapped(prefix: str, text: str) -> list[str]:

@@ -15,13 +15,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from replica_engine._tf.graphs import random_ops
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import state as keras_state
 
-_DEPTH = 4  # the depth of nested containers
+_DEPTH = 5  # the depth of nested containers; the attributes of an object are the first
 
 
 class Attributes:
@@ -32,34 +31,25 @@ class Attributes:
     """
 
     def __init__(self, objects: Iterable[Any]):
-        self._objects: dict[int, tuple[Any, dict[str, Any]]] = {}
-        self._containers: dict[int, tuple[Any, Any]] = {}
+        self._contents: dict[int, tuple[type[Any], Any, Any]] = {}  # by id: kind, container, content
         for each in objects:
-            self._note_attributes(each, _DEPTH)
+            self._note(vars(each), _DEPTH)
 
     def restore(self) -> None:
         """Restores the attributes and contents."""
-        for each, attributes in self._objects.values():
-            vars(each).clear()
-            vars(each).update(attributes)
-        for container, content in self._containers.values():
-            _fill(container, content)
-
-    def _note_attributes(self, each: Any, depth: int) -> None:
-        if id(each) not in self._objects:
-            self._objects[id(each)] = each, dict(vars(each))
-            for value in self._objects[id(each)][1].values():
-                self._note(value, depth)
+        for kind, container, content in self._contents.values():
+            kind.clear(container)
+            (kind.extend if kind is list else kind.update)(container, content)
 
     def _note(self, value: Any, depth: int) -> None:
-        if not depth or id(value) in self._containers:
+        if not depth or id(value) in self._contents:
             return
         if keras_model.keeps_track(value):
-            self._note_attributes(value, depth - 1)
+            self._note(vars(value), depth)
         elif kind := next((kind for kind in (list, dict, set) if issubclass(type(value), kind)), None):
             # Calls the methods of list, dict and set themselves: Keras' subclasses would track what is added.
             content: Any = kind.copy(value)
-            self._containers[id(value)] = value, content
+            self._contents[id(value)] = kind, value, content
             for inner in content.values() if kind is dict else content:
                 self._note(inner, depth - 1)
         elif issubclass(type(value), tuple):
@@ -71,7 +61,7 @@ class Values:
     """The values of some variables.
 
     Args:
-        variables: TensorFlow variables.
+        variables: TensorFlow or Keras variables.
     """
 
     def __init__(self, variables: Iterable[Any]):
@@ -80,8 +70,13 @@ class Values:
     def restore(self) -> None:
         """Restores the values that have changed."""
         for variable, value in self._values:
-            if variable.numpy().tobytes() != value.tobytes():
-                variable.assign(value)
+            put(variable, value)
+
+
+def put(variable: Any, value: Any) -> None:
+    """Assigns a value to a variable that has another one."""
+    if variable.numpy().tobytes() != value.tobytes():
+        variable.assign(value)
 
 
 @contextlib.contextmanager
@@ -96,36 +91,3 @@ def seeded(seed: int) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-
-
-def bare_variables(objects: Iterable[Any]) -> list[tf.Variable]:
-    """The TensorFlow variables among the attributes of objects, also in lists and dictionaries."""
-    found: dict[int, tf.Variable] = {}
-
-    def look(value: Any, depth: int) -> None:
-        if isinstance(value, tf.Variable):
-            found[id(value)] = value
-        elif isinstance(value, (list, tuple, dict)) and depth:
-            for inner in value.values() if isinstance(value, dict) else value:
-                look(inner, depth - 1)
-
-    for each in objects:
-        for value in vars(each).values():
-            look(value, _DEPTH)
-    return list(found.values())
-
-
-def _fill(container: Any, content: Any) -> None:
-    if isinstance(content, list):
-        if len(container) != len(content) or any(
-            a is not b for a, b in zip(list.copy(container), content, strict=True)
-        ):
-            list.__setitem__(container, slice(None), content)
-    elif isinstance(content, dict):
-        now = dict.copy(container)
-        if list(now) != list(content) or any(now[key] is not value for key, value in content.items()):
-            dict.clear(container)
-            dict.update(container, content)
-    elif set.copy(container) != content:
-        set.clear(container)
-        set.update(container, content)
