@@ -85,13 +85,13 @@ class ParityArgumentError(ReplicaEngineError, ValueError):
 
     @classmethod
     def bad_variables(cls, given: object) -> ParityArgumentError:
-        """`variables` holds something that is no tf.Variable, such as the targets or a model."""
+        """`variables` holds something that is not a tf.Variable, such as the targets or a model."""
         shape = getattr(given, "shape", None)
         got = brief(given) if shape is None else f"{type(given).__name__} of shape {shown(tuple(shape))}"
         return cls(
             "variables must be a tf.Variable, a structure of them, or a function that makes what the step uses, also "
-            f"Keras models, layers, optimizers and tf.Modules: variables=lambda: ...; got {got}. All parts of a batch go "
-            "into the second argument: check_parity(step, (x, y), variables)."
+            f"Keras models, layers, optimizers and tf.Modules: variables=lambda: ...; got {got}. All parts of a batch "
+            "go into the second argument: check_parity(step, (x, y), variables)."
         )
 
     @classmethod
@@ -109,10 +109,10 @@ class ParityArgumentError(ReplicaEngineError, ValueError):
         """The step changes variables that were not passed as `variables`."""
         listed = ", ".join(names)
         return cls(
-            f"{step} changes variables that are not in `variables`: {listed}. Each strategy needs variables of its own. "
-            f"Pass them, and take the copies as the step's first argument: def {step}(variables, ...), "
-            f"check_parity({step}, inputs, variables=[{listed}]). For models and optimizers, pass a function that makes "
-            'them: variables=lambda: {"model": ..., "optimizer": ...}.'
+            f"{step} changes variables that are not in `variables`: {listed}. Each strategy needs variables of its "
+            f"own. Pass them, and take the copies as the step's first argument: def {step}(variables, ...), "
+            f"check_parity({step}, inputs, variables=[{listed}]). For models and optimizers, pass a function that "
+            'makes them: variables=lambda: {"model": ..., "optimizer": ...}.'
         )
 
     @classmethod

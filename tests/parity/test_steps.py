@@ -334,6 +334,8 @@ def test_a_check_in_the_scope_of_a_strategy_and_of_its_variables(linear):
     with strategy.scope():
         step, variables = linear("mean")
         report = check_parity(step, (X, Y), variables, steps=1, batch_size=8, strategies="MirroredStrategy")
+        with pytest.raises(ParityArgumentError, match="not in `variables`: w, b\\. "):
+            check_parity(lambda x, y: step(variables, x, y), (X, Y), steps=1, strategies="MirroredStrategy")
     assert report.ok, str(report)
     assert isinstance(variables[0], tf.distribute.DistributedValues)
 

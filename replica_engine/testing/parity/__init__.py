@@ -141,6 +141,7 @@ def check_parity(
         >>> report.batches
         (20, 19)
     """
+    check: Callable[..., ParityReport]
     if isinstance(model_or_step, keras.Model):
         form, check = "check_parity(model, x, y, sample_weight)", check_model
     elif callable(model_or_step) and not isinstance(model_or_step, (type, keras.Layer)):

@@ -26,7 +26,8 @@ from replica_engine.values import samples
 
 # Ops that draw random numbers, but not those that make a key from a seed, and not calls of functions.
 _RANDOM = re.compile(
-    r"(Stateless|Parameterized)*(Random(?!Get)|Truncated|Multinomial)|StatelessShuffle|NonDeterministic|Stateful(?!Partitioned)"
+    "(Stateless|Parameterized)*(Random(?!Get)|Truncated|Multinomial)|StatelessShuffle|NonDeterministic"
+    "|Stateful(?!Partitioned)"
 )
 
 
@@ -47,7 +48,6 @@ def of_model(
         yield from (each for each in _random_layers(model, batch) if each.name not in equal)
         if any(each.kind in ("loss", "gradient", "weight") for each in differences):
             yield from _losses(model, batch, replicas)
-            yield from _added_losses(model, batch, replicas)
         yield from _metrics(model, batch, replicas, {each.name for each in differences if each.kind == "metric"})
 
 
@@ -75,9 +75,8 @@ def of_step(
         return
     one, first = _of_first_step(expected), _of_first_step(alone())
     for numbers in runs.values():
-        found = {
-            key: value for key, value in _of_first_step(numbers).items() if key in wrong & one.keys() & first.keys()
-        }
+        known = wrong & one.keys() & first.keys()
+        found = {key: value for key, value in _of_first_step(numbers).items() if key in known}
         yield from _scaled(one, found, replicas)
         yield from _not_combined(one, first, found)
 
@@ -127,7 +126,7 @@ def _random_layers(model: keras.Model, batch: Any) -> Iterator[Cause]:
     graph = tf.function(functools.partial(called, model), autograph=False).get_concrete_function(batch[0]).graph
     layers = {layer.name: layer for layer in keras_model.layers_of(model)}
     for scope, op in random_ops(graph):
-        inside = [name for part in scope.split("/") for name in layers if is_scope_of(part, name)]
+        inside = [name for part in scope.split("/") for name in sorted(layers, key=len) if is_scope_of(part, name)]
         name = inside[-1] if inside else model.name
         kind = type(layers.get(name, model)).__name__
         remedy = "check_parity(..., random_layers=False) compares everything else."
@@ -135,41 +134,31 @@ def _random_layers(model: keras.Model, batch: Any) -> Iterator[Cause]:
 
 
 def _losses(model: keras.Model, batch: Any, replicas: int) -> Iterator[Cause]:
-    x, y, _ = batch
-    if y is None or not keras_model.flat_losses(model) or keras_model.mixes_samples(model):
-        return
-    outputs = keras.tree.map_structure(tf.identity, model(x, training=False))
-    for name, loss, path in keras_model.flat_losses(model):
-        if getattr(loss, "reduction", "mean") in ("sum", "none", None):
-            continue  # a sum over samples is summed over replicas
-        pair = [functools.reduce(lambda part, key: part[key], path, each) for each in (y, outputs)]
-        whole = np.asarray(loss(*pair))
-        parts = [np.asarray(loss(*part)) for part in shares(tuple(pair), replicas)]
-        if not whole.ndim and not _is_close(whole, np.mean(parts)):
+    """The losses of `compile` and of `add_loss` that are not the mean of their values for equal shares."""
+    flat = [] if batch[1] is None or keras_model.mixes_samples(model) else keras_model.flat_losses(model)
+    # A sum over samples is summed over replicas.
+    flat = [each for each in flat if getattr(each[1], "reduction", "mean") not in ("sum", "none", None)]
+
+    def losses(part: Any) -> dict[str, Any]:
+        outputs = model(part[0], training=False)
+        layers = [layer for layer in keras_model.layers_of(model)[::-1] if layer.losses]
+        inner = [layer for layer in layers if not set(layers) & {*keras_model.layers_of(layer, include_self=False)}]
+        found = {layer.name: np.sum([np.asarray(loss) for loss in layer.losses]) for layer in inner}
+        for name, loss, path in flat:
+            y, output = (functools.reduce(lambda each, key: each[key], path, whole) for whole in (part[1], outputs))
+            found[name] = np.asarray(loss(y, output))
+        return found
+
+    parts = [losses(part) for part in shares(batch, replicas)]
+    for name, value in losses(batch).items():
+        if not np.ndim(value) and not _is_close(value, np.mean([part[name] for part in parts])):
             yield Cause(
                 "loss",
                 name,
                 f"The loss {name!r} of a batch is not the mean of its samples' losses: on one device, the mean over "
                 f"{replicas} equal shares of the batch is another number. Replicas average the losses of their shares.",
                 "Return a vector with one loss for each sample, and let Keras compute the mean. Or return a sum over "
-                'samples, with reduction="sum".',
-            )
-
-
-def _added_losses(model: keras.Model, batch: Any, replicas: int) -> Iterator[Cause]:
-    def added(layer: keras.layers.Layer, part: Any) -> Any:
-        model(part[0], training=False)
-        return np.sum([np.asarray(loss) for loss in layer.losses])
-
-    for layer in keras_model.layers_of(model)[::-1]:
-        if not layer.losses or any(each.losses for each in keras_model.layers_of(layer, include_self=False)):
-            continue
-        if not _is_close(added(layer, batch), np.mean([added(layer, part) for part in shares(batch, replicas)])):
-            yield Cause(
-                "loss",
-                layer.name,
-                f"add_loss in the layer {layer.name!r} adds a number that is not a mean over samples.",
-                "Add the mean over the rows that the layer receives.",
+                'samples, with reduction="sum". Give add_loss the mean over the rows that the layer receives.',
             )
 
 
@@ -223,14 +212,10 @@ def _scaled(one: Mapping[Any, Any], found: Mapping[Any, Any], replicas: int) -> 
         'or CrossReplicaOptimizer(..., "sum"). For a result of the step: check_parity(..., reduction="sum").',
     )
     for factor, (words, remedy) in ((replicas, many), (1 / replicas, few)):
-        for is_weight in (True, False):
-            names = [
-                name
-                for (kind, name), value in found.items()
-                if (kind == "weight") == is_weight and _is_scaled(one[kind, name] * factor, value)
-            ]
+        for subject, is_weight in (("The change of", True), ("The result", False)):
+            keys = [key for key, value in found.items() if _is_scaled(one[key] * factor, value)]
+            names = [name for kind, name in keys if (kind == "weight") is is_weight]
             if names and replicas > 1:
-                subject = "The change of" if is_weight else "The result"
                 why = f"{subject} {names[0]!r} is {words} that on one device."
                 yield Cause("scaled by replicas", names[0], why, remedy)
 

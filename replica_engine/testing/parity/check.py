@@ -20,7 +20,7 @@ from replica_engine.testing.parity.report import ONE_DEVICE, Cause, Difference, 
 from replica_engine.testing.parity.settings import Settings
 from replica_engine.values import samples
 
-_logger = logging.getLogger("replica_engine")
+logger = logging.getLogger("replica_engine")
 
 
 class Check(abc.ABC):
@@ -87,8 +87,3 @@ class Check(abc.ABC):
             notes=tuple(self.notes),
             seed=self.given.seed,
         )
-
-
-def log(says: str, does: str) -> None:
-    """Tells the user's log what a run does now."""
-    _logger.info("check_parity: %s, %s", says, does)

@@ -119,7 +119,7 @@ def compare(
         A summary with one row for each kind and strategy, and all differences, in the order of the numbers.
     """
     compared: dict[tuple[str, str], list[Difference]] = {}
-    differences = []
+    differences: list[Difference] = []
     largest: dict[tuple[str, str], float] = {}  # so far on one device, by kind and name
     for index, one in enumerate(expected):
         differences += _not_finite(one)
@@ -177,7 +177,11 @@ def _difference(make: Maker, expected: Any, found: Any, scale: float, allowed: f
     if expected.shape != found.shape:
         return make(detail=f"shape {found.shape} instead of {expected.shape}")
     if not _is_number(expected) or not _is_number(found):
-        return make(error=0.0) if np.array_equal(expected, found) else make(detail="other values, which are no numbers")
+        return (
+            make(error=0.0)
+            if np.array_equal(expected, found)
+            else make(detail="the values differ, and are not numbers")
+        )
     one, other = _wide(expected), _wide(found)
     with np.errstate(invalid="ignore"):  # infinity minus infinity is invalid
         error = np.where((one == other) | (np.isnan(one) & np.isnan(other)), 0.0, np.abs(one - other))

@@ -19,6 +19,7 @@ Two rules of part 4 keep rounding small:
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ from replica_engine.errors import ParityArgumentError
 from replica_engine.keras import replicate_model
 from replica_engine.keras.model import original_of
 from replica_engine.testing.parity import causes, settings
-from replica_engine.testing.parity.check import Check, log
+from replica_engine.testing.parity.check import Check, logger
 from replica_engine.testing.parity.comparison import (
     OF_ALL_GRADIENTS,
     Computed,
@@ -44,7 +45,7 @@ from replica_engine.testing.parity.comparison import (
 from replica_engine.testing.parity.probes import LayerOutputs, is_callable, kept_gradients, without_random_layers
 from replica_engine.testing.parity.report import Cause, Difference, ParityReport
 from replica_engine.testing.parity.settings import Settings
-from replica_engine.testing.parity.state import Attributes, Values, put, seeded
+from replica_engine.testing.parity.state import Attributes, Values, named, put, seeded
 from replica_engine.values import samples
 
 _UNSURE = 10
@@ -90,7 +91,8 @@ class _ModelCheck(Check):
                 if self._has_loss and is_callable(self._model) and not keras_model.is_built(self._model):
                     keras_model.build(self._model, self.batches[0])  # the first step would otherwise make variables
             self._start, self._values = self._attributes(), Values(self._variables())
-            self._names = _names(self._model)
+            weights = {id(each): each for each in self._model.variables if not keras_model.is_seed(each)}
+            self._weights = named((each.path, each) for each in weights.values())
             yield self
         finally:
             first.restore()
@@ -119,17 +121,17 @@ class _ModelCheck(Check):
 
     def _forward(self, says: str, strategy: tf.distribute.Strategy | None) -> Iterator[Numbers]:
         last = self.batches[-1]
-        log(says, "outputs of layers")
+        logger.info("check_parity: %s, outputs of layers", says)
         with self._part(), self._layers.seen():
             outputs = self._on(strategy).predict_on_batch(self._even[0])
         outputs = {name: outputs[name] for name in self._layers.layers if name in outputs}
         yield Numbers("layer output", f"training mode, {samples.count(self._even)} rows", outputs)
-        log(says, "predictions")
+        logger.info("check_parity: %s, predictions", says)
         with self._part():
             predictions = self._on(strategy).predict_on_batch(last[0])
         yield Numbers("prediction", f"{samples.count(last)} rows", arrays_in(predictions, "output"))
         if self._can_be_evaluated():
-            log(says, "evaluation")
+            logger.info("check_parity: %s, evaluation", says)
             with self._part():
                 logs = self._on(strategy).test_on_batch(*last, return_dict=True)
             yield from _logged(logs, f"evaluation, {samples.count(last)} rows")
@@ -139,10 +141,10 @@ class _ModelCheck(Check):
         with self._part(), kept_gradients(self._model) as gradients:
             step = self._on(strategy).train_on_batch
             for number, (rows, batch) in enumerate(sorted(sizes.items(), reverse=True)):
-                log(says, f"gradients, batch {number + 1} of {len(sizes)}")
+                logger.info("check_parity: %s, gradients, batch %d of %d", says, number + 1, len(sizes))
                 step(*batch)
                 by_id = gradients()
-                found = {name: by_id[key] for key, name in self._names.items() if key in by_id}
+                found = {name: by_id[id(each)] for name, each in self._weights.items() if id(each) in by_id}
                 if strategy is None and batch is self.batches[0]:
                     self._note_rounding(found)
                 yield Numbers("gradient", f"initial weights, {rows} rows", found)
@@ -154,15 +156,18 @@ class _ModelCheck(Check):
         with self._part():
             step = self._on(strategy).train_on_batch
             for index, batch in enumerate(self.batches):
-                log(says, f"training, batch {index + 1} of {total}")
+                logger.info("check_parity: %s, training, batch %d of %d", says, index + 1, total)
                 if strategy is None:
-                    self._starts.append(self._weights())
-                for name, variable in self._by_name():
-                    put(variable, self._starts[index][name])
+                    self._starts.append({name: variable.numpy() for name, variable in self._weights.items()})
+                start = self._starts[index]
+                for name, variable in self._weights.items():
+                    put(variable, start[name])
                 where = f"step {index + 1} of {total}, {samples.count(batch)} rows"
                 yield from _logged(step(*batch, return_dict=True), where, index + 1)
-                start, now = self._starts[index], self._weights()
-                weights = {name: np.where(self._rounding.get(name, False), start[name], now[name]) for name in now}
+                weights = {
+                    name: np.where(self._rounding.get(name, False), start[name], variable.numpy())
+                    for name, variable in self._weights.items()
+                }
                 yield Numbers("weight", where, weights, index + 1, start)
 
     def _note_rounding(self, gradients: Mapping[str, Any]) -> None:
@@ -205,29 +210,14 @@ class _ModelCheck(Check):
         return self._has_loss and (is_own or model.loss is not None or bool(model.losses))
 
     def _attributes(self) -> Attributes:
-        model = self._model
-        optimizers = [
-            each for one in keras_model.optimizers_of(model) for each in keras_model.with_inner_optimizers(one)
-        ]
-        return Attributes([*keras_model.layers_of(model), *keras_model.compiled_parts(model), *optimizers])
+        optimizers = map(keras_model.with_inner_optimizers, keras_model.optimizers_of(self._model))
+        parts = [keras_model.layers_of(self._model), keras_model.compiled_parts(self._model), *optimizers]
+        return Attributes(itertools.chain(*parts))
 
-    def _variables(self) -> list[Any]:
-        layers = keras_model.layers_of(self._model)
-        bare = [
-            each
-            for layer in layers
-            for each in keras_model.leaves(vars(layer).values(), 4)
-            if isinstance(each, tf.Variable)
-        ]
-        known = [keras_model.underlying(each) for each in keras_model.variables_of(self._model)]
-        return list({id(each): each for each in [*known, *bare]}.values())
-
-    def _by_name(self) -> Iterator[tuple[str, Any]]:
-        by_id = {id(each): each for each in self._model.variables}
-        return ((name, by_id[key]) for key, name in self._names.items() if key in by_id)
-
-    def _weights(self) -> dict[str, Any]:
-        return {name: variable.numpy() for name, variable in self._by_name()}
+    def _variables(self) -> Iterator[Any]:
+        yield from keras_model.variables_of(self._model)
+        for layer in keras_model.layers_of(self._model):  # and those that Keras does not know
+            yield from (each for each in keras_model.leaves(vars(layer).values(), 4) if isinstance(each, tf.Variable))
 
 
 def _logged(logs: Mapping[str, Any], where: str, step: int | None = None) -> Iterator[Numbers]:
@@ -269,16 +259,3 @@ def _build(model: keras.Model, batch: Any) -> None:
         model.build((None, *x.shape[1:]))  # a call would fix the batch size
     else:
         model(samples.take(x, 0, 1))
-
-
-def _names(model: keras.Model) -> dict[int, str]:
-    """The names of a model's variables by id, in the model's order; equal names are numbered."""
-    names: dict[int, str] = {}
-    counts: dict[str, int] = {}
-    for variable in model.variables:
-        if keras_model.is_seed(variable) or id(variable) in names:
-            continue
-        path = variable.path
-        counts[path] = counts.get(path, 0) + 1
-        names[id(variable)] = path if counts[path] == 1 else f"{path} ({counts[path]})"
-    return names

@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from replica_engine._tf.keras import model as keras_model
+from replica_engine.testing.parity.state import named
 
 _NOTHING = object()
 
@@ -53,24 +54,20 @@ class LayerOutputs:
     def _step(self, data: Any) -> dict[str, Any]:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         graph = tf.compat.v1.get_default_graph()
-        calls: list[tuple[Any, Any]] = []
+        calls: list[tuple[Any, list[Any]]] = []
         token = _calls.set(calls)
         try:
             called(self._model, x)
         finally:
             _calls.reset(token)
-        found: dict[str, Any] = {}
-        counts: dict[str, int] = {}
-        for layer, outputs in calls:
-            counts[layer.name] = counts.get(layer.name, 0) + 1
-            call = layer.name if counts[layer.name] == 1 else f"{layer.name} (call {counts[layer.name]})"
-            leaves = tf.nest.flatten(outputs)
-            for index, leaf in enumerate(leaves):
-                name = call if len(leaves) == 1 else f"{call}[{index}]"
-                if self._is_wanted(name, leaf, graph, x):
-                    found[name] = tf.identity(leaf)
-                    self.layers.setdefault(name, layer)
-        return found
+        outputs = named(
+            (layer.name if len(leaves) == 1 else f"{layer.name}[{index}]", (layer, leaf))
+            for layer, leaves in calls
+            for index, leaf in enumerate(leaves)
+        )
+        found = {name: each for name, each in outputs.items() if self._is_wanted(name, each[1], graph, x)}
+        self.layers.update((name, layer) for name, (layer, _) in found.items() if self._is_first)
+        return {name: tf.identity(leaf) for name, (_, leaf) in found.items()}
 
     _step.gives_rows = True  # type: ignore[attr-defined]
 
@@ -91,8 +88,9 @@ def kept_gradients(model: keras.Model) -> Iterator[Callable[[], dict[int, Any]]]
     step, by the ids of the variables.
     """
     keepers = {id(each): _keeper(each) for each in keras_model.optimizers_of(model)}
+    variables = model.trainable_variables  # only the step shows which of them it trains
     for keeper in keepers.values():
-        keeper.build(model.trainable_variables)  # only the step shows which of them it trains
+        keeper.build(variables)
     places = [
         (layer, name, keepers[id(value)])
         for layer in keras_model.layers_of(model)
@@ -104,7 +102,7 @@ def kept_gradients(model: keras.Model) -> Iterator[Callable[[], dict[int, Any]]]
         found: dict[int, Any] = {}
         for keeper in keepers.values():
             slots = getattr(keeper, "inner_optimizer", keeper).momentums
-            for variable, slot in zip(model.trainable_variables, slots, strict=True):
+            for variable, slot in zip(variables, slots, strict=True):
                 found[id(variable)] = found.get(id(variable), 0) - slot.numpy() / _RATE
                 slot.assign(keras.ops.zeros_like(slot))
         return found
@@ -142,7 +140,7 @@ def called(model: keras.Model, x: Any) -> Any:
     return model(x, training=True) if takes_training else model(x)
 
 
-_calls: contextvars.ContextVar[list[tuple[Any, Any]] | None] = contextvars.ContextVar("layer_calls", default=None)
+_calls: contextvars.ContextVar[list[tuple[Any, list[Any]]] | None] = contextvars.ContextVar("layer_calls", default=None)
 
 
 def _reporting(layer: keras.layers.Layer) -> Callable[..., Any]:
@@ -153,7 +151,7 @@ def _reporting(layer: keras.layers.Layer) -> Callable[..., Any]:
         outputs = own(*args, **kwargs)
         calls = _calls.get()
         if calls is not None:
-            calls.append((layer, outputs))
+            calls.append((layer, tf.nest.flatten(outputs)))
         return outputs
 
     return call

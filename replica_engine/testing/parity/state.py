@@ -79,6 +79,16 @@ def put(variable: Any, value: Any) -> None:
         variable.assign(value)
 
 
+def named(variables: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Variables by name, from pairs of a name and a variable; equal names are numbered."""
+    found: dict[str, Any] = {}
+    counts: dict[str, int] = {}
+    for name, variable in variables:
+        counts[name] = counts.get(name, 0) + 1
+        found[name if counts[name] == 1 else f"{name} ({counts[name]})"] = variable
+    return found
+
+
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Starts all random numbers from a seed inside the block; on leaving, restores the old state of the generators."""

@@ -28,11 +28,11 @@ from replica_engine._tf import variables as tf_variables
 from replica_engine.errors import ParityArgumentError
 from replica_engine.strategies.backend import compiles
 from replica_engine.testing.parity import causes, settings
-from replica_engine.testing.parity.check import Check, log
+from replica_engine.testing.parity.check import Check, logger
 from replica_engine.testing.parity.comparison import Computed, Numbers, arrays_in, tolerance
 from replica_engine.testing.parity.report import ONE_DEVICE, Cause, Difference, ParityReport
 from replica_engine.testing.parity.settings import Settings
-from replica_engine.testing.parity.state import put, seeded
+from replica_engine.testing.parity.state import named, put, seeded
 from replica_engine.values import samples
 from replica_engine.values.regroup import parts, regroup
 from replica_engine.values.uneven_batches import split_batch
@@ -132,15 +132,16 @@ class _StepCheck(Check):
                 graph = traced.get_concrete_function(*args, **kwargs).graph
             except Exception as error:  # TPUStrategy traces it too, and says what is wrong
                 self.notes.append(
-                    f"The step cannot be traced alone ({error}), so it was not searched for random numbers and for "
-                    "variables that it changes."
+                    f"The step cannot be traced alone ({type(error).__name__}), so it was not searched for random "
+                    "numbers and for variables that it changes."
                 )
                 return
         self._random = list(dict.fromkeys(op for _, op in causes.random_ops(graph)))
         others = [each for each in graph.variables if id(each) not in made]
         changed = [each for each in others if tf_variables.may_write(graph.capture(each.handle), set())]
         if changed:
-            raise ParityArgumentError.not_passed(self._name, [each.name.split(":")[0] for each in changed])
+            names = dict.fromkeys(each.name.split(":")[0].split("/replica_")[0] for each in changed)
+            raise ParityArgumentError.not_passed(self._name, list(names))
 
     def run(self, says: str, strategy: tf.distribute.Strategy | None, batches: Sequence[Any] = ()) -> Computed:
         """Runs the step on each batch; stops at a batch that a compiled strategy cannot split."""
@@ -157,10 +158,10 @@ class _StepCheck(Check):
                 if shared is None:
                     self._leave_out(says, index)
                     break
-                log(says, f"batch {index + 1} of {len(batches)}")
+                logger.info("check_parity: %s, batch %d of %d", says, index + 1, len(batches))
                 if is_first:
                     self._starts.append(_values(made))
-                start, variables = self._starts[index], _named(made)
+                start, variables = self._starts[index], named(_listed(made))
                 for name in start.keys() & variables.keys():
                     put(variables[name], start[name])
                 returned = strategy.run(function, args=shared[0], kwargs=shared[1])
@@ -292,15 +293,8 @@ def _listed(made: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from ((f"{prefix}/{name}" if prefix else name, variable) for name, variable in _listed(inner))
 
 
-def _named(made: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, variable in _listed(made):
-        found[name if name not in found else f"{name} ({len(found)})"] = variable
-    return found
-
-
 def _values(made: Any) -> dict[str, Any]:
-    return {name: np.asarray(variable.numpy()) for name, variable in _named(made).items()}
+    return {name: np.asarray(variable.numpy()) for name, variable in named(_listed(made)).items()}
 
 
 def _kind(name: str) -> str:
