@@ -55,14 +55,23 @@ class HostDatasets:
             InputsError: `dataset` is neither a dataset nor distributed already, or its elements are not batches.
         """
         if not isinstance(dataset, (tf.data.Dataset, tf.distribute.DistributedDataset)):
-            raise InputsError.no_dataset(dataset)
+            raise InputsError(
+                f"experimental_distribute_dataset takes a tf.data.Dataset, not {type(dataset).__name__}. Make a "
+                "dataset of arrays, with the batch of all replicas:\n"
+                "    dataset = tf.data.Dataset.from_tensor_slices(x).batch(n)\n"
+                "    dataset = strategy.experimental_distribute_dataset(dataset)"
+            )
         try:
             distributed = super()._experimental_distribute_dataset(in_own_memory(dataset), options)  # type: ignore[misc]
             return _on_host(distributed)
         except IndexError:  # TensorFlow looks for the first dimension of each part of an element
             if not any(getattr(spec, "shape", None) == [] for spec in tf.nest.flatten(dataset.element_spec)):
                 raise
-        raise InputsError.not_batched()
+        raise InputsError(
+            "The dataset has single samples and no batches: its elements are scalars, or have scalars in them, "
+            "which replicas cannot share. Batch it first, with the batch of all replicas:\n"
+            "    dataset = strategy.experimental_distribute_dataset(dataset.batch(n))"
+        )
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
         """The hook of `distribute_datasets_from_function`."""

@@ -17,7 +17,8 @@ import sys
 
 import numpy as np
 
-from replica_engine.errors import BackendMissingError, TensorFlowVersionError, untested_version
+from replica_engine.errors import BackendMissingError, TensorFlowVersionError
+from replica_engine.errors.versions import untested_version
 
 TENSORFLOW = ((2, 18), (2, 21))
 """The oldest and the newest minor version of TensorFlow that the library was tested with."""
@@ -80,7 +81,13 @@ def check_stablehlo() -> None:
         BackendMissingError: TensorFlow is too old for that.
     """
     if minor(tf.__version__) < STABLEHLO:
-        raise BackendMissingError.no_stablehlo(tf.__version__, _text(STABLEHLO))
+        oldest = _text(STABLEHLO)
+        raise BackendMissingError(
+            f"TensorFlow {tf.__version__} is installed; TPUStrategy and replica_engine.xla need {oldest} or newer, "
+            "which lowers functions to StableHLO. MirroredStrategy works with this version. Install a newer one "
+            "with\n"
+            f'    pip install --upgrade "tensorflow>={oldest}" "replica-engine[xla]"     # or tensorflow-cpu'
+        )
 
 
 def of_worker() -> dict[str, str]:

@@ -244,7 +244,7 @@ class TPUStrategy(_TPUStrategy):
             ContribError: `host_id` is out of range.
         """
         if not 0 <= host_id < self.num_hosts:
-            raise ContribError.no_host(host_id, self.num_hosts)
+            raise ContribError(f"There is no host {host_id}; hosts are numbered from 0 to {self.num_hosts - 1}.")
         return _HOST
 
     @property
@@ -324,7 +324,11 @@ class TPUStrategy(_TPUStrategy):
         several = destinations if isinstance(destinations, (list, tuple)) else [destinations]
         for each in several:
             if isinstance(each, str) and distribute.resolve(each) != _HOST:
-                raise ContribError.bad_destination(each, _HOST)
+                raise ContribError(
+                    f"A reduced value cannot be put on {each!r}: outside a step all values are on the host. Pass "
+                    f"{_HOST!r}, distribution.get_host_cpu_device(0), or a variable of this strategy as the "
+                    "destination."
+                )
 
 
 class MapOutput:
@@ -357,7 +361,11 @@ class MultiStepContext(_MultiStepContext):
         how = _aggregation(aggregation)
         if how == "NONE":
             if not tf.distribute.in_cross_replica_context():
-                raise ContribError.none_in_tower_context(name)
+                raise ContribError(
+                    f"The output {name!r} is set in tower context and needs an aggregation: SUM, MEAN or "
+                    "ONLY_FIRST_TOWER. To keep the value of each tower, set the output in the step function "
+                    "itself, which runs in cross-tower context."
+                )
             super().set_last_step_output(name, output)
         elif how == "ONLY_FIRST_TOWER":
             self._pass_out(name, output, lambda _, leaf: _of_first_tower(leaf))

@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from replica_engine.diagnostics.flight_record import SyncPointRecord, as_json, lasts
-from replica_engine.errors import ReplicaRow, ReplicaTimeoutError, note_sync_points, note_workers
+from replica_engine.errors import ReplicaRow, ReplicaTimeoutError
+from replica_engine.errors.threads import note_sync_points, note_workers
 from replica_engine.telemetry.watchdog import workers
 
 VARIABLE = "REPLICA_ENGINE_DUMP_DIR"

@@ -18,7 +18,10 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute
 from replica_engine.diagnostics.op_lines import here, raised_at, users_place
-from replica_engine.errors import InputsError, NoValueError, ReplicaValueError, ScopeError, add_note, note_no_value
+from replica_engine.errors import InputsError, NoValueError, ReplicaValueError, ScopeError
+from replica_engine.errors.base import add_note, at
+from replica_engine.errors.scopes import KERAS_RUNS
+from replica_engine.errors.values import note_no_value
 
 _MIXED = ("Mixing different tf.distribute.Strategy", "Need to be inside")
 _NO_REDUCTION = " is not a valid ReduceOp"
@@ -80,8 +83,14 @@ def _meaning(error: Exception) -> Exception | None:
     # Only of these two exact classes: an exception of the user may have a text that raises.
     if type(error) is AttributeError:
         text = str(error)
-        is_numpy = "SymbolicTensor" in text and text.endswith("no attribute 'numpy'")
-        return NoValueError.numpy() if is_numpy else None
+        if not ("SymbolicTensor" in text and text.endswith("no attribute 'numpy'")):
+            return None
+        return NoValueError(
+            "numpy() was called on a tensor x of a function that is traced: of a tf.function, or of a function that "
+            "TPUStrategy runs. While it is traced, x has no value yet. Compute with TensorFlow's ops, or return x and "
+            "read it after the run. To see it while the function runs: tf.print(x), or "
+            "tf.py_function(fn, [x], x.dtype)."
+        )
     if type(error) not in (RuntimeError, ValueError):
         return None
     text = str(error)
@@ -92,7 +101,11 @@ def _meaning(error: Exception) -> Exception | None:
     if type(error) is RuntimeError and text.startswith(_IN_REPLICA) and _is_in_replica():
         return ScopeError.in_replica("run", here())
     if type(error) is ValueError and text.startswith(_NEXT):
-        return InputsError.next_in_replica(raised_at(error))
+        return InputsError(
+            f"A replica asks for the next batch of a distributed dataset{at(raised_at(error))}. A batch has a part for "
+            "each replica, so take it outside, and pass it: strategy.run(step, args=(next(iterator),)). "
+            f"{KERAS_RUNS}"
+        )
     return None
 
 
@@ -148,7 +161,12 @@ def _of_optimizer(optimizer: Any, variable: Any) -> ScopeError:
     if _is_default(optimizer._distribution_strategy):
         if is_plain:
             return ScopeError.model_and_optimizer(_name(variable), name, kind, here())
-        return ScopeError.optimizer(name, kind)
+        return ScopeError(
+            f"The optimizer {name!r} was made outside `strategy.scope()`, so it cannot keep its state on the "
+            "replicas. Make it under the scope:\n"
+            "    with strategy.scope():\n"
+            f"        optimizer = keras.optimizers.{kind}(...)"
+        )
     if is_plain:
         return ScopeError.variable(_name(variable), here())
     return ScopeError.other_strategy("optimizer", name)

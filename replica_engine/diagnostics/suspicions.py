@@ -22,16 +22,10 @@ from replica_engine._tf.graphs import control_flow
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.diagnostics.user_frames import is_called_by_user
 from replica_engine.engine import SyncPoint
-from replica_engine.errors import (
-    InputsError,
-    warn_dataset_for_each,
-    warn_different_lines,
-    warn_foreign_optimizer,
-    warn_shared_variable,
-    warn_tape_outside,
-    warn_whole_batch,
-    warn_whole_batch_of_steps,
-)
+from replica_engine.errors import InputsError
+from replica_engine.errors.inputs import warn_dataset_for_each, warn_whole_batch, warn_whole_batch_of_steps
+from replica_engine.errors.scopes import warn_foreign_optimizer, warn_shared_variable, warn_tape_outside
+from replica_engine.errors.threads import warn_different_lines
 
 _logger = logging.getLogger("replica_engine")
 _thread = threading.local()

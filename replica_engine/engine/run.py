@@ -64,7 +64,8 @@ from replica_engine.engine.group import SyncGroup
 from replica_engine.engine.observer import Observer
 from replica_engine.engine.replica import Errand, Outcome, Replica
 from replica_engine.engine.sync_point import State, SyncPoint
-from replica_engine.errors.timeouts import IN_MERGE
+from replica_engine.errors.threads import note_abandoned, note_failure
+from replica_engine.errors.timeouts import IN_MERGE, slow_replicas
 from replica_engine.process.interrupts import break_off, take_back, wait_for_ever
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.stacks import stack_of
@@ -305,7 +306,7 @@ class Run:
 
     def _describe(self, waited: float) -> str:
         """The text of the warning. Called by the watchdog."""
-        return errors.slow_replicas(waited, *self._stand(), self._timeout)
+        return slow_replicas(waited, *self._stand(), self._timeout)
 
     def _expire(self, waited: float) -> None:
         """Keeps the state of the run and ends the wait, because the time ran out. Called by the watchdog."""
@@ -393,8 +394,8 @@ class Run:
         if culprit is not None:
             others = [replica for replica in self.replicas if replica is not culprit]
             failed = [(other.row(), other.error) for other in others if other.error is not None]
-            errors.note_failure(error, rows[culprit.index], failed)
-        errors.note_abandoned(error, stuck)
+            note_failure(error, rows[culprit.index], failed)
+        note_abandoned(error, stuck)
 
     def _rows(self) -> list[errors.ReplicaRow]:
         return [replica.row() for replica in self.replicas]

@@ -27,29 +27,10 @@ A user's own exception is never wrapped: it leaves `run` as the object that was 
 adds a note that names the replica that raised it. These modules import only the standard library.
 """
 
-from replica_engine.errors.base import (
-    ReplicaEngineError,
-    add_note,
-    is_alike,
-    positive_int,
-)
-from replica_engine.errors.contrib import (
-    ContribError,
-)
-from replica_engine.errors.devices import (
-    BackendMissingError,
-    DeviceError,
-    ForkedError,
-    warn_not_started,
-)
-from replica_engine.errors.host_calls import (
-    HostAccessError,
-    HostResultError,
-    NestedHostCallError,
-    moved_to_host,
-    note_host_failure,
-    note_stuck,
-)
+from replica_engine.errors.base import ReplicaEngineError
+from replica_engine.errors.contrib import ContribError
+from replica_engine.errors.devices import BackendMissingError, DeviceError, ForkedError
+from replica_engine.errors.host_calls import HostAccessError, HostResultError, NestedHostCallError
 from replica_engine.errors.hosts import (
     ClusterConfigError,
     ProgramDisagreementError,
@@ -57,36 +38,10 @@ from replica_engine.errors.hosts import (
     WorkerRow,
     WorkersMissingError,
     WorkerVersionError,
-    only_local,
-    slow_workers,
-    tries_again,
-    where_workers_are,
 )
-from replica_engine.errors.inputs import (
-    InputsError,
-    NoMethodError,
-    NotInBodyError,
-    ReplicaMismatchError,
-    note_no_context,
-    warn_dataset_for_each,
-    warn_whole_batch,
-    warn_whole_batch_of_steps,
-)
-from replica_engine.errors.models import (
-    BatchError,
-    LogError,
-    OptimizerError,
-    ReplicateError,
-    many_batch_sizes,
-    note_sparse_inputs,
-    warn_metric_not_a_sum,
-    warn_uneven_evaluation,
-    warn_uneven_rest,
-)
-from replica_engine.errors.parity import (
-    ParityArgumentError,
-    ParityError,
-)
+from replica_engine.errors.inputs import InputsError, NoMethodError, NotInBodyError, ReplicaMismatchError
+from replica_engine.errors.models import BatchError, LogError, OptimizerError, ReplicateError
+from replica_engine.errors.parity import ParityArgumentError, ParityError
 from replica_engine.errors.programs import (
     CaptureError,
     CollectiveError,
@@ -96,23 +51,8 @@ from replica_engine.errors.programs import (
     ProgramError,
     StuckProgramError,
     VariableCreationError,
-    broken_cache_file,
-    compiled_again,
-    compiled_first,
-    many_traces,
-    may_wait_forever,
-    not_rewritten,
-    note_kept_steps,
-    read_from_cache,
-    remote_cache_dir,
-    unusable_cache_dir,
 )
-from replica_engine.errors.scopes import (
-    ScopeError,
-    warn_foreign_optimizer,
-    warn_shared_variable,
-    warn_tape_outside,
-)
+from replica_engine.errors.scopes import ScopeError
 from replica_engine.errors.threads import (
     MergeCallGraphError,
     MergeCallMismatchError,
@@ -120,33 +60,10 @@ from replica_engine.errors.threads import (
     ReplicaUnwound,
     StructureMismatchError,
     VariableMismatchError,
-    note_abandoned,
-    note_failed_alike,
-    note_failure,
-    note_merge_failure,
-    note_sync_points,
-    note_workers,
-    warn_different_lines,
 )
-from replica_engine.errors.timeouts import (
-    CoordinatorRow,
-    ReplicaRow,
-    ReplicaTimeoutError,
-    slow_compile,
-    slow_function,
-    slow_program,
-    slow_replicas,
-    slow_trace,
-)
-from replica_engine.errors.values import (
-    NoValueError,
-    ReplicaValueError,
-    note_no_value,
-)
-from replica_engine.errors.versions import (
-    TensorFlowVersionError,
-    untested_version,
-)
+from replica_engine.errors.timeouts import CoordinatorRow, ReplicaRow, ReplicaTimeoutError
+from replica_engine.errors.values import NoValueError, ReplicaValueError
+from replica_engine.errors.versions import TensorFlowVersionError
 
 __all__ = [
     "BackendMissingError",
@@ -194,53 +111,6 @@ __all__ = [
     "WorkerRow",
     "WorkerVersionError",
     "WorkersMissingError",
-    "add_note",
-    "broken_cache_file",
-    "compiled_again",
-    "compiled_first",
-    "is_alike",
-    "many_batch_sizes",
-    "many_traces",
-    "may_wait_forever",
-    "moved_to_host",
-    "not_rewritten",
-    "note_abandoned",
-    "note_failed_alike",
-    "note_failure",
-    "note_host_failure",
-    "note_kept_steps",
-    "note_merge_failure",
-    "note_no_context",
-    "note_no_value",
-    "note_sparse_inputs",
-    "note_stuck",
-    "note_sync_points",
-    "note_workers",
-    "only_local",
-    "positive_int",
-    "read_from_cache",
-    "remote_cache_dir",
-    "slow_compile",
-    "slow_function",
-    "slow_program",
-    "slow_replicas",
-    "slow_trace",
-    "slow_workers",
-    "tries_again",
-    "untested_version",
-    "unusable_cache_dir",
-    "warn_dataset_for_each",
-    "warn_different_lines",
-    "warn_foreign_optimizer",
-    "warn_metric_not_a_sum",
-    "warn_not_started",
-    "warn_shared_variable",
-    "warn_tape_outside",
-    "warn_uneven_evaluation",
-    "warn_uneven_rest",
-    "warn_whole_batch",
-    "warn_whole_batch_of_steps",
-    "where_workers_are",
 ]
 
 # Users, tracebacks and pickle see one module, `replica_engine.errors`, not the files.

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import functools
 import operator
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec
+from collections.abc import Sequence
 
-P = ParamSpec("P")
 _MORE = "more: replica-engine explain "
 
 
 class ReplicaEngineError(Exception):
     """Base class of the errors that this package raises.
 
-    The constructor of each subclass takes the message only; the wordings are class methods. So code that copies an
-    error as `type(error)(message)` gets an error of the same type. Keras does so with an exception that a layer raises.
-    A note of the error says where to read more: its part of the Errors page of the documentation.
+    The constructor of each subclass takes the message only. So code that copies an error as `type(error)(message)` gets
+    an error of the same type. Keras does so with an exception that a layer raises. A message stands where it is raised.
+    One that branches, or that several places raise, is a class method. The first note of an error names its class,
+    which has a page in the documentation.
 
     Example:
         >>> issubclass(MergeCallMismatchError, ReplicaEngineError)
@@ -28,35 +26,14 @@ class ReplicaEngineError(Exception):
 
     ag_pass_through = True  # tells AutoGraph to raise it unchanged: a new exception would lose the type and attributes
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for name, what in list(vars(cls).items()):
-            if isinstance(what, classmethod) and not name.startswith("_"):
-                setattr(cls, name, classmethod(_with_more(what.__func__)))
+    def __init__(self, *args: object):
+        super().__init__(*args)
+        add_note(self, f"{_MORE}{type(self).__name__}")
 
 
-def _with_more(wording: Callable[..., Any]) -> Callable[..., Any]:
-    """A wording whose errors have a note that names their part of the Errors page."""
-
-    @functools.wraps(wording)
-    def worded(cls: type, *args: Any, **kwargs: Any) -> Any:
-        error = wording(cls, *args, **kwargs)
-        own = vars(error).pop("__notes__", [])  # these come last: of a long output people read the last lines
-        for note in (f"{_MORE}{cls.__name__}.{wording.__name__}", *own):
-            add_note(error, note)
-        return error
-
-    return worded
-
-
-def with_more(wording: Callable[P, str]) -> Callable[P, str]:
-    """The wording of a warning whose last line names its part of the Errors page."""
-
-    @functools.wraps(wording)
-    def worded(*args: P.args, **kwargs: P.kwargs) -> str:
-        return f"{wording(*args, **kwargs)}\n{_MORE}{wording.__name__}"
-
-    return worded
+def warning(name: str, text: str) -> str:
+    """The text of a warning, with a last line that names its part of the documentation."""
+    return f"{text}\n{_MORE}{name}"
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -13,19 +13,17 @@ _DECLARE = (
 
 
 class NestedHostCallError(ReplicaEngineError, NotImplementedError):
-    """outside_compilation was called inside a function that outside_compilation runs."""
+    """outside_compilation was called inside a function that outside_compilation runs.
 
-    @classmethod
-    def inside(cls, outer: str, inner: str) -> NestedHostCallError:
-        """Names the lines of both calls."""
-        return cls(
-            f"outside_compilation{at(inner)} was called in a function that outside_compilation{at(outer)} already "
-            "runs on the host. Host calls cannot be nested: call the inner function directly."
-        )
+    Raised while the body is traced. Call the inner function directly: the code already runs on the host.
+    """
 
 
 class HostResultError(ReplicaEngineError, ValueError, TypeError):
     """A host function returned a value that the compiled body cannot use.
+
+    Raised while the body is traced, or in a run whose result differs from what the body was compiled for. Return
+    tensors of the same structure, dtype and shape each time, or declare them with `xla.returns`.
 
     Attributes:
         failure: what tracing the host function raised, if that is why its results are not known.
@@ -111,7 +109,11 @@ class HostResultError(ReplicaEngineError, ValueError, TypeError):
 
 
 class HostAccessError(ReplicaEngineError, RuntimeError):
-    """A host function, or the iterator of a device loop, uses what the running program keeps on the devices."""
+    """A host function, or the iterator of a device loop, uses what the running program keeps on the devices.
+
+    The devices run one program at a time, and the running program waits for the host function. Pass values of variables
+    and tensors as arguments, assign results in the body, and use devices before or after the run.
+    """
 
     @classmethod
     def variable(cls, name: str, where: str) -> HostAccessError:
@@ -120,15 +122,6 @@ class HostAccessError(ReplicaEngineError, RuntimeError):
             f"The function that outside_compilation{at(where)} runs on the host uses the variable {name!r}, whose "
             "values are on the devices while the body runs. Pass the variable's value as an argument, "
             "outside_compilation(fn, variable.read_value()), and assign results in the body."
-        )
-
-    @classmethod
-    def of_function(cls, where: str) -> HostAccessError:
-        """The host function calls a tf.function that uses a variable whose values are on the devices."""
-        return cls(
-            f"The function that outside_compilation{at(where)} runs on the host calls a tf.function that uses a "
-            "variable of a strategy, whose values are on the devices while the body runs. Pass the variable's value as "
-            "an argument instead."
         )
 
     @classmethod
@@ -149,14 +142,6 @@ class HostAccessError(ReplicaEngineError, RuntimeError):
             "before or after run_steps."
         )
 
-    @classmethod
-    def tensor(cls, name: str, where: str) -> HostAccessError:
-        """The host function uses a tensor of the body that is neither an argument nor in its closure."""
-        return cls(
-            f"The function that outside_compilation{at(where)} runs on the host uses the tensor {name!r} of the body "
-            "through an attribute or a global variable. Pass it as an argument: outside_compilation(fn, tensor)."
-        )
-
 
 def note_host_failure(
     error: BaseException, place: str, call: str, times: int, other: BaseException | None = None
@@ -175,16 +160,6 @@ def note_host_failure(
         add_note(error, where)
     else:
         add_note(error, f"also failed: {where}: {in_words(other)}")
-
-
-def note_stuck(error: BaseException, replicas: int) -> None:
-    """Adds a note to the exception of a host call: its program has not ended."""
-    add_note(
-        error,
-        f"The program has not ended. Either it takes long, or its {replicas} replicas wait for each other: the replica "
-        "of the failed call went on with zeros, and may have taken another path than the others. If the next run does "
-        "not return, make a new strategy, and load the variables from a checkpoint.",
-    )
 
 
 def _in(name: str) -> str:

@@ -72,6 +72,9 @@ class WorkerRow:
 class ClusterConfigError(ReplicaEngineError, ValueError):
     """What describes the cluster is wrong: an environment variable, a token, or a worker's index.
 
+    Raised when a process joins its job, before any step. Give all workers the same description of the cluster, each its
+    own index, and the same token.
+
     Attributes:
         field: the variable or field that is wrong.
     """
@@ -79,30 +82,26 @@ class ClusterConfigError(ReplicaEngineError, ValueError):
     field = ""
 
     @classmethod
-    def not_json(cls, field: str, text: str, reason: str) -> ClusterConfigError:
-        """A variable that must hold JSON does not."""
-        return _about(
-            cls,
-            field,
-            f"{field} is not JSON ({reason}): {shown(text)}. Write, for two workers: "
-            '{"cluster": {"worker": ["host-a:2222", "host-b:2222"]}, "task": {"type": "worker", "index": 0}}',
-        )
+    def about(cls, field: str, message: str) -> ClusterConfigError:
+        """The error about a variable or field, which the message names."""
+        error = cls(message)
+        error.field = field
+        return error
 
     @classmethod
     def bad_value(cls, field: str, value: object, wanted: str) -> ClusterConfigError:
         """A field has a value of the wrong kind; the message says which kind it must be."""
-        return _about(cls, field, f"{field} is {shown(value)}. It must be {wanted}.")
+        return cls.about(field, f"{field} is {shown(value)}. It must be {wanted}.")
 
     @classmethod
     def missing(cls, field: str, given: str, wanted: str) -> ClusterConfigError:
         """A field is missing that another one makes necessary."""
-        return _about(cls, field, f"{field} is missing, but {given} is set. It must be {wanted}.")
+        return cls.about(field, f"{field} is missing, but {given} is set. It must be {wanted}.")
 
     @classmethod
     def out_of_range(cls, field: str, index: int, size: int, counted: str) -> ClusterConfigError:
         """A worker's index is not below the number of workers."""
-        return _about(
-            cls,
+        return cls.about(
             field,
             f"{field} is {index}, but {counted} says that there are {size}: the index must be from 0 to {size - 1}.",
         )
@@ -114,39 +113,16 @@ class ClusterConfigError(ReplicaEngineError, ValueError):
             "ps": "A parameter server keeps variables for others; here each worker keeps its own.",
             "evaluator": "An evaluator runs beside the group and not in it.",
         }.get(kind, f"There is no task of type {kind!r} here.")
-        return _about(
-            cls,
+        return cls.about(
             field,
             f'{field} names {shown(kind)}. {role} Leave it out: the types of tasks are "chief" and "worker". '
             "Start another kind of process without the variable.",
         )
 
     @classmethod
-    def no_token(cls, address: str) -> ClusterConfigError:
-        """The job has no token, and so anybody could join it."""
-        return _about(
-            cls,
-            TOKEN,
-            f"{TOKEN} is not set. The coordinator at {address} takes only workers in that know the job's token. Set it "
-            f"to the same secret text for all workers: export {TOKEN}=$(openssl rand -hex 16), before the job starts. "
-            "`replica-engine launch` makes one by itself.",
-        )
-
-    @classmethod
-    def other_token(cls, address: str) -> ClusterConfigError:
-        """The worker and the coordinator do not have the same token."""
-        return _about(
-            cls,
-            TOKEN,
-            f"The coordinator at {address} has another {TOKEN}. Either the variable differs between workers, or the "
-            "address is that of another job.",
-        )
-
-    @classmethod
     def other_size(cls, worker: int, size: int, expected: int) -> ClusterConfigError:
         """A worker counts another number of workers than the coordinator."""
-        return _about(
-            cls,
+        return cls.about(
             "num_processes",
             f"worker {worker} was told that the job has {count_of(size, 'worker')}, and its coordinator was told "
             f"{expected}. Start all workers with the same description of the cluster.",
@@ -155,60 +131,19 @@ class ClusterConfigError(ReplicaEngineError, ValueError):
     @classmethod
     def taken(cls, worker: int, host: str, pid: int) -> ClusterConfigError:
         """Two processes have the same index."""
-        return _about(
-            cls,
+        return cls.about(
             "process_id",
             f"worker {worker} has joined already ({host}, pid {pid}). Each worker needs an index of its own. A worker "
             "that was restarted alone cannot come back: restart all workers.",
         )
 
-    @classmethod
-    def joined(cls, worker: int, address: str) -> ClusterConfigError:
-        """A process joins its job a second time: for a strategy of another kind, or with `hosts.join`."""
-        return _about(
-            cls,
-            "process_id",
-            f"This process has joined the job at {address} already, as worker {worker}. A process joins its job once: "
-            "use either MultiWorkerMirroredStrategy or TPUStrategy in it, or hosts.join without them. Several "
-            "strategies of one kind share what the first one has joined.",
-        )
-
-    @classmethod
-    def not_bound(cls, address: str, reason: str) -> ClusterConfigError:
-        """The coordinator cannot listen at the address that it was given."""
-        return _about(
-            cls,
-            "REPLICA_ENGINE_COORDINATOR",
-            f"The coordinator cannot listen at {address}: {reason}. Set REPLICA_ENGINE_COORDINATOR to an address of "
-            "worker 0's machine and a free port, the same for all workers. If the others reach that machine under "
-            "another address than its own, set REPLICA_ENGINE_LISTEN to its own.",
-        )
-
-    @classmethod
-    def port_taken(cls, address: str, reason: str) -> ClusterConfigError:
-        """TensorFlow's server cannot listen at the port that the cluster has for this worker."""
-        return _about(
-            cls,
-            "TF_CONFIG.cluster",
-            f"TensorFlow's server of this worker cannot listen at the port of {address}: {reason}. Another process has "
-            "it, such as a worker of an earlier run. End that process, or give this worker another port, in the "
-            "cluster that all workers are told.",
-        )
-
-    @classmethod
-    def started(cls) -> ClusterConfigError:
-        """A strategy of several workers is made after TensorFlow has started in the process."""
-        return _about(
-            cls,
-            "MultiWorkerMirroredStrategy",
-            "TensorFlow has run an op in this process already, and cannot connect it to other workers any more. Make "
-            "the MultiWorkerMirroredStrategy first, before any tensor, variable or dataset. Only "
-            "replica_engine.logical_devices(n) may come before it.",
-        )
-
 
 class WorkerLostError(ReplicaEngineError, RuntimeError):
     """A worker of the job has died, has raised, has ended too early, or is not heard of.
+
+    Raised on every other worker, in what waits for it: a launch, a sync point, or the next use of the job. A job does
+    not go on without a worker: find the cause in the output of that worker, and start all workers again from the last
+    checkpoint. The notes of the error say what it did last.
 
     Attributes:
         worker: its index; None if the coordinator is lost.
@@ -302,6 +237,9 @@ class WorkerLostError(ReplicaEngineError, RuntimeError):
 class WorkersMissingError(ReplicaEngineError, TimeoutError):
     """Workers did not come within a limit: to the job, to a point where all meet, or with a value.
 
+    Raised by `hosts.join`, by what waits for all workers, and by a wait for a value. Look at the output of the workers
+    that the message names, or raise the limit that it names.
+
     Attributes:
         workers: their indices.
     """
@@ -364,6 +302,8 @@ class WorkersMissingError(ReplicaEngineError, TimeoutError):
 class WorkerVersionError(ReplicaEngineError, RuntimeError):
     """The workers have different versions of a package, or different numbers of replicas.
 
+    Raised when the workers have joined, before any step. Make the workers equal: programs of different versions differ.
+
     Attributes:
         groups: the workers with each version or number, as (their indices, the version or number).
     """
@@ -383,6 +323,9 @@ class WorkerVersionError(ReplicaEngineError, RuntimeError):
 
 class ProgramDisagreementError(ReplicaEngineError, RuntimeError):
     """Workers compile or launch different programs, or the same programs in another order.
+
+    Raised before the launch, on all workers. All workers must launch the same programs in the same order: look for a
+    branch on the worker's index, and for a dataset that is longer on one worker.
 
     Attributes:
         position: the number of events before that are equal on all workers.
@@ -411,15 +354,6 @@ JOB_FAILURES = (WorkerLostError, WorkersMissingError, WorkerVersionError, Progra
 """What a job of several workers fails with."""
 
 
-def only_local(name: str, address: str) -> str:
-    """The warning that the coordinator listens where workers on other machines do not reach it."""
-    return (
-        f"The coordinator listens at {address}, since the name {name} leads there on its own machine: workers on other "
-        f"machines cannot reach it. If there are any, set REPLICA_ENGINE_LISTEN=0.0.0.0:{address.rpartition(':')[2]} "
-        "for worker 0, which listens at all addresses of the machine."
-    )
-
-
 def tries_again(reason: str, seconds: float) -> str:
     """The warning that a worker cannot join yet, since the job of an earlier run seems not to be over."""
     return (
@@ -444,11 +378,6 @@ def where_workers_are(rows: Iterable[WorkerRow]) -> str:
     return f"The workers of the job:\n{table}"
 
 
-def lost_of(error: WorkerLostError) -> str:
-    """What a worker prints of the loss of another one, where `replica-engine launch` prints the rest at the end."""
-    return f"worker {error.worker} ({error.host}, pid {error.pid}) is lost; `replica-engine launch` says below how"
-
-
 def workers(indices: Iterable[int]) -> str:
     """Workers in words, with ranges: "worker 1", "workers 0, 3-7"."""
     every = sorted(indices)
@@ -459,12 +388,6 @@ def workers(indices: Iterable[int]) -> str:
             ranges.append(str(index) if every[first] == index else f"{every[first]}-{index}")
             first = at + 1
     return f"worker{'' if len(every) == 1 else 's'} {', '.join(ranges)}"
-
-
-def _about(kind: type[ClusterConfigError], field: str, message: str) -> ClusterConfigError:
-    error = kind(message)
-    error.field = field
-    return error
 
 
 def _lost(kind: type[WorkerLostError], row: WorkerRow, what: str, again: bool = True) -> WorkerLostError:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief, shown, with_more
-from replica_engine.errors.scopes import KERAS_RUNS
+from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief, warning
 
 _LOOP = (
     "    for batch in strategy.experimental_distribute_dataset(dataset):\n"
@@ -15,7 +14,11 @@ _LOOP = (
 
 
 class NotInBodyError(ReplicaEngineError, RuntimeError):
-    """A cross-replica operation was used where no replicated body is being traced."""
+    """A cross-replica operation was used where no replicated body is being traced.
+
+    Raised where the operation is called. Call it in the function that `xla.replicate` or `TPUStrategy.run` is given;
+    the replicas of MirroredStrategy use `tf.distribute.get_replica_context()`.
+    """
 
     @classmethod
     def outside(cls, name: str, where: str) -> NotInBodyError:
@@ -43,84 +46,24 @@ class NotInBodyError(ReplicaEngineError, RuntimeError):
             f"The functions of xla work in functions that TPUStrategy or xla.replicate compiles. {cure}."
         )
 
-    @classmethod
-    def on_host(cls, name: str, where: str) -> NotInBodyError:
-        """The call is in a host function."""
-        return cls(
-            f"xla.{name}() was called in a function that outside_compilation runs on the host{at(where)}. Replicas "
-            "meet on the devices: call it in the body and pass its result to outside_compilation."
-        )
-
 
 class NoMethodError(ReplicaEngineError, AttributeError):
-    """A strategy was asked for a method that only another strategy has; `hasattr` is False."""
+    """A strategy was asked for a method that only another strategy has; `hasattr` is False.
 
-    @classmethod
-    def run_steps(cls, strategy: str) -> NoMethodError:
-        """A strategy whose replicas run on threads has no device loop."""
-        return cls(
-            f"{strategy} has no run_steps: a loop on the devices belongs to TPUStrategy, which compiles it. Here, "
-            "write the loop in a tf.function, around strategy.run:\n"
-            "    @tf.function\n"
-            "    def train(iterator):\n"
-            "        for _ in tf.range(100):\n"
-            "            strategy.run(step, args=(next(iterator),))"
-        )
+    Raised by the use of the method. Write what the message shows for this strategy, or use the other strategy.
+    """
 
 
 class InputsError(ReplicaEngineError, ValueError, TypeError):
-    """A replicated function, compiled body or device loop was called with unusable arguments, or in the wrong place."""
+    """A replicated function, compiled body or device loop was called with unusable arguments, or in the wrong place.
 
-    @classmethod
-    def no_list(cls, inputs: object) -> InputsError:
-        """`inputs` is not a list, or is empty."""
-        return cls(
-            f"`inputs` must be a list with one argument list for each replica; got {brief(inputs)}. "
-            "For two replicas of f(x, y): inputs=[[x0, y0], [x1, y1]]."
-        )
+    Raised by the call, before any replica runs. The message names the argument, and shows how to write the call.
+    """
 
     @classmethod
     def no_cache_dir(cls, path: object) -> InputsError:
         """The cache folder is not a path."""
         return cls(f"set_cache_dir takes the path of a folder, or None for no cache; got {brief(path)}.")
-
-    @classmethod
-    def no_argument_list(cls, each: object) -> InputsError:
-        """An item of `inputs` is not a list of arguments."""
-        return cls(
-            f"`inputs` must hold a list of arguments for each replica; for one replica it holds {brief(each)}. "
-            "For two replicas of f(x): inputs=[[x0], [x1]]."
-        )
-
-    @classmethod
-    def wrong_length(cls, given: int, wanted: int) -> InputsError:
-        """The number of argument lists differs from `num_replicas`."""
-        return cls(
-            f"`inputs` has argument lists for {given} replicas, but num_replicas is {wanted}. Pass one list for each "
-            "replica, or leave num_replicas out."
-        )
-
-    @classmethod
-    def output_of_branch(cls, name: object, where: str) -> InputsError:
-        """A step of a device loop sets an output in a branch or loop on a tensor, or to a tensor from there."""
-        return cls(
-            f"The output {shown(name)} is set{at(where)} in a branch or loop on a tensor (`if`, `for`, `while`, "
-            "tf.cond), or in a nested tf.function, and what is computed there is not known outside. Set it in the step "
-            "itself: give the variable a value before the branch, change it there, and pass it out after it:\n"
-            "    loss = 0.0\n"
-            "    if x > 3.0:\n"
-            "        loss = x\n"
-            f'    context.set_last_step_output({shown(name)}, loss, "MEAN")'
-        )
-
-    @classmethod
-    def iterator(cls, name: str, kind: str) -> InputsError:
-        """An iterator where a batch is expected."""
-        return cls(
-            f"{name} is a {kind}, and a compiled body takes the values of a batch: "
-            "strategy.run(step, args=(next(iterator),)). For many steps in one launch, "
-            "strategy.run_steps(step, iterator, iterations=100) takes the iterator itself."
-        )
 
     @classmethod
     def distributed(cls, name: str, kind: str) -> InputsError:
@@ -142,92 +85,9 @@ class InputsError(ReplicaEngineError, ValueError, TypeError):
         )
 
     @classmethod
-    def no_dataset(cls, given: object) -> InputsError:
-        """`experimental_distribute_dataset` gets an array, or something else that is not a dataset."""
-        return cls(
-            f"experimental_distribute_dataset takes a tf.data.Dataset, not {type(given).__name__}. Make a dataset of "
-            "arrays, with the batch of all replicas:\n"
-            "    dataset = tf.data.Dataset.from_tensor_slices(x).batch(n)\n"
-            "    dataset = strategy.experimental_distribute_dataset(dataset)"
-        )
-
-    @classmethod
-    def not_batched(cls) -> InputsError:
-        """`experimental_distribute_dataset` gets a dataset of single samples."""
-        return cls(
-            "The dataset has single samples and no batches: its elements are scalars, or have scalars in them, which "
-            "replicas cannot share. Batch it first, with the batch of all replicas:\n"
-            "    dataset = strategy.experimental_distribute_dataset(dataset.batch(n))"
-        )
-
-    @classmethod
-    def next_in_replica(cls, where: str) -> InputsError:
-        """A replica takes the next batch of a distributed dataset, or calls a method of a Keras model that does."""
-        return cls(
-            f"A replica asks for the next batch of a distributed dataset{at(where)}. A batch has a part for each "
-            f"replica, so take it outside, and pass it: strategy.run(step, args=(next(iterator),)). {KERAS_RUNS}"
-        )
-
-    @classmethod
-    def nested(cls) -> InputsError:
-        """The call is inside another replicated body."""
-        return cls(
-            "A replicated body cannot be replicated again. Call the function directly. To combine values of only some "
-            "replicas, pass `groups` to xla.cross_replica_sum or another cross-replica operation."
-        )
-
-    @classmethod
-    def in_function(cls, name: str) -> InputsError:
-        """A compiled body was called while a graph is built."""
-        return cls(f"`{name}` is compiled and runs in eager mode. In a tf.function, call xla.replicate(fn, inputs).")
-
-    @classmethod
     def not_of_signature(cls, fn: str, name: str, given: str, wanted: str) -> InputsError:
         """An argument does not match the input signature."""
         return cls(f"{name} of `{fn}` is {given}, but the input_signature has {wanted}.")
-
-    @classmethod
-    def not_as_many(cls, fn: str, given: int, wanted: int) -> InputsError:
-        """The number of arguments differs from the input signature."""
-        return cls(f"`{fn}` was called with {given} tensors, but the input_signature has {wanted}.")
-
-    @classmethod
-    def other_batch(cls, fn: str, number: int, difference: str) -> InputsError:
-        """A batch differs in structure or dtype from the first batch of a device loop."""
-        return cls(
-            f"Batch {number} for `{fn}` differs from the first batch of this run: {difference}. A device loop is one "
-            "program for all of its batches: give every batch the same keys, lengths and dtypes."
-        )
-
-    @classmethod
-    def other_batch_shape(cls, fn: str, number: int, name: str, given: str, wanted: str) -> InputsError:
-        """A batch differs in shape from the first batch of a device loop."""
-        return cls(
-            f"{name} of batch {number} for `{fn}` has the shape {given}, but in the first batch of this run it has the "
-            f"shape {wanted}. A device loop runs steps of one shape: batch with drop_remainder=True, or pad the last "
-            "batch."
-        )
-
-    @classmethod
-    def uneven_batch(cls, name: str, shapes: Sequence[str]) -> InputsError:
-        """The replicas' shares of a batch have different shapes."""
-        return cls(
-            f"{name} has the shapes {', '.join(shapes)} on the replicas, but a device loop runs steps of one shape. "
-            "Batch with drop_remainder=True and a batch size that is a multiple of the number of replicas."
-        )
-
-    @classmethod
-    def steps_in_function(cls) -> InputsError:
-        """A device loop was started while a graph is built."""
-        return cls(
-            "run_steps was called in a tf.function, but it runs in eager mode and is already a compiled loop. Call it "
-            "outside the tf.function; run_steps does not need one."
-        )
-
-    @classmethod
-    def no_iterator(cls, given: object) -> InputsError:
-        """The argument is not an iterator."""
-        return cls(f"run_steps takes an iterator, for example iter(dataset); got {brief(given)}.")
 
     @classmethod
     def no_step(cls, name: str, signature: str, parts: int | None) -> InputsError:
@@ -245,32 +105,12 @@ class InputsError(ReplicaEngineError, ValueError, TypeError):
             'The context takes what the last step passes out: context.set_last_step_output("loss", loss, "MEAN").'
         )
 
-    @classmethod
-    def bad_iterations(cls, name: str, value: object) -> InputsError:
-        """A number of steps or batches is not a positive int."""
-        return cls(f"`{name}` must be a positive int; got {shown(value)}.")
-
-    @classmethod
-    def bad_initial_values(cls, given: object) -> InputsError:
-        """`initial_loop_values` is not a mapping of names to values."""
-        return cls(f"`initial_loop_values` must be a mapping of names to values, or None; got {brief(given)}.")
-
-    @classmethod
-    def bad_output_name(cls, name: object) -> InputsError:
-        """The name of an output is not hashable."""
-        return cls(f"The name of a step's output must be a string; got {brief(name)}, which is not hashable.")
-
-    @classmethod
-    def other_program(cls, fn: str, difference: str) -> InputsError:
-        """The inputs differ from those that the body was compiled for."""
-        return cls(
-            f"`{fn}` was not compiled for these inputs: {difference}. Lower it again with the new inputs: "
-            "xla.lower(fn, inputs).compile()."
-        )
-
 
 class ReplicaMismatchError(ReplicaEngineError, ValueError):
     """The replicas were given tensors of different shapes or dtypes, or brought such tensors to a sync point.
+
+    Raised before a program is compiled, or at the sync point. Replicas that meet need equal shapes and dtypes: divide
+    batches evenly, pad the last one, or use `replica_engine.split_batch`.
 
     Attributes:
         by_replica: the shapes of an argument of a compiled program that differ, one for each replica; else empty.
@@ -290,11 +130,6 @@ class ReplicaMismatchError(ReplicaEngineError, ValueError):
             "batches of any size in your own loop, replica_engine.split_batch(strategy, batch) makes equal shares, "
             "with weights that are 0 for padding."
         )
-
-    @classmethod
-    def dtypes(cls, name: str, replica: int, first: str, other: str) -> ReplicaMismatchError:
-        """Two replicas have different dtypes."""
-        return cls(f"{name} has dtype {first} on replica 0 and {other} on replica {replica}. Cast one of them.")
 
     @classmethod
     def at_sync_point(cls, point: str, brought: Sequence[tuple[str, str]], whole: bool) -> ReplicaMismatchError:
@@ -321,15 +156,6 @@ class ReplicaMismatchError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
-    def variables(cls, name: str) -> ReplicaMismatchError:
-        """Each replica was given another variable."""
-        return cls(
-            f"{name} is another variable on each replica, but one program runs on all replicas. Pass values, "
-            "`v.read_value()`; or make one variable under a strategy's scope, with ON_READ synchronization if each "
-            "replica needs its own value."
-        )
-
-    @classmethod
     def not_tensors(cls, name: str, value: object) -> ReplicaMismatchError:
         """A value differs by replica and is not a tensor."""
         return cls(
@@ -338,31 +164,31 @@ class ReplicaMismatchError(ReplicaEngineError, ValueError):
         )
 
 
-@with_more
 def warn_whole_batch(rows: int | None, size: int, where: str) -> str:
     """The warning that a batch of a dataset was not distributed, so that each replica gets all of it."""
     many = "" if rows is None else f" of {rows}"
-    return (
+    return warning(
+        "warn_whole_batch",
         f"strategy.run{at(where)} gives the whole batch{many} to each of {size} replicas, which then compute the same, "
         "unless they look at their replica id. Distribute the dataset, and each gets its part:\n"
         "    dataset = strategy.experimental_distribute_dataset(dataset)\n"
         "If all replicas shall have all of it, say so: "
-        "strategy.experimental_distribute_values_from_function(lambda context: batch)."
+        "strategy.experimental_distribute_values_from_function(lambda context: batch).",
     )
 
 
-@with_more
 def warn_whole_batch_of_steps(rows: int | None, size: int, where: str) -> str:
     """The warning that the iterator of a plain dataset is given to `run_steps`, so that each replica gets all of it."""
     many = "" if rows is None else f" of {rows}"
-    return (
+    return warning(
+        "warn_whole_batch_of_steps",
         f"strategy.run_steps{at(where)} gives each whole batch{many} to each of {size} replicas, which then compute "
         "the same, unless they look at their replica id. Pass an iterator of the distributed dataset, and each gets "
         "its part:\n"
         "    batches = iter(strategy.experimental_distribute_dataset(dataset))\n"
         "If all replicas shall have all of each batch, say so:\n"
         "    everywhere = strategy.experimental_distribute_values_from_function\n"
-        "    batches = (everywhere(lambda context: batch) for batch in dataset)"
+        "    batches = (everywhere(lambda context: batch) for batch in dataset)",
     )
 
 
@@ -381,10 +207,10 @@ def _step_forms(parts: int | None) -> str:
     return f"    def step(context{names}):" + (f"  # or with all parts in a tuple:\n{whole}" if parts else "")
 
 
-@with_more
 def warn_dataset_for_each(name: str, size: int, where: str) -> str:
     """The warning that a dataset is given to `run`, so that each replica goes through all of it."""
-    return (
+    return warning(
+        "warn_dataset_for_each",
         f"{name} of strategy.run{at(where)} is a tf.data.Dataset: each of {size} replicas goes through all of it. "
-        f"Distribute it, and run one batch at a time:\n{_LOOP}"
+        f"Distribute it, and run one batch at a time:\n{_LOOP}",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from replica_engine.errors.base import ReplicaEngineError, add_note, at, meant_reduction, shown, with_more
+from replica_engine.errors.base import ReplicaEngineError, at, meant_reduction, shown, warning
 
 WRITTEN_BEYOND_ITS_SIZE = (
     "A tf.TensorArray with dynamic_size=True was written beyond its size, and arrays of a compiled program do not "
@@ -23,7 +23,11 @@ _OF_SCALARS = {
 
 
 class CollectiveError(ReplicaEngineError, ValueError):
-    """A cross-replica operation was called with unusable arguments, or in the wrong place."""
+    """A cross-replica operation was called with unusable arguments, or in the wrong place.
+
+    Raised while the replica is traced, or when it makes the call. All replicas must make the same call, with a
+    reduction, axis and groups that exist for the tensor.
+    """
 
     @classmethod
     def unknown_reduction(cls, op: object, known: Sequence[str]) -> CollectiveError:
@@ -79,14 +83,6 @@ class CollectiveError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
-    def unequal_groups(cls, name: str, groups: object) -> CollectiveError:
-        """The groups differ in size, so results would differ in shape."""
-        return cls(
-            f"`groups` of {name} must have equal sizes, because the shape of its result depends on the size; got "
-            f"{groups}. For two halves of four replicas: groups=[[0, 1], [2, 3]]."
-        )
-
-    @classmethod
     def bad_pairs(cls, pairs: object, size: int) -> CollectiveError:
         """`pairs` is not a partial permutation of the replicas."""
         return cls(
@@ -106,16 +102,6 @@ class CollectiveError(ReplicaEngineError, ValueError):
         return cls(
             f"Axis {axis} has length {length} and cannot be split into {parts} equal parts, one for each replica. "
             f"Pad the axis to a multiple of {parts}."
-        )
-
-    @classmethod
-    def growing_in_loop(cls, name: str, where: str, shape: str) -> CollectiveError:
-        """The shape of the tensor changes from one iteration to the next."""
-        return cls(
-            f"{name}{at(where)} needs a shape that is known while the body is traced for all replicas, but this value "
-            f"has the shape {shape}, since shape_invariants of a loop leave it open. Collect the values of the "
-            "iterations in a tf.TensorArray(dtype, size=n), and gather them after the loop; or loop over a Python "
-            "range, for i in range(n): such a loop is unrolled, and each iteration knows its shapes."
         )
 
     @classmethod
@@ -142,7 +128,6 @@ def _replicas(numbers: Sequence[int]) -> str:
     return f"replicas {', '.join(map(str, numbers[:8]))}{rest}"
 
 
-@with_more
 def may_wait_forever(fn: str, rows: Sequence[tuple[str, str, bool, str, bool]]) -> str:
     """The warning that not all replicas may reach a collective.
 
@@ -157,15 +142,20 @@ def may_wait_forever(fn: str, rows: Sequence[tuple[str, str, bool, str, bool]]) 
         on = "the replica id" if by_replica_id else "values that each replica has of its own"
         lines.append(f"  {name}{at(where)}: in a {kind} whose condition{at(condition)} depends on {on}")
     table = "\n".join(lines)
-    return (
+    return warning(
+        "may_wait_forever",
         f"The replicas of `{fn}` may wait for each other forever. Perhaps not all of them reach these cross-replica "
         f"operations, or not equally often:\n{table}\n"
-        'Let all replicas decide alike: reduce what the condition depends on first, as in all_reduce("MAX", value).'
+        'Let all replicas decide alike: reduce what the condition depends on first, as in all_reduce("MAX", value).',
     )
 
 
 class CaptureError(ReplicaEngineError, ValueError):
-    """A replica body uses a resource, variable or tensor from outside that cannot be on a device."""
+    """A replica body uses a resource, variable or tensor from outside that cannot be on a device.
+
+    Raised before the program is compiled. Pass the value as an argument of the run, or use it on the host, with
+    `xla.outside_compilation`.
+    """
 
     @classmethod
     def not_a_variable(cls, fn: str, what: str, where: str) -> CaptureError:
@@ -177,74 +167,20 @@ class CaptureError(ReplicaEngineError, ValueError):
             "xla.outside_compilation, or before the run."
         )
 
-    @classmethod
-    def unknown_shape(cls, fn: str, shape: str, where: str) -> CaptureError:
-        """The shape of the variable may change."""
-        return cls(
-            f"`{fn}` uses a variable of shape {shape}{at(where)}, but XLA compiles for fixed shapes. Make the "
-            "variable without shape=, so that it gets the shape of its initial value."
-        )
-
-    @classmethod
-    def host_only(cls, fn: str, dtype: str, where: str) -> CaptureError:
-        """The tensor has a dtype that no device can hold, such as string."""
-        return cls(
-            f"`{fn}` uses a tensor from outside the body{at(where)}. Its dtype is {dtype}, which no device can hold: "
-            "convert it to numbers before the run."
-        )
-
-    @classmethod
-    def host_only_variable(cls, fn: str, name: str, dtype: str, where: str) -> CaptureError:
-        """The variable has a dtype that no device can hold, such as string."""
-        return cls(
-            f"`{fn}` uses the variable {name!r}{at(where)}. Its dtype is {dtype}, which no device can hold: use it "
-            "on the host, in a function for xla.outside_compilation, or before the run."
-        )
-
-    @classmethod
-    def of_all_replicas(cls, variable: str, where: str) -> CaptureError:
-        """A concrete function that was traced outside of the body uses the values of all replicas."""
-        return cls(
-            f"A concrete function that was traced outside of strategy.run uses the variable {variable!r}{at(where)}. "
-            "There it is one value of all replicas, and a compiled replica has only its own. Pass the tf.function "
-            "itself to strategy.run, or call it in the body: then it is traced for a replica."
-        )
-
 
 class VariableCreationError(ReplicaEngineError, ValueError):
-    """A replica body cannot create this variable."""
+    """A replica body cannot create this variable.
 
-    @classmethod
-    def each_time(cls, fn: str, created: Sequence[tuple[str, str]]) -> VariableCreationError:
-        """The body creates new variables each time it is traced; `created` has the name and the line of each."""
-        names = ", ".join(f"{name}{at(where)}" for name, where in created)
-        return cls(
-            f"`{fn}` creates variables ({names}) each time it runs, but it is traced once for all runs. "
-            "Create them once: before the run, under `with strategy.scope():`, or in the first run only, and keep "
-            "them in an attribute (`if self.w is None: self.w = tf.Variable(...)`)."
-        )
-
-    @classmethod
-    def of_arguments(cls, name: str, argument: str, where: str) -> VariableCreationError:
-        """The initial value is known only in the body; `argument` names what it depends on."""
-        return cls(
-            f"The initial value of the variable {name!r}, created{at(where)}, depends on {argument}. A variable exists "
-            "before the body that creates it runs, and outlives the run. Create the variable with a value such as "
-            "tf.zeros(shape), and assign the real value in the body."
-        )
-
-    @classmethod
-    def of_run(cls, name: str, where: str, what: str, there: str) -> VariableCreationError:
-        """The initial value comes from an op that only a run of the body can execute."""
-        return cls(
-            f"The initial value of the variable {name!r}, created{at(where)}, depends on {what}{at(there)}, which only "
-            "a run of the body can execute. A variable exists before the body that creates it runs, and outlives the "
-            "run. Create the variable with a value such as tf.zeros(shape), and assign the real value in the body."
-        )
+    Raised while the body is traced. Create variables once, before the run and under the scope, with an initial value
+    that does not depend on the run.
+    """
 
 
 class LoweringError(ReplicaEngineError, ValueError):
     """XLA cannot compile a replica body. The error is raised before the program runs.
+
+    Use ops and shapes that XLA can compile, run the op on the host with `xla.outside_compilation`, or use
+    MirroredStrategy, which compiles nothing. The message names the op and the line.
 
     Attributes:
         op_name: the name of the op, with its name scopes; "" if the op is not known.
@@ -278,55 +214,11 @@ class LoweringError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
-    def not_on_host(cls, fn: str, op: str, where: str, made_by: str, made_at: str) -> LoweringError:
-        """An op on the host needs a value that cannot leave the devices."""
-        return cls(
-            f"In `{fn}`, {op}{at(where)} runs on the host and needs a result of {made_by}{at(made_at)} whose shape "
-            "depends on data, or which is a list of tensors. Such a result cannot leave the devices. Give it a static "
-            "shape: use a mask, or pad the values to a fixed size."
-        )
-
-    @classmethod
-    def shaped_by_data(cls, fn: str, call: str) -> LoweringError:
-        """A host call is given a value from the devices whose shape depends on data."""
-        return cls(
-            f"In `{fn}`, {call}, needs a value from the devices whose shape depends on data, such as the result of "
-            "tf.where(mask), tf.unique or tf.boolean_mask. Use a mask, or pad the values to a fixed size."
-        )
-
-    @classmethod
-    def python_gradient(cls, fn: str, where: str) -> LoweringError:
-        """The body needs the gradient of a tf.py_function in a tf.function that is called more than once."""
-        return cls(
-            f"In `{fn}`, a tf.function that contains a tf.py_function is called more than once{at(where)}, and the "
-            "gradients of the calls cannot be told apart. Call tf.py_function in the body itself, or run the function "
-            "with xla.outside_compilation, which has gradients of every order."
-        )
-
-    @classmethod
     def not_constant(cls, fn: str, op: str, where: str) -> LoweringError:
         """A shape or axis depends on data."""
         return cls(
             f"In `{fn}`, a shape or an axis of {op} depends on data{at(where)}. XLA compiles for fixed shapes: use a "
             "Python number instead, or mask values instead of removing them."
-        )
-
-    @classmethod
-    def unbounded_loop(cls, fn: str, where: str) -> LoweringError:
-        """A loop needs a known maximum number of iterations."""
-        return cls(
-            f"In `{fn}`, a loop keeps a value of each iteration, for its gradient or in a TensorArray{at(where)}, so "
-            "XLA must know the number of iterations: pass maximum_iterations to tf.while_loop, or loop over "
-            "tf.range(n) for a constant n."
-        )
-
-    @classmethod
-    def size_of_growing_array(cls, where: str) -> LoweringError:
-        """The body appends to an array: it writes at the index `array.size()`."""
-        return cls(
-            f"A tf.TensorArray with dynamic_size=True is written at the index array.size(){at(where)}. An array of a "
-            "compiled program has its final size from the beginning. Count the elements in a variable of the loop: "
-            "array = array.write(count, x); count += 1."
         )
 
     @classmethod
@@ -344,29 +236,12 @@ class LoweringError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
-    def beyond_array(cls, where: str, index: int, size: int) -> LoweringError:
-        """The body writes beyond the size of a tf.TensorArray that does not grow."""
-        return cls(
-            f"Index {index} is written{at(where)} in a tf.TensorArray of size {size}. A compiled program would drop "
-            f"the element without a word. Make the array large enough, tf.TensorArray(dtype, size={index + 1}), or let "
-            "it grow: dynamic_size=True."
-        )
-
-    @classmethod
     def growing_array(cls, where: str) -> LoweringError:
         """The body writes to a tf.TensorArray that may grow, and soft placement is off."""
         return cls(
             f"A tf.TensorArray with dynamic_size=True is written{at(where)}. Arrays of a compiled program cannot grow, "
             "and with soft_placement=False no check can detect a write beyond the size. Pass the largest size: "
             "tf.TensorArray(dtype, size=n)."
-        )
-
-    @classmethod
-    def dynamic_argument(cls, fn: str, name: str, shape: str) -> LoweringError:
-        """An argument has no static shape."""
-        return cls(
-            f"{name} of `{fn}` has the shape {shape}, but XLA compiles for fixed shapes. Give it a fixed shape: "
-            "dataset.batch(n, drop_remainder=True), tf.ensure_shape(x, ...), or pad it."
         )
 
     @classmethod
@@ -386,43 +261,23 @@ class LoweringError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
-    def host_result(cls, fn: str, index: int, op: str, where: str) -> LoweringError:
-        """A result has a dtype that no device can hold, such as string."""
-        return cls(
-            f"Result {index} of `{fn}`, made by {op}{at(where)}, is a string or another value that no device can hold. "
-            "Return numbers, and convert them after the run. MirroredStrategy runs the function without changes."
-        )
-
-    @classmethod
     def other(cls, fn: str, message: str, where: str) -> LoweringError:
         """XLA reports another problem."""
         return cls(f"XLA cannot compile `{fn}`{at(where)}: {message}")
 
 
 class GraphModeError(ReplicaEngineError, RuntimeError):
-    """A TPUStrategy, a compiled body or a job of several workers was used in a graph of tf.compat.v1."""
+    """A TPUStrategy, a compiled body or a job of several workers was used in a graph of tf.compat.v1.
 
-    @classmethod
-    def in_graph(cls) -> GraphModeError:
-        """Eager mode is off."""
-        return cls(
-            "TPUStrategy and compiled bodies run in eager mode and in tf.functions, not in a graph of tf.compat.v1. "
-            "Remove the `with tf.Graph().as_default():` or tf.compat.v1.disable_eager_execution(). MirroredStrategy "
-            "runs in such a graph."
-        )
-
-    @classmethod
-    def of_workers(cls) -> GraphModeError:
-        """A MultiWorkerMirroredStrategy of several workers makes a collective in a graph of tf.compat.v1."""
-        return cls(
-            "MultiWorkerMirroredStrategy of several workers runs in eager mode and in tf.functions. In a graph of "
-            "tf.compat.v1, TensorFlow's collectives would wait without end for the other workers. Remove the "
-            "`with tf.Graph().as_default():` or tf.compat.v1.disable_eager_execution()."
-        )
+    Raised by the run. Leave the graph of tf.compat.v1, or use MirroredStrategy, which runs in one.
+    """
 
 
 class ProgramError(ReplicaEngineError, RuntimeError):
-    """A compiled program failed while it ran, or cannot run on this machine."""
+    """A compiled program failed while it ran, or cannot run on this machine.
+
+    Raised by the run. The usual cause is memory: use a smaller batch. Variables that the program writes may be lost.
+    """
 
     @classmethod
     def failed(cls, name: str, devices: Sequence[str], message: str) -> ProgramError:
@@ -455,7 +310,11 @@ def _size(number: int) -> str:
 
 
 class StuckProgramError(ReplicaEngineError, RuntimeError):
-    """A compiled program that was interrupted has not ended, so no other program can run on its devices."""
+    """A compiled program that was interrupted has not ended, so no other program can run on its devices.
+
+    Raised by the next run. Let the program end, and give it more time with `PATIENCE`; if it never ends, look for a
+    host call that does not return, or for replicas that wait for each other, and make a new strategy.
+    """
 
     PATIENCE = 10.0
     """Seconds that the next run waits for the interrupted program to end. A program with long steps may set more."""
@@ -476,7 +335,10 @@ class StuckProgramError(ReplicaEngineError, RuntimeError):
 
 
 class LostVariableError(ReplicaEngineError, RuntimeError):
-    """The value of a variable was donated to a program that failed, and is lost."""
+    """The value of a variable was donated to a program that failed, and is lost.
+
+    Raised when the variable is read. Assign it, or load a checkpoint; the failure of the program came before.
+    """
 
     @classmethod
     def read(cls, name: str) -> LostVariableError:
@@ -485,31 +347,6 @@ class LostVariableError(ReplicaEngineError, RuntimeError):
             f"The value of the variable {name!r} is lost: it was donated to a compiled program that failed while it "
             "ran (out of memory, for example). Assign the variable, or load a checkpoint."
         )
-
-
-def note_kept_steps(error: BaseException, steps: int, iterations: int) -> None:
-    """Adds a note to an exception that ended a device loop early: how many steps ran; their writes are kept."""
-    add_note(error, f"{steps} of {iterations} steps of the device loop ran; the values that they wrote are kept")
-
-
-@with_more
-def many_traces(name: str, times: int) -> str:
-    """The warning that a function has been traced and compiled many times."""
-    return (
-        f"`{name}` has been traced {times} times, and most traces are compiled. It is traced again for new shapes and "
-        "dtypes, for new Python values among its arguments (pass tensors: tf.constant(count)), and for a new function "
-        "object that closes over other objects (pass these objects as arguments)."
-    )
-
-
-def read_from_cache(name: str, folder: str) -> str:
-    """The note that a program was not compiled, since an earlier process had written it to the cache folder."""
-    return f"`{name}` was read from the cache folder {folder}, and not compiled."
-
-
-def compiled_first(name: str, folder: str) -> str:
-    """The note that the cache folder has no program of this name."""
-    return f"`{name}` is compiled: the cache folder {folder} has no program of this name."
 
 
 def compiled_again(name: str, folder: str, programs: int, found: Sequence[tuple[str, str | None, str | None]]) -> str:
@@ -537,40 +374,20 @@ def _is_new_shape(now: str | None, before: str | None) -> bool:
     return found is not None and other is not None and found[1] == other[1] and now != before
 
 
-@with_more
-def not_rewritten(operation: str, reason: str) -> str:
-    """The warning that an operation keeps its form, since writing it another way for CPU failed."""
-    return (
-        f"An operation {operation} stays as it is: writing it in a form that is faster on CPU failed "
-        f"({reason.splitlines()[0][:200]}). The results are right; the program may take longer. Please "
-        "report this with the program. replica_engine.xla.set_cpu_rewrites(False) leaves all operations as they are."
-    )
-
-
-@with_more
-def remote_cache_dir(address: str) -> str:
-    """The warning that the cache folder is the address of a store in the network."""
-    return (
-        f"The cache folder {address} is an address, and compiled programs are kept in folders of the file system only. "
-        "Programs are compiled in each process. Mount the store and name that folder, or name a local folder with "
-        "REPLICA_ENGINE_CACHE_DIR or replica_engine.xla.set_cache_dir. set_cache_dir(None) turns the cache off."
-    )
-
-
-@with_more
 def broken_cache_file(file: str, reason: str) -> str:
     """The warning that a file in the cache folder is broken."""
-    return (
+    return warning(
+        "broken_cache_file",
         f"The file {file} is broken ({reason.splitlines()[0] if reason else 'it is empty'}). Its program is compiled "
-        "again, and the file is replaced. A full disk or a copy that was cut short can leave such a file."
+        "again, and the file is replaced. A full disk or a copy that was cut short can leave such a file.",
     )
 
 
-@with_more
 def unusable_cache_dir(folder: str, reason: str) -> str:
     """The warning that programs cannot be read from the cache folder, or cannot be written to it."""
-    return (
+    return warning(
+        "unusable_cache_dir",
         f"The cache folder {folder} cannot be used: {reason}. Programs are compiled, and later processes will compile "
         "them again. Make room or make the folder writable, name another one with REPLICA_ENGINE_CACHE_DIR or "
-        "replica_engine.xla.set_cache_dir, or turn the cache off with set_cache_dir(None)."
+        "replica_engine.xla.set_cache_dir, or turn the cache off with set_cache_dir(None).",
     )

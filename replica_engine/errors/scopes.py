@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replica_engine.errors.base import ReplicaEngineError, at, with_more
+from replica_engine.errors.base import ReplicaEngineError, at, warning
 
 KERAS_RUNS = "`fit`, `predict` and such methods of a Keras model run the replicas themselves: call these outside."
 _ALL_REDUCE = (
@@ -16,7 +16,11 @@ def _updated(where: str) -> str:
 
 
 class ScopeError(ReplicaEngineError, RuntimeError):
-    """A variable, optimizer or call does not belong to the strategy whose replicas use it."""
+    """A variable, optimizer or call does not belong to the strategy whose replicas use it.
+
+    Raised by the run, where replicas use the object or make the call. Make models, variables and optimizers under
+    `strategy.scope()` of the strategy that runs them, and call methods of the strategy outside its replicas.
+    """
 
     @classmethod
     def variable(cls, name: str, where: str) -> ScopeError:
@@ -26,16 +30,6 @@ class ScopeError(ReplicaEngineError, RuntimeError):
             f"needs one on each.{_updated(where)} Make it, or the model that it belongs to, under the scope:\n"
             "    with strategy.scope():\n"
             "        model = make_model()"
-        )
-
-    @classmethod
-    def optimizer(cls, name: str, kind: str) -> ScopeError:
-        """Replicas use an optimizer that was made outside the scope."""
-        return cls(
-            f"The optimizer {name!r} was made outside `strategy.scope()`, so it cannot keep its state on the replicas. "
-            "Make it under the scope:\n"
-            "    with strategy.scope():\n"
-            f"        optimizer = keras.optimizers.{kind}(...)"
         )
 
     @classmethod
@@ -78,52 +72,42 @@ class ScopeError(ReplicaEngineError, RuntimeError):
             f"strategy.{method}() was called inside a replica{at(where)}, by code that strategy.run runs. {cure}"
         )
 
-    @classmethod
-    def compiled_for_one_device(cls, name: str, size: int) -> ScopeError:
-        """A step with `jit_compile=True` reads variables of several CPU devices."""
-        return cls(
-            f"strategy.run of {name} for {size} replicas is in a function with jit_compile=True: XLA compiles that for "
-            "one device, and cannot use the variables of the others. Compile the model with jit_compile=False, "
-            "leave jit_compile=True out of tf.function, or let XLA compile the step for all replicas:\n"
-            "    strategy = replica_engine.TPUStrategy()"
-        )
 
-
-@with_more
 def warn_shared_variable(name: str, where: str) -> str:
     """The warning that several replicas write one plain variable, each its own value."""
-    return (
+    return warning(
+        "warn_shared_variable",
         f"The plain variable {name!r} is written by more than one replica{at(where)}. It was made outside "
         "`strategy.scope()`, so all replicas share it, and each write comes on top of the others or replaces them. "
         "Make it, or the Keras metric or layer that has it, under the scope. Replicas that write the same value, such "
         "as an all-reduced gradient, need no more. If each writes its own, such as a number of samples, say what "
         "becomes of them:\n"
         "    with strategy.scope():\n"
-        "        v = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)"
+        "        v = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)",
     )
 
 
-@with_more
 def warn_foreign_optimizer(name: str, kind: str, size: int, where: str) -> str:
     """The warning that replicas update their variables with an optimizer that was made and built outside the scope."""
-    return (
+    return warning(
+        "warn_foreign_optimizer",
         f"The optimizer {name!r} is used by {size} replicas{at(where)}, and was made outside `strategy.scope()`. So it "
         f"has one state for all of them (iterations, momentum, the moments of Adam), which each step changes {size} "
         "times. The numbers are not those of one device. Make and build it under the scope:\n"
         "    with strategy.scope():\n"
-        f"        optimizer = keras.optimizers.{kind}(...)"
+        f"        optimizer = keras.optimizers.{kind}(...)",
     )
 
 
-@with_more
 def warn_tape_outside(where: str) -> str:
     """The warning that a gradient flows through a run, into which no tape sees: it is None, or lacks a part."""
-    return (
+    return warning(
+        "warn_tape_outside",
         f"A gradient tape is around strategy.run{at(where)}. It does not see what the replicas compute, so the "
         "gradient of their results is None. If no gradient shall flow there, say so with tf.stop_gradient. If "
         "one shall, put the tape into the function that replicas run:\n"
         "    def step(x):\n"
         "        with tf.GradientTape() as tape:\n"
         "            loss = ...\n"
-        "        return tape.gradient(loss, variables)"
+        "        return tape.gradient(loss, variables)",
     )

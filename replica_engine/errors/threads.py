@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from replica_engine.errors.base import ReplicaEngineError, add_note, in_words, is_alike, with_more
+from replica_engine.errors.base import ReplicaEngineError, add_note, in_words, is_alike, warning
 from replica_engine.errors.timeouts import ReplicaRow, count_of, table
 
 
@@ -13,6 +13,9 @@ class MergeCallMismatchError(ReplicaEngineError, RuntimeError):
 
     Raised out of `strategy.run` when some replicas finish while others wait in a merge call, or when the
     replicas wait in different merge functions. `rows` has one `ReplicaRow` for each replica.
+
+    Make the same merge calls in the same order on every replica: move the call out of a branch that only some replicas
+    take.
 
     Example:
         >>> row = ReplicaRow(0, 1, "CPU:0", "finished", 0, "")
@@ -77,6 +80,9 @@ class StructureMismatchError(ReplicaEngineError, ValueError, AssertionError):
 
     It is an AssertionError as well, because `tf.distribute` raises AssertionError in this case. `path` is the place
     in the structure, and `replicas` holds the indices of the two replicas that differ.
+
+    Raised when all replicas have returned, or have come to the merge call. Give the same structure on every replica,
+    with None where a replica has nothing.
     """
 
     path = ""
@@ -102,6 +108,8 @@ class MergeCallGraphError(ReplicaEngineError, RuntimeError):
 
     Merge calls work in tf.cond, tf.while_loop, tf.switch_case, AutoGraph's `if`, `for` and `while`, and nested
     `tf.function`s. They do not work in the places that this error's texts name.
+
+    Raised where the call is made. Move the merge call out of that graph: reduce the value before it.
     """
 
     @classmethod
@@ -144,34 +152,6 @@ class MergeCallGraphError(ReplicaEngineError, RuntimeError):
         )
 
     @classmethod
-    def compiled(cls, replica: str, where: str) -> MergeCallGraphError:
-        """The call is in a nested `tf.function` with `jit_compile=True`."""
-        return cls(
-            f"`merge_call` called in a nested tf.function with jit_compile=True, by {replica}, at {where}. XLA "
-            "compiles that function for one device, where the other replicas do not exist. Leave jit_compile=True out, "
-            "or run the whole step as one compiled program for all replicas: replica_engine.TPUStrategy()."
-        )
-
-    @classmethod
-    def forward_mode(cls, where: str) -> MergeCallGraphError:
-        """A `tf.autodiff.ForwardAccumulator` is around a nested `tf.function` that replicas enter together."""
-        return cls(
-            f"A tf.autodiff.ForwardAccumulator is around a nested tf.function with merge calls, at {where}. Such a "
-            "function runs once for all replicas, and has no forward-mode derivative for each. Call its Python "
-            "function, f.python_function(x), or use tf.GradientTape."
-        )
-
-    @classmethod
-    def shared_variable(cls, name: str, replica: str, where: str) -> MergeCallGraphError:
-        """A replica asked for the gradient of a plain variable that other replicas use in the same operator as well."""
-        return cls(
-            f"The gradient of the variable {name!r} for {replica} alone cannot be told, at {where}: several replicas "
-            "read this one variable in a tf.cond, tf.while_loop or tf.function with merge calls, which has one "
-            "gradient for it. Create the variable under `with strategy.scope():`: then each replica has a component of "
-            "its own."
-        )
-
-    @classmethod
     def swallowed(cls) -> MergeCallGraphError:
         """User code caught the exception with which a nested `tf.function` becomes a sync point."""
         return cls(
@@ -182,16 +162,10 @@ class MergeCallGraphError(ReplicaEngineError, RuntimeError):
 
 
 class NotInReplicaError(ReplicaEngineError, RuntimeError):
-    """A replica's context was used from a thread that is not running that replica."""
+    """A replica's context was used from a thread that is not running that replica.
 
-    @classmethod
-    def other_thread(cls, thread: str) -> NotInReplicaError:
-        """The call comes from a thread that the user started."""
-        return cls(
-            f"merge_call was called on the thread {thread!r}, which is not running a replica of this context. Call it "
-            "from the function that strategy.run runs, on the thread that runs it: another thread can compute values, "
-            "and the replica's thread passes them to merge_call."
-        )
+    Raised by the call. Use the context only in the function that `strategy.run` runs, and on its thread.
+    """
 
     @classmethod
     def used_after_run(cls) -> NotInReplicaError:
@@ -202,18 +176,13 @@ class NotInReplicaError(ReplicaEngineError, RuntimeError):
             'reduce the results: strategy.reduce("SUM", results, axis=None).'
         )
 
-    @classmethod
-    def run_has_ended(cls) -> NotInReplicaError:
-        """A tape that was made in a replica was asked for gradients after `strategy.run` had returned."""
-        return cls(
-            "A gradient tape was asked for the gradient of an operator with merge calls after strategy.run had "
-            "returned. All replicas compute it together, so ask the tape inside the function that strategy.run runs, "
-            "and return the gradients."
-        )
-
 
 class VariableMismatchError(ReplicaEngineError, RuntimeError):
-    """A replica asked for a variable that the first replica did not create."""
+    """A replica asked for a variable that the first replica did not create.
+
+    Raised where the replica creates the variable. Create the same variables, in the same order, on every replica; best
+    before the run.
+    """
 
     @classmethod
     def not_created(cls, name: str | None, replica: str, where: str, created: Sequence[str]) -> VariableMismatchError:
@@ -239,17 +208,17 @@ class ReplicaUnwound(BaseException):
         super().__init__(message)
 
 
-@with_more
 def warn_different_lines(name: str, first: tuple[int, str], other: tuple[int, str]) -> str:
     """The warning that replicas met in one sync point from different lines: their values may not belong together."""
-    return (
+    return warning(
+        "warn_different_lines",
         f"Replicas met in one {name} from different lines:\n"
         f"  replica {first[0]}: {first[1]}\n"
         f"  replica {other[0]}: {other[1]}\n"
         "Replicas meet in the order in which they come, so what these two lines bring is merged. If the replicas reach "
         "their sync points in different orders, values are mixed that do not belong together. Choose the values in the "
         "branch, and make the call after it, on one line for all replicas. If the lines belong together, nothing is "
-        "wrong."
+        "wrong.",
     )
 
 
@@ -273,11 +242,6 @@ def note_failed_alike(error: BaseException, replicas: Sequence[int]) -> None:
     if replicas:
         numbers = ", ".join(map(str, sorted(set(replicas))))
         add_note(error, f"also failed, in the same way: replica{'s' if len(set(replicas)) > 1 else ''} {numbers}")
-
-
-def note_merge_failure(error: BaseException, name: str, where: str) -> None:
-    """Adds a note to an exception of a merge function: where the replicas met."""
-    add_note(error, f"raised in merge function {name}, in cross-replica context; the replicas met at {where}")
 
 
 def note_sync_points(error: BaseException, lines: Sequence[str], path: str | None) -> None:

@@ -79,6 +79,9 @@ class CoordinatorRow:
 class ReplicaTimeoutError(ReplicaEngineError, TimeoutError):
     """A replica, a merge function, a host call or a compiled program did not return within `timeout` seconds.
 
+    Raised only where a limit was set, with `timeout=` of the strategy. The table shows where each replica stands: look
+    for the one that others wait for, or raise the limit.
+
     Attributes:
         rows: one `ReplicaRow` for each replica, as it was when time ran out.
         coordinator: the `CoordinatorRow` of the thread that called `run`.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief, meant_reduction
 
 
 class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
-    """A value, or a structure of values, cannot be passed to replicas, reduced, or joined."""
+    """A value, or a structure of values, cannot be passed to replicas, reduced, or joined.
+
+    Raised by the call that gets the value. Pass and return tensors, numbers, and structures of them, one for each
+    replica.
+    """
 
     @classmethod
     def other_size(cls, name: str, given: int, size: int) -> ReplicaValueError:
@@ -17,14 +19,6 @@ class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
             f"{name} is a distributed value of {given} replica{'' if given == 1 else 's'}, but this strategy has "
             f"{size}. The values of a strategy are for its own replicas only: make the value again with "
             "strategy.experimental_distribute_values_from_function(fn)."
-        )
-
-    @classmethod
-    def distributed(cls, name: str) -> ReplicaValueError:
-        """A distributed value contains another distributed value."""
-        return cls(
-            f"{name} is a distributed value whose components are distributed values. Give each replica a tensor, or "
-            "a structure of tensors."
         )
 
     @classmethod
@@ -53,14 +47,6 @@ class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
         return cls(f"{name} cannot become a tensor: {reason.rstrip('.')}. It is {brief(value)}.")
 
     @classmethod
-    def not_reducible(cls, value: object) -> ReplicaValueError:
-        """The value of a replica is not a tensor."""
-        return cls(
-            f"Values of replicas are reduced as tensors, but a replica has {brief(value)}. Return tensors or numbers "
-            "from the replicas. For ragged and sparse tensors, reduce the parts: x.flat_values, tf.sparse.to_dense(x)."
-        )
-
-    @classmethod
     def sum_of_one(cls, value: object, of_variable: bool) -> ReplicaValueError:
         """The sum was requested of one value that all replicas share."""
         own = (
@@ -85,36 +71,11 @@ class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
         return cls(f"Values of dtype {dtype} have no sum and no mean over replicas. {instead}")
 
     @classmethod
-    def no_such_axis(cls, axis: object, shape: str) -> ReplicaValueError:
-        """The values have no such axis to reduce along; a loss of each replica is mostly a scalar."""
-        return cls(
-            f"Values are reduced over replicas and along axis {axis}, but a replica has a value of shape {shape}, "
-            "which has no such axis. axis=None reduces over replicas only."
-        )
-
-    @classmethod
-    def other_shapes(cls, shapes: Sequence[str]) -> ReplicaValueError:
-        """The values of the replicas have different shapes, such as those of parts of a batch."""
-        return cls(
-            f"The values of the replicas have different shapes, {' and '.join(shapes)}, and cannot be added. If they "
-            "are rows of a batch, strategy.reduce(op, x, axis=0) reduces the rows of all replicas, and "
-            "strategy.gather(x, axis=0) puts them into one tensor."
-        )
-
-    @classmethod
     def bad_reduction(cls, given: object) -> ReplicaValueError:
         """The reduction is unknown."""
         return cls(
             f'Values are reduced with "SUM" or "MEAN", or a tf.distribute.ReduceOp; got {brief(given)}.'
             f"{meant_reduction(given, ('SUM', 'MEAN'), 'strategy.experimental_local_results(values)')}"
-        )
-
-    @classmethod
-    def swapped(cls, reduction: str) -> ReplicaValueError:
-        """The values come before the reduction."""
-        return cls(
-            "The first two arguments of strategy.reduce are swapped: the reduction comes first, then the values. Write "
-            f'strategy.reduce("{reduction}", values, axis=None).'
         )
 
     @classmethod
@@ -140,89 +101,21 @@ class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
         return cls(f"`kwargs` must be a mapping of names to arguments, kwargs={{'x': x}}, or None; got {brief(given)}.")
 
     @classmethod
-    def no_strategy(cls, given: object) -> ReplicaValueError:
-        """The first argument is not a strategy."""
-        return cls(f"The first argument must be the strategy that the replicas belong to; got {brief(given)}.")
-
-    @classmethod
-    def bad_flag(cls, name: str, given: object) -> ReplicaValueError:
-        """A flag is neither True nor False."""
-        return cls(f"{name} must be True or False; got {brief(given)}.")
-
-    @classmethod
-    def bad_choice(cls, name: str, given: object, choices: Sequence[str]) -> ReplicaValueError:
-        """A word is none of those that an argument takes."""
-        return cls(f"{name} must be {', '.join(map(repr, choices))} or None; got {brief(given)}.")
-
-    @classmethod
     def bad_rows(cls, name: str, given: object) -> ReplicaValueError:
         """A number of rows is negative or not an int."""
         return cls(f"{name} must be an int that is not negative, or None; got {brief(given)}.")
 
-    @classmethod
-    def no_rows(cls, value: object) -> ReplicaValueError:
-        """The outputs of the replicas cannot be joined by rows."""
-        return cls(
-            "Outputs of replicas are joined by rows, so each leaf must be a tensor or an array on every replica; one "
-            f"leaf is {brief(value)}."
-        )
-
-    @classmethod
-    def bad_steps(cls, given: object) -> ReplicaValueError:
-        """The number of micro-batches is not a positive int."""
-        return cls(
-            f"steps, the number of parts that a batch is computed in, must be a positive int; got {brief(given)}."
-        )
-
-    @classmethod
-    def bad_accumulation(cls, given: object) -> ReplicaValueError:
-        """The results of micro-batches are combined in an unknown way."""
-        return cls(f'Results of the parts of a batch are combined with "mean" or "sum"; got {brief(given)}.')
-
-    @classmethod
-    def not_averaged(cls, dtype: str) -> ReplicaValueError:
-        """A micro-batch returned a number that has no mean."""
-        return cls(
-            f"A result of a part of the batch is {dtype}, and only floating numbers are averaged. Cast it, "
-            'tf.cast(x, tf.float32), or add the results up: accumulate(..., reduction="sum").'
-        )
-
-    @classmethod
-    def none_at_first(cls) -> ReplicaValueError:
-        """In a graph, a result is None for the first micro-batch, and a tensor for a later one."""
-        return cls(
-            "A result of the function for `accumulate` is None for the first part of the batch, and a tensor for a "
-            "later one. The parts of a graph return the same: return zeros for None. For gradients, write "
-            "tape.gradient(loss, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)."
-        )
-
 
 class NoValueError(ReplicaEngineError, AttributeError):
-    """A tensor of a traced function was asked for its value, or values of several replicas for what one tensor has."""
+    """A tensor of a traced function was asked for its value, or values of several replicas for what one tensor has.
+
+    Raised where the attribute is read. Compute with ops of TensorFlow, and read results after the run.
+    """
 
     @classmethod
     def several(cls, name: str, in_replica: bool) -> NoValueError:
         """The result of `run` is asked for an attribute that only one tensor has."""
         return cls(f"x.{name} is of one tensor, but x holds one value for each replica. {_one_of(in_replica)}")
-
-    @classmethod
-    def numpy(cls) -> NoValueError:
-        """A traced function calls `x.numpy()`."""
-        return cls(
-            "numpy() was called on a tensor x of a function that is traced: of a tf.function, or of a function that "
-            "TPUStrategy runs. While it is traced, x has no value yet. Compute with TensorFlow's ops, or return x and "
-            "read it after the run. To see it while the function runs: tf.print(x), or "
-            "tf.py_function(fn, [x], x.dtype)."
-        )
-
-
-def update_in_graph() -> str:
-    """The text of an assertion: in a graph outside replicas, the one variable of all gets different values."""
-    return (
-        "A variable that has one value on all replicas is updated, in a tf.function and outside replicas, with values "
-        'that differ between the replicas. Update it with one value, strategy.reduce("MEAN", x, axis=None), or in the '
-        "replicas: strategy.run(lambda x: variable.assign(x), args=(x,))."
-    )
 
 
 _ONE_TRUTH = "Write any(strategy.experimental_local_results(x)), or all(...)."

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from replica_engine.errors.base import ReplicaEngineError, with_more
+from replica_engine.errors.base import ReplicaEngineError, warning
 
 
 class TensorFlowVersionError(ReplicaEngineError, ImportError):
     """TensorFlow or Keras is missing, or its version does not serve.
 
     replica_engine does not install TensorFlow by itself, since `tensorflow` and `tensorflow-cpu` both serve.
+
+    Raised by `import replica_engine`. Run the `pip install` of the message.
     """
 
     @classmethod
@@ -37,13 +39,13 @@ class TensorFlowVersionError(ReplicaEngineError, ImportError):
         )
 
 
-@with_more
 def untested_version(package: str, version: str, oldest: str, newest: str) -> str:
     """The warning that an installed package is newer than those that the library was tested with."""
-    return (
+    return warning(
+        "untested_version",
         f"{package} {version} is newer than what replica_engine was tested with, {oldest} to {newest}. Private names "
         f"may be missing or behave in another way. The newest tested version: "
-        f'pip install "{_distribution(package)}=={newest}.*"'
+        f'pip install "{_distribution(package)}=={newest}.*"',
     )
 
 

@@ -55,7 +55,12 @@ def check_free(address: str) -> None:
             asking.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do no harm
             asking.bind(("", port))
     except OSError as error:
-        raise ClusterConfigError.port_taken(address, str(error.strerror)) from None
+        raise ClusterConfigError.about(
+            "TF_CONFIG.cluster",
+            f"TensorFlow's server of this worker cannot listen at the port of {address}: {error.strerror}. Another "
+            "process has it, such as a worker of an earlier run. End that process, or give this worker another port, "
+            "in the cluster that all workers are told.",
+        ) from None
 
 
 def held_address(coordinator: str, reached: str = "") -> tuple[str, socket.socket]:

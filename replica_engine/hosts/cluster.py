@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from replica_engine.errors import ClusterConfigError
+from replica_engine.errors.base import shown
 from replica_engine.hosts import schedulers
 
 PROCESS_ID = "REPLICA_ENGINE_PROCESS_ID"
@@ -119,7 +120,11 @@ def _tf_config(environ: Mapping[str, str]) -> Cluster | None:
     try:
         config = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ClusterConfigError.not_json(_TF_CONFIG, text, str(error)) from None
+        raise ClusterConfigError.about(
+            _TF_CONFIG,
+            f"{_TF_CONFIG} is not JSON ({error}): {shown(text)}. Write, for two workers: "
+            '{"cluster": {"worker": ["host-a:2222", "host-b:2222"]}, "task": {"type": "worker", "index": 0}}',
+        ) from None
     if not isinstance(config, dict):
         raise ClusterConfigError.bad_value(_TF_CONFIG, config, "an object with the fields `cluster` and `task`")
     if not config.get("cluster"):

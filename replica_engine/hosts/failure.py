@@ -12,7 +12,6 @@ from typing import Any
 
 from replica_engine import errors
 from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow
-from replica_engine.errors.hosts import lost_of
 
 _WORDINGS = {
     "WorkerLostError": ("killed", "exited", "vanished", "raised", "left", "silent", "no_coordinator"),
@@ -89,7 +88,8 @@ def print_place(error: BaseException, trace: TracebackType | None) -> bool:
     frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(_OURS)]
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames)]
     notes = [f"{note}\n" for note in getattr(error, "__notes__", ())]
-    sys.stderr.write("".join([*lines, f"{type(error).__module__}.{type(error).__name__}: {lost_of(error)}\n", *notes]))
+    lost = f"worker {error.worker} ({error.host}, pid {error.pid}) is lost; `replica-engine launch` says below how"
+    sys.stderr.write("".join([*lines, f"{type(error).__module__}.{type(error).__name__}: {lost}\n", *notes]))
     return True
 
 

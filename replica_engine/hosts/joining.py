@@ -15,14 +15,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from replica_engine._version import __version__
-from replica_engine.errors import (
-    ClusterConfigError,
-    WorkerLostError,
-    WorkersMissingError,
-    only_local,
-    tries_again,
-)
-from replica_engine.errors.hosts import LAUNCHED, TOKEN
+from replica_engine.errors import ClusterConfigError, WorkerLostError, WorkersMissingError
+from replica_engine.errors.hosts import LAUNCHED, TOKEN, tries_again
 from replica_engine.hosts import serve, wire
 from replica_engine.hosts.addresses import is_loopback
 from replica_engine.hosts.cluster import Cluster, find_cluster, split_address
@@ -76,7 +70,12 @@ def join(
     limits = limits_of(environ)
     token = environ.get(TOKEN, "")
     if not token:
-        raise ClusterConfigError.no_token(cluster.coordinator or "127.0.0.1")
+        raise ClusterConfigError.about(
+            TOKEN,
+            f"{TOKEN} is not set. The coordinator at {cluster.coordinator or '127.0.0.1'} takes only workers in that "
+            f"know the job's token. Set it to the same secret text for all workers: export {TOKEN}=$(openssl rand -hex "
+            "16), before the job starts. `replica-engine launch` makes one by itself.",
+        )
     address = cluster.coordinator
     launched = environ.get(LAUNCHED) == "1"  # the coordinator runs in the launcher, so worker 0 starts none
     again = 0.0 if launched else min(EARLIER_RUN, limits.join)  # our launcher begins again when all have ended
@@ -85,7 +84,12 @@ def join(
         listening = serve.start(cluster.num_processes, token, where, limits, again)
         asked = split_address(where)[0]
         if asked != "localhost" and not _is_number(asked) and is_loopback(split_address(listening)[0]):
-            LOGGER.warning(only_local(asked, listening))
+            LOGGER.warning(
+                f"The coordinator listens at {listening}, since the name {asked} leads there on its own machine: "
+                "workers on other machines cannot reach it. If there are any, set "
+                f"REPLICA_ENGINE_LISTEN=0.0.0.0:{listening.rpartition(':')[2]} for worker 0, which listens at all "
+                "addresses of the machine."
+            )
         address = address or listening
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     about = {
@@ -145,7 +149,12 @@ def _is_number(host: str) -> bool:
 def check_joins_once(cluster: Cluster) -> None:
     """Raises ClusterConfigError if this process is that worker of that job already."""
     if cluster.coordinator and member_of(cluster.coordinator, cluster.process_id) is not None:
-        raise ClusterConfigError.joined(cluster.process_id, cluster.coordinator)
+        raise ClusterConfigError.about(
+            "process_id",
+            f"This process has joined the job at {cluster.coordinator} already, as worker {cluster.process_id}. A "
+            "process joins its job once: use either MultiWorkerMirroredStrategy or TPUStrategy in it, or hosts.join "
+            "without them. Several strategies of one kind share what the first one has joined.",
+        )
 
 
 def limits_of(environ: Mapping[str, str]) -> Limits:
@@ -192,7 +201,11 @@ def welcome(connection: socket.socket, token: str, hello: Message, address: str)
             return float(rest[1]), lines, messages
     except (BadMessageError, TypeError, ValueError, IndexError) as error:
         raise ConnectionError(f"what answers there is no coordinator ({error})") from None
-    raise ClusterConfigError.other_token(address)
+    raise ClusterConfigError.about(
+        TOKEN,
+        f"The coordinator at {address} has another {TOKEN}. Either the variable differs between workers, or the "
+        "address is that of another job.",
+    )
 
 
 def _seconds(environ: Mapping[str, str], field: str, default: float) -> float:

@@ -32,8 +32,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow, slow_workers, where_workers_are
+from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow
 from replica_engine.errors.base import in_words
+from replica_engine.errors.hosts import slow_workers, where_workers_are
 from replica_engine.hosts import wire
 from replica_engine.hosts.clock import ClockComparison, ClockOffset, Silence
 from replica_engine.hosts.failure import Failure, print_place

@@ -17,7 +17,8 @@ import threading
 import time
 from typing import Any
 
-from replica_engine.errors import ClusterConfigError, tries_again
+from replica_engine.errors import ClusterConfigError
+from replica_engine.errors.hosts import tries_again
 from replica_engine.hosts.job import Limits
 
 LOGGER = logging.getLogger("replica_engine")
@@ -90,5 +91,11 @@ def child(module: str, settings: dict[str, Any]) -> dict[str, Any]:
         line = stdout.readline()
     answer: dict[str, Any] = json.loads(line) if line else {"wrong": f"its process ended with {process.wait()}"}
     if "wrong" in answer:
-        raise ClusterConfigError.not_bound(settings["address"], answer["wrong"])
+        raise ClusterConfigError.about(
+            "REPLICA_ENGINE_COORDINATOR",
+            f"The coordinator cannot listen at {settings['address']}: {answer['wrong']}. Set "
+            "REPLICA_ENGINE_COORDINATOR to an address of worker 0's machine and a free port, the same for all workers. "
+            "If the others reach that machine under another address than its own, set REPLICA_ENGINE_LISTEN to its "
+            "own.",
+        )
     return answer

@@ -14,7 +14,9 @@ import tensorflow as tf
 
 from replica_engine._tf.keras import model as keras_model
 from replica_engine.diagnostics.op_lines import is_scope_of
-from replica_engine.errors import LoweringError, ReplicaEngineError, add_note, note_sparse_inputs
+from replica_engine.errors import LoweringError, ReplicaEngineError
+from replica_engine.errors.base import add_note
+from replica_engine.errors.models import note_sparse_inputs
 from replica_engine.values import samples
 
 PROGRESS_EVERY = 10.0

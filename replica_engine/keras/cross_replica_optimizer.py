@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from replica_engine._tf.graphs import autograph
 from replica_engine.errors import OptimizerError
+from replica_engine.errors.base import brief, shown
 from replica_engine.keras.optimizer import REDUCTIONS, apply_across_replicas
 
 
@@ -54,9 +55,11 @@ class CrossReplicaOptimizer(keras.optimizers.Optimizer):
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, reduction: str = "mean", name: str | None = None):
         if not isinstance(optimizer, keras.optimizers.Optimizer):
-            raise OptimizerError.no_optimizer(optimizer)
+            raise OptimizerError(
+                f"CrossReplicaOptimizer wraps a Keras optimizer (keras.optimizers.Optimizer); got {brief(optimizer)}."
+            )
         if reduction not in REDUCTIONS:
-            raise OptimizerError.bad_reduction(reduction)
+            raise OptimizerError(f'reduction must be "mean" or "sum"; got {shown(reduction)}.')
         super().__init__(learning_rate=0.0, name=name or optimizer.name)
         self.inner_optimizer = optimizer
         self.reduction = reduction

@@ -106,7 +106,11 @@ def _running(kind: type, name: str) -> Callable[..., Any]:
         replicas = getattr(self, _SLOT)
         data = args[0] if args else kwargs.get("x")
         if isinstance(data, (tf.distribute.DistributedDataset, tf.distribute.DistributedIterator)):
-            raise BatchError.distributed(name, type(data).__name__)
+            raise BatchError(
+                f"{name} of a replicated model got a {type(data).__name__}, and divides each batch among the "
+                "replicas itself. Pass the dataset as it is, before experimental_distribute_dataset: "
+                "replicated.fit(dataset)."
+            )
         try:
             with replicas.entered():
                 return method(self, *args, **kwargs)

@@ -25,7 +25,8 @@ from replica_engine import xla
 from replica_engine._tf.graphs import control_flow
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
-from replica_engine.errors import CollectiveError, many_batch_sizes
+from replica_engine.errors import CollectiveError
+from replica_engine.errors.base import warning
 from replica_engine.keras.compiling import compiling, layers_named, sparse_inputs_named
 from replica_engine.keras.shard import Longer, Shard
 from replica_engine.keras.steps import Logs, across_replicas, run_step
@@ -173,7 +174,12 @@ class OnXla:
     def _tell_of_many(self, name: str) -> None:
         sizes = sum(name in key for key in self._compiled)
         if sizes == MANY_SIZES:
-            _logger.warning(many_batch_sizes(name, self._model.name, sizes))
+            text = (
+                f"{name} of {self._model.name!r} has been compiled for {sizes} batch sizes, once for each size. "
+                "Batches of one size compile once. replicate_model(model, "
+                "strategy=replica_engine.MirroredStrategy(...)) has one graph for all sizes."
+            )
+            _logger.warning(warning("many_batch_sizes", text))
 
     def _launch(self, step: Callable[..., Any], name: str, data: Any, size: int) -> Any:
         return self._strategy.extended.run_of(self._programs, _named(name, step), (name, data, size))

@@ -53,7 +53,11 @@ def apply_across_replicas(
     """
     context = tf.distribute.get_replica_context()
     if context is None:
-        raise OptimizerError.not_in_replica()
+        raise OptimizerError(
+            "The optimizer reduces gradients over the replicas and applies them in replica context: call apply() "
+            "in the function that is given to strategy.run, not in a merge function or under strategy.scope() "
+            "alone."
+        )
     merge = _Merge(optimizer, apply, variables, reduction)
     if any(map(keras_accumulation.accumulates, keras_model.with_inner_optimizers(optimizer))):
         if not optimizer.built:

@@ -101,7 +101,11 @@ class Replicas:
             return
         if current is not None:
             if current._thread != me:
-                raise ReplicateError.busy(self.original.name)
+                raise ReplicateError(
+                    f"The model {self.original.name!r} is running on other replicas in another thread. Two "
+                    "replicated models of one original model must take turns. Wait for the other one, or use one "
+                    "replicated model in both threads."
+                )
             current._suspend()
         self._outer, self._thread, self._depth = current, me, 1
         try:
@@ -261,4 +265,8 @@ class Replicas:
         optimizer = getattr(self._model, "optimizer", None)
         unknown = [] if optimizer is None else keras_model.unknown_to(optimizer, self._model.trainable_variables)
         if unknown:
-            raise OptimizerError.unknown_weights(sorted({variable.path.split("/")[-2] for variable in unknown}))
+            layers = sorted({variable.path.split("/")[-2] for variable in unknown})
+            raise OptimizerError(
+                f"The optimizer was built before the weights of {', '.join(layers)} became trainable, so it has no "
+                "state for them. Call compile() again after changing `trainable`."
+            )

@@ -11,7 +11,8 @@ import tensorflow as tf
 from replica_engine._tf import patches
 from replica_engine._tf.keras import model as keras_model
 from replica_engine.diagnostics.user_frames import FOLDERS
-from replica_engine.errors import ReplicateError, positive_int
+from replica_engine.errors import ReplicateError
+from replica_engine.errors.base import brief, positive_int, shown
 from replica_engine.keras.choice import choose
 from replica_engine.keras.model import is_replicated, replicated
 from replica_engine.strategies.backend import has_backend
@@ -67,10 +68,17 @@ def replicate_model(
             reason,
         )
     elif not isinstance(strategy, tf.distribute.Strategy) or not has_backend(strategy):
-        raise ReplicateError.bad_strategy(strategy)
+        raise ReplicateError(
+            "strategy must be a MirroredStrategy, MultiWorkerMirroredStrategy or TPUStrategy of replica_engine, or "
+            "one of your own whose extended class has ReplicaThreads, or None to let replicate_model choose; got "
+            f"{brief(strategy)}."
+        )
     present = strategy.num_replicas_in_sync
     if count is not None and count != present:
-        raise ReplicateError.too_many(count, type(strategy).__name__, present)
+        raise ReplicateError(
+            f"{count} replicas were requested, but the {type(strategy).__name__} that was given has {present}. "
+            "Leave out `replicas`, or pass a strategy with that many devices."
+        )
     _check_inputs(model, present)
     patches.hide_frames(FOLDERS)
     twin = replicated(model, strategy)
@@ -81,18 +89,29 @@ def replicate_model(
 
 def _check(model: Any) -> None:
     if keras.backend.backend() != "tensorflow":
-        raise ReplicateError.other_backend(keras.backend.backend())
+        raise ReplicateError(
+            f"Replicas run TensorFlow, but Keras runs on the backend {keras.backend.backend()!r} in this process. "
+            "Set KERAS_BACKEND=tensorflow in the environment before keras is imported."
+        )
     if not isinstance(model, keras.Model):
-        raise ReplicateError.not_a_model(model)
+        raise ReplicateError(f"replicate_model takes a Keras 3 model (keras.Model); got {brief(model)}.")
     if is_replicated(model):
-        raise ReplicateError.replicated(model.name)
+        raise ReplicateError(
+            f"The model {model.name!r} is replicated already. Replicate the original one, with other replicas."
+        )
     if keras_model.strategy_of(model) is not None:
-        raise ReplicateError.of_strategy(model.name)
+        raise ReplicateError(
+            f"The model {model.name!r} was built under strategy.scope(), so it already runs on the replicas of "
+            "that strategy. Build it outside of the scope to replicate it."
+        )
     unbuilt = keras_model.unbuilt_layers(model)
     if unbuilt:
         raise ReplicateError.unbuilt(model.name, unbuilt[-1])
     if own := keras_model.own_functions(model):
-        raise ReplicateError.own_function(model.name, own[0])
+        raise ReplicateError(
+            f"The model {model.name!r} overrides {own[0]}, but replicate_model replaces this method. Override "
+            "train_step, test_step or predict_step instead: they run on each replica."
+        )
 
 
 def _check_inputs(model: keras.Model, replicas: int) -> None:
@@ -100,7 +119,11 @@ def _check_inputs(model: keras.Model, replicas: int) -> None:
     for tensor in keras.tree.flatten(inputs) if inputs else ():
         size = tensor.shape[0] if isinstance(tensor, keras.KerasTensor) and tensor.shape else None
         if size is not None and replicas > 1:
-            raise ReplicateError.fixed_batch(tensor.name, size, -(-size // replicas), replicas)
+            raise ReplicateError(
+                f"The input {tensor.name!r} has a fixed batch size of {size}, but each of {replicas} replicas "
+                f"would get {-(-size // replicas)} samples. Build the model with keras.Input(shape), without a "
+                "batch size."
+            )
 
 
 def _number(replicas: Any) -> int | None:
@@ -108,5 +131,5 @@ def _number(replicas: Any) -> int | None:
         return None
     count = positive_int(replicas)
     if count is None:
-        raise ReplicateError.bad_count(replicas)
+        raise ReplicateError(f"replicas must be a positive int, or None for all devices; got {shown(replicas)}.")
     return count

@@ -99,11 +99,18 @@ def _value(name: str, value: Any, share: Shard) -> tf.Tensor:
     is_variable = isinstance(value, (keras.Variable, tf.Variable))
     tensor = tf.convert_to_tensor(value)
     if not (_is_mean(tensor) or tensor.dtype.is_integer or tensor.dtype.is_bool):
-        raise LogError.not_a_number(name, tensor.dtype.name)
+        raise LogError(
+            f"The step returned {name!r} of dtype {tensor.dtype.name}, of which no mean over replicas exists. "
+            "Return numbers, or print it in a callback."
+        )
     if not share.whole and share.replicas > 1:
         shard = tf.get_static_value(share.rows)
         if tensor.shape.rank is None or (tensor.shape.rank and tensor.shape[0] in (None, shard)):
-            raise LogError.of_samples(name, str(tensor.shape))
+            raise LogError(
+                f"The step returned {name!r} of shape {tensor.shape}, which may be one number for each sample "
+                "of the replica's shard. One device would return those of the whole batch. Return their mean, "
+                f'{{"{name}": tf.reduce_mean(...)}}, or the result() of a metric.'
+            )
         if not _is_mean(tensor) and not is_variable:
             _check_integer(name, tensor, shard)
     return tf.cast(tensor, "float32") if tensor.dtype in (tf.float16, tf.bfloat16) else tensor
@@ -113,7 +120,12 @@ def _check_integer(name: str, tensor: tf.Tensor, shard: Any) -> None:
     """Raises LogError unless the graph shows that an integer has nothing to do with the samples of the shard."""
     known = rows.origin(tensor, of_variables=True)
     if known is None or known.of_lengths or shard in known.numbers:  # a length of a known shape is a constant
-        raise LogError.integer(name, tensor.dtype.name)
+        raise LogError(
+            f"The step returned {name!r} of dtype {tensor.dtype.name}, which may be a count of the replica's "
+            "shard. One device would count the whole batch. For a sum over samples return the result() of a "
+            f'keras.metrics.Sum; for a mean return {{"{name}": tf.cast(..., "float32")}}; for a counter of steps '
+            "return the variable."
+        )
 
 
 def _is_mean(value: tf.Tensor) -> bool:

@@ -14,7 +14,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from replica_engine.errors import DeviceError, warn_not_started
+from replica_engine.errors import DeviceError
+from replica_engine.errors.base import warning
 from replica_engine.pjrt.jaxlib import jax, xla_bridge
 
 _PLUGINS = {"tpu": ("tpu",), "gpu": ("cuda", "rocm", "oneapi")}
@@ -26,6 +27,10 @@ LIBTPU = "TPU_LIBRARY_PATH"
 _raised: dict[str, str] = {}  # by plugin: what jax has raised
 _told: set[str] = set()
 _logger = logging.getLogger("replica_engine")
+_CAUSES = (
+    "Another process may use the devices, the driver may not fit the installed package, or a lock file of an earlier "
+    "process may be left. Mend that, and start the process again."
+)
 
 
 def local(platform: str) -> tuple[Any, ...]:
@@ -42,8 +47,14 @@ def none_of(platform: str, present: list[str]) -> DeviceError:
     """The error for a platform that was asked for and has no devices; `present` are those that have."""
     reason = _reason(platform)
     if reason:
-        return DeviceError.not_started(platform, reason, present)
-    return DeviceError.none_of_platform(platform, present)
+        return DeviceError(
+            f"jax could not start the {platform.upper()} platform: {reason.strip()}\n{_CAUSES} This process has: "
+            f"{', '.join(present)}."
+        )
+    return DeviceError(
+        f"jax finds no {platform.upper()} device. This process has: {', '.join(present)}. For GPUs install "
+        '"replica-engine[cuda]", for TPUs "replica-engine[tpu]".'
+    )
 
 
 def warn_of_fallback(platform: str, instead: str) -> None:
@@ -51,7 +62,13 @@ def warn_of_fallback(platform: str, instead: str) -> None:
     reason = _reason(platform)
     if reason and platform not in _told:
         _told.add(platform)
-        _logger.warning(warn_not_started(platform, reason, instead))
+        text = (
+            f"jax could not start the {platform.upper()} platform, so this process runs on {instead.upper()} devices: "
+            f"{reason.strip()}\n{_CAUSES} To make it an error, ask for it: xla.PjrtClusterResolver({platform!r}). "
+            f"To take {instead.upper()} devices without this warning, ask for those: "
+            f"xla.PjrtClusterResolver({instead!r})."
+        )
+        _logger.warning(warning("warn_not_started", text))
 
 
 def _found(devices: Callable[[], list[Any]]) -> tuple[Any, ...]:

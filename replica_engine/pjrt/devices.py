@@ -11,7 +11,8 @@ import threading
 from typing import Any
 
 from replica_engine import hosts
-from replica_engine.errors import DeviceError, positive_int
+from replica_engine.errors import DeviceError
+from replica_engine.errors.base import positive_int, shown
 from replica_engine.pjrt import abandoned, accelerators, workers
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import make_cpu_client
@@ -55,7 +56,12 @@ def device_group(platform: str | None = None, count: int | None = None) -> Devic
     if not devices:
         raise accelerators.none_of(platform, [name for name in PLATFORMS if name == "cpu" or _accelerators(name)])
     if count is not None and count > len(devices):
-        raise DeviceError.too_few(count, platform.upper(), len(devices))
+        present = len(devices)
+        raise DeviceError(
+            f"{count} replicas need {count} {platform.upper()} devices, but this process has {present}. Ask for "
+            f"{present} or fewer, or run on CPU devices, which are made in the number that you ask for: "
+            f"TPUStrategy(xla.PjrtClusterResolver('cpu'), num_cores={min(count, 1024)})."
+        )
     return _group(platform, devices[:count])
 
 
@@ -95,7 +101,10 @@ def platform_named(platform: str | None) -> str | None:
     if platform is None:
         return None
     if not isinstance(platform, str) or platform.lower() not in PLATFORMS:
-        raise DeviceError.unknown_platform(platform, PLATFORMS)
+        raise DeviceError(
+            f"No such platform: {shown(platform)}. Pass one of {', '.join(PLATFORMS)}, or None for the first of "
+            "these that has devices."
+        )
     return platform.lower()
 
 

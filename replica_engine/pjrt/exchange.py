@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from replica_engine.errors import CoordinatorRow, ReplicaRow, ReplicaTimeoutError, note_workers
+from replica_engine.errors import CoordinatorRow, ReplicaRow, ReplicaTimeoutError
+from replica_engine.errors.threads import note_workers
 from replica_engine.pjrt import abandoned
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup, held_off

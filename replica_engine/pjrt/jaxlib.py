@@ -12,7 +12,8 @@ import os
 import re
 from typing import Any
 
-from replica_engine.errors import BackendMissingError, untested_version
+from replica_engine.errors import BackendMissingError
+from replica_engine.errors.versions import untested_version
 
 OLDEST = (0, 8, 0)
 """The oldest version that serves: the limit below could not be set before, so XLA ended the process after 40 s."""
@@ -29,7 +30,10 @@ VERSION = tuple(map(int, re.findall(r"\d+", jax.__version__)[:3]))
 """The version of jax, without what follows its numbers."""
 
 if VERSION < OLDEST:
-    raise BackendMissingError.unsupported(jax.__version__, ".".join(map(str, OLDEST)))
+    raise BackendMissingError(
+        f"jax {jax.__version__} is installed; replica_engine needs {'.'.join(map(str, OLDEST))} or newer. Install it "
+        'with\n    pip install --upgrade "replica-engine[xla]"'
+    )
 
 if VERSION[:2] > TESTED:
     oldest, newest = ".".join(map(str, OLDEST[:2])), ".".join(map(str, TESTED))
@@ -65,7 +69,10 @@ try:
     from jaxlib.mlir.dialects import stablehlo as hlo
     from jaxlib.xla_client import CompileOptions, DeviceAssignment, make_cpu_client
 except ImportError as error:
-    raise BackendMissingError.name_vanished(jax.__version__, error) from None
+    raise BackendMissingError(
+        f"jax {jax.__version__} lacks a name that replica_engine uses ({error}). Install a version that "
+        'replica_engine was tested with:\n    pip install "jax==0.10.2" "jaxlib==0.10.2"'
+    ) from None
 
 # XLA aborts the process when a replica waits in a collective for longer than 40 s. A loaded machine may well take that
 # long, and nothing here may end the process. The limit is a flag that jaxlib reads once, when it first needs a flag.

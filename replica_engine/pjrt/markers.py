@@ -119,7 +119,10 @@ def parameters_of(marker: Any) -> dict[str, Any]:
 
 def _replace_host_call(marker: Any, platform: str) -> None:
     if platform not in HOST_CALL_TARGETS:
-        raise DeviceError.no_host_calls(platform)
+        raise DeviceError(
+            f"outside_compilation works on CPU and GPU devices; programs for {platform.upper()} devices cannot "
+            "call Python functions yet. Do the host work before and after the run."
+        )
     marker.attributes["call_target_name"] = ir.StringAttr.get(HOST_CALL_TARGETS[platform])
     marker.attributes["backend_config"] = ir.Attribute.parse(f"{{index = {parameters_of(marker)['index']} : ui64}}")
     marker.attributes["api_version"] = ir.Attribute.parse("4 : i32")  # typed FFI

@@ -169,7 +169,11 @@ def group_of_job(
         there = min(map(len, workers.devices))
         if count is not None and count > there:
             total = there * cluster.num_processes
-            raise DeviceError.too_few_in_job(count * cluster.num_processes, workers.platform.upper(), total)
+            raise DeviceError(
+                f"{count * cluster.num_processes} {workers.platform.upper()} devices were asked for, and all "
+                f"workers together have {total}. The first TPUStrategy of a process settles how many CPU devices "
+                "each worker has: make the one with the most devices first."
+            )
         return workers.group(count or there)
 
 

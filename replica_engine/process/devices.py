@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from replica_engine.errors import DeviceError, positive_int
+from replica_engine.errors import DeviceError
+from replica_engine.errors.base import positive_int, shown
 
 GPU_SHARE = 1024  # MiB of memory for each logical GPU
 
@@ -38,12 +39,16 @@ def logical_devices(n: int, kind: str = "CPU") -> list[str]:
     if number is None:
         raise DeviceError.bad_count(n)
     if not isinstance(kind, str) or kind not in ("CPU", "GPU"):
-        raise DeviceError.bad_kind(kind)
+        raise DeviceError(f'`kind` of logical devices must be "CPU" or "GPU"; got {shown(kind)}.')
     n = number
     if not thread_state.started():
         _divide(n, kind)  # and does not start TensorFlow: a strategy of several workers must come before that
     elif (present := len(tf.config.list_logical_devices(kind))) < n:
-        raise DeviceError.too_late(n, kind, present)
+        raise DeviceError(
+            f"{n} logical {kind} devices were requested, but TensorFlow has already started with {present}. "
+            "Logical devices must be made before TensorFlow runs anything: call "
+            f"replica_engine.logical_devices({n}) at the top of the program, before a strategy is made."
+        )
     return [f"{kind}:{index}" for index in range(n)]
 
 
@@ -52,7 +57,10 @@ def _divide(n: int, kind: str) -> None:
 
     physical = tf.config.list_physical_devices(kind)
     if not physical:
-        raise DeviceError.none_of_kind(kind)
+        raise DeviceError(
+            f"This machine has no {kind} device that could be divided into logical devices. Every machine has a "
+            "CPU: logical_devices(n)."
+        )
     if len(physical) >= n:
         return
     already = tf.config.get_logical_device_configuration(physical[0]) or []

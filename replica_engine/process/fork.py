@@ -18,7 +18,13 @@ _parent: int | None = None  # the parent's process id, in such a child; None in 
 def check_not_forked() -> None:
     """Raises ForkedError in a child process that was forked after TensorFlow had started."""
     if _parent is not None:
-        raise ForkedError.of_process(os.getpid(), _parent)
+        raise ForkedError(
+            f"Process {os.getpid()} was forked from process {_parent}, in which TensorFlow had already started. A "
+            "forked process has none of its parent's threads, so any code that waits for those threads, replicas "
+            "included, would wait for ever. Start a new process instead, "
+            "multiprocessing.get_context('spawn').Process(...), or fork before the first op of TensorFlow. The "
+            "parent process is not affected."
+        )
 
 
 def _after_fork() -> None:

@@ -205,7 +205,14 @@ class OnReplicaThreads(Gathering):
     @property
     def run_steps(self) -> NoReturn:
         """Only `TPUStrategy` has it. As a property and not a method, so that `hasattr` is False."""
-        raise NoMethodError.run_steps(type(self).__name__)
+        raise NoMethodError(
+            f"{type(self).__name__} has no run_steps: a loop on the devices belongs to TPUStrategy, which compiles "
+            "it. Here, write the loop in a tf.function, around strategy.run:\n"
+            "    @tf.function\n"
+            "    def train(iterator):\n"
+            "        for _ in tf.range(100):\n"
+            "            strategy.run(step, args=(next(iterator),))"
+        )
 
     def sync_points(self) -> list[SyncPointRecord]:
         """The last sync points of each replica: their kind, source line, tensors and times.

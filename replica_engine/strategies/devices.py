@@ -37,10 +37,18 @@ def resolve_devices(devices: Sequence[str | tf.config.LogicalDevice] | None) -> 
         given = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
     names = [_full_name(device) for device in given]
     if len(set(names)) < len(names):
-        raise DeviceError.duplicated(sorted({short_name(name) for name in names if names.count(name) > 1}))
+        twice = sorted({short_name(name) for name in names if names.count(name) > 1})
+        raise DeviceError(
+            f"No duplicates allowed in `devices`: {', '.join(twice)}. One replica runs on each device, so name each "
+            "device once. For several replicas on one CPU, make logical devices: "
+            "replica_engine.logical_devices(n)."
+        )
     kinds = sorted({tf.DeviceSpec.from_string(name).device_type for name in names})
     if len(kinds) > 1:
-        raise DeviceError.mixed(kinds)
+        raise DeviceError(
+            f"`devices` mixes kinds ({', '.join(kinds)}), so the slowest kind would delay every step. Pass devices "
+            "of one kind."
+        )
     if eager:  # In a tf.compat.v1 program the session decides which devices exist.
         _check_exist(names, kinds[0])
     return names

@@ -14,7 +14,8 @@ from replica_engine.diagnostics.misuse import explained
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.diagnostics.suspicions import warn_once
 from replica_engine.diagnostics.user_frames import FOLDERS
-from replica_engine.errors import BatchError, warn_metric_not_a_sum, warn_uneven_evaluation, warn_uneven_rest
+from replica_engine.errors import BatchError
+from replica_engine.errors.models import warn_metric_not_a_sum, warn_uneven_evaluation, warn_uneven_rest
 from replica_engine.process.interrupts import held_off_once
 
 
@@ -53,7 +54,13 @@ def _check_batch(first: patches.FirstBatch) -> None:
             warn_once(first.strategy, ("evaluation", first.model.name), text)
         return
     if rows:
-        raise BatchError.uneven(rows)
+        total, fits = sum(rows), -(-sum(rows) // size) * size
+        raise BatchError(
+            f"A batch of {total} samples does not divide by {size} replicas: they get "
+            f"{', '.join(map(str, rows[:-1]))} and {rows[-1]}, and Keras would average over replicas, not over "
+            f"samples. Pass a batch size that is a multiple of {size}, such as batch_size={fits}. Or let "
+            "replicate_model(model) divide batches of any size, with the results of one device."
+        )
     if rest is None:
         return
     if not hasattr(first.strategy, "run_steps"):

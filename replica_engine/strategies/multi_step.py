@@ -11,6 +11,7 @@ import tensorflow as tf
 from replica_engine._tf.graphs import autograph
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import CollectiveError, InputsError
+from replica_engine.errors.base import at, brief, shown
 from replica_engine.values.regroup import regroup
 from replica_engine.values.structure import as_tensor, flatten
 
@@ -85,7 +86,16 @@ class MultiStepContext:
 
     def _check_known(self, name: str, tensors: Any) -> None:
         if any(map(self._is_inside, tf.nest.flatten(tensors))):
-            raise InputsError.output_of_branch(name, here())
+            raise InputsError(
+                f"The output {shown(name)} is set{at(here())} in a branch or loop on a tensor (`if`, `for`, "
+                "`while`, tf.cond), or in a nested tf.function, and what is computed there is not known outside. "
+                "Set it in the step itself: give the variable a value before the branch, change it there, and pass "
+                "it out after it:\n"
+                "    loss = 0.0\n"
+                "    if x > 3.0:\n"
+                "        loss = x\n"
+                f'    context.set_last_step_output({shown(name)}, loss, "MEAN")'
+            )
 
     def _is_inside(self, leaf: Any) -> bool:
         """Whether a tensor is of a graph inside that of the step, such as a branch, so that it is not known outside."""
@@ -129,7 +139,9 @@ def _check_name(name: Any) -> None:
     try:
         hash(name)
     except Exception:  # TensorFlow's tensors raise errors of other classes here
-        raise InputsError.bad_output_name(name) from None
+        raise InputsError(
+            f"The name of a step's output must be a string; got {brief(name)}, which is not hashable."
+        ) from None
 
 
 class _Rest:

@@ -14,6 +14,7 @@ import tensorflow as tf
 from replica_engine._tf import distribute
 from replica_engine.diagnostics.misuse import check_outside_replicas
 from replica_engine.errors import ReplicaValueError, ScopeError
+from replica_engine.errors.base import brief
 from replica_engine.strategies.validation import NOT_REDUCED, as_reduction, not_reduced
 from replica_engine.values.rows import are_rows
 from replica_engine.values.structure import as_tensor, flatten
@@ -118,6 +119,10 @@ def _as_tensor(component: Any, index: int, devices: Any) -> Any:
     if _is_tensor(component):
         return component
     if not isinstance(component, (*_NUMBERS, np.ndarray)):
-        raise ReplicaValueError.not_reducible(component)
+        raise ReplicaValueError(
+            f"Values of replicas are reduced as tensors, but a replica has {brief(component)}. Return tensors or "
+            "numbers from the replicas. For ragged and sparse tensors, reduce the parts: x.flat_values, "
+            "tf.sparse.to_dense(x)."
+        )
     with tf.device(devices[index] if index < len(devices) else None):
         return as_tensor(component, f"The value of replica {index}")

@@ -12,7 +12,7 @@ import tensorflow as tf
 from replica_engine._tf import distribute
 from replica_engine.diagnostics.misuse import of_plain_variable
 from replica_engine.errors import CollectiveError, ReplicaEngineError, ReplicaValueError
-from replica_engine.errors.base import shown
+from replica_engine.errors.base import brief, shown
 from replica_engine.values.structure import as_tensor
 
 _OF_ONE = "A non-DistributedValues value"  # of the error of a sum of one value for all replicas
@@ -49,7 +49,7 @@ def check_flags(**values: object) -> None:
     """
     for name, value in values.items():
         if not isinstance(value, (bool, np.bool_)):
-            raise ReplicaValueError.bad_flag(name, value)
+            raise ReplicaValueError(f"{name} must be True or False; got {brief(value)}.")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
@@ -62,7 +62,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         >>> check_choice("graph_optimizer", "light", ["light", "full"])
     """
     if value is not None and value not in choices:
-        raise ReplicaValueError.bad_choice(name, value, choices)
+        raise ReplicaValueError(f"{name} must be {', '.join(map(repr, choices))} or None; got {brief(value)}.")
 
 
 def check_updated(variable: Any) -> None:
@@ -115,7 +115,11 @@ def checked_reduction(reduce_op: Any, value: Any, axis: Any) -> tuple[tf.distrib
         (<ReduceOp.SUM: 'SUM'>, 1.0, 0)
     """
     if isinstance(value, _REDUCTIONS) and not isinstance(reduce_op, _REDUCTIONS):
-        raise ReplicaValueError.swapped(getattr(value, "value", value))
+        reduction = getattr(value, "value", value)
+        raise ReplicaValueError(
+            "The first two arguments of strategy.reduce are swapped: the reduction comes first, then the values. "
+            f'Write strategy.reduce("{reduction}", values, axis=None).'
+        )
     reduce_op = as_reduction(reduce_op)
     if axis is None:
         return reduce_op, value, None
@@ -206,9 +210,17 @@ def _of_kinds(kinds: list[tuple[tf.DType, tf.TensorShape]], axis: Any) -> Replic
             return ReplicaValueError.not_added(dtype.name)
         for one in axis if isinstance(axis, tuple) else () if axis is None else (axis,):
             if shape.rank is not None and not -shape.rank <= one < shape.rank:
-                return ReplicaValueError.no_such_axis(one, str(shape))
+                return ReplicaValueError(
+                    f"Values are reduced over replicas and along axis {one}, but a replica has a value of shape "
+                    f"{shape}, which has no such axis. axis=None reduces over replicas only."
+                )
     if axis is None and not all(shape.is_compatible_with(kinds[0][1]) for _, shape in kinds):
-        return ReplicaValueError.other_shapes([str(shape) for _, shape in kinds])
+        return ReplicaValueError(
+            "The values of the replicas have different shapes, "
+            f"{' and '.join([str(shape) for _, shape in kinds])}, and cannot be added. If they are rows of a "
+            "batch, strategy.reduce(op, x, axis=0) reduces the rows of all replicas, and strategy.gather(x, "
+            "axis=0) puts them into one tensor."
+        )
     return None
 
 

@@ -28,7 +28,9 @@ from replica_engine.diagnostics.suspicions import check_lines, note_reads, watch
 from replica_engine.diagnostics.tracebacks import as_raised
 from replica_engine.diagnostics.user_frames import identity
 from replica_engine.engine import ErrandsFailed, GroupPool, Outcome, Replica, Run, SyncPoint
-from replica_engine.errors import CoordinatorRow, ScopeError, note_merge_failure, slow_function
+from replica_engine.errors import CoordinatorRow, ScopeError
+from replica_engine.errors.base import add_note
+from replica_engine.errors.timeouts import slow_function
 from replica_engine.process import shutdown
 from replica_engine.process.fork import check_not_forked
 from replica_engine.telemetry import timeline
@@ -240,7 +242,13 @@ def _check_compiled(graph: Any, devices: Sequence[str], source: Any) -> None:
     """
     places = {outside.device for outside, _ in getattr(graph, "captures", ()) if outside.dtype == tf.resource}
     if len(devices) > 1 and len(places) > 1 and "CPU" in devices[0] and function.is_being_compiled():
-        raise ScopeError.compiled_for_one_device(_described(source), len(devices))
+        raise ScopeError(
+            f"strategy.run of {_described(source)} for {len(devices)} replicas is in a function with "
+            "jit_compile=True: XLA compiles that for one device, and cannot use the variables of the others. "
+            "Compile the model with jit_compile=False, leave jit_compile=True out of tf.function, or let XLA "
+            "compile the step for all replicas:\n"
+            "    strategy = replica_engine.TPUStrategy()"
+        )
 
 
 def _function_watched(warn_after: float | None, name: str) -> Watch:
@@ -296,7 +304,8 @@ def _merge(strategy: tf.distribute.Strategy, requests: list[MergeRequest], run: 
             return parts(merged, len(requests), f"the result of {point.name}")
         except BaseException as error:
             failure = as_raised(error)
-    note_merge_failure(failure, point.name, point.where)
+    place = f"raised in merge function {point.name}, in cross-replica context; the replicas met at {point.where}"
+    add_note(failure, place)
     raise failure
 
 

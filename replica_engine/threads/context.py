@@ -266,7 +266,11 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         """
         replica = self._replica
         if replica is None or current_replica() is not replica:
-            raise NotInReplicaError.other_thread(threading.current_thread().name)
+            raise NotInReplicaError(
+                f"merge_call was called on the thread {threading.current_thread().name!r}, which is not running a "
+                "replica of this context. Call it from the function that strategy.run runs, on the thread that "
+                "runs it: another thread can compute values, and the replica's thread passes them to merge_call."
+            )
         self._check_graph()
         eager = tf.executing_eagerly()
         point = sync_point(merge_fn, replica, self._detail, brought(args, kwargs), eager)

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from replica_engine._tf.graphs import autograph
 from replica_engine.errors import ReplicaValueError
-from replica_engine.errors.base import positive_int
+from replica_engine.errors.base import brief, positive_int
 from replica_engine.values import samples
 from replica_engine.values.structure import as_tensor
 
@@ -73,9 +73,13 @@ def accumulate(fn: Callable[..., Any], batch: Sequence[Any], steps: int, reducti
         raise ReplicaValueError.no_positional(batch)
     number = positive_int(steps)
     if number is None:
-        raise ReplicaValueError.bad_steps(steps)
+        raise ReplicaValueError(
+            f"steps, the number of parts that a batch is computed in, must be a positive int; got {brief(steps)}."
+        )
     if reduction not in REDUCTIONS:
-        raise ReplicaValueError.bad_accumulation(reduction)
+        raise ReplicaValueError(
+            f'Results of the parts of a batch are combined with "mean" or "sum"; got {brief(reduction)}.'
+        )
     return _Parts(fn, tuple(samples.as_tensors(tuple(batch))), number, reduction == "mean").combined()
 
 
@@ -137,7 +141,11 @@ class _Parts:
         """The sums with one more part, in a loop or branch of the graph: as many tensors as there were."""
         more = self._of(start, size)
         if any(total is None and each is not None for total, each in zip(totals, more, strict=True)):
-            raise ReplicaValueError.none_at_first()
+            raise ReplicaValueError(
+                "A result of the function for `accumulate` is None for the first part of the batch, and a tensor "
+                "for a later one. The parts of a graph return the same: return zeros for None. For gradients, "
+                "write tape.gradient(loss, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)."
+            )
         return _tensors(_sums(totals, more))
 
     def _of(self, start: Any, size: Any) -> list[Any]:
@@ -156,7 +164,10 @@ class _Parts:
         if not self._is_mean:
             return tensor
         if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
-            raise ReplicaValueError.not_averaged(tensor.dtype.name)
+            raise ReplicaValueError(
+                f"A result of a part of the batch is {tensor.dtype.name}, and only floating numbers are averaged. "
+                'Cast it, tf.cast(x, tf.float32), or add the results up: accumulate(..., reduction="sum").'
+            )
         if isinstance(self._rows, int):
             return tensor * tf.cast(size / max(self._rows, 1), tensor.dtype)
         weight = tf.cast(size, tf.float64) / tf.cast(tf.maximum(self._rows, 1), tf.float64)

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.errors import BatchError, ReplicaValueError
+from replica_engine.errors.base import brief
 from replica_engine.values.structure import as_tensor, flatten
 
 _PARTS = ("x", "y", "sample_weight")
@@ -48,9 +49,13 @@ def count(batch: Any) -> int:
         for index, leaf in enumerate(leaves):
             found.append((name if len(leaves) == 1 else f"{name}[{index}]", int(_rows(leaf))))
     if not found:
-        raise BatchError.nothing()
+        raise BatchError("The batch has no array with samples, so there is nothing to divide among the replicas.")
     if len({rows for _, rows in found}) > 1:
-        raise BatchError.lengths(found)
+        rows = ", ".join(f"{name} has {rows}" for name, rows in found)
+        raise BatchError(
+            f"All arrays of a batch must have the same number of samples: {rows}. If they are an element of a "
+            "tf.data.Dataset: is it batched? dataset.batch(n)."
+        )
     return found[0][1]
 
 
@@ -204,7 +209,10 @@ def _pad_sparse(leaf: tf.SparseTensor, more: Any) -> tf.SparseTensor:
 def _join(leaves: Sequence[Any]) -> Any:
     for leaf in leaves:
         if not isinstance(leaf, (tf.Tensor, tf.Variable, np.ndarray, tf.RaggedTensor, tf.SparseTensor)):
-            raise ReplicaValueError.no_rows(leaf)
+            raise ReplicaValueError(
+                "Outputs of replicas are joined by rows, so each leaf must be a tensor or an array on every "
+                f"replica; one leaf is {brief(leaf)}."
+            )
     if isinstance(leaves[0], tf.SparseTensor):
         return tf.sparse.concat(0, list(leaves))
     if isinstance(leaves[0], np.ndarray):

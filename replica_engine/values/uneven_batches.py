@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine.errors import BatchError, ReplicaValueError
+from replica_engine.errors.base import brief
 from replica_engine.values import samples
 from replica_engine.values.regroup import parts, regroup
 
@@ -52,7 +53,7 @@ def split_batch(strategy: tf.distribute.Strategy, batch: Any, batch_size: int | 
     batch = samples.as_tensors(batch)
     total = samples.count(batch)
     if batch_size is not None and total > batch_size:
-        raise BatchError.too_large(total, batch_size)
+        raise BatchError(f"The batch has {total} samples, more than the batch_size={batch_size} that was given.")
     replicas = strategy.num_replicas_in_sync
     size = max(1, -(-(batch_size or total) // replicas))
     padded = (
@@ -101,7 +102,9 @@ def join_outputs(strategy: tf.distribute.Strategy, outputs: Any, count: int | No
 
 def _check_strategy(strategy: Any) -> None:
     if not isinstance(strategy, tf.distribute.Strategy):
-        raise ReplicaValueError.no_strategy(strategy)
+        raise ReplicaValueError(
+            f"The first argument must be the strategy that the replicas belong to; got {brief(strategy)}."
+        )
 
 
 def _number(name: str, value: Any) -> Any:

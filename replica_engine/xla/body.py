@@ -21,6 +21,7 @@ from replica_engine.diagnostics.op_lines import here
 from replica_engine.diagnostics.suspicions import Named
 from replica_engine.engine import current_replica
 from replica_engine.errors import CollectiveError, NotInBodyError, ReplicaMismatchError
+from replica_engine.errors.base import at
 from replica_engine.xla import corrected_ops, growing_arrays
 from replica_engine.xla.growing_arrays import Final, Seen
 
@@ -240,7 +241,10 @@ def current(name: str) -> Body:
         CollectiveError: the function is a cross-replica operation, in a branch that only some replicas take.
     """
     if (side := host_side()) is not None:
-        raise NotInBodyError.on_host(name, side.where)
+        raise NotInBodyError(
+            f"xla.{name}() was called in a function that outside_compilation runs on the host{at(side.where)}. "
+            "Replicas meet on the devices: call it in the body and pass its result to outside_compilation."
+        )
     body = in_body()
     if body is None or tf.executing_eagerly():
         wording = NotInBodyError.outside if current_replica() is None else NotInBodyError.on_thread

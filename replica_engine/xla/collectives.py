@@ -27,6 +27,7 @@ import tensorflow as tf
 from replica_engine._tf.graphs import autograph, gradients, xla_ops
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import CollectiveError
+from replica_engine.errors.base import at
 from replica_engine.values.structure import as_tensor
 from replica_engine.xla import of_unknown_size
 from replica_engine.xla.body import current, in_body, note_collective
@@ -372,7 +373,13 @@ def _check_divides(x: tf.Tensor, axis: int, rows: list[list[int]]) -> None:
 def _check_static(name: str, x: tf.Tensor) -> None:
     if not x.shape.is_fully_defined():
         if argument_names.comes_from_loop(x):
-            raise CollectiveError.growing_in_loop(name, here(), str(x.shape))
+            raise CollectiveError(
+                f"{name}{at(here())} needs a shape that is known while the body is traced for all replicas, but "
+                f"this value has the shape {x.shape}, since shape_invariants of a loop leave it open. Collect "
+                "the values of the iterations in a tf.TensorArray(dtype, size=n), and gather them after the loop; "
+                "or loop over a Python range, for i in range(n): such a loop is unrolled, and each iteration knows "
+                "its shapes."
+            )
         raise CollectiveError.unknown_shape(name, here(), str(x.shape), _sources(x))
 
 
@@ -398,5 +405,8 @@ def _rows(groups: Groups | None, size: int, equal_for: str = "") -> list[list[in
     if not all(rows) or sorted(replica for row in rows for replica in row) != list(range(size)):
         raise CollectiveError.bad_groups(rows, size)
     if len({len(row) for row in rows}) > 1 and equal_for:
-        raise CollectiveError.unequal_groups(equal_for, rows)
+        raise CollectiveError(
+            f"`groups` of {equal_for} must have equal sizes, because the shape of its result depends on the size; "
+            f"got {rows}. For two halves of four replicas: groups=[[0, 1], [2, 3]]."
+        )
     return rows

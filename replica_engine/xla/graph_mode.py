@@ -22,7 +22,11 @@ C = TypeVar("C", bound=type)
 def check_mode() -> None:
     """Raises GraphModeError in a graph of tf.compat.v1."""
     if not tf.executing_eagerly() and not tf.inside_function():
-        raise GraphModeError.in_graph()
+        raise GraphModeError(
+            "TPUStrategy and compiled bodies run in eager mode and in tf.functions, not in a graph of "
+            "tf.compat.v1. Remove the `with tf.Graph().as_default():` or tf.compat.v1.disable_eager_execution(). "
+            "MirroredStrategy runs in such a graph."
+        )
 
 
 def refuses_graphs(*methods: str) -> Callable[[C], C]:

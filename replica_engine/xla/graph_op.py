@@ -30,8 +30,8 @@ from replica_engine.errors import (
     WorkerLostError,
     WorkersMissingError,
     WorkerVersionError,
-    add_note,
 )
+from replica_engine.errors.base import add_note
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 from replica_engine.process import shutdown

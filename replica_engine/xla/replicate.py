@@ -7,7 +7,8 @@ from typing import Any
 
 from replica_engine._tf.graphs import autograph
 from replica_engine.diagnostics.tracebacks import shortened
-from replica_engine.errors import DeviceError, InputsError, positive_int
+from replica_engine.errors import DeviceError, InputsError
+from replica_engine.errors.base import positive_int
 from replica_engine.pjrt.devices import device_group
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.process.fork import check_not_forked
@@ -94,7 +95,10 @@ def lower(fn: Callable[..., Any], inputs: Inputs | None = None, num_replicas: in
 
 def _prepare(inputs: Inputs | None, size: int | None) -> tuple[Arguments, ProgramCache]:
     if in_body() is not None:
-        raise InputsError.nested()
+        raise InputsError(
+            "A replicated body cannot be replicated again. Call the function directly. To combine values of only "
+            "some replicas, pass `groups` to xla.cross_replica_sum or another cross-replica operation."
+        )
     check_mode()  # before anything is made that would belong to the graph, and be found again in eager mode
     if size is not None:
         size, given = positive_int(size), size

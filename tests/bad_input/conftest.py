@@ -12,7 +12,16 @@ if HAS_XLA:
 
     KINDS["tpu"] = lambda: TPUStrategy(num_cores=2)
 else:
-    collect_ignore = ["test_collectives.py", "test_replicate.py", "test_run_steps.py"]
+    collect_ignore = [
+        "test_bodies.py",
+        "test_calls.py",
+        "test_collectives.py",
+        "test_devices.py",
+        "test_replicate.py",
+        "test_run_steps.py",
+        "test_scopes.py",
+        "test_values.py",
+    ]
 
 pytest.register_assert_rewrite("helpers.outcomes")
 

@@ -1,20 +1,14 @@
 """Keras models that cannot be replicated, batches that cannot be shared out, optimizers out of place."""
 
-import threading
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from helpers.golden import shows
 
-from replica_engine import MirroredStrategy, TPUStrategy, split_batch
-from replica_engine.errors import (
-    BatchError,
-    LogError,
-    OptimizerError,
-    ReplicateError,
-    many_batch_sizes,
+from replica_engine import MirroredStrategy, TPUStrategy
+from replica_engine.errors import BatchError, LogError, OptimizerError, ReplicateError
+from replica_engine.errors.models import (
     note_sparse_inputs,
     warn_metric_not_a_sum,
     warn_uneven_evaluation,
@@ -25,25 +19,6 @@ from replica_engine.keras import CrossReplicaOptimizer, on_xla, replicate_model
 
 def make_model():
     return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="head")], name="net")
-
-
-@shows(ReplicateError.not_a_model)
-def test_a_layer():
-    layer = keras.layers.Dense(1, name="hidden")
-    replicate_model(layer, replicas=2)
-
-
-@pytest.fixture
-def _on_jax(monkeypatch):
-    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
-
-
-@pytest.mark.usefixtures("_on_jax")
-@shows(ReplicateError.other_backend)
-def test_another_backend():
-    """With KERAS_BACKEND=jax."""
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    replicate_model(model, replicas=2)
 
 
 @shows(ReplicateError.unbuilt)
@@ -59,86 +34,12 @@ def test_a_model_that_is_not_built():
     replicate_model(Mine(), replicas=2)
 
 
-@shows(ReplicateError.own_function)
-def test_a_model_that_makes_its_train_function():
-    class Mine(keras.Sequential):
-        def make_train_function(self, force=False):
-            self.train_function = lambda iterator: {"loss": 0.0}
-
-    model = Mine([keras.Input((4,)), keras.layers.Dense(1)], name="mine")
-    replicate_model(model, replicas=2)
-
-
-@shows(ReplicateError.busy)
-def test_a_model_on_two_threads():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)], name="small")
-    model.compile("sgd", "mse")
-    x, y = np.ones([8, 4], "float32"), np.ones([8, 1], "float32")
-    two, three = replicate_model(model, replicas=2), replicate_model(model, replicas=3)
-    failures = []
-
-    def evaluate():
-        try:
-            three.evaluate(x, y, verbose=0)
-        except Exception as error:
-            failures.append(error)
-
-    class EvaluateMeanwhile(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            thread = threading.Thread(target=evaluate)
-            thread.start()
-            thread.join()
-
-    two.fit(x, y, verbose=0, callbacks=[EvaluateMeanwhile()])
-    raise failures.pop()
-
-
-@shows(ReplicateError.replicated)
-def test_a_replicated_model():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)], name="small")
-    two = replicate_model(model, replicas=2)
-    replicate_model(two, replicas=4)
-
-
-@shows(ReplicateError.of_strategy)
-def test_a_model_of_a_strategy():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)], name="small")
-    replicate_model(model, strategy=strategy)
-
-
-@shows(ReplicateError.bad_count)
-def test_no_replicas():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)], name="small")
-    replicate_model(model, replicas=0)
-
-
-@shows(ReplicateError.bad_strategy)
-def test_a_strategy_of_tensorflow():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)], name="small")
-    replicate_model(model, strategy=tf.distribute.OneDeviceStrategy("CPU:0"))
-
-
-@shows(ReplicateError.too_many)
-def test_more_replicas_than_the_strategy_has():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)], name="small")
-    replicate_model(model, replicas=4, strategy=strategy)
-
-
 @shows(ReplicateError.too_few_devices)
 def test_more_replicas_than_devices():
     """On 8 CPU devices."""
     words = keras.layers.StringLookup(vocabulary=["a", "b"], name="words")
     model = keras.Sequential([keras.Input((1,), dtype="string"), words, keras.layers.Embedding(4, 2)])
     replicate_model(model, replicas=16)
-
-
-@shows(ReplicateError.fixed_batch)
-def test_a_batch_size_that_is_part_of_the_model():
-    model = keras.Sequential([keras.Input(batch_shape=(8, 4), name="pixels"), keras.layers.Dense(1)])
-    replicate_model(model, replicas=4)
 
 
 class Returning(keras.Model):
@@ -163,39 +64,17 @@ def train(value):
     fast.train_on_batch(np.ones([8, 3], "float32"), np.ones([8, 2], "float32"))
 
 
-@shows(LogError.not_a_number)
-def test_a_step_that_returns_text():
-    train(lambda outputs: tf.constant("done"))
-
-
-@shows(LogError.of_samples)
+@shows(LogError)
 def test_a_step_that_returns_a_number_for_each_sample():
     train(lambda outputs: tf.reduce_sum(outputs, axis=1))
 
 
-@shows(LogError.integer)
-def test_a_step_that_returns_a_count():
-    train(lambda outputs: tf.math.count_nonzero(outputs > 0))
-
-
-@shows(BatchError.lengths)
+@shows(BatchError)
 def test_arrays_of_two_lengths():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     fast = replicate_model(model, replicas=2)
     fast.train_on_batch(np.ones([8, 4], "float32"), np.ones([6, 1], "float32"))
-
-
-@shows(BatchError.nothing)
-def test_a_batch_without_samples():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-    split_batch(strategy, {"rate": 0.1})
-
-
-@shows(BatchError.too_large)
-def test_a_batch_of_more_samples_than_said():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-    split_batch(strategy, np.ones([9, 4], "float32"), batch_size=8)
 
 
 @pytest.fixture
@@ -204,7 +83,7 @@ def _few_sizes(monkeypatch):
 
 
 @pytest.mark.usefixtures("_few_sizes")
-@shows(many_batch_sizes)
+@shows("many_batch_sizes")
 def test_batches_of_many_sizes():
     """The warning comes at the second size here, and not at the eighth."""
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)], name="small")
@@ -222,7 +101,7 @@ def test_a_sparse_input_of_a_compiled_model():
     fast.predict(batch, verbose=0)
 
 
-@shows(OptimizerError.not_in_replica)
+@shows(OptimizerError)
 def test_gradients_applied_in_a_merge_function():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
     with strategy.scope():
@@ -239,37 +118,6 @@ def test_gradients_applied_in_a_merge_function():
     strategy.run(step, args=(tf.constant(1.0),))
 
 
-@shows(OptimizerError.bad_reduction)
-def test_gradients_that_are_to_be_multiplied():
-    CrossReplicaOptimizer(keras.optimizers.SGD(0.1), reduction="product")
-
-
-@shows(OptimizerError.no_optimizer)
-def test_the_name_of_an_optimizer():
-    CrossReplicaOptimizer("sgd")
-
-
-@shows(OptimizerError.unknown_weights)
-def test_weights_that_become_trainable():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="first"), keras.layers.Dense(1)])
-    model.layers[0].trainable = False
-    model.compile("sgd", "mse")
-    fast = replicate_model(model, replicas=2)
-    x, y = np.ones([8, 4], "float32"), np.ones([8, 1], "float32")
-    fast.train_on_batch(x, y)
-    model.layers[0].trainable = True
-    fast.train_on_batch(x, y)
-
-
-@shows(BatchError.uneven)
-def test_a_batch_size_that_does_not_divide():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-    with strategy.scope():
-        model = make_model()
-        model.compile("sgd", "mse")
-    model.fit(np.ones((10, 3)), np.ones((10, 2)), batch_size=5, verbose=0)
-
-
 @shows(warn_uneven_rest)
 def test_a_rest_that_does_not_divide():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
@@ -280,16 +128,6 @@ def test_a_rest_that_does_not_divide():
     model.evaluate(np.ones((9, 3)), np.ones((9, 2)), batch_size=4, verbose=0)
     for _ in range(2):  # warned of once
         model.fit(np.ones((11, 3)), np.ones((11, 2)), batch_size=4, verbose=0)
-
-
-@shows(warn_uneven_rest, "dataset")
-def test_a_rest_of_a_dataset_that_does_not_divide():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-    with strategy.scope():
-        model = make_model()
-        model.compile("sgd", "mse")
-    dataset = tf.data.Dataset.from_tensor_slices((np.ones((11, 3)), np.ones((11, 2))))
-    model.fit(dataset.shuffle(11).batch(4).prefetch(1), verbose=0)
 
 
 class ItsOwnTestStep(keras.Model):
@@ -334,46 +172,3 @@ def test_a_metric_that_is_a_maximum():
         model = make_model()
         model.compile("sgd", "mse", metrics=[Biggest()])
     model.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=4, verbose=0)
-
-
-@shows(BatchError.uneven_rest)
-def test_arrays_whose_last_batch_does_not_divide():
-    strategy = TPUStrategy(num_cores=2)
-    with strategy.scope():
-        model = make_model()
-        model.compile("sgd", "mse")
-    model.fit(np.ones((11, 3)), np.ones((11, 2)), batch_size=4, verbose=0)
-
-
-@shows(BatchError.uneven_rest, "dataset")
-def test_a_dataset_whose_last_batch_does_not_divide():
-    strategy = TPUStrategy(num_cores=2)
-    with strategy.scope():
-        model = make_model()
-        model.compile("sgd", "mse")
-    dataset = tf.data.Dataset.from_tensor_slices((np.ones((11, 3)), np.ones((11, 2))))
-    model.fit(dataset.batch(4), verbose=0)
-
-
-@shows(BatchError.uneven_later)
-def test_a_last_batch_of_a_dataset_that_does_not_divide():
-    strategy = TPUStrategy(num_cores=2)
-    with strategy.scope():
-        model = make_model()
-        model.compile("sgd", "mse")
-
-    def samples():
-        yield from [(np.ones(3), np.ones(2))] * 11
-
-    specs = tf.TensorSpec([3]), tf.TensorSpec([2])
-    dataset = tf.data.Dataset.from_generator(samples, output_signature=specs)  # nobody knows how many
-    model.fit(dataset.batch(4), verbose=0)
-
-
-@shows(BatchError.distributed)
-def test_a_distributed_dataset_for_a_replicated_model():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-    model = make_model()
-    model.compile("sgd", "mse")
-    dataset = tf.data.Dataset.from_tensor_slices((np.ones((8, 3)), np.ones((8, 2)))).batch(4)
-    replicate_model(model, strategy=strategy).fit(strategy.experimental_distribute_dataset(dataset))

@@ -68,7 +68,11 @@ def test_a_strategy_of_another_size():
 @pytest.fixture
 def _one_device_without_jax(monkeypatch):
     def none(replicas):
-        raise DeviceError.too_late(replicas, "CPU", 1)
+        raise DeviceError(
+            f"{replicas} logical CPU devices were requested, but TensorFlow has already started with 1. Logical "
+            "devices must be made before TensorFlow runs anything: call replica_engine.logical_devices"
+            f"({replicas}) at the top of the program, before a strategy is made."
+        )
 
     monkeypatch.setattr(settings, "_mirrored", none)
     monkeypatch.setattr(settings, "compiled_strategy", none)

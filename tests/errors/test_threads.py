@@ -15,19 +15,14 @@ from replica_engine.errors import (
     MergeCallGraphError,
     MergeCallMismatchError,
     NotInReplicaError,
-    ReplicaMismatchError,
     ReplicaUnwound,
     StructureMismatchError,
     VariableMismatchError,
-    note_abandoned,
-    note_failed_alike,
-    note_failure,
-    note_merge_failure,
-    warn_different_lines,
 )
+from replica_engine.errors.threads import note_abandoned, note_failed_alike, note_failure, warn_different_lines
 
 
-@shows(MergeCallMismatchError.different_counts)
+@shows(MergeCallMismatchError)
 def test_a_merge_call_in_a_branch():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
 
@@ -39,51 +34,6 @@ def test_a_merge_call_in_a_branch():
         return total
 
     strategy.run(step, args=(tf.constant(1.0),))
-
-
-@shows(MergeCallMismatchError.different_functions)
-def test_a_merge_function_for_each_replica():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-
-    def largest(strategy, x):
-        return tf.reduce_max(strategy.experimental_local_results(x))
-
-    def smallest(strategy, x):
-        return tf.reduce_min(strategy.experimental_local_results(x))
-
-    def step(x):
-        context = tf.distribute.get_replica_context()
-        first = tf.get_static_value(context.replica_id_in_sync_group) == 0
-        return context.merge_call(largest if first else smallest, args=(x,))
-
-    strategy.run(step, args=(tf.constant(1.0),))
-
-
-@shows(MergeCallMismatchError.different_operations)
-def test_a_sum_on_one_replica_and_a_mean_on_the_other():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-
-    def step(x):
-        context = tf.distribute.get_replica_context()
-        first = tf.get_static_value(context.replica_id_in_sync_group) == 0
-        return context.all_reduce("SUM" if first else "MEAN", x)
-
-    strategy.run(step, args=(tf.constant(1.0),))
-
-
-@shows(MergeCallMismatchError.different_order)
-def test_a_sum_and_a_gather_in_another_order_on_one_replica():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-
-    def step(x):
-        context = tf.distribute.get_replica_context()
-        if tf.get_static_value(context.replica_id_in_sync_group) == 0:
-            total, each = context.all_reduce("SUM", x), context.all_gather(x, axis=0)
-        else:
-            each, total = context.all_gather(x, axis=0), context.all_reduce("SUM", x)
-        return total, each
-
-    strategy.run(step, args=(tf.constant([1.0]),))
 
 
 @shows(warn_different_lines)
@@ -104,7 +54,7 @@ def test_two_sums_in_another_order_on_one_replica():
     print([sum.numpy() for sum in strategy.experimental_local_results(strategy.run(sum_of_ones))])
 
 
-@shows(StructureMismatchError.between)
+@shows(StructureMismatchError)
 def test_results_of_another_structure():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
 
@@ -117,22 +67,7 @@ def test_results_of_another_structure():
     strategy.run(step, args=(tf.constant(1.0),))
 
 
-@shows(StructureMismatchError.between, "of_arguments")
-def test_arguments_of_another_structure():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-
-    def log(strategy, values):
-        tf.print(values)
-
-    def step(x):
-        context = tf.distribute.get_replica_context()
-        first = tf.get_static_value(context.replica_id_in_sync_group) == 0
-        context.merge_call(log, args=({"loss": x} if first else {"error": x},))
-
-    strategy.run(step, args=(tf.constant(1.0),))
-
-
-@shows(MergeCallGraphError.inside)
+@shows(MergeCallGraphError)
 def test_a_merge_call_in_a_concrete_function():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
 
@@ -146,106 +81,7 @@ def test_a_merge_call_in_a_concrete_function():
     strategy.run(train, args=(tf.constant(2.0),))
 
 
-@shows(MergeCallGraphError.in_dataset)
-def test_a_merge_call_in_a_for_over_a_dataset():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-    dataset = tf.data.Dataset.range(4)
-
-    @tf.function
-    def train():
-        return strategy.run(epoch)
-
-    def epoch():
-        total = tf.constant(0, tf.int64)
-        for x in dataset:
-            total += tf.distribute.get_replica_context().all_reduce("SUM", x)
-        return total
-
-    train()
-
-
-@shows(MergeCallGraphError.vectorized)
-def test_a_merge_call_in_a_jacobian():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-
-    @tf.function
-    def train(x):
-        return strategy.run(slopes, args=(x,))
-
-    def slopes(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = x * tf.distribute.get_replica_context().all_reduce("SUM", x)
-        return tape.jacobian(y, x)
-
-    train(tf.constant([1.0, 2.0]))
-
-
-@shows(MergeCallGraphError.shared_variable)
-def test_a_plain_variable_in_a_branch_with_a_merge_call():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-    weight = tf.Variable(2.0)
-
-    @tf.function
-    def train(x):
-        return strategy.run(slope, args=(x,))
-
-    def slope(x):
-        with tf.GradientTape() as tape:
-            y = weight * x
-            if y > 0.0:
-                y = tf.distribute.get_replica_context().all_reduce("MEAN", weight * y)
-        return tape.gradient(y, weight)
-
-    train(tf.constant(3.0))
-
-
-@shows(MergeCallGraphError.compiled)
-def test_a_merge_call_in_a_nested_compiled_function():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-
-    @tf.function(jit_compile=True)
-    def mean(x):
-        return tf.distribute.get_replica_context().all_reduce("MEAN", x)
-
-    @tf.function
-    def train(x):
-        return strategy.run(lambda x: mean(x * x), args=(x,))
-
-    train(tf.constant(2.0))
-
-
-@shows(MergeCallGraphError.swallowed)
-def test_a_bare_except_around_a_merge_call():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-
-    @tf.function
-    def mean(x):
-        try:
-            return tf.distribute.get_replica_context().all_reduce("MEAN", x)
-        except BaseException:
-            return x
-
-    strategy.run(lambda x: mean(x), args=(tf.constant(2.0),))
-
-
-@shows(ReplicaMismatchError.of_conditions)
-def test_a_condition_on_the_replica():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-
-    @tf.function
-    def train(x):
-        return strategy.run(mean_of_first, args=(x,))
-
-    def mean_of_first(x):
-        context = tf.distribute.get_replica_context()
-        first = tf.get_static_value(context.replica_id_in_sync_group) == 0
-        return tf.cond(tf.constant(first), lambda: context.all_reduce("MEAN", x), lambda: x)
-
-    train(tf.constant(2.0))
-
-
-@shows(NotInReplicaError.other_thread)
+@shows(NotInReplicaError)
 def test_a_merge_call_on_a_thread_of_ones_own():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
 
@@ -330,21 +166,8 @@ def test_an_exception_of_all_replicas():
     strategy.run(step, args=(tf.constant(1.0),))
 
 
-@shows(note_merge_failure)
-def test_an_exception_of_a_merge_function():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-
-    def check(strategy, x):
-        raise ValueError("the replicas are not equal")
-
-    def step(x):
-        tf.distribute.get_replica_context().merge_call(check, args=(x,))
-
-    strategy.run(step, args=(tf.constant(1.0),))
-
-
 @pytest.mark.filterwarnings("ignore:.*fork")
-@shows(ForkedError.of_process)
+@shows(ForkedError)
 def test_a_run_in_a_fork():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
     processes = multiprocessing.get_context("fork")
@@ -384,20 +207,3 @@ def test_a_replica_that_cannot_be_taken_down():
             threading.Event().wait(0.5)
 
     strategy.run(step, args=(tf.constant(1.0),))
-
-
-@shows(NotInReplicaError.run_has_ended)
-def test_a_tape_that_is_asked_after_the_run():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-    scaled = tf.function(lambda x: x * tf.distribute.get_replica_context().all_reduce("SUM", x))
-    tapes = []
-
-    def step(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = scaled(x)
-        tapes.append(tape)
-        return x, y
-
-    x, y = strategy.run(step, args=(tf.constant(1.0),))
-    tapes[0].gradient(strategy.experimental_local_results(y)[0], strategy.experimental_local_results(x)[0])

@@ -10,7 +10,8 @@ from helpers.versions import HAS_XLA, WHY_NO_XLA
 from tensorflow.python.autograph.impl import api
 
 import replica_engine
-from replica_engine.errors import BackendMissingError, TensorFlowVersionError, untested_version
+from replica_engine.errors import BackendMissingError, TensorFlowVersionError
+from replica_engine.errors.versions import untested_version
 
 
 def import_again(monkeypatch, *names):
@@ -36,7 +37,7 @@ def _no_tensorflow(monkeypatch):
 
 
 @pytest.mark.usefixtures("_no_tensorflow")
-@shows(TensorFlowVersionError.not_installed)
+@shows(TensorFlowVersionError)
 def test_without_tensorflow():
     """Where TensorFlow is not installed."""
     replica_engine.MirroredStrategy(["CPU:0"])
@@ -49,10 +50,10 @@ def _old_tensorflow(monkeypatch):
 
 
 @pytest.mark.usefixtures("_old_tensorflow")
-@shows(TensorFlowVersionError.too_old)
 def test_with_an_old_tensorflow():
     """Where TensorFlow 2.17.1 is installed."""
-    replica_engine.MirroredStrategy(["CPU:0"])
+    with pytest.raises(TensorFlowVersionError, match="replica_engine needs 2"):
+        replica_engine.MirroredStrategy(["CPU:0"])
 
 
 @pytest.fixture
@@ -74,10 +75,10 @@ def _lacking_tensorflow(monkeypatch, _new_tensorflow):
 
 
 @pytest.mark.usefixtures("_lacking_tensorflow")
-@shows(TensorFlowVersionError.name_vanished)
 def test_with_a_tensorflow_that_lacks_a_name():
     """Where TensorFlow 2.30.0 is installed, and has other names."""
-    replica_engine.accumulate(2)
+    with pytest.raises(TensorFlowVersionError, match="Install the newest version that replica_engine was tested"):
+        replica_engine.accumulate(2)
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def _tensorflow_without_stablehlo(monkeypatch):
 
 @pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)
 @pytest.mark.usefixtures("_tensorflow_without_stablehlo")
-@shows(BackendMissingError.no_stablehlo)
 def test_compiled_replicas_with_an_old_tensorflow():
     """Where TensorFlow 2.18.1 is installed."""
-    replica_engine.TPUStrategy(num_cores=2)
+    with pytest.raises(BackendMissingError, match="19 or newer, which lowers functions to StableHLO"):
+        replica_engine.TPUStrategy(num_cores=2)

@@ -1,8 +1,9 @@
 """Golden files: a user's program that goes wrong, and what the user then sees.
 
-The body of a test that is marked `@shows(SomeError.wording)` is such a program. It must produce that wording, and the
-program and what it shows must be those of `golden/SomeError.wording.txt`. Line N of the file is line N of
-`program.py`, as the messages call it. `UPDATE_GOLDEN=1 pytest tests/errors` rewrites the files.
+The body of a test that is marked `@shows(SomeError)` is such a program. It must come to that error, and the program and
+what it shows must be those of `golden/SomeError.txt`. A text that branches has a test of its own,
+`@shows(SomeError.wording)`. Line N of the file is line N of `program.py`, as the messages call it. `UPDATE_GOLDEN=1
+pytest tests/errors` rewrites the files.
 
 A file shows the printed output, the library's warnings, and the exception as Python prints it, with only the user's
 frames in its traceback.
@@ -21,7 +22,6 @@ import logging
 import os
 import pathlib
 import re
-import sys
 import textwrap
 import threading
 import time
@@ -37,6 +37,7 @@ UPDATE = "UPDATE_GOLDEN" in os.environ
 MORE = "more: replica-engine explain "  # this line ends each error and most warnings, and is left out
 LINE = " what the user sees ".center(120, "=")
 
+_WARNING = re.compile(r"(note|many|slow|moved|untested|warn|unusable|broken|may)_")
 _GENERATED = "__autograph_generated_file"
 _CHAINED = {
     True: "The above exception was the direct cause of the following exception:",
@@ -44,7 +45,6 @@ _CHAINED = {
 }
 
 _NORMAL = (
-    (rf"^{MORE}.*\n", ""),
     (r'^( *)File "(?!program\.py|__autograph).*\n(?:\1  .*\n)*', ""),  # frames that are not the user's
     (r"(?:/[\w.+-]+)+/replica_engine-\d+-\d+\.json", "/tmp/runs/replica_engine-1234-0.json"),
     (r"(?:/[\w.+-]+)+/(replica_engine_\w+)-[0-9a-f]{64}", r"/tmp/programs/\1-0123abcd"),
@@ -63,63 +63,73 @@ _NORMAL = (
 )
 
 
-def shows(wording: Callable[..., Any], variant: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
+def shows(shown: Any, variant: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a program a test of what it shows.
 
     Args:
-        wording: what the program must produce: a class method of an exception class, a class that has one wording,
-            or a function that words a warning or a note.
-        variant: tells golden files of the same wording apart.
+        shown: what the program must come to: an exception class, a class method of one that words a text which
+            branches, a function that words a warning or a note, or the name of a warning.
+        variant: tells golden files of the same text apart.
     """
+    name = name_of(shown)
 
     def decorate(program: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(program)
         def test(**fixtures: Any) -> None:
-            with _calls_of(wording) as calls:
-                if name_of(wording).startswith("slow_"):
-                    text = _shown_when_warned(program, name_of(wording), **fixtures)
-                else:
-                    text = shown_by(program, **fixtures)
-            seen = calls or _only_of_class(wording) in text.split()
-            assert seen, f"The program has not come to {name_of(wording)}, but to this:\n{text}"
-            compare(name_of(wording) + (f".{variant}" if variant else ""), text)
+            is_slow = name.startswith("slow_")
+            text = _shown_when_warned(program, name, **fixtures) if is_slow else _shown_by(program, **fixtures)
+            topic = name.partition(".")[0]
+            seen = f"{MORE}{topic}\n" in text or not _has_more(topic)
+            assert seen, f"The program has not come to {name}, but to this:\n{text}"
+            compare(name + (f".{variant}" if variant else ""), _without_more(text))
 
         return test
 
     return decorate
 
 
-def name_of(wording: Callable[..., Any]) -> str:
-    """The name of a wording's golden file: "SomeError.wording", "SomeError" or "some_warning"."""
-    owner = getattr(wording, "__self__", None)
-    return f"{owner.__name__}.{wording.__name__}" if isinstance(owner, type) else wording.__name__
+def name_of(shown: Any) -> str:
+    """The name of a golden file: "SomeError", "SomeError.wording" or "some_warning"."""
+    owner = getattr(shown, "__self__", None)
+    return f"{owner.__name__}.{shown.__name__}" if isinstance(owner, type) else getattr(shown, "__name__", shown)
 
 
-def _only_of_class(wording: Callable[..., Any]) -> str:
-    """How a traceback names the class whose only wording it is, which need not have been called in this process."""
-    owner = getattr(wording, "__self__", wording)
-    if not isinstance(owner, type) or sum(isinstance(each, classmethod) for each in vars(owner).values()) > 1:
-        return ""
-    return f"{owner.__module__}.{owner.__name__}:"
+def branching() -> set[str]:
+    """The names of the texts of `replica_engine.errors` that branch: each has a golden file.
 
-
-def wordings() -> set[str]:
-    """The names of all wordings of the package."""
+    A text with parts that are there only sometimes, or that are chosen, has more than one form to look at.
+    """
     found = set()
-    for name in errors.__all__:
-        value = getattr(errors, name)
-        if isinstance(value, type) and issubclass(value, BaseException):
-            made = {each for each, what in vars(value).items() if isinstance(what, classmethod)}
-            found |= {f"{name}.{each}" for each in made - {"__init_subclass__"}}
-            if "__init__" in vars(value):  # it has a message of its own
-                found.add(name)
-        elif re.match(r"(note|many|slow|moved|untested|warn)_", name):
-            found.add(name)
+    for path in pathlib.Path(errors.__file__).parent.glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and hasattr(errors, node.name):
+                found |= {f"{node.name}.{each.name}" for each in node.body if _is_branching_wording(each)}
+            elif isinstance(node, ast.FunctionDef) and _WARNING.match(node.name):
+                found.add(node.name)
     return found
+
+
+def _is_branching_wording(node: ast.stmt) -> bool:
+    if not isinstance(node, ast.FunctionDef) or [ast.unparse(each) for each in node.decorator_list] != ["classmethod"]:
+        return False
+    return any(isinstance(each, (ast.If, ast.IfExp, ast.BoolOp)) for each in ast.walk(node))
 
 
 def shown_by(program: Callable[..., None], **fixtures: Any) -> str:
     """A program, and what it shows when it is run."""
+    return _without_more(_shown_by(program, **fixtures))
+
+
+def _has_more(topic: str) -> bool:
+    """Whether an error or a warning names its page. `ReplicaUnwound` never leaves a run."""
+    return topic.startswith("warn_") or (hasattr(errors, topic) and topic != "ReplicaUnwound")
+
+
+def _without_more(text: str) -> str:
+    return re.sub(rf"^{MORE}.*\n", "", text, flags=re.MULTILINE)
+
+
+def _shown_by(program: Callable[..., None], **fixtures: Any) -> str:
     source = _Source(program)
     seen = io.StringIO()
     with _warnings_to(seen), contextlib.redirect_stdout(seen):
@@ -242,7 +252,7 @@ class _Source:
         kind = type(error)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         message = f": {error}" if str(error) else ""
-        notes = "".join(f"{note}\n" for note in getattr(error, "__notes__", ()) if not note.startswith(MORE))
+        notes = "".join(f"{note}\n" for note in getattr(error, "__notes__", ()))
         return f"{text}Traceback (most recent call last):\n{''.join(frames)}{name}{message}\n{notes}"
 
     def normal(self, text: str) -> str:
@@ -277,34 +287,3 @@ def _warnings_to(stream: io.StringIO) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _calls_of(wording: Callable[..., Any]) -> Iterator[list[str]]:
-    """Notes the calls of a wording, wherever it has been imported to."""
-    calls: list[str] = []
-    owner = getattr(wording, "__self__", None)
-    original = vars(owner)[wording.__name__].__func__ if isinstance(owner, type) else wording
-
-    @functools.wraps(original)
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        calls.append(name_of(wording))
-        return original(*args, **kwargs)
-
-    if isinstance(owner, type):
-        places, new, old = [(owner, wording.__name__)], classmethod(noting), vars(owner)[wording.__name__]
-    elif isinstance(wording, type):
-        original = wording.__init__
-        places, new, old = [(wording, "__init__")], noting, original
-        functools.update_wrapper(noting, original)
-    else:
-        modules = [module for name, module in sys.modules.items() if name.startswith("replica_engine")]
-        found = [(module, name) for module in modules for name, what in vars(module).items() if what is wording]
-        places, new, old = found, noting, wording
-    for place, name in places:
-        setattr(place, name, new)
-    try:
-        yield calls
-    finally:
-        for place, name in places:
-            setattr(place, name, old)

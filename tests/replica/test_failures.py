@@ -398,8 +398,8 @@ def test_the_timeout_is_for_one_replica_not_for_all():
         MergeCallGraphError.inside("replica 0 of 2 (CPU:0)", "here"),
         StructureMismatchError.between("The results", "result[0]", (0, 1), ("a", "b")),
         VariableMismatchError.not_created("v", "replica 1 of 2 (CPU:1)", "file.py:1 in fn", ["w"]),
-        NotInReplicaError.other_thread("Thread-1"),
-        DeviceError.mixed(["CPU", "GPU"]),
+        NotInReplicaError("a message"),
+        DeviceError("a message"),
     ],
     ids=lambda error: type(error).__name__,
 )

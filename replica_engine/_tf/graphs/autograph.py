@@ -53,7 +53,7 @@ from tensorflow.python.util import tf_stack
 from tensorflow.python.util.tf_stack import StackTraceFilter as _StackTraceFilter
 from tensorflow.python.util.tf_stack import StackTraceMapper as _StackTraceMapper
 
-from replica_engine.errors import add_note
+from replica_engine.errors.base import add_note
 
 F = TypeVar("F", bound=Callable)
 E = TypeVar("E", bound=BaseException)

@@ -33,7 +33,7 @@ import logging
 import os
 from typing import Any
 
-from replica_engine.errors import not_rewritten
+from replica_engine.errors.base import warning
 from replica_engine.pjrt.cpu_rewrites import convolutions, loops, pooling, products
 from replica_engine.pjrt.jaxlib import ir
 
@@ -114,7 +114,13 @@ def _tell(name: str, error: Exception) -> None:
     """Warns, once for each kind of operation, of a rule that failed."""
     if name not in _failed:
         _failed.add(name)
-        _logger.warning(not_rewritten(name, f"{type(error).__name__}: {error}"))
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        text = (
+            f"An operation {name} stays as it is: writing it in a form that is faster on CPU failed ({reason}). The "
+            "results are right; the program may take longer. Please report this with the program. "
+            "replica_engine.xla.set_cpu_rewrites(False) leaves all operations as they are."
+        )
+        _logger.warning(warning("not_rewritten", text))
 
 
 def _made(operation: Any) -> Any:

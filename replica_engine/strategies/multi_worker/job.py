@@ -111,7 +111,12 @@ def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None, kind: 
             return _same(_joined[0], cluster)
         check_joins_once(cluster)
         if thread_state.started():  # then a server cannot be configured any more
-            raise ClusterConfigError.started()
+            raise ClusterConfigError.about(
+                "MultiWorkerMirroredStrategy",
+                "TensorFlow has run an op in this process already, and cannot connect it to other workers any more. "
+                "Make the MultiWorkerMirroredStrategy first, before any tensor, variable or dataset. Only "
+                "replica_engine.logical_devices(n) may come before it.",
+            )
         member = hosts.join(cluster, versions=versions.of_worker(), replicas=replicas)
         try:
             addresses, held = _addresses(cluster, member)

@@ -148,7 +148,11 @@ def of_batches(rows: int) -> hosts.Program:
 def check_mode() -> None:
     """Raises GraphModeError in a graph of tf.compat.v1, whose sessions do not know the other workers."""
     if not tf.executing_eagerly() and not tf.inside_function():
-        raise GraphModeError.of_workers()
+        raise GraphModeError(
+            "MultiWorkerMirroredStrategy of several workers runs in eager mode and in tf.functions. In a graph of "
+            "tf.compat.v1, TensorFlow's collectives would wait without end for the other workers. Remove the `with "
+            "tf.Graph().as_default():` or tf.compat.v1.disable_eager_execution()."
+        )
 
 
 def of_variable(name: str, value: Any) -> hosts.Program:

@@ -14,8 +14,9 @@ from replica_engine._tf.data_pulls import Pulls
 from replica_engine._tf.graphs import autograph
 from replica_engine._tf.host_datasets import pulls_of
 from replica_engine.diagnostics.suspicions import check_batch_of_steps
-from replica_engine.errors import InputsError, note_kept_steps, note_no_context, positive_int
-from replica_engine.errors.base import in_words
+from replica_engine.errors import InputsError
+from replica_engine.errors.base import add_note, brief, in_words, positive_int, shown
+from replica_engine.errors.inputs import note_no_context
 from replica_engine.process import shutdown
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.tpu import workers
@@ -57,7 +58,10 @@ class LoopSettings:
         """
         iterations = strategy.steps_per_run if self.iterations is None else self.iterations
         if self.initial_values is not None and not isinstance(self.initial_values, Mapping):
-            raise InputsError.bad_initial_values(self.initial_values)
+            raise InputsError(
+                "`initial_loop_values` must be a mapping of names to values, or None; got "
+                f"{brief(self.initial_values)}."
+            )
         return dataclasses.replace(
             self,
             iterations=_positive("iterations", iterations),
@@ -85,7 +89,10 @@ def run_steps(
     assert settings.iterations is not None, "checked"
     iterations, context_class = settings.iterations, settings.context_class
     if not tf.executing_eagerly():
-        raise InputsError.steps_in_function()
+        raise InputsError(
+            "run_steps was called in a tf.function, but it runs in eager mode and is already a compiled loop. Call "
+            "it outside the tf.function; run_steps does not need one."
+        )
     source = FunctionSpec.of(fn)
 
     def step(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -134,7 +141,7 @@ def _positive(name: str, value: Any) -> int:
     """Checks a number of steps or batches; returns it as an int."""
     number = positive_int(value)
     if number is None:
-        raise InputsError.bad_iterations(name, value)
+        raise InputsError(f"`{name}` must be a positive int; got {shown(value)}.")
     return number
 
 
@@ -159,7 +166,7 @@ def _opened(iterator: Any) -> tuple[Callable[[], Any], Pulls | None]:
         return found.__next__, pulls_of(found)
     if hasattr(iterator, "get_next"):
         return iterator.get_next, None
-    raise InputsError.no_iterator(iterator)
+    raise InputsError(f"run_steps takes an iterator, for example iter(dataset); got {brief(iterator)}.")
 
 
 def _spreads(fn: Callable[..., Any], parameters: inspect.Signature, element: Any, preferred: bool) -> bool:
@@ -204,6 +211,7 @@ def _out_of_range(context: MultiStepContext, iterations: int) -> tf.errors.OutOf
 def _keep(error: Any, context: MultiStepContext, iterations: int) -> None:
     """Attaches the context to an exception, and a note with the number of kept steps if any step ran."""
     if context.steps:
-        note_kept_steps(error, context.steps, iterations)
+        kept = f"{context.steps} of {iterations} steps of the device loop ran; the values that they wrote are kept"
+        add_note(error, kept)
     with contextlib.suppress(Exception):  # an exception that takes no attributes is raised without the context
         error.context = context

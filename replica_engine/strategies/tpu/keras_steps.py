@@ -37,7 +37,12 @@ def device_loop(model: Any, step_function: Callable[..., Any], plain: Callable[.
         except tf.errors.OpError:
             mismatch = programs.take_mismatch()
             if mismatch is not None and len({shape[:1] for shape in mismatch.by_replica}) > 1:
-                raise BatchError.uneven_later(strategy.num_replicas_in_sync) from None
+                raise BatchError(
+                    f"A batch, probably the last one, does not divide by {strategy.num_replicas_in_sync} replicas, "
+                    "and a compiled step has one shape on all of them. Leave the rest out, dataset.batch(n, "
+                    "drop_remainder=True). Or let replicate_model(model) divide batches of any size, with the "
+                    "results of one device."
+                ) from None
             raise
 
     def step(context: Any, data: Any) -> None:

@@ -17,8 +17,14 @@ import tensorflow as tf
 from replica_engine import xla
 from replica_engine._tf import distribute, variables
 from replica_engine.errors import ReplicaValueError
-from replica_engine.errors.values import update_in_graph
 from replica_engine.xla.state.device_value import DeviceValue, accesses_noted
+
+_DIFFERENT = (
+    "A variable that has one value on all replicas is updated, in a tf.function and outside replicas, with values "
+    'that differ between the replicas. Update it with one value, strategy.reduce("MEAN", x, axis=None), or in the '
+    "replicas: strategy.run(lambda x: variable.assign(x), args=(x,))."
+)
+"""The text of the assertion about the values of an update."""
 
 
 def own_value(value: distribute.PerReplica, dtype: Any = None) -> tf.Tensor:
@@ -61,7 +67,7 @@ def check_equal(structure: Any) -> Any:
         if not _is_several(leaf) or not all(map(tf.is_tensor, leaf.values)):
             return leaf
         first, *others = leaf.values
-        checks = [tf.debugging.Assert(_same(first, other), [update_in_graph()]) for other in others]
+        checks = [tf.debugging.Assert(_same(first, other), [_DIFFERENT]) for other in others]
         with tf.control_dependencies(checks):
             return tf.identity(first)
 

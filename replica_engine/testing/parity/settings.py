@@ -14,7 +14,8 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import thread_state
-from replica_engine.errors import BackendMissingError, DeviceError, ParityArgumentError, positive_int
+from replica_engine.errors import BackendMissingError, DeviceError, ParityArgumentError
+from replica_engine.errors.base import positive_int
 from replica_engine.process.devices import logical_devices
 from replica_engine.strategies import MirroredStrategy
 from replica_engine.strategies.backend import compiled_strategy, compiles

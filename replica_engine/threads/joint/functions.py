@@ -96,7 +96,11 @@ def build_call(run: Run, parts: Sequence[Part]) -> list[Built]:
     depth = max(part.context.attempts.tapes for part in parts)
     is_taped = any(part.taped for part in parts)
     if is_taped and not depth:
-        raise MergeCallGraphError.forward_mode(operator.where)
+        raise MergeCallGraphError(
+            "A tf.autodiff.ForwardAccumulator is around a nested tf.function with merge calls, at "
+            f"{operator.where}. Such a function runs once for all replicas, and has no forward-mode derivative for "
+            "each. Call its Python function, f.python_function(x), or use tf.GradientTape."
+        )
     try:
         if not is_taped:
             return [Built(value) for value in parts_of(around(*args, **kwargs), size, "result")]

@@ -98,11 +98,20 @@ def recorded(context: Any, built: Built) -> Any:
 
     def asked(*upstream: Any) -> Any:
         if context.attempts is None:
-            raise NotInReplicaError.run_has_ended()
+            raise NotInReplicaError(
+                "A gradient tape was asked for the gradient of an operator with merge calls after strategy.run had "
+                "returned. All replicas compute it together, so ask the tape inside the function that strategy.run "
+                "runs, and return the gradients."
+            )
         for source in context.attempts.asked_for:
             if any(getattr(source, "handle", source) is handle for handle in backward.shared):
                 name = getattr(source, "name", "a variable")
-                raise MergeCallGraphError.shared_variable(name, str(context.replica), context.here())
+                raise MergeCallGraphError(
+                    f"The gradient of the variable {name!r} for {context.replica} alone cannot be told, at "
+                    f"{context.here()}: several replicas read this one variable in a tf.cond, tf.while_loop or "
+                    "tf.function with merge calls, which has one gradient for it. Create the variable under `with "
+                    "strategy.scope():`: then each replica has a component of its own."
+                )
         return context.enter_operator("gradient", build_backward, Asked(backward, list(upstream)), of=backward)
 
     control_flow.record_operation("JointOperator", *context.in_order(outputs, inputs, asked))

@@ -193,7 +193,12 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
     def joint(guessed: bool) -> Any:
         del guessed  # in a graph nothing is built around it; in eager mode it is known
         if function.is_compiled(self):
-            raise MergeCallGraphError.compiled(str(context.replica), context.here())
+            raise MergeCallGraphError(
+                f"`merge_call` called in a nested tf.function with jit_compile=True, by {context.replica}, at "
+                f"{context.here()}. XLA compiles that function for one device, where the other replicas do not "
+                "exist. Leave jit_compile=True out, or run the whole step as one compiled program for all "
+                "replicas: replica_engine.TPUStrategy()."
+            )
         if not tf.executing_eagerly():
             return functions.inlined(self, args, kwargs)
         own = control_flow.bound_arguments(self, args, kwargs)

@@ -18,6 +18,7 @@ import tensorflow as tf
 from replica_engine._tf.graphs import host_ops, subgraphs
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import LoweringError
+from replica_engine.errors.base import at
 from replica_engine.xla.analysis.known_values import Evaluation, Execution, Rule, Value, on_host
 from replica_engine.xla.growing_arrays import Final, Seen
 
@@ -137,7 +138,11 @@ class _Search:
     def check_bounds(self) -> None:
         """Raises an error if an element is written beyond the size of an array that does not grow."""
         for op, index, size in self._beyond:
-            raise LoweringError.beyond_array(user_line(op), index, size)
+            raise LoweringError(
+                f"Index {index} is written{at(user_line(op))} in a tf.TensorArray of size {size}. A compiled "
+                "program would drop the element without a word. Make the array large enough, tf.TensorArray(dtype, "
+                f"size={index + 1}), or let it grow: dynamic_size=True."
+            )
 
     def result(self) -> Final:
         """What was found."""
@@ -191,7 +196,12 @@ class _Search:
                 if user.type == "Identity":
                     pending += user.outputs
                 elif id(user) in self._growing:
-                    raise LoweringError.size_of_growing_array(user_line(user))
+                    raise LoweringError(
+                        "A tf.TensorArray with dynamic_size=True is written at the index "
+                        f"array.size(){at(user_line(user))}. An array of a compiled program has its final size "
+                        "from the beginning. Count the elements in a variable of the loop: array = "
+                        "array.write(count, x); count += 1."
+                    )
 
     def _made(self, op: tf.Operation, size: int | None) -> _List:
         self._sizes.setdefault(id(op), set()).add(size)

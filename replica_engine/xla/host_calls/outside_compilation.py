@@ -20,6 +20,7 @@ from replica_engine._tf import distribute, variables
 from replica_engine._tf.graphs import autograph, gradients
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import NestedHostCallError
+from replica_engine.errors.base import at
 from replica_engine.xla.body import HostSide, host_side, in_body
 from replica_engine.xla.host_calls.call import HostCall, HostCalls, current_calls
 from replica_engine.xla.host_calls.closures import Closure
@@ -81,7 +82,10 @@ def outside_compilation(fn: Callable[P, Any], /, *args: P.args, **kwargs: P.kwar
     if not callable(fn):
         raise TypeError(f"outside_compilation takes a function and its arguments; got {fn!r}. Write f, x and not f(x).")
     if (side := host_side()) is not None:
-        raise NestedHostCallError.inside(side.where, here())
+        raise NestedHostCallError(
+            f"outside_compilation{at(here())} was called in a function that outside_compilation{at(side.where)} "
+            "already runs on the host. Host calls cannot be nested: call the inner function directly."
+        )
     if in_body() is None or tf.executing_eagerly():
         return fn(*args, **kwargs)
     calls = current_calls()

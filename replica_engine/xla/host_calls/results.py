@@ -24,6 +24,7 @@ from replica_engine._tf.graphs import autograph, function, xla_ops
 from replica_engine.diagnostics.op_lines import raised_at
 from replica_engine.diagnostics.tracebacks import as_raised, shortened
 from replica_engine.errors import HostAccessError, HostResultError, NestedHostCallError, NotInBodyError
+from replica_engine.errors.base import at
 from replica_engine.values.structure import Build, OtherStructure, flatten, of_components
 from replica_engine.xla.body import HostSide, on_host
 from replica_engine.xla.host_calls.closures import Closure
@@ -214,7 +215,11 @@ def _trace(closure: Closure, side: HostSide, handles: list[tuple[tf.Tensor, str]
     handles += [(outside, side.where) for outside, _ in graph.captures if outside.dtype == tf.resource]
     for outside, _ in graph.captures:
         if tf.is_symbolic_tensor(outside) and outside.dtype != tf.resource:
-            raise HostAccessError.tensor(outside.name, side.where)
+            raise HostAccessError(
+                f"The function that outside_compilation{at(side.where)} runs on the host uses the tensor "
+                f"{outside.name!r} of the body through an attribute or a global variable. Pass it as an argument: "
+                "outside_compilation(fn, tensor)."
+            )
     found[0].tensors = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in graph.outputs]
     return found[0]
 

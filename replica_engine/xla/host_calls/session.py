@@ -20,7 +20,9 @@ import numpy as np
 
 from replica_engine._tf import thread_state
 from replica_engine.diagnostics.user_frames import is_internal
-from replica_engine.errors import add_note, is_alike, note_failed_alike, note_host_failure, note_stuck
+from replica_engine.errors.base import add_note, is_alike
+from replica_engine.errors.host_calls import note_host_failure
+from replica_engine.errors.threads import note_failed_alike
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.xla.infeed import InputQueue
 
@@ -317,7 +319,12 @@ class Session:
         if len(others) > 7:
             add_note(first.error, f"and {len(others) - 7} more")
         if self._is_stuck:
-            note_stuck(first.error, self.size)
+            add_note(
+                first.error,
+                f"The program has not ended. Either it takes long, or its {self.size} replicas wait for each other: "
+                "the replica of the failed call went on with zeros, and may have taken another path than the others. "
+                "If the next run does not return, make a new strategy, and load the variables from a checkpoint.",
+            )
         try:
             raise first.error
         finally:

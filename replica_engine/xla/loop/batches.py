@@ -84,12 +84,18 @@ class BatchReader:
         given = Arguments(self._in_order(batch), {}, first.size, numbers=True)
         if given.key != first.key:
             unlike = difference(given.slots, [slot.name for slot in first.slots], first.slots)
-            raise InputsError.other_batch(self._name, number, unlike)
+            raise InputsError(
+                f"Batch {number} for `{self._name}` differs from the first batch of this run: {unlike}. A device "
+                "loop is one program for all of its batches: give every batch the same keys, lengths and dtypes."
+            )
         for slot, wanted in zip(given.slots, first.slots, strict=True):
             for value in slot.values:
                 if value.shape != wanted.shape:
-                    shapes = str(value.shape), str(wanted.shape)
-                    raise InputsError.other_batch_shape(self._name, number, slot.name, *shapes)
+                    raise InputsError(
+                        f"{slot.name} of batch {number} for `{self._name}` has the shape {value.shape}, but in the "
+                        f"first batch of this run it has the shape {wanted.shape}. A device loop runs steps of one "
+                        "shape: batch with drop_remainder=True, or pad the last batch."
+                    )
         return given.numpy()
 
     def _in_order(self, batch: tuple) -> tuple:

@@ -308,5 +308,9 @@ def _shape(slot: Any, name: str, moves_ops: bool) -> tuple[int, ...]:
     if xla_ops.is_host_only(slot.dtype) and not (moves_ops and slot.dtype == tf.string):
         raise LoweringError.host_only(name, slot.name, slot.dtype.name)
     if not slot.shape.is_fully_defined():  # the replicas' shapes differ
-        raise InputsError.uneven_batch(slot.name, [str(value.shape) for value in slot.values])
+        shapes = [str(value.shape) for value in slot.values]
+        raise InputsError(
+            f"{slot.name} has the shapes {', '.join(shapes)} on the replicas, but a device loop runs steps of one "
+            "shape. Batch with drop_remainder=True and a batch size that is a multiple of the number of replicas."
+        )
     return tuple(slot.shape)

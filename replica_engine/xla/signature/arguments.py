@@ -16,6 +16,7 @@ import tensorflow as tf
 from replica_engine._tf import distribute
 from replica_engine._tf.eager import EagerTensor
 from replica_engine.errors import InputsError, ReplicaMismatchError, ReplicaValueError
+from replica_engine.errors.base import brief
 from replica_engine.values import structure
 from replica_engine.values.regroup import regroup
 from replica_engine.values.structure import Build, ById, as_tensor
@@ -45,7 +46,10 @@ class Slot:
         self.is_sparse = False
         for replica, value in enumerate(values[1:], start=1):
             if value.dtype != self.dtype:
-                raise ReplicaMismatchError.dtypes(name, replica, self.dtype.name, value.dtype.name)
+                raise ReplicaMismatchError(
+                    f"{name} has dtype {self.dtype.name} on replica 0 and {value.dtype.name} on replica {replica}. "
+                    "Cast one of them."
+                )
             if value.shape != self.shape:
                 self.shape = self.shape.most_specific_compatible_shape(value.shape)
 
@@ -104,12 +108,21 @@ class Arguments:
         if inputs is None:
             inputs = [[]] * (size or 1)
         if not isinstance(inputs, (list, tuple)) or not inputs:
-            raise InputsError.no_list(inputs)
+            raise InputsError(
+                f"`inputs` must be a list with one argument list for each replica; got {brief(inputs)}. For two "
+                "replicas of f(x, y): inputs=[[x0, y0], [x1, y1]]."
+            )
         for each in inputs:
             if not isinstance(each, (list, tuple)):
-                raise InputsError.no_argument_list(each)
+                raise InputsError(
+                    "`inputs` must hold a list of arguments for each replica; for one replica it holds "
+                    f"{brief(each)}. For two replicas of f(x): inputs=[[x0], [x1]]."
+                )
         if size is not None and size != len(inputs):
-            raise InputsError.wrong_length(len(inputs), size)
+            raise InputsError(
+                f"`inputs` has argument lists for {len(inputs)} replicas, but num_replicas is {size}. Pass one "
+                "list for each replica, or leave num_replicas out."
+            )
         grouped = regroup([tuple(each) for each in inputs], what="The inputs of the replicas", name="inputs")
         arguments = cls(grouped, {}, len(inputs), numbers)
         arguments._check_even()
@@ -173,9 +186,16 @@ class Arguments:
         if _TENSORS.issuperset(map(type, parts)):
             return self._add(name, list(parts)), "tensor"
         if any(isinstance(part, tf.Variable) for part in parts):  # before composites: variables are composites too
-            raise ReplicaMismatchError.variables(name)
+            raise ReplicaMismatchError(
+                f"{name} is another variable on each replica, but one program runs on all replicas. Pass values, "
+                "`v.read_value()`; or make one variable under a strategy's scope, with ON_READ synchronization if "
+                "each replica needs its own value."
+            )
         if any(isinstance(part, distribute.DistributedValues) for part in parts):
-            raise ReplicaValueError.distributed(name)
+            raise ReplicaValueError(
+                f"{name} is a distributed value whose components are distributed values. Give each replica a "
+                "tensor, or a structure of tensors."
+            )
         if any(isinstance(part, tf.__internal__.CompositeTensor) for part in parts):
             return self._open_composite(name, parts)
         if all(part is parts[0] for part in parts) and not _is_array(parts[0]):
@@ -187,7 +207,11 @@ class Arguments:
     def _open_composite(self, name: str, parts: list[Any]) -> tuple[Build, Any]:
         first = parts[0]
         if isinstance(first, (tf.data.Iterator, tf.distribute.DistributedIterator)):
-            raise InputsError.iterator(name, type(first).__name__)
+            raise InputsError(
+                f"{name} is a {type(first).__name__}, and a compiled body takes the values of a batch: "
+                "strategy.run(step, args=(next(iterator),)). For many steps in one launch, "
+                "strategy.run_steps(step, iterator, iterations=100) takes the iterator itself."
+            )
         if isinstance(first, tf.distribute.DistributedDataset):
             raise InputsError.distributed(name, type(first).__name__.lstrip("_"))
         if isinstance(first, tf.data.Dataset):

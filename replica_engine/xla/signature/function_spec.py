@@ -97,7 +97,9 @@ class FunctionSpec:
         specs = tf.nest.flatten(self.signature)
         values = tf.nest.flatten(bound.args[: len(self.signature)])
         if len(specs) != len(values):
-            raise InputsError.not_as_many(self.name, len(values), len(specs))
+            raise InputsError(
+                f"`{self.name}` was called with {len(values)} tensors, but the input_signature has {len(specs)}."
+            )
         names = [f"args[{index}]" for index, spec in enumerate(self.signature) for _ in tf.nest.flatten(spec)]
         cast = [self._fit(*each) for each in zip(names, specs, values, strict=True)]
         packed = tf.nest.pack_sequence_as(list(bound.args[: len(self.signature)]), cast)

@@ -22,6 +22,7 @@ import tensorflow as tf
 from replica_engine._tf.graphs import host_ops, subgraphs, xla_ops
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import LoweringError
+from replica_engine.errors.base import at
 from replica_engine.xla.host_calls.call import HostCalls
 from replica_engine.xla.soft_placement import kinds, unknown_shapes
 from replica_engine.xla.soft_placement.pending import Pending, Waiting
@@ -96,7 +97,12 @@ class Rewriter:
         if function.gradient_of is None:
             self._python_calls[function.token] = self._python_calls.get(function.token, 0) + 1
         elif self._python_calls.get(function.gradient_of, 0) > 1:
-            raise LoweringError.python_gradient(self.name, user_line(op))
+            raise LoweringError(
+                f"In `{self.name}`, a tf.function that contains a tf.py_function is called more than "
+                f"once{at(user_line(op))}, and the gradients of the calls cannot be told apart. Call "
+                "tf.py_function in the body itself, or run the function with xla.outside_compilation, which has "
+                "gradients of every order."
+            )
 
     def outputs(self, op: tf.Operation, inputs: list[Value]) -> list[Value]:
         """The outputs of a host op, for these inputs."""
@@ -241,8 +247,11 @@ class Frame:
         if value.dtype == tf.variant or value.depends_on_data:
             maker = value.maker[0] if value.maker is not None else tensor.op
             if maker.type == "Placeholder" or maker in self._rewriter.moved or not kinds.may_move(maker):
-                raise LoweringError.not_on_host(
-                    self._rewriter.name, op.type, user_line(op), maker.type, user_line(maker)
+                raise LoweringError(
+                    f"In `{self._rewriter.name}`, {op.type}{at(user_line(op))} runs on the host and needs a result "
+                    f"of {maker.type}{at(user_line(maker))} whose shape depends on data, or which is a list of "
+                    "tensors. Such a result cannot leave the devices. Give it a static shape: use a mask, or pad "
+                    "the values to a fixed size."
                 )
             raise MoveToHost(maker)
 

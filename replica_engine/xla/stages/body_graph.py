@@ -16,7 +16,9 @@ from replica_engine.diagnostics.flight_record import Collective
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.diagnostics.suspicions import note_reads
 from replica_engine.diagnostics.user_frames import place_of
-from replica_engine.errors import CaptureError, HostAccessError, LoweringError, moved_to_host
+from replica_engine.errors import CaptureError, HostAccessError, LoweringError
+from replica_engine.errors.base import at
+from replica_engine.errors.host_calls import moved_to_host
 from replica_engine.values.regroup import regroup
 from replica_engine.xla import soft_placement
 from replica_engine.xla.analysis.meetings import Apart
@@ -111,7 +113,12 @@ class BodyGraph:
                 raise HostAccessError.variable(str(xla_ops.variable_name(handle)), where)
         for index, output in enumerate(self.outputs):
             if xla_ops.is_host_only(output.dtype) and not self.moves:
-                raise LoweringError.host_result(name, index, *_made_by(graph.outputs[index]))
+                op, where = _made_by(graph.outputs[index])
+                raise LoweringError(
+                    f"Result {index} of `{name}`, made by {op}{at(where)}, is a string or another value that no device "
+                    "can hold. Return numbers, and convert them after the run. MirroredStrategy runs the function "
+                    "without changes."
+                )
         self.tensors = [outside for outside, _ in data]
         self.handles = [outside for outside, _ in variables]
         self.captured = list(range(len(self.tensors)))
@@ -222,11 +229,22 @@ class BodyGraph:
                 raise CaptureError.not_a_variable(self.name, str(outside), _used_at(inside))
             if xla_ops.is_host_only(described[0]):
                 name = xla_ops.variable_name(outside)
-                raise CaptureError.host_only_variable(self.name, name, described[0].name, _used_at(inside))
+                raise CaptureError(
+                    f"`{self.name}` uses the variable {name!r}{at(_used_at(inside))}. Its dtype is "
+                    f"{described[0].name}, which no device can hold: use it on the host, in a function for "
+                    "xla.outside_compilation, or before the run."
+                )
             if not described[1].is_fully_defined():
-                raise CaptureError.unknown_shape(self.name, str(described[1]), _used_at(inside))
+                raise CaptureError(
+                    f"`{self.name}` uses a variable of shape {described[1]}{at(_used_at(inside))}, but XLA "
+                    "compiles for fixed shapes. Make the variable without shape=, so that it gets the shape of its "
+                    "initial value."
+                )
         elif xla_ops.is_host_only(inside.dtype):
-            raise CaptureError.host_only(self.name, inside.dtype.name, _used_at(inside))
+            raise CaptureError(
+                f"`{self.name}` uses a tensor from outside the body{at(_used_at(inside))}. Its dtype is "
+                f"{inside.dtype.name}, which no device can hold: convert it to numbers before the run."
+            )
 
 
 def of_any_size(shape: Any) -> tf.TensorShape:

@@ -126,12 +126,17 @@ class Compiled:
             arguments = Arguments.of_inputs(inputs, self.devices.size, numbers=True)
         shapes = tuple(tuple(slot.shape) for slot in arguments.slots if slot.shape.is_fully_defined())
         if arguments.key != program.key or shapes != program.shapes:
-            raise InputsError.other_program(
-                program.name, difference(arguments.slots, program.slot_names, program.slots)
+            unlike = difference(arguments.slots, program.slot_names, program.slots)
+            raise InputsError(
+                f"`{program.name}` was not compiled for these inputs: {unlike}. Lower it again with the new inputs: "
+                "xla.lower(fn, inputs).compile()."
             )
         check_mode()
         if not tf.executing_eagerly():
-            raise InputsError.in_function(program.name)
+            raise InputsError(
+                f"`{program.name}` is compiled and runs in eager mode. In a tf.function, call xla.replicate(fn, "
+                "inputs)."
+            )
         return program.replicas_results(self.run(arguments.numpy()))
 
 

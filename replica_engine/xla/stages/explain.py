@@ -70,7 +70,11 @@ def _explain(name: str, text: str, where: str) -> LoweringError:
     if "compile-time constant" in text:
         return LoweringError.not_constant(name, unsupported.group(1) if unsupported else "an op", where)
     if "fixed tensor list size" in text or "tensor list" in text.lower():
-        return LoweringError.unbounded_loop(name, where)
+        return LoweringError(
+            f"In `{name}`, a loop keeps a value of each iteration, for its gradient or in a "
+            f"TensorArray{at(where)}, so XLA must know the number of iterations: pass maximum_iterations to "
+            "tf.while_loop, or loop over tf.range(n) for a constant n."
+        )
     message = text.removeprefix("Failed getting HLO text: ").strip("'").split("\n\n")[0].split("Stack trace")[0]
     message = message.split("tf2xla conversion failed")[0]  # the rest is about TensorFlow's internals
     return LoweringError.other(name, message.strip(), where)

@@ -29,16 +29,9 @@ from typing import Any, Protocol
 
 from replica_engine.diagnostics.failed_run import note_failed_run
 from replica_engine.diagnostics.flight_record import SyncPointRecord, launch_records
-from replica_engine.errors import (
-    CoordinatorRow,
-    ProgramError,
-    ReplicaRow,
-    ReplicaTimeoutError,
-    ReplicaUnwound,
-    slow_program,
-)
+from replica_engine.errors import CoordinatorRow, ProgramError, ReplicaRow, ReplicaTimeoutError, ReplicaUnwound
 from replica_engine.errors.hosts import JOB_FAILURES
-from replica_engine.errors.timeouts import FOR_GIVEN_UP, FOR_ITS_TURN
+from replica_engine.errors.timeouts import FOR_GIVEN_UP, FOR_ITS_TURN, slow_program
 from replica_engine.pjrt import abandoned
 from replica_engine.pjrt.group import DeviceGroup, held_off
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS

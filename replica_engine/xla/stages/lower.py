@@ -17,7 +17,9 @@ import tensorflow as tf
 
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.diagnostics.op_lines import user_line
-from replica_engine.errors import CollectiveError, DeviceError, LoweringError, ProgramError, slow_compile
+from replica_engine.errors import CollectiveError, DeviceError, LoweringError, ProgramError
+from replica_engine.errors.base import shown
+from replica_engine.errors.timeouts import slow_compile
 from replica_engine.pjrt.devices import device_group, memory_limit
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
@@ -158,10 +160,17 @@ class Lowered:
                 is not a DeviceGroup.
         """
         if devices is not None and not isinstance(devices, DeviceGroup):
-            raise DeviceError.no_group(devices)
+            raise DeviceError(
+                "`devices` must be a group of devices, such as xla.PjrtClusterResolver('cpu').devices, or None for "
+                f"the first devices of the best platform; got {shown(devices)}."
+            )
         size = self.program.body.size
         if devices is not None and devices.replicas != size:
-            raise DeviceError.other_size(devices.replicas, size)
+            raise DeviceError(
+                f"The body was traced for {size} replicas and cannot be compiled for {devices.replicas} devices. "
+                "Trace it with one list of arguments for each device: xla.lower(fn, inputs=[[x0], [x1], "
+                "...]).compile(devices)."
+            )
         devices = devices or device_group(count=size)
         return Compiled(self.program, devices, self.executable(self._text, devices))
 
@@ -175,7 +184,10 @@ def lower(traced: BodyGraph, slots: list[tf.TensorSpec], tensors: list[tf.Tensor
     names = [*traced.slot_names, *(f"The captured {tensor!r}" for tensor in traced.tensors)]
     for index, (name, spec) in enumerate(zip(names, [*slots, *tensors], strict=True)):
         if index not in traced.host_slots and not spec.shape.is_fully_defined():
-            raise LoweringError.dynamic_argument(traced.name, name, str(spec.shape))
+            raise LoweringError(
+                f"{name} of `{traced.name}` has the shape {spec.shape}, but XLA compiles for fixed shapes. "
+                "Give it a fixed shape: dataset.batch(n, drop_remainder=True), tf.ensure_shape(x, ...), or pad it."
+            )
     specs = [spec for index, spec in enumerate(slots) if index not in traced.host_slots]
     specs += [tensors[index] for index in traced.captured]
     moved: soft_placement.MovedBody | None = None
@@ -206,7 +218,11 @@ def lower(traced: BodyGraph, slots: list[tf.TensorSpec], tensors: list[tf.Tensor
     _check_collectives(traced, module)
     if moved and module.shaped_by_data:
         call = traced.host_calls.calls[module.shaped_by_data[0]]
-        raise LoweringError.shaped_by_data(traced.name, call.describe())
+        raise LoweringError(
+            f"In `{traced.name}`, {call.describe()}, needs a value from the devices whose shape depends on data, "
+            "such as the result of tf.where(mask), tf.unique or tf.boolean_mask. Use a mask, or pad the values to "
+            "a fixed size."
+        )
     return Lowered(traced, slots, module, moved)
 
 

@@ -15,7 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.diagnostics.flight_record import SyncPointRecord, launch_records
-from replica_engine.errors import ReplicaMismatchError, many_traces
+from replica_engine.errors import ReplicaMismatchError
+from replica_engine.errors.base import warning
 from replica_engine.pjrt import cpu_rewrites
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
@@ -238,7 +239,12 @@ class ProgramCache:
         code = getattr(source.fn, "__code__", source.fn)
         times = self._times[code] = self._times.get(code, 0) + 1
         if times == MANY_TRACES and self._warns:
-            _logger.warning(many_traces(source.name, times))
+            text = (
+                f"`{source.name}` has been traced {times} times, and most traces are compiled. It is traced again for "
+                "new shapes and dtypes, for new Python values among its arguments (pass tensors: tf.constant(count)), "
+                "and for a new function object that closes over other objects (pass these objects as arguments)."
+            )
+            _logger.warning(warning("many_traces", text))
 
     def trace(self, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> TracedProgram:
         """Traces a function, whether or not the cache has a trace."""

@@ -27,15 +27,9 @@ import tensorflow as tf
 
 from replica_engine._tf.graphs import xla_ops
 from replica_engine._version import __version__
-from replica_engine.errors import (
-    InputsError,
-    broken_cache_file,
-    compiled_again,
-    compiled_first,
-    read_from_cache,
-    remote_cache_dir,
-    unusable_cache_dir,
-)
+from replica_engine.errors import InputsError
+from replica_engine.errors.base import warning
+from replica_engine.errors.programs import broken_cache_file, compiled_again, unusable_cache_dir
 from replica_engine.pjrt.cache_folder import CacheFolder
 from replica_engine.pjrt.executable import Executable, circumstances
 from replica_engine.pjrt.group import DeviceGroup
@@ -121,7 +115,7 @@ def found_or_compiled(
     found = _read(folder, key, make)
     if found is not None:
         count("cache_hits")
-        _logger.info(read_from_cache(program.name, str(folder.path)))
+        _logger.info("`%s` was read from the cache folder %s, and not compiled.", program.name, folder.path)
         return found
     about = rows_of(traced, program) | about
     _logger.info(_reason(program.name, folder, about, folder.abouts(prefix)))
@@ -175,7 +169,13 @@ def _folder() -> CacheFolder | None:
     with _lock:
         path = _chosen[0] if _chosen else _named_by_environment()
     if path and "://" in path:
-        _warn(remote_cache_dir(path))
+        text = (
+            f"The cache folder {path} is an address, and compiled programs are kept in folders of the file system "
+            "only. Programs are compiled in each process. Mount the store and name that folder, or name a local folder "
+            "with REPLICA_ENGINE_CACHE_DIR or replica_engine.xla.set_cache_dir. set_cache_dir(None) turns the cache "
+            "off."
+        )
+        _warn(warning("remote_cache_dir", text))
         return None
     return _opened(path, cache_limit()) if path else None
 
@@ -227,7 +227,7 @@ def _warn(message: str) -> None:
 def _reason(name: str, folder: CacheFolder, about: Mapping[str, str], others: list[dict[str, str]]) -> str:
     """Why a program is compiled: what differs from the nearest one in the folder."""
     if not others:
-        return compiled_first(name, str(folder.path))
+        return f"`{name}` is compiled: the cache folder {folder.path} has no program of this name."
     found = min((_differences(about, other) for other in others), key=len)
     return compiled_again(name, str(folder.path), len(others), found)
 

@@ -26,15 +26,11 @@ from replica_engine.diagnostics.op_lines import here, user_line
 from replica_engine.diagnostics.suspicions import additions_noted
 from replica_engine.diagnostics.tracebacks import as_raised
 from replica_engine.diagnostics.user_frames import is_internal
-from replica_engine.errors import (
-    CoordinatorRow,
-    HostResultError,
-    LoweringError,
-    VariableCreationError,
-    may_wait_forever,
-    slow_trace,
-    warn_shared_variable,
-)
+from replica_engine.errors import CoordinatorRow, HostResultError, LoweringError, VariableCreationError
+from replica_engine.errors.base import at
+from replica_engine.errors.programs import may_wait_forever
+from replica_engine.errors.scopes import warn_shared_variable
+from replica_engine.errors.timeouts import slow_trace
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.stacks import stack_of
 from replica_engine.telemetry.trace_file import Track
@@ -129,8 +125,12 @@ def _trace(source: FunctionSpec, arguments: Arguments, shapes: Shapes, body: Bod
         seen = Seen()
         traced, again = _trace_once(source, arguments, shapes, body, enter, seen)
         if again:
-            named = [(variable.name.removesuffix(":0"), where) for variable, where in again]
-            raise VariableCreationError.each_time(traced.name, named)
+            names = ", ".join(f"{variable.name.removesuffix(':0')}{at(where)}" for variable, where in again)
+            raise VariableCreationError(
+                f"`{traced.name}` creates variables ({names}) each time it runs, but it is traced once for all runs. "
+                "Create them once: before the run, under `with strategy.scope():`, or in the first run only, and keep "
+                "them in an attribute (`if self.w is None: self.w = tf.Variable(...)`)."
+            )
     if seen.has_fixed and not seen.writes:
         array_sizes.check(traced.graph, seen)
     if seen.writes:

@@ -27,6 +27,7 @@ from replica_engine._tf import variables
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import CaptureError, HostAccessError
+from replica_engine.errors.base import at
 from replica_engine.xla.body import host_side, in_body
 from replica_engine.xla.state.device_value import DeviceValue
 
@@ -193,7 +194,11 @@ class _VariableAtCall(_AtCall):
 
     def in_eager_mode(self) -> tf.Tensor:
         if (side := host_side()) is not None:
-            raise HostAccessError.of_function(side.where)
+            raise HostAccessError(
+                f"The function that outside_compilation{at(side.where)} runs on the host calls a tf.function that "
+                "uses a variable of a strategy, whose values are on the devices while the body runs. Pass the "
+                "variable's value as an argument instead."
+            )
         if not self.use.on_host:
             return self._raw
         if not self.use.may_write:
@@ -207,7 +212,13 @@ class _VariableAtCall(_AtCall):
     def in_graph(self) -> tf.Tensor:
         if in_body() is not None:  # whose program takes the values on the devices
             if len(self._device_value.handles) > 1:  # the function was traced for all replicas, and the body is of one
-                raise CaptureError.of_all_replicas(xla_ops.variable_name(self._device_value.handles[0]), here())
+                variable = xla_ops.variable_name(self._device_value.handles[0])
+                raise CaptureError(
+                    "A concrete function that was traced outside of strategy.run uses the variable "
+                    f"{variable!r}{at(here())}. There it is one value of all replicas, and a compiled replica has "
+                    "only its own. Pass the tf.function itself to strategy.run, or call it in the body: then it is "
+                    "traced for a replica."
+                )
             return self._raw
         return handle(self._device_value, self._replica, self.use.on_host)
 

@@ -27,6 +27,7 @@ from replica_engine._tf import distribute, variables
 from replica_engine._tf.graphs import random_ops, subgraphs, xla_ops
 from replica_engine.diagnostics.op_lines import here, user_line
 from replica_engine.errors import VariableCreationError
+from replica_engine.errors.base import at
 from replica_engine.xla.body import in_body
 from replica_engine.xla.signature import argument_names
 from replica_engine.xla.state import host_functions
@@ -172,7 +173,12 @@ class _Computation:
         """The tensor or handle that a placeholder stands for."""
         outside = subgraphs.captured(placeholder)
         if outside is None:
-            raise VariableCreationError.of_arguments(self._name, argument_names.of(placeholder), self._where)
+            raise VariableCreationError(
+                f"The initial value of the variable {self._name!r}, created{at(self._where)}, depends on "
+                f"{argument_names.of(placeholder)}. A variable exists before the body that creates it runs, and "
+                "outlives the run. Create the variable with a value such as tf.zeros(shape), and assign the real "
+                "value in the body."
+            )
         return host_functions.raw(outside)
 
     def _handle(self, placeholder: tf.Tensor, operations: dict[str, tf.Operation]) -> tf.Tensor:
@@ -196,8 +202,11 @@ class _Computation:
         for kind in sorted({op.type, *subgraphs.op_types_of_calls(op)}):
             if kind.startswith(_OF_RUNS) or (kind == op.type and kind.startswith(_WRITE)):
                 marker = xla_ops.marker_name(op).removeprefix("replica_engine.") or kind
-                raise VariableCreationError.of_run(
-                    self._name, self._where, _IN_WORDS.get(marker, marker), user_line(op)
+                raise VariableCreationError(
+                    f"The initial value of the variable {self._name!r}, created{at(self._where)}, depends on "
+                    f"{_IN_WORDS.get(marker, marker)}{at(user_line(op))}, which only a run of the body can "
+                    "execute. A variable exists before the body that creates it runs, and outlives the run. Create "
+                    "the variable with a value such as tf.zeros(shape), and assign the real value in the body."
                 )
 
 
