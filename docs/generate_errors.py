@@ -1,6 +1,7 @@
-"""Writes docs/errors.md: `python docs/generate_errors.py`.
+"""Writes docs/errors/: `python docs/generate_errors.py`.
 
-What it says of a class and a wording is their docstrings; the examples are the golden files of tests/errors.
+A page of a class has its docstring, the golden files of tests/errors with its name, and all its messages, which are
+read in the source: a message stands where it is raised. Warnings and notes share a page each.
 """
 
 import ast
@@ -16,8 +17,9 @@ from typing import Any
 from replica_engine import errors
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "errors.md"
+PAGES = ROOT / "docs" / "errors"
 GOLDEN = ROOT / "tests" / "errors" / "golden"
+CODE = ROOT / "replica_engine"
 
 SECTIONS = (
     "threads",
@@ -45,22 +47,28 @@ OUTSIDE = {
 }
 WIDTH = 100
 
-HEAD = """\
+SHORTEST = 24
+"""Characters of the shortest string that is taken for a message; shorter ones are parts of one."""
+
+MADE = """\
+<!-- Made by `python docs/generate_errors.py` from the docstrings of `replica_engine.errors`, the messages in the source
+and the golden files of tests/errors. Change those. -->
+"""
+
+HEAD = f"""\
 # Errors
 
-<!-- Made by `python docs/generate_errors.py` from the docstrings of `replica_engine.errors` and the golden files of
-tests/errors. Change those. -->
-
-Every error and warning of the library, each with a program that comes to it and what that shows. All errors are in
+{MADE}
+Every error of the library has a page, with a program that comes to it, what that shows, and all its messages. So have
+the [warnings](warnings.md), and the [notes](notes.md) that the library adds to exceptions. All errors are in
 `replica_engine.errors`, and all but `ReplicaUnwound` are a `ReplicaEngineError`. An exception of your own code is never
 wrapped: it leaves `run` as the object that you raised, with notes on which replica raised it and where the others were.
 
-`replica-engine explain ScopeError.variable` prints the part of this page about one message, and
-`replica-engine explain "words of a message"` finds it; without a name it lists all. Each error names its part in a
-note, `more: replica-engine explain ScopeError.variable`, and so does the last line of most warnings. Both are left out
-below.
+`replica-engine explain ScopeError` prints the page of a class, and `replica-engine explain "words of a message"` finds
+the page whose messages or examples have these words; without a name it lists all. Each error names its page in a note,
+`more: replica-engine explain ScopeError`, and so does the last line of most warnings. Both are left out of examples.
 
-Warnings are logged once, by the logger `replica_engine`; [how to leave one out](in_your_process.md#what-it-logs).
+Warnings are logged once, by the logger `replica_engine`; [how to leave one out](../in_your_process.md#what-it-logs).
 
 Three families say whose turn it is:
 
@@ -69,56 +77,86 @@ Three families say whose turn it is:
 - **unwinding**: `ReplicaUnwound` is not an error: it ends a waiting replica when another replica has failed.
 
 The programs begin with `import tensorflow as tf`, `from replica_engine import ...` and the like, and with
-`replica_engine.logical_devices(8)` where they name CPU devices. Messages name the line
-of the program, which is `program.py` here. Of tracebacks the user's frames are shown. (On Python 3.10, which does not
-print an exception's notes, the last lines are in its `__notes__`.)
+`replica_engine.logical_devices(8)` where they name CPU devices. Messages name the line of the program, which is
+`program.py` here. Of tracebacks the user's frames are shown. (On Python 3.10, which does not print notes of exceptions,
+the last lines are in its `__notes__`.)
 """
 
 
-def page() -> str:
-    """The text of docs/errors.md."""
+def pages() -> dict[str, str]:
+    """The text of each file of docs/errors."""
     modules = [importlib.import_module(f"replica_engine.errors.{name}") for name in SECTIONS]
-    return "\n".join([HEAD, *_summary(modules), *(line for module in modules for line in _section(module))])
+    classes = [error for module in modules for error in _classes(module)]
+    messages = _messages()
+    every = {"index.md": "\n".join([HEAD, *_summary(modules)])}
+    for error in classes:
+        every[f"{error.__name__}.md"] = "\n".join(_page(error, messages.get(error.__name__, [])))
+    found = {path.name.split(".")[0] for path in GOLDEN.glob("*.txt")} - {error.__name__ for error in classes}
+    functions = {name: what for module in modules for name, what in vars(module).items() if name in found}
+    notes = {name for name in found if name.startswith("note_")}
+    for title, names in (("warnings", found - notes), ("notes", notes)):
+        lines = [f"# {title.capitalize()} of the library\n", MADE]
+        for name in sorted(names):
+            brief = _brief(functions[name]) if name in functions else _first_sentence(name)
+            lines += [f"## {name}\n", f"{brief}\n", *_examples(name)]
+        every[f"{title}.md"] = "\n".join(lines)
+    return every
 
 
 def _summary(modules: list[ModuleType]) -> Iterator[str]:
-    yield "| error | family | also a | when |"
-    yield "| --- | --- | --- | --- |"
     for module in modules:
-        for error in _public(module):
-            if isinstance(error, type):
-                name = error.__name__
-                yield f"| [{name}](#{name.lower()}) | {_family(name)} | {_also(error)} | {_brief(error)} |"
-    yield ""
+        title, _, _ = (inspect.getdoc(module) or "").partition("\n")
+        yield f"## {title.rstrip('.')}\n"
+        yield "| error | family | also a | when |"
+        yield "| --- | --- | --- | --- |"
+        for error in _classes(module):
+            name = error.__name__
+            yield f"| [{name}]({name}.md) | {_family(name)} | {_also(error)} | {_brief(error)} |"
+        yield ""
 
 
-def _section(module: ModuleType) -> Iterator[str]:
-    title, _, _ = (inspect.getdoc(module) or "").partition("\n")
-    yield f"## {title.rstrip('.')}\n"
-    public = _public(module)
-    for error in public:
-        if isinstance(error, type):
-            yield f"### {error.__name__}\n"
-            yield f"{_described(error)}\n"
-            own = [what for name, what in vars(error).items() if isinstance(what, classmethod)]
-            yield from _examples(error.__name__)
-            for wording in own:
-                yield f"#### {error.__name__}.{wording.__name__}\n"
-                yield f"{_brief(wording)}\n"
-                yield from _examples(f"{error.__name__}.{wording.__name__}")
-    for function in public:
-        if not isinstance(function, type):
-            yield f"### {function.__name__}\n"
-            yield f"{_brief(function)}\n"
-            yield from _examples(function.__name__)
+def _page(error: type, messages: list[str]) -> Iterator[str]:
+    yield f"# {error.__name__}\n"
+    yield MADE
+    yield f"{_described(error)}\n"
+    yield from _examples(error.__name__)
+    if messages:
+        yield 'All its messages; "..." stands for what differs:\n'
+        texts = "\n\n".join(_wrapped(text.rstrip()) for text in messages)
+        yield f"```text\n{texts}\n```\n"
 
 
-def _public(module: ModuleType) -> list[Any]:
-    """The exceptions that a module defines, and its wordings of warnings and notes, in their order in the file."""
+def _classes(module: ModuleType) -> list[type]:
+    """The exceptions that a module defines, in their order in the file."""
     tree = ast.parse(inspect.getsource(module))
-    names = [node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
-    found = [getattr(errors, name) for name in names if name in errors.__all__]
-    return [each for each in found if not isinstance(each, type) or issubclass(each, BaseException)]
+    names = [node.name for node in tree.body if isinstance(node, ast.ClassDef) and node.name in errors.__all__]
+    return [error for name in names if issubclass(error := getattr(errors, name), BaseException)]
+
+
+def _messages() -> dict[str, list[str]]:
+    """By the name of a class, its messages: long strings in calls of the class, and in calls inside the class."""
+    found: dict[str, list[str]] = {}
+    sources = [text for path in sorted(CODE.rglob("*.py")) if "Error(" in (text := path.read_text()) or "cls(" in text]
+    for text in sources:
+        for node in ast.parse(text).body:
+            own = isinstance(node, ast.ClassDef) and node.name in errors.__all__
+            for call in ast.walk(node):
+                if isinstance(call, ast.Call):
+                    called = ast.unparse(call.func).removesuffix(".about").rpartition(".")[2]
+                    name = node.name if own else called if called in errors.__all__ else ""
+                    said = [_text(each) for each in call.args if name]
+                    new = [each for each in said if len(each) >= SHORTEST and " " in each]
+                    found.setdefault(name, []).extend(each for each in new if each not in found[name])
+    return found
+
+
+def _text(node: ast.expr) -> str:
+    """The string that an expression is, with "..." for what is put in; "" for other expressions."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(each.value if isinstance(each, ast.Constant) else "..." for each in node.values)
+    return ""
 
 
 def _family(name: str) -> str:
@@ -148,11 +186,15 @@ def _described(error: type) -> str:
 
 def _examples(name: str) -> Iterator[str]:
     for path in sorted(GOLDEN.glob(f"{name}.txt")) + sorted(GOLDEN.glob(f"{name}.*.txt")):
-        if path.stem.partition(f"{name}.")[2] and getattr(getattr(errors, name, None), path.stem.split(".")[1], None):
-            continue  # another wording of the class
         program, _, seen = re.split(r"\n\n(=+ what the user sees =+)\n", path.read_text())
         yield f"```python\n{program}\n```\n"
         yield f"```text\n{_wrapped(seen.rstrip())}\n```\n"
+
+
+def _first_sentence(name: str) -> str:
+    """The beginning of a warning that stands where it is logged."""
+    text = (GOLDEN / f"{name}.txt").read_text().partition("\nWARNING: ")[2]
+    return text.replace("\n", " ").partition(". ")[0] + "."
 
 
 def _wrapped(text: str) -> str:
@@ -164,4 +206,8 @@ def _wrapped(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    PAGES.mkdir(exist_ok=True)
+    for path in PAGES.glob("*.md"):
+        path.unlink()
+    for name, text in pages().items():
+        (PAGES / name).write_text(text)

@@ -1,7 +1,7 @@
-"""The `explain` command: a part of the Errors page of the documentation, on the terminal and without a network.
+"""The `explain` command: a page about an error or a warning, on the terminal and without a network.
 
-Errors name their part of the page in a note: `more: replica-engine explain ScopeError.variable`. Most warnings do so in
-their last line. The command also takes words of a message.
+Errors name their page in a note: `more: replica-engine explain ScopeError`. Most warnings do so in their last line. The
+command also takes words of a message, and looks for them in the messages and examples of all pages.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ import sys
 import textwrap
 from typing import NamedTuple
 
-PAGE = pathlib.Path(__file__).with_name("errors.md")
+PAGES = pathlib.Path(__file__).with_name("pages")
 FAILED = 1
 _MOST_FOUND = 12
 _WIDTH = 100
 _SURE = 4  # so many words may be of another form of a message, with other numbers and names in it
-_HEADING = re.compile(r"^####? (\S+)\n", re.MULTILINE)
+_HEADING = re.compile(r"^##? (\w+)\n", re.MULTILINE)
+_COMMENT = re.compile(r"<!--.*?-->\n", re.DOTALL)
 _CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 class Part(NamedTuple):
-    """What the page says about one error, wording or warning, without the parts below it."""
+    """What the pages say about one class of errors, warning or note."""
 
     name: str
     text: str
@@ -44,7 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "explain",
         help="say what an error or a warning means, with a program that shows it",
         description="Says what an error or a warning means, with a program that shows it. Works without a network.",
-        epilog="examples:\n  replica-engine explain ScopeError\n  replica-engine explain ScopeError.variable\n"
+        epilog="examples:\n  replica-engine explain ScopeError\n"
         '  replica-engine explain "gives the whole batch to each of 2 replicas"\n'
         "  replica-engine explain      (lists all names)",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -68,40 +69,36 @@ def run(flags: argparse.Namespace) -> int:
     if not found:
         near = _near(parts, asked)
         meant = f" Did you mean {' or '.join(near)}?" if near else ""
-        print(f"explain: the Errors page has nothing about: {asked}.{meant}", file=sys.stderr)
+        print(f"explain: no page is about: {asked}.{meant}", file=sys.stderr)
         print("`replica-engine explain` without a name lists all.", file=sys.stderr)
         return FAILED
     if len(found) > 1 or not (exactly or len(asked.split()) >= _SURE):
-        what = "Several parts of the Errors page have" if exactly else "No message reads so. The nearest parts have"
+        what = "Several pages have" if exactly else "No message reads so. The nearest pages have"
         print(f"{what} these words; name one of them, or more words:")
         print("\n".join(f"  {part.brief()}" for part in found[:_MOST_FOUND]))
         return 0
-    below = [part for part in parts if part.name.startswith(f"{found[0].name}.")]
     print(_shown(found[0]))
-    if len(below) == 1:
-        print(f"\n{_shown(below[0])}")
-    elif below:
-        print(f"\nIts messages; name one to see a program that comes to it, such as `explain {below[0].name}`:")
-        print("\n".join(f"  {part.brief()}" for part in below))
     return 0
 
 
 def _parts() -> list[Part]:
-    _, *pieces = _HEADING.split(PAGE.read_text(encoding="utf-8"))
-    texts = (re.split(r"^## ", text, maxsplit=1, flags=re.MULTILINE)[0] for text in pieces[1::2])
-    return [Part(name, text) for name, text in zip(pieces[::2], texts, strict=True)]
+    parts = []
+    for path in sorted(PAGES.glob("[!i]*.md")):  # not the index
+        _, *pieces = _HEADING.split(_COMMENT.sub("", path.read_text(encoding="utf-8")))
+        parts += [Part(*each) for each in zip(pieces[::2], pieces[1::2], strict=True)]
+    return parts
 
 
 def _named(parts: list[Part], asked: str) -> list[Part]:
-    """The part of this name; its letters may be lower case, as in the address of its place on the page."""
-    name = asked.removeprefix("replica_engine.errors.").rstrip(":").lower()
-    return [part for part in parts if part.name.lower() in (name, name.replace("-", "_"))]
+    """The part of this name, in upper or lower case. Older versions named a message too: `ScopeError.variable`."""
+    name = asked.removeprefix("replica_engine.errors.").rstrip(":").partition(".")[0].lower()
+    return [part for part in parts if part.name.lower() == name]
 
 
 def _near(parts: list[Part], asked: str) -> list[str]:
-    """Names that are written like this one, the nearest first; a name without its class counts too."""
-    names = {form.lower(): part.name for part in parts for form in (part.name, part.name.rpartition(".")[2])}
-    return list(dict.fromkeys(names[each] for each in difflib.get_close_matches(asked.lower(), names)))
+    """Names that are written like this one, the nearest first."""
+    names = {part.name.lower(): part.name for part in parts}
+    return [names[each] for each in difflib.get_close_matches(asked.lower(), names)]
 
 
 def _with_phrase(parts: list[Part], asked: str) -> list[Part]:
@@ -113,20 +110,25 @@ def _with_phrase(parts: list[Part], asked: str) -> list[Part]:
 
 
 def _with_words(parts: list[Part], asked: str) -> list[Part]:
-    """The parts that have most of the words, at least half of them."""
+    """The parts with a message that has most of the words, at least half of them."""
     words = set(re.findall(r"\w+", asked.lower()))
-    counts = [len(words & set(re.findall(r"\w+", f"{part.name} {part.text}".lower()))) for part in parts]
+    counts = [max(len(words & set(re.findall(r"\w+", each))) for each in _messages(part)) for part in parts]
     most = max(counts)
     return [part for part, count in zip(parts, counts, strict=True) if count == most and 2 * most >= len(words) > 0]
+
+
+def _messages(part: Part) -> list[str]:
+    return f"{part.name} {part.text}".lower().split("\n\n")
 
 
 def _shown(part: Part) -> str:
     """A part as text for a terminal: code is indented, and each piece of it has a heading."""
     words, *pieces = _CODE.split(part.text)
     shown = [f"{part.name}\n{'=' * len(part.name)}", *map(_wrapped, _paragraphs(words.replace("*", "")))]
-    for language, code in zip(pieces[::3], pieces[1::3], strict=True):
-        heading = "which shows" if language == "text" else "A program that comes to it"
-        shown.append(f"\n{heading}:\n\n{textwrap.indent(code.rstrip(), '    ')}")
+    headings = ["", *(piece.strip() for piece in pieces[2::3])]  # such as "All its messages: "
+    for heading, language, code in zip(headings, pieces[::3], pieces[1::3], strict=False):
+        heading = heading or ("A program that comes to it:" if language == "python" else "which shows:")
+        shown.append(f"\n{heading}\n\n{textwrap.indent(code.rstrip(), '    ')}")
     return "\n".join(shown)
 
 
