@@ -1,4 +1,7 @@
-"""All exceptions, warnings and notes of the package, with their wordings.
+"""All exceptions of the package.
+
+A message stands where it is raised. The modules have the classes, and the texts of errors, warnings and notes that
+branch, that several places use, or that are long:
 
 - `base`: ReplicaEngineError, the base class.
 - `timeouts`: replicas and programs that do not return in time, and the table that shows where each replica is.
@@ -14,7 +17,7 @@
 - `parity`: results that differ between one device and N replicas.
 - `contrib`: TensorFlow's contrib API of 2018.
 - `versions`: TensorFlow and Keras in versions that do not work, or that were never tested.
-- `explain`: the command that prints a part of the Errors page.
+- `explain`: the command that prints the page of a class.
 
 The exceptions form three families. The family tells a reader of a traceback what must change:
 
