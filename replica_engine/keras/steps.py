@@ -9,9 +9,10 @@ import keras
 import tensorflow as tf
 
 from replica_engine._tf.keras import metrics as keras_metrics
+from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.errors import LogError
 from replica_engine.keras.shard import Shard
-from replica_engine.values import rows
+from replica_engine.values import late_weights, rows
 
 
 def run_step(model: keras.Model, name: str, data: Any, share: Shard) -> dict[str, Any]:
@@ -28,7 +29,8 @@ def run_step(model: keras.Model, name: str, data: Any, share: Shard) -> dict[str
     """
     counted = metric_variables(model)
     before = [tf.identity(variable.value) for variable in counted] if share.whole else []
-    with share.entered():
+    is_own = name == "train_step" and not keras_trainer.has_keras_step(model, name)
+    with share.entered(), late_weights.weighted_late(share.fraction if is_own and not share.whole else None):
         logs = getattr(model, name)(data)
     for variable, value in zip(counted, before, strict=False):
         # All replicas computed the same samples, which must count once.

@@ -23,6 +23,7 @@ from replica_engine.threads.joint.attempt import Attempts
 from replica_engine.threads.joint.gradients import recorded
 from replica_engine.threads.joint.operator import Part, note_constants
 from replica_engine.threads.random_numbers import Seeds
+from replica_engine.values import late_weights
 from replica_engine.values.structure import as_tensor
 
 _OPERATIONS = dict(tf.distribute.ReduceOp.__members__)
@@ -335,6 +336,9 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             if name not in _EXTREMES:
                 raise CollectiveError.unknown_reduction(reduce_op, sorted([*_OPERATIONS, *_EXTREMES]))
             return self._extreme(name, value, options)
+        return late_weights.reduced(value, lambda value: self._all_reduce(operation, name, value, options))
+
+    def _all_reduce(self, operation: Any, name: str, value: Any, options: Any) -> Any:
         with _detailed(self, "all_reduce", name):
             own = self._own(value) if isinstance(value, tf.Tensor) else tf.nest.map_structure(self._own, value)
             tensors = [own] if isinstance(own, tf.Tensor) else tf.nest.flatten(own)
@@ -407,6 +411,9 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             axis: the dimension to concatenate along.
             options: `tf.distribute.experimental.CommunicationOptions`.
         """
+        return late_weights.reduced(value, lambda value: self._all_gather(value, axis, options))
+
+    def _all_gather(self, value: Any, axis: int, options: Any) -> Any:
         with _detailed(self, "all_gather", axis):
             return super().all_gather(tf.nest.map_structure(self._own, value), axis, options)
 

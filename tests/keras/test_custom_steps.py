@@ -418,3 +418,31 @@ def test_an_output_of_the_length_of_a_shard_is_no_row_of_a_sample(both, alike, r
         expected = model.predict(X[:rows], batch_size=8, verbose=0)
         found = replicate_model(model, strategy=both(2)).predict(X[:rows], batch_size=8, verbose=0)
         alike(found, expected)
+
+
+def test_a_normalization_over_replicas_in_a_step_of_ones_own(trains_alike):
+    """Gradients get the weights of the shards, of 2 and 1 samples, after they have gone through its reductions."""
+
+    class Normalized(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.before, self.normalization = layers.Dense(4), layers.BatchNormalization(synchronized=True)
+
+        def call(self, x, training=False):
+            return self.layer(self.normalization(self.before(x), training=training))
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = crossentropy(y, self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"loss": loss}
+
+    def make():
+        model = Normalized()
+        model(X[:1])
+        model.compile(keras.optimizers.SGD(0.5))
+        return model
+
+    trains_alike(make, 2, X[:9], Y[:9], batch_size=3)

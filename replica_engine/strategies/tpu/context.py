@@ -18,7 +18,7 @@ from replica_engine._tf.graphs import autograph
 from replica_engine.errors import CollectiveError, NotInReplicaError
 from replica_engine.strategies.tpu.api import logical_device
 from replica_engine.strategies.tpu.own_values import own_value, own_values
-from replica_engine.values import rows
+from replica_engine.values import late_weights, rows
 from replica_engine.values.structure import as_tensor
 from replica_engine.xla.body import in_body
 
@@ -63,13 +63,19 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
             options: ignored; XLA decides how to reduce.
         """
         _check_in_run()
-        return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, leaf), value)
+        if str(getattr(reduce_op, "value", reduce_op)).upper() not in _LINEAR:
+            return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, leaf), value)
+        return late_weights.reduced(
+            value, lambda value: tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, leaf), value)
+        )
 
     @autograph.artifact
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Like `tf.distribute.ReplicaContext.all_gather`; shapes must be equal on all replicas."""
         _check_in_run()
-        return tf.nest.map_structure(lambda leaf: gather_leaf(leaf, axis), value)
+        return late_weights.reduced(
+            value, lambda value: tf.nest.map_structure(lambda leaf: gather_leaf(leaf, axis), value)
+        )
 
     @autograph.artifact
     def reduce_scatter(self, value: Any, axis: int = 0) -> Any:
@@ -124,7 +130,7 @@ def _check_in_run() -> None:
         raise NotInReplicaError.used_after_run()
 
 
-_SPARSE = ("SUM", "MEAN")  # reductions of which the result of sparse values is sparse
+_LINEAR = ("SUM", "MEAN")  # the result of sparse values is sparse
 
 
 def reduce_leaf(reduce_op: Any, value: Any) -> Any:
@@ -132,7 +138,7 @@ def reduce_leaf(reduce_op: Any, value: Any) -> Any:
     name = str(getattr(reduce_op, "value", reduce_op)).upper()
     if isinstance(value, tf.IndexedSlices) and value.values.dtype == tf.bool:
         raise CollectiveError.wrong_dtype(name, "bool")
-    if isinstance(value, tf.IndexedSlices) and (value.values.shape.rank is None or name not in _SPARSE):
+    if isinstance(value, tf.IndexedSlices) and (value.values.shape.rank is None or name not in _LINEAR):
         value = tf.convert_to_tensor(value)
     if isinstance(value, tf.IndexedSlices):
         return rows.joined([_reduced_rows(name, part) for part in rows.pieces(value)])

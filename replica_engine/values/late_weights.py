@@ -1,0 +1,55 @@
+"""Weights that the gradients of replicas get late, and reductions over replicas that must know them.
+
+A replicated model runs the user's own `train_step` on each replica, and the gradient of replica r counts with its
+fraction w_r of the batch only when the optimizer adds the gradients up. A reduction over replicas inside the step (a
+synchronized batch normalization) is differentiated before that. Its gradient on replica r is the sum of the upstream
+gradients of all replicas j, and they count with w_j, not with w_r. So inside such a step a reduction has the gradient
+`sum(w_j * upstream_j) / w_r`: what comes back to it is multiplied by the replica's weight before the sum over the
+replicas, and divided by it after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._tf.graphs import control_flow
+
+Weight = Callable[[tf.DType], tf.Tensor]
+"""Takes a dtype, and returns the weight of the replica's gradients as a scalar."""
+
+_weight: contextvars.ContextVar[Weight | None] = contextvars.ContextVar("replica_engine_late_weight", default=None)
+
+
+@contextlib.contextmanager
+def weighted_late(weight: Weight | None) -> Iterator[None]:
+    """Inside, on this replica, gradients get their weight later; None says that they do not."""
+    token = _weight.set(weight)
+    try:
+        yield
+    finally:
+        _weight.reset(token)
+
+
+def reduced(value: Any, reduce: Callable[[Any], Any]) -> Any:
+    """What a linear reduction over replicas makes of a structure of tensors, with the gradient described above."""
+    weight = _weight.get()
+    if weight is None or not control_flow.has_tape():  # without a tape, as in an optimizer, it is work for nothing
+        return reduce(value)
+    before = tf.nest.map_structure(lambda leaf: _with_gradient_times(leaf, lambda dtype: 1 / weight(dtype)), value)
+    return tf.nest.map_structure(lambda leaf: _with_gradient_times(leaf, weight), reduce(before))
+
+
+def _with_gradient_times(leaf: Any, factor: Weight) -> Any:
+    """The value itself, whose gradient is multiplied by a factor."""
+    if isinstance(leaf, tf.IndexedSlices):
+        return leaf  # it has no gradient
+    tensor = tf.convert_to_tensor(leaf)
+    if not tensor.dtype.is_floating:
+        return leaf
+    scaled = tensor * factor(tensor.dtype)
+    return tf.stop_gradient(tensor) + (scaled - tf.stop_gradient(scaled))
