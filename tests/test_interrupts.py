@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from replica_engine.pjrt.group import ProgramOrder
+from replica_engine.pjrt.group import ProgramOrder, Turn
 from replica_engine.process import interrupts
 from replica_engine.telemetry.watchdog import Watch
 from replica_engine.xla.body import Limits
@@ -97,6 +97,11 @@ class _Lock:
     def release(self) -> None:
         self.lock.release()
 
+    @property
+    def __exit__(self) -> Any:
+        """The lock's own, in C."""
+        return self.lock.__exit__
+
     def is_free(self) -> bool:
         """Whether another thread can take it."""
         with ThreadPoolExecutor(1) as other:
@@ -111,16 +116,25 @@ def _entered(order: ProgramOrder, limit: float | None) -> Any:
     return order if limit is None else order.within(limit, TimeoutError)
 
 
-def _launch(order: ProgramOrder, limit: float | None) -> Launch:
+class _Launch:
     """A launch of a program without host calls, as far as it takes its turn."""
-    body = SimpleNamespace(limits=Limits(timeout=limit, warn_after=1e6))
-    calls = SimpleNamespace(calls=[])
-    return Launch(SimpleNamespace(body=body, host_calls=calls), SimpleNamespace(in_flight=order))  # type: ignore
+
+    def __init__(self, order: ProgramOrder, limit: float | None):
+        body = SimpleNamespace(limits=Limits(timeout=limit, warn_after=1e6))
+        program = SimpleNamespace(body=body, host_calls=SimpleNamespace(calls=[]))
+        self.turn = order.turn(Launch(program, SimpleNamespace(in_flight=order))._take_turn)  # type: ignore
+
+    def __enter__(self) -> None:
+        self.turn.__enter__()
+
+    @property
+    def __exit__(self) -> Any:
+        return self.turn.__exit__
 
 
 @pytest.mark.parametrize("refusals", [0, 2])
 @pytest.mark.parametrize("limit", [None, 1000.0])
-@pytest.mark.parametrize("make", [_entered, _launch])
+@pytest.mark.parametrize("make", [_entered, _Launch])
 def test_ctrl_c_while_a_turn_is_taken_leaves_the_devices_free(
     handler: Any, make: Callable[..., Any], limit: float | None, refusals: int
 ) -> None:
@@ -135,7 +149,7 @@ def test_ctrl_c_while_a_turn_is_taken_leaves_the_devices_free(
 
     names = ["enter", "enter_now", "enter_within", "_acquire", "beat", "__enter__"]
     codes = [getattr(ProgramOrder, name).__code__ for name in names if hasattr(ProgramOrder, name)]
-    codes += [Launch.__enter__.__code__, Watch.__enter__.__code__, Watch.__exit__.__code__] if make is _launch else []
+    codes += [Turn.__enter__.__code__, Launch._take_turn.__code__, Watch.__enter__.__code__, Watch.__exit__.__code__]
     tried = 0
     for code in codes:
         number = 1

@@ -1,16 +1,27 @@
-"""A program compiled for a group of devices, and its launches."""
+"""A program compiled for a group of devices, and its launches.
+
+A launch gives the old values of variables to the program, and the new ones must be stored: an exception between the two
+would lose both. A signal handler may raise one, and another thread may raise one here
+(`PyThreadState_SetAsyncExc`). Python looks for either only between two of its instructions. So the launch and all that
+it stores are one call of functions in C, in which no Python runs: `deque(map(setattr, objects, names, values), 0)`,
+where asking for the first value launches the program.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
+import operator
 import os
 import pathlib
 import platform
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +48,40 @@ _SHORTEST, _LONGEST = 2e-5, 5e-3  # seconds between checks whether a program has
 _LATE = 0.02  # how late a check may notice the end, as a fraction of the time so far
 _EXPECTED = 0.95  # fraction of the time of earlier launches; before it, checks are rare
 _AWAKE = 1e-3  # seconds of checks without a sleep: to be woken takes longer than a small program runs
+
+
+ALL = slice(None)
+"""The index of all results."""
+
+
+class Stores:
+    """Where the results of launches go.
+
+    Args:
+        writes: objects, and for each the index of the result that becomes its attribute `on_devices`, or `ALL`.
+    """
+
+    def __init__(self, writes: Sequence[tuple[Any, int | slice]] = ()):
+        self.objects = [each for each, _ in writes]
+        indices = [index for _, index in writes]
+        self.of_launch = operator.itemgetter(ALL, 0, *indices)  # all, the first one, and one for each object
+        self._values = operator.itemgetter(*indices, slice(0))  # a slice too: the getter of one index makes no tuple
+
+    def store(self, results: list[Array]) -> None:
+        """Stores results that a launch with other `Stores` made: all or none, as a launch does."""
+        deque(map(setattr, self.objects, itertools.repeat("on_devices"), self._values(results)), 0)
+
+
+class _Launched:
+    """The results of one launch."""
+
+    __slots__ = ("results",)
+    results: list[Array]
+
+
+_NAMES = ("results", "running")
+
+_NO_STORES = Stores()
 
 
 class Executable:
@@ -102,6 +147,7 @@ class Executable:
             array_result_handler(ShapedArray(shape, dtype), devices.sharding, committed=True, _skip_checks=True)
             for shape, dtype in results
         ]
+        self._take = operator.methodcaller("consume_with_handlers", self._handlers)
 
     def serialized(self) -> bytes | None:
         """The compiled program as bytes; None if programs of this platform cannot leave the process."""
@@ -110,32 +156,38 @@ class Executable:
         except RUNTIME_ERRORS:
             return None
 
-    def launch(self, arrays: list[Array]) -> list[Array]:
+    def launch(self, arrays: list[Array], stores: Stores = _NO_STORES) -> list[Array]:
         """Starts the program on all replicas. The caller holds `DeviceGroup.in_flight` and calls `wait` next.
 
-        Arrays that the program donates are gone afterwards; the results replace them, ready or not. The caller holds
-        off Ctrl-C (`interrupts.held_off`) until it has stored the results.
+        Arrays that the program donates are gone afterwards; the results replace them, ready or not. An exception that
+        a signal handler or another thread raises comes before all this or after it: when `stores` have their results,
+        and `DeviceGroup.running` has the program.
 
-        The caller calls `wait_for_turn` before. The other workers are told of the launch here, where no Ctrl-C can come
-        between: a launch that was told and not made would leave them alone in its collectives.
+        The caller calls `wait_for_turn` before. The other workers are told of the launch here. There the caller holds
+        off signals: a launch that was told and not made would leave them alone in its collectives.
 
         Raises:
             WorkerLostError or another failure of the job of several workers: the arrays may be gone.
         """
-        devices = self._devices
+        devices, launched = self._devices, _Launched()
         if devices.member is not None and self._compared is not None:
             devices.member.launched(self._compared)
+        values: Iterable[Any]
+        if self._handlers:
+            made = map(self._take, map(self._executable.execute_sharded, (arrays,)))
+            values = itertools.chain.from_iterable(map(stores.of_launch, made))
+        else:
+            execute = functools.partial(self._executable.execute_sharded, with_tokens=True)
+            values = itertools.chain(([],), map(_take_token, map(execute, (arrays,))), itertools.repeat([]))
+        objects = itertools.chain((launched, devices), stores.objects)
+        names = itertools.chain(_NAMES, itertools.repeat("on_devices"))
+        devices.interrupted = True  # until `wait` has waited for it
         try:
-            if self._handlers:
-                results: list[Array] = self._executable.execute_sharded(arrays).consume_with_handlers(self._handlers)
-                devices.running, devices.interrupted = results[0], True  # until `wait` has waited for it
-                return results[: self._results]
-            running = self._executable.execute_sharded(arrays, with_tokens=True)
-            devices.running, devices.interrupted = running.consume_token(), True
-            return []
+            deque(map(setattr, objects, names, values), 0)
         except RUNTIME_ERRORS as error:
             explain(devices.member, error)
             raise
+        return launched.results[: self._results]
 
     def wait_for_turn(self) -> None:
         """Waits for its turn on the devices, and before the first launch for the other workers.
@@ -242,6 +294,8 @@ def _cpu() -> str:
         features = next((line for line in lines if line.lower().startswith(("flags", "features"))), features)
     return f"{platform.machine()} {hashlib.sha256(' '.join(sorted(features.split())).encode()).hexdigest()[:16]}"
 
+
+_take_token = operator.methodcaller("consume_token")
 
 _give_way = getattr(os, "sched_yield", lambda: None)  # to programs' threads; not every system has it
 

@@ -6,11 +6,11 @@ library and the program know that the values may differ by replica.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import operator
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,10 +61,7 @@ def is_needed_by_a_program() -> bool:
 
 
 def held_off() -> interrupts.held_off:
-    """Holds off signals until the end of the block, for code that launches a program.
-
-    A launch gives the old values of variables to a program and takes the new values over. An exception between the two
-    would lose both, and the handler of a signal may raise an exception anywhere.
+    """Holds off signals until the end of the block, for what other workers, threads or host calls rely on.
 
     On one device a launch may run the program, and its host calls, directly on this thread. Then a signal interrupts
     the user's code as usual, and the host call handles the exception.
@@ -75,6 +72,9 @@ def held_off() -> interrupts.held_off:
 class ProgramOrder:
     """A reentrant lock with which programs take turns.
 
+    The end of a `with` block is the lock's own method, in C. A method in Python could be interrupted before its first
+    line, by a signal handler or by an exception of another thread, and nobody would ever have a turn again.
+
     Raises:
         Exception: the error that `needed_by_a_program` makes, where a wait for the lock would never end.
     """
@@ -84,13 +84,7 @@ class ProgramOrder:
         self._sign = 0.0
 
     def __enter__(self) -> None:
-        taken: list[bool] = []
-        try:
-            self.enter(taken)
-        except BaseException:
-            if any(taken):
-                self._lock.release()
-            raise
+        self.turn(self.enter).__enter__()
 
     def enter(self, taken: list[bool]) -> None:
         """Takes the lock.
@@ -131,23 +125,38 @@ class ProgramOrder:
         """Gives a sign of life, in the name of the program whose turn it is."""
         self._sign = time.monotonic()
 
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+    __exit__: Any = property(operator.attrgetter("_lock.__exit__"))
 
-    @contextlib.contextmanager
-    def within(self, seconds: float, late: Callable[[], Exception]) -> Iterator[None]:
+    def turn(self, enter: Callable[[list[bool]], None]) -> Turn:
+        """Inside, holds the lock, which `enter` takes; see the method `enter`."""
+        return Turn(self._lock, enter)
+
+    def within(self, seconds: float, late: Callable[[], Exception]) -> Turn:
         """Inside, holds the lock; see `enter_within`."""
-        taken: list[bool] = []
-        try:
-            self.enter_within(seconds, late, taken)
-            yield
-        finally:
-            if any(taken):
-                self._lock.release()
+        return self.turn(functools.partial(self.enter_within, seconds, late))
 
     def _due(self, began: float, seconds: float) -> float:
         """Seconds until a thread that has waited since `began` has waited for too long."""
         return max(began, self._sign) + seconds - time.monotonic()
+
+
+class Turn:
+    """A turn of a program; see `ProgramOrder.turn`."""
+
+    def __init__(self, lock: Any, enter: Callable[[list[bool]], None]):
+        self._lock = lock
+        self._enter = enter
+
+    def __enter__(self) -> None:
+        taken: list[bool] = []
+        try:
+            self._enter(taken)
+        except BaseException:
+            if any(taken):
+                self._lock.release()
+            raise
+
+    __exit__: Any = property(operator.attrgetter("_lock.__exit__"))  # in C; see `ProgramOrder`
 
 
 # One lock for each platform; see `DeviceGroup.in_flight`.
@@ -320,7 +329,7 @@ class DeviceGroup:
                 raise StuckProgramError.given_up(self.running_name, self.size)
         finally:
             self.held_by = ""
-        self.interrupted = False
+        self.running, self.interrupted = None, False
         return True
 
     def wait_for(self, array: Array) -> None:

@@ -51,18 +51,14 @@ class CallOrder(DeviceValue):
 
     def array(self) -> Array:
         """The positions on the devices. The host has no copy of them: if they are gone, each replica starts over."""
-        array = self._array
+        array = self.on_devices
         if array is None or array.is_deleted():
-            array = self._array = self._devices.put([np.array(replica) for replica in range(self._devices.size)])
+            array = self.on_devices = self._devices.put([np.array(replica) for replica in range(self._devices.size)])
         return array
-
-    def set_array(self, array: Array) -> None:
-        """Takes over the positions after a launch."""
-        self._array = array
 
     def invalidate(self) -> None:
         """Drops the positions: the next launch starts over."""
-        self._array = None
+        self.on_devices = None
 
 
 class HostCalls:

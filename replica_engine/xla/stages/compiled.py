@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from replica_engine.errors import InputsError
 from replica_engine.errors.hosts import JOB_FAILURES
-from replica_engine.pjrt.executable import Executable
+from replica_engine.pjrt.executable import Executable, Stores
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.xla.graph_mode import check_mode
 from replica_engine.xla.infeed import InputQueue
@@ -21,7 +21,7 @@ from replica_engine.xla.stages.counts import count
 from replica_engine.xla.stages.launch import Launch
 from replica_engine.xla.stages.program import Program
 from replica_engine.xla.stages.results import Column, column
-from replica_engine.xla.state.device_value import DeviceValue, device_value_of
+from replica_engine.xla.state.device_value import DeviceValue, device_value_of, patience_of
 
 _counting = threading.Lock()
 
@@ -43,7 +43,8 @@ class Compiled:
         self.devices = devices
         self.executable = executable
         self.variables = [device_value_of(handle, devices) for handle in program.handles]
-        self._writes = [(self.variables[variable], result) for variable, result in program.writes]
+        self._stores = Stores([(self.variables[variable], result) for variable, result in program.writes])
+        self._patience = patience_of(self._stores.objects) if program.donates else 0.0
         self._constants: list[Array] | None = None
         stay = executable.waits and devices.platform == "cpu"
         self._columns = [column(*each) for each in program.results[: program.returned]] if stay else None
@@ -81,11 +82,13 @@ class Compiled:
             if self._constants is None:
                 self._constants = [put([program.tensors[index].numpy()]) for index in program.captured]
             arguments += self._constants
-        with Launch(program, self.devices, feed, on_host) as launch:
-            arguments += [variable.array() for variable in self.variables]
-            results = launch.run(_Execution(self.executable, arguments, self._writes, program.donates))
-            for variable, _ in self._writes:
-                variable.launched()
+
+        def prepare() -> _Execution:
+            given = arguments + [variable.array() for variable in self.variables]
+            return _Execution(self.executable, given, self._stores, program.donates, self._patience)
+
+        launch = Launch(program, self.devices, feed, on_host)
+        results = launch(prepare)
         columns: list[Column]
         if self._columns is None or as_arrays:
             columns = list(map(self.devices.fetch_all, results[: program.returned]))
@@ -102,7 +105,7 @@ class Compiled:
 
         Otherwise timing would decide between a stale value and an error.
         """
-        written = [variable for variable, _ in self._writes if isinstance(variable, DeviceValue)]
+        written = [variable for variable in self._stores.objects if isinstance(variable, DeviceValue)]
         self._count_loops(written, 1)
         try:
             yield
@@ -143,30 +146,35 @@ class Compiled:
 class _Execution:
     """One launch of one executable; see `launch.Execution`."""
 
-    __slots__ = ("_arguments", "_donates", "_executable", "_writes", "wait", "wait_for_turn")
+    __slots__ = ("_arguments", "_donates", "_executable", "_stores", "patience", "wait", "wait_for_turn")
 
     def __init__(
-        self, executable: Executable, arguments: list[Array], writes: Sequence[tuple[Any, int]], donates: bool
+        self, executable: Executable, arguments: list[Array], stores: Stores, donates: bool, patience: float
     ):
         self._executable = executable
         self._donates = donates
         self._arguments = arguments
-        self._writes = writes
+        self._stores = stores
+        self.patience = patience
         self.wait_for_turn = executable.wait_for_turn
         self.wait = executable.wait
 
     def start(self) -> list[Array]:
-        try:
+        if not self._donates:
             return self._executable.launch(self._arguments)
+        try:
+            return self._executable.launch(self._arguments, self._stores)
         except JOB_FAILURES:
-            if self._donates:
-                self.invalidate()
+            self.invalidate()
             raise
 
     def commit(self, results: list[Array]) -> None:
-        for variable, result in self._writes:
-            variable.set_array(results[result])
+        self._stores.store(results)
+
+    def launched(self) -> None:
+        for variable in self._stores.objects:
+            variable.launched()
 
     def invalidate(self) -> None:
-        for variable, _ in self._writes:
+        for variable in self._stores.objects:
             variable.invalidate()

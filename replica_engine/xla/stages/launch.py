@@ -6,12 +6,19 @@ The order of a launch, whose parts an `Execution` carries out:
 2. **wait for turn**: an interrupted program has ended, and before a first launch all workers of a job are there. Ctrl-C
    ends this wait.
 3. **start**: the program runs.
-4. If the program donates, **commit** at once: the old values of variables are gone, and the wait may be interrupted.
-5. **wait** for the end. If the program fails and donates, **invalidate**: its variables no longer have a value.
-6. If the program does not donate, **commit** now, after it has ended well: all variables or none.
+   If the program donates, its variables have their new values in the same instruction (`Executable.launch`): the old
+   ones are gone, and an exception may come at any instant.
+4. **wait** for the end. If the program fails and donates, **invalidate**: its variables no longer have a value.
+5. If the program does not donate, **commit** now, after it has ended well: all variables or none.
+6. **launched**: what is to be done on the host once variables have new values.
 
 Two things must never happen: a variable still refers to its value after that value was donated; a launch commits after
 a host call of it has failed.
+
+**An exception may come between any two instructions**, out of the handler of a signal, or from another thread. Then the
+launch has been made with all that it stores, or not at all, and the devices go to the next launch. So what ends a
+launch (`_end`) may be called twice: an exception in it leads to the `except` that calls it again. It is no method
+`__exit__`, which such an exception could prevent from being called.
 
 Without a limit the calling thread launches and waits, and the watchdog only warns. With a limit the calling thread must
 be able to leave a program that does not end, at any point: on one device a program runs inside the launch. So another
@@ -22,14 +29,22 @@ keeps its devices. The next launch waits for it for a while and then raises an e
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from replica_engine.diagnostics.failed_run import note_failed_run
 from replica_engine.diagnostics.flight_record import SyncPointRecord, launch_records
-from replica_engine.errors import CoordinatorRow, ProgramError, ReplicaRow, ReplicaTimeoutError, ReplicaUnwound
+from replica_engine.errors import (
+    CoordinatorRow,
+    LostVariableError,
+    ProgramError,
+    ReplicaRow,
+    ReplicaTimeoutError,
+    ReplicaUnwound,
+)
 from replica_engine.errors.hosts import JOB_FAILURES
 from replica_engine.errors.timeouts import FOR_GIVEN_UP, FOR_ITS_TURN, slow_program
 from replica_engine.pjrt import abandoned
@@ -53,7 +68,13 @@ _RUNNING = "waiting for the program"
 
 
 class Execution(Protocol):
-    """The parts of one launch. The implementation knows the program's arguments and the variables that it writes."""
+    """The parts of one launch. The implementation knows the program's arguments and the variables that it writes.
+
+    Attributes:
+        patience: seconds that an interrupted launch waits for the program to end, so that it can call `launched`.
+    """
+
+    patience: float
 
     def wait_for_turn(self) -> None:
         """Waits until the program may start."""
@@ -65,14 +86,17 @@ class Execution(Protocol):
         """Waits for the end of the program, or until an event is set."""
 
     def commit(self, results: Results) -> None:
-        """Gives the variables their new values, from the results."""
+        """Gives the variables their new values, from the results of a program that does not donate."""
+
+    def launched(self) -> None:
+        """Completes on the host what new values of variables mean there. May be called again after an exception."""
 
     def invalidate(self) -> None:
         """Marks the variables as lost: the program that was given their old values has failed."""
 
 
 class Launch:
-    """A launch in progress: a context manager around all of it, which waits for its turn on the devices.
+    """One launch, which waits for its turn on the devices.
 
     Args:
         program: the program to launch.
@@ -108,57 +132,74 @@ class Launch:
     _nobody_waits: threading.Event | None = None
     _turn: Watch | None = None  # of the wait for the devices, if another launch had them
 
-    def __enter__(self) -> Launch:
-        limit = self._body.limits.timeout
-        order = self._devices.in_flight
-        taken: list[bool] = []
-        try:
-            if not order.enter_now(taken):
-                with Watch(self._describe, self._body.limits.warn_after) as self._turn:
-                    if limit is None:
-                        order.enter(taken)
-                    else:
-                        order.enter_within(limit, self._timed_out, taken)
-            self._watch.__enter__()
-            if self._program.host_calls.calls:
-                self._run = self._program.host_calls.begin(self._devices, self._feed)
-                self._watch.expired = 0  # what passed while it waited for an abandoned program does not count
-            return self
-        except BaseException:
-            if any(taken):
-                self._leave()
-            raise
+    def __call__(self, prepare: Callable[[], Execution]) -> Results:
+        """Makes the launch, and waits for its end, within the limit.
 
-    def _leave(self) -> None:
-        """Gives the devices to the next launch."""
-        try:
-            self._watch.__exit__(None, None, None)  # also if it was not entered
-        finally:
-            self._devices.in_flight.__exit__()
-
-    def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
-        try:
-            if error is not None:
-                abandoned.add(self._devices)
-                note_failed_run(error, self._records, None)
-        finally:
-            try:
-                if isinstance(self._run, Session):
-                    self._program.host_calls.end(self._run, self._devices, failed=error is not None)
-            finally:
-                self._leave()
-
-    def _records(self) -> list[SyncPointRecord]:
-        return launch_records(self._body.launches, self._devices.names, self._body.KEPT)
-
-    def run(self, execution: Execution) -> Results:
-        """Launches the program and waits for its end, within the limit.
+        Args:
+            prepare: reads the values of variables, once it is the launch's turn.
 
         Raises:
             ReplicaTimeoutError: the program did not end in time, and meanwhile no host call began or returned.
             ProgramError: the program failed while it ran.
             Exception: a host call raised it. Then nothing was committed.
         """
+        execution = None
+        with self._devices.in_flight.turn(self._take_turn):
+            try:
+                self._begin()
+                execution = prepare()
+                results = self._within_limit(execution)
+                execution.launched()
+                self._end(None, None)
+            except BaseException as error:
+                self._end(error, execution)
+                raise
+            return results
+
+    def _take_turn(self, taken: list[bool]) -> None:
+        limit = self._body.limits.timeout
+        order = self._devices.in_flight
+        if order.enter_now(taken):
+            return
+        wait = self._turn = Watch(self._describe, self._body.limits.warn_after)
+        try:
+            wait.__enter__()
+            if limit is None:
+                order.enter(taken)
+            else:
+                order.enter_within(limit, self._timed_out, taken)
+            wait.__exit__(None, None, None)
+        except BaseException:
+            wait.__exit__(None, None, None)
+            raise
+
+    def _begin(self) -> None:
+        self._watch.__enter__()
+        if self._program.host_calls.calls:
+            self._run = self._program.host_calls.begin(self._devices, self._feed)
+            self._watch.expired = 0  # what passed while it waited for an abandoned program does not count
+
+    def _end(self, error: BaseException | None, execution: Execution | None) -> None:
+        """Ends the launch, before the devices go to the next one. May be called again if an exception comes in it."""
+        try:
+            if error is not None:
+                abandoned.add(self._devices)
+                note_failed_run(error, self._records, None)
+                if execution is not None and self._devices.ends_within(execution.patience):
+                    with contextlib.suppress(LostVariableError):
+                        execution.launched()  # an exception of a signal or a thread may have kept it from that
+        finally:
+            try:
+                if isinstance(self._run, Session):
+                    self._program.host_calls.end(self._run, self._devices, failed=error is not None)
+            finally:
+                self._watch.__exit__(None, None, None)  # also if it was not entered
+
+    def _records(self) -> list[SyncPointRecord]:
+        return launch_records(self._body.launches, self._devices.names, self._body.KEPT)
+
+    def _within_limit(self, execution: Execution) -> Results:
+        """Launches the program and waits for its end, within the limit; see `__call__`."""
         self._watch.beat()
         self._state = _RUNNING
         if isinstance(self._run, Session):
@@ -176,8 +217,7 @@ class Launch:
             self._nobody_waits = threading.Event()
             results = self._apart(execution, self._nobody_waits)
         if not self._program.donates:
-            with held_off():  # no interrupt in between: all variables or none
-                execution.commit(results)
+            execution.commit(results)
         return results
 
     def _start_and_wait(self, execution: Execution) -> Results:
@@ -205,15 +245,14 @@ class Launch:
         return results
 
     def _start(self, execution: Execution) -> Results:
-        with held_off():
-            try:
-                results = execution.start()
-            except RUNTIME_ERRORS as error:
-                raise self._failed(error) from error
-            self._devices.running_name = self._program.name
-            if self._program.donates:
-                execution.commit(results)
-        return results
+        self._devices.running_name = self._program.name
+        try:
+            if self._devices.member is None and not isinstance(self._run, Session):
+                return execution.start()
+            with held_off():
+                return execution.start()
+        except RUNTIME_ERRORS as error:
+            raise self._failed(error) from error
 
     def _tell_progress(self) -> None:
         """Tells the other workers how far this one is, for the message if it gets lost.

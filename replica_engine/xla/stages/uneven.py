@@ -18,8 +18,9 @@ import numpy as np
 
 from replica_engine.errors import ReplicaMismatchError
 from replica_engine.errors.base import at
-from replica_engine.pjrt.executable import Executable
+from replica_engine.pjrt.executable import ALL, Executable, Stores
 from replica_engine.pjrt.group import Array, DeviceGroup
+from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.counts import count
 from replica_engine.xla.stages.launch import Launch
@@ -101,7 +102,8 @@ def _run(
     writes = [(variables[variable], index) for variable, index in program.writes]
     count("launches")
     on_host = {index: [share[index] for share in shares] for index in program.host_slots}
-    with Launch(program, devices, on_host=on_host) as launch:
+
+    def prepare() -> _Execution:
         # All parts are taken before the first launch: it may donate its part, and then the whole array counts as gone.
         states = [devices.parts(variable.array()) for variable in variables]
         inputs = []
@@ -110,9 +112,10 @@ def _run(
             of_share = [value for index, value in enumerate(share) if index not in on_host]
             values = [put([value]) for value in (*of_share, *(constants[index] for index in own.captured))]
             inputs.append([*values, *(state[replica] for state in states)])
-        results = launch.run(_Execution(devices, [executable for _, executable in parts], inputs, writes))
-        for variable, _ in writes:
-            variable.launched()
+        return _Execution(devices, [executable for _, executable in parts], inputs, writes, program.donates)
+
+    launch = Launch(program, devices, on_host=on_host)
+    results = launch(prepare)
     columns: list[Column] = [
         [devices.fetch(result[index], 0) for result in results] for index in range(program.returned)
     ]
@@ -121,8 +124,18 @@ def _run(
     return columns
 
 
+class _Results:
+    """The results of one replica's program; None until it is launched."""
+
+    def __init__(self) -> None:
+        self.on_devices: list[Array] | None = None
+        self.stores = Stores([(self, ALL)])
+
+
 class _Execution:
     """One launch of an executable for each replica; they do not wait for each other. See `launch.Execution`."""
+
+    patience = 0.0
 
     def __init__(
         self,
@@ -130,26 +143,49 @@ class _Execution:
         executables: list[Executable],
         inputs: list[list[Array]],
         writes: list[tuple[Any, int]],
+        donates: bool,
     ):
         self._devices = devices
         self._executables = executables
         self._inputs = inputs
         self._writes = writes
+        self._donates = donates
+        self._launched = [_Results() for _ in executables]
 
     def wait_for_turn(self) -> None:
         for executable in self._executables:
             executable.wait_for_turn()
 
     def start(self) -> list[list[Array]]:
-        return [executable.launch(given) for executable, given in zip(self._executables, self._inputs, strict=True)]
+        try:
+            return self._start()
+        except RUNTIME_ERRORS:
+            raise
+        except BaseException:  # of a signal or a thread: the programs that are not launched yet are launched too
+            if self._donates and any(each.on_devices for each in self._launched):
+                self._start()
+            raise
+
+    def _start(self) -> list[list[Array]]:
+        for launched, executable, given in zip(self._launched, self._executables, self._inputs, strict=True):
+            if launched.on_devices is None:
+                executable.launch(given, launched.stores)
+        results: list[Any] = [each.on_devices for each in self._launched]
+        if self._donates:
+            self.commit(results)
+        return results
 
     def wait(self, nobody_waits: threading.Event | None) -> None:
         for executable in self._executables:
             executable.wait(nobody_waits)
 
     def commit(self, results: list[list[Array]]) -> None:
-        for variable, index in self._writes:
-            variable.set_array(self._devices.join([result[index] for result in results]))
+        joined = [self._devices.join([result[index] for result in results]) for _, index in self._writes]
+        Stores([(variable, number) for number, (variable, _) in enumerate(self._writes)]).store(joined)
+
+    def launched(self) -> None:
+        for variable, _ in self._writes:
+            variable.launched()
 
     def invalidate(self) -> None:
         for variable, _ in self._writes:

@@ -70,6 +70,8 @@ class DeviceValue:
             never see the variable, however early they read it: a read raises an error on their thread.
         asked: the objects that host functions call to get a handle (`host_functions`). Saving a model needs to know
             them.
+        on_devices: the value on the devices; None if only the host has it. A launch sets this attribute and no other,
+            of all its variables at once (`Stores`): then the host's value is stale, since `_on_host` is another array.
     """
 
     def __init__(self, handles: Sequence[tf.Tensor], devices: DeviceGroup, spread: Spread | None = None):
@@ -84,8 +86,8 @@ class DeviceValue:
         self.read_anywhere = False
         self.loops = 0
         self._devices = devices
-        self._array: Array | None = None  # None: the host has the newest value
-        self._host_stale = False
+        self.on_devices: Array | None = None
+        self._on_host: Array | None = None  # the array whose value the host has too
         self._looked_at = False
         self._freed = False
         self._pins = 0
@@ -106,28 +108,35 @@ class DeviceValue:
 
     def array(self) -> Array:
         """The value on the devices, brought up to date. The caller holds `DeviceGroup.in_flight`."""
-        array = self._array
+        array = self.on_devices
         if not (array is None or self._maybe_written or self._lost or self._devices.interrupted or array.is_deleted()):
             return array  # the fast path: taken between two steps, for each of hundreds of variables
         self._check_there()
-        if self._array is not None and self._maybe_written and not self._host_stale and not self._is_as_on_host():
-            self._array = None
+        if array is not None and self._maybe_written and not self._host_stale and not self._is_as_on_host():
+            self.on_devices = None
         self._maybe_written = False
-        if self._array is None:
-            self._array = self._devices.put(self._host_values())
+        if self.on_devices is None:
+            self._on_host = array = self._devices.put(self._host_values())
+            self.on_devices = array
         return self._present()
 
+    @property
+    def _host_stale(self) -> bool:
+        """Whether the devices have a newer value than the host."""
+        array = self.on_devices
+        return array is not None and array is not self._on_host
+
     def set_array(self, array: Array) -> None:
-        """Takes over the value that a body wrote. The caller holds `DeviceGroup.in_flight`."""
-        self._array = array
-        self._host_stale, self._lost = True, False
+        """Takes over a value on the devices. The caller holds `DeviceGroup.in_flight`."""
+        self.on_devices, self._lost = array, False
 
     def invalidate(self) -> None:
         """Marks the value as lost: the program that got the old one, to overwrite it, has failed."""
-        self._array, self._host_stale, self._lost = None, False, True
+        self._lost, self.on_devices = True, None
 
     def launched(self) -> None:
         """Called when the program that wrote the value has ended. The caller holds `DeviceGroup.in_flight`."""
+        self._on_host = None  # otherwise the old value would stay in memory
         if self.read_anywhere:
             self.host_reads()
         elif self._to_free and not self._freed:
@@ -142,8 +151,8 @@ class DeviceValue:
             for handle in self.handles:
                 variables.write(handle, np.empty(0, self.dtype.as_numpy_dtype))
             variables.release_arrays()  # or the memory of the last variable would stay until the next conversion
-            if self._looked_at and self._array is not None:  # a signal handler has just read it
-                self._host_stale = True
+            if self._looked_at:  # a signal handler has just read it
+                self._on_host = None
 
     def leave_pool(self) -> None:
         """Moves a value that the host has just made or written out of TensorFlow's memory pool: room for the next one.
@@ -210,13 +219,14 @@ class DeviceValue:
             with _freeing:
                 for handle, value in zip(self.handles, values, strict=True):
                     variables.write(handle, value)
-                self._host_stale = self._freed = False
+                self._freed = False
+                self._on_host = array
 
     def host_is_to_write(self) -> None:
         """Brings the host's value up to date for a caller that writes to it: the devices' values become stale."""
         with shutdown.running(), self._devices.in_flight:
             self.host_reads()
-            self._array = None
+            self.on_devices = None
 
     def host_may_write(self) -> None:
         """Brings the host's value up to date for a caller that may read it or write to it: the next launch compares."""
@@ -240,6 +250,7 @@ class DeviceValue:
                 self._bring_up_to_date()
             lost, self._lost = self._lost, False
             writer, self._writer = self._writer, threading.get_ident()
+            self.on_devices = None  # before the caller writes: an exception may come right after that
             try:
                 yield
             except BaseException:
@@ -247,7 +258,6 @@ class DeviceValue:
                 raise
             finally:
                 self._writer = writer
-            self._array = None
             self.leave_pool()
 
     def _note(self) -> None:
@@ -261,11 +271,12 @@ class DeviceValue:
 
     def _present(self) -> Array:
         """The value on the devices. A program that fails while it runs deletes it, and a program may never end."""
-        if self._array.is_deleted():  # type: ignore[union-attr]
+        array = self.on_devices
+        if array.is_deleted():  # type: ignore[union-attr]
             self.invalidate()
         self._check_there()
-        self._devices.wait_for(self._array)
-        return self._array
+        self._devices.wait_for(array)
+        return array
 
     def _check_there(self) -> None:
         if self._lost:
@@ -274,14 +285,14 @@ class DeviceValue:
     def _is_as_on_host(self) -> bool:
         """Whether the devices have the host's value: replica by replica, or replica 0 where all have one value."""
         for replica, value in enumerate(self._host_values()[: len(self.handles)]):
-            if value.tobytes() != self._devices.fetch(self._array, replica).tobytes():
+            if value.tobytes() != self._devices.fetch(self.on_devices, replica).tobytes():
                 return False
         return True
 
     def on_replicas(self) -> list[np.ndarray] | None:
         """The value on each replica, or None if all replicas have the same."""
         with shutdown.running(), self._devices.in_flight:
-            if self._array is None or self.spread is not None:
+            if self.on_devices is None or self.spread is not None:
                 return None
             values = [np.array(value) for value in self._devices.fetch_all(self._present())]
         first = values[0].tobytes()
@@ -308,27 +319,38 @@ class Borrowed:
         described = xla_ops.variable_dtype_and_shape(handle)
         assert described is not None, "checked when it was captured"
         self._dtype = described[0]
-        self._written: Array | None = None
+        self.on_devices: Array | None = None  # what a body wrote, until `launched`
 
     def array(self) -> Array:
         """The value on these devices, sent for this launch; see `DeviceValue.array`."""
+        self.launched()  # an exception may have kept the last launch from it
         if self._home is not None:
             self._home.host_reads()
         return self._devices.put([variables.read(self._handle, self._dtype).numpy()])
 
-    def set_array(self, array: Array) -> None:
-        """Keeps the value that a body wrote until `launched`; see `DeviceValue.set_array`."""
-        self._written = array
-
     def invalidate(self) -> None:
         """Drops the value that a failed program wrote. The variable itself is unchanged."""
-        self._written = None
+        self.on_devices = None
 
     def launched(self) -> None:
         """Fetches the value that the program wrote, and writes it to the variable; see `DeviceValue.launched`."""
-        array, self._written = self._written, None
-        with contextlib.nullcontext() if self._home is None else self._home.host_writes():
-            variables.write(self._handle, np.array(self._devices.fetch(array, 0)))
+        array = self.on_devices
+        if array is None:
+            return
+        if not array.is_deleted():  # by a program that failed after nothing waited for it any more
+            self._devices.wait_for(array)
+            value = np.array(self._devices.fetch(array, 0))
+            with contextlib.nullcontext() if self._home is None else self._home.host_writes():
+                variables.write(self._handle, value)
+        self.on_devices = None
+
+
+_PATIENCE = 0.5  # seconds; Ctrl-C must end a run within a second
+
+
+def patience_of(written: Sequence[DeviceValue | Borrowed]) -> float:
+    """How long an interrupted launch waits for its program to end: only then can borrowed variables be written."""
+    return _PATIENCE if any(isinstance(each, Borrowed) for each in written) else 0.0
 
 
 def home_of(handle: tf.Tensor) -> DeviceValue | None:
