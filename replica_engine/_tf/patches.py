@@ -95,6 +95,13 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(_SEVERAL, "_is_mirrored", "reductions find at once what `__getattr__` would say", "import", "only added"),
     Patch(
+        _VALUES,
+        "_update",
+        "an eager update that an exception breaks off is made on all components or on none",
+        "the first `MirroredStrategy`",
+        "only notes which variables an update writes",
+    ),
+    Patch(
         f"{COMPILES}.Trainer",
         "compile",
         "metrics, and an optimizer that is given by its name, are made in the scope of the model",
@@ -256,6 +263,21 @@ def install_numbers() -> None:
     for name, method in added.items():
         if not hasattr(distribute.DistributedVariable, name):
             setattr(distribute.DistributedVariable, name, method)
+
+
+def note_writes(note: Callable[[Any], None]) -> None:
+    """Lets a function know of each distributed variable before it is assigned or added to; only once per process."""
+    update = distribute.DistributedVariable._update
+    if hasattr(update, _MARK):
+        return
+
+    @functools.wraps(update)
+    def _update(self: Any, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+        note(self)
+        return update(self, update_fn, value, **kwargs)
+
+    setattr(_update, _MARK, True)
+    distribute.DistributedVariable._update = _update
 
 
 def refuse_several(methods: Mapping[str, Callable[..., Any]], as_tensor: Callable[..., Any]) -> None:

@@ -19,6 +19,9 @@ import tensorflow as tf
 # process-wide variable before it sets the thread's policy, and so never sets the policy in a second thread.
 from tensorflow.python import pywrap_tfe as _pywrap_tfe
 
+# get_update_replica_id, _update_replica_id: the component that an update on this thread writes.
+from tensorflow.python.distribute import distribute_lib as _distribute
+
 # caching_scope_local: whether reads of variables are cached (used with parameter servers).
 from tensorflow.python.distribute.distribute_utils import caching_scope_local as _caching
 
@@ -221,6 +224,19 @@ def of_thread() -> tuple:
     """This thread's default graph, mode, device, name scope and locals, in the form that `is_as` compares."""
     eager = tf.executing_eagerly()
     return default_graph(), eager, device_and_name_scope() if eager else None, locals_of_thread()
+
+
+def of_update() -> tuple[Any, ...]:
+    """This thread's eager device, name scope, and the component that an update on it writes; for `set_of_update`."""
+    context = _context.context()
+    return context.device_name, context.device_spec, context.scope_name, _distribute.get_update_replica_id()
+
+
+def set_of_update(state: tuple[Any, ...]) -> None:
+    """Leaves the devices, name scopes and updates that were entered since, if an exception kept TensorFlow from it."""
+    context = _context.context()
+    name, spec, context.scope_name, _distribute._update_replica_id.current = state
+    context._set_device(name, spec)
 
 
 def is_as(before: tuple) -> bool:

@@ -9,6 +9,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+# DistributedValues, MirroredVariable: a variable of which all replicas have one value, and values of several replicas.
+from tensorflow.python.distribute.values import DistributedValues as _DistributedValues
+from tensorflow.python.distribute.values import MirroredVariable as _MirroredVariable
+
 # stop_recording: for code that has no gradient.
 from tensorflow.python.eager import record as _record
 
@@ -55,6 +59,26 @@ def parts(value: Any) -> tuple[Any, ...]:
     """
     value = value if isinstance(value, tf.Variable) else getattr(value, "value", value)
     return value, *getattr(value, "_values", ())
+
+
+def is_mirrored(variable: Any) -> bool:
+    """Whether a variable has several components, which have one value."""
+    return isinstance(variable, _MirroredVariable) and len(variable._values) > 1
+
+
+def has_own_values(arguments: Any) -> bool:
+    """Whether a value that differs by replica is in a structure."""
+    leaves = tf.nest.flatten(arguments)
+    return any(isinstance(leaf, _DistributedValues) and not leaf._is_mirrored() for leaf in leaves)
+
+
+def make_equal(variable: Any, source: int) -> None:
+    """Copies one component of a mirrored variable to the others that have other values, in eager mode."""
+    value = variable._values[source].read_value()
+    wanted = value.numpy().tobytes()
+    for component in variable._values:
+        if component.read_value().numpy().tobytes() != wanted:
+            component.assign(value)
 
 
 def container_of(handle: Any) -> Any:

@@ -172,6 +172,7 @@ class Run:
                 self._settle()
             return results
         except BaseException as error:
+            self._watch.__exit__(None, None, None)  # another thread's exception may have come before its first line
             late = self._as_late(error)
             if late is None:
                 self._give_up(error)

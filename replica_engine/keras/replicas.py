@@ -140,8 +140,7 @@ class Replicas:
             self._variables.enter()
             self._hooks.put()
         except BaseException:
-            with held_off_once():  # a second Ctrl-C
-                self._suspend(self._variables.give_up)
+            held_off_once().around(lambda: self._suspend(self._variables.give_up))  # a second Ctrl-C
             raise
 
     def _suspend(self, leave: Callable[[], bool] | None = None) -> None:

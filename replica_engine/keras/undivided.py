@@ -58,8 +58,7 @@ def looked_at(metric: keras.metrics.Metric) -> Callable[..., Any]:
         share = current_shard()
         if share is None or share.whole or share.replicas == 1 or sums.is_looking():
             return result
-        with held_off_once():
-            updates = sums.updates_of(metric, own, args, kwargs, lambda: "")
+        updates = held_off_once().around(lambda: sums.updates_of(metric, own, args, kwargs, lambda: ""))
         if any(update.kind != sums.SUM for update in updates):
             with _lock:
                 if id(metric) not in _found:

@@ -9,9 +9,11 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from replica_engine.telemetry.stacks import in_users_code
+
+T = TypeVar("T")
 
 _PATIENCE = 0.1  # seconds that a thread has to return to the user's code
 _STEP = 0.001  # seconds between two checks
@@ -118,15 +120,30 @@ class held_off:
     Any handler of the program may raise: that of Ctrl-C, of the SIGTERM that ends a preempted job, of an alarm. So the
     handlers of all signals are called when the block has ended, in the order in which the signals came.
 
+    An exception of another thread (`PyThreadState_SetAsyncExc`) is not delayed, and may come before the first line of
+    `__exit__`. So code calls `around` instead of a `with` statement, or calls `__exit__` a second time as that does.
+
     Args:
         passes: called when a signal arrives inside the block; returns whether to handle it at once nevertheless.
     """
 
     def __init__(self, passes: Callable[[], bool]):
         self._passes = passes
+        self._outer: held_off | None = None
         self._handlers: dict[int, Any] = {}  # the program's, by signal, once this object has taken their place
         self._came: list[tuple[int, FrameType | None]] = []  # the signals that arrived inside the block
         self.later: type[BaseException] | None = None
+
+    def around(self, call: Callable[[], T]) -> T:
+        """Calls a function inside the block."""
+        try:
+            self.__enter__()
+            result = call()
+            self.__exit__(None, None, None)
+            return result
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
 
     def __enter__(self) -> None:
         thread = threading.get_ident()
@@ -145,8 +162,9 @@ class held_off:
         """Restores the handlers, calls those of the signals that arrived during the block, and raises `later`."""
         self._let_through(threading.get_ident())
         self._handle()
-        if self.later is not None:
-            raise self.later
+        later, self.later = self.later, None
+        if later is not None:
+            raise later
 
     def _handle(self) -> None:
         if self._came:
@@ -157,11 +175,15 @@ class held_off:
                 self._handle()
 
     def _let_through(self, thread: int) -> None:
-        """Undoes what `__enter__` did. The handlers come last: from then on a signal may end this function."""
-        if self._outer is None:
-            _held.pop(thread, None)
-        else:
-            _held[thread] = self._outer
+        """Undoes what `__enter__` did, if it did anything and if nothing has undone it.
+
+        The handlers come last: from then on a signal may end this function.
+        """
+        if _held.get(thread) is self:
+            if self._outer is None:
+                del _held[thread]
+            else:
+                _held[thread] = self._outer
         for number, handler in reversed(self._handlers.items()):
             if _signal.getsignal(number) == self._note:  # a host call in the block may have set another one
                 _signal.signal(number, handler)

@@ -13,10 +13,10 @@ from replica_engine._tf import distribute
 from replica_engine._tf.graphs import calls
 from replica_engine._tf.host_datasets import HostDatasets
 from replica_engine.errors import DeviceError
-from replica_engine.process.interrupts import held_off_once
 from replica_engine.strategies.backend import OnReplicaThreads, ReplicaThreads
 from replica_engine.strategies.devices import resolve_devices
 from replica_engine.strategies.reductions import Reductions
+from replica_engine.strategies.updates import Updates
 from replica_engine.strategies.validation import (
     check_choice,
     check_flags,
@@ -42,6 +42,7 @@ class MirroredExtended(ReplicaThreads, Reductions, HostDatasets, distribute.Mirr
 
     def _initialize_strategy(self, devices: Sequence[str]) -> None:
         """The hook that sets up devices; it also picks the all-reduce if the user passed no `cross_device_ops`."""
+        self._updates = Updates()
         self._for_integers = tf.distribute.ReductionToOneDevice()
         default = self._cross_device_ops is None  # type: ignore[has-type]
         super()._initialize_strategy(devices)
@@ -67,10 +68,12 @@ class MirroredExtended(ReplicaThreads, Reductions, HostDatasets, distribute.Mirr
         return results
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
-        """The hook that updates all components of a variable or none: Ctrl-C waits until all are updated."""
+        """The hook that updates all components of a variable or none; see `updates`."""
         check_updated(var)
-        with held_off_once():
-            return super()._update(var, fn, args, kwargs, group)
+        update = super()._update
+        if not tf.executing_eagerly():  # the graph will update all
+            return update(var, fn, args, kwargs, group)
+        return self._updates.make(var, fn, args, kwargs, lambda noted: update(var, noted, args, kwargs, group))
 
     def _get_cross_device_ops(self, value: Any) -> tf.distribute.CrossDeviceOps:
         """The operations that reduce one value. All int32 values share one object; TensorFlow makes one per value."""

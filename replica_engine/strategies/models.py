@@ -105,8 +105,7 @@ def _first_update(metric: Any, *args: Any, **kwargs: Any) -> Any:
         return result
     from replica_engine._tf.keras import sums
 
-    with held_off_once():
-        updates = sums.updates_of(metric, own, args, kwargs, here)
+    updates = held_off_once().around(lambda: sums.updates_of(metric, own, args, kwargs, here))
     wrong = next((update for update in updates if update.kind == sums.OTHER), None)
     if wrong is not None:
         text = warn_metric_not_a_sum(

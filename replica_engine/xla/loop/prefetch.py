@@ -58,10 +58,12 @@ class Prefetcher:
 
     def start(self) -> None:
         """Begins to fetch."""
-        with held_off():  # an idle thread that was taken out of the list must get its job, and is waited for
-            self._started = True
-            # In a new context, as on a new thread: what the iterator sets there must not reach the next loop.
-            _Thread.do(functools.partial(contextvars.Context().run, self._run), self._has_ended)
+        held_off().around(self._start)  # an idle thread that was taken out of the list must get its job
+
+    def _start(self) -> None:
+        self._started = True
+        # In a new context, as on a new thread: what the iterator sets there must not reach the next loop.
+        _Thread.do(functools.partial(contextvars.Context().run, self._run), self._has_ended)
 
     def end(self) -> None:
         """Waits up to `_JOIN` seconds for the thread, if it was started. The queue has been stopped already."""

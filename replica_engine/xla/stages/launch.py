@@ -249,8 +249,7 @@ class Launch:
         try:
             if self._devices.member is None and not isinstance(self._run, Session):
                 return execution.start()
-            with held_off():
-                return execution.start()
+            return held_off().around(execution.start)
         except RUNTIME_ERRORS as error:
             raise self._failed(error) from error
 
