@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from replica_engine.engine.sync_point import SyncRecord
 from replica_engine.engine.thread import ReplicaThread
+from replica_engine.process import threads
 
 
 class SyncGroup:
@@ -33,7 +34,7 @@ class SyncGroup:
         self._closer = weakref.finalize(self, _close, self.threads)
         self._closer.atexit = False  # At exit a daemon thread may still be in a run on these threads.
         for thread in self.threads:
-            thread.start()
+            threads.start(thread)
 
     def close(self) -> None:
         """Tells the threads to end, and does not wait for them."""
@@ -93,6 +94,6 @@ class GroupPool:
             group.close()
 
 
-def _close(threads: list[ReplicaThread]) -> None:
-    for thread in threads:
+def _close(parked: list[ReplicaThread]) -> None:
+    for thread in parked:
         thread.close()

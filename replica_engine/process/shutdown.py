@@ -68,6 +68,7 @@ if hasattr(os, "register_at_fork"):
 @atexit.register
 def _close() -> None:
     global _closed
+    _depths.pop(threading.get_ident(), None)  # another thread's exception kept a run on this thread from its end
     with _changed:
         _closed = True
         _changed.wait_for(lambda: not _depths, PATIENCE)

@@ -19,6 +19,7 @@ from replica_engine._tf import thread_state
 from replica_engine._tf.keras import state as keras_state
 from replica_engine.errors import HostAccessError
 from replica_engine.pjrt.group import held_off, needed_by_a_program
+from replica_engine.process import threads
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.trace_file import Track
 from replica_engine.xla.infeed import InputQueue
@@ -118,7 +119,7 @@ class _Thread(threading.Thread):
         except IndexError:
             thread = cls()
             thread._jobs.put((job, has_ended))
-            thread.start()
+            threads.start(thread)
 
     def run(self) -> None:
         """Does jobs until the thread should end."""

@@ -50,7 +50,7 @@ from replica_engine.errors.timeouts import FOR_GIVEN_UP, FOR_ITS_TURN, slow_prog
 from replica_engine.pjrt import abandoned
 from replica_engine.pjrt.group import DeviceGroup, held_off
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
-from replica_engine.process import interrupts
+from replica_engine.process import interrupts, threads
 from replica_engine.process.interrupts import raise_in, wait_for_ever
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.stacks import stack_of
@@ -304,7 +304,7 @@ class Launch:
             self._watch.expired = 0
         self._devices.leave_to(thread)
         self._devices.running_name = self._program.name
-        thread.start()
+        threads.start(thread)
         try:
             wait_for_ever(woken.wait)
         except BaseException:

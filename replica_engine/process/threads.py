@@ -1,0 +1,85 @@
+"""Starting a thread, while another thread may raise an exception in the calling one (`PyThreadState_SetAsyncExc`).
+
+Until a new thread runs, CPython before 3.12 knows it by the ident of the thread that makes it. An exception that is
+meant for the maker can then end the new thread before its first line, and `Thread.start` waits for ever. So one thread,
+whose ident nobody uses, makes the others.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import queue
+import sys
+import threading
+
+from replica_engine.process.interrupts import MISSED
+
+NAME = "replica_engine: maker of threads"
+"""The name of that thread."""
+
+_HAS_OWN_IDENT = sys.version_info >= (3, 12)
+
+
+class _Job:
+    """A thread to start."""
+
+    def __init__(self, thread: threading.Thread):
+        self.thread = thread
+        self.failures: list[BaseException] = []
+        self.done = _thread.allocate_lock()
+        self.done.acquire()
+
+
+class _Maker:
+    """The thread that makes threads; it starts with the first job."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def put(self, job: _Job) -> None:
+        self._jobs.put(job)
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            self._make(self._jobs.get())
+
+    @staticmethod
+    def _make(job: _Job) -> None:
+        try:
+            job.thread.start()
+        except BaseException as error:
+            job.failures.append(error)
+        job.done.release()
+
+
+_maker = _Maker()
+
+
+def start(thread: threading.Thread) -> None:
+    """Does what `thread.start()` does."""
+    if _HAS_OWN_IDENT:
+        thread.start()
+        return
+    job = _Job(thread)
+    _maker.put(job)
+    while not job.done.acquire(timeout=MISSED):  # see `wait_for_ever`
+        pass
+    if job.failures:
+        raise job.failures.pop()
+
+
+def _after_fork() -> None:
+    """A forked child does not have the thread."""
+    global _maker
+    _maker = _Maker()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
