@@ -66,10 +66,14 @@ def is_mirrored(variable: Any) -> bool:
     return isinstance(variable, _MirroredVariable) and len(variable._values) > 1
 
 
-def has_own_values(arguments: Any) -> bool:
-    """Whether a value that differs by replica is in a structure."""
-    leaves = tf.nest.flatten(arguments)
-    return any(isinstance(leaf, _DistributedValues) and not leaf._is_mirrored() for leaf in leaves)
+def differ_by_replica(arguments: Any) -> bool:
+    """Whether a structure has values of several replicas of which two are not equal; in eager mode."""
+    several = (leaf for leaf in tf.nest.flatten(arguments) if isinstance(leaf, _DistributedValues))
+    return any(len(set(map(_bytes, leaf._values))) > 1 for leaf in several if not leaf._is_mirrored())
+
+
+def _bytes(value: Any) -> tuple[bytes, ...]:
+    return tuple(np.asarray(each).tobytes() for each in tf.nest.flatten(value, expand_composites=True))
 
 
 def make_equal(variable: Any, source: int) -> None:

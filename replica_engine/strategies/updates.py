@@ -6,9 +6,8 @@ made equal. If the first one is finished, the others get its value, and the upda
 the value that the second one still has, and the update is undone. The same holds for other variables that the function
 has assigned on its way, such as the slots of an optimizer.
 
-Only variables of which all replicas have one value are made equal, and only those that this update has written. A
-variable that gets a value of each replica's own (a `PerReplica` argument) stays as the exception left it, in this
-update and in all later ones: its components need not be equal.
+Only variables of which all replicas have one value are made equal, and only those that this update has written. If the
+arguments of the update differ by replica, all stays as the exception left it: the components need not be equal.
 
 If other threads update variables of the strategy meanwhile, the last of them makes the components equal. Until then
 each update reaches all components, so that it does not matter which value is copied first.
@@ -22,9 +21,6 @@ from typing import Any
 
 from replica_engine._tf import patches, thread_state, variables
 from replica_engine.process.interrupts import held_off_once
-
-_OWN = "_replica_engine_own_values"
-
 
 class _OfThread(threading.local):
     written: list[Any] | None = None  # the variables that the update on this thread has written
@@ -75,18 +71,17 @@ class Updates:
                     pass
             _thread.written = written
             result = loop(noted)
-            if variables.has_own_values((args, kwargs)):
-                for each in written:
-                    setattr(each, _OWN, True)
             self._end(finished, outer)
             held.__exit__(None, None, None)
             return result
         except BaseException as error:
             thread_state.set_of_update(before)
-            if len(finished) < len(variable._values) and not variables.has_own_values((args, kwargs)):
-                self._broken.append((written, 0 if finished else 1))
-            self._end(finished, outer)
-            held.__exit__(type(error), error, error.__traceback__)
+            try:
+                if len(finished) < len(variable._values) and not variables.differ_by_replica((args, kwargs)):
+                    self._broken.append((written, 0 if finished else 1))
+                self._end(finished, outer)
+            finally:
+                held.__exit__(type(error), error, error.__traceback__)
             raise
 
     def _end(self, finished: list[None], outer: list[Any] | None) -> None:
@@ -99,6 +94,6 @@ class Updates:
             while self._broken and not self._running:
                 written, source = self._broken[0]
                 for variable in written:
-                    if variables.is_mirrored(variable) and not hasattr(variable, _OWN):
+                    if variables.is_mirrored(variable):
                         variables.make_equal(variable, source)
                 self._broken.pop(0)
