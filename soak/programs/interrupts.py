@@ -1,6 +1,8 @@
 """Ctrl-C at random moments, many times in one process, which catches KeyboardInterrupt, checks its state and goes on.
 
-    python -m soak.programs.interrupts threads [--rounds 100] [--seed 0] [--within 1.0]
+    python -m soak.programs.interrupts threads [--rounds 100] [--seed 0] [--within 1.0] [--of-a-thread]
+
+With `--of-a-thread`, another thread raises the exception in the main thread (`PyThreadState_SetAsyncExc`).
 
 If Ctrl-C arrives in a callback of a weak reference or in a `__del__`, Python prints the exception and continues. Such a
 round is counted and ends.
@@ -9,6 +11,7 @@ round is counted and ends.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import random
 import signal
@@ -30,6 +33,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--within", type=float, default=1.0, help="seconds until Ctrl-C must have been answered")
+    parser.add_argument("--of-a-thread", action="store_true", help="another thread raises the exception")
     flags = parser.parse_args()
 
     strategy = make_strategy(flags.strategy)
@@ -52,7 +56,7 @@ def main() -> None:
         moment = draw.uniform(0, 4 * usual)
         sent: list[float] = []
         made: list[None] = []  # one item per step; append is one instruction, which Ctrl-C cannot interrupt halfway
-        killer = threading.Thread(target=_interrupt_after, args=(moment, sent))
+        killer = threading.Thread(target=_interrupt_after, args=(moment, sent, flags.of_a_thread))
         before = time.perf_counter()
         try:
             killer.start()
@@ -83,10 +87,14 @@ def main() -> None:
     say("done")
 
 
-def _interrupt_after(seconds: float, sent: list[float]) -> None:
+def _interrupt_after(seconds: float, sent: list[float], of_a_thread: bool) -> None:
     time.sleep(seconds)
     sent.append(time.perf_counter())
-    os.kill(os.getpid(), signal.SIGINT)
+    if of_a_thread:
+        main = ctypes.c_ulong(threading.main_thread().ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(KeyboardInterrupt))
+    else:
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def _look(model: Model, ledger: Ledger, x: np.ndarray, number: int, compiled: bool) -> int:

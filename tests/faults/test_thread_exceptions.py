@@ -103,18 +103,19 @@ UPDATE = ("strategies/updates.py", "strategies/mirrored.py", "process/interrupts
 
 
 def test_an_update_is_whole_at_each_instant():
-    """Also of the variable that the update changes on its way, as an optimizer changes its slots."""
+    """As of an optimizer: the update changes a slot too, and the gradient of each replica has the same value."""
     strategy = replica_engine.MirroredStrategy(DEVICES[:2])
     with strategy.scope():
         weight, slot = tf.Variable(0.0), tf.Variable(0.0)
+    gradient = strategy.run(lambda: tf.constant(1.0))
 
-    def update(component):
-        slot.assign_add(1.0)
-        component.assign_add(1.0)
+    def update(component, gradient):
+        slot.assign_add(gradient)
+        component.assign_add(gradient)
 
     def block():
         with strategy.scope():
-            strategy.extended.update(weight, update)
+            strategy.extended.update(weight, update, args=(gradient,))
 
     made, number = 0.0, 1
     while raised_at(number, UPDATE, block):
