@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import signal
 import sys
 import threading
@@ -97,10 +98,7 @@ class _Lock:
     def release(self) -> None:
         self.lock.release()
 
-    @property
-    def __exit__(self) -> Any:
-        """The lock's own, in C."""
-        return self.lock.__exit__
+    __exit__: Any = property(operator.attrgetter("lock.__exit__"))
 
     def is_free(self) -> bool:
         """Whether another thread can take it."""
@@ -127,9 +125,7 @@ class _Launch:
     def __enter__(self) -> None:
         self.turn.__enter__()
 
-    @property
-    def __exit__(self) -> Any:
-        return self.turn.__exit__
+    __exit__: Any = property(operator.attrgetter("turn.__exit__"))
 
 
 @pytest.mark.parametrize("refusals", [0, 2])

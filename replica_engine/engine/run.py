@@ -147,6 +147,7 @@ class Run:
         self._has_paused = Event()  # the baton returns to the coordinator
         self._first_has_paused = Event()  # with a head start: replica 0 has paused
         self._watch = Watch(self._describe, warn_after, timeout, self._expire)
+        self._has_begun = False  # whether each replica's thread has its job; none runs before
         self._merging = False
         self._standstill: tuple[list[errors.ReplicaRow], errors.CoordinatorRow] | None = None  # when time ran out
         self._broken_off: type[BaseException] | None = None  # the exception raised in a merge when time ran out
@@ -191,6 +192,7 @@ class Run:
         """Runs all rounds, and returns the values of the bodies."""
         for replica, body in zip(self.replicas, self._bodies, strict=True):
             replica.thread.assign(functools.partial(replica.execute, body))
+        self._has_begun = True
         while True:
             self._round()
             if all(replica.state is State.FINISHED for replica in self.replicas):
@@ -379,7 +381,7 @@ class Run:
         # Waiting replicas unwind at once. Running ones may take all of the available time, so they are last.
         running = [replica for replica in self.replicas if replica.state is State.RUNNING]
         for replica in [replica for replica in self.replicas if replica not in running] + running:
-            if replica.over:
+            if replica.over or not self._has_begun:
                 continue
             if no_patience and replica.state is State.RUNNING:
                 replica.thread.interrupt()
@@ -387,7 +389,7 @@ class Run:
             while not replica.over and time.monotonic() < deadline:
                 # Each replica that unwinds sets this event. It may be another replica, so check again.
                 self._has_paused.wait(deadline - time.monotonic())
-        abandoned = [replica for replica in self.replicas if not replica.over]
+        abandoned = [replica for replica in self.replicas if not replica.over and self._has_begun]
         stuck = [replica.timed_row() for replica in abandoned]
         if not no_patience:  # otherwise they were interrupted above, and each interrupt costs part of the second
             for replica in abandoned:

@@ -22,6 +22,7 @@ from typing import Any
 from replica_engine._tf import patches, thread_state, variables
 from replica_engine.process.interrupts import held_off_once
 
+
 class _OfThread(threading.local):
     written: list[Any] | None = None  # the variables that the update on this thread has written
 

@@ -148,9 +148,7 @@ class _Execution:
 
     __slots__ = ("_arguments", "_donates", "_executable", "_stores", "patience", "wait", "wait_for_turn")
 
-    def __init__(
-        self, executable: Executable, arguments: list[Array], stores: Stores, donates: bool, patience: float
-    ):
+    def __init__(self, executable: Executable, arguments: list[Array], stores: Stores, donates: bool, patience: float):
         self._executable = executable
         self._donates = donates
         self._arguments = arguments
