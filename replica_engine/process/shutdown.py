@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from typing import Any
 
@@ -68,7 +69,11 @@ if hasattr(os, "register_at_fork"):
 @atexit.register
 def _close() -> None:
     global _closed
-    _depths.pop(threading.get_ident(), None)  # another thread's exception kept a run on this thread from its end
     with _changed:
         _closed = True
-        _changed.wait_for(lambda: not _depths, PATIENCE)
+        _changed.wait_for(_nothing_runs, PATIENCE)
+
+
+def _nothing_runs() -> bool:
+    """Whether no other thread is inside a run. An entry may be left of a run that a thread's exception has ended."""
+    return not (_depths.keys() - {threading.get_ident()}) & sys._current_frames().keys()
