@@ -99,24 +99,28 @@ def _without_partitioner(getter: Callable[..., Any], *args: Any, **kwargs: Any) 
 class EagerScope:
     """The equivalent of `strategy.scope()` in eager mode; it makes the variable creator only when a variable is made.
 
-    Every run enters a scope, and most runs make no variable.
+    Every run enters a scope, and most runs make no variable. `__exit__` may be called twice: an exception of another
+    thread (`PyThreadState_SetAsyncExc`) may come before its first line, or in it.
     """
 
-    __slots__ = ("_before", "_graph", "_strategy", "_variable_scope")
+    __slots__ = ("_before", "_depth", "_graph", "_strategy", "_variable_scope", "is_entered")
 
     def __init__(self, strategy: tf.distribute.Strategy, store: Any):
         self._strategy = strategy
         self._variable_scope = nameless_scope(store, store.current_scope, _without_partitioner)
+        self.is_entered = False
 
     def __enter__(self) -> None:
         self._graph = graph = _ops.get_default_graph()
         mode = _distribute_lib._CrossReplicaThreadMode(self._strategy)
+        self._depth = len(graph._distribution_strategy_stack)
         self._variable_scope.__enter__()
         self._before = set_creators(graph, creators_with(variable_creators(graph), self._create))
         graph._distribution_strategy_stack.append(mode)
+        self.is_entered = True
 
     def __exit__(self, *_: object) -> None:
-        self._graph._distribution_strategy_stack.pop()
+        del self._graph._distribution_strategy_stack[self._depth :]
         set_creators(self._graph, self._before)
         self._variable_scope.__exit__()
 

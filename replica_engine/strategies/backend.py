@@ -169,8 +169,14 @@ class OnReplicaThreads(Gathering):
         try:
             if not autograph.is_out_of_play():
                 return super().run(fn, args, kwargs, options)  # type: ignore[misc]
-            with quick_scopes.in_scope(self):  # once here, instead of again in each call on the way
-                return self.extended._call_for_each_replica(fn, args, {} if kwargs is None else kwargs)
+            scope = quick_scopes.in_scope(self)  # once here, instead of again in each call on the way
+            try:
+                with scope:
+                    return self.extended._call_for_each_replica(fn, args, {} if kwargs is None else kwargs)
+            except BaseException:
+                if isinstance(scope, quick_scopes.EagerScope) and scope.is_entered:
+                    scope.__exit__()
+                raise
         except Exception as error:
             raise shortened(explained(error))
         except KeyboardInterrupt as interrupt:
