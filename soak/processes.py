@@ -201,9 +201,9 @@ def scenarios(moments: int, seed: int, rounds: int = 200) -> Iterator[Scenario]:
         yield _of(name, "a replica meets the process' limit of memory", "memory", "limit")
     for name in STRATEGIES:
         for k in range(max(1, moments // 2)):
-            for who, way in (("Ctrl-C", ()), ("an exception of another thread", ("--of-a-thread",))):
+            for who, flags in (("Ctrl-C", ()), ("an exception of another thread", ("--of-a-thread",))):
                 what = f"{who}, caught, {rounds} times in one process"
-                yield _of(name, what, "interrupts", "--rounds", rounds, "--seed", seed + k, *way, longest=LONGEST)
+                yield _of(name, what, "interrupts", "--rounds", rounds, "--seed", seed + k, *flags, longest=LONGEST)
     for name in ("threads", "concurrent"):
         for what, text in (
             ("op", "a replica stuck in a C++ op"),

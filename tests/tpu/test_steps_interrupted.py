@@ -9,6 +9,7 @@ import pytest
 from helpers.loop_steps import hosted, numbers, total_of
 
 from replica_engine.pjrt.executable import Executable
+from replica_engine.process import threads
 
 
 def for_ever():
@@ -31,7 +32,7 @@ def interrupted(run):
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(threading.Thread, "start"), (Executable, "launch")], ids=["the thread", "the program"]
+    ("owner", "name"), [(threads, "start"), (Executable, "launch")], ids=["the thread", "the program"]
 )
 def test_ctrl_c_while_a_loop_is_set_going_leaves_whole_steps_and_no_thread(two, ctrl_c, monkeypatch, owner, name):
     """Signals that come while a call runs are raised as it returns, and its result is gone."""
