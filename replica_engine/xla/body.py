@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
@@ -81,8 +81,8 @@ class Limits(NamedTuple):
 class RandomSource(Protocol):
     """The source that the random ops of a body draw from; see `state.random_numbers`."""
 
-    def replacing(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, new random ops draw from this source."""
+    def replacement(self, kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor] | None:
+        """The results of a new random op, drawn from this source; None if the op's own are right."""
 
     def owns(self, handle: tf.Tensor) -> bool:
         """Whether a handle belongs to the state of this source."""

@@ -17,7 +17,8 @@ def replacement(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any
         predictions, targets = inputs[:2]
         return [_in_top_k(predictions, targets, inputs[2] if kind == "InTopKV2" else attribute("k"))]
     if kind == "ResizeBilinearGrad" and attribute("T") == tf.float64:
-        return [_resize_bilinear_grad(*inputs, attribute("align_corners"), attribute("half_pixel_centers"))]
+        gradient, image = inputs
+        return [_resize_bilinear_grad(gradient, image, attribute("align_corners"), attribute("half_pixel_centers"))]
     return None
 
 
