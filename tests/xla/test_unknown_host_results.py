@@ -337,7 +337,7 @@ class Static:
         (Slots(10.0).more, [11.0, 12.0]),
         (functools.partial(pow, 2.0), [2.0, 4.0]),
     ],
-    ids=str,
+    ids=["lambda", "type of numpy", "ufunc", "of numpy", "type", "in C", "with slots", "method", "partial"],
 )
 def test_any_callable_can_be_declared_where_it_is_called(fn, expected):
     body = lambda x: xla.outside_compilation(xla.returns(SCALAR)(fn), x)  # noqa: E731
