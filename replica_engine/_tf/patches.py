@@ -22,7 +22,7 @@ from tensorflow.python.framework import random_seed as _random_seed
 from replica_engine._tf import checkpoints, collectives, distribute
 from replica_engine._tf.graphs import control_flow
 from replica_engine._tf.keras import accumulation as keras_accumulation
-from replica_engine._tf.keras import files
+from replica_engine._tf.keras import added_losses, files
 from replica_engine._tf.keras.trainer import (
     BUILD,
     COMPILES,
@@ -115,6 +115,13 @@ PATCHES: tuple[Patch, ...] = (
         "models are built from one replica's part, after a check; own metrics are looked at; errors are explained",
         "the first `scope()` once Keras is imported",
         _OTHERS,
+    ),
+    Patch(
+        f"{added_losses.MODULE}.{added_losses.LAYER}",
+        added_losses.LOSSES,
+        "each replica on a thread has its own list of the losses that layers add",
+        "the first `scope()` once Keras is imported",
+        "outside replicas, the list of the layer, as before",
     ),
     Patch(
         TF_FRAMES,

@@ -9,11 +9,13 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import distribute, patches
+from replica_engine._tf.keras import added_losses
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.diagnostics.misuse import explained
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.diagnostics.suspicions import warn_once
 from replica_engine.diagnostics.user_frames import FOLDERS
+from replica_engine.engine import current_replica
 from replica_engine.errors import BatchError
 from replica_engine.errors.models import warn_metric_not_a_sum, warn_uneven_evaluation, warn_uneven_rest
 from replica_engine.process.interrupts import held_off_once
@@ -21,6 +23,8 @@ from replica_engine.process.interrupts import held_off_once
 
 def explain(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
     """Makes `compile` work outside the scope, and `fit` and `evaluate` check the first batch and explain what fails.
+
+    On threads each replica has its own losses of layers.
 
     Does nothing until Keras is imported, or a second time.
 
@@ -30,6 +34,7 @@ def explain(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
     patches.extend_build(_check_batch, explained, is_ours, _watch_metrics)
     patches.compile_in_scope(is_ours)
     patches.hide_frames(FOLDERS)
+    added_losses.for_each_replica(lambda: current_replica() is not None)
 
 
 def _check_batch(first: patches.FirstBatch) -> None:

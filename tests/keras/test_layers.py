@@ -1,11 +1,14 @@
 """Layers of all kinds train as on one device: masks, recurrence, attention, normalization, dropout, precision."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
 
+from replica_engine import MirroredStrategy
 from replica_engine.keras import replicate_model
 
 RANDOM = np.random.default_rng(0)
@@ -239,3 +242,31 @@ def test_a_class_of_the_users_own_may_have_a_table_of_words():
         weights.append(model.get_weights())
     for one, other in zip(*weights, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+def with_an_added_loss():
+    """Replicas meet in the normalization, between the loss that the first layer adds and the sum of all losses."""
+    parts = [
+        layers.Dense(3, activity_regularizer=keras.regularizers.L2(0.1)),
+        layers.BatchNormalization(synchronized=True),
+    ]
+    return stack((4,), *parts, layers.Dense(3))
+
+
+def test_losses_that_layers_add_are_those_of_each_replica(trains_alike):
+    trains_alike(with_an_added_loss, 2, X, Y, batch_size=9)
+
+
+@pytest.mark.on("mirrored")
+def test_losses_that_layers_add_in_a_scope():
+    """As with one device, and not the loss of the replica that called last, twice."""
+    data = tf.data.Dataset.from_tensor_slices((X[:16], Y[:16])).batch(8)
+    weights = []
+    for scope in (contextlib.nullcontext(), MirroredStrategy(["CPU:0", "CPU:1"]).scope()):
+        keras.utils.set_random_seed(0)
+        with scope:
+            model = with_an_added_loss()
+        history = model.fit(data, epochs=2, shuffle=False, verbose=0).history
+        weights.append([history["loss"], *model.get_weights()])
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
