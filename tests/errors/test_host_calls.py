@@ -27,7 +27,7 @@ def test_a_host_call_in_a_host_call():
 
 @shows(HostResultError.no_tensor)
 def test_a_host_function_that_returns_an_object():
-    strategy = TPUStrategy(num_cores=2)
+    strategy = TPUStrategy(num_cores=1)
 
     @xla.returns({"mean": tf.TensorSpec([], tf.float32), "names": None})
     def describe(x):
