@@ -96,6 +96,8 @@ def against_device(spec: Spec, train: Train, device: Numbers, numbers: Numbers) 
     if spec.strategy == COMPILED and _are_xlas(numbers, spec, train):
         return Verdict(rounding=True)
     nudged = [train(spec, one_device=True, nudge=seed) for seed in range(NUDGES)]
+    if moved := _moved_far(device, nudged):
+        return Verdict(details=f"a unit in the last place moves {moved} of one device by more than 1%", refused=True)
     names = [name for name in names if not _is_rounding(name, device, numbers, nudged)]
     if names:
         return Verdict(DEVICE, f"{spec.dtype}: {len(names)} differ: {_shown(names, device, numbers)}")
@@ -124,6 +126,18 @@ def far(one: Numbers, other: Numbers, within: tuple[float, float]) -> list[str]:
         or one[name].shape != other[name].shape
         or not np.allclose(one[name], other[name], relative, absolute, equal_nan=True)
     ]
+
+
+def _moved_far(device: Numbers, nudged: list[Numbers]) -> str:
+    """A weight that rounding alone moves so far that nothing can be compared; "" if there is none.
+
+    The direction of a vector of length 0 is such a thing: its gradient is divided by the length.
+    """
+    for name in (name for name in device if " weight " in name):
+        largest = float(np.abs(device[name].astype("float64")).max(initial=0))
+        if max(_distance(name, device, each) for each in nudged) > 0.01 * largest:
+            return name
+    return ""
 
 
 def _are_xlas(numbers: Numbers, spec: Spec, train: Train) -> bool:

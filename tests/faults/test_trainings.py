@@ -106,6 +106,15 @@ def test_a_difference_in_float32_is_judged_although_plain_keras_refuses_float64(
     assert judge.judged(PLAIN, train, repeats=1) == judge.Verdict(rounding=True, details=ANY)
 
 
+def test_a_training_that_rounding_alone_moves_far_is_none():
+    def train(spec, one_device=False, nudge=None):
+        return {"first weight 0": np.array([1.0 if one_device and nudge is None else 1.1])}
+
+    verdict = judge.judged(PLAIN, train, repeats=1)
+    assert verdict.refused
+    assert "first weight 0" in verdict.details
+
+
 def test_a_compiled_strategy_may_have_the_numbers_of_one_compiled_device():
     """As at an overflow, where XLA and TensorFlow differ."""
     compiled = dataclasses.replace(PLAIN, strategy=COMPILED)
