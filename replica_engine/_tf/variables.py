@@ -79,9 +79,9 @@ def _bytes(value: Any) -> tuple[bytes, ...]:
 def make_equal(variable: Any, source: int) -> None:
     """Copies one component of a mirrored variable to the others that have other values, in eager mode."""
     value = variable._values[source].read_value()
-    wanted = value.numpy().tobytes()
+    wanted = _bytes(value)
     for component in variable._values:
-        if component.read_value().numpy().tobytes() != wanted:
+        if _bytes(component.read_value()) != wanted:
             component.assign(value)
 
 

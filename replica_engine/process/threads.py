@@ -27,6 +27,7 @@ class _Job:
     def __init__(self, thread: threading.Thread):
         self.thread = thread
         self.failures: list[BaseException] = []
+        self.is_wanted = True  # false once the thread that asks for it has been interrupted
         self.done = _thread.allocate_lock()
         self.done.acquire()
 
@@ -40,11 +41,12 @@ class _Maker:
         self._thread: threading.Thread | None = None
 
     def put(self, job: _Job) -> None:
-        self._jobs.put(job)
         with self._starting:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
-                self._thread.start()
+            if self._thread is None or not self._thread.is_alive():
+                thread = threading.Thread(target=self._run, name=NAME, daemon=True)
+                thread.start()
+                self._thread = thread
+        self._jobs.put(job)
 
     def _run(self) -> None:
         while True:
@@ -53,7 +55,8 @@ class _Maker:
     @staticmethod
     def _make(job: _Job) -> None:
         try:
-            job.thread.start()
+            if job.is_wanted:
+                job.thread.start()
         except BaseException as error:
             job.failures.append(error)
         job.done.release()
@@ -68,9 +71,13 @@ def start(thread: threading.Thread) -> None:
         thread.start()
         return
     job = _Job(thread)
-    _maker.put(job)
-    while not job.done.acquire(timeout=MISSED):  # see `wait_for_ever`
-        pass
+    try:
+        _maker.put(job)
+        while not job.done.acquire(timeout=MISSED):  # see `wait_for_ever`
+            pass
+    except BaseException:
+        job.is_wanted = False
+        raise
     if job.failures:
         raise job.failures.pop()
 

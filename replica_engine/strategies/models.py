@@ -34,7 +34,7 @@ def explain(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
     patches.extend_build(_check_batch, explained, is_ours, _watch_metrics)
     patches.compile_in_scope(is_ours)
     patches.hide_frames(FOLDERS)
-    added_losses.for_each_replica(lambda: current_replica() is not None)
+    added_losses.for_each_replica(lambda: (replica := current_replica()) is not None and replica.index > 0)
 
 
 def _check_batch(first: patches.FirstBatch) -> None:

@@ -15,12 +15,15 @@ each update reaches all components, so that it does not matter which value is co
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from replica_engine._tf import patches, thread_state, variables
 from replica_engine.process.interrupts import held_off_once
+
+_logger = logging.getLogger("replica_engine")
 
 
 class _OfThread(threading.local):
@@ -94,7 +97,10 @@ class Updates:
         with self._repairing:
             while self._broken and not self._running:
                 written, source = self._broken[0]
-                for variable in written:
-                    if variables.is_mirrored(variable):
-                        variables.make_equal(variable, source)
+                try:
+                    for variable in written:
+                        if variables.is_mirrored(variable):
+                            variables.make_equal(variable, source)
+                except Exception as error:  # it fails once, and not in each later update
+                    _logger.warning("The copies of a variable stay unequal after an update failed: %s", error)
                 self._broken.pop(0)

@@ -335,7 +335,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         if operation is None:
             if name not in _EXTREMES:
                 raise CollectiveError.unknown_reduction(reduce_op, sorted([*_OPERATIONS, *_EXTREMES]))
-            return self._extreme(name, value, options)
+            return late_weights.reduced(value, lambda value: self._extreme(name, value, options))
         return late_weights.reduced(value, lambda value: self._all_reduce(operation, name, value, options))
 
     def _all_reduce(self, operation: Any, name: str, value: Any, options: Any) -> Any:
@@ -431,7 +431,8 @@ class ReplicaContext(tf.distribute.ReplicaContext):
 
         def part(leaf: Any) -> tf.Tensor:
             tensor = as_tensor(leaf, "A value of reduce_scatter")
-            return self._part(self.all_reduce("SUM", tensor), check_divides("reduce_scatter", tensor, axis, self._size))
+            divided = check_divides("reduce_scatter", tensor, axis, self._size)
+            return self._part(self.all_reduce("SUM", tensor), divided)
 
         return tf.nest.map_structure(part, value)
 
@@ -454,7 +455,8 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             tensor = as_tensor(leaf, "A value of all_to_all")
             split = check_divides("all_to_all", tensor, split_axis, self._size)
             concat = check_divides("all_to_all", tensor, concat_axis, 1)
-            rows = self._part(self.all_gather(tensor[tf.newaxis], 0), split + 1)
+            gathered = self.all_gather(tensor[tf.newaxis], 0)
+            rows = self._part(gathered, split + 1 if split >= 0 else split)  # negative if the rank is unknown
             return tf.concat(tf.unstack(rows, num=self._size), concat)
 
         return tf.nest.map_structure(exchanged, value)

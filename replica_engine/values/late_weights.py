@@ -36,7 +36,7 @@ def weighted_late(weight: Weight | None) -> Iterator[None]:
 
 
 def reduced(value: Any, reduce: Callable[[Any], Any]) -> Any:
-    """What a linear reduction over replicas makes of a structure of tensors, with the gradient described above."""
+    """What a reduction over replicas makes of a structure of tensors, with the gradient described above."""
     weight = _weight.get()
     if weight is None or not control_flow.has_tape():  # without a tape, as in an optimizer, it is work for nothing
         return reduce(value)
@@ -51,5 +51,7 @@ def _with_gradient_times(leaf: Any, factor: Weight) -> Any:
     tensor = tf.convert_to_tensor(leaf)
     if not tensor.dtype.is_floating:
         return leaf
-    scaled = tensor * factor(tensor.dtype)
-    return tf.stop_gradient(tensor) + (scaled - tf.stop_gradient(scaled))
+    wide = tf.cast(tensor, tf.float32) if tensor.dtype.size < 4 else tensor  # the product must not overflow
+    scaled = wide * factor(wide.dtype)
+    nothing = tf.where(tf.math.is_finite(scaled), scaled - tf.stop_gradient(scaled), tf.zeros_like(scaled))
+    return tf.stop_gradient(tensor) + tf.cast(nothing, tensor.dtype)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from replica_engine import MirroredStrategy
 from replica_engine.errors import CollectiveError, ReplicaValueError
 
 
@@ -457,3 +458,17 @@ def test_parts_that_do_not_exist(strategy, call, words):
         return  # everything divides
     with pytest.raises(CollectiveError, match=words):
         strategy.run(call, args=(tf.zeros([4, 4]),))
+
+
+def test_all_to_all_of_an_unknown_rank_counts_from_the_end(strategy, local, per_replica):
+    if not isinstance(strategy, MirroredStrategy):
+        return  # compiled replicas refuse unknown ranks
+    n = strategy.num_replicas_in_sync
+
+    def swapped(x):
+        unknown = tf.raw_ops.PlaceholderWithDefault(input=x, shape=tf.TensorShape(None))
+        return context().all_to_all(unknown, -2, 0)
+
+    step = tf.function(lambda x: strategy.run(swapped, args=(x,)))
+    result = step(per_replica(lambda i: tf.constant(whole(n, i)[tf.newaxis])))
+    assert {tuple(np.shape(each)) for each in local(result)} == {(n, 1, 2 * n)}

@@ -446,3 +446,32 @@ def test_a_normalization_over_replicas_in_a_step_of_ones_own(trains_alike):
         return model
 
     trains_alike(make, 2, X[:9], Y[:9], batch_size=3)
+
+
+@pytest.mark.on("mirrored")
+def test_a_reduction_in_a_step_of_ones_own_has_the_gradient_of_one_device(trains_alike):
+    """It gives one value for the batch, whose gradient has the weights of the unequal shards."""
+
+    class Reducing(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.before = layers.Dense(4)
+
+        def train_step(self, data):
+            x, y = data
+            context = tf.distribute.get_replica_context()
+            with tf.GradientTape() as tape:
+                hidden = self.before(x)
+                loss = crossentropy(y, self.layer(hidden + context.all_reduce("SUM", tf.reduce_sum(hidden, 0))))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"loss": loss}
+
+    def make():
+        model = Reducing()
+        model(X[:1])
+        model.before.build((None, 4))
+        model.compile(keras.optimizers.SGD(0.1))
+        return model
+
+    trains_alike(make, 2, X[:9], Y[:9], batch_size=3)

@@ -270,3 +270,13 @@ def test_losses_that_layers_add_in_a_scope():
         weights.append([history["loss"], *model.get_weights()])
     for one, other in zip(*weights, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.on("mirrored")
+def test_losses_that_layers_added_can_be_read_after_a_run():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        model = with_an_added_loss()
+    strategy.run(lambda: model(X[:4]))
+    assert len(model.losses) == 1
+    assert float(model.losses[0]) > 0

@@ -2,11 +2,13 @@
 
 A layer keeps what it added in a list, which the next call of the model empties. Replicas on threads call one model. If
 they meet between a call and the sum of its losses (a synchronized batch normalization, a masked loss), the list is that
-of the replica which called last. So each thread has a list of its own. Checked on Keras 3.15.1.
+of the replica which called last. So replica 0 has the layer's list, and each other one a list of its thread. After a
+run, `model.losses` are those of replica 0. Checked on Keras 3.15.1.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
@@ -18,23 +20,26 @@ MODULE, LAYER, LOSSES = "keras.src.layers.layer", "Layer", "_losses"
 
 
 class _OfThreads:
-    """Stands for the attribute: for each replica its own list, and otherwise the list of the layer.
+    """Stands for the attribute.
 
     Args:
-        in_replica: whether the calling thread runs a replica.
+        shares: whether the calling thread runs a replica that must not touch the list of the layer.
     """
 
-    def __init__(self, in_replica: Callable[[], bool]):
-        self._in_replica = in_replica
+    def __init__(self, shares: Callable[[], bool]):
+        self._shares = shares
         self._of_thread = threading.local()
 
     def __get__(self, layer: Any, owner: type) -> Any:
         if layer is None:
             return self
-        if self._in_replica():
-            if not hasattr(self._of_thread, "lists"):
-                self._of_thread.lists = weakref.WeakKeyDictionary()
-            return self._of_thread.lists.setdefault(layer, [])
+        if self._shares():
+            # By identity, since a layer may define equality. An id is free again when its layer is gone.
+            lists: dict[int, tuple[Any, list[Any]]] = vars(self._of_thread).setdefault("lists", {})
+            known = lists.get(id(layer))
+            if known is None or known[0]() is not layer:
+                known = lists[id(layer)] = weakref.ref(layer, functools.partial(_forget, lists, id(layer))), []
+            return known[1]
         try:
             return vars(layer)[LOSSES]
         except KeyError:
@@ -43,9 +48,20 @@ class _OfThreads:
     def __set__(self, layer: Any, value: Any) -> None:
         vars(layer)[LOSSES] = value
 
+    def __delete__(self, layer: Any) -> None:
+        del vars(layer)[LOSSES]
 
-def for_each_replica(in_replica: Callable[[], bool]) -> None:
-    """Gives each replica on a thread its own list, once Keras is imported; only once per process."""
+
+def _forget(lists: dict[int, Any], number: int, _: Any) -> None:
+    lists.pop(number, None)
+
+
+def for_each_replica(shares: Callable[[], bool]) -> None:
+    """Gives each replica on a thread its own list, once Keras is imported; only once per process.
+
+    Args:
+        shares: whether the calling thread runs a replica other than the first.
+    """
     layer = getattr(sys.modules.get(MODULE), LAYER, None)
     if layer is not None and not hasattr(layer, LOSSES):
-        setattr(layer, LOSSES, _OfThreads(in_replica))
+        setattr(layer, LOSSES, _OfThreads(shares))

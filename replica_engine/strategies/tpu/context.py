@@ -63,8 +63,6 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
             options: ignored; XLA decides how to reduce.
         """
         _check_in_run()
-        if str(getattr(reduce_op, "value", reduce_op)).upper() not in _LINEAR:
-            return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, leaf), value)
         return late_weights.reduced(
             value, lambda value: tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, leaf), value)
         )
@@ -86,7 +84,9 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
             axis: the dimension to divide; its size must be a multiple of the number of replicas.
         """
         _check_in_run()
-        return tf.nest.map_structure(lambda leaf: xla.reduce_scatter(leaf, axis), value)
+        return late_weights.reduced(
+            value, lambda value: tf.nest.map_structure(lambda leaf: xla.reduce_scatter(leaf, axis), value)
+        )
 
     @autograph.artifact
     def all_to_all(self, value: Any, split_axis: int, concat_axis: int) -> Any:
@@ -98,7 +98,10 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
             concat_axis: the dimension to concatenate along.
         """
         _check_in_run()
-        return tf.nest.map_structure(lambda leaf: xla.all_to_all(leaf, split_axis, concat_axis), value)
+        return late_weights.reduced(
+            value,
+            lambda value: tf.nest.map_structure(lambda leaf: xla.all_to_all(leaf, split_axis, concat_axis), value),
+        )
 
     def experimental_logical_device(self, logical_device_id: int) -> contextlib.AbstractContextManager[None]:
         """As in the context of `tf.distribute.TPUStrategy`; the only device of a replica is 0."""

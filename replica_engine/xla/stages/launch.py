@@ -304,8 +304,8 @@ class Launch:
             self._watch.expired = 0
         self._devices.leave_to(thread)
         self._devices.running_name = self._program.name
-        threads.start(thread)
         try:
+            threads.start(thread)
             wait_for_ever(woken.wait)
         except BaseException:
             nobody_waits.set()

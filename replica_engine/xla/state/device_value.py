@@ -136,6 +136,8 @@ class DeviceValue:
 
     def launched(self) -> None:
         """Called when the program that wrote the value has ended. The caller holds `DeviceGroup.in_flight`."""
+        if self.on_devices is self._on_host:
+            return  # it did not write: the launch failed before, and the host has the value
         self._on_host = None  # otherwise the old value would stay in memory
         if self.read_anywhere:
             self.host_reads()
