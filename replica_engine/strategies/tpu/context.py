@@ -133,7 +133,7 @@ def _check_in_run() -> None:
         raise NotInReplicaError.used_after_run()
 
 
-_LINEAR = ("SUM", "MEAN")  # the result of sparse values is sparse
+_SPARSE = ("SUM", "MEAN")  # reductions of which the result of sparse values is sparse
 
 
 def reduce_leaf(reduce_op: Any, value: Any) -> Any:
@@ -141,7 +141,7 @@ def reduce_leaf(reduce_op: Any, value: Any) -> Any:
     name = str(getattr(reduce_op, "value", reduce_op)).upper()
     if isinstance(value, tf.IndexedSlices) and value.values.dtype == tf.bool:
         raise CollectiveError.wrong_dtype(name, "bool")
-    if isinstance(value, tf.IndexedSlices) and (value.values.shape.rank is None or name not in _LINEAR):
+    if isinstance(value, tf.IndexedSlices) and (value.values.shape.rank is None or name not in _SPARSE):
         value = tf.convert_to_tensor(value)
     if isinstance(value, tf.IndexedSlices):
         return rows.joined([_reduced_rows(name, part) for part in rows.pieces(value)])
