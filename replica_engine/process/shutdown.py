@@ -5,6 +5,9 @@ TensorFlow or jaxlib on that stack cannot be unwound, and the process is aborted
 ended by then. So this module must ensure that no daemon thread, and no thread that works for one, is inside a run at
 that moment: once the exit has begun, only the main thread may start a run, and runs that have already started get 5
 seconds to end.
+
+Between two runs a thread calls TensorFlow itself, and is aborted there just the same. A thread that left a run a moment
+ago is likely on its way to the next one, which it may not start; so the exit waits for it too, half a second.
 """
 
 from __future__ import annotations
@@ -13,12 +16,17 @@ import atexit
 import os
 import sys
 import threading
+import time
 from typing import Any
 
 PATIENCE = 5.0  # seconds that the exit waits for runs that have started
+_ON_THE_WAY = 0.5  # seconds after its last run in which a thread is taken to be on its way to the next one
+_LOOKS = 0.05  # seconds
 
 _changed = threading.Condition()
 _depths: dict[int, int] = {}  # by thread ident: how many runs it is inside of; a thread changes only its own entry
+_left: dict[int, float] = {}  # by thread ident: when it left its last run
+_blocked: set[int] = set()  # the threads that came to a run after the exit had begun
 _closed = False
 
 
@@ -34,6 +42,7 @@ class running:
         _depths[thread] = depth + 1  # before `_closed` is read: `_close` sets it first, and then reads the entries
         if _closed and not depth and threading.current_thread() is not threading.main_thread():
             del _depths[thread]
+            _blocked.add(thread)
             _tell()
             threading.Event().wait()  # blocks until the process ends, which is soon
 
@@ -43,6 +52,7 @@ class running:
         if depth:
             _depths[thread] = depth
             return
+        _left[thread] = time.monotonic()
         del _depths[thread]
         if _closed:
             _tell()
@@ -58,8 +68,9 @@ def _after_fork() -> None:
     global _changed
     _changed = threading.Condition()
     own = threading.get_ident()
-    for thread in [each for each in _depths if each != own]:
-        del _depths[thread]
+    for known in (_depths, _left):
+        for thread in [each for each in known if each != own]:
+            del known[thread]
 
 
 if hasattr(os, "register_at_fork"):
@@ -71,9 +82,16 @@ def _close() -> None:
     global _closed
     with _changed:
         _closed = True
-        _changed.wait_for(_nothing_runs, PATIENCE)
+        ends = time.monotonic() + PATIENCE
+        while _something_runs() and time.monotonic() < ends:
+            _changed.wait(_LOOKS)
 
 
-def _nothing_runs() -> bool:
-    """Whether no other thread is inside a run. An entry may be left of a run that a thread's exception has ended."""
-    return not (_depths.keys() - {threading.get_ident()}) & sys._current_frames().keys()
+def _something_runs() -> bool:
+    """Whether another thread is inside a run or on its way to one.
+
+    Only threads that live count: an entry may be left of a run that an exception from outside has ended.
+    """
+    others = sys._current_frames().keys() - {threading.get_ident()} - _blocked
+    recently = time.monotonic() - _ON_THE_WAY
+    return any(each in _depths or _left.get(each, 0.0) > recently for each in others)
