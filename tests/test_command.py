@@ -86,7 +86,7 @@ def test_a_picture_in_an_unknown_format_is_refused(capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["timeline", "run.json", "--output", "run.jpg"])
     assert exit_.value.code == 2
-    assert ".jpg is no format of a picture here; take .png, .svg, .pdf" in capsys.readouterr().err
+    assert ".jpg: a picture must end in one of .png, .svg, .pdf" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [[], ["launch"], ["timeline"], ["demo"]], ids=" ".join)

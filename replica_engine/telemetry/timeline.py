@@ -115,8 +115,8 @@ class timeline:
     The file is a Chrome trace: Perfetto (ui.perfetto.dev) and chrome://tracing open it. Each replica has a track that
     shows when the replica ran, waited for the others, and was merged. The thread that called `run` has such a track
     too, and further tracks show compiling, launches, host calls and feeding. `python -m replica_engine timeline
-    run.json` draws a picture of the file and prints a table. The file is also written if the block raises. At most a
-    million spans are kept; the file says how many further spans it lacks.
+    run.json` draws a picture of the file and names the slowest replica. The file is also written if the block raises.
+    At most a million spans are kept; the file says how many further spans it lacks.
 
     In a job of several workers, all of them enter the block, with one path. The chief writes one file with the tracks
     of all, on its clock; it waits up to 30 seconds for workers that have begun the block and not ended it. The file and
@@ -181,17 +181,16 @@ class timeline:
         return f"timeline({self._path!r})"
 
     def _repr_html_(self) -> str:
-        """The picture and the table, for notebooks, once the block is over; without matplotlib, the table alone."""
+        """The picture, and the slowest replica in words, for notebooks, once the block is over."""
         if self._recorder is not None or not os.path.exists(self._path):
             return html.plain(f"timeline({self._path!r}): nothing is recorded yet")
-        from replica_engine.telemetry.report import picture, shares, spans  # only to show it
+        from replica_engine.telemetry.report import picture, spans, steps  # only to show it
 
         try:
             recorded = spans.read(self._path)
         except (ValueError, OSError) as error:  # empty or of another program; a notebook shows no other cell for that
             return html.plain(f"timeline({self._path!r}): {error}")
-        warning = f"{recorded.warning}\n\n" if recorded.warning else ""
-        return picture.as_svg(recorded) + html.plain(warning + shares.table(recorded))
+        return picture.as_svg(recorded) + html.plain("\n".join(steps.summary(recorded)))
 
 
 def share(shared: Shared) -> None:

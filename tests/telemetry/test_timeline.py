@@ -1,4 +1,4 @@
-"""Timelines: what is on which track, in the file, in TensorFlow's profiler, in the picture and in the table."""
+"""Timelines: what is on which track, in the file, in TensorFlow's profiler, in and the command."""
 
 import glob
 import itertools
@@ -199,25 +199,19 @@ class TestCommand:
                 mirrored.run(lambda: straggling_step(lambda: clock(0.05)))
         assert main(["timeline", str(path)]) == 0
         output = capsys.readouterr().out
-        assert re.search(r"slowest: replica 1 of 2 \(CPU:1\): it works [\d.]+ ms in a step, [\d.]+ times as", output)
-        shares = {
-            row[0]: [0.0 if share == "-" else float(share.rstrip("%")) for share in row[1:6]]
-            for row in re.findall(r"(replica \d) of 2 \(CPU:\d\)" + 6 * r" +(\S+)", output)
-        }
-        assert set(shares) == {"replica 0", "replica 1"}
-        for run, waiting, merge, host_call, outside in shares.values():
-            assert run + waiting + merge + host_call + outside == pytest.approx(100, abs=1)
-        assert shares["replica 0"][1] > shares["replica 1"][1]  # waited for the other
-        picture = tmp_path / "run.png"
-        assert picture.read_bytes().startswith(b"\x89PNG")
-        svg = tmp_path / "part.svg"
-        longest = max(spans(path)["MirroredStrategy", "replica 1 of 2 (CPU:1)"], key=lambda span: span[3] - span[2])
-        part = ["--begin", str(longest[2] / 1e6), "--end", str(longest[3] / 1e6)]
-        assert main(["timeline", str(path), "--output", str(svg), *part]) == 0
+        assert re.search(r"Slowest: replica 1 of 2 \(CPU:1\): it works [\d.]+ ms in a step, [\d.]+ times as", output)
+        assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+        svg = tmp_path / "run.svg"
+        assert main(["timeline", str(path), "--output", str(svg)]) == 0
         assert "<svg" in svg.read_text()
 
     @pytest.mark.parametrize(
-        ("text", "why"), [(None, "no such file"), ("not json", "is not a timeline"), ('{"a": 1}', "is not a timeline")]
+        ("text", "why"),
+        [
+            (None, "no such file"),
+            ("not json", "is not a whole timeline"),
+            ('{"traceEvents": [{"ph"', "what is there of a file that is cut off"),
+        ],
     )
     def test_says_what_is_wrong_with_a_file(self, tmp_path, capsys, text, why):
         path = tmp_path / "run.json"
@@ -239,36 +233,12 @@ class TestCommand:
         assert main(["timeline", str(path)]) == 1
         assert "is empty: a timeline writes its file when its `with` block ends" in capsys.readouterr().err
 
-    @pytest.mark.parametrize("is_part", [True, False], ids=["part", "file"])
-    def test_shows_what_is_there_of_a_file_that_is_cut_off(self, mirrored, tmp_path, capsys, is_part):
-        path = tmp_path / "run.json"
-        with replica_engine.timeline(path):
-            for _ in range(3):
-                mirrored.run(straggling_step, args=(lambda: None,))
-        text = path.read_text()
-        path.write_text("")
-        cut = (
-            tmp_path / "run.json.123.part" if is_part else path
-        )  # a process that is killed while it writes leaves both
-        for end in (text.rindex('{"ph": "X"') + 20, text.index('"otherData"')):
-            cut.write_text(text[:end])
-            assert main(["timeline", str(path)]) == 0
-            output = capsys.readouterr()
-            assert "is cut off: the process was killed while it wrote" in output.err
-            assert "replica 1 of 2 (CPU:1)" in output.out
-        cut.write_text(text[: text.index('{"ph": "X"') + 20])  # no span is whole
-        assert main(["timeline", str(path)]) == 1
-        assert "is not a timeline" in capsys.readouterr().err
-
     def test_says_when_there_is_nothing_to_draw(self, tmp_path, capsys):
         path = tmp_path / "run.json"
         with replica_engine.timeline(path):
             pass
         assert main(["timeline", str(path)]) == 1
-        output = capsys.readouterr()
-        assert re.search(r"^recorded: \d+\.\d{3} s$", output.out, re.MULTILINE)
-        assert "no replica was seen: there is no whole step in this time; of a tf.function only" in output.out
-        assert "nothing to draw" in output.err
+        assert "nothing to draw" in capsys.readouterr().err
 
 
 def test_a_fit_has_a_span_for_each_batch(mirrored, tmp_path):

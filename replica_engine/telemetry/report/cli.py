@@ -6,16 +6,15 @@ import argparse
 import os
 import sys
 
-from replica_engine.telemetry.report import picture, shares, spans
+from replica_engine.telemetry.report import picture, spans, steps
 
 DESCRIPTION = """\
-Draws a timeline that `with replica_engine.timeline("run.json"):` recorded, and prints a table: for each replica the
-percentage of time in which it ran, waited for the others and was in a merge; the slowest replica; merges per second.
-The slowest replica is the one that works longest in a step, by the median over all steps but the first.
+Draws a timeline that `with replica_engine.timeline("run.json"):` recorded, and names the slowest replica: the one that
+works longest in a step, by the median over all steps but the first.
 """
 EPILOG = """\
 example:
-  %(prog)s run.json --output run.svg --begin 1.5 --end 2
+  %(prog)s run.json --output run.svg
 
 The picture needs matplotlib: pip install matplotlib. To zoom, open run.json in ui.perfetto.dev.
 """
@@ -31,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """
     parser = subparsers.add_parser(
         "timeline",
-        help="draw a recorded timeline and show how long each replica waited",
+        help="draw a recorded timeline and name the slowest replica",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -44,10 +43,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         type=_picture,
         help="file to draw to: .png, .svg or .pdf (default: the recording's name with .png)",
     )
-    parser.add_argument(
-        "--begin", type=float, default=0.0, metavar="S", help="start of the part, in seconds (default: 0)"
-    )
-    parser.add_argument("--end", type=float, metavar="S", help="end of the part, in seconds")
     parser.set_defaults(run=run)
 
 
@@ -61,14 +56,12 @@ def run(flags: argparse.Namespace) -> int:
         return _failed(f"cannot read {flags.path}: {error.strerror}")
     except ValueError as error:
         return _failed(str(error))
-    if timeline.warning:
-        print(f"timeline: {timeline.warning}", file=sys.stderr)
-    print(shares.table(timeline, flags.begin, flags.end))
+    print("\n".join(steps.summary(timeline)))
     if not any(track.spans for track in timeline.tracks):
         return _failed("nothing is recorded, so there is nothing to draw")
     output = flags.output or f"{os.path.splitext(flags.path)[0]}.png"
     try:
-        picture.draw(timeline, output, flags.begin, flags.end)
+        picture.draw(timeline, output)
     except ImportError:
         return _failed("drawing needs matplotlib: pip install matplotlib")
     except (OSError, ValueError) as error:
@@ -81,7 +74,7 @@ def _picture(path: str) -> str:
     """The path of a picture, for argparse."""
     suffix = os.path.splitext(path)[1]
     if suffix.lower() not in FORMATS:
-        raise argparse.ArgumentTypeError(f"{suffix or path} is no format of a picture here; take {', '.join(FORMATS)}")
+        raise argparse.ArgumentTypeError(f"{suffix or path}: a picture must end in one of {', '.join(FORMATS)}")
     return path
 
 

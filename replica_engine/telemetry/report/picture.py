@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import tempfile
+import textwrap
 from typing import TYPE_CHECKING
 
 from replica_engine.telemetry.report import steps
-from replica_engine.telemetry.report.spans import DrawnSpan, DrawnTrack, Timeline, between, by_replica
+from replica_engine.telemetry.report.spans import DrawnTrack, Timeline, by_replica
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,55 +24,53 @@ COLOURS = {
 }
 STRAGGLER = "#c0392b"
 MOST_MARKS, FEW_MARKS = 30, 8  # steps that have a mark; steps up to which a mark has the word as well
+_TITLE = 150  # characters of a line of the title
 _COLUMNS = 2000  # of the picture; neighbouring spans of one kind that are narrower than a column are drawn as one bar
 
 
-def draw(timeline: Timeline, path: str, begin: float = 0.0, end: float | None = None) -> None:
+def draw(timeline: Timeline, path: str) -> None:
     """Writes the picture.
 
     Args:
         timeline: the timeline to draw.
         path: the path of the picture; its suffix (.png, .svg, .pdf) selects the format.
-        begin: the second of the recording at which the picture begins.
-        end: the second at which the picture ends; None for the end of the recording.
 
     Raises:
         ImportError: matplotlib is not installed.
         OSError: the picture cannot be written.
-        ValueError: no span lies in that time, or matplotlib does not know the format.
+        ValueError: nothing is recorded, or matplotlib does not know the format.
     """
-    from matplotlib import figure, patches  # imported here, because the table works without matplotlib
+    from matplotlib import figure, patches  # imported here, because the words work without matplotlib
 
-    last = max((span.end for track in timeline.tracks for span in track.spans), default=0.0)
-    end = last if end is None else min(end, last)
-    tracks = [track for track in timeline.tracks if any(_within(span, begin, end) for span in track.spans)]
+    tracks = [track for track in timeline.tracks if track.spans]
     if not tracks:
-        raise ValueError(f"there is nothing to draw between {begin:g} s and {end:g} s")
+        raise ValueError("nothing is recorded")
+    end = max(span.end for track in tracks for span in track.spans)
     whole = figure.Figure(figsize=(14, 2.0 + 0.42 * len(tracks)), layout="constrained")
     axes = whole.subplots()
-    unit, factor = ("ms", 1e3) if end - begin < 2 else ("s", 1.0)
-    stragglers = _stragglers(timeline, begin, end)
+    unit, factor = ("ms", 1e3) if end < 2 else ("s", 1.0)
+    stragglers = _stragglers(timeline)
     for line, track in enumerate(tracks):
-        for kind, bars in _bars(track, begin, end).items():
+        for kind, bars in _bars(track, end).items():
             scaled = [(start * factor, width * factor) for start, width in bars]
             axes.broken_barh(scaled, (line - 0.38, 0.76), facecolors=COLOURS.get(kind, "#333333"), linewidth=0)
     axes.set_yticks(range(len(tracks)), [f"{track.group}  {track.name}" for track in tracks], fontsize=9)
     for line, (track, label) in enumerate(zip(tracks, axes.get_yticklabels(), strict=True)):
-        found = stragglers.get(track.group)
-        if found and found.name == track.name:
+        if stragglers.get(track.group) == track.name:
             label.set(color=STRAGGLER, fontweight="bold")
             axes.axhspan(line - 0.5, line + 0.5, color=STRAGGLER, alpha=0.12, linewidth=0, zorder=0)
     axes.set_ylim(len(tracks) - 0.4, -0.6)
-    axes.set_xlim(begin * factor, end * factor)
+    axes.set_xlim(0.0, end * factor)
     axes.set_xlabel(f"{unit} from the beginning of the recording")
-    _mark_steps(axes, timeline, tracks, begin, end, factor)
+    _mark_steps(axes, timeline, tracks, factor)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="y", length=0)
     seen = {span.kind for track in tracks for span in track.spans}
     handles = [patches.Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in seen]
     whole.legend(handles=handles, loc="outside lower right", ncols=len(handles), frameon=False, fontsize=9)
-    whole.suptitle("\n".join(_title(timeline, tracks, stragglers, begin, end)), x=0.01, ha="left", fontsize=11)
+    title = (line for long in steps.summary(timeline) for line in textwrap.wrap(long, _TITLE))
+    whole.suptitle("\n".join(title), x=0.01, ha="left", fontsize=11)
     whole.savefig(path, dpi=130)
 
 
@@ -88,45 +87,21 @@ def as_svg(timeline: Timeline) -> str:
     return text[text.index("<svg") :]
 
 
-def _stragglers(timeline: Timeline, begin: float, end: float) -> dict[str, steps.Straggler | None]:
-    """For each group with replicas its straggler, or None."""
-    part = between(timeline, begin, end)
+def _stragglers(timeline: Timeline) -> dict[str, str]:
+    """By group: the name of its straggler's track, where there is one."""
     found = {}
-    for group in dict.fromkeys(track.group for track in part.tracks if track.is_replica):
-        replicas = by_replica([track for track in part.tracks if track.group == group])
-        of_steps = steps.compared(timeline, group, begin, end)
-        found[group] = steps.straggler(replicas, of_steps, steps.is_compiled(timeline, group))
+    for group in dict.fromkeys(track.group for track in timeline.tracks):
+        replicas = by_replica([track for track in timeline.tracks if track.group == group])
+        slowest = steps.straggler(replicas, steps.compared(timeline, group), steps.is_compiled(timeline, group))
+        if slowest:
+            found[group] = slowest.name
     return found
 
 
-def _title(
-    timeline: Timeline,
-    tracks: list[DrawnTrack],
-    stragglers: dict[str, steps.Straggler | None],
-    begin: float,
-    end: float,
-) -> list[str]:
-    """For each group a line: its number of steps, and its straggler."""
-    lines = []
-    for group in dict.fromkeys(track.group for track in tracks):
-        number = sum(start < end and stop > begin for start, stop in steps.steps_of(timeline, group))
-        line = f"{group}, {number} {'step' if number == 1 else 'steps'} in {steps.shown(end - begin)}"
-        if group in stragglers and number:  # of a tf.function only the tracing is seen, which is no step
-            line += f". Slowest: {stragglers[group] or steps.nobody(timeline, group)}"
-        lines.append(line)
-    return lines
-
-
-def _mark_steps(
-    axes: Axes, timeline: Timeline, tracks: list[DrawnTrack], begin: float, end: float, factor: float
-) -> None:
+def _mark_steps(axes: Axes, timeline: Timeline, tracks: list[DrawnTrack], factor: float) -> None:
     """A line where each step begins, and its number above, from 1; not more numbers than there is place for."""
     group = next((track.group for track in tracks if track.is_replica), tracks[0].group)
-    marks = [
-        (number, start)
-        for number, (start, stop) in enumerate(steps.steps_of(timeline, group), 1)
-        if begin <= start < end and stop > begin
-    ]
+    marks = [(number, start) for number, (start, _) in enumerate(steps.steps_of(timeline, group), 1)]
     every = max(1, -(-len(marks) // MOST_MARKS))
     for number, start in marks[::every]:
         axes.axvline(start * factor, color="#444444", linewidth=0.6, linestyle=(0, (4, 3)), zorder=3)
@@ -141,24 +116,18 @@ def _mark_steps(
         )
 
 
-def _within(span: DrawnSpan, begin: float, end: float) -> bool:
-    return span.end > begin and span.begin < end
-
-
-def _bars(track: DrawnTrack, begin: float, end: float) -> dict[str, list[tuple[float, float]]]:
+def _bars(track: DrawnTrack, end: float) -> dict[str, list[tuple[float, float]]]:
     """The bars to draw for each kind, as (beginning, width) in seconds.
 
     Inner spans come after the spans that contain them, and so are drawn over them.
     """
-    column = (end - begin) / _COLUMNS
+    column = end / _COLUMNS
     bars: dict[str, list[tuple[float, float]]] = {}
     for span in track.spans:
-        if not _within(span, begin, end):
-            continue
-        start, stop = max(span.begin, begin), min(span.end, end)
         of_kind = bars.setdefault(span.kind, [])
-        if of_kind and start - (of_kind[-1][0] + of_kind[-1][1]) < column and stop - start < column:
-            of_kind[-1] = of_kind[-1][0], max(of_kind[-1][1], stop - of_kind[-1][0])
+        last = sum(of_kind[-1]) if of_kind else 0.0
+        if of_kind and span.begin - last < column and span.end - span.begin < column:
+            of_kind[-1] = of_kind[-1][0], max(of_kind[-1][1], span.end - of_kind[-1][0])
         else:
-            of_kind.append((start, stop - start))
+            of_kind.append((span.begin, span.end - span.begin))
     return bars

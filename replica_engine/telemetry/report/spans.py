@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import glob
 import json
 from typing import Any
 
@@ -12,11 +10,10 @@ EMPTY = (
     "{path} is empty: a timeline writes its file when its `with` block ends, so the process still records, or was "
     "killed before it wrote"
 )
-CUT_OFF = (
-    "{path} is cut off: the process was killed while it wrote the file, or a copy of it is not complete. What follows "
-    "is of the part that is there, in which activities at the end are missing"
+NOT_A_TIMELINE = (
+    "{path} is not a whole timeline of replica_engine; `with replica_engine.timeline({path!r}):` writes one. "
+    "ui.perfetto.dev shows what is there of a file that is cut off"
 )
-NOT_A_TIMELINE = "{path} is not a timeline of replica_engine; `with replica_engine.timeline({path!r}):` writes one"
 
 
 @dataclasses.dataclass
@@ -61,61 +58,28 @@ class Timeline:
         tracks: the tracks, sorted by group and by their order in the group.
         seconds: the duration of the recording.
         dropped: the number of spans that the recording dropped.
-        warning: what a reader must know of the file, in words; "" if there is nothing.
     """
 
     tracks: list[DrawnTrack]
     seconds: float
     dropped: int
-    warning: str = ""
 
 
 def read(path: str) -> Timeline:
-    """Reads a file that `replica_engine.timeline` wrote. Of a process that was killed meanwhile, reads what is there.
+    """Reads a file that `replica_engine.timeline` wrote.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: the file is not a timeline, or is empty.
     """
-    text = _text(path)
-    if not text:  # as from the beginning of a recording to its end; what is written meanwhile has another name
-        parts = (_text(part) for part in sorted(glob.glob(f"{glob.escape(path)}.*.part")))
-        text = next(filter(_events, parts), "")
-        if not text:
-            raise ValueError(EMPTY.format(path=path))
+    with open(path, errors="replace") as file:
+        text = file.read()
+    if not text:
+        raise ValueError(EMPTY.format(path=path))
     try:
         return _timeline(json.loads(text))
     except (ValueError, TypeError, KeyError, AttributeError):
-        pass
-    try:
-        timeline = _timeline({"traceEvents": _events(text), "otherData": {"seconds": 0.0, "dropped_spans": 0}})
-    except (TypeError, KeyError, AttributeError):
         raise ValueError(NOT_A_TIMELINE.format(path=path)) from None
-    ends = [span.end for track in timeline.tracks for span in track.spans]
-    if not ends:
-        raise ValueError(NOT_A_TIMELINE.format(path=path))
-    return dataclasses.replace(timeline, seconds=max(ends), warning=CUT_OFF.format(path=path))
-
-
-def between(timeline: Timeline, begin: float, end: float | None) -> Timeline:
-    """A part of a timeline: spans end where the part ends, and tracks without a span in it are left out.
-
-    Args:
-        timeline: the whole recording.
-        begin: the second of the recording at which the part begins.
-        end: the second at which the part ends; None for the end of the recording.
-    """
-    end = timeline.seconds if end is None else min(end, timeline.seconds)
-    tracks = []
-    for track in timeline.tracks:
-        inside = [span for span in track.spans if span.end > begin and span.begin < end]
-        cut = [dataclasses.replace(span, begin=max(span.begin, begin), end=min(span.end, end)) for span in inside]
-        for span in cut:
-            span.own = span.end - span.begin
-        _share_out(cut)
-        if cut:
-            tracks.append(dataclasses.replace(track, spans=cut))
-    return Timeline(tracks, max(0.0, end - begin), timeline.dropped, timeline.warning)
 
 
 def by_replica(tracks: list[DrawnTrack]) -> list[DrawnTrack]:
@@ -126,28 +90,6 @@ def by_replica(tracks: list[DrawnTrack]) -> list[DrawnTrack]:
             known = joined.setdefault(track.name, DrawnTrack(track.group, track.name, track.order, []))
             known.spans.extend(track.spans)
     return list(joined.values())
-
-
-def _text(path: str) -> str:
-    with open(path, errors="replace") as file:
-        return file.read()
-
-
-def _events(text: str) -> list[Any]:
-    """The events at the beginning of a file that is cut off."""
-    events: list[Any] = []
-    position = len(_BEGINNING)
-    if text.startswith(_BEGINNING):
-        decoder = json.JSONDecoder()
-        with contextlib.suppress(ValueError):
-            while True:
-                event, position = decoder.raw_decode(text, position)
-                events.append(event)
-                position += len(", ")
-    return events
-
-
-_BEGINNING = '{"traceEvents": ['
 
 
 def _timeline(data: Any) -> Timeline:

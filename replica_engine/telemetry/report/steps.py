@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import re
 import statistics
 from collections.abc import Sequence
 
-from replica_engine.telemetry.report.spans import DrawnSpan, DrawnTrack, Timeline
+from replica_engine.telemetry.report.spans import DrawnSpan, DrawnTrack, Timeline, by_replica
 
 WORK = ("run", "host call")
 NO_STEP = (
-    "there is no whole step in this time; of a tf.function only the tracing is seen, so record eager steps: "
+    "no whole step is recorded; of a tf.function only the tracing is seen, so record eager steps: "
     "tf.config.run_functions_eagerly(True), or model.compile(..., run_eagerly=True) for fit"
 )
 ON_HOST = ("host call",)  # kinds compared in a compiled program, as all its replicas run from launch to end
@@ -50,7 +49,24 @@ class Straggler:
 
     def __str__(self) -> str:
         times = f", {self.seconds / self.others:.1f} times as long as the others" if self.others else ""
-        return f"{self.name}: {self.does} {shown(self.seconds)} in a step{times} ({counted(self.steps)})"
+        return f"{self.name}: {self.does} {_shown(self.seconds)} in a step{times} ({_counted(self.steps)})"
+
+
+def summary(timeline: Timeline) -> list[str]:
+    """A line for each group of tracks: its number of steps, and the replica that works longest in them."""
+    lines = []
+    for group in dict.fromkeys(track.group for track in timeline.tracks):
+        number = len(steps_of(timeline, group))
+        line = f"{group}, {number} {'step' if number == 1 else 'steps'} in {_shown(timeline.seconds)}"
+        replicas = by_replica([track for track in timeline.tracks if track.group == group])
+        if len(replicas) > 1:
+            line += f". Slowest: {_slowest(timeline, group, replicas)}"
+        lines.append(line)
+    if worker := slow_worker(timeline):
+        lines.append(f"Slowest worker: {worker}")
+    if timeline.dropped:
+        lines.append(f"{timeline.dropped:,} more spans were not kept: record a shorter time")
+    return lines
 
 
 def steps_of(timeline: Timeline, group: str) -> list[tuple[float, float]]:
@@ -69,10 +85,10 @@ def steps_of(timeline: Timeline, group: str) -> list[tuple[float, float]]:
     return found
 
 
-def compared(timeline: Timeline, group: str, begin: float = 0.0, end: float = math.inf) -> list[tuple[float, float]]:
-    """The steps wholly inside a part of the recording. The first of several steps is left out: it traces."""
+def compared(timeline: Timeline, group: str) -> list[tuple[float, float]]:
+    """The steps to compare: all but the first of several, which traces."""
     every = steps_of(timeline, group)
-    return [step for step in every[1:] or every if step[0] >= begin and step[1] <= end]
+    return every[1:] or every
 
 
 def is_compiled(timeline: Timeline, group: str) -> bool:
@@ -102,7 +118,7 @@ def straggler(replicas: list[DrawnTrack], steps: list[tuple[float, float]], comp
     return Straggler(replicas[most].name, medians[most], others, len(steps), does)
 
 
-def slow_worker(timeline: Timeline, begin: float = 0.0, end: float = math.inf) -> Straggler | str | None:
+def slow_worker(timeline: Timeline) -> Straggler | str | None:
     """The worker of a job that works longest from one step to the next, or why none is named; None without workers.
 
     Workers wait for each other inside merges, so what is not a merge is a worker's own: also its time between steps.
@@ -114,7 +130,7 @@ def slow_worker(timeline: Timeline, begin: float = 0.0, end: float = math.inf) -
         return "not known: workers of compiled replicas wait for each other inside one program"
     medians, count = {}, 0
     for group in groups:
-        periods = list(itertools.pairwise(start for start, _ in compared(timeline, group, begin, end)))
+        periods = list(itertools.pairwise(start for start, _ in compared(timeline, group)))
         if not periods:
             return f"not known, {NO_STEP}"
         tracks = [track for track in timeline.tracks if track.group == group and track.name.startswith(_CALLER)]
@@ -124,11 +140,20 @@ def slow_worker(timeline: Timeline, begin: float = 0.0, end: float = math.inf) -
     slowest = max(medians, key=lambda name: medians[name])
     others = statistics.mean(seconds for name, seconds in medians.items() if name != slowest)
     if medians[slowest] - others <= max(LEAST, NOISE * others):
-        return f"none, the workers work equally long ({counted(count)})"
+        return f"none, the workers work equally long ({_counted(count)})"
     return Straggler(slowest, medians[slowest], others, count)
 
 
-def nobody(timeline: Timeline, group: str) -> str:
+def _slowest(timeline: Timeline, group: str, replicas: list[DrawnTrack]) -> Straggler | str:
+    """The straggler, or in words why none is named."""
+    steps = compared(timeline, group)
+    if not steps:
+        return f"not known, {NO_STEP}"
+    found = straggler(replicas, steps, is_compiled(timeline, group))
+    return found or f"{_nobody(timeline, group)} ({_counted(len(steps))})"
+
+
+def _nobody(timeline: Timeline, group: str) -> str:
     """The words for a group without a straggler."""
     if not is_compiled(timeline, group):
         return "none, the replicas work equally long"
@@ -138,12 +163,12 @@ def nobody(timeline: Timeline, group: str) -> str:
     return "not known: compiled replicas run inside one program, and only their host calls are seen; these make none"
 
 
-def counted(steps: int) -> str:
+def _counted(steps: int) -> str:
     """How many steps were compared, for people."""
     return f"median of {steps} steps" if steps > 1 else "of one step; a first step traces and compiles, so record more"
 
 
-def shown(seconds: float) -> str:
+def _shown(seconds: float) -> str:
     """A duration for people: "12.3 ms", "1.25 s"."""
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
