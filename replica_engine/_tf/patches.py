@@ -64,6 +64,8 @@ _LOSSES = "keras.src.losses.loss"
 _METRICS = "keras.src.metrics.reduction_metrics"
 _FIRST_SCOPE = "the first `TPUStrategy.scope()`"
 _FIRST_WORKERS_SCOPE = "the first scope of a `MultiWorkerMirroredStrategy`, or of a `TPUStrategy` of several workers"
+_FIRST_THREADS = "the first strategy whose replicas run on threads"
+_FIRST_COMPILED = "the first `TPUStrategy`, and the import of `replica_engine.xla`"
 _JOINED = "the first `MultiWorkerMirroredStrategy` of several workers"
 _OTHERS = "passes on to Keras for models of other strategies"
 _NOT_OF_WORKERS = "passes on to TensorFlow for what is not trained on several workers"
@@ -188,7 +190,7 @@ PATCHES: tuple[Patch, ...] = (
         "tensorflow.python.framework.random_seed",
         "get_seed",
         "what a replica draws follows from the global seed and its id, not from how many replicas drew before",
-        "import",
+        _FIRST_THREADS,
         "passes on to TensorFlow outside the replicas of this library's threads, and for ops with a seed of their own",
     ),
     Patch(
@@ -230,10 +232,15 @@ PATCHES += tuple(
         owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__qualname__}",
         name,
         why,
-        "import",
+        since,
         "passes on to TensorFlow outside the replicas of this library",
     )
-    for owner, name, why in control_flow.WRAPPED.values()
+    for table, since in (
+        (control_flow.BY_BOTH, "import"),
+        (control_flow.BY_XLA, _FIRST_COMPILED),
+        (control_flow.BY_THREADS, _FIRST_THREADS),
+    )
+    for owner, name, why in table.values()
 )
 
 _MARK = "_replica_engine"

@@ -16,7 +16,7 @@
 
 from replica_engine._tf import patches
 from replica_engine._tf.distribute import MultiWorkerMirroredExtended
-from replica_engine.diagnostics import several_values
+from replica_engine.diagnostics import hooks, several_values
 from replica_engine.strategies.backend import ReplicaThreads
 from replica_engine.strategies.mirrored import MirroredExtended, MirroredStrategy
 from replica_engine.threads.call import ReplicaOptions
@@ -25,3 +25,4 @@ __all__ = ["MirroredExtended", "MirroredStrategy", "MultiWorkerMirroredExtended"
 
 patches.install_numbers()
 several_values.install()
+hooks.install()

@@ -31,7 +31,7 @@ from replica_engine.errors import NoMethodError, ScopeError
 from replica_engine.strategies import accumulation, models
 from replica_engine.strategies.devices import described
 from replica_engine.strategies.validation import NOT_REDUCED, check_call, checked_reduction, not_gathered, not_reduced
-from replica_engine.threads.call import ReplicaOptions, call_for_each_replica, short_name, sync_points
+from replica_engine.threads.call import ReplicaOptions, call_for_each_replica, install, short_name, sync_points
 
 R = TypeVar("R")
 Arguments: TypeAlias = "Sequence[Any] | tf.distribute.DistributedValues"
@@ -86,6 +86,10 @@ class ReplicaThreads:
 
     replica_options = ReplicaOptions()
     compiles = False
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        install()
+        super().__init__(*args, **kwargs)
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The hook of `tf.distribute`: runs `fn` once per replica, in replica context."""

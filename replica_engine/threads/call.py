@@ -357,6 +357,7 @@ def _pool(strategy: tf.distribute.Strategy, devices: Sequence[str]) -> GroupPool
     with _pools_lock:
         pool = _pools.get(strategy)
         if pool is None:
+            install()  # a strategy of TensorFlow's has not done so
             pool = _pools[strategy] = GroupPool([short_name(device) for device in devices], type(strategy).__name__)
         return pool
 
@@ -368,6 +369,7 @@ def short_name(device: str) -> str:
     return name if spec.job in (None, "localhost") else f"{spec.job}:{spec.task}/{name}"
 
 
-hooks.install()
-calls.install()
-random_numbers.install()
+def install() -> None:
+    """Puts what replica threads need around TensorFlow's functions, once: the first strategy that has them does so."""
+    hooks.install()
+    random_numbers.install()

@@ -1,8 +1,9 @@
 """The operators of control flow, and where this library looks on when a replica enters one.
 
-`wrap` puts a function around one of TensorFlow's. `threads.joint.hooks` does so once, at import; `patches.PATCHES`
-lists what is replaced. A name that a TensorFlow does not have is left out: there, a merge call inside that operator is
-refused. Checked on TensorFlow 2.21.0.
+`wrap` puts a function around one of TensorFlow's. Each backend wraps what it needs itself when it is first used
+(`threads.joint.hooks`, `xla.hooks`), and `diagnostics.hooks` what both need; `patches.PATCHES` lists what is replaced.
+A name that a TensorFlow does not have is left out: there, a merge call inside that operator is refused. Checked on
+TensorFlow 2.21.0.
 """
 
 from __future__ import annotations
@@ -90,7 +91,23 @@ class Wrapped(NamedTuple):
     why: str
 
 
-WRAPPED = {
+BY_BOTH = {
+    "call": Wrapped(_Function, "__call__", "errors of replicas in a tf.function show the lines of the user"),
+    "push_tape": Wrapped(tf.GradientTape, "_push_tape", "warns of a tape around `run`"),
+    "pop_tape": Wrapped(tf.GradientTape, "_pop_tape", "warns of a tape around `run`"),
+    "tape_gradient": Wrapped(tf.GradientTape, "gradient", "warns of a tape around `run`"),
+    "next": Wrapped(batches.OWNER, batches.NAME, "warns if a batch of a plain dataset goes whole to all replicas"),
+}
+"""What both backends wrap: it serves errors and warnings."""
+
+BY_XLA = {
+    "assign_add": Wrapped(_ResourceVariable, "assign_add", "warns if compiled replicas add to one plain variable"),
+    "assign_sub": Wrapped(_ResourceVariable, "assign_sub", "warns if compiled replicas add to one plain variable"),
+    "custom_gradient": Wrapped(_custom_gradient, "_graph_mode_decorator", "compiled bodies can be freed"),
+}
+"""What compiled replicas need."""
+
+BY_THREADS = {
     "cond": Wrapped(_cond_v2, "cond_v2", "merge calls in tf.cond, and in `if` on a tensor"),
     "switch_case": Wrapped(_cond_v2, "indexed_case", "merge calls in tf.switch_case"),
     "while_loop": Wrapped(
@@ -106,41 +123,41 @@ WRAPPED = {
     "gradient_types": Wrapped(_gradients_util, "PossibleTapeGradientTypes", "tapes count as without this library"),
     "push_tape": Wrapped(tf.GradientTape, "_push_tape", "tapes outlast an attempt to enter a branch alone"),
     "pop_tape": Wrapped(tf.GradientTape, "_pop_tape", "how many tapes record a nested tf.function"),
+    "tape_gradient": Wrapped(tf.GradientTape, "gradient", "tapes outlast an attempt to enter a branch alone"),
     "assign_add": Wrapped(_ResourceVariable, "assign_add", "warns if several replicas add to one plain variable"),
     "assign_sub": Wrapped(_ResourceVariable, "assign_sub", "warns if several replicas add to one plain variable"),
-    "next": Wrapped(batches.OWNER, batches.NAME, "warns if a batch of a plain dataset goes whole to all replicas"),
-    "tape_gradient": Wrapped(
-        tf.GradientTape,
-        "gradient",
-        "tapes outlast an attempt to enter a branch alone; warns of one around `run`",
-    ),
 }
-"""What `wrap` puts functions around, each idle outside the replicas of this library."""
+"""What replica threads need; idle outside a replica."""
 
 _TYPES = ("If", "StatelessIf", "Case", "StatelessCase", "While", "StatelessWhile")
 _ORIGINAL = "_replica_engine_original"
+_AROUND = "_replica_engine_around"
 
 
-def wrap(name: str, around: Callable[..., Any]) -> None:
-    """Calls `around(original, *args, **kwargs)` wherever TensorFlow calls the function `WRAPPED[name]`."""
-    owner, attribute, _ = WRAPPED[name]
+def wrap(wrapped: Wrapped, around: Callable[..., Any]) -> None:
+    """Calls `around(original, *args, **kwargs)` wherever TensorFlow calls a function; each `around` once."""
+    owner, attribute, _ = wrapped
     original = getattr(owner, attribute, None)
-    if original is None or hasattr(original, _ORIGINAL):
+    before = original
+    while before is not None and getattr(before, _AROUND, None) is not around:
+        before = getattr(before, _ORIGINAL, None)
+    if original is None or before is not None:
         return
     # TensorFlow's filter of tracebacks stays outermost, so that it removes the frames of this library as well.
-    filtered = name == "call" and hasattr(original, "__wrapped__")
+    filtered = owner is _Function and attribute == "__call__" and hasattr(original, "__wrapped__")
     inner = original.__wrapped__ if filtered else original
 
     @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def replacement(*args: Any, **kwargs: Any) -> Any:
         return around(inner, *args, **kwargs)
 
     if filtered:
-        wrapped = _tracebacks.filter_traceback(wrapped)
-    setattr(wrapped, _ORIGINAL, original)
-    setattr(owner, attribute, wrapped)
+        replacement = _tracebacks.filter_traceback(replacement)
+    setattr(replacement, _ORIGINAL, original)
+    setattr(replacement, _AROUND, around)
+    setattr(owner, attribute, replacement)
     if owner is _autograph_all:  # Converted functions call a copy, which AutoGraph makes with the first of them.
-        setattr(_autograph_api._TRANSPILER.get_extra_locals()["ag__"], attribute, wrapped)
+        setattr(_autograph_api._TRANSPILER.get_extra_locals()["ag__"], attribute, replacement)
 
 
 def wrap_gradients(around: Callable[..., Any]) -> None:

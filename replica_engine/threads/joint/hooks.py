@@ -1,6 +1,6 @@
 """Where a replica enters an operator: this module wraps TensorFlow's functions that make one.
 
-Outside a replica of this library, each wrapper calls TensorFlow's function unchanged; a few of them take notes first.
+Outside a replica on a thread, each wrapper calls TensorFlow's function unchanged.
 """
 
 from __future__ import annotations
@@ -10,12 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import batches, patches
-from replica_engine._tf.eager import is_replaced_interrupt
-from replica_engine._tf.graphs import calls, control_flow, function
-from replica_engine.diagnostics.suspicions import asked_for, note_addition
-from replica_engine.diagnostics.tracebacks import shortened_of_graph, without_ours
-from replica_engine.diagnostics.user_frames import FOLDERS, identity, user_location
+from replica_engine._tf.graphs import control_flow, function
+from replica_engine.diagnostics.user_frames import identity, user_location
 from replica_engine.engine import current_replica
 from replica_engine.errors import MergeCallGraphError
 from replica_engine.threads.context import ReplicaContext
@@ -28,24 +24,25 @@ from replica_engine.threads.joint.graphs import is_joint
 
 def install() -> None:
     """Puts the functions of this module around TensorFlow's, once."""
-    patches.hide_frames(FOLDERS)
-    control_flow.wrap("cond", _cond)
-    control_flow.wrap("switch_case", _switch_case)
-    control_flow.wrap("while_loop", _while_loop)
-    control_flow.wrap("trial", _trial)
-    control_flow.wrap("while_stmt", _while_stmt)
-    control_flow.wrap("call", _call)
-    control_flow.wrap("initialize", _initialize)
-    control_flow.wrap("vectorize", _vectorize)
-    control_flow.wrap("custom_gradient", _custom_gradient)
-    control_flow.wrap("gradients", gradients.by_replicas)
-    control_flow.wrap("gradient_types", _gradient_types)
-    control_flow.wrap("push_tape", _push_tape)
-    control_flow.wrap("pop_tape", _pop_tape)
-    control_flow.wrap("tape_gradient", _tape_gradient)
-    control_flow.wrap("assign_add", _add)
-    control_flow.wrap("assign_sub", _add)
-    control_flow.wrap("next", batches.noted)
+    for name, around in (
+        ("cond", _cond),
+        ("switch_case", _switch_case),
+        ("while_loop", _while_loop),
+        ("trial", _trial),
+        ("while_stmt", _while_stmt),
+        ("call", _call),
+        ("initialize", _initialize),
+        ("vectorize", _vectorize),
+        ("custom_gradient", _custom_gradient),
+        ("gradients", gradients.by_replicas),
+        ("gradient_types", _gradient_types),
+        ("push_tape", _push_tape),
+        ("pop_tape", _pop_tape),
+        ("tape_gradient", _tape_gradient),
+        ("assign_add", _add),
+        ("assign_sub", _add),
+    ):
+        control_flow.wrap(control_flow.BY_THREADS[name], around)
     control_flow.wrap_gradients(_gradient_of_op)
 
 
@@ -168,16 +165,7 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
     if function.is_inlining():
         return self.python_function(*args, **kwargs)
     context = _context()
-    if context is None:
-        notes = calls.notes
-        try:
-            return original(self, *args, **kwargs)
-        except (Exception, KeyboardInterrupt) as error:
-            ours = calls.notes != notes or calls.has_replicas(self)
-            if ours and is_replaced_interrupt(error):
-                raise KeyboardInterrupt from error
-            raise shortened_of_graph(error, self) if ours else without_ours(error)
-    if control_flow.runs_eagerly(self):
+    if context is None or control_flow.runs_eagerly(self):
         return original(self, *args, **kwargs)
 
     if functions.has_swallowed(self):
@@ -235,9 +223,9 @@ def _vectorize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _custom_gradient(original: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A function with a gradient of its own, in a graph: an attempt finds out whether the gradient has merge calls."""
     context = _context()
-    if context is None and not control_flow.in_body():
+    if context is None:
         return original(fn, args, kwargs)
-    if context is None or not context.attempts.active or not control_flow.has_tape():
+    if not context.attempts.active or not control_flow.has_tape():
         results = original(fn, args, kwargs)
         control_flow.keep_by_graph(results)
         return results
@@ -256,7 +244,6 @@ def _push_tape(original: Callable[..., Any], self: tf.GradientTape) -> Any:
     """A tape begins. In a graph it can be asked again after an attempt has asked it in vain."""
     context = _context()
     if context is None:
-        control_flow.note_outer_tape(self, begins=True)
         return original(self)
     context.attempts.tapes += 1
     context.attempts.persistent_tapes += self._persistent
@@ -271,8 +258,6 @@ def _pop_tape(original: Callable[..., Any], self: tf.GradientTape) -> Any:
     if context is not None:
         context.attempts.tapes -= 1
         context.attempts.persistent_tapes -= self._persistent
-    else:
-        control_flow.note_outer_tape(self, begins=False)
     return original(self)
 
 
@@ -281,8 +266,6 @@ def _add(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> 
     context = _context()
     if context is not None:
         context.note_addition(self)
-    else:
-        note_addition(self)
     return original(self, *args, **kwargs)
 
 
@@ -300,8 +283,7 @@ def _tape_gradient(
 ) -> Any:
     context = _context()
     if context is None:
-        with asked_for(sources):
-            return original(self, target, sources, *args, **kwargs)
+        return original(self, target, sources, *args, **kwargs)
     attempts = context.attempts
     attempts.note_gradient(self)
     before, attempts.asked_for = attempts.asked_for, tf.nest.flatten(sources)

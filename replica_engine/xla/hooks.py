@@ -1,0 +1,30 @@
+"""Where the trace of a body looks on while TensorFlow works. Outside a trace, TensorFlow's functions do as always."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from replica_engine._tf.graphs import control_flow
+from replica_engine.diagnostics.suspicions import note_addition
+
+
+def install() -> None:
+    """Puts the functions of this module around TensorFlow's, once."""
+    control_flow.wrap(control_flow.BY_XLA["assign_add"], _add)
+    control_flow.wrap(control_flow.BY_XLA["assign_sub"], _add)
+    control_flow.wrap(control_flow.BY_XLA["custom_gradient"], _custom_gradient)
+
+
+def _add(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`assign_add` or `assign_sub` of a variable, which one trace makes for all replicas."""
+    note_addition(self)
+    return original(self, *args, **kwargs)
+
+
+def _custom_gradient(original: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A function with a gradient of its own: TensorFlow would keep the gradient, and so the graph, for ever."""
+    results = original(fn, args, kwargs)
+    if control_flow.in_body():
+        control_flow.keep_by_graph(results)
+    return results

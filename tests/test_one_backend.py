@@ -1,0 +1,50 @@
+"""What a process has of the two backends, if its program uses one of them."""
+
+import textwrap
+
+import pytest
+from helpers.versions import HAS_XLA, WHY_NO_XLA
+
+_INSTALLED = """
+    import pkgutil
+    import tensorflow as tf
+    import replica_engine
+    from replica_engine._tf.patches import PATCHES
+
+    strategy = {strategy}
+    with strategy.scope():
+        variable = tf.Variable(1.0, aggregation=tf.VariableAggregation.SUM)
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.cond(variable > 0, lambda: variable * 2.0, lambda: variable)
+        variable.assign_add(tape.gradient(loss, variable))
+        return tf.distribute.get_replica_context().all_reduce("SUM", loss)
+
+    tf.function(lambda: strategy.run(step))()
+    strategy.run(step)
+    found = set()
+    for patch in PATCHES:
+        replaced = getattr(pkgutil.resolve_name(patch.owner.rpartition(".")[0]), patch.owner.rpartition(".")[2], None)
+        each = getattr(replaced, patch.name, None)
+        while each is not None:
+            found.add(getattr(getattr(each, "_replica_engine_around", None), "__module__", ""))
+            each = getattr(each, "_replica_engine_original", None)
+    print(sorted({{name.split(".")[1] for name in found if name.startswith("replica_engine")}}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "packages"),
+    [
+        ("replica_engine.MirroredStrategy(['CPU:0'])", ["_tf", "diagnostics", "threads"]),
+        pytest.param(
+            "replica_engine.TPUStrategy(num_cores=1)",
+            ["_tf", "diagnostics", "xla"],
+            marks=pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA),
+        ),
+    ],
+    ids=["threads", "compiled"],
+)
+def test_a_program_that_uses_one_backend_has_no_hooks_of_the_other(made, packages, programs):
+    assert programs.run(textwrap.dedent(_INSTALLED).format(strategy=made)).stdout == f"{packages}\n"
