@@ -1,7 +1,8 @@
 """Tells whether a tensor came out of a dataset that was not distributed. Checked on TensorFlow 2.21.0.
 
-An eager tensor does not know where it came from. So this module wraps the iterators of plain datasets: they note the
-tensors that they return, for as long as the tensors live.
+A tensor does not know where it came from. So this module wraps the iterators of plain datasets: they note the tensors
+that they return, for as long as the tensors live. A `for` over a dataset, in a function that AutoGraph has converted,
+has no iterator: TensorFlow traces its body once, with an element that is noted in the same way.
 
 While a function is traced, its inputs are placeholders, which only a call tells to be batches. So `watch` keeps on the
 graph which inputs are of interest, and each call of the function looks at the tensors that it passes for these. If that
@@ -11,31 +12,31 @@ call is itself traced, the tensors may be inputs of the function around it, and 
 from __future__ import annotations
 
 import functools
-import sys
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-# dataset_autograph: has the body of a `for` over a dataset, in a function that AutoGraph has converted.
+# dataset_autograph: traces the body of a `for` over a dataset, in a function that AutoGraph has converted.
 from tensorflow.python.data.ops import dataset_autograph as _dataset_autograph
 
 # OwnedIterator: the iterator of a tf.data.Dataset; `_next_internal` gives its next element.
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator as _OwnedIterator
 
-# Eager tensors cannot be hashed, so they are known by their id. An entry goes with its tensor.
-_given: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+from replica_engine._tf.graphs import autograph
+
+# Tensors cannot be hashed, so they are known by their id. An entry goes with its tensor.
+_given: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # eager ones
+_elements: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # of the body of a `for`
 _GET_NEXT = ("IteratorGetNext", "IteratorGetNextSync")
-# In `dataset_autograph`, the function that is traced for the body of a `for`, and its parameter for the element.
-_FOR_BODY, _ELEMENT = "scan_body", "scan_inputs"
 _WATCHED = "_replica_engine_watched"
 
 Found = Callable[[tf.Tensor], None]
 """Takes a tensor that a plain dataset gave."""
 
 OWNER, NAME = _OwnedIterator, "_next_internal"
+LOOPS, SCAN = _dataset_autograph, "_general_purpose_scan"
 
 
 def noted(original: Callable[..., Any], self: Any) -> Any:
@@ -49,6 +50,18 @@ def noted(original: Callable[..., Any], self: Any) -> Any:
     return element
 
 
+@autograph.artifact
+def element_noted(original: Callable[..., Any], dataset: Any, state: Any, body: Callable[[Any, Any], Any]) -> Any:
+    """Notes the element with which the body of a `for` over a dataset is traced; wrapped around `LOOPS.SCAN`."""
+
+    @autograph.artifact
+    def noted_body(loop_state: Any, element: Any) -> Any:
+        _elements.update((id(leaf), leaf) for leaf in tf.nest.flatten(element) if isinstance(leaf, tf.Tensor))
+        return body(loop_state, element)
+
+    return original(dataset, state, noted_body)
+
+
 def any_given() -> bool:
     """Whether a tensor of a plain dataset is alive."""
     return bool(_given)
@@ -60,18 +73,7 @@ def is_of_dataset(value: Any) -> bool:
         return False
     if isinstance(value, tf.__internal__.EagerTensor):
         return _given.get(id(value)) is value
-    return value.op.type in _GET_NEXT or (value.op.type == "Placeholder" and _is_element_of_for(value))
-
-
-def _is_element_of_for(value: Any) -> bool:
-    """Whether the body of a `for` over a dataset is being traced, of which this is the element, or a part of it."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        is_body = frame.f_code.co_name == _FOR_BODY and frame.f_code.co_filename == _dataset_autograph.__file__
-        if is_body and any(each is value for each in tf.nest.flatten(frame.f_locals.get(_ELEMENT))):
-            return True
-        frame = frame.f_back
-    return False
+    return value.op.type in _GET_NEXT or _elements.get(id(value)) is value
 
 
 def watch(value: Any, key: Any, found: Found) -> None:

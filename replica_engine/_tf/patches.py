@@ -7,6 +7,7 @@ the original wherever no strategy of this library is concerned. Checked on Tenso
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from replica_engine._tf import checkpoints, collectives, distribute
 from replica_engine._tf.graphs import control_flow
 from replica_engine._tf.keras import accumulation as keras_accumulation
 from replica_engine._tf.keras import added_losses, files
+from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine._tf.keras.trainer import (
     BUILD,
     COMPILES,
@@ -119,11 +121,25 @@ PATCHES: tuple[Patch, ...] = (
         _OTHERS,
     ),
     Patch(
+        f"{MODULE}.{TRAINER}",
+        "fit",
+        "the check before the model is built knows `fit` from `evaluate`",
+        "the first `scope()` once Keras is imported",
+        "only notes that it was called",
+    ),
+    Patch(
         f"{added_losses.MODULE}.{added_losses.LAYER}",
         added_losses.LOSSES,
         "each replica on a thread has its own list of the losses that layers add",
         "the first `scope()` once Keras is imported",
         "outside replicas, the list of the layer, as before",
+    ),
+    Patch(
+        f"{keras_metrics.MODULE}.{keras_metrics.VARIABLE}",
+        keras_metrics.INITIALIZE,
+        "Keras before 3.10: the variables of metrics have a value on each replica",
+        "the first `scope()` once Keras is imported",
+        "only notes that Keras makes a variable",
     ),
     Patch(
         TF_FRAMES,
@@ -408,7 +424,7 @@ def extend_build(
         is_ours: whether a strategy is one of this library's.
         built_now: called with the model when it is built, before its first step.
     """
-    trainer = getattr(sys.modules.get(MODULE), TRAINER, None)
+    trainer: Any = getattr(sys.modules.get(MODULE), TRAINER, None)
     method = getattr(trainer, BUILD, None)
     if method is None or hasattr(method, _MARK):
         return
@@ -420,8 +436,8 @@ def extend_build(
             return method(self, iterator=iterator, data_batch=data_batch)
         if iterator is not None:
             batch = first_batch(iterator, strategy)
-            # The method is told by its name: Keras calls this one in the same way from all.
-            is_fit = sys._getframe(1).f_code.co_name == "fit"
+            is_fit = _begun.get() is self
+            _begun.set(None)  # what `fit` calls later, such as `evaluate`, is not its beginning
             check(FirstBatch(self, strategy, batch, size_of_rest(iterator), is_fit))
             iterator, data_batch = None, distribute.first_values(batch)
         try:
@@ -431,8 +447,23 @@ def extend_build(
         built_now(self)
         return result
 
+    fit = trainer.fit
+
+    @functools.wraps(fit)
+    def fitted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        token = _begun.set(self)
+        try:
+            return fit(self, *args, **kwargs)
+        finally:
+            _begun.reset(token)
+
     setattr(built, _MARK, True)
     setattr(trainer, BUILD, built)
+    trainer.fit = fitted
+
+
+_begun: contextvars.ContextVar[Any] = contextvars.ContextVar("replica_engine_fit", default=None)
+"""The model whose `fit` has been called and has not built it yet. Keras builds it in the same way in `evaluate`."""
 
 
 def hide_frames(folders: tuple[str, ...]) -> None:

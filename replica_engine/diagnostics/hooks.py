@@ -28,6 +28,7 @@ def install() -> None:
         ("pop_tape", _pop_tape),
         ("tape_gradient", _tape_gradient),
         ("next", batches.noted),
+        ("scan", batches.element_noted),
     ):
         control_flow.wrap(control_flow.BY_BOTH[name], around)
     calls.install()

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute, patches
 from replica_engine._tf.keras import added_losses
+from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.diagnostics.misuse import explained
 from replica_engine.diagnostics.op_lines import here
@@ -34,6 +35,7 @@ def explain(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
     patches.extend_build(_check_batch, explained, is_ours, _watch_metrics)
     patches.compile_in_scope(is_ours)
     patches.hide_frames(FOLDERS)
+    keras_metrics.extend_variables()
     added_losses.for_each_replica(lambda: (replica := current_replica()) is not None and replica.index > 0)
 
 

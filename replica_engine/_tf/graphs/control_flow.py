@@ -97,6 +97,7 @@ BY_BOTH = {
     "pop_tape": Wrapped(tf.GradientTape, "_pop_tape", "warns of a tape around `run`"),
     "tape_gradient": Wrapped(tf.GradientTape, "gradient", "warns of a tape around `run`"),
     "next": Wrapped(batches.OWNER, batches.NAME, "warns if a batch of a plain dataset goes whole to all replicas"),
+    "scan": Wrapped(batches.LOOPS, batches.SCAN, "the same, for the elements of a `for` over a dataset"),
 }
 """What both backends wrap: it serves errors and warnings."""
 

@@ -7,8 +7,9 @@ replica added to the sum of all, which then counted N times. This module does no
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import sys
-from types import CodeType, FrameType
 from typing import Any
 
 import tensorflow as tf
@@ -19,18 +20,37 @@ MODULE = "keras.src.backend.tensorflow.core"  # of Keras 3.8 and 3.9
 VARIABLE = "Variable"
 INITIALIZE = "_initialize"  # makes the TensorFlow variable, now or later
 
+_MARK = "_replica_engine"
+_is_of_keras: contextvars.ContextVar[bool] = contextvars.ContextVar("replica_engine_keras_variable", default=False)
+
+
+def extend_variables() -> None:
+    """Notes when Keras makes the variable under one of its own; only once per process, and only before Keras 3.10."""
+    variable = getattr(sys.modules.get(MODULE), VARIABLE, None)
+    initialize = getattr(variable, INITIALIZE, None)
+    if initialize is None or hasattr(initialize, _MARK) or versions.keras() >= (3, 10):
+        return
+
+    @functools.wraps(initialize)
+    def noted(self: Any, value: Any) -> None:
+        token = _is_of_keras.set(True)
+        try:
+            initialize(self, value)
+        finally:
+            _is_of_keras.reset(token)
+
+    setattr(noted, _MARK, True)
+    setattr(variable, INITIALIZE, noted)
+
 
 def with_value_of_each_replica(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a variable that a strategy is to make: that of a metric gets `ON_READ` synchronization.
 
     Of Keras' own variables only those of metrics have this aggregation.
     """
-    if versions.keras() >= (3, 10) or kwargs.get("aggregation") is not tf.VariableAggregation.SUM:
+    if not _is_of_keras.get() or kwargs.get("aggregation") is not tf.VariableAggregation.SUM:
         return kwargs
     if kwargs.get("synchronization") not in (None, tf.VariableSynchronization.AUTO):
-        return kwargs
-    variable = getattr(sys.modules.get(MODULE), VARIABLE, None)
-    if variable is None or not _is_called(getattr(variable, INITIALIZE).__code__):
         return kwargs
     return {**kwargs, "synchronization": tf.VariableSynchronization.ON_READ}
 
@@ -40,11 +60,3 @@ def is_counted(variable: Any) -> bool:
     if variable.aggregation != "sum":
         return False
     return versions.keras() < (3, 10) or variable.synchronization == "on_read"
-
-
-def _is_called(code: CodeType) -> bool:
-    """Whether a function calls this one, directly or not."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None
