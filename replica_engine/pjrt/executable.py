@@ -16,7 +16,6 @@ import operator
 import os
 import pathlib
 import platform
-import re
 import threading
 import time
 from collections import deque
@@ -28,7 +27,6 @@ import numpy as np
 from replica_engine._version import __version__
 from replica_engine.hosts import Program
 from replica_engine.pjrt import cpu_rewrites
-from replica_engine.pjrt.collectives import COLLECTIVES
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.jaxlib import (
     CPU_OPTIONS,
@@ -40,8 +38,8 @@ from replica_engine.pjrt.jaxlib import (
     ShapedArray,
     array_result_handler,
 )
-from replica_engine.pjrt.markers import PREFIX, WORK, expand_markers
 from replica_engine.pjrt.markers import VERSION as MARKERS_VERSION
+from replica_engine.pjrt.markers import WORK, expand_markers
 from replica_engine.pjrt.workers import explain
 
 _SHORTEST, _LONGEST = 2e-5, 5e-3  # seconds between checks whether a program has ended
@@ -94,8 +92,9 @@ class Executable:
         host_calls: functions that the program calls, by their index. Each gets and returns arrays, of exactly the
             dtypes and shapes that the program declares. They should never raise: other replicas would wait for ever.
         compiled: the bytes of this program, compiled before (`serialized`) for the same `circumstances`.
+        compared: whether the program concerns other workers: whether it has collectives.
         name: what the program was made of, where that is, and perhaps the arguments in words, for the comparison with
-            other workers. A program without collectives is not compared, since it concerns no other worker.
+            other workers.
         limits: seconds to wait for other workers at the first launch, or None; and seconds until a warning about that.
 
     Raises:
@@ -116,6 +115,7 @@ class Executable:
         results: Sequence[tuple[tuple[int, ...], np.dtype]],
         host_calls: Sequence[Callable[..., tuple[np.ndarray, ...]]] = (),
         compiled: bytes | None = None,
+        compared: bool = True,
         name: tuple[str, ...] = ("", ""),
         limits: tuple[float | None, float | None] = (None, None),
     ):
@@ -124,8 +124,8 @@ class Executable:
         self._is_first = True
         self._calls_host = bool(host_calls)
         self._took = 0.0  # seconds that a launch takes: about the shortest of the recent ones
-        if devices.member is not None and _COLLECTIVE.search(program):
-            self._compared = Program(_digest(program), *name)
+        if devices.member is not None and compared:
+            self._compared = Program(hashlib.sha256(program.encode()).hexdigest()[:16], *name)
             devices.member.compile(self._compared, *limits)
         self._devices = devices
         self.waits = devices.platform == "cpu" or bool(host_calls)
@@ -298,17 +298,3 @@ def _cpu() -> str:
 _take_token = operator.methodcaller("consume_token")
 
 _give_way = getattr(os, "sched_yield", lambda: None)  # to programs' threads; not every system has it
-
-_COLLECTIVE = re.compile(rf"(?:stablehlo\.|@{PREFIX})(?:{'|'.join(COLLECTIVES)})\b")
-_FUNCTION = re.compile(r"@[A-Za-z_][\w.$-]*")
-
-
-def _digest(program: str) -> str:
-    """A hash of a program, in which the names of its functions do not count.
-
-    TensorFlow numbers the functions of a process, and a chief may have traced more of them than the others.
-    """
-    names: dict[str, str] = {}
-    alike = _FUNCTION.sub(lambda name: names.setdefault(name.group(), f"@{len(names)}"), program)
-    markers = [name for name in names if name.startswith(f"@{PREFIX}")]
-    return hashlib.sha256(f"{markers}{alike}".encode()).hexdigest()[:16]

@@ -8,7 +8,8 @@ TensorFlow and jaxlib have an MLIR each, and their texts differ in four ways:
   an operation in its generic form. Here it becomes a `stablehlo.dynamic_reshape`.
 - TensorFlow writes `mhlo.copy`, which is no operation of StableHLO: the compilers of TPUs and GPUs refuse it. Here its
   operand takes its place. XLA copies by itself where a result must not share memory.
-- TensorFlow writes names and source lines. Here they go, so that equal programs have equal texts.
+- TensorFlow writes names and source lines, and numbers the functions of a process. Here they go, so that equal programs
+  have equal texts.
 
 So all later text is in the form in which jaxlib prints a valid module. Only this file reads what TensorFlow wrote.
 """
@@ -17,16 +18,19 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from replica_engine.pjrt.collectives import COLLECTIVES
 from replica_engine.pjrt.jaxlib import ir, make_ir_context
-from replica_engine.pjrt.markers import HOST_CALL, parameters_of, target
+from replica_engine.pjrt.markers import HOST_CALL, PREFIX, parameters_of, target
 
 _TRUTH_VALUES = re.compile(r'dense<"0x([0-9A-Fa-f]+)"> : tensor<((?:\d+x)+)i1>')
-_COPY = "mhlo.copy"
+_CALL, _COPY, _REPLICA_ID = "stablehlo.custom_call", "mhlo.copy", "stablehlo.replica_id"
+_COLLECTIVES = [f"stablehlo.{name}" for name in COLLECTIVES]
 _UNKNOWN, _OTHER = '"mhlo.unknown"(', "replica_engine_unknown.operation"
 _QUOTED = re.compile(r'"([^"]*)"')
 _ERROR = re.compile(r'"-":(\d+):\d+: (.*)')
@@ -46,6 +50,7 @@ class LoweredModule:
         host_calls: the indices of the host calls in it.
         shaped_by_data: the indices of those whose operands have sizes that depend on data.
         sums_unknown_size: whether it sums values over replicas whose size depends on data.
+        has_collectives: whether its replicas exchange values.
     """
 
     text: str
@@ -54,6 +59,7 @@ class LoweredModule:
     host_calls: frozenset[int]
     shaped_by_data: list[int]
     sums_unknown_size: bool
+    has_collectives: bool
 
 
 class UnreadableModule(Exception):
@@ -86,14 +92,7 @@ def read(text: str, aliases: bool = True) -> LoweredModule:
             module = ir.Module.parse(text)
         except ir.MLIRError as error:
             raise _explained(text, str(error)) from None
-        found: dict[str, list[Any]] = {"stablehlo.custom_call": [], "stablehlo.all_reduce": [], _COPY: [], _OTHER: []}
-
-        def collect(operation: Any) -> Any:
-            if operation.name in found:
-                found[operation.name].append(operation)
-            return ir.WalkResult.ADVANCE
-
-        module.operation.walk(collect)
+        found = _operations(module, [_CALL, *_COLLECTIVES, _COPY, _OTHER])
         for each in found[_COPY]:
             each.results[0].replace_all_uses_with(each.operands[0])
             each.erase()
@@ -101,9 +100,9 @@ def read(text: str, aliases: bool = True) -> LoweredModule:
             names = _QUOTED.findall(str(each.location))
             if not _reshaped(each):
                 raise UnreadableModule(names)
-        host_calls = {
-            parameters_of(each)["index"]: each for each in found["stablehlo.custom_call"] if target(each) == HOST_CALL
-        }
+        host_calls = {parameters_of(each)["index"]: each for each in found[_CALL] if target(each) == HOST_CALL}
+        markers = [each for each in found[_CALL] if target(each).startswith(PREFIX)]
+        _number_functions(module)
         attributes = module.operation.attributes
         attributes["sym_name"] = ir.StringAttr.get("replica_body")
         writes = _writes(attributes)
@@ -116,7 +115,46 @@ def read(text: str, aliases: bool = True) -> LoweredModule:
             frozenset(host_calls),
             [index for index, each in host_calls.items() if not all(_is_static(one.type) for one in each.operands)],
             any(not _is_static(one.type) for each in found["stablehlo.all_reduce"] for one in each.operands),
+            len(markers) > len(host_calls) or any(found[name] for name in _COLLECTIVES),
         )
+
+
+def of_replica(text: str, replica: int) -> str:
+    """The text of a module without collectives, for one replica: its number takes the place of the replica id."""
+    with make_ir_context() as context, ir.Location.unknown(context):
+        module = ir.Module.parse(text)
+        for each in _operations(module, [_REPLICA_ID])[_REPLICA_ID]:
+            with ir.InsertionPoint(each):
+                value = ir.Attribute.parse(f"dense<{replica}> : {each.results[0].type}")
+                number = ir.Operation.create(
+                    "stablehlo.constant", results=[each.results[0].type], attributes={"value": value}
+                )
+            each.results[0].replace_all_uses_with(number.result)
+            each.erase()
+        return str(module.operation.get_asm(enable_debug_info=False))
+
+
+def _operations(module: Any, names: Iterable[str]) -> dict[str, list[Any]]:
+    """The operations of a module that have one of these names, by name."""
+    found: dict[str, list[Any]] = {name: [] for name in names}
+
+    def collect(operation: Any) -> Any:
+        if operation.name in found:
+            found[operation.name].append(operation)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(collect)
+    return found
+
+
+def _number_functions(module: Any) -> None:
+    """Names all functions but the main one by their places in the module."""
+    functions = [each for each in module.body.operations if ir.StringAttr(each.attributes["sym_name"]).value != "main"]
+    for kind in ("renamed", "function"):  # first to names that no function has
+        for number, each in enumerate(functions):
+            old, new = ir.StringAttr(each.attributes["sym_name"]).value, f"{kind}_{number}"
+            ir.SymbolTable.replace_all_symbol_uses(old, new, module.operation)
+            ir.SymbolTable.set_symbol_name(each.operation, new)
 
 
 def _explained(text: str, error: str) -> UnreadableModule:

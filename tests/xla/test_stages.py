@@ -314,3 +314,15 @@ def test_a_program_is_portable():
     assert text.count("may_alias") == 2
     with pytest.raises(Exception, match=r"mhlo\.copy"):
         portable.artifact(text.replace("stablehlo.reshape %arg0", '"mhlo.copy"(%arg0)'))
+
+
+def test_the_text_does_not_depend_on_what_was_traced_before():
+    """TensorFlow numbers the functions of a process; workers compare texts, and may have traced other functions."""
+
+    def body(x):
+        return tf.cumsum(tf.map_fn(lambda each: tf.cond(each > 0, lambda: 2.0 * each, lambda: each), x))
+
+    first = xla.lower(body, [[tf.ones([3])]]).as_text()
+    tf.function(lambda x: x + 1.0)(1.0)
+    assert first.count("func.func") > 1
+    assert xla.lower(body, [[tf.ones([3])]]).as_text() == first

@@ -46,6 +46,7 @@ class Lowered:
         traced: the previous stage.
         program: the data that compiling and launching need.
         host_calls: the calls to the host in the program, in the order in which they were traced.
+        has_collectives: whether the replicas exchange values.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Lowered:
         writes = [(parameter - first, result) for parameter, result in module.writes]
         self.traced = traced
         self.host_calls = soft_placement.described([*written, *pieces])
+        self.has_collectives = module.has_collectives
         self._text = module.text
         self.program = Program(
             name=traced.name,
@@ -136,6 +138,7 @@ class Lowered:
             devices,
             self.program.results,
             calls,
+            compared=self.has_collectives,
             name=(name, self.traced.where, self.program.takes),
             limits=limits,
         )

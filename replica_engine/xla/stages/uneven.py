@@ -9,7 +9,6 @@ training, replicas of different shapes are refused before anything runs.
 from __future__ import annotations
 
 import functools
-import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from replica_engine.errors.base import at
 from replica_engine.pjrt.executable import ALL, Executable, Stores
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
+from replica_engine.pjrt.lowered_module import of_replica
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.counts import count
 from replica_engine.xla.stages.launch import Launch
@@ -28,10 +28,6 @@ from replica_engine.xla.stages.lower import Lowered
 from replica_engine.xla.stages.program import Program, Shape
 from replica_engine.xla.stages.results import Column
 from replica_engine.xla.state.device_value import device_value_of
-
-_COLLECTIVE = re.compile(r"stablehlo\.(all_reduce|collective_permute)\b|@replica_engine\.(?!host_call)")
-_REPLICA_ID = re.compile(r"stablehlo\.replica_id : tensor<ui32>")
-
 
 Lower = Callable[[Sequence[Shape], Sequence[Shape] | None], Lowered]
 """Lowers the body for shapes of its slots and of its captured tensors, or finds it already lowered."""
@@ -70,10 +66,9 @@ def ready_uneven(
     parts = []
     for replica, share in enumerate(shares):
         lowered = lower([value.shape for value in share], captured_shapes)
-        text = lowered.as_text()
-        if _COLLECTIVE.search(text):
+        if lowered.has_collectives:
             raise _mismatch(traced, slots)
-        text = _REPLICA_ID.sub(f"stablehlo.constant dense<{devices.first + replica}> : tensor<ui32>", text)
+        text = of_replica(lowered.as_text(), devices.first + replica)
         parts.append((lowered.program, compile_(text, lowered, devices.alone(replica))))
     return functools.partial(_run, devices, parts, shares, constants)
 
