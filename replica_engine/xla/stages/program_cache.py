@@ -8,7 +8,7 @@ import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,18 +41,16 @@ _logger = logging.getLogger("replica_engine")
 MANY_TRACES = 8
 """The number of traces of one function after which the cache warns."""
 
-_NO_HOSTS: Hosts = frozenset()
-
 MOST_PROGRAMS = 256
-"""How many traces, and how many executables, a cache keeps: the most recently used."""
+"""How many functions, traces of each, and executables a cache keeps: the most recently used."""
 
 
 class ProgramCache:
     """The programs for one group of devices.
 
-    A trace is found by its function (`key`) and by everything in its arguments except the values of tensors.
-    Executables are found by the text of the program, so that functions with the same program share an executable. An
-    executable that calls the host belongs to the functions that it calls.
+    A function is found by its code, and a trace of it by what the function uses (`key`) and by everything in its
+    arguments except the values of tensors. Executables are found by the text of the program, so that functions with the
+    same program share an executable. An executable that calls the host belongs to the functions that it calls.
 
     Args:
         devices: the devices to compile for.
@@ -90,16 +88,9 @@ class ProgramCache:
             soft_placement,
             devices.size,
         )
-        self._traces: LastUsed = LastUsed(most)
-        self._times: LastUsed = LastUsed(most)
-        self._general: LastUsed = LastUsed(most)
-        self._hosts: LastUsed = LastUsed(most)
-        self._with_numbers: LastUsed = LastUsed(most)
-        self._sparse: LastUsed = LastUsed(most)
+        self._functions: LastUsed = LastUsed(most)
         self._executables: LastUsed = LastUsed(most)
         self._most = most
-        self._recent: dict[Any, _Recent] = {}  # by the code of a function; the oldest go, without a note of each use
-        self._warm: dict[Any, tuple[_Recent, Warm, Compiled]] = {}  # those that `recall` finds
         self._lock = threading.RLock()  # reentrant: a trace may run another trace on the same thread
 
     def sync_points(self) -> list[SyncPointRecord]:
@@ -127,30 +118,27 @@ class ProgramCache:
 
     def find(self, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> TracedProgram:
         """The traced body for a call in eager mode."""
-        used = None if source.reduce_retracing or self._sparse else source.used(self._hosts_of(source))
-        if used is not None:
-            known = self._recent.get(source.code)
-            if known is not None and known.serves(used, arguments, shapes, self.moves_ops):
-                return known.program
+        function = self._function(source)
+        used = None if source.reduce_retracing or function.sparse else source.used(function.hosts)
+        recent = function.recent
+        if used is not None and recent is not None and recent.serves(used, arguments, shapes, self.moves_ops):
+            return recent.program
         program = self._find(source, arguments, shapes)
-        if used is not None and not self._sparse and _are_the_same(used, source.used(self._hosts_of(source))):
-            found = _Recent(used, arguments.key, shapes, self.moves_ops, program, self._hosts_of(source))
-            with self._lock:
-                for code in (source.code, *([] if len(self._recent) < self._most else [next(iter(self._recent))])):
-                    self._recent.pop(code, None)
-                    self._warm.pop(code, None)
-                self._recent[source.code] = found
+        if used is not None and not function.sparse and _are_the_same(used, source.used(function.hosts)):
+            recent = _Recent(used, arguments.key, shapes, self.moves_ops, program, function.hosts)
+            function.recent, function.warm = recent, None
         return program
 
     def keep_warm(
         self, source: FunctionSpec, args: Sequence[Any], arguments: Arguments, program: TracedProgram
     ) -> None:
         """Notes that a call with these positional arguments, and no others, has run a program: see `recall`."""
-        recent = self._recent.get(source.code)
+        function = self._function(source)
+        recent = function.recent
         if recent is not None and recent.program is program and recent.key == arguments.key:
             warm = Warm.of(args, arguments)
             if warm is not None:
-                self._warm[source.code] = recent, warm, program.find([each.shape for each in warm.slots])
+                function.warm = recent, warm, program.find([each.shape for each in warm.slots])
 
     def recall(self, fn: Any, args: Sequence[Any]) -> tuple[TracedProgram, Compiled, list[list[np.ndarray]]] | None:
         """The program for a call in eager mode, and the values of its slots, if the call is like the last one.
@@ -167,12 +155,11 @@ class ProgramCache:
         """
         if type(fn) is not FunctionType:
             return None
-        code = fn.__code__
-        known = self._warm.get(code)
-        if known is None:
+        function: _Function | None = self._functions.get(fn.__code__)
+        if function is None or function.warm is None:
             return None
-        recent, warm, compiled = known
-        if self._recent.get(code) is not recent or recent.moves_ops != self.moves_ops:
+        recent, warm, compiled = function.warm
+        if function.recent is not recent or recent.moves_ops != self.moves_ops:
             return None
         slots = warm.values(args)
         if slots is None or not _are_the_same(recent.used, used_objects(fn, recent.hosts)):
@@ -181,68 +168,75 @@ class ProgramCache:
 
     def _find(self, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> TracedProgram:
         with self._lock:
+            function = self._function(source)
             if source.reduce_retracing:
                 key = (self.key(source), arguments.key)
-                shapes = self._general[key] = _generalized(self._general.get(key), shapes)
+                shapes = function.general[key] = _generalized(function.general.get(key), shapes)
             shapes = self._of_any_size(source, arguments, shapes)
-            signature = self._signature(source, arguments, shapes)
-            traced: TracedProgram | None = self._traces.get(signature)
+            traced: TracedProgram | None = function.traces.get(self._signature(source, arguments, shapes))
             if traced is None:
                 self._warn_of_many(source)
                 traced = self.trace(source, arguments, shapes)
                 self.learn(source, traced)
                 if sparse := traced.traced.sparse_slots:
-                    self._sparse[self.key(source), arguments.key] = sparse
+                    function.sparse[self.key(source), arguments.key] = sparse
                     shapes = self._of_any_size(source, arguments, shapes)
                     traced = self.trace(source, arguments, shapes)
-                self._traces[self._signature(source, arguments, shapes)] = traced
+                function.traces[self._signature(source, arguments, shapes)] = traced
             return traced
+
+    def _function(self, source: FunctionSpec) -> _Function:
+        """What is known of a function. One without Python code is found by itself, or by the key that it comes with."""
+        code = source.code if isinstance(source.code, CodeType) else source.declared or ById(source.fn)
+        found: _Function | None = self._functions.get(code)
+        if found is None:
+            with self._lock:
+                found = self._functions[code] = self._functions.get(code) or _Function(self._most)
+        return found
 
     def _of_any_size(self, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> Shapes:
         """The shapes, with the size unknown where a sparse argument stays on the host: one trace serves all sizes."""
-        sparse = self._sparse.get((self.key(source), arguments.key)) if self._sparse else None
+        known = self._function(source).sparse
+        sparse = known.get((self.key(source), arguments.key)) if known else None
         if not sparse:
             return shapes
         return tuple(of_any_size(shape) if index in sparse else shape for index, shape in enumerate(shapes))
 
     def key(self, source: FunctionSpec) -> Any:
-        """The key that a function is found by. It omits what only host functions use, since they may change that."""
-        return source.key(self._hosts_of(source))
-
-    def _hosts_of(self, source: FunctionSpec) -> Hosts:
-        """The code of functions in a function that run on the host, as far as is known."""
-        found: Hosts = self._hosts.get(source.code, _NO_HOSTS) if self._hosts else _NO_HOSTS
-        return found
+        """The key that a trace is found by. It omits what only host functions use, since they may change that."""
+        return source.key(self._function(source).hosts)
 
     def learn(self, source: FunctionSpec, traced: TracedProgram) -> None:
         """Notes which functions in a traced function run on the host."""
-        self._hosts[source.code] = self._hosts_of(source) | traced.traced.host_calls.codes
-        self._warm.pop(source.code, None)
+        function = self._function(source)
+        function.hosts |= traced.traced.host_calls.codes
+        function.warm = None
 
     def wants_numbers(self, source: FunctionSpec) -> bool:
         """Whether a function could not be compiled with tensors instead of Python numbers."""
-        return bool(self._with_numbers.get(source.code, False))
+        return self._function(source).wants_numbers
 
     def note_numbers(self, source: FunctionSpec) -> None:
         """Notes that a function cannot be compiled with tensors instead of Python numbers."""
-        self._with_numbers[source.code] = True
+        self._function(source).wants_numbers = True
 
     def keep(self, source: FunctionSpec, arguments: Arguments, traced: TracedProgram) -> None:
         """Files a trace under another key as well."""
         with self._lock:
-            self._traces[self._signature(source, arguments, ())] = traced
+            self._function(source).traces[self._signature(source, arguments, ())] = traced
 
     def _signature(self, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> Any:
         return (self.key(source), arguments.key, tuple(map(_hashable, shapes)), self.moves_ops)
 
     def _warn_of_many(self, source: FunctionSpec) -> None:
-        code = getattr(source.fn, "__code__", source.fn)
-        times = self._times[code] = self._times.get(code, 0) + 1
-        if times == MANY_TRACES and self._warns:
+        function = self._function(source)
+        function.times += 1
+        if function.times == MANY_TRACES and self._warns:
             text = (
-                f"`{source.name}` has been traced {times} times, and most traces are compiled. It is traced again for "
-                "new shapes and dtypes, for new Python values among its arguments (pass tensors: tf.constant(count)), "
-                "and for a new function object that closes over other objects (pass these objects as arguments)."
+                f"`{source.name}` has been traced {function.times} times, and most traces are compiled. It is traced "
+                "again for new shapes and dtypes, for new Python values among its arguments (pass tensors: "
+                "tf.constant(count)), and for a new function object that closes over other objects (pass these objects "
+                "as arguments)."
             )
             _logger.warning(warning("many_traces", text))
 
@@ -260,6 +254,31 @@ class ProgramCache:
             if executable is None:
                 executable = self._executables[key] = lowered.executable(text, devices)
             return executable
+
+
+class _Function:
+    """What a cache knows of all functions with one code.
+
+    Attributes:
+        hosts: the code of functions in it that run on the host, as far as is known.
+        times: how often it was traced.
+        wants_numbers: whether it cannot be compiled with tensors instead of Python numbers.
+        recent: the last call in eager mode.
+        warm: the same with its arguments and program, if `recall` may find it.
+        traces: its traces.
+        general: with `reduce_retracing`, the shapes that fit all calls so far, by what it uses and the arguments' key.
+        sparse: the slots of sparse arguments that stay on the host, by the same.
+    """
+
+    def __init__(self, most: int):
+        self.hosts: Hosts = frozenset()
+        self.times = 0
+        self.wants_numbers = False
+        self.recent: _Recent | None = None
+        self.warm: tuple[_Recent, Warm, Compiled] | None = None
+        self.traces: LastUsed = LastUsed(most)
+        self.general: LastUsed = LastUsed(most)
+        self.sparse: LastUsed = LastUsed(most)
 
 
 class _Recent(NamedTuple):
