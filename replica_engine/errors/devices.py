@@ -60,6 +60,14 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
         )
 
     @classmethod
+    def not_served(cls, replicas: int, topology: str, message: str) -> DeviceError:
+        """The compiler refuses a program for a part of a slice."""
+        return cls(
+            f"A program for {replicas} of the devices of {topology} cannot be compiled. Take all devices of a slice. "
+            f"The compiler says:\n{message.strip()}"
+        )
+
+    @classmethod
     def no_cross_device_ops(cls, given: object) -> DeviceError:
         """`cross_device_ops` is not a `tf.distribute.CrossDeviceOps`."""
         return cls(
@@ -98,4 +106,12 @@ class BackendMissingError(ReplicaEngineError, ImportError):
         return cls(
             "TPUStrategy and replica_engine.xla run programs through jax, which is not installed. Install it with\n"
             f'    pip install "replica-engine[xla]"     # CPU; [cuda] for GPUs, [tpu] for TPUs{needs}'
+        )
+
+    @classmethod
+    def no_compiler(cls, chips: str, package: str) -> BackendMissingError:
+        """The compiler for chips that are not there is not installed."""
+        return cls(
+            f"Programs for {chips} that are not there are compiled by the package {package}, which is not installed. "
+            'Install it with\n    pip install "replica-engine[aot]"'
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from replica_engine.errors.base import ReplicaEngineError, at, meant_reduction, shown, warning
 
@@ -265,10 +266,17 @@ class GraphModeError(ReplicaEngineError, RuntimeError):
 
 
 class ProgramError(ReplicaEngineError, RuntimeError):
-    """A compiled program failed while it ran, or cannot run on this machine.
+    """A compiled program failed while it ran, or cannot run on this machine, or the compiler of a chip refuses it.
 
-    Raised by the run. The usual cause is memory: use a smaller batch. Variables that the program writes may be lost.
+    Raised by the run, and by plans for a chip. The usual cause is memory: use a smaller batch. Variables that a program
+    writes may be lost if it ran.
+
+    Attributes:
+        plan: what the compiler says of a program that needs more memory than there is, a `replica_engine.xla.Plan`;
+            otherwise None.
     """
+
+    plan: Any = None
 
     @classmethod
     def failed(cls, name: str, devices: Sequence[str], message: str) -> ProgramError:
@@ -287,6 +295,19 @@ class ProgramError(ReplicaEngineError, RuntimeError):
             f"The compiled program of `{name}` needs {_size(each)} for intermediate values and results on each of "
             f"{replicas} replicas, but only {_size(limit)} of memory are available. The program was not launched, so "
             "all variables keep their values. Use a smaller batch."
+        )
+
+    @classmethod
+    def not_compiled(cls, name: str, replicas: int, topology: str, message: str) -> ProgramError:
+        """The compiler of a chip that is not there refuses the program."""
+        return cls(f"`{name}` for {replicas} replicas cannot be compiled for {topology}:\n{message.strip()}")
+
+    @classmethod
+    def compiler_died(cls, name: str, replicas: int, topology: str, how: str, words: str) -> ProgramError:
+        """The process of the compiler ended without an answer; `how`, and what it printed."""
+        return cls(
+            f"The compiler for {topology} ended its process ({how}) at `{name}` for {replicas} replicas, so there is "
+            f"no plan of it. This process goes on. It printed:\n{words}"
         )
 
 

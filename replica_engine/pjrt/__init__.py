@@ -7,6 +7,7 @@
 - `exchange`: small exchanges between workers, such as the chief's value of a variable.
 - `executable`: a program compiled for a group, and its launches.
 - `cache_folder`: compiled programs in a folder, for later processes.
+- `plans`: what a compiled program needs on its devices, and compiling for chips that are not there.
 - `abandoned`: programs that nothing waits for any more.
 - `cpu_rewrites`: operations that XLA:CPU runs slowly, written another way.
 - `markers`: markers in a program, rewritten to collectives and host calls.

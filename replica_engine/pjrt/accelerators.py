@@ -7,22 +7,28 @@ under the plugin's name, or raises it once and has forgotten it at the next ques
 
 from __future__ import annotations
 
+import glob
+import importlib.metadata
 import importlib.util
 import logging
 import os
+import pkgutil
 import re
 from collections.abc import Callable
 from typing import Any
 
 from replica_engine.errors import DeviceError
 from replica_engine.errors.base import warning
-from replica_engine.pjrt.jaxlib import jax, xla_bridge
+from replica_engine.pjrt.jaxlib import hardware_utils, jax, xla_bridge
 
+_CUDA = ("cuda12", "cuda13")
 _PLUGINS = {"tpu": ("tpu",), "gpu": ("cuda", "rocm", "oneapi")}
 _RAISED = re.compile(r"Unable to initialize backend '(\w+)': (.*?)(?: \([^()]*JAX_PLATFORMS[^()]*\))?", re.DOTALL)
 
 LIBTPU = "TPU_LIBRARY_PATH"
 """The environment variable that names the library of TPUs, where the package libtpu is not installed."""
+
+_OF_TPUS = ("TPU_NAME", "TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE", "JAX_FORCE_TPU_INIT")  # jax itself sets other ones
 
 _raised: dict[str, str] = {}  # by plugin: what jax has raised
 _told: set[str] = set()
@@ -36,6 +42,39 @@ _CAUSES = (
 def local(platform: str) -> tuple[Any, ...]:
     """This process' devices of a platform, "tpu" or "gpu"; none if it has no such devices, or could not start them."""
     return _found(lambda: jax.local_devices(backend=platform))
+
+
+def may_be_there() -> bool:
+    """Whether something is installed that could give jax TPUs or GPUs.
+
+    Where it could not, jax is not asked: that would start it, after which its own CPU devices could not be configured.
+    Packages that are installed to compile for chips elsewhere (`plans.absent`) do not count.
+    """
+    package = importlib.util.find_spec("libtpu")
+    folders = [*(package.submodule_search_locations or ())] if package is not None else []
+    library = os.environ.get(LIBTPU)  # jax sets it to the library in the package
+    if library is not None and os.path.dirname(library) not in folders:
+        return True
+    if package is not None and _may_have_tpus():
+        return True
+    plugins = {each.value.partition(":")[0] for each in importlib.metadata.entry_points(group="jax_plugins")}
+    package = importlib.util.find_spec("jax_plugins")
+    if package is not None:
+        paths = package.submodule_search_locations or ()
+        plugins.update(f"jax_plugins.{each.name}" for each in pkgutil.iter_modules(paths))
+    # jax-cuda12-pjrt alone compiles; with jax-cuda12-plugin, its programs run.
+    compiling = {f"jax_plugins.xla_{each}" for each in _CUDA if importlib.util.find_spec(f"jax_{each}_plugin") is None}
+    return bool(plugins - compiling)
+
+
+def _may_have_tpus() -> bool:
+    """Whether this may be a machine with TPUs: it has their devices, or its environment speaks of them."""
+    there = any(glob.glob(pattern) for pattern in ("/dev/accel*", "/dev/vfio/[0-9]*"))
+    return (
+        there
+        or any(name in os.environ for name in _OF_TPUS)
+        or hardware_utils.num_available_tpu_chips_and_device_id()[0] > 0
+    )
 
 
 def of_all_workers(platform: str) -> tuple[Any, ...]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
-import importlib.util
 import os
 import threading
 from typing import Any
@@ -16,6 +14,7 @@ from replica_engine.errors.base import positive_int, shown
 from replica_engine.pjrt import abandoned, accelerators, workers
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import make_cpu_client
+from replica_engine.pjrt.plans import chips
 from replica_engine.process import cores
 
 PLATFORMS = ("tpu", "gpu", "cpu")
@@ -37,7 +36,8 @@ def device_group(platform: str | None = None, count: int | None = None) -> Devic
             that the process may use.
 
     Raises:
-        DeviceError: the platform is unknown, has no device here, could not start, or has fewer than `count`.
+        DeviceError: the platform is unknown, has no device here, could not start, has fewer than `count`, or cannot run
+            one program on so many.
     """
     if count is not None:
         count = _number(count)
@@ -62,6 +62,8 @@ def device_group(platform: str | None = None, count: int | None = None) -> Devic
             f"{present} or fewer, or run on CPU devices, which are made in the number that you ask for: "
             f"TPUStrategy(xla.PjrtClusterResolver('cpu'), num_cores={min(count, 1024)})."
         )
+    if platform == "tpu" and count is not None:
+        chips.check_devices(devices, count)
     return _group(platform, devices[:count])
 
 
@@ -88,7 +90,7 @@ def group_of_job(
             raise DeviceError.not_shared(count, cluster.num_processes)
         if own > MOST_CPU_DEVICES:
             raise DeviceError.too_many(own, MOST_CPU_DEVICES)
-    platform = platform_named(platform) or (None if _has_plugin() else "cpu")
+    platform = platform_named(platform) or (None if accelerators.may_be_there() else "cpu")
     return workers.group_of_job(cluster, platform, own, versions)
 
 
@@ -143,6 +145,15 @@ def memory_limit(devices: DeviceGroup) -> int | None:
     return min((limit for limit in limits if limit > 0), default=None)
 
 
+def chip_memory(devices: DeviceGroup) -> int | None:
+    """The memory in bytes of each device: of CPU devices, an equal part of the machine's. None if it is unknown."""
+    if devices.platform == "cpu":
+        limit = memory_limit(devices)
+        return None if limit is None else limit // devices.size
+    found = devices.devices[0].memory_stats() or {}
+    return found.get("bytes_limit")
+
+
 def _cpu_group(count: int) -> DeviceGroup:
     """Makes a separate CPU client for a number of devices.
 
@@ -160,8 +171,8 @@ def _group(platform: str, devices: tuple) -> DeviceGroup:
 
 @functools.cache
 def _accelerators(platform: str) -> tuple:
-    if not _has_plugin():
-        return ()  # asking jax would start it, after which its own CPU devices could not be configured
+    if not accelerators.may_be_there():
+        return ()
     return accelerators.local(platform)
 
 
@@ -173,13 +184,6 @@ def _best() -> str:
                 accelerators.warn_of_fallback(before, name)
             return name
     raise AssertionError("CPU devices are made on request")
-
-
-def _has_plugin() -> bool:
-    """Whether a package is installed that could give jax TPUs or GPUs."""
-    plugins = importlib.metadata.entry_points(group="jax_plugins")
-    installed = any(importlib.util.find_spec(name) is not None for name in ("jax_plugins", "libtpu"))
-    return bool(plugins) or installed or accelerators.LIBTPU in os.environ
 
 
 def _number(count: object) -> int:

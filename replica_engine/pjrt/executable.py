@@ -40,6 +40,7 @@ from replica_engine.pjrt.jaxlib import (
 )
 from replica_engine.pjrt.markers import VERSION as MARKERS_VERSION
 from replica_engine.pjrt.markers import WORK, expand_markers
+from replica_engine.pjrt.plans.plan import Plan, plan_of
 from replica_engine.pjrt.workers import explain
 
 _SHORTEST, _LONGEST = 2e-5, 5e-3  # seconds between checks whether a program has ended
@@ -105,6 +106,7 @@ class Executable:
 
     Attributes:
         bytes_needed: bytes on each device for intermediate values and results, in addition to the arguments.
+        seconds: how long compiling it took, or reading it.
         waits: whether `wait` waits for the end in a process on its own; otherwise a program need only be queued.
     """
 
@@ -132,6 +134,7 @@ class Executable:
         self._results = len(results)
         works_more = devices.member is not None and devices.platform == "cpu" and devices.size == 1
         client, on, options = devices.devices[0].client, DeviceList(devices.everywhere), _options(devices)
+        began = time.perf_counter()
         if compiled is None:
             module = expand_markers(program, devices.platform, more_work=works_more)
             if devices.platform == "cpu" and cpu_rewrites.enabled():
@@ -139,6 +142,7 @@ class Executable:
             self._executable = client.compile_and_load(module, on, options, list(host_calls))
         else:
             self._executable = client.deserialize_executable(compiled, on, options, list(host_calls))
+        self.seconds = time.perf_counter() - began
         if works_more:
             results = [*results, WORK]
         memory = self._executable.get_compiled_memory_stats()
@@ -155,6 +159,16 @@ class Executable:
             return self._executable.serialize()
         except RUNTIME_ERRORS:
             return None
+
+    def plan(self, name: str, chip: int | None) -> Plan:
+        """What the compiler says of the program.
+
+        Args:
+            name: the name of the body.
+            chip: the bytes of memory of each device, or None.
+        """
+        devices = self._devices
+        return plan_of(self._executable, name, devices.replicas, devices.platform.upper(), chip, self.seconds)
 
     def launch(self, arrays: list[Array], stores: Stores = _NO_STORES) -> list[Array]:
         """Starts the program on all replicas. The caller holds `DeviceGroup.in_flight` and calls `wait` next.

@@ -44,11 +44,19 @@ try:
     # ShapedArray: the shape and dtype of an array, needed to make one.
     # make_ir_context: an MLIR context that knows the dialects of the programs.
     # xla_bridge: has the reasons why platforms did not start (`_backend_errors`), which jax does not always tell.
-    from jax._src import xla_bridge
+    # hardware_utils: whether the machine has TPUs, without starting them.
+    from jax._src import hardware_utils, xla_bridge
     from jax._src.distributed import global_state
     from jax._src.interpreters.mlir import make_ir_context
     from jax.core import ShapedArray
     from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+    # ir: reading and rewriting programs. CompileOptions, DeviceAssignment: replicas and their devices.
+    # make_cpu_client: a client with any number of CPU devices; jax's own client has the number that was set before
+    # jax started.
+    # hlo: the operations that programs consist of, to build them.
+    # xla_client, _jax: compile for chips that are not there, and count the work of a program.
+    from jaxlib import _jax, xla_client
     from jaxlib._jax import (
         ArrayImpl,  # the class of arrays, to make one from parts without checks
         DeviceList,  # the devices a program is compiled for
@@ -60,11 +68,6 @@ try:
         get_distributed_runtime_service,  # what tells the clients of several processes of each other
         make_gloo_tcp_collectives,  # collectives between the CPU clients of several processes
     )
-
-    # ir: reading and rewriting programs. CompileOptions, DeviceAssignment: replicas and their devices.
-    # make_cpu_client: a client with any number of CPU devices; jax's own client has the number that was set before
-    # jax started.
-    # hlo: the operations that programs consist of, to build them.
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo as hlo
     from jaxlib.xla_client import CompileOptions, DeviceAssignment, make_cpu_client
@@ -119,6 +122,32 @@ def cache_limit() -> int:
     return int(config.jax_compilation_cache_max_size)
 
 
+def cost_of_module(module: Any) -> Any:
+    """The flops and bytes of a compiled module, as XLA counts them on every platform."""
+    return _jax.hlo_module_cost_analysis(make_cpu_client(num_devices=1), module)
+
+
+def absent_tpus(topology: str, **options: str | list[int]) -> list[Any]:
+    """Devices to compile for, which need not be there. libtpu, which compiles, may end the process."""
+    from jax.experimental import topologies
+
+    return list(topologies.get_topology_desc(topology, platform="tpu", **options).devices)
+
+
+def absent_gpus(library: str, target: str, topology: str) -> list[Any]:
+    """Like `absent_tpus`, for GPUs that a text describes.
+
+    Args:
+        library: the file of XLA's plugin.
+        target: the GPU, as a `GpuTargetConfigProto` in text form.
+        topology: the number of partitions, of hosts in each, and of devices of each host: "1x1x8".
+    """
+    xla_client.load_pjrt_plugin_dynamically("cuda", library)
+    xla_client.initialize_pjrt_plugin("cuda")
+    options = {"target_config": target, "topology": topology}
+    return list(_jax.get_default_c_api_topology("cuda", "absent", options)._make_compile_only_devices())
+
+
 HOST_CALL_TARGETS = {"cpu": "xla_ffi_python_cpu_callback", "gpu": "xla_ffi_python_gpu_callback"}
 """The custom call by which a program calls a Python function it was compiled with. TPUs use another way."""
 
@@ -136,6 +165,8 @@ __all__ = [
     "PartitionSpec",
     "ShapedArray",
     "SingleDeviceSharding",
+    "absent_gpus",
+    "absent_tpus",
     "array_result_handler",
     "batched_device_put",
     "buffer_to_dlpack_managed_tensor",
@@ -144,6 +175,7 @@ __all__ = [
     "get_distributed_runtime_client",
     "get_distributed_runtime_service",
     "global_state",
+    "hardware_utils",
     "hlo",
     "ir",
     "jax",

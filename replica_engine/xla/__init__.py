@@ -27,6 +27,7 @@ The modules and packages follow, from the top layer to the bottom; each imports 
 """
 
 from replica_engine.pjrt.cpu_rewrites import set_cpu_rewrites
+from replica_engine.pjrt.plans.plan import Plan
 from replica_engine.xla import hooks
 from replica_engine.xla.body import num_replicas, replica_id
 from replica_engine.xla.collectives import (
@@ -55,6 +56,7 @@ __all__ = [
     "HostCallInfo",
     "Lowered",
     "PjrtClusterResolver",
+    "Plan",
     "TPUSystemMetadata",
     "Traced",
     "all_gather",

@@ -110,6 +110,7 @@ class Body:
         random: the source that its random ops draw from.
         told: what has been warned of.
         shared: the plain variables that have been warned of.
+        last_program: a weak reference to the `Compiled` that was launched last; None before the first.
         of_strategy: whether a strategy runs it, so that variables can be made under a scope.
         mismatch: the error with which the last op in a graph ended because the replicas' arguments had different
             shapes. TensorFlow raises an error of its own in the place of it.
@@ -136,6 +137,7 @@ class Body:
         self.launched = 0
         self.steps = 0
         self.random = random
+        self.last_program: Callable[[], Any] | None = None
         self.told: set[Any] = set()
         self.shared = Named()
         self.of_strategy = name != "xla"

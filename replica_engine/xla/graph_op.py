@@ -9,8 +9,9 @@ writing to each of these variables.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -20,6 +21,8 @@ from replica_engine._tf.graphs import calls, function
 from replica_engine._tf.graphs.python_ops import python_op
 from replica_engine.diagnostics.suspicions import note_reads
 from replica_engine.errors import (
+    BackendMissingError,
+    DeviceError,
     ForkedError,
     LostVariableError,
     ProgramDisagreementError,
@@ -34,6 +37,8 @@ from replica_engine.errors import (
 from replica_engine.errors.base import add_note
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
+from replica_engine.pjrt.plans.absent import check_absent
+from replica_engine.pjrt.plans.plan import Plan
 from replica_engine.process import shutdown
 from replica_engine.values.regroup import regroup
 from replica_engine.xla import soft_placement
@@ -44,10 +49,14 @@ from replica_engine.xla.stages.program_cache import ProgramCache, TracedProgram
 from replica_engine.xla.state import host_functions
 from replica_engine.xla.state.device_value import Borrowed, DeviceValue, device_value_of
 
+Prepared = TypeVar("Prepared")
+
 _RESULTS = "The results of the replicas"
 
 _OF_NO_BODY = (
     MemoryError,
+    BackendMissingError,
+    DeviceError,
     tf.errors.ResourceExhaustedError,
     ForkedError,
     LostVariableError,
@@ -76,24 +85,46 @@ def call_with_numbers(
     the second trace; failures of the machine and of the job are raised at once. Integers are often shapes, axes and
     bounds, and numbers inside structures are settings: these are always compiled in.
     """
-    size = programs.devices.size
-    has_floats = any(type(value) is float for value in (*args, *kwargs.values()))
-    if not has_floats or source.signature is not None or programs.wants_numbers(source):
-        arguments, shapes = source.arguments(args, kwargs, size)
+    if not _floats_become_tensors(programs, source, args, kwargs):
+        arguments, shapes = source.arguments(args, kwargs, programs.devices.size)
         warms = None if kwargs else args
         return call(programs, source, arguments, shapes, grouped=True, warms=warms)
     with _running():
-        try:
-            tensors = [_as_tensor(value) for value in args], {name: _as_tensor(kwargs[name]) for name in kwargs}
-            run = _prepared(programs, source, *source.arguments(*tensors, size))
-        except _OF_NO_BODY:
-            raise
-        except Exception:
-            run = None
-        if run is None:
-            run = _prepared(programs, source, *source.arguments(args, kwargs, size))
-            programs.note_numbers(source)
+        run = _with_tensors(programs, source, args, kwargs, functools.partial(_prepared, programs, source))
         return run()
+
+
+def plan(
+    programs: ProgramCache, source: FunctionSpec, args: Sequence[Any], kwargs: Mapping[str, Any], topology: str | None
+) -> Plan:
+    """What the program of such a call needs on each device; see `TPUStrategy.plan`. The program does not run."""
+
+    def planned(arguments: Arguments, shapes: Shapes) -> Plan:
+        shapes = soft_placement.add_caller(arguments, shapes)
+        for slot in arguments.slots:
+            if not slot.shape.is_fully_defined():  # in eager mode the shapes of a slot are known
+                raise ReplicaMismatchError(
+                    f"{slot.name} has other shapes on some replicas. A plan is for one program: give every replica a "
+                    "batch of the same size."
+                )
+        program = programs.find(source, arguments, shapes)
+        static = [tuple(slot.shape) for slot in arguments.slots]
+        if topology is None:
+            try:
+                return program.find(static).plan()
+            except ProgramError as error:
+                if error.plan is None:
+                    raise
+                too_large: Plan = error.plan
+                return too_large
+        return program.lowered(static).compile(topology=topology)
+
+    if topology is not None:
+        check_absent(topology, programs.devices.replicas)  # before anything is traced
+    with shutdown.running():
+        if _floats_become_tensors(programs, source, args, kwargs):
+            return _with_tensors(programs, source, args, kwargs, planned)
+        return planned(*source.arguments(args, kwargs, programs.devices.size))
 
 
 def call(
@@ -148,6 +179,36 @@ def call_again(programs: ProgramCache, fn: Any, args: Sequence[Any]) -> tuple[An
 
 def _running() -> contextlib.AbstractContextManager[None]:
     return shutdown.running() if tf.executing_eagerly() else contextlib.nullcontext()
+
+
+def _floats_become_tensors(
+    programs: ProgramCache, source: FunctionSpec, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    has_floats = any(type(value) is float for value in (*args, *kwargs.values()))
+    return has_floats and source.signature is None and not programs.wants_numbers(source)
+
+
+def _with_tensors(
+    programs: ProgramCache,
+    source: FunctionSpec,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    prepare: Callable[[Arguments, Shapes], Prepared],
+) -> Prepared:
+    """Prepares a call with floats as tensors, and if that fails, with numbers; see `call_with_numbers`."""
+    size = programs.devices.size
+    prepared: Prepared | None = None
+    try:
+        tensors = [_as_tensor(value) for value in args], {name: _as_tensor(kwargs[name]) for name in kwargs}
+        prepared = prepare(*source.arguments(*tensors, size))
+    except _OF_NO_BODY:
+        raise
+    except Exception:
+        prepared = None
+    if prepared is None:
+        prepared = prepare(*source.arguments(args, kwargs, size))
+        programs.note_numbers(source)
+    return prepared
 
 
 def _as_tensor(value: Any) -> Any:

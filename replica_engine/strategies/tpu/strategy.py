@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, overload
 
@@ -19,6 +20,7 @@ from replica_engine.diagnostics.suspicions import check_inputs, watch_results
 from replica_engine.diagnostics.tracebacks import as_raised, shortened
 from replica_engine.errors.base import positive_int, shown
 from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.pjrt.plans.plan import DeviceMemory, Plan
 from replica_engine.process import pool
 from replica_engine.process.fork import check_not_forked
 from replica_engine.strategies import accumulation, models
@@ -31,6 +33,7 @@ from replica_engine.strategies.tpu import keras_steps, own_values, variables
 from replica_engine.strategies.tpu.api import OneLogicalDevice, TPUFacts
 from replica_engine.strategies.tpu.context import BodyReplicaContext, gather_leaf, reduce_leaf
 from replica_engine.strategies.tpu.device_loops import LoopSettings, run_steps
+from replica_engine.strategies.tpu.planning import Planning
 from replica_engine.strategies.tpu.workers import OverWorkers, explain_failures, saving_on
 from replica_engine.strategies.validation import (
     NOT_REDUCED,
@@ -45,9 +48,11 @@ from replica_engine.values.regroup import spread
 from replica_engine.xla.body import Limits, in_body
 from replica_engine.xla.graph_mode import check_mode, refuses_graphs
 from replica_engine.xla.graph_op import call_again, call_with_numbers
+from replica_engine.xla.graph_op import plan as plan_call
 from replica_engine.xla.resolver import PjrtClusterResolver
 from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.stages.program_cache import ProgramCache
+from replica_engine.xla.state.device_value import DeviceValue
 from replica_engine.xla.state.host_variable import handles_compared
 
 
@@ -82,6 +87,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
 
     Attributes:
         device_group: the devices that the replicas run on.
+        device_values: the values of its variables on these devices.
         limits: how long a launch, or a wait for other workers, may take.
     """
 
@@ -101,6 +107,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         if devices.member is not None:
             explain_failures(devices.member)
         self._same_random = same_random
+        self.device_values: weakref.WeakSet[DeviceValue] = weakref.WeakSet()  # of its variables
         name = type(strategy).__name__
         self._programs = ProgramCache(
             devices, self._in_replica_context, same_random, name=name, limits=limits, soft_placement=soft_placement
@@ -170,6 +177,18 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
             return super().call_for_each_replica(fn, args, kwargs)
         distribute.check_cross_replica(self)
         return self._call_for_each_replica(fn, args, kwargs or {})
+
+    def plan(self, fn: Callable[..., Any], args: Any, kwargs: Any, topology: str | None) -> Plan:
+        """Same as `TPUStrategy.plan`."""
+        size = self.device_group.size
+        args, kwargs = spread(args, size, "args"), spread(kwargs, size, "kwargs")
+        return plan_call(self._programs, FunctionSpec.of(fn), args, kwargs, topology)
+
+    def memory(self) -> DeviceMemory:
+        """Same as `TPUStrategy.memory`."""
+        plan = self._programs.last_plan()
+        each = sum(value.bytes for value in self.device_values)
+        return DeviceMemory([each] * self.device_group.size, None if plan is None else plan.memory)
 
     def sync_points(self) -> list[SyncPointRecord]:
         """Same as `TPUStrategy.sync_points`."""
@@ -291,7 +310,7 @@ def _as_value(result: Any) -> Any:
 
 
 @refuses_graphs("reduce", "run_steps", "scope")
-class TPUStrategy(OneLogicalDevice, Gathering, tf.distribute.TPUStrategy):
+class TPUStrategy(OneLogicalDevice, Planning, Gathering, tf.distribute.TPUStrategy):
     """Runs a function on N devices as one compiled program: on TPUs, on GPUs, or on the CPU devices of a laptop.
 
     This class is a subclass of `tf.distribute.TPUStrategy`, so libraries that check for that class take the branch that

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,8 +13,10 @@ import tensorflow as tf
 
 from replica_engine.errors import InputsError
 from replica_engine.errors.hosts import JOB_FAILURES
+from replica_engine.pjrt.devices import chip_memory
 from replica_engine.pjrt.executable import Executable, Stores
 from replica_engine.pjrt.group import Array, DeviceGroup
+from replica_engine.pjrt.plans.plan import Plan
 from replica_engine.xla.graph_mode import check_mode
 from replica_engine.xla.infeed import InputQueue
 from replica_engine.xla.signature.arguments import Arguments, difference
@@ -45,9 +48,18 @@ class Compiled:
         self.variables = [device_value_of(handle, devices) for handle in program.handles]
         self._stores = Stores([(self.variables[variable], result) for variable, result in program.writes])
         self._patience = patience_of(self._stores.objects) if program.donates else 0.0
+        self._myself = weakref.ref(self)
         self._constants: list[Array] | None = None
         stay = executable.waits and devices.platform == "cpu"
         self._columns = [column(*each) for each in program.results[: program.returned]] if stay else None
+
+    def plan(self) -> Plan:
+        """What the compiler says of the program: memory and work on each device. Nothing runs.
+
+        Returns:
+            A `Plan`. CPU devices share the machine's memory, so each has an equal part of it; `cost.cycles` is None.
+        """
+        return self.executable.plan(self.program.name, chip_memory(self.devices))
 
     def run(
         self,
@@ -71,6 +83,7 @@ class Compiled:
             Exception: a host call raised it. Then all variables are as before.
         """
         count("launches")
+        self.program.body.last_program = self._myself
         program, put, on_host = self.program, self.devices.put, None
         if program.host_slots:
             on_host = {index: slots[index] for index in program.host_slots}

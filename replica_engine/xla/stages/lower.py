@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import tensorflow as tf
@@ -20,10 +20,12 @@ from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import CollectiveError, DeviceError, LoweringError, ProgramError
 from replica_engine.errors.base import shown
 from replica_engine.errors.timeouts import slow_compile
-from replica_engine.pjrt.devices import device_group, memory_limit
+from replica_engine.pjrt.devices import chip_memory, device_group, memory_limit
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.lowered_module import LoweredModule, UnreadableModule, read
+from replica_engine.pjrt.plans.absent import compile_absent
+from replica_engine.pjrt.plans.plan import Plan
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.trace_file import Track
 from replica_engine.telemetry.watchdog import Watch
@@ -149,19 +151,37 @@ class Lowered:
             executable = found_or_compiled(text, self.traced, self.program, devices, make)
         limit = memory_limit(devices)
         if limit is not None and executable.bytes_needed > limit:
-            raise ProgramError.too_large(name, devices.size, executable.bytes_needed, limit)
+            error = ProgramError.too_large(name, devices.size, executable.bytes_needed, limit)
+            error.plan = executable.plan(name, chip_memory(devices))
+            raise error
         return executable
 
-    def compile(self, devices: DeviceGroup | None = None) -> Compiled:
-        """The last stage: the program compiled for devices.
+    @overload
+    def compile(self, devices: DeviceGroup | None = None, *, topology: None = None) -> Compiled: ...
+
+    @overload
+    def compile(self, devices: None = None, *, topology: str) -> Plan: ...
+
+    def compile(self, devices: DeviceGroup | None = None, *, topology: str | None = None) -> Compiled | Plan:
+        """The last stage: the program compiled for devices, or for chips that are not there.
 
         Args:
             devices: the devices, as many as replicas; None takes the first N of the best platform.
+            topology: a slice of TPUs such as "v5e:2x4" (v2, v3, v4, v5e, v5p, v6e, 7x), or GPUs, "h100:8". The program
+                is compiled for its first N devices, in a process of its own, and cannot run. Install the compilers
+                with `pip install "replica-engine[aot]"`.
+
+        Returns:
+            A `Compiled`; for a `topology`, a `Plan`: the memory and the work on each device, as the compiler says.
 
         Raises:
-            DeviceError: there are fewer devices than replicas, or `devices` is a group of another size, or `devices`
-                is not a DeviceGroup.
+            DeviceError: there are fewer devices than replicas, or the slice cannot serve so many; or `devices` is a
+                group of another size, or is not a DeviceGroup; or no slice has the name `topology`.
+            BackendMissingError: the compiler of the topology is not installed.
+            ProgramError: the compiler of the topology refuses the program, or ends its process.
         """
+        if topology is not None:
+            return self._plan(devices, topology)
         if devices is not None and not isinstance(devices, DeviceGroup):
             raise DeviceError(
                 "`devices` must be a group of devices, such as xla.PjrtClusterResolver('cpu').devices, or None for "
@@ -176,6 +196,17 @@ class Lowered:
             )
         devices = devices or device_group(count=size)
         return Compiled(self.program, devices, self.executable(self._text, devices))
+
+    def _plan(self, devices: DeviceGroup | None, topology: str) -> Plan:
+        """The program compiled for chips that are not there."""
+        if devices is not None:
+            raise DeviceError("Pass `devices`, which are there, or a `topology`, which need not be; not both.")
+        program, body = self.program, self.program.body
+        with (
+            timeline.span(Track(body.name, "compile", order=-3), f"compile {program.name} for {topology}", "compile"),
+            Watch(lambda seconds: slow_compile(program.name, body.size, seconds), body.limits.warn_after),
+        ):
+            return compile_absent(self._text, program.name, body.size, topology, program.sizes)
 
 
 def lower(traced: BodyGraph, slots: list[tf.TensorSpec], tensors: list[tf.TensorSpec]) -> Lowered:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from replica_engine._tf.graphs import xla_ops
 from replica_engine.diagnostics.flight_record import Collective
 from replica_engine.errors.base import at
 from replica_engine.xla.analysis.meetings import Apart
@@ -89,6 +91,22 @@ class Program:
         return ", ".join([*words[:_MOST_SHOWN], *(["..."] if len(words) > _MOST_SHOWN else [])])
 
     @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Bytes on each device: of the arguments, of the results, and of those results that replace arguments."""
+        parameters = [slot for index, slot in enumerate(self.slots) if index not in self.host_slots]
+        parameters += [self.tensors[index] for index in self.captured]
+        arguments = sum(_bytes(tuple(each.shape), each.dtype.as_numpy_dtype) for each in parameters)
+        for dtype, shape in filter(None, map(xla_ops.variable_dtype_and_shape, self.handles)):
+            arguments += _bytes(tuple(shape), dtype.as_numpy_dtype)
+        results = [_bytes(*each) for each in self.results]
+        aliased = sum(results[result] for _, result in self.writes) if self.donates else 0
+        return arguments, sum(results), aliased
+
+    @property
     def shapes(self) -> tuple[Shape, ...]:
         """The shapes of the slots."""
         return tuple(tuple(slot.shape) for slot in self.slots)
+
+
+def _bytes(shape: Shape, dtype: Any) -> int:
+    return math.prod(shape) * np.dtype(dtype).itemsize

@@ -20,6 +20,7 @@ from replica_engine.errors.base import warning
 from replica_engine.pjrt import cpu_rewrites
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.pjrt.plans.plan import Plan
 from replica_engine.values.structure import ById
 from replica_engine.xla.body import Body, Limits
 from replica_engine.xla.host_calls.call import CallOrder
@@ -101,6 +102,11 @@ class ProgramCache:
     def moves_ops(self) -> bool:
         """Whether ops that XLA cannot compile run on the host."""
         return self._body.moves_ops
+
+    def last_plan(self) -> Plan | None:
+        """What the compiler says of the program that was launched last, if it is still kept; None before the first."""
+        found = None if self._body.last_program is None else self._body.last_program()
+        return None if found is None else found.plan()
 
     def take_mismatch(self) -> ReplicaMismatchError | None:
         """The error that ended an op in a graph, see `Body.mismatch`, and forgets it."""

@@ -96,6 +96,13 @@ class DeviceValue:
         self._lost = False
         self.mark()
 
+    @property
+    def bytes(self) -> int:
+        """Its size on each device; 0 if the variable's shape is unknown, or no device can have it."""
+        if xla_ops.is_host_only(self.dtype):
+            return 0
+        return self.dtype.size * (self._shape.num_elements() or 0)
+
     def mark(self) -> None:
         """Marks the handles, so that `device_value_of` finds this value by them."""
         for handle in self.handles:

@@ -1,0 +1,70 @@
+"""Compiles one program for a chip that is not there: the process that `absent` starts.
+
+    python -m replica_engine.pjrt.plans.child FOLDER
+
+The folder has `request.json` and `program.mlir`. What the compiler says goes to `answer.json` and `program.hlo`. If the
+process dies, `absent` says so, with what was printed here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from replica_engine.pjrt.jaxlib import (
+    RUNTIME_ERRORS,
+    CompileOptions,
+    DeviceAssignment,
+    DeviceList,
+    absent_gpus,
+    absent_tpus,
+    ir,
+    make_ir_context,
+)
+from replica_engine.pjrt.plans.plan import hlo_text, plan_of
+
+
+def main(folder: pathlib.Path) -> None:
+    """Answers the request in a folder."""
+    request = json.loads((folder / "request.json").read_text())
+    try:
+        answer = _answer(request, folder)
+    except RUNTIME_ERRORS as error:
+        answer = {"error": str(error)}
+    (folder / "answer.json").write_text(json.dumps(answer))
+
+
+def _answer(request: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
+    replicas = request["replicas"]
+    if request["platform"] == "tpu":
+        devices = absent_tpus(request["topology"], **request["options"])
+    else:
+        devices = absent_gpus(request["library"], request["target"], request["topology"])
+    devices = devices[:replicas]
+    options = CompileOptions()
+    options.num_replicas, options.num_partitions = replicas, 1
+    ids = np.array([device.id for device in devices]).reshape(replicas, 1)
+    options.device_assignment = DeviceAssignment.create(ids)
+    options.env_option_overrides = [tuple(each) for each in request["compile_options"]]
+    with make_ir_context():
+        module = ir.Module.parse((folder / "program.mlir").read_text())
+        began = time.perf_counter()
+        made = devices[0].client.compile(module, executable_devices=DeviceList(tuple(devices)), compile_options=options)
+    seconds = time.perf_counter() - began
+    text = hlo_text(made)
+    plan = plan_of(made, request["name"], replicas, request["devices"], request["memory"], seconds, text)
+    (folder / "program.hlo").write_text(text)
+    return {"plan": dataclasses.asdict(dataclasses.replace(plan, _text=""))}
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(0)  # libtpu takes seconds to leave, and may fail at it

@@ -1,0 +1,106 @@
+"""What a step needs on each device, before it runs: on the devices that are there, and on chips that are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._tf.graphs import autograph
+from replica_engine.diagnostics.misuse import explained
+from replica_engine.diagnostics.tracebacks import shortened
+from replica_engine.errors import InputsError
+from replica_engine.pjrt.plans.plan import DeviceMemory, Plan
+from replica_engine.strategies.validation import check_call
+from replica_engine.xla.graph_mode import check_mode
+
+
+class Planning:
+    """The methods `plan` and `memory` of `TPUStrategy`. Put it before a class of `tf.distribute`."""
+
+    extended: Any
+
+    @autograph.artifact
+    def plan(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        topology: str | None = None,
+    ) -> Plan:
+        """Compiles `fn` as `run` would, and says what it needs on each device. Nothing runs, and no variable changes.
+
+        Args:
+            fn: the step, as for `run`.
+            args: its positional arguments, as for `run`; a `tf.TensorSpec` stands for a tensor of its shape and dtype.
+            kwargs: its keyword arguments.
+            topology: the name of chips that need not be there: "v5e:2x4" are eight chips of TPU v5e, "h100:8" are eight
+                GPUs. The program is compiled for the first N of them, as many as replicas, in a process of its own.
+                `pip install "replica-engine[aot]"` installs the compilers. None plans for the devices of this strategy;
+                a later `run` then need not compile.
+
+        Returns:
+            A `replica_engine.xla.Plan`, which prints as a table: `memory` (bytes on each device), `fits`, `cost`
+            (flops, bytes, cycles and collectives). What the platform does not tell is None: `cost.cycles` on CPUs
+            and GPUs.
+
+        Raises:
+            DeviceError: no chips have this name, and the message lists those that do; or they cannot serve so many
+                replicas; or the step calls the host, which programs for TPUs cannot.
+            BackendMissingError: the compiler for these chips is not installed.
+            ProgramError: the compiler refuses the program, or ends its process.
+            ReplicaMismatchError: the replicas have tensors of different shapes or dtypes.
+            Exception: as `run` does, before the program is launched.
+
+        Example:
+            >>> import tensorflow as tf, replica_engine
+            >>> strategy = replica_engine.TPUStrategy(num_cores=2)
+            >>> with strategy.scope():
+            ...     w = tf.Variable(tf.ones([256, 256]))
+            >>> def step(x):
+            ...     w.assign_sub(tf.distribute.get_replica_context().all_reduce("SUM", x) * 0.1)
+            >>> plan = strategy.plan(step, args=(tf.TensorSpec([256, 256]),))
+            >>> plan.memory.arguments, plan.memory.aliased, plan.fits, plan.cost.cycles
+            (524288, 262144, True, None)
+            >>> [(each.kind, each.bytes) for each in plan.cost.collectives]
+            [('all-reduce', 262144)]
+        """
+        try:
+            check_mode()
+            if not tf.executing_eagerly():
+                raise InputsError(
+                    "plan was called in a tf.function. It compiles a step and runs nothing: call it in eager mode, "
+                    "with the function that the tf.function passes to strategy.run."
+                )
+            check_call(fn, args, kwargs)
+            args, kwargs = tf.nest.map_structure(_with_values, (args, dict(kwargs or {})))
+            return self.extended.plan(fn, args, kwargs, topology)
+        except Exception as error:
+            raise shortened(explained(error))
+
+    def memory(self) -> DeviceMemory:
+        """The memory that this strategy's variables and its last program need on each device.
+
+        Returns:
+            An object with `variables`, a list with the bytes of the variables on each device, and `program`, the
+            `Memory` of the program that ran last; None before the first.
+
+        Example:
+            >>> import tensorflow as tf, replica_engine
+            >>> strategy = replica_engine.TPUStrategy(num_cores=2)
+            >>> with strategy.scope():
+            ...     w = tf.Variable(tf.zeros([1000]))
+            >>> strategy.memory().variables
+            [4000, 4000]
+        """
+        return self.extended.memory()
+
+
+def _with_values(value: Any) -> Any:
+    """Zeros for a spec of a tensor; any other value as it is."""
+    if not isinstance(value, tf.TensorSpec):
+        return value
+    if not value.shape.is_fully_defined():
+        raise InputsError(f"plan was called with {value}. XLA compiles for fixed shapes: give every dimension a size.")
+    return tf.zeros(value.shape, value.dtype) if value.dtype != tf.string else tf.constant("", shape=value.shape)

@@ -1,0 +1,347 @@
+"""What a step needs on the devices that are there, and the errors for chips that are not.
+
+What needs the compilers of such chips is in tests/aot.
+"""
+
+import importlib.util
+import os
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import replica_engine
+from replica_engine import xla
+from replica_engine.errors import BackendMissingError, DeviceError, InputsError, ProgramError, ReplicaMismatchError
+from replica_engine.pjrt import accelerators
+from replica_engine.pjrt.plans import absent, chips
+from replica_engine.pjrt.plans.compiled_text import Collective, collectives, cycles
+from replica_engine.pjrt.plans.plan import Cost, Memory, Plan
+
+SIDE = 256
+SIZE = 4 * SIDE * SIDE
+
+
+@pytest.fixture
+def tpu():
+    return replica_engine.TPUStrategy(num_cores=2)
+
+
+@pytest.fixture
+def weights(tpu):
+    with tpu.scope():
+        return tf.Variable(tf.ones([SIDE, SIDE]))
+
+
+def step_of(weights):
+    def step(x, rate=0.1):
+        total = tf.distribute.get_replica_context().all_reduce("SUM", tf.matmul(x, weights))
+        weights.assign_sub(total * rate)
+        return tf.reduce_sum(total)
+
+    return step
+
+
+def test_a_plan_says_what_the_step_needs_and_changes_nothing(tpu, weights):
+    plan = tpu.plan(step_of(weights), (tf.TensorSpec([SIDE, SIDE]),), {"rate": 0.5})
+    memory, cost = plan.memory, plan.cost
+    assert memory.arguments == 2 * SIZE + 4  # the weights, the batch, and the rate
+    assert memory.aliased == SIZE
+    assert SIZE < memory.results < SIZE + 100
+    assert memory.peak == memory.arguments + memory.results + memory.temporary - memory.aliased
+    assert plan.fits
+    assert memory.peak < memory.chip
+    assert 2 * SIDE**3 <= cost.flops < 2 * SIDE**3 + 10 * SIDE**2
+    assert cost.bytes > 3 * SIZE
+    assert cost.cycles is None
+    assert cost.collectives == (Collective("all-reduce", SIZE),)
+    assert (plan.name, plan.replicas, plan.devices) == ("step", 2, "CPU")
+    assert "all-reduce" in plan.as_text()
+    assert weights.numpy().tolist() == np.ones([SIDE, SIDE]).tolist()
+
+
+def test_a_planned_step_is_compiled_once(tpu, weights):
+    before, step = xla.counts(), step_of(weights)
+    tpu.plan(step, (tf.TensorSpec([SIDE, SIDE]),))
+    tpu.run(step, (tf.ones([SIDE, SIDE]),))
+    tpu.plan(step, (tf.ones([SIDE, SIDE]),))
+    made = xla.counts() - before
+    assert (made.traces, made.compiles, made.launches) == (1, 1, 1)
+
+
+def test_values_of_each_replica_and_numbers_that_must_stay_numbers(tpu):
+    values = tpu.experimental_distribute_values_from_function(lambda context: tf.ones([4]))
+
+    def step(x, rate):
+        return tf.ones([int(rate)]) * tf.reduce_sum(x)
+
+    assert tpu.plan(step, (values, 3.0)).memory.arguments == 16
+
+
+def test_the_table(tpu, weights):
+    plan = tpu.plan(step_of(weights), (tf.TensorSpec([SIDE, SIDE]),))
+    text = str(plan)
+    assert text.startswith("step: 2 replicas on CPU, each device:\n  memory ")
+    assert ": fits\n" in text
+    assert "all-reduce              1 of 256 KiB in all" in text
+    page = plan._repr_html_()
+    assert page.startswith("<table><caption>step: 2 replicas")
+    assert page.count("<tr>") == len(text.splitlines()) - 1
+
+
+def test_names_in_the_page_are_escaped():
+    plan = Plan("<lambda>", 2, "v5e:2x4", Memory(1, 1, None, 0, None), Cost(None, None, None), None, 0.0)
+    assert "&lt;lambda&gt;" in plan._repr_html_()
+    assert "not known whether it fits" in str(plan)
+    assert plan.memory.peak is None
+
+
+def test_a_step_that_needs_more_memory_than_there_is(tpu):
+    def step(x):
+        return tf.reduce_sum(tf.sort(tf.tile(x[:, None, None], [1, 2048, 2048]), axis=0)[0])
+
+    plan = tpu.plan(step, (tf.TensorSpec([20_000]),))
+    assert plan.fits is False
+    assert plan.memory.peak > plan.memory.chip
+    assert "DOES NOT FIT" in str(plan)
+    with pytest.raises(ProgramError, match="was not launched"):
+        tpu.run(step, (tf.ones([20_000]),))
+
+
+def test_a_step_of_keras(tpu):
+    with tpu.scope():
+        model = keras.Sequential([keras.Input([8]), keras.layers.Dense(4)])
+        model.compile("adam", "mse")
+    plan = tpu.plan(model.train_step, ((tf.TensorSpec([6, 8]), tf.TensorSpec([6, 4])),))
+    sizes = tpu.memory()
+    assert plan.cost.collectives
+    assert plan.memory.arguments >= 4 * 3 * (8 * 4 + 4)  # weights and two slots
+    assert sizes.variables[0] == sizes.variables[1] >= 4 * 3 * (8 * 4 + 4)
+
+
+def test_the_memory_of_a_strategy(tpu, weights):
+    assert tpu.memory().variables == [SIZE, SIZE]
+    assert tpu.memory().program is None
+    step = step_of(weights)
+    tpu.run(step, (tf.ones([SIDE, SIDE]),))
+    memory = tpu.memory()
+    assert memory.program == tpu.plan(step, (tf.ones([SIDE, SIDE]),)).memory
+    assert str(memory).startswith("device 0: variables 256 KiB\ndevice 1: variables 256 KiB\nthe last program")
+    with tpu.scope():
+        sums = tf.Variable(
+            tf.zeros([10]), synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM
+        )
+    assert tpu.memory().variables == [SIZE + 40] * 2
+    del sums, step, weights
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("v5f:2x4", r"Did you mean v5e:2x4\?"),
+        ("v5e", "v2, v3, v5e, v6e: with 1x1, 2x2, 2x4"),
+        ("v5e:3x3", "as in v5e:2x4"),
+        ("v5e:0x2", "as in v5e:2x4"),
+        ("v5e:2x2x2", "as in v5p:2x2x2"),
+        ("v4:2x4", "v4, v5p, 7x: with 1x1x1, 2x2x1"),
+        ("h100:9", "h100: with 1 to 8 GPUs"),
+        (8, "No such topology: 8"),
+        ("", "No such topology"),
+    ],
+)
+def test_a_wrong_name_lists_the_right_ones(tpu, name, says):
+    with pytest.raises(DeviceError, match=says):
+        tpu.plan(lambda: 1.0, topology=name)
+    with pytest.raises(DeviceError, match=says):
+        xla.lower(lambda: 1.0, num_replicas=2).compile(topology=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_called", "devices"),
+    [
+        ("v5e:2x4", "v5e:2x4", 8),
+        (" V5E:2x4", "v5e:2x4", 8),
+        ("v5litepod:1x1", None, 0),
+        ("v5e:1x1", "v5e:1x1", 1),
+        ("v4:2x2x1", "v4:2x2x1", 4),
+        ("v5p:4x4x4", "v5p:4x4x4", 64),
+        ("tpu7x:2x2x1", "7x:2x2x1", 8),
+        ("v3:2x2", "v3:2x2", 8),
+        ("h100:4", "h100:4", 4),
+    ],
+)
+def test_names(name, is_called, devices):
+    if is_called is None:
+        with pytest.raises(DeviceError):
+            chips.slice_named(name)
+        return
+    found = chips.slice_named(name)
+    assert (found.name, found.size) == (is_called, devices)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "says"),
+    [
+        ("v5e:2x4", 9, "9 replicas need 9 devices, but the slice v5e:2x4 has 8"),
+        ("v5e:2x4", 6, "6 of the 8 chips of a slice v5e:2x4 cannot run one program.*Take all 8"),
+        ("v6e:4x4", 4, "4 of the 16 chips"),
+        ("v5e:4x8", 16, "16 of the 32 chips"),
+        ("v5e:2x4", 7, None),
+        ("v5e:4x8", 1, None),
+        ("v6e:4x8", 16, None),
+        ("v4:2x2x2", 6, None),
+    ],
+)
+def test_numbers_that_a_slice_cannot_serve(name, count, says):
+    found = chips.slice_named(name)
+    if says is None:
+        found.check(count)
+        return
+    with pytest.raises(DeviceError, match=says):
+        found.check(count)
+
+
+def test_they_are_refused_on_real_chips_too():
+    class Tpu:
+        device_kind = "TPU v5 lite"
+
+        def __init__(self, index):
+            self.coords = (index % 2, index // 2, 0)
+
+    devices = [Tpu(index) for index in range(8)]
+    with pytest.raises(DeviceError, match="6 of the 8 chips of a slice v5e:2x4"):
+        chips.check_devices(devices, 6)
+    chips.check_devices(devices, 5)
+    chips.check_devices(devices, 8)
+
+
+@pytest.fixture
+def not_installed(monkeypatch):
+    found = importlib.util.find_spec
+    missing = ("libtpu", "jax_plugins")
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name in missing else found(name, *more)
+    )
+    monkeypatch.delenv(accelerators.LIBTPU, raising=False)
+
+
+@pytest.mark.usefixtures("not_installed")
+@pytest.mark.parametrize(("name", "package"), [("v5e:2x4", "libtpu"), ("h100:8", "jax-cuda12-pjrt")])
+def test_without_the_compiler_the_error_names_the_extra(tpu, name, package):
+    traces = xla.counts().traces
+    with pytest.raises(BackendMissingError, match=rf'(?s){package}.*pip install "replica-engine\[aot\]"'):
+        tpu.plan(lambda: 1.0, topology=name)
+    assert xla.counts().traces == traces
+
+
+def compiled_by(monkeypatch, program, name="v5e:2x4"):
+    """What comes of a compile whose child process runs another program."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *names: object())
+    monkeypatch.setattr(absent, "_COMMAND", ("-c", program))
+    return xla.lower(lambda x: x + 1.0, [[tf.constant(1.0)]] * 8).compile(topology=name)
+
+
+def test_a_compiler_that_dies_is_an_error_with_its_words(monkeypatch):
+    program = "import os, sys; print('F0000 Check failed: it is a torus', file=sys.stderr, flush=True); os.abort()"
+    with pytest.raises(ProgramError, match=r"(?s)ended its process \(signal 6\).*This process goes on.*it is a torus"):
+        compiled_by(monkeypatch, program)
+    with pytest.raises(ProgramError, match=r"(?s)exit status 3.*\(nothing\)"):
+        compiled_by(monkeypatch, "raise SystemExit(3)")
+
+
+def answering(error):
+    return f"import json, sys; open(sys.argv[1] + '/answer.json', 'w').write(json.dumps({{'error': {error!r}}}))"
+
+
+def test_a_compiler_that_refuses(monkeypatch):
+    with pytest.raises(ProgramError, match="cannot be compiled for v5e:2x4:\nUNIMPLEMENTED: f64"):
+        compiled_by(monkeypatch, answering("UNIMPLEMENTED: f64"))
+    with pytest.raises(DeviceError, match=r"(?s)8 of the devices of v5e:2x4.*device_count == 4"):
+        compiled_by(monkeypatch, answering("RET_CHECK device_count == 4"))
+
+
+def test_a_program_that_the_chip_has_no_room_for(monkeypatch):
+    words = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (19.55G) "
+    plan = compiled_by(monkeypatch, answering(words + "exceeds available HBM (15.75G)."))
+    assert plan.fits is False
+    assert plan.memory.arguments == plan.memory.results == 4
+    assert plan.memory.peak == int(19.55 * 2**30)
+    assert plan.memory.chip == 16 * 2**30
+    plan = compiled_by(monkeypatch, answering("RESOURCE_EXHAUSTED: no more words"))
+    assert (plan.fits, plan.memory.temporary, plan.memory.peak) == (False, None, None)
+
+
+def test_the_child_process_finds_the_library_and_has_no_flags_of_this_process(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_unknown=1")
+    program = (
+        "import json, os, sys, replica_engine; "
+        "said = str((os.environ.get('XLA_FLAGS'), os.environ['JAX_PLATFORMS'], replica_engine.__file__)); "
+        "open(sys.argv[1] + '/answer.json', 'w').write(json.dumps({'error': said}))"
+    )
+    with pytest.raises(ProgramError) as caught:
+        compiled_by(monkeypatch, program)
+    assert str((None, "cpu", replica_engine.__file__)) in str(caught.value)
+
+
+def test_plans_that_cannot_be_made(tpu):
+    with pytest.raises(InputsError, match="give every dimension a size"):
+        tpu.plan(lambda x: x, (tf.TensorSpec([None, 3]),))
+    with pytest.raises(InputsError, match="call it in eager mode"):
+        tf.function(lambda: tpu.plan(lambda: 1.0))()
+    uneven = tf.distribute.DistributedValues
+    parts = iter([tf.ones([2]), tf.ones([3])])
+    values = tpu.experimental_distribute_values_from_function(lambda context: next(parts))
+    assert isinstance(values, uneven)
+    with pytest.raises(ReplicaMismatchError, match="other shapes on some replicas"):
+        tpu.plan(lambda x: x, (values,))
+    devices = xla.PjrtClusterResolver("cpu").devices
+    with pytest.raises(DeviceError, match="not both"):
+        xla.lower(lambda: 1.0, num_replicas=2).compile(devices, topology="v5e:2x4")
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "size"),
+    [
+        ("%a = f32[8,4]{1,0:T(8,128)} all-reduce(%b), replica_groups={}", "all-reduce", 128),
+        ("%a = (f32[8]{0}, bf16[4]{0}) all-reduce-start(%b, %c)", "all-reduce", 40),
+        ("%a = (f32[8]{0}, f32[64]{0}) all-gather-start(%b), dimensions={0}", "all-gather", 256),
+        ("%a = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%b)", "collective-permute", 32),
+        ("%a = pred[8]{0} all-gather(%b)", "all-gather", 8),
+        ("%a = s4[8]{0} all-to-all(%b)", "all-to-all", 4),
+        ("%a = f32[] reduce-scatter(%b)", "reduce-scatter", 4),
+    ],
+)
+def test_collectives_in_the_text_of_a_program(line, kind, size):
+    assert collectives(line) == (Collective(kind, size),)
+    assert collectives(line.replace("%a = ", "%a = f32[] add(%x) //").replace(kind, "fusion")) == ()
+
+
+def test_cycles_in_the_text_of_a_program():
+    assert cycles('{"estimated_cycles":"12"} {"estimated_cycles":"30"}') == 42
+    assert cycles("no cycles") is None
+
+
+def test_packages_that_only_compile_are_no_accelerators(monkeypatch, tmp_path):
+    """With libtpu or jax-cuda12-pjrt alone, jax is not asked for devices: it would print its failures."""
+    for name in list(os.environ):
+        if name in (accelerators.LIBTPU, *accelerators._OF_TPUS):
+            monkeypatch.delenv(name)
+    (tmp_path / "libtpu").mkdir()
+    (tmp_path / "libtpu" / "__init__.py").write_text("")
+    plugin = tmp_path / "jax_plugins" / "xla_cuda12"
+    plugin.mkdir(parents=True)
+    (plugin / "__init__.py").write_text("")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    importlib.invalidate_caches()
+    assert not accelerators.may_be_there()
+    monkeypatch.setenv(accelerators.LIBTPU, str(tmp_path / "libtpu" / "libtpu.so"))  # as jax does
+    assert not accelerators.may_be_there()
+    monkeypatch.setenv(accelerators.LIBTPU, "/lib/libtpu.so")
+    assert accelerators.may_be_there()
+    monkeypatch.delenv(accelerators.LIBTPU)
+    (tmp_path / "jax_cuda12_plugin").mkdir()
+    (tmp_path / "jax_cuda12_plugin" / "__init__.py").write_text("")
+    importlib.invalidate_caches()
+    assert accelerators.may_be_there()
