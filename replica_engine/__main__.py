@@ -21,6 +21,7 @@ from replica_engine._version import __version__
 from replica_engine.demo import cli as demo
 from replica_engine.errors import explain
 from replica_engine.hosts import cli as launch
+from replica_engine.pjrt.plans import cli as plan
 from replica_engine.telemetry.report import cli as trace_report
 
 DESCRIPTION = "Run one TensorFlow function on N replicas."
@@ -74,6 +75,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     demo.add_parser(commands)
     launch.add_parser(commands)
+    plan.add_parser(commands)
     trace_report.add_parser(commands)
     explain.add_parser(commands)
     parser.set_defaults(run=lambda flags: _no_command(parser))

@@ -14,7 +14,7 @@ from replica_engine.errors.base import positive_int, shown
 from replica_engine.pjrt import abandoned, accelerators, workers
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import make_cpu_client
-from replica_engine.pjrt.plans import chips
+from replica_engine.pjrt.plans import chips, rehearsal
 from replica_engine.process import cores
 
 PLATFORMS = ("tpu", "gpu", "cpu")
@@ -41,7 +41,10 @@ def device_group(platform: str | None = None, count: int | None = None) -> Devic
     """
     if count is not None:
         count = _number(count)
-    platform = platform_named(platform) or _best()
+    platform = platform_named(platform)
+    if (run := rehearsal.current()) is not None:
+        platform, count = "cpu", count or run.count
+    platform = platform or _best()
     if platform == "cpu":
         count = count or cores()
         if count > MOST_CPU_DEVICES:

@@ -1,0 +1,155 @@
+"""`replica-engine plan`: a script whose steps are planned and not run."""
+
+import subprocess
+import sys
+
+import pytest
+
+from replica_engine.__main__ import main
+
+pytest.importorskip("jax")
+
+OWN_LOOP = """
+import sys
+import tensorflow as tf
+import replica_engine
+
+strategy = replica_engine.TPUStrategy(num_cores=2)
+with strategy.scope():
+    first, second = tf.Variable(tf.ones([8, 8])), tf.Variable(tf.ones([8, 8]))
+
+
+def critic(x):
+    first.assign_sub(tf.distribute.get_replica_context().all_reduce("SUM", first @ x))
+    return tf.reduce_sum(first)
+
+
+def maker(x):
+    second.assign_add(x)
+
+
+@tf.function
+def both(x):
+    return strategy.reduce("SUM", strategy.run(critic, (x,)), axis=None)
+
+
+print("arguments", sys.argv)
+for _ in range(1000):
+    print("loss", float(both(tf.ones([8, 8]))), float(first[0, 0]))
+    strategy.run(maker, (tf.ones([8, 8]),))
+print("this is too far")
+"""
+
+FIT = """
+import keras
+import numpy as np
+import replica_engine
+
+with replica_engine.TPUStrategy(num_cores=2).scope():
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3)])
+    model.compile("adam", "mse", metrics=["mae"])
+x, y = np.ones([64, 4], "float32"), np.ones([64, 3], "float32")
+model.evaluate(x, y, batch_size=8, verbose=0)
+print("evaluated")
+try:
+    model.fit(x, y, batch_size=8, verbose=0)
+finally:
+    print("this is too far")
+"""
+
+NONE = """
+import tensorflow as tf
+import replica_engine
+
+print(replica_engine.MirroredStrategy(["CPU:0"]).run(lambda: 1))
+"""
+
+TOO_LARGE = """
+import tensorflow as tf
+import replica_engine
+
+strategy = replica_engine.TPUStrategy(num_cores=1)
+tiled = lambda x: tf.tile(x[:, None, None], [1, 2048, 2048])
+strategy.run(lambda x: tf.reduce_sum(tf.sort(tiled(x), axis=0)[0]), (tf.ones([40_000]),))
+"""
+
+WITH_HOST_CALLS = """
+import tensorflow as tf
+import replica_engine
+
+strategy = replica_engine.TPUStrategy(num_cores=2)
+strategy.run(lambda: tf.print("this is not printed"))
+print("this is too far")
+"""
+
+
+def planned(tmp_path, script, *flags):
+    file = tmp_path / "train.py"
+    file.write_text(script)
+    command = [sys.executable, "-m", "replica_engine", "plan", *flags, str(file), "--epochs", "3"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+def test_the_steps_of_a_loop(tmp_path):
+    done = planned(tmp_path, OWN_LOOP)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line and not line.startswith(" ")]
+    assert lines == [
+        f"arguments ['{tmp_path}/train.py', '--epochs', '3']",
+        "critic: 2 replicas on CPU, each device:",
+        "loss 0.0 1.0",  # steps return zero, and variables keep their values
+        "maker: 2 replicas on CPU, each device:",
+        "planned 2 steps; nothing was trained",
+    ]
+    assert "all-reduce              1 of 256 bytes in all" in done.stdout
+
+
+def test_more_launches_go_further(tmp_path):
+    done = planned(tmp_path, OWN_LOOP, "--launches", "3")
+    assert done.stdout.count("loss 0.0 1.0") == 3
+    assert "planned 2 steps" in done.stdout
+
+
+def test_fit_ends_after_its_first_step_and_evaluate_does_not(tmp_path):
+    done = planned(tmp_path, FIT)
+    assert done.returncode == 0, done.stderr
+    assert [line.partition(":")[0] for line in done.stdout.splitlines() if line and not line.startswith(" ")] == [
+        "test_step",
+        "evaluated",
+        "train_step",
+        "planned 2 steps; nothing was trained",
+    ]
+
+
+def test_a_step_that_does_not_fit(tmp_path):
+    done = planned(tmp_path, TOO_LARGE)
+    assert done.returncode == 1
+    assert "DOES NOT FIT" in done.stdout
+
+
+def test_a_step_that_calls_the_host_ends_the_script(tmp_path):
+    done = planned(tmp_path, WITH_HOST_CALLS)
+    assert done.returncode == 0, done.stderr
+    assert "planned 1 step;" in done.stdout
+    assert "this is" not in done.stdout + done.stderr
+
+
+def test_a_script_without_compiled_steps(tmp_path):
+    done = planned(tmp_path, NONE)
+    assert done.returncode == 1
+    assert "ran no compiled step" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--topology", "v5e:3x3", __file__], "No such topology: 'v5e:3x3'"),
+        (["--launches", "0", __file__], "--launches must be at least 1, got 0"),
+        (["nowhere.py"], "there is no file nowhere.py"),
+    ],
+)
+def test_wrong_flags(capsys, flags, says):
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", *flags])
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err
