@@ -16,7 +16,7 @@ import pytest
 from replica_engine.pjrt.group import ProgramOrder, Turn
 from replica_engine.process import interrupts
 from replica_engine.telemetry.watchdog import Watch
-from replica_engine.xla.body import Limits
+from replica_engine.xla.body import LaunchLimits
 from replica_engine.xla.stages.launch import Launch
 
 
@@ -118,7 +118,7 @@ class _Launch:
     """A launch of a program without host calls, as far as it takes its turn."""
 
     def __init__(self, order: ProgramOrder, limit: float | None):
-        body = SimpleNamespace(limits=Limits(timeout=limit, warn_after=1e6))
+        body = SimpleNamespace(limits=LaunchLimits(timeout=limit, warn_after=1e6))
         program = SimpleNamespace(body=body, host_calls=SimpleNamespace(calls=[]))
         self.turn = order.turn(Launch(program, SimpleNamespace(in_flight=order))._take_turn)  # type: ignore
 

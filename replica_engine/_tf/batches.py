@@ -80,7 +80,7 @@ def watch(value: Any, key: Any, found: Found) -> None:
     """Calls `found` if a value is a tensor of a plain dataset: now, or as an input of the function that is traced.
 
     Args:
-        value: any value; nothing is kept of one that is no input of a function.
+        value: any value; only inputs of a function are kept.
         key: an input is watched once for each key.
         found: what is called, at each call of the function with such a tensor. The graph keeps it.
     """

@@ -377,7 +377,7 @@ class _HostIteratorSpec(DistributedIteratorSpec):
 class _DatasetSpec(DistributedDatasetSpec):
     @property
     def value_type(self) -> type:
-        return _Dataset
+        return _HostDataset
 
     def _from_components(self, components: Any) -> Any:
         return _on_host(super()._from_components(components))
@@ -392,7 +392,7 @@ class _FromFunctionSpec(DistributedDatasetsFromFunctionSpec):
         return _on_host(super()._from_components(components))
 
 
-class _Dataset(_Iterable, DistributedDataset):
+class _HostDataset(_Iterable, DistributedDataset):
     _spec = _DatasetSpec
 
 
@@ -400,7 +400,7 @@ class _FromFunction(_Iterable, DistributedDatasetsFromFunction):
     _spec = _FromFunctionSpec
 
 
-_CLASSES = {DistributedDataset: _Dataset, DistributedDatasetsFromFunction: _FromFunction}
+_CLASSES = {DistributedDataset: _HostDataset, DistributedDatasetsFromFunction: _FromFunction}
 
 for _ours, _theirs in ((_HostIterator, DistributedIterator), *((ours, theirs) for theirs, ours in _CLASSES.items())):
     _ours.__name__ = _ours.__qualname__ = _theirs.__name__  # the name that messages show and users know

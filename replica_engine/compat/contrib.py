@@ -212,7 +212,7 @@ class TPUStrategy(_TPUStrategy):
 
     # Input.
 
-    def distribute_dataset(self, dataset_fn: Callable[[], tf.data.Dataset]) -> _Dataset:
+    def distribute_dataset(self, dataset_fn: Callable[[], tf.data.Dataset]) -> _DatasetOf2018:
         """Distributes a dataset so that each tower gets another batch; `distribute_datasets_from_function` today.
 
         As in 2018, a batch of the dataset is for one tower, so a step takes as many batches as there are towers.
@@ -220,7 +220,7 @@ class TPUStrategy(_TPUStrategy):
         Args:
             dataset_fn: makes the dataset.
         """
-        return _Dataset(self.distribute_datasets_from_function(lambda _: dataset_fn()))
+        return _DatasetOf2018(self.distribute_datasets_from_function(lambda _: dataset_fn()))
 
     # The system.
 
@@ -415,7 +415,7 @@ class TowerContext:
         return self._context.devices[0]
 
 
-class _Dataset:
+class _DatasetOf2018:
     """A distributed dataset with the iterators of 2018."""
 
     def __init__(self, dataset: Any):

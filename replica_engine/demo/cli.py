@@ -107,7 +107,7 @@ def _run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
         from replica_engine.demo import trial
 
         devices = trial.choose_devices(flags.replicas)
-    settings = trial.Settings(
+    settings = trial.TrialSettings(
         strategy=flags.strategy,
         loops=LOOPS if flags.loop == "both" else (flags.loop,),
         replicas=flags.replicas,

@@ -14,7 +14,7 @@ TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
-class Difference:
+class UnequalWeight:
     """A weight whose value on one replica differs from that on replica 0 in at least one bit."""
 
     variable: str
@@ -38,7 +38,7 @@ class Comparison:
 
     replicas: int
     weights: int
-    differences: tuple[Difference, ...]
+    differences: tuple[UnequalWeight, ...]
     distance: float
 
     def failures(self) -> list[str]:
@@ -75,7 +75,7 @@ def compare(
     )
 
 
-def replica_differences(strategy: tf.distribute.Strategy, variables: Sequence[tf.Variable]) -> list[Difference]:
+def replica_differences(strategy: tf.distribute.Strategy, variables: Sequence[tf.Variable]) -> list[UnequalWeight]:
     """Compares the bytes of every replica's copy of every variable with those of replica 0."""
     differences = []
     for index, variable in enumerate(variables):
@@ -83,7 +83,7 @@ def replica_differences(strategy: tf.distribute.Strategy, variables: Sequence[tf
         for replica, other in enumerate(others, start=1):
             if other.tobytes() != first.tobytes():
                 name = f"weight {index} ({variable.name})"
-                differences.append(Difference(name, replica, _elements_that_differ(first, other)))
+                differences.append(UnequalWeight(name, replica, _elements_that_differ(first, other)))
     return differences
 
 

@@ -30,7 +30,7 @@ LOOPS: dict[str, tuple[str, Train]] = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrialSettings:
     """The settings from the flags.
 
     Attributes:
@@ -54,7 +54,7 @@ class Settings:
     picture: str | None = None
 
 
-def run(settings: Settings, devices: list[str]) -> bool:
+def run(settings: TrialSettings, devices: list[str]) -> bool:
     """Runs the demo and prints the results.
 
     Args:
@@ -92,7 +92,7 @@ def choose_devices(replicas: int) -> list[str]:
 
 
 def _run_loop(
-    loop: str, settings: Settings, digits: Digits, devices: list[str]
+    loop: str, settings: TrialSettings, digits: Digits, devices: list[str]
 ) -> tuple[list[str], list[picture.Trained]]:
     """Trains twice and prints a paragraph; returns the failures, and the two trainings for the picture."""
     title, train = LOOPS[loop]
@@ -125,7 +125,7 @@ def _run_loop(
 def _train(
     train: Train,
     strategy: tf.distribute.Strategy,
-    settings: Settings,
+    settings: TrialSettings,
     digits: Digits,
     label: str,
     *,
@@ -145,12 +145,12 @@ def _train(
     return weights, accuracy, progress
 
 
-def _trained(loop: str, replicas: int, settings: Settings, progress: Progress) -> picture.Trained:
+def _trained(loop: str, replicas: int, settings: TrialSettings, progress: Progress) -> picture.Trained:
     rate = settings.batch_size / progress.seconds_a_step
     return picture.Trained(loop, replicas, tuple(progress.losses), rate)
 
 
-def _draw(trained: list[picture.Trained], settings: Settings, digits: Digits, devices: list[str]) -> None:
+def _draw(trained: list[picture.Trained], settings: TrialSettings, digits: Digits, devices: list[str]) -> None:
     """Measures the throughput of the numbers of replicas in between, and draws the picture."""
     if importlib.util.find_spec("matplotlib") is None:
         print('\nno picture: it needs matplotlib; install with: pip install "replica-engine[demo]"')
@@ -173,7 +173,7 @@ def _draw(trained: list[picture.Trained], settings: Settings, digits: Digits, de
         print(f"\npicture   {settings.picture}: the loss by epoch, and the throughput by number of replicas")
 
 
-def _print_setting(settings: Settings, digits: Digits, devices: list[str]) -> None:
+def _print_setting(settings: TrialSettings, digits: Digits, devices: list[str]) -> None:
     train, test = len(digits.train_labels), len(digits.test_labels)
     steps, share = steps_per_epoch(digits, settings.batch_size), settings.batch_size // settings.replicas
     print(f"data      {train + test:,} handwritten digits of 8x8 pixels: {train:,} to train on, {test} to test on")

@@ -36,7 +36,7 @@ class Brought(NamedTuple):
     sparse: bool
 
 
-class Collective(NamedTuple):
+class CollectiveCall(NamedTuple):
     """A collective of a compiled body.
 
     Attributes:
@@ -63,7 +63,7 @@ class LaunchRecord(NamedTuple):
     """
 
     number: int
-    collectives: list[Collective]
+    collectives: list[CollectiveCall]
     began: float
     ended: float
 
@@ -223,7 +223,7 @@ def launch_records(launches: Iterable[LaunchRecord], devices: Sequence[str], mos
         most: the largest number of sync points to return for each replica.
     """
     offset = time.time() - time.perf_counter()
-    chosen: list[tuple[LaunchRecord, int, Collective]] = []
+    chosen: list[tuple[LaunchRecord, int, CollectiveCall]] = []
     for launch in reversed(list(launches)):
         numbered = list(enumerate(launch.collectives, start=1))
         chosen += [(launch, number, collective) for number, collective in reversed(numbered)]
@@ -237,7 +237,7 @@ def launch_records(launches: Iterable[LaunchRecord], devices: Sequence[str], mos
 
 
 def _launch_record(
-    launch: LaunchRecord, number: int, collective: Collective, replica: int, devices: Sequence[str], offset: float
+    launch: LaunchRecord, number: int, collective: CollectiveCall, replica: int, devices: Sequence[str], offset: float
 ) -> SyncPointRecord:
     dtypes, shapes, size = as_data([Brought(collective.dtype, collective.shape, False)])
     return SyncPointRecord(

@@ -24,7 +24,7 @@ _COMMENT = re.compile(r"<!--.*?-->\n", re.DOTALL)
 _CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-class Part(NamedTuple):
+class Section(NamedTuple):
     """What the pages say about one class of errors, warning or note."""
 
     name: str
@@ -81,27 +81,27 @@ def run(flags: argparse.Namespace) -> int:
     return 0
 
 
-def _parts() -> list[Part]:
+def _parts() -> list[Section]:
     parts = []
     for path in sorted(PAGES.glob("[!i]*.md")):  # not the index
         _, *pieces = _HEADING.split(_COMMENT.sub("", path.read_text(encoding="utf-8")))
-        parts += [Part(*each) for each in zip(pieces[::2], pieces[1::2], strict=True)]
+        parts += [Section(*each) for each in zip(pieces[::2], pieces[1::2], strict=True)]
     return parts
 
 
-def _named(parts: list[Part], asked: str) -> list[Part]:
+def _named(parts: list[Section], asked: str) -> list[Section]:
     """The part of this name, in upper or lower case. Older versions named a message too: `ScopeError.variable`."""
     name = asked.removeprefix("replica_engine.errors.").rstrip(":").partition(".")[0].lower()
     return [part for part in parts if part.name.lower() == name]
 
 
-def _near(parts: list[Part], asked: str) -> list[str]:
+def _near(parts: list[Section], asked: str) -> list[str]:
     """Names that are written like this one, the nearest first."""
     names = {part.name.lower(): part.name for part in parts}
     return [names[each] for each in difflib.get_close_matches(asked.lower(), names)]
 
 
-def _with_phrase(parts: list[Part], asked: str) -> list[Part]:
+def _with_phrase(parts: list[Section], asked: str) -> list[Section]:
     """The parts that have exactly these words, one after the other, if they are more than one."""
     phrase = " ".join(asked.lower().split())
     if " " not in phrase:
@@ -109,7 +109,7 @@ def _with_phrase(parts: list[Part], asked: str) -> list[Part]:
     return [part for part in parts if phrase in " ".join(part.text.lower().split())]
 
 
-def _with_words(parts: list[Part], asked: str) -> list[Part]:
+def _with_words(parts: list[Section], asked: str) -> list[Section]:
     """The parts with a message that has most of the words, at least half of them."""
     words = set(re.findall(r"\w+", asked.lower()))
     counts = [max(len(words & set(re.findall(r"\w+", each))) for each in _messages(part)) for part in parts]
@@ -117,11 +117,11 @@ def _with_words(parts: list[Part], asked: str) -> list[Part]:
     return [part for part, count in zip(parts, counts, strict=True) if count == most and 2 * most >= len(words) > 0]
 
 
-def _messages(part: Part) -> list[str]:
+def _messages(part: Section) -> list[str]:
     return f"{part.name} {part.text}".lower().split("\n\n")
 
 
-def _shown(part: Part) -> str:
+def _shown(part: Section) -> str:
     """A part as text for a terminal: code is indented, and each piece of it has a heading."""
     words, *pieces = _CODE.split(part.text)
     shown = [f"{part.name}\n{'=' * len(part.name)}", *map(_wrapped, _paragraphs(words.replace("*", "")))]

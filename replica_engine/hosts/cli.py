@@ -75,7 +75,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def _run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
     from replica_engine.hosts.job import Limits
-    from replica_engine.hosts.launcher import Plan, launch
+    from replica_engine.hosts.launcher import LaunchPlan, launch
 
     try:
         limits = limits_of(os.environ)
@@ -84,7 +84,7 @@ def _run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
     limits = Limits(flags.join_timeout or limits.join, flags.heartbeat_timeout or limits.heartbeat)
     if not os.path.exists(flags.script):
         parser.error(f"there is no file {flags.script}")
-    plan = Plan(flags.workers, [sys.executable, flags.script, *flags.arguments], limits, flags.max_restarts)
+    plan = LaunchPlan(flags.workers, [sys.executable, flags.script, *flags.arguments], limits, flags.max_restarts)
     if not flags.dry_run:
         return launch(plan)
     for worker in range(flags.workers):

@@ -133,7 +133,7 @@ def _joined(address: str, token: str, hello: list[Any], patience: float, launche
 
 
 def _may_be_earlier(error: BaseException) -> bool:
-    """Whether a worker may be refused so by the coordinator of an earlier run."""
+    """Whether the coordinator of an earlier run, which is about to end, may refuse a worker with this error."""
     taken = isinstance(error, ClusterConfigError) and error.field == "process_id"
     return taken or isinstance(error, (WorkerLostError, WorkersMissingError))
 
@@ -200,7 +200,7 @@ def welcome(connection: socket.socket, token: str, hello: Message, address: str)
         if kind == "welcome" and wire.is_proof(rest[0], token, wire.COORDINATOR, theirs, ours):
             return float(rest[1]), lines, messages
     except (BadMessageError, TypeError, ValueError, IndexError) as error:
-        raise ConnectionError(f"what answers there is no coordinator ({error})") from None
+        raise ConnectionError(f"a program that is not a coordinator answers there ({error})") from None
     raise ClusterConfigError.about(
         TOKEN,
         f"The coordinator at {address} has another {TOKEN}. Either the variable differs between workers, or the "

@@ -93,7 +93,7 @@ def unpacked(text: str) -> bytes:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Disagreement:
     """Two workers differ.
 
     Attributes:
@@ -131,7 +131,7 @@ class LaunchLog:
         """The number of entries that a worker has."""
         return self._positions[worker]
 
-    def extend(self, worker: int, entries: bytes) -> Difference | None:
+    def extend(self, worker: int, entries: bytes) -> Disagreement | None:
         """Adds entries to the log of a worker.
 
         Returns:
@@ -153,7 +153,7 @@ class LaunchLog:
         if equal:
             return None
         others = tuple(other for other in range(self._size) if self._positions[other] > after)
-        return Difference(after, {_at(known, count): others, _at(entries, count): (worker,)})
+        return Disagreement(after, {_at(known, count): others, _at(entries, count): (worker,)})
 
     def wait(self, worker: int, ticket: Ticket) -> int:
         """Marks that a worker waits at its last entry until all others have come to it.

@@ -51,7 +51,7 @@ _NAME = "replica-engine launch"
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """What to launch.
 
     Attributes:
@@ -83,7 +83,7 @@ class Plan:
         return variables
 
 
-def launch(plan: Plan, out: IO[bytes] | None = None, err: IO[bytes] | None = None) -> int:
+def launch(plan: LaunchPlan, out: IO[bytes] | None = None, err: IO[bytes] | None = None) -> int:
     """Runs all workers to their end; to be called on the main thread.
 
     Args:
@@ -173,7 +173,7 @@ class _Attempt:
         signalled: the signal that ended it; None if there was none.
     """
 
-    def __init__(self, plan: Plan, restart: int, woken: socket.socket, out: IO[bytes], err: IO[bytes]):
+    def __init__(self, plan: LaunchPlan, restart: int, woken: socket.socket, out: IO[bytes], err: IO[bytes]):
         self._plan = plan
         self._restart = restart
         self._woken = woken

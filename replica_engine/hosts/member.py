@@ -373,7 +373,7 @@ class Member:
             self._thread.join(_GOODBYE + 1.0)
 
     def hook_exceptions(self) -> None:
-        """Has an exception that ends the process told to the job, before it is printed."""
+        """Tells the job of an exception that ends the process, before Python prints it."""
         before = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:

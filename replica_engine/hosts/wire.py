@@ -24,7 +24,7 @@ LONGEST_STRANGER = 1 << 14  # bytes of a line from somebody who has not proved a
 
 
 class BadMessageError(Exception):
-    """The other side sends something that is no message; the connection is of no use any more."""
+    """The other side has sent something else than a message. The connection cannot be used any more."""
 
 
 def encode(message: Message) -> bytes:

@@ -15,7 +15,7 @@ Parameters = dict[str, Any]
 """Those of a marker: "groups" or "pairs" of replicas, axes, and the name of the reduction as "op"."""
 
 
-class Collective(NamedTuple):
+class CollectiveForm(NamedTuple):
     """One collective.
 
     Attributes:
@@ -53,12 +53,12 @@ def _pairs(parameters: Parameters) -> dict[str, str]:
 
 
 COLLECTIVES = {
-    "all_reduce": Collective(_groups),
-    "all_gather": Collective(lambda given: {"all_gather_dim": f"{given['axis']} : i64", **_groups(given)}),
-    "reduce_scatter": Collective(
+    "all_reduce": CollectiveForm(_groups),
+    "all_gather": CollectiveForm(lambda given: {"all_gather_dim": f"{given['axis']} : i64", **_groups(given)}),
+    "reduce_scatter": CollectiveForm(
         lambda given: {"scatter_dimension": f"{given['axis']} : i64", **_groups(given)}, gives_parts=True
     ),
-    "all_to_all": Collective(_exchange, gives_parts=True),
-    "collective_permute": Collective(_pairs, gives_parts=True),
+    "all_to_all": CollectiveForm(_exchange, gives_parts=True),
+    "collective_permute": CollectiveForm(_pairs, gives_parts=True),
 }
 """By the name of the operation in StableHLO."""

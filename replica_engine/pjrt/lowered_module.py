@@ -6,7 +6,7 @@ TensorFlow and jaxlib have an MLIR each, and their texts differ in four ways:
   becomes a list, which all versions read.
 - A dynamic reshape has no name in StableHLO when TensorFlow writes it ("mhlo.unknown"). MLIR writes a module with such
   an operation in its generic form. Here it becomes a `stablehlo.dynamic_reshape`.
-- TensorFlow writes `mhlo.copy`, which is no operation of StableHLO: the compilers of TPUs and GPUs refuse it. Here its
+- TensorFlow writes `mhlo.copy`, which StableHLO does not have: the compilers of TPUs and GPUs refuse it. Here its
   operand takes its place. XLA copies by itself where a result must not share memory.
 - TensorFlow writes names and source lines, and numbers the functions of a process. Here they go, so that equal programs
   have equal texts.

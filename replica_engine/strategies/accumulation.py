@@ -43,12 +43,12 @@ def _apply(optimizer: Any, grads: Any, variables: Any) -> None:
         grads: this replica's gradients, none of them None.
         variables: the variables of the gradients.
     """
-    step = _Step(optimizer, list(variables))
+    step = _AccumulationStep(optimizer, list(variables))
     tf.distribute.get_replica_context().merge_call(step.run, args=(list(grads),))
     keras_accumulation.count(optimizer)
 
 
-class _Step:
+class _AccumulationStep:
     """One of the k steps of a group: the merge function, one object per replica."""
 
     def __init__(self, optimizer: Any, variables: list[Any]):

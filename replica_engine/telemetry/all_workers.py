@@ -50,7 +50,7 @@ class Ahead(Protocol):
     def error(self) -> float: ...
 
 
-class Member(Protocol):
+class JobMember(Protocol):
     """This process as a worker of its job: `hosts.Member`, as far as it is needed here."""
 
     worker: int
@@ -85,7 +85,7 @@ class SharedTimelines:
         member: the connection to the job.
     """
 
-    def __init__(self, member: Member):
+    def __init__(self, member: JobMember):
         self._member = member
         self._last: dict[str, int] = {}  # by path: the number of the chief's last timeline that this worker was part of
         self.writes = member.worker == 0

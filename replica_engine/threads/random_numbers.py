@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from replica_engine._tf import patches, thread_state
-from replica_engine._tf.graphs import control_flow, random_ops
+from replica_engine._tf.graphs import control_flow, replaced_ops
 from replica_engine.threads.joint.graphs import notes_of
 from replica_engine.values.seeds import seed_of
 
@@ -36,7 +36,7 @@ class Draws:
 
     def __init__(self, graph: tf.Graph):
         self._graph = graph
-        self._seeded = random_ops.seeding()
+        self._seeded = replaced_ops.seeding()
         self._drawn: dict[Any, list[int | None]] = {}
         self._lock = threading.Lock()  # replicas may run at the same time
 
@@ -50,7 +50,7 @@ class Draws:
         None in a function that is traced for all replicas, and after the global seed was set again.
         """
         if tf.executing_eagerly():
-            return "eagerly" if random_ops.seeding() == self._seeded else None
+            return "eagerly" if replaced_ops.seeding() == self._seeded else None
         graph = thread_state.default_graph()
         if graph is self._graph or notes_of(graph) is not None:
             return graph

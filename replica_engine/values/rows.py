@@ -181,7 +181,7 @@ def reduces_rows(own: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     def batch_reduce_to(self: Any, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
         pairs = list(value_destination_pairs)
         replicas, own_replicas = self._container_strategy().num_replicas_in_sync, len(self.worker_devices)
-        is_alone = own_replicas == 1 < replicas  # in its process: its rows are no value of several replicas
+        is_alone = own_replicas == 1 < replicas  # in its process: its rows are not those of several replicas
         kinds = (distribute.PerReplica, tf.IndexedSlices) if is_alone else distribute.PerReplica
         plans = [_Plan(value, to, replicas) if are_rows(value, kinds) else None for value, to in pairs]
         if not any(plans):

@@ -297,7 +297,7 @@ class ById:
 
 
 def constant_key(value: Any, depth: int = 3) -> Any:
-    """A hashable key for a value that is no tensor: by value for plain Python values, by identity for others.
+    """A hashable key for a value that is not a tensor: by value for plain Python values, by identity for others.
 
     Short lists, tuples and dictionaries are compared by their contents, `depth` levels deep.
     """

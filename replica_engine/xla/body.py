@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import tensorflow as tf
 
 from replica_engine._tf import eager
-from replica_engine._tf.graphs import autograph, random_ops, xla_ops
-from replica_engine.diagnostics.flight_record import Collective, LaunchRecord
+from replica_engine._tf.graphs import autograph, replaced_ops, xla_ops
+from replica_engine.diagnostics.flight_record import CollectiveCall, LaunchRecord
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.diagnostics.suspicions import Named
 from replica_engine.engine import current_replica
@@ -40,7 +40,7 @@ def replica_id() -> tf.Tensor:
         >>> [int(result) for result in xla.replicate(xla.replica_id, num_replicas=2)]
         [0, 1]
     """
-    if (side := host_side()) is not None:
+    if (side := host_call_site()) is not None:
         return side.replica
     if current("replica_id").size == 1:
         return tf.constant(0)  # known while tracing
@@ -59,12 +59,12 @@ def num_replicas() -> int:
         >>> xla.replicate(lambda: xla.num_replicas(), num_replicas=2)
         [2, 2]
     """
-    if (side := host_side()) is not None:
+    if (side := host_call_site()) is not None:
         return side.size
     return current("num_replicas").size
 
 
-class Limits(NamedTuple):
+class LaunchLimits(NamedTuple):
     """How long a launch may take.
 
     Attributes:
@@ -124,7 +124,7 @@ class Body:
         random: RandomSource,
         order: Any,
         name: str = "xla",
-        limits: Limits | None = None,
+        limits: LaunchLimits | None = None,
         soft_placement: bool | None = None,
         own: int | None = None,
     ):
@@ -132,7 +132,7 @@ class Body:
         self.own = size if own is None else own
         self.order = order
         self.name = name
-        self.limits = limits or Limits()
+        self.limits = limits or LaunchLimits()
         self.launches: deque[LaunchRecord] = deque(maxlen=self.KEPT)
         self.launched = 0
         self.steps = 0
@@ -149,20 +149,20 @@ class Body:
         """Whether ops that XLA cannot compile run on the host."""
         return eager.soft_placement() if self._soft_placement is None else self._soft_placement
 
-    def note_launch(self, collectives: list[Collective], began: float, ended: float) -> None:
+    def note_launch(self, collectives: list[CollectiveCall], began: float, ended: float) -> None:
         """Records a finished launch; `began` and `ended` are times of `time.perf_counter`, in seconds."""
         self.launches.append(LaunchRecord(self.launched, collectives, began, ended))
         self.launched += 1
 
     @contextlib.contextmanager
-    def entered(self, host_calls: Any, collectives: list[Collective]) -> Iterator[None]:
+    def entered(self, host_calls: Any, collectives: list[CollectiveCall]) -> Iterator[None]:
         """Inside, new ops belong to the body. Its host calls and collectives are added to the arguments."""
         before = in_body(), getattr(_thread, "calls", None), getattr(_thread, "collectives", None)
         _thread.body, _thread.calls, _thread.collectives = self, host_calls, collectives
         try:
             with (
                 xla_ops.xla_context(),
-                random_ops.intercepted(lambda *op: corrected_ops.replacement(*op) or self.random.replacement(*op)),
+                replaced_ops.intercepted(lambda *op: corrected_ops.replacement(*op) or self.random.replacement(*op)),
                 growing_arrays.fixed(self.moves_ops),
             ):
                 yield
@@ -170,7 +170,7 @@ class Body:
             _thread.body, _thread.calls, _thread.collectives = before
 
 
-class HostSide(NamedTuple):
+class HostCallSite(NamedTuple):
     """A host call that runs on this thread, or that is examined while its body is traced.
 
     Attributes:
@@ -187,18 +187,18 @@ class HostSide(NamedTuple):
 class on_host:
     """Inside, code belongs to a host call, and not to a body."""
 
-    def __init__(self, side: HostSide):
+    def __init__(self, side: HostCallSite):
         self._side = side
 
     def __enter__(self) -> None:
-        self._before = in_body(), host_side()
+        self._before = in_body(), host_call_site()
         _thread.body, _thread.side = None, self._side
 
     def __exit__(self, *_: object) -> None:
         _thread.body, _thread.side = self._before
 
 
-def host_side() -> HostSide | None:
+def host_call_site() -> HostCallSite | None:
     """The host call that this thread runs or examines, or None."""
     return getattr(_thread, "side", None)
 
@@ -210,7 +210,7 @@ def in_body() -> Body | None:
 
 def note_collective(kind: str, where: str, x: tf.Tensor) -> None:
     """Records a collective of `x` in the body that this thread is tracing."""
-    _thread.collectives.append(Collective(kind, where, x.dtype, x.shape))
+    _thread.collectives.append(CollectiveCall(kind, where, x.dtype, x.shape))
 
 
 def gathered_host_calls() -> Any:
@@ -236,7 +236,7 @@ def current(name: str) -> Body:
         NotInBodyError: the thread is tracing no body, or runs a host call.
         CollectiveError: the function is a cross-replica operation, in a branch that only some replicas take.
     """
-    if (side := host_side()) is not None:
+    if (side := host_call_site()) is not None:
         raise NotInBodyError(
             f"xla.{name}() was called in a function that outside_compilation runs on the host{at(side.where)}. "
             "Replicas meet on the devices: call it in the body and pass its result to outside_compilation."

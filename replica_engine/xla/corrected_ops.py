@@ -25,7 +25,7 @@ def replacement(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any
 def _in_top_k(predictions: tf.Tensor, targets: tf.Tensor, k: Any) -> tf.Tensor:
     """Whether each target is among the k largest predictions of its row: float32 [rows, classes], int [rows].
 
-    XLA takes 0 for the prediction of a target that is no class, such as a label of -1 that a loss ignores. For
+    XLA takes 0 for the prediction of a target outside the classes, such as a label of -1 that a loss ignores. For
     TensorFlow, such a target is never among them, and nothing is in a row that has an infinity or a NaN.
     """
     classes = tf.range(tf.shape(predictions)[1], dtype=targets.dtype)

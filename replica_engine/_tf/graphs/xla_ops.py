@@ -31,7 +31,7 @@ from tensorflow.python.framework import func_graph as _func_graph
 from tensorflow.python.ops.control_flow_ops import XLAControlFlowContext as _XLAControlFlowContext
 
 from replica_engine._tf import versions
-from replica_engine._tf.graphs import gradients, random_ops
+from replica_engine._tf.graphs import gradients, replaced_ops
 
 versions.check_stablehlo()
 
@@ -130,7 +130,7 @@ def register(name: str, graph: Any) -> Any:
 
 def needed(graph: Any, also: Sequence[tf.Tensor] = ()) -> dict[str, tf.Operation]:
     """By name, the ops that a function graph's results and effects need, and those that the tensors in `also` need."""
-    aside = random_ops.set_aside(graph)
+    aside = replaced_ops.set_aside(graph)
     found: dict[str, tf.Operation] = {}
     pending = [*graph.control_outputs, *(tensor.op for tensor in (*graph.outputs, *also))]
     while pending:
@@ -146,7 +146,7 @@ class _Needed:
 
     def __init__(self, graph: Any):
         self._graph = graph
-        aside = random_ops.set_aside(graph)
+        aside = replaced_ops.set_aside(graph)
         self.control_outputs = [op for op in graph.control_outputs if op.name not in aside]
         self._needed = needed(graph, graph.inputs)
 

@@ -32,7 +32,7 @@ _ADDING = ("Add", "AddV2", "AddN")
 _FIRST = ("Sub", "TensorScatterAdd", "TensorScatterSub")  # the old value may be the first input only
 _NO_SUMS = ("Max", "Min", "Sqrt")  # what one of these made of a batch is not the sum of what it makes of shards
 _COMPARISONS = ("Greater", "GreaterEqual", "Less", "LessEqual")
-_OF_LAST = ("Maximum", "Minimum", "Max", "Min", "Mean")  # what one of these made is no sum over the last batch
+_OF_LAST = ("Maximum", "Minimum", "Max", "Min", "Mean")  # what one of these made is not a sum over the last batch
 _ASSIGNING = ("AssignVariableOp", "ResourceScatter")
 
 

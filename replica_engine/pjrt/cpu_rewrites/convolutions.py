@@ -156,7 +156,7 @@ def is_slow(each: Convolution) -> bool:
 
 
 def _fits(each: Convolution, elements: int) -> bool:
-    """Whether so many elements are no more than a form may keep: speed must not cost the memory of the machine."""
+    """Whether a form may keep this many elements: speed must not cost the memory of the machine."""
     bytes_of_one = 8 if str(ops.element_type(each.input)) == "f64" else 4
     given = sum(math.prod(sizes) for sizes in (ops.shape(each.input), ops.shape(each.kernel), each.shape))
     return bytes_of_one * elements <= max(MOST_BYTES, MOST_TIMES * bytes_of_one * given)

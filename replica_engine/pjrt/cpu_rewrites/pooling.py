@@ -44,7 +44,7 @@ def rewritten(operation: Any) -> Value | None:
     padded = ops.pad(operand, low, high, with_=-math.inf)
     offsets = list(itertools.product(*map(range, window)))
     best = ops.cut(padded, offsets[0], results, strides)
-    # At first the first element that is no padding. The padding is minus infinity, and nothing is less than that.
+    # At first the first element outside the padding. The padding is minus infinity, and nothing is less than that.
     chosen = _spread(np.argmax(_inside(sizes, low, high, offsets, results, strides), 0), results)
     for number, offset in enumerate(offsets[1:], start=1):
         value = ops.cut(padded, offset, results, strides)
@@ -71,7 +71,7 @@ def _scattered(source: Value, chosen: Value, offsets: list[Any], sizes: list[int
 def _inside(
     sizes: list[int], low: list[int], high: list[int], offsets: list[Any], results: list[int], strides: list[int]
 ) -> np.ndarray:
-    """For each slice, which of its elements are no padding; dimensions without padding have size 1."""
+    """For each slice, which of its elements lie outside the padding; dimensions without padding have size 1."""
     table = np.ones((len(offsets), *([1] * len(sizes))), bool)
     for dimension, size in enumerate(sizes):
         if low[dimension] or high[dimension]:

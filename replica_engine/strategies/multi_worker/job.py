@@ -45,7 +45,7 @@ _PATIENCE = 2.0  # seconds until a failure of the job is known that explains ano
 
 
 @dataclass
-class Job:
+class StrategyJob:
     """The job of this process.
 
     Attributes:
@@ -85,7 +85,9 @@ class Job:
     _process: int = field(default_factory=os.getpid)
 
 
-def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None, kind: str, replicas: int) -> Job | None:
+def join(
+    resolver: tf.distribute.cluster_resolver.ClusterResolver | None, kind: str, replicas: int
+) -> StrategyJob | None:
     """Takes this process into its job, if it has not joined already.
 
     Args:
@@ -128,11 +130,11 @@ def join(resolver: tf.distribute.cluster_resolver.ClusterResolver | None, kind: 
         simple = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(spec), task_type=task[0], task_id=task[1], num_accelerators={kind: replicas}
         )
-        _joined.append(Job(cluster, member, replicas, simple, held))
+        _joined.append(StrategyJob(cluster, member, replicas, simple, held))
         return _joined[0]
 
 
-def _same(job: Job, cluster: hosts.Cluster) -> Job:
+def _same(job: StrategyJob, cluster: hosts.Cluster) -> StrategyJob:
     """The job that was joined before, if it is the one that is asked for."""
     asked, joined = (f"worker {each.process_id} of {each.num_processes}" for each in (cluster, job.cluster))
     if asked != joined:
@@ -178,4 +180,4 @@ def _spec(cluster: hosts.Cluster, addresses: tuple[str, ...]) -> tuple[dict[str,
 
 
 _lock = threading.Lock()
-_joined: list[Job] = []
+_joined: list[StrategyJob] = []

@@ -118,7 +118,7 @@ class Launches:
         self._member.launched(program)
 
     def note(self, program: hosts.Program) -> None:
-        """Tells the job of something that is no collective, and that all workers do in the same order."""
+        """Tells the job of work other than a collective, which all workers do in the same order."""
         self._member.check()
         self._member.launched(program)
 

@@ -40,7 +40,7 @@ def own_value(value: distribute.PerReplica, dtype: Any = None) -> tf.Tensor:
 
 
 def own_values(structure: Any) -> Any:
-    """In a body, the structure with the own value of the replica in the place of each value of several replicas."""
+    """In a body, the structure; each value of several replicas becomes the value of the replica that runs the body."""
     if not has_several(structure):
         return structure
     return tf.nest.map_structure(lambda leaf: own_value(leaf) if _is_several(leaf) else leaf, structure)

@@ -45,7 +45,7 @@ from replica_engine.strategies.validation import (
     not_reduced,
 )
 from replica_engine.values.regroup import spread
-from replica_engine.xla.body import Limits, in_body
+from replica_engine.xla.body import LaunchLimits, in_body
 from replica_engine.xla.graph_mode import check_mode, refuses_graphs
 from replica_engine.xla.graph_op import call_again, call_with_numbers
 from replica_engine.xla.graph_op import plan as plan_call
@@ -98,7 +98,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         strategy: tf.distribute.Strategy,
         devices: DeviceGroup,
         same_random: bool,
-        limits: Limits,
+        limits: LaunchLimits,
         soft_placement: bool | None = None,
     ):
         self.device_group = devices
@@ -390,7 +390,7 @@ class TPUStrategy(OneLogicalDevice, Planning, Gathering, tf.distribute.TPUStrate
             )
         devices = (tpu_cluster_resolver or PjrtClusterResolver()).group(num_cores)
         pool.make_room(pool.FOR_LAUNCHES)
-        limits = Limits(timeout, warn_after)
+        limits = LaunchLimits(timeout, warn_after)
         # Not the parent's __init__: it would connect to TensorFlow's TPU system.
         extended = TPUExtended(self, devices, same_random_numbers, limits, soft_placement)
         extended.steps_per_run = steps

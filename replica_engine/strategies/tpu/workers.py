@@ -26,7 +26,7 @@ from replica_engine.strategies.multi_worker.saving import Saving
 from replica_engine.strategies.reductions import as_tensors
 from replica_engine.strategies.tpu.context import gather_leaf, reduce_leaf
 from replica_engine.values.structure import as_tensor
-from replica_engine.xla.body import Limits
+from replica_engine.xla.body import LaunchLimits
 
 FIRST = "the first replica's value"
 """The reduction of variables with `ONLY_FIRST_REPLICA`."""
@@ -36,7 +36,7 @@ class OverWorkers:
     """The hooks that concern the replicas of all workers. Put it before TensorFlow's extended class."""
 
     device_group: DeviceGroup
-    limits: Limits
+    limits: LaunchLimits
 
     def over_workers(self, reduction: Any, value: Any) -> Any:
         """Reduces a value of each replica over the replicas of all workers.
@@ -139,7 +139,7 @@ class OverWorkers:
         return not self.device_group.first
 
 
-def saving_on(devices: DeviceGroup, limits: Limits) -> Saving | None:
+def saving_on(devices: DeviceGroup, limits: LaunchLimits) -> Saving | None:
     """This worker, as one that saves together with the others; None if it is the only one."""
     member = devices.member
     if member is None:
@@ -161,7 +161,7 @@ def explain_failures(member: Member) -> None:
     collectives.explain_failures(lambda code, message: member.failure if os.getpid() == process else None)
 
 
-def start_from_chief(name: str, components: Sequence[Any], devices: DeviceGroup, limits: Limits) -> None:
+def start_from_chief(name: str, components: Sequence[Any], devices: DeviceGroup, limits: LaunchLimits) -> None:
     """Gives a new variable the chief's value, whatever this worker computed.
 
     Args:
@@ -187,7 +187,7 @@ def start_from_chief(name: str, components: Sequence[Any], devices: DeviceGroup,
         variables.write(variables.raw_handle(component), chiefs)
 
 
-def all_have(devices: DeviceGroup, has: bool, limits: Limits) -> bool:
+def all_have(devices: DeviceGroup, has: bool, limits: LaunchLimits) -> bool:
     """Whether every worker has something, such as a next batch."""
     return has if devices.member is None else bool(exchange.least(devices, [has], limits)[0])
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from replica_engine._tf.graphs import random_ops
+from replica_engine._tf.graphs import replaced_ops
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import state as keras_state
 
@@ -96,7 +96,7 @@ def seeded(seed: int) -> Iterator[None]:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     try:
-        with random_ops.seeded(seed), keras_state.seeded(seed):
+        with replaced_ops.seeded(seed), keras_state.seeded(seed):
             yield
     finally:
         random.setstate(python)

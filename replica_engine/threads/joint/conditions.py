@@ -35,7 +35,7 @@ def agreed(values: Sequence[Any], what: str, where: str, replicas: Sequence[Repl
 
 
 class Agreement:
-    """Like `agreed`, for an operator of which it is only a guess that it is a joint one.
+    """Like `agreed`, for an operator that may turn out not to be a joint one.
 
     Attributes:
         value: the value for all replicas. When the graph runs, it waits for the check.

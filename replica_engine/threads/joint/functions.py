@@ -29,7 +29,7 @@ _SWALLOWED = "_replica_engine_swallowed"
 _JOINT = "_replica_engine_joint"  # of a tf.function: its `_Known`
 
 
-class Call(NamedTuple):
+class FunctionCall(NamedTuple):
     """What a replica brings: a `tf.function`, and its arguments."""
 
     function: Any
@@ -37,14 +37,14 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class _Known:
+class _JointFunctions:
     """For each strategy, the function around all replicas, and the replicas' functions for which it was made."""
 
     def __init__(self) -> None:
         self.by_strategy: weakref.WeakKeyDictionary[tf.distribute.Strategy, tuple] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> tuple:
-        return _Known, ()  # A copy of the function starts without traces.
+        return _JointFunctions, ()  # A copy of the function starts without traces.
 
 
 def is_joint(fn: Any, strategy: tf.distribute.Strategy) -> bool:
@@ -81,9 +81,9 @@ def own_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str,
 def build_call(run: Run, parts: Sequence[Part]) -> list[Built]:
     """Calls a `tf.function` that goes around all replicas, in eager mode."""
     operator = JointOperator(run, parts)
-    payloads: list[Call] = operator.payloads
+    payloads: list[FunctionCall] = operator.payloads
     strategy, size = parts[0].context.strategy, len(parts)
-    known = payloads[0].function.__dict__.setdefault(_JOINT, _Known()).by_strategy
+    known = payloads[0].function.__dict__.setdefault(_JOINT, _JointFunctions()).by_strategy
     fns = [each.function for each in payloads]
     around, of = known.get(strategy, (None, ()))
     if [reference() for reference in of] != fns:

@@ -184,7 +184,7 @@ def build_operator(run: Run, parts: Sequence[Part]) -> list[Built]:
             found = payloads[0].gradient(op, *upstream)
     finally:
         operator.close()
-    first = 0 if "While" in op.type else 1  # the condition is no input of the branches
+    first = 0 if "While" in op.type else 1  # the branches do not get the condition
     owners = [owner_inside(op, "inputs", position - first) or 0 for position in range(len(found))]
     return [
         Built([each if owner == replica else None for each, owner in zip(found, owners, strict=True)])

@@ -18,7 +18,7 @@ from replica_engine.threads.context import ReplicaContext
 from replica_engine.threads.joint import functions, gradients
 from replica_engine.threads.joint.attempt import MergeNeeded
 from replica_engine.threads.joint.branches import Branches, Loop, build_branches, build_loop, build_trial
-from replica_engine.threads.joint.functions import Call, build_call
+from replica_engine.threads.joint.functions import FunctionCall, build_call
 from replica_engine.threads.joint.graphs import is_joint
 
 
@@ -107,7 +107,7 @@ def _while_loop(original: Callable[..., Any], cond: Any, body: Any, loop_vars: A
         return original(_ending(cond, ends), _ending(body, ends), loop_vars, **options)
 
     def joint(guessed: bool) -> Any:
-        # A tape needs tensors that are no other operator's inputs, to tell the gradients of two of them apart.
+        # A tape needs tensors that no other operator takes, to tell the gradients of two of them apart.
         taped = control_flow.has_tape()
         own = tf.nest.map_structure(
             lambda each: tf.identity(each) if taped and isinstance(each, tf.Tensor) else _as_value(each), loop_vars
@@ -191,7 +191,7 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
             return functions.inlined(self, args, kwargs)
         own = control_flow.bound_arguments(self, args, kwargs)
         own = functions.own_arguments(*own) if control_flow.has_tape() else own
-        return context.enter_operator("tf.function", build_call, Call(self, *own), False)
+        return context.enter_operator("tf.function", build_call, FunctionCall(self, *own), False)
 
     if tf.executing_eagerly() and functions.is_joint(self, context.strategy):
         return context.attempts.enter_joint(joint)

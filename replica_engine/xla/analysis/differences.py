@@ -26,7 +26,7 @@ from replica_engine.xla.analysis.known_values import is_passed_on
 _EQUAL_EVERYWHERE = frozenset(("Shape", "ShapeN", "Size", "Rank", "TensorListLength", "ZerosLike", "OnesLike"))
 
 
-class Cause(enum.Flag):
+class Reason(enum.Flag):
     """Why a tensor may differ from replica to replica."""
 
     NONE = 0
@@ -37,7 +37,7 @@ class Cause(enum.Flag):
     """Results of the host, which may be equal or not."""
 
 
-class Collective:
+class CollectiveOp:
     """What an op is to other replicas.
 
     Attributes:
@@ -50,15 +50,15 @@ class Collective:
         self.groups = groups if groups and len(groups) > 1 else None
 
     @staticmethod
-    def of(op: tf.Operation) -> Collective | None:
+    def of(op: tf.Operation) -> CollectiveOp | None:
         """The collective that an op is; None for any other op."""
         if op.type == "XlaAllReduce":
             groups = tf.get_static_value(op.inputs[1])
-            return Collective("all_reduce", None if groups is None else np.asarray(groups).tolist())
+            return CollectiveOp("all_reduce", None if groups is None else np.asarray(groups).tolist())
         name = xla_ops.marker_name(op)
         if not name.startswith(PREFIX) or name == HOST_CALL:
             return None
-        return Collective(name.removeprefix(PREFIX), json.loads(xla_ops.marker_parameters(op)).get("groups"))
+        return CollectiveOp(name.removeprefix(PREFIX), json.loads(xla_ops.marker_parameters(op)).get("groups"))
 
 
 class Differences:
@@ -76,8 +76,8 @@ class Differences:
         writers: by the index of a variable, the first op that writes a value to it that may differ.
     """
 
-    def __init__(self, graph: Any, of_input: Callable[[int], Cause], first_own: Callable[[int], int | None]):
-        self.conditions: dict[int, Cause] = {}
+    def __init__(self, graph: Any, of_input: Callable[[int], Reason], first_own: Callable[[int], int | None]):
+        self.conditions: dict[int, Reason] = {}
         self.writers: dict[int, tf.Operation] = {}
         self._first_own = first_own
         self._needed_ops = functools.cache(host_ops.needed_ops)
@@ -85,16 +85,16 @@ class Differences:
             index: of_input(index) for index, each in enumerate(graph.inputs) if each.dtype == tf.resource
         }
         inputs = [
-            _Known(Cause.NONE, frozenset([index])) if index in self.variables else _Known(of_input(index))
+            _Known(Reason.NONE, frozenset([index])) if index in self.variables else _Known(of_input(index))
             for index in range(len(graph.inputs))
         ]
         while True:  # what is assigned late in an iteration or in a branch is read early in the next
             before = dict(self.variables)
-            self._run(graph, inputs, Cause.NONE)
+            self._run(graph, inputs, Reason.NONE)
             if self.variables == before:
                 return
 
-    def _run(self, graph: Any, inputs: Sequence[_Known], around: Cause) -> list[_Known]:
+    def _run(self, graph: Any, inputs: Sequence[_Known], around: Reason) -> list[_Known]:
         """Goes through a function graph; `around` is the cause of the conditions around it. Returns the results'."""
         # A function that was differentiated may have got more inputs and outputs since an op called it.
         known = {id(inside): value for inside, value in zip(graph.inputs, inputs, strict=False)}
@@ -104,7 +104,7 @@ class Differences:
                 known.update(zip(map(id, op.outputs), self._visit(op, given, around), strict=False))
         return [known.get(id(output), _UNKNOWN) for output in graph.outputs]
 
-    def _visit(self, op: tf.Operation, given: list[_Known], around: Cause) -> Sequence[_Known]:
+    def _visit(self, op: tf.Operation, given: list[_Known], around: Reason) -> Sequence[_Known]:
         functions = subgraphs.functions_of(op)
         if op.type.endswith("PartitionedCall") and functions:
             return self._run(functions[0], given, around)
@@ -120,56 +120,58 @@ class Differences:
         # What was read from a variable is not the variable: an op that writes it elsewhere does not write this one.
         return [_Known(cause, variables if each.dtype == tf.resource else frozenset()) for each in op.outputs]
 
-    def _branches(self, op: tf.Operation, functions: list[Any], given: list[_Known], around: Cause) -> Sequence[_Known]:
+    def _branches(
+        self, op: tf.Operation, functions: list[Any], given: list[_Known], around: Reason
+    ) -> Sequence[_Known]:
         cause = given[0].cause
-        self.conditions[id(op)] = self.conditions.get(id(op), Cause.NONE) | cause
+        self.conditions[id(op)] = self.conditions.get(id(op), Reason.NONE) | cause
         columns = [self._run(function, given[1:], around | cause) for function in functions]
         return [_joined([*values, _Known(cause)]) for values in zip(*columns, strict=False)]
 
-    def _loop(self, op: tf.Operation, condition: Any, body: Any, given: list[_Known], around: Cause) -> list[_Known]:
+    def _loop(self, op: tf.Operation, condition: Any, body: Any, given: list[_Known], around: Reason) -> list[_Known]:
         values = given
         while True:
             (test,) = self._run(condition, values, around)
             cause = test.cause
             after = self._run(body, values, around | cause)
             joined = [
-                _joined([before, new, _Known(Cause.NONE if is_passed_on(body, index) else cause)])
+                _joined([before, new, _Known(Reason.NONE if is_passed_on(body, index) else cause)])
                 for index, (before, new) in enumerate(zip(values, after, strict=False))
             ]
             if joined == values:
-                self.conditions[id(op)] = self.conditions.get(id(op), Cause.NONE) | cause
+                self.conditions[id(op)] = self.conditions.get(id(op), Reason.NONE) | cause
                 return joined
             values = joined
 
-    def _cause(self, op: tf.Operation, given: list[_Known], around: Cause) -> Cause:
+    def _cause(self, op: tf.Operation, given: list[_Known], around: Reason) -> Reason:
         """The cause of the outputs of an op without functions."""
         if op.type == "XlaReplicaId":
-            return Cause.REPLICA_ID
+            return Reason.REPLICA_ID
         if op.type in _EQUAL_EVERYWHERE:
-            return Cause.NONE
+            return Reason.NONE
         cause = _joined(given).cause
-        collective = Collective.of(op)
+        collective = CollectiveOp.of(op)
         if collective is not None:
             if COLLECTIVES[collective.name].gives_parts:
-                return cause | Cause.REPLICA_ID
-            return Cause.NONE if collective.groups is None else cause
+                return cause | Reason.REPLICA_ID
+            return Reason.NONE if collective.groups is None else cause
         variables = _variables_of(given)
         for variable in variables:
             if not op.outputs:  # it writes
                 self.variables[variable] |= cause | around
-                if (cause | around) & (Cause.REPLICA_ID | Cause.OWN_DATA):
+                if (cause | around) & (Reason.REPLICA_ID | Reason.OWN_DATA):
                     self.writers.setdefault(variable, op)
             cause |= self.variables[variable]
         if op.op_def.is_stateful and not variables and op.type != "Placeholder":
-            cause |= Cause.UNKNOWN
+            cause |= Reason.UNKNOWN
         return cause
 
     def _host_call(self, op: tf.Operation, given: list[_Known]) -> list[_Known]:
         """The causes of the results of a host call. Its first operand and result are positions among all calls."""
         first_own = self._first_own(json.loads(xla_ops.marker_parameters(op))["index"])
         if first_own is not None:
-            return [_Known(Cause.OWN_DATA if n > first_own else Cause.UNKNOWN) for n in range(len(op.outputs))]
-        return [_Known(_joined(given[1:]).cause | Cause.UNKNOWN)] * len(op.outputs)
+            return [_Known(Reason.OWN_DATA if n > first_own else Reason.UNKNOWN) for n in range(len(op.outputs))]
+        return [_Known(_joined(given[1:]).cause | Reason.UNKNOWN)] * len(op.outputs)
 
 
 class _Known(NamedTuple):
@@ -180,15 +182,15 @@ class _Known(NamedTuple):
         variables: the indices of the variables whose handle it is.
     """
 
-    cause: Cause
+    cause: Reason
     variables: frozenset[int] = frozenset()
 
 
-_UNKNOWN = _Known(Cause.UNKNOWN)
+_UNKNOWN = _Known(Reason.UNKNOWN)
 
 
 def _joined(values: Sequence[_Known]) -> _Known:
-    cause = Cause.NONE
+    cause = Reason.NONE
     for value in values:
         cause |= value.cause
     return _Known(cause, _variables_of(values))

@@ -49,9 +49,9 @@ class Evaluation:
         self._runner = functools.cache(host_ops.runner)
         self._computes = functools.cache(_only_computes)
 
-    def of(self, graph: Any) -> Execution:
+    def of(self, graph: Any) -> GraphExecution:
         """The execution of a whole body."""
-        return Execution(self, graph, lambda index: _outside(graph.inputs[index]), ())
+        return GraphExecution(self, graph, lambda index: _outside(graph.inputs[index]), ())
 
     @property
     def has_given_up(self) -> bool:
@@ -84,7 +84,7 @@ class Evaluation:
             return [None] * len(op.outputs)
 
 
-class Execution:
+class GraphExecution:
     """One execution of a function graph on one replica.
 
     Args:
@@ -101,7 +101,7 @@ class Execution:
         self._argument = argument
         self._numbers = {id(inside): index for index, inside in enumerate(graph.inputs)}
         self._values: dict[int, Value] = {}
-        self._inner: dict[tuple[str, int], Execution] = {}
+        self._inner: dict[tuple[str, int], GraphExecution] = {}
 
     def value(self, tensor: tf.Tensor) -> Value:
         """The value of a tensor of the graph; None if it is unknown."""
@@ -147,12 +147,12 @@ class Execution:
             return int(number) if 0 <= number < count else count - 1
         return 0 if number else 1
 
-    def inside(self, op: tf.Operation, number: int) -> Execution:
+    def inside(self, op: tf.Operation, number: int) -> GraphExecution:
         """The execution of a function of a branch or of a call."""
         key = op.name, number
         if key not in self._inner:
             given = list(op.inputs)[0 if op.type.endswith("PartitionedCall") else 1 :]
-            self._inner[key] = Execution(
+            self._inner[key] = GraphExecution(
                 self._evaluation,
                 subgraphs.functions_of(op)[number],
                 # A function that was differentiated may have got more inputs since the op called it.
@@ -162,7 +162,7 @@ class Execution:
         return self._inner[key]
 
     def iterations(
-        self, op: tf.Operation, wanted: Iterable[int] = (), enter: Callable[[Execution], None] | None = None
+        self, op: tf.Operation, wanted: Iterable[int] = (), enter: Callable[[GraphExecution], None] | None = None
     ) -> tuple[int | None, list[Value]]:
         """Runs a loop.
 
@@ -198,14 +198,14 @@ class Execution:
             values = [execution.value(output) if index in needed else None for index, output in enumerate(body.outputs)]
             count += 1
 
-    def _iteration(self, op: tf.Operation, function: Any, values: list[Value], step: tuple[str, int]) -> Execution:
+    def _iteration(self, op: tf.Operation, function: Any, values: list[Value], step: tuple[str, int]) -> GraphExecution:
         def argument(index: int) -> Value:
             if index >= len(values):
                 return None
             return self.value(op.inputs[index]) if is_passed_on(body, index) else values[index]
 
         body = subgraphs.functions_of(op)[1]
-        return Execution(self._evaluation, function, argument, (*self.place, step))
+        return GraphExecution(self._evaluation, function, argument, (*self.place, step))
 
     def _of_functions(self, op: tf.Operation, index: int) -> Value:
         """The value of an output of a branch, a loop or a call."""

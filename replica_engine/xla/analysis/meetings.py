@@ -17,8 +17,8 @@ import tensorflow as tf
 from replica_engine._tf.graphs import host_ops, subgraphs
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import CollectiveError
-from replica_engine.xla.analysis.differences import Cause, Collective, Differences
-from replica_engine.xla.analysis.known_values import Evaluation, Execution, Place, on_host
+from replica_engine.xla.analysis.differences import CollectiveOp, Differences, Reason
+from replica_engine.xla.analysis.known_values import Evaluation, GraphExecution, Place, on_host
 
 
 class Apart(NamedTuple):
@@ -42,7 +42,7 @@ class Apart(NamedTuple):
 def check(
     graph: Any,
     size: int,
-    of_input: Callable[[int], Cause],
+    of_input: Callable[[int], Reason],
     first_own: Callable[[int], int | None],
     names: dict[str, str],
 ) -> list[Apart]:
@@ -79,7 +79,7 @@ def check(
             _check_known(op, taken, inner, names)
         condition = op.inputs[0]  # that of a branch also belongs to the gradient of the branch
         is_seen = not op.type.endswith("While") and any(condition is each for each in seen)
-        if unknown and causes[id(op)] & (Cause.REPLICA_ID | Cause.OWN_DATA) and not is_seen:
+        if unknown and causes[id(op)] & (Reason.REPLICA_ID | Reason.OWN_DATA) and not is_seen:
             seen.append(condition)
             found.append(_apart(op, inner.of(op)[0][1], causes[id(op)], names))
     return list(dict.fromkeys(found))
@@ -89,7 +89,7 @@ def _check_known(op: tf.Operation, taken: Sequence[int | None], inner: _Collecti
     """Raises an error if some replicas of a group reach a collective of a branch or loop, and others do not."""
     is_loop = op.type.endswith("While")
     for number, collective_op in inner.of(op):
-        collective = Collective.of(collective_op)
+        collective = CollectiveOp.of(collective_op)
         assert collective is not None, "collected as one"
         for group in collective.groups or [list(range(len(taken)))]:
             decided = [each for each in (taken[replica] for replica in group) if each is not None]
@@ -105,12 +105,12 @@ def _check_known(op: tf.Operation, taken: Sequence[int | None], inner: _Collecti
                 )
 
 
-def _apart(op: tf.Operation, collective_op: tf.Operation, cause: Cause, names: dict[str, str]) -> Apart:
+def _apart(op: tf.Operation, collective_op: tf.Operation, cause: Reason, names: dict[str, str]) -> Apart:
     where = user_line(collective_op)
-    collective = Collective.of(collective_op)
+    collective = CollectiveOp.of(collective_op)
     assert collective is not None, "collected as one"
     name = names.get(where, collective.name)
-    return Apart(name, where, op.type.endswith("While"), user_line(op), bool(cause & Cause.REPLICA_ID))
+    return Apart(name, where, op.type.endswith("While"), user_line(op), bool(cause & Reason.REPLICA_ID))
 
 
 def _places(op: tf.Operation, decisions: Sequence[dict[_At, int | None]]) -> list[_At]:
@@ -159,7 +159,7 @@ class _Decisions:
             self._visit(Evaluation(self._replica).of(graph))
         return self._found
 
-    def _visit(self, execution: Execution) -> None:
+    def _visit(self, execution: GraphExecution) -> None:
         for op in self._inner.in_control_flow(execution.graph):
             if not self._has_suspects(op):
                 continue
@@ -200,7 +200,7 @@ class _Collectives:
         found = []
         for number, graph in enumerate(subgraphs.functions_of(op)):
             for inner in host_ops.needed_ops(graph):
-                if Collective.of(inner) is not None:
+                if CollectiveOp.of(inner) is not None:
                     found.append((number, inner))
                 elif subgraphs.runs_functions(inner):
                     found += [(number, each) for _, each in self.of(inner)]

@@ -28,7 +28,7 @@ from replica_engine.errors import HostAccessError, HostResultError
 from replica_engine.pjrt import abandoned
 from replica_engine.pjrt.group import Array, DeviceGroup, needed_by_a_program
 from replica_engine.pjrt.markers import HOST_CALL, host_call_parameters
-from replica_engine.xla.body import HostSide, gathered_host_calls, on_host
+from replica_engine.xla.body import HostCallSite, gathered_host_calls, on_host
 from replica_engine.xla.host_calls.session import Kept, Session
 from replica_engine.xla.infeed import InputQueue
 from replica_engine.xla.signature.arguments import view
@@ -248,7 +248,7 @@ class HostCall:
     def _on_host(
         self, run: Session, position: int, token: int, replica: int, arrays: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
-        side = HostSide(self.calls.replica_ids[replica], self.calls.size, self.where)
+        side = HostCallSite(self.calls.replica_ids[replica], self.calls.size, self.where)
         with on_host(side), needed_by_a_program(lambda: HostAccessError.devices(self.where)):
             tensors = [eager.tensor(array) for array in arrays]
             results = self.compute(run.kept[replica], position, token, tensors)

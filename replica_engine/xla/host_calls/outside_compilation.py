@@ -21,7 +21,7 @@ from replica_engine._tf.graphs import autograph, gradients
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import NestedHostCallError
 from replica_engine.errors.base import at
-from replica_engine.xla.body import HostSide, host_side, in_body
+from replica_engine.xla.body import HostCallSite, host_call_site, in_body
 from replica_engine.xla.host_calls.call import HostCall, HostCalls, current_calls
 from replica_engine.xla.host_calls.closures import Closure
 from replica_engine.xla.host_calls.results import AnyResults, HostResults, codes_of, results_of
@@ -81,7 +81,7 @@ def outside_compilation(fn: Callable[P, Any], /, *args: P.args, **kwargs: P.kwar
     """
     if not callable(fn):
         raise TypeError(f"outside_compilation takes a function and its arguments; got {fn!r}. Write f, x and not f(x).")
-    if (side := host_side()) is not None:
+    if (side := host_call_site()) is not None:
         raise NestedHostCallError(
             f"outside_compilation{at(here())} was called in a function that outside_compilation{at(side.where)} "
             "already runs on the host. Host calls cannot be nested: call the inner function directly."
@@ -93,7 +93,7 @@ def outside_compilation(fn: Callable[P, Any], /, *args: P.args, **kwargs: P.kwar
     calls.codes |= codes_of(fn)
     closure = Closure(fn, args, kwargs, _value_on_devices)
     where = here()
-    found = results_of(fn, closure, HostSide(tf.constant(0), calls.size, where), calls.handles)
+    found = results_of(fn, closure, HostCallSite(tf.constant(0), calls.size, where), calls.handles)
     results = AnyResults() if isinstance(found, UnknownResults) else found
     calls.closures.append(closure)
     cluster = _Cluster(calls, calls.new_name(), where, closure, results)
@@ -142,7 +142,7 @@ class _Cluster(HostCall):
         return self._wanted.names[result]
 
 
-class _Gradient(HostCall):
+class _ClusterGradient(HostCall):
     """The gradient of a cluster, or of a gradient. It runs no function of the user, so it needs no order.
 
     Args:
@@ -153,7 +153,7 @@ class _Gradient(HostCall):
 
     differentiated = False
 
-    def __init__(self, of: _Cluster | _Gradient, inputs: Sequence[tf.Tensor], token: tf.Tensor):
+    def __init__(self, of: _Cluster | _ClusterGradient, inputs: Sequence[tf.Tensor], token: tf.Tensor):
         of.differentiated = True
         specs = [tf.TensorSpec(each.shape, each.dtype) for each in inputs if _has_gradient(each)]
         super().__init__(of.calls, of.calls.new_gradient_name(of.name), of.where, specs)
@@ -188,7 +188,7 @@ class _Gradient(HostCall):
         return results
 
 
-def _differentiable(call: _Cluster | _Gradient, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def _differentiable(call: _Cluster | _ClusterGradient, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """The results of a call, with gradients with respect to everything they depend on."""
     if not any(map(_has_gradient, inputs)) or not any(map(_has_gradient, call.results)):
         return call.emit(inputs)[1]
@@ -200,7 +200,7 @@ def _differentiable(call: _Cluster | _Gradient, inputs: Sequence[tf.Tensor]) -> 
     def gradient(*upstream: tf.Tensor) -> list[tf.Tensor | None]:
         pairs = zip(upstream, call.results, strict=True)
         given = [tf.convert_to_tensor(each) for each, spec in pairs if _has_gradient(spec)]
-        found = iter(_differentiable(_Gradient(call, inputs, token), [*inputs, *given]))
+        found = iter(_differentiable(_ClusterGradient(call, inputs, token), [*inputs, *given]))
         return [next(found) if _has_gradient(each) else None for each in inputs]
 
     return gradients.differentiable(results, inputs, gradient)

@@ -26,7 +26,7 @@ from replica_engine.diagnostics.tracebacks import as_raised, shortened
 from replica_engine.errors import HostAccessError, HostResultError, NestedHostCallError, NotInBodyError
 from replica_engine.errors.base import at
 from replica_engine.values.structure import Build, OtherStructure, flatten, of_components
-from replica_engine.xla.body import HostSide, on_host
+from replica_engine.xla.body import HostCallSite, on_host
 from replica_engine.xla.host_calls.closures import Closure
 from replica_engine.xla.host_calls.originals import original_of
 from replica_engine.xla.unknown_results import UnknownResults
@@ -72,7 +72,7 @@ def returns(spec: Any) -> Callable[[F], F]:
 
 
 def results_of(
-    fn: Callable, closure: Closure, side: HostSide, handles: list[tuple[tf.Tensor, str]]
+    fn: Callable, closure: Closure, side: HostCallSite, handles: list[tuple[tf.Tensor, str]]
 ) -> HostResults | UnknownResults:
     """The results of a host function, with specs instead of tensors, if they are known.
 
@@ -201,7 +201,7 @@ def _open(value: Any, name: str) -> tuple[str, Sequence[Any]]:
     return f"a {type(spec).__name__.removesuffix('Spec')} of {len(parts)} components", parts
 
 
-def _trace(closure: Closure, side: HostSide, handles: list[tuple[tf.Tensor, str]]) -> HostResults:
+def _trace(closure: Closure, side: HostCallSite, handles: list[tuple[tf.Tensor, str]]) -> HostResults:
     """Finds the results by tracing."""
     found: list[HostResults] = []
 

@@ -29,7 +29,7 @@ from replica_engine.errors import HostAccessError, InputsError, LoweringError
 from replica_engine.pjrt.group import needed_by_a_program
 from replica_engine.values.structure import flatten
 from replica_engine.xla import soft_placement
-from replica_engine.xla.body import host_side, in_body
+from replica_engine.xla.body import host_call_site, in_body
 from replica_engine.xla.host_calls.call import HostCall, HostCalls, current_calls
 from replica_engine.xla.infeed import InputQueue, Pace
 from replica_engine.xla.loop.batches import BatchReader
@@ -260,7 +260,7 @@ class _Feed(HostCall):
         """A string input: the host's strings of the replica's current batch."""
 
         def take() -> np.ndarray:
-            side, run = host_side(), self.calls.run
+            side, run = host_call_site(), self.calls.run
             assert side is not None, "it runs on the host"
             assert run is not None, "set before the launch"
             return run.kept[int(side.replica) - run.first].texts[index]

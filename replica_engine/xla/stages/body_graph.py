@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute
 from replica_engine._tf.graphs import xla_ops
-from replica_engine.diagnostics.flight_record import Collective
+from replica_engine.diagnostics.flight_record import CollectiveCall
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.diagnostics.user_frames import place_of
 from replica_engine.errors import CaptureError, HostAccessError, LoweringError
@@ -65,7 +65,7 @@ class BodyGraph:
         arguments: Arguments,
         outputs: Outputs,
         host_calls: HostCalls,
-        collectives: list[Collective],
+        collectives: list[CollectiveCall],
         fn: Any,
         created: list[Any],
     ):
@@ -128,7 +128,7 @@ class BodyGraph:
 
     @property
     def donates(self) -> bool:
-        """Whether a launch may overwrite the old values of variables; see `Program.donates`."""
+        """Whether a launch may overwrite the old values of variables; see `BodyProgram.donates`."""
         return not self.host_calls.can_fail and self.body.limits.timeout is None
 
     @property

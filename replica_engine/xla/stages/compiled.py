@@ -22,7 +22,7 @@ from replica_engine.xla.infeed import InputQueue
 from replica_engine.xla.signature.arguments import Arguments, difference
 from replica_engine.xla.stages.counts import count
 from replica_engine.xla.stages.launch import Launch
-from replica_engine.xla.stages.program import Program
+from replica_engine.xla.stages.program import BodyProgram
 from replica_engine.xla.stages.results import Column, column
 from replica_engine.xla.state.device_value import DeviceValue, device_value_of, patience_of
 
@@ -41,7 +41,7 @@ class Compiled:
         variables: the values of the captured variables on the devices.
     """
 
-    def __init__(self, program: Program, devices: DeviceGroup, executable: Executable):
+    def __init__(self, program: BodyProgram, devices: DeviceGroup, executable: Executable):
         self.program = program
         self.devices = devices
         self.executable = executable

@@ -17,8 +17,8 @@ a host call of it has failed.
 
 **An exception may come between any two instructions**, out of the handler of a signal, or from another thread. Then the
 launch has been made with all that it stores, or not at all, and the devices go to the next launch. So what ends a
-launch (`_end`) may be called twice: an exception in it leads to the `except` that calls it again. It is no method
-`__exit__`, which such an exception could prevent from being called.
+launch (`_end`) may be called twice: an exception in it leads to the `except` that calls it again. It is not
+an `__exit__` method: such an exception could keep Python from calling that.
 
 Without a limit the calling thread launches and waits, and the watchdog only warns. With a limit the calling thread must
 be able to leave a program that does not end, at any point: on one device a program runs inside the launch. So another
@@ -59,7 +59,7 @@ from replica_engine.telemetry.watchdog import Watch
 from replica_engine.xla.host_calls.session import Call, NoCalls, Session
 from replica_engine.xla.infeed import InputQueue
 from replica_engine.xla.signature.arguments import view
-from replica_engine.xla.stages.program import Program
+from replica_engine.xla.stages.program import BodyProgram
 
 Results = Any
 """The results of a launch: arrays on the devices."""
@@ -107,7 +107,7 @@ class Launch:
 
     def __init__(
         self,
-        program: Program,
+        program: BodyProgram,
         devices: DeviceGroup,
         feed: InputQueue | None = None,
         on_host: Mapping[int, Sequence[Any]] | None = None,

@@ -37,7 +37,7 @@ from replica_engine.xla.soft_placement.piece import Piece
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.explain import explain, original, unreadable
-from replica_engine.xla.stages.program import Program, Shape
+from replica_engine.xla.stages.program import BodyProgram, Shape
 from replica_engine.xla.stages.saved_programs import found_or_compiled, found_or_lowered
 from replica_engine.xla.state.device_value import differs_by_replica, pinned
 
@@ -68,7 +68,7 @@ class Lowered:
         self.host_calls = soft_placement.described([*written, *pieces])
         self.has_collectives = module.has_collectives
         self._text = module.text
-        self.program = Program(
+        self.program = BodyProgram(
             name=traced.name,
             body=traced.body,
             host_calls=traced.host_calls,

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf.graphs import xla_ops
-from replica_engine.diagnostics.flight_record import Collective
+from replica_engine.diagnostics.flight_record import CollectiveCall
 from replica_engine.errors.base import at
 from replica_engine.xla.analysis.meetings import Apart
 from replica_engine.xla.body import Body
@@ -24,7 +24,7 @@ _MOST_SHOWN = 8  # arguments of a program, in words
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
+class BodyProgram:
     """A lowered body, as its compilation and its launches see it.
 
     Attributes:
@@ -54,7 +54,7 @@ class Program:
     name: str
     body: Body
     host_calls: HostCalls
-    collectives: list[Collective]
+    collectives: list[CollectiveCall]
     is_users: bool
     apart: list[Apart]
     donates: bool

@@ -22,7 +22,7 @@ from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.plans.plan import Plan
 from replica_engine.values.structure import ById
-from replica_engine.xla.body import Body, Limits
+from replica_engine.xla.body import Body, LaunchLimits
 from replica_engine.xla.host_calls.call import CallOrder
 from replica_engine.xla.signature.arguments import Arguments, Shapes
 from replica_engine.xla.signature.function_spec import FunctionSpec, Hosts, used_objects
@@ -74,7 +74,7 @@ class ProgramCache:
         body: Body | None = None,
         warns: bool = True,
         name: str = "xla",
-        limits: Limits | None = None,
+        limits: LaunchLimits | None = None,
         soft_placement: bool | None = None,
     ):
         self.devices = devices
@@ -114,7 +114,7 @@ class ProgramCache:
         return found
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> LaunchLimits:
         """How long a launch may take."""
         return self._body.limits
 

@@ -16,14 +16,14 @@ import numpy as np
 
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.xla.stages.body_graph import BodyGraph
-from replica_engine.xla.stages.program import Program
+from replica_engine.xla.stages.program import BodyProgram
 
 _MOST_BYTES = 2**20  # of an array that is hashed
 _MOST_DEPTH = 4  # of containers in containers
 _MOST_ITEMS = 16
 
 
-def rows_of(traced: BodyGraph, program: Program) -> dict[str, str]:
+def rows_of(traced: BodyGraph, program: BodyProgram) -> dict[str, str]:
     """What a program was lowered for, besides its text; empty if that cannot be told.
 
     Args:
@@ -36,7 +36,7 @@ def rows_of(traced: BodyGraph, program: Program) -> dict[str, str]:
         return {}
 
 
-def _rows(traced: BodyGraph, program: Program) -> dict[str, str]:
+def _rows(traced: BodyGraph, program: BodyProgram) -> dict[str, str]:
     rows = {"the number of replicas": str(program.body.size)}
     for name, slot in zip(program.slot_names, program.slots, strict=True):
         rows[name] = f"{slot.dtype.name} {slot.shape}"

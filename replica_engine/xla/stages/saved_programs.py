@@ -36,7 +36,7 @@ from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS, cache_limit
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.counts import count
-from replica_engine.xla.stages.program import Program
+from replica_engine.xla.stages.program import BodyProgram
 from replica_engine.xla.stages.program_rows import rows_of
 
 _logger = logging.getLogger("replica_engine")
@@ -92,7 +92,7 @@ def set_cache_dir(path: str | os.PathLike[str] | None) -> None:
 def found_or_compiled(
     text: str,
     traced: BodyGraph,
-    program: Program,
+    program: BodyProgram,
     devices: DeviceGroup,
     make: Callable[[bytes | None], Executable],
 ) -> Executable:

@@ -21,7 +21,7 @@ import tensorflow as tf
 from replica_engine._tf import variables as variable_handles
 from replica_engine._tf.distribute import DistributedVariable
 from replica_engine._tf.graphs import autograph, subgraphs, xla_ops
-from replica_engine.diagnostics.flight_record import Collective
+from replica_engine.diagnostics.flight_record import CollectiveCall
 from replica_engine.diagnostics.op_lines import here, user_line
 from replica_engine.diagnostics.tracebacks import as_raised
 from replica_engine.diagnostics.user_frames import is_internal
@@ -36,7 +36,7 @@ from replica_engine.telemetry.trace_file import Track
 from replica_engine.telemetry.watchdog import Watch
 from replica_engine.xla import soft_placement
 from replica_engine.xla.analysis import meetings
-from replica_engine.xla.analysis.differences import Cause, Differences
+from replica_engine.xla.analysis.differences import Differences, Reason
 from replica_engine.xla.body import Body
 from replica_engine.xla.host_calls.call import HostCalls
 from replica_engine.xla.signature import argument_names
@@ -140,7 +140,7 @@ def _trace_once(
     created: list[tuple[Any, str]] = []
     outputs: list[Outputs] = []
     host_calls = HostCalls(body.size, body.order)
-    collectives: list[Collective] = []
+    collectives: list[CollectiveCall] = []
 
     def flat(*placeholders: tf.Tensor) -> list[tf.Tensor]:
         args, kwargs = arguments.rebuild(placeholders)
@@ -194,11 +194,11 @@ def _check_meetings(traced: Traced, arguments: Arguments) -> None:
     graph = traced.graph
     own = [any(value is not slot.values[0] for value in slot.values) for slot in arguments.slots]
 
-    def cause(index: int) -> Cause:
+    def cause(index: int) -> Reason:
         if index < len(own):
-            return Cause.OWN_DATA if own[index] else Cause.NONE
+            return Reason.OWN_DATA if own[index] else Reason.NONE
         outside = subgraphs.captured(graph.inputs[index])
-        return Cause.OWN_DATA if differs_by_replica(outside) else Cause.NONE
+        return Reason.OWN_DATA if differs_by_replica(outside) else Reason.NONE
 
     names = {each.where: each.kind for each in traced.collectives}
     calls = traced.host_calls.calls
@@ -212,7 +212,7 @@ def _check_meetings(traced: Traced, arguments: Arguments) -> None:
 
 
 def _check_plain_variables(
-    traced: Traced, cause: Callable[[int], Cause], first_own: Callable[[int], int | None]
+    traced: Traced, cause: Callable[[int], Reason], first_own: Callable[[int], int | None]
 ) -> None:
     """Warns of plain variables to which the replicas write values that may differ: one of the values stays.
 
@@ -235,7 +235,7 @@ def _check_plain_variables(
         return
     differences = Differences(traced.graph, cause, first_own)
     for index, variable in indices.items():
-        if differences.variables[index] & (Cause.REPLICA_ID | Cause.OWN_DATA):
+        if differences.variables[index] & (Reason.REPLICA_ID | Reason.OWN_DATA):
             name = variable.name.removesuffix(":0")
             where = user_line(differences.writers[index]) if index in differences.writers else ""
             traced.body.shared.warn(variable, functools.partial(warn_shared_variable, name, where))

@@ -25,7 +25,7 @@ from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.counts import count
 from replica_engine.xla.stages.launch import Launch
 from replica_engine.xla.stages.lower import Lowered
-from replica_engine.xla.stages.program import Program, Shape
+from replica_engine.xla.stages.program import BodyProgram, Shape
 from replica_engine.xla.stages.results import Column
 from replica_engine.xla.state.device_value import device_value_of
 
@@ -88,7 +88,7 @@ def _mismatch(traced: BodyGraph, slots: Sequence[Sequence[np.ndarray]]) -> Repli
 
 def _run(
     devices: DeviceGroup,
-    parts: list[tuple[Program, Executable]],
+    parts: list[tuple[BodyProgram, Executable]],
     shares: list[list[np.ndarray]],
     constants: list[np.ndarray],
 ) -> list[Column]:
@@ -98,7 +98,7 @@ def _run(
     count("launches")
     on_host = {index: [share[index] for share in shares] for index in program.host_slots}
 
-    def prepare() -> _Execution:
+    def prepare() -> _UnevenExecution:
         # All parts are taken before the first launch: it may donate its part, and then the whole array counts as gone.
         states = [devices.parts(variable.array()) for variable in variables]
         inputs = []
@@ -107,7 +107,7 @@ def _run(
             of_share = [value for index, value in enumerate(share) if index not in on_host]
             values = [put([value]) for value in (*of_share, *(constants[index] for index in own.captured))]
             inputs.append([*values, *(state[replica] for state in states)])
-        return _Execution(devices, [executable for _, executable in parts], inputs, writes, program.donates)
+        return _UnevenExecution(devices, [executable for _, executable in parts], inputs, writes, program.donates)
 
     launch = Launch(program, devices, on_host=on_host)
     results = launch(prepare)
@@ -127,7 +127,7 @@ class _Results:
         self.stores = Stores([(self, ALL)])
 
 
-class _Execution:
+class _UnevenExecution:
     """One launch of an executable for each replica; they do not wait for each other. See `launch.Execution`."""
 
     patience = 0.0

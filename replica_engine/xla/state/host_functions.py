@@ -28,7 +28,7 @@ from replica_engine._tf.graphs import xla_ops
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import CaptureError, HostAccessError
 from replica_engine.errors.base import at
-from replica_engine.xla.body import host_side, in_body
+from replica_engine.xla.body import host_call_site, in_body
 from replica_engine.xla.state.device_value import DeviceValue
 
 T = TypeVar("T")
@@ -193,7 +193,7 @@ class _VariableAtCall(_AtCall):
         self.use: Use
 
     def in_eager_mode(self) -> tf.Tensor:
-        if (side := host_side()) is not None:
+        if (side := host_call_site()) is not None:
             raise HostAccessError(
                 f"The function that outside_compilation{at(side.where)} runs on the host calls a tf.function that "
                 "uses a variable of a strategy, whose values are on the devices while the body runs. Pass the "

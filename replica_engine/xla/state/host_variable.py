@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from replica_engine._tf import variables
 from replica_engine.errors import HostAccessError
-from replica_engine.xla.body import host_side, in_body
+from replica_engine.xla.body import host_call_site, in_body
 from replica_engine.xla.state import host_functions
 from replica_engine.xla.state.device_value import DeviceValue
 
@@ -117,7 +117,7 @@ class HostVariable(variables.ResourceVariable):
 
     def _check_access(self) -> None:
         """Raises HostAccessError in a host call: it must never touch or wait for a variable that its own step holds."""
-        if (side := host_side()) is not None:
+        if (side := host_call_site()) is not None:
             raise HostAccessError.variable(self.name, side.where)
 
     _read_variable_op = _reads("_read_variable_op")

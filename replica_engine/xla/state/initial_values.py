@@ -24,7 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import distribute, variables
-from replica_engine._tf.graphs import random_ops, subgraphs, xla_ops
+from replica_engine._tf.graphs import replaced_ops, subgraphs, xla_ops
 from replica_engine.diagnostics.op_lines import here, user_line
 from replica_engine.errors import VariableCreationError
 from replica_engine.errors.base import at
@@ -135,7 +135,7 @@ class _Computation:
             return tensor
         if id(tensor) in self._known:
             return self._known[id(tensor)][1]
-        if (original := random_ops.original(tensor)) is not None:
+        if (original := replaced_ops.original(tensor)) is not None:
             return self.value(original)
         if tensor.op.type == "XlaReplicaId":
             return _replica_0()
@@ -211,7 +211,7 @@ class _Computation:
 
 
 def _is_found_first(tensor: tf.Tensor) -> bool:
-    is_source = tensor.op.type in ("Placeholder", "XlaReplicaId") or random_ops.original(tensor) is not None
+    is_source = tensor.op.type in ("Placeholder", "XlaReplicaId") or replaced_ops.original(tensor) is not None
     return is_source or _has_state(tensor.op)
 
 

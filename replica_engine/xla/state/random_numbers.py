@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf import variables
-from replica_engine._tf.graphs import random_ops
+from replica_engine._tf.graphs import replaced_ops
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.values import seeds
 from replica_engine.xla.state import philox
@@ -47,7 +47,7 @@ class RandomState(DeviceValue):
 
     def array(self) -> Array:
         """The value on the devices; seeds it first if `tf.random.set_seed` was called since the last time."""
-        seeding, seed = random_ops.seeding()
+        seeding, seed = replaced_ops.seeding()
         if seeding is not self._seeded:
             self._seeded = seeding
             key = self._random_key() if seed is None else seed
@@ -75,7 +75,7 @@ class RandomState(DeviceValue):
 
         Initial values must not advance the replicas' streams, of which the host has only the beginning.
         """
-        seeding, seed = random_ops.seeding()
+        seeding, seed = replaced_ops.seeding()
         with tf.init_scope(), tf.device("CPU:0"):
             if self._initial is None:
                 self._initial = variables.ResourceVariable([0, 0], dtype=tf.int64, trainable=False, name="initial")
