@@ -367,8 +367,8 @@ def compiled_again(name: str, folder: str, programs: int, found: Sequence[tuple[
     if not found:
         return (
             f"`{name}` is compiled again: {nearest} of this name in the cache folder {folder} has equal arguments, "
-            "variables and options, and other operations. A function that it calls has changed, or an object that "
-            "it uses has another value."
+            "variables and options, and other operations. Its code, or that of a function that it calls, has "
+            "changed, or an object that it uses has another value."
         )
     rows = [f"  {row}: {now or '(none)'} now, {before or '(none)'} there" for row, now, before in found[:8]]
     if len(found) > 8:

@@ -5,6 +5,6 @@
 - `program`: the data that the later stages need.
 - `compiled`: the program, compiled for devices. `launch`: one run of the program.
 - `program_cache`: finds bodies that are already traced, lowered and compiled. `counts`: how often each stage ran.
-- `saved_programs`: programs in a folder, for later processes. `program_rows`: what a saved program was compiled for.
+- `saved_programs`: programs in a folder, for later processes.
 - `uneven`: shares of different shapes, where each replica has its own program.
 """

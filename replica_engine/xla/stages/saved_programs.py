@@ -37,7 +37,6 @@ from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS, cache_limit
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.counts import count
 from replica_engine.xla.stages.program import BodyProgram
-from replica_engine.xla.stages.program_rows import rows_of
 
 _logger = logging.getLogger("replica_engine")
 
@@ -117,7 +116,7 @@ def found_or_compiled(
         count("cache_hits")
         _logger.info("`%s` was read from the cache folder %s, and not compiled.", program.name, folder.path)
         return found
-    about = rows_of(traced, program) | about
+    about = _taken(traced, program) | about
     _logger.info(_reason(program.name, folder, about, folder.abouts(prefix)))
     count("compiles")
     began = time.monotonic()
@@ -222,6 +221,21 @@ def _warn(message: str) -> None:
         _told.add(message)
     if new:
         _logger.warning(message)
+
+
+def _taken(traced: BodyGraph, program: BodyProgram) -> dict[str, str]:
+    """What a program takes, in names and values that a user knows; the folder must not tell secrets, so no texts."""
+    rows = {"the number of replicas": str(program.body.size)}
+    for name, slot in zip(program.slot_names, program.slots, strict=True):
+        rows[name] = f"{slot.dtype.name} {slot.shape}"
+    for path, value in traced.constants:
+        rows[path] = repr(value) if type(value) in (bool, int, float) else type(value).__qualname__
+    for index, tensor in enumerate(program.tensors):
+        rows[f"the captured tensor {index}"] = f"{tensor.dtype.name} {tensor.shape}"
+    for index, handle in enumerate(program.handles):
+        dtype, shape = xla_ops.variable_dtype_and_shape(handle) or ("?", "?")
+        rows[f"the variable {index} ({xla_ops.variable_name(handle)})"] = f"{getattr(dtype, 'name', dtype)} {shape}"
+    return rows
 
 
 def _reason(name: str, folder: CacheFolder, about: Mapping[str, str], others: list[dict[str, str]]) -> str:
