@@ -51,12 +51,23 @@ from replica_engine.values.regroup import parts, regroup, spread
 from replica_engine.values.structure import flatten
 
 _log = logging.getLogger("replica_engine")
-_pools: weakref.WeakKeyDictionary[tf.distribute.Strategy, GroupPool] = weakref.WeakKeyDictionary()
-_pools_lock = threading.Lock()
-# For each strategy, the functions (by `identity`) that ran with `concurrent=True` and created no variable.
-_creates_nothing: weakref.WeakKeyDictionary[tf.distribute.Strategy, set] = weakref.WeakKeyDictionary()
-# For each strategy and function (by `identity`), the operators with merge calls that its replicas entered.
-_joint: weakref.WeakKeyDictionary[tf.distribute.Strategy, dict[Any, set]] = weakref.WeakKeyDictionary()
+_records: weakref.WeakKeyDictionary[tf.distribute.Strategy, _Record] = weakref.WeakKeyDictionary()
+_records_lock = threading.Lock()
+
+
+class _Record:
+    """What is kept of a strategy.
+
+    Attributes:
+        pool: its replica threads, which end when the strategy is freed.
+        creates_nothing: the functions (by `identity`) that ran with `concurrent=True` and created no variable.
+        joint: by function (`identity`), the operators with merge calls that its replicas entered.
+    """
+
+    def __init__(self, pool: GroupPool):
+        self.pool = pool
+        self.creates_nothing: set[Any] = set()
+        self.joint: dict[Any, set] = {}
 
 
 @autograph.artifact
@@ -150,9 +161,10 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
         calls.choose(state.graph, options.graph_optimizer or _graph_optimizer(devices), around)
     concurrent = options.concurrent and state.eager
     variables = SharedVariables(concurrent)
-    known = _creates_nothing.setdefault(strategy, set()) if concurrent else set()
+    record = _record(strategy, devices)
+    known = record.creates_nothing if concurrent else set()
     written: dict[int, tuple[Any, int]] = {}
-    decisions = Decisions(_joint.setdefault(strategy, {}).setdefault(source, set()))
+    decisions = Decisions(record.joint.setdefault(source, set()))
     draws = Draws(state.graph)
 
     def body(replica: Replica) -> Any:
@@ -177,7 +189,7 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
     def in_own_copy_of_context(replica: Replica) -> Any:
         return state.context.copy().run(body, replica)
 
-    with shutdown.running(), _pool(strategy, devices).lease() as group:
+    with shutdown.running(), record.pool.lease() as group:
         run = Run(
             group,
             [in_own_copy_of_context] * len(devices),
@@ -326,9 +338,11 @@ def sync_points(strategy: tf.distribute.Strategy) -> list[SyncPointRecord]:
         >>> [(point.replica, point.name, point.dtypes, point.shapes) for point in strategy.sync_points()]
         [(0, 'all_reduce', ('float32',), ((3,),))]
     """
-    with _pools_lock:
-        pool = _pools.get(strategy)
-    return SyncPoints() if pool is None else records(pool.record.rings, pool.devices, _options(strategy).worker)
+    with _records_lock:
+        record = _records.get(strategy)
+    if record is None:
+        return SyncPoints()
+    return records(record.pool.record.rings, record.pool.devices, _options(strategy).worker)
 
 
 def _collectives_inside_xla(strategy: tf.distribute.Strategy, fn: Any) -> bool:
@@ -336,14 +350,14 @@ def _collectives_inside_xla(strategy: tf.distribute.Strategy, fn: Any) -> bool:
     return function.is_compiled(fn) and all("GPU" in device for device in strategy.extended.worker_devices)
 
 
-def _pool(strategy: tf.distribute.Strategy, devices: Sequence[str]) -> GroupPool:
-    """The strategy's replica threads. They end when the strategy is freed."""
-    with _pools_lock:
-        pool = _pools.get(strategy)
-        if pool is None:
+def _record(strategy: tf.distribute.Strategy, devices: Sequence[str]) -> _Record:
+    with _records_lock:
+        record = _records.get(strategy)
+        if record is None:
             install()  # a strategy of TensorFlow's has not done so
-            pool = _pools[strategy] = GroupPool([short_name(device) for device in devices], type(strategy).__name__)
-        return pool
+            pool = GroupPool([short_name(device) for device in devices], type(strategy).__name__)
+            record = _records[strategy] = _Record(pool)
+        return record
 
 
 def short_name(device: str) -> str:

@@ -16,22 +16,9 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf.graphs import autograph, function
+from replica_engine.threads.function_record import record_of
 
 _lock = threading.Lock()
-
-
-class _LiftedFunctions:
-    """The lifted forms of one `tf.function`, one for each strategy.
-
-    The function itself holds this object, so traces live exactly as long as the function. The object holds strategies
-    weakly. A trace that uses a variable of a strategy holds that strategy, as any trace does.
-    """
-
-    def __init__(self) -> None:
-        self.by_strategy: weakref.WeakKeyDictionary[tf.distribute.Strategy, Any] = weakref.WeakKeyDictionary()
-
-    def __reduce__(self) -> tuple:
-        return _LiftedFunctions, ()  # A copy of the function starts without traces.
 
 
 def lift(strategy: tf.distribute.Strategy, fn: Any, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,7 +32,7 @@ def lift(strategy: tf.distribute.Strategy, fn: Any, run: Callable[..., Any]) -> 
         run: `call_for_each_replica`.
     """
     with _lock:
-        lifted = fn.__dict__.setdefault("_replica_engine_lifted", _LiftedFunctions()).by_strategy
+        lifted = record_of(fn).lifted
         if strategy not in lifted:
             lifted[strategy] = function.clone(fn, _around(strategy, fn.python_function, run))
         return lifted[strategy]

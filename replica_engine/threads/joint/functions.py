@@ -19,14 +19,12 @@ from replica_engine._tf import thread_state
 from replica_engine._tf.graphs import autograph, control_flow, function
 from replica_engine.engine import Run
 from replica_engine.errors import MergeCallGraphError
+from replica_engine.threads.function_record import record_of
 from replica_engine.threads.joint.gradients import Backward, recording
 from replica_engine.threads.joint.graphs import Notes, notes_of
 from replica_engine.threads.joint.operator import Built, JointOperator, Part, flat_tensors, is_differentiable
 from replica_engine.values.regroup import parts as parts_of
 from replica_engine.values.regroup import regroup
-
-_SWALLOWED = "_replica_engine_swallowed"
-_JOINT = "_replica_engine_joint"  # of a tf.function: its `_Known`
 
 
 class FunctionCall(NamedTuple):
@@ -35,32 +33,6 @@ class FunctionCall(NamedTuple):
     function: Any
     args: tuple
     kwargs: dict[str, Any]
-
-
-class _JointFunctions:
-    """For each strategy, the function around all replicas, and the replicas' functions for which it was made."""
-
-    def __init__(self) -> None:
-        self.by_strategy: weakref.WeakKeyDictionary[tf.distribute.Strategy, tuple] = weakref.WeakKeyDictionary()
-
-    def __reduce__(self) -> tuple:
-        return _JointFunctions, ()  # A copy of the function starts without traces.
-
-
-def is_joint(fn: Any, strategy: tf.distribute.Strategy) -> bool:
-    """Whether a `tf.function` had merge calls when replicas of the strategy called it in eager mode."""
-    known = fn.__dict__.get(_JOINT)
-    return known is not None and strategy in known.by_strategy
-
-
-def note_swallowed(fn: Any) -> None:
-    """Notes that a `tf.function` caught the exception of an attempt, so that it has a trace without its merge calls."""
-    fn.__dict__[_SWALLOWED] = True
-
-
-def has_swallowed(fn: Any) -> bool:
-    """Whether `note_swallowed` was called for a `tf.function`."""
-    return _SWALLOWED in fn.__dict__
 
 
 def inlined(fn: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -83,7 +55,7 @@ def build_call(run: Run, parts: Sequence[Part]) -> list[Built]:
     operator = JointOperator(run, parts)
     payloads: list[FunctionCall] = operator.payloads
     strategy, size = parts[0].context.strategy, len(parts)
-    known = payloads[0].function.__dict__.setdefault(_JOINT, _JointFunctions()).by_strategy
+    known = record_of(payloads[0].function).joint
     fns = [each.function for each in payloads]
     around, of = known.get(strategy, (None, ()))
     if [reference() for reference in of] != fns:

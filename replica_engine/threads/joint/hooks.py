@@ -15,6 +15,7 @@ from replica_engine.diagnostics.user_frames import identity, user_location
 from replica_engine.engine import current_replica
 from replica_engine.errors import MergeCallGraphError
 from replica_engine.threads.context import ReplicaContext
+from replica_engine.threads.function_record import record_of
 from replica_engine.threads.joint import functions, gradients
 from replica_engine.threads.joint.attempt import MergeNeeded
 from replica_engine.threads.joint.branches import Branches, Loop, build_branches, build_loop, build_trial
@@ -168,14 +169,15 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
     if context is None or control_flow.runs_eagerly(self):
         return original(self, *args, **kwargs)
 
-    if functions.has_swallowed(self):
+    record = record_of(self)
+    if record.swallowed:
         raise MergeCallGraphError.swallowed()
 
     def plain() -> Any:
         with control_flow.unlocked_afterwards(self):
             result = original(self, *args, **kwargs)
         if context.attempts.needed:  # The trace without the merge call stays, so the function must not be called again.
-            functions.note_swallowed(self)
+            record.swallowed = True
         return result
 
     def joint(guessed: bool) -> Any:
@@ -193,7 +195,7 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
         own = functions.own_arguments(*own) if control_flow.has_tape() else own
         return context.enter_operator("tf.function", build_call, FunctionCall(self, *own), False)
 
-    if tf.executing_eagerly() and functions.is_joint(self, context.strategy):
+    if tf.executing_eagerly() and context.strategy in record.joint:
         return context.attempts.enter_joint(joint)
     place = "tf.function", identity(self.python_function)
     return context.attempts.enter(place, plain, joint)
