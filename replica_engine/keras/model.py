@@ -2,13 +2,13 @@
 
 The replicated model is a second object that uses the attribute dictionary of the original. So each change of one (new
 weights, a frozen layer, `compile`) is a change of both, and nothing needs to be kept in step. Its class derives from
-the class of the original, so `isinstance`, custom methods and `train_step` keep working. Methods that save or describe
-the model run on the original, because plain Keras knows the original's class.
+the class of the original, so `isinstance`, custom methods and `train_step` keep working. Keras serializes it under the
+name of the original's class, and called, its class makes a model of that class. So what is saved, copied or cloned is
+a plain model.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Callable
@@ -17,22 +17,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from replica_engine._tf.keras import model as keras_model
 from replica_engine.errors import BatchError
 from replica_engine.keras.replicas import Replicas
 from replica_engine.telemetry import html
 
 _RUN = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
-_WRITTEN_BY_THE_ORIGINAL = (
-    "export",
-    "get_build_config",
-    "get_compile_config",
-    "get_config",
-    "load_weights",
-    "save",
-    "save_weights",
-    "summary",
-    "to_json",
-)
 _SLOT = "_replica_engine_replicas"
 
 
@@ -61,20 +51,18 @@ def original_of(model: keras.Model) -> keras.Model:
 def _class_of(kind: Any) -> type:
     members: dict[str, Any] = {"__slots__": (_SLOT,), "__module__": kind.__module__, "__doc__": kind.__doc__}
     members.update({name: _running(kind, name) for name in _RUN})
-    members.update({name: _by_original(kind, name) for name in _WRITTEN_BY_THE_ORIGINAL})
     members.update({f"make_{name}_function": _make(name) for name in ("train", "test", "predict")})
     members.update({f"{name}_function": _function(name) for name in ("train", "test", "predict")})
     members["reset_metrics"] = _resetting(kind)
     members["__setattr__"] = _setting(kind)
-    members["__reduce__"] = lambda self: getattr(self, _SLOT).original.__reduce__()
-    members["__deepcopy__"] = lambda self, memo: copy.deepcopy(getattr(self, _SLOT).original, memo)
+    members["__reduce__"] = lambda self: getattr(self, _SLOT).original.__reduce__()  # which names the class
     members["strategy"] = _Strategy()
     members["_repr_html_"] = _described
     members["__repr__"] = lambda self: f"{kind.__repr__(self)} on {getattr(self, _SLOT).strategy!r}"
-    members["from_config"] = classmethod(lambda cls, *args, **kwargs: kind.from_config(*args, **kwargs))
-    # Code that asks an object for its class, such as Keras when it saves a model, gets the original's class.
-    members["__class__"] = property(lambda self: kind)
-    return type(kind.__name__, (kind,), members)
+    members["__new__"] = lambda cls, *args, **kwargs: kind(
+        *args, **kwargs
+    )  # as `from_config` and `clone_model` call it
+    return keras_model.serialized_as(type(kind.__name__, (kind,), members), kind)
 
 
 def _described(self: Any) -> str:
@@ -136,14 +124,6 @@ def _setting(kind: Any) -> Callable[..., None]:
             getattr(self, _SLOT).changed()
 
     return set_attribute
-
-
-def _by_original(kind: type, name: str) -> Callable[..., Any]:
-    @functools.wraps(getattr(kind, name))
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(getattr(self, _SLOT).original, name)(*args, **kwargs)
-
-    return call
 
 
 def _make(name: str) -> Callable[..., None]:

@@ -1,5 +1,6 @@
 """The original, its replicated models and threads, all at once: in callbacks, nested, side by side."""
 
+import copy
 import threading
 
 import keras
@@ -122,7 +123,7 @@ def test_what_a_user_has_put_on_an_optimizer_is_there_again(both):
     assert original.optimizer.apply is mine
 
 
-def test_to_keras_it_is_of_the_class_of_the_original(tmp_path):
+def test_keras_writes_the_class_of_the_original(tmp_path):
     @keras.saving.register_keras_serializable("test_taking_turns")
     class Registered(keras.Sequential):
         pass
@@ -130,11 +131,14 @@ def test_to_keras_it_is_of_the_class_of_the_original(tmp_path):
     model = Registered([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     replicated = replicate_model(model, replicas=2)
-    assert replicated.__class__ is Registered
+    assert replicated.__class__ is type(replicated)
+    assert isinstance(replicated, Registered)
     keras.saving.save_model(replicated, tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert type(loaded) is Registered
     assert type(type(replicated).from_config(model.get_config())) is Registered
+    assert type(keras.models.clone_model(replicated)) is type(keras.models.clone_model(model))
+    assert type(copy.deepcopy(replicated)) is Registered
     np.testing.assert_array_equal(loaded.get_weights()[0], model.get_weights()[0])
 
 

@@ -13,6 +13,9 @@ from typing import Any
 
 import keras
 
+# REGISTERED_OBJS_TO_NAMES: the names under which Keras serializes its own classes.
+from keras.src.api_export import REGISTERED_OBJS_TO_NAMES as _public_names
+
 # The trainer of models under TensorFlow; it has Keras' own step methods, which a model may override.
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer as _Trainer
 
@@ -24,6 +27,9 @@ from keras.src.metrics import reduction_metrics as _metrics
 
 # Functional: the class of models that are built from inputs and outputs.
 from keras.src.models.functional import Functional as _Functional
+
+# GLOBAL_CUSTOM_NAMES: and those of classes that users have registered.
+from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES as _custom_names
 
 # Tracker: records the variables among an object's attributes.
 from keras.src.utils.tracking import Tracker as _Tracker
@@ -279,6 +285,14 @@ def exchange_functions(model: keras.Model, others: Any) -> Any:
     is_of_now = others is not None and all(one is other for one, other in zip(others[0], compiled, strict=True))
     vars(model).update(others[1] if is_of_now else dict.fromkeys(names))
     return found
+
+
+def serialized_as(kind: type, other: type) -> type:
+    """Makes Keras write the name of another class for objects of a class, and load them as objects of that one."""
+    _custom_names[kind] = keras.saving.get_registered_name(other)
+    if other in _public_names:
+        _public_names[kind] = _public_names[other]
+    return kind
 
 
 def own_functions(model: keras.Model) -> list[str]:
