@@ -6,8 +6,6 @@ the original wherever no strategy of this library is concerned. Checked on Tenso
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -24,20 +22,9 @@ from replica_engine._tf import checkpoints, collectives, distribute
 from replica_engine._tf.graphs import control_flow
 from replica_engine._tf.keras import accumulation as keras_accumulation
 from replica_engine._tf.keras import added_losses, files
+from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.keras import metrics as keras_metrics
-from replica_engine._tf.keras.trainer import (
-    BUILD,
-    COMPILES,
-    EXCLUDED,
-    FRAMES,
-    METHOD,
-    MODULE,
-    REDUCE,
-    TRAINER,
-    first_batch,
-    size_of_rest,
-    strategy_of,
-)
+from replica_engine._tf.keras.trainer import BUILD, COMPILES, EXCLUDED, FRAMES, METHOD, MODULE, REDUCE, TRAINER
 
 
 class Patch(NamedTuple):
@@ -62,8 +49,6 @@ TF_FRAMES = "tensorflow.python.util.traceback_utils"
 """The module that filters TensorFlow's tracebacks. Checked on TensorFlow 2.21.0."""
 _VALUES = "tensorflow.python.distribute.values.DistributedVariable"
 _SEVERAL = "tensorflow.python.distribute.values.PerReplica"
-_LOSSES = "keras.src.losses.loss"
-_METRICS = "keras.src.metrics.reduction_metrics"
 _FIRST_SCOPE = "the first `TPUStrategy.scope()`"
 _FIRST_WORKERS_SCOPE = "the first scope of a `MultiWorkerMirroredStrategy`, or of a `TPUStrategy` of several workers"
 _FIRST_THREADS = "the first strategy whose replicas run on threads"
@@ -72,8 +57,8 @@ _JOINED = "the first `MultiWorkerMirroredStrategy` of several workers"
 _OTHERS = "passes on to Keras for models of other strategies"
 _NOT_OF_WORKERS = "passes on to TensorFlow for what is not trained on several workers"
 _NOT_FAILED = "passes on to TensorFlow for all other errors"
-_FIT = "a replicated `fit`, `evaluate` or `predict`"
-_OUTSIDE = "taken back when the last one ends; passes on to Keras for other models meanwhile"
+_REPLICATED = "the first `replicate_model`"
+_SHARDS = "passes on to Keras outside the steps of a replicated model"
 _OPTIMIZER = f"{keras_accumulation.MODULE}.{keras_accumulation.OPTIMIZER}"
 _LOSS_SCALE = f"{keras_accumulation.LOSS_SCALE_MODULE}.{keras_accumulation.LOSS_SCALE}"
 _FIRST_VARIABLE = "the first variable that a strategy makes once Keras is imported"
@@ -177,10 +162,12 @@ PATCHES: tuple[Patch, ...] = (
             (checkpoints.SAVED_MODEL, checkpoints.NODES),
         )
     ),
-    Patch(_LOSSES, "reduce_weighted_values", "a shard's loss counts by its samples", _FIT, _OUTSIDE),
-    Patch(_LOSSES, "scale_loss_for_distribution", "the losses of shards are scaled once", _FIT, _OUTSIDE),
-    Patch(_LOSSES, "unscale_loss_for_distribution", "the losses of shards are scaled once", _FIT, _OUTSIDE),
-    Patch(_METRICS, "reduce_to_samplewise_values", "means over shards count by samples", _FIT, _OUTSIDE),
+    Patch(keras_hooks.LOSSES, keras_hooks.REDUCE_LOSSES, "a shard's loss counts by its samples", _REPLICATED, _SHARDS),
+    *(
+        Patch(keras_hooks.LOSSES, name, "the losses of shards are scaled once", _REPLICATED, _SHARDS)
+        for name in keras_hooks.SCALE_LOSSES
+    ),
+    Patch(keras_hooks.METRICS, keras_hooks.SAMPLEWISE, "means over shards count by samples", _REPLICATED, _SHARDS),
     Patch(
         _OPTIMIZER,
         keras_accumulation.APPLY,
@@ -260,28 +247,6 @@ PATCHES += tuple(
 )
 
 _MARK = "_replica_engine"
-
-
-class FirstBatch(NamedTuple):
-    """What is known when `fit` or `evaluate` begins.
-
-    Attributes:
-        model: the model.
-        strategy: the strategy under which it was built.
-        batch: the first batch of all replicas.
-        rest: the number of samples in a smaller last batch; None if there is none, or if Keras does not know it.
-        is_fit: whether the method is `fit`.
-    """
-
-    model: Any
-    strategy: Any
-    batch: Any
-    rest: int | None
-    is_fit: bool
-
-
-Make = Callable[[Any, Callable[..., Any], Callable[..., Any]], Callable[..., Any]]
-"""Takes a model, its step and Keras' own function; returns the function to call with an iterator."""
 
 
 def install_numbers() -> None:
@@ -365,107 +330,6 @@ def seed_by_replica(seed_in_replica: Callable[[Callable[[], int | None]], int | 
     _random_seed.get_seed = get_seed_of_replica
 
 
-def extend_trainer(make: Make) -> None:
-    """Makes models call the function that `make` returns; only once per process."""
-    trainer = getattr(sys.modules.get(MODULE), TRAINER, None)
-    method = getattr(trainer, METHOD, None)
-    if method is None or hasattr(method, _MARK):
-        return
-
-    @functools.wraps(method)
-    def extended(self: Any, step_function: Callable[..., Any]) -> Callable[..., Any]:
-        return make(self, step_function, method(self, step_function))
-
-    setattr(extended, _MARK, True)
-    setattr(trainer, METHOD, extended)
-
-
-def compile_in_scope(is_ours: Callable[[Any], bool]) -> None:
-    """Makes `compile` work under the scope of the model that it is called for; only once per process.
-
-    `compile` makes the variables of the loss, of metrics and of an optimizer that is given by its name, and users call
-    it outside of the scope. An optimizer of no strategy cannot train the model. Compiled replicas each have their own
-    value of a metric's variable that was made there, and only one of the values would count.
-
-    Args:
-        is_ours: whether a strategy is one of this library's.
-    """
-    trainer: Any = getattr(sys.modules.get(COMPILES), "Trainer", None)
-    method = getattr(trainer, "compile", None)
-    if method is None or hasattr(method, _MARK):
-        return
-
-    @functools.wraps(method)
-    def compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
-        strategy = strategy_of(self)
-        # A replica is in the scope already, and must not enter it.
-        outside = strategy is not None and is_ours(strategy) and tf.distribute.get_strategy() is not strategy
-        with strategy.scope() if outside else contextlib.nullcontext():
-            return method(self, *args, **kwargs)
-
-    setattr(compiled, _MARK, True)
-    trainer.compile = compiled
-
-
-def extend_build(
-    check: Callable[[FirstBatch], None],
-    explained: Callable[[Exception], Exception],
-    is_ours: Callable[[Any], bool],
-    built_now: Callable[[Any], None],
-) -> None:
-    """Makes Keras build a model from one replica's part of the first batch; only once per process.
-
-    Keras builds the model from the mean over the parts of all replicas: strings have no mean, and parts of different
-    sizes fail in an op, AddN.
-
-    Args:
-        check: called before the model is built, and before the first callback.
-        explained: makes another error of one that is raised while the model is built.
-        is_ours: whether a strategy is one of this library's.
-        built_now: called with the model when it is built, before its first step.
-    """
-    trainer: Any = getattr(sys.modules.get(MODULE), TRAINER, None)
-    method = getattr(trainer, BUILD, None)
-    if method is None or hasattr(method, _MARK):
-        return
-
-    @functools.wraps(method)
-    def built(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
-        strategy = strategy_of(self)
-        if strategy is None or not is_ours(strategy):
-            return method(self, iterator=iterator, data_batch=data_batch)
-        if iterator is not None:
-            batch = first_batch(iterator, strategy)
-            is_fit = _begun.get() is self
-            _begun.set(None)  # what `fit` calls later, such as `evaluate`, is not its beginning
-            check(FirstBatch(self, strategy, batch, size_of_rest(iterator), is_fit))
-            iterator, data_batch = None, distribute.first_values(batch)
-        try:
-            result = method(self, iterator=iterator, data_batch=data_batch)
-        except Exception as error:
-            raise explained(error)
-        built_now(self)
-        return result
-
-    fit = trainer.fit
-
-    @functools.wraps(fit)
-    def fitted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _begun.set(self)
-        try:
-            return fit(self, *args, **kwargs)
-        finally:
-            _begun.reset(token)
-
-    setattr(built, _MARK, True)
-    setattr(trainer, BUILD, built)
-    trainer.fit = fitted
-
-
-_begun: contextvars.ContextVar[Any] = contextvars.ContextVar("replica_engine_fit", default=None)
-"""The model whose `fit` has been called and has not built it yet. Keras builds it in the same way in `evaluate`."""
-
-
 def hide_frames(folders: tuple[str, ...]) -> None:
     """Makes TensorFlow, and Keras once it is imported, leave folders out of tracebacks that they filter; once each."""
     for name in (TF_FRAMES, FRAMES):
@@ -473,120 +337,3 @@ def hide_frames(folders: tuple[str, ...]) -> None:
         paths = getattr(module, EXCLUDED, None)
         if paths is not None and folders[0] not in paths:
             setattr(module, EXCLUDED, (*paths, *folders))
-
-
-def average_logs(strategies: type) -> None:
-    """Makes Keras log the mean over replicas under strategies of a class; only once per process."""
-    module = sys.modules.get(MODULE)
-    reduce = getattr(module, REDUCE, None)
-    if reduce is None or hasattr(reduce, _MARK):
-        return
-
-    @functools.wraps(reduce)
-    def averaged(values: Any, strategy: Any, reduction: str) -> Any:
-        if reduction == "auto" and isinstance(strategy, strategies):
-            reduction = "mean"
-        return reduce(values, strategy, reduction)
-
-    setattr(averaged, _MARK, True)
-    setattr(module, REDUCE, averaged)
-
-
-def extend_optimizers(
-    apply: Callable[[Any, Any, Any], None],
-    agreed: Callable[[Any], Any],
-    is_ours: Callable[[Any], bool],
-    check_foreign: Callable[[Any, Any], None],
-    explained: Callable[[Exception], Exception],
-) -> None:
-    """Makes Keras' optimizers accumulate gradients on each replica separately; only once per process.
-
-    Args:
-        apply: called as `apply(optimizer, grads, variables)` in a replica where an optimizer accumulates gradients.
-        agreed: combines the flag of a replica, whether its gradients are finite, with those of the others.
-        is_ours: whether a strategy is one of this library's.
-        check_foreign: called as `check_foreign(optimizer, variables)` in a replica with an optimizer of no strategy.
-        explained: takes an exception of `build`; returns one in the user's terms, or the exception itself.
-    """
-    names = keras_accumulation
-    optimizer = getattr(sys.modules.get(names.MODULE), names.OPTIMIZER, None)
-    scaling = getattr(sys.modules.get(names.LOSS_SCALE_MODULE), names.LOSS_SCALE, None)
-    own_apply, own_add = getattr(optimizer, names.APPLY, None), getattr(optimizer, names.ADD_VARIABLE, None)
-    own_check = getattr(scaling, names.CHECK_FINITE, None)
-    if own_apply is None or own_add is None or own_check is None or hasattr(own_apply, _MARK):
-        return
-
-    def in_replica_of_ours() -> bool:
-        context = tf.distribute.get_replica_context()
-        return context is not None and is_ours(context.strategy)
-
-    @functools.wraps(own_apply)
-    def applied(self: Any, grads: Any, trainable_variables: Any) -> None:
-        if names.accumulates(self) and in_replica_of_ours():
-            apply(self, grads, trainable_variables)
-            return
-        if names.is_of_no_strategy(self) and in_replica_of_ours():
-            check_foreign(self, trainable_variables)
-        own_apply(self, grads, trainable_variables)
-
-    @functools.wraps(own_add)
-    def added(self: Any, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
-        of_each = name == names.ACCUMULATOR and is_ours(self._distribution_strategy)
-        with tf.variable_creator_scope(_for_each_replica) if of_each else contextlib.nullcontext():
-            try:
-                return own_add(self, reference_variable, name=name, initializer=initializer)
-            except Exception as error:
-                # Keras calls an optimizer built before it has all of its variables. If it kept that, a second call
-                # would miss the others: AttributeError: no attribute '_momentums'.
-                self.built = False
-                raise explained(error)
-
-    @functools.wraps(own_check)
-    def checked(self: Any, grads: Any) -> Any:
-        finite = own_check(self, grads)
-        return agreed(finite) if in_replica_of_ours() else finite
-
-    setattr(applied, _MARK, True)
-    setattr(optimizer, names.APPLY, applied)
-    setattr(optimizer, names.ADD_VARIABLE, added)
-    setattr(scaling, names.CHECK_FINITE, checked)
-
-
-def _for_each_replica(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-    """A variable creator: the variable has one value on each replica, and elsewhere their sum."""
-    kwargs.update(synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM)
-    return next_creator(**kwargs)
-
-
-def reduce_over_workers(strategies: type) -> None:
-    """Makes Keras reduce the logs of all workers under strategies of a class; a process may do so for several classes.
-
-    Keras calls `strategy.reduce("MEAN", value, axis=0)` there, which fails for scalars, and logs are scalars. Rows of
-    predictions are joined by the strategy's `join_rows`, if it has that method.
-    """
-    module = sys.modules.get(MODULE)
-    reduce = getattr(module, REDUCE, None)
-    if reduce is None:
-        return
-    if hasattr(reduce, _OF_WORKERS):
-        getattr(reduce, _OF_WORKERS).add(strategies)
-        return
-    classes = {strategies}
-    operations = {"auto": "MEAN", "mean": "MEAN", "sum": "SUM"}
-
-    @functools.wraps(reduce)
-    def reduced(values: Any, strategy: Any, reduction: str) -> Any:
-        if not isinstance(strategy, tuple(classes)):
-            return reduce(values, strategy, reduction)
-        if reduction == "concat" and hasattr(strategy, "join_rows"):
-            return tf.nest.map_structure(strategy.join_rows, values)
-        if reduction not in operations:
-            return reduce(values, strategy, reduction)
-        assert isinstance(strategy, tf.distribute.Strategy)
-        return strategy.reduce(operations[reduction], values, axis=None)
-
-    setattr(reduced, _OF_WORKERS, classes)
-    setattr(module, REDUCE, reduced)
-
-
-_OF_WORKERS = "_replica_engine_workers"  # the attribute of Keras' function that has the classes; wrappers copy it

@@ -8,8 +8,7 @@
 - `shard`: one replica's part of a batch, and its weight in the whole batch.
 - `steps`: one step on one replica; `on_threads` and `on_xla` run it on all replicas; `compiling` reports progress while
   a step compiles.
-- `hooks`, `losses`: change the parts of Keras that must know about shards; `undivided`: the metrics that need whole
-  batches.
+- `hooks`: changes the parts of Keras that must know about shards, and tells which metrics need whole batches.
 - `optimizer`: reduces the gradients of all replicas and applies them; `cross_replica_optimizer` does so in custom
   loops.
 """

@@ -3,13 +3,22 @@
 The `train_step` and `test_step` of Keras, or of the model, run unchanged on each replica. They are written for a batch
 and run here on a shard of it. In these places the difference matters:
 
-- an optimizer's `apply` first reduces gradients over replicas;
+- an optimizer's `apply` first reduces gradients over replicas, and updates variables through their strategy;
 - each gradient counts with the weight of the shard, once. In Keras' own `train_step`, `scale_loss` multiplies the loss
   by the weight: it is called once, and nobody sees its result. In a `train_step` of the user's own, `apply` multiplies
   the gradients: the step may scale one loss for two optimizers, or one of two losses, or show the scaled loss;
-- the loss of one of several outputs counts with the shard's fraction of the batch;
+- Keras divides the sum of the losses of a shard by their number, so that the result is the mean over the shard, which
+  counts n_r / n. With masked values, or with weights in one of the reductions, Keras divides by another number; with
+  the reduction "sum" it does not divide. Shards have different divisors, so the divisors are summed over the replicas;
+- the loss of one of several outputs, and a `Mean` metric that gets a single number for a batch, count with the shard's
+  fraction of the batch;
 - a metric records the results of its `result`, so that the logs can show the result over all replicas instead;
-- a metric of the user's own is looked at while it is traced: whether its values on shards can be added up.
+- a metric of the user's own is looked at where its `update_state` is traced, in the first step. The values of its
+  variables are added up over replicas. That is right where each update adds something to each variable: then a sum over
+  shards is the sum over the batch. It is wrong for a maximum, for the last value, for a running mean. Then that trace
+  is given up, and the steps of the model compute whole batches from then on, of which the result of replica 0 counts.
+  A step that runs eagerly cannot be given up: it has updated weights before it comes to the metrics. So a model with
+  metrics of the user's own computes whole batches there at once.
 
 Between steps, a callback may change the model. These changes are noticed at once:
 
@@ -18,41 +27,63 @@ Between steps, a callback may change the model. These changes are noticed at onc
 - before weights are saved or read, the replicas agree on moving statistics. So training continues from exactly what was
   saved, and a second process that loads the weights continues from the same values.
 
-The hooks are attributes of the model, optimizers and metrics. They exist only while a replicated method runs.
+The hooks on losses and on `Mean` metrics are functions of Keras, put in place once. All others are attributes of the
+model, optimizers and metrics; they exist only while a replicated method runs.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
+import threading
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import tensorflow as tf
+from keras import ops
 
+from replica_engine._tf import distribute
+from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.keras import model as keras_model
-from replica_engine._tf.keras import sums as keras_sums
+from replica_engine._tf.keras import sums as sums
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.keras.cross_replica_optimizer import CrossReplicaOptimizer
 from replica_engine.keras.optimizer import apply_across_replicas, of_whole_batch
-from replica_engine.keras.shard import current_shard
-from replica_engine.keras.undivided import looked_at
+from replica_engine.keras.shard import Shard, current_shard
+from replica_engine.process.interrupts import held_off_once
 
+_MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 _NOTHING = object()
+_logger = logging.getLogger("replica_engine")
+_lock = threading.Lock()
+_found: weakref.WeakValueDictionary[int, keras.metrics.Metric] = weakref.WeakValueDictionary()  # no sums, by their ids
 _READING = ("save", "save_weights", "export", "get_weights")
 
 
-class Listener(Protocol):
-    """The interface of the object that is told what a callback does to a model."""
+def extend_keras() -> None:
+    """Makes Keras' losses and means treat the values of a shard as described above, once."""
+    keras_hooks.extend_losses(_reduce, _weight, _in_shard)
 
-    def build(self, optimizer: keras.optimizers.Optimizer, build: Callable[[], None]) -> None:
-        """Called when an optimizer builds its variables; `build` is the optimizer's own method."""
 
-    def changed(self) -> None:
-        """Called when the model may have other variables, optimizers or metrics than before."""
+class NotASum(BaseException):
+    """A step is given up while it is traced: its shards would not add up. The step of the whole batch takes its place.
 
-    def reconcile(self) -> None:
-        """Called before variables are read."""
+    No user sees it, and no `except Exception` on its way takes it for an error, neither of the user's nor of ours.
+    """
+
+
+def needs_whole_batches(model: keras.Model) -> bool:
+    """Whether a loss or metric of the model is of the batch as a whole, as far as is known."""
+    if keras_model.mixes_samples(model):
+        return True
+    return bool(_found) and any(id(metric) in _found for metric in keras_model.metrics_of(model))
+
+
+def has_own_metrics(model: keras.Model) -> bool:
+    """Whether the model has metrics that are not Keras' own."""
+    return bool(sums.own_metrics_of(model))
 
 
 class Hooks:
@@ -60,12 +91,25 @@ class Hooks:
 
     Args:
         model: the model.
-        listener: the object to tell what happens to the model.
+        strategy: the strategy through which its optimizers update variables.
+        build: called when an optimizer builds its variables, with the optimizer and its own method.
+        changed: called when the model may have other variables, optimizers or metrics than before.
+        reconcile: called before variables are read.
     """
 
-    def __init__(self, model: keras.Model, listener: Listener):
+    def __init__(
+        self,
+        model: keras.Model,
+        strategy: tf.distribute.Strategy,
+        build: Callable[[keras.optimizers.Optimizer, Callable[[], None]], None],
+        changed: Callable[[], None],
+        reconcile: Callable[[], None],
+    ):
         self._model = model
-        self._listener = listener
+        self._strategy = strategy
+        self._build_shared = build
+        self._changed = changed
+        self._reconcile = reconcile
         self._there: dict[tuple[int, str], tuple[Any, Any]] = {}
 
     def put(self) -> None:
@@ -85,6 +129,8 @@ class Hooks:
 
     def _take(self, key: tuple[int, str]) -> None:
         target, before = self._there.pop(key)
+        if before is self._strategy:  # an optimizer that was made under the scope has plain variables now
+            before = distribute.default_strategy()
         if before is _NOTHING:
             vars(target).pop(key[1], None)
         else:
@@ -92,7 +138,7 @@ class Hooks:
 
     def _wanted(self) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
         """Yields each hook as its target object, its attribute name, and the function that makes it."""
-        yield self._model, "compile", lambda model: _then(model.compile, self._listener.changed)
+        yield self._model, "compile", lambda model: _then(model.compile, self._changed)
         for name in _READING:
             yield self._model, name, functools.partial(self._reading, name=name)
         for optimizer in keras_model.optimizers_of(self._model):
@@ -100,13 +146,14 @@ class Hooks:
             yield optimizer, "scale_loss", functools.partial(_scale_loss, has_weighted=self._has_weighted)
             for each in keras_model.with_inner_optimizers(optimizer):
                 yield each, "build", self._build
+                yield each, keras_model.STRATEGY, lambda _: self._strategy
         of_outputs = keras_model.output_losses(self._model)
         for metric in keras_model.metrics_of(self._model):
             yield metric, "result", _result
             if any(metric is each for each in of_outputs) and not self._model.run_eagerly:
                 yield metric, "update_state", _update
-            elif keras_sums.has_own_update(metric):
-                yield metric, "update_state", looked_at
+            elif sums.has_own_update(metric):
+                yield metric, "update_state", _looked_at
 
     def _has_weighted(self, optimizer: keras.optimizers.Optimizer) -> bool:
         """Whether gradients that reach the optimizer have the weight of the shard, because their loss had it."""
@@ -115,14 +162,14 @@ class Hooks:
 
     def _build(self, optimizer: keras.optimizers.Optimizer) -> Callable[[Any], None]:
         own = optimizer.build
-        return lambda variables: self._listener.build(optimizer, lambda: own(variables))
+        return lambda variables: self._build_shared(optimizer, lambda: own(variables))
 
     def _reading(self, model: keras.Model, name: str) -> Callable[..., Any]:
         own = getattr(model, name)
 
         @functools.wraps(own)
         def read(*args: Any, **kwargs: Any) -> Any:
-            self._listener.reconcile()
+            self._reconcile()
             return own(*args, **kwargs)
 
         return read
@@ -214,3 +261,72 @@ def _weighted(grad: Any, share: Any) -> Any:
     if isinstance(grad, tf.IndexedSlices):
         return tf.IndexedSlices(_weighted(grad.values, share), grad.indices, grad.dense_shape)
     return grad * share.weight(grad.dtype)
+
+
+def _looked_at(metric: keras.metrics.Metric) -> Callable[..., Any]:
+    """The `update_state` of a metric of the user's own; it gives up a step of a shard whose values do not add up."""
+    own = metric.update_state
+
+    def update_state(*args: Any, **kwargs: Any) -> Any:
+        result = own(*args, **kwargs)  # the first call may make variables
+        share = current_shard()
+        if share is None or share.whole or share.replicas == 1 or sums.is_looking():
+            return result
+        updates = held_off_once().around(lambda: sums.updates_of(metric, own, args, kwargs, lambda: ""))
+        if any(update.kind != sums.SUM for update in updates):
+            with _lock:
+                if id(metric) not in _found:
+                    _found[id(metric)] = metric
+                    _logger.info("every replica computes whole batches: the metric %r does not only add", metric.name)
+            raise NotASum(metric.name)
+        return result
+
+    return update_state
+
+
+def _in_shard() -> bool:
+    return current_shard() is not None
+
+
+def _reduce(
+    original: Callable[..., Any],
+    values: Any,
+    sample_weight: Any = None,
+    mask: Any = None,
+    reduction: Any = "sum_over_batch_size",
+    dtype: Any = None,
+) -> Any:
+    loss = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
+    share = current_shard()
+    assert share is not None
+    if share.whole or share.replicas == 1 or len(values.shape) == 0:
+        return loss
+    if reduction == "sum":
+        return loss / share.weight(loss.dtype)
+    if reduction not in _MEANS:
+        return loss
+    divisor = _divisor(sample_weight, mask, reduction, loss.dtype)
+    return loss if divisor is None else loss * _correction(divisor, share)
+
+
+def _weight(values: Any, sample_weight: Any) -> Any:
+    share = current_shard()
+    assert share is not None
+    is_number = sample_weight is None and len(tf.convert_to_tensor(values).shape) == 0
+    return share.fraction() if is_number else sample_weight
+
+
+def _divisor(sample_weight: Any, mask: Any, reduction: str, dtype: Any) -> Any:
+    """The divisor of a shard's losses; None if it is the number of samples or a multiple of that number."""
+    if reduction == "mean_with_sample_weight":
+        if sample_weight is None and mask is None:
+            return None
+        return ops.sum(ops.cast(keras_model.masked(sample_weight, mask, dtype, reduction), dtype))
+    return None if mask is None else ops.sum(ops.cast(mask, dtype))
+
+
+def _correction(divisor: Any, share: Shard) -> Any:
+    """The factor from the shard's mean to its part of the global mean; a later weight by samples is divided out."""
+    context = tf.distribute.get_replica_context()
+    total = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.stop_gradient(divisor))
+    return tf.math.divide_no_nan(divisor, total) / share.weight(divisor.dtype)

@@ -13,9 +13,9 @@ import tensorflow as tf
 from replica_engine._tf.distribute import replica_id_in_sync_group
 from replica_engine._tf.keras import model as keras_model
 from replica_engine.keras.compiling import compiling
+from replica_engine.keras.hooks import NotASum, has_own_metrics, needs_whole_batches
 from replica_engine.keras.shard import Shard
 from replica_engine.keras.steps import run_step
-from replica_engine.keras.undivided import NotASum, has_own_metrics, needs_whole_batches
 from replica_engine.values import samples
 from replica_engine.values.regroup import regroup
 

@@ -28,9 +28,9 @@ from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.errors import CollectiveError
 from replica_engine.errors.base import warning
 from replica_engine.keras.compiling import compiling, layers_named, sparse_inputs_named
+from replica_engine.keras.hooks import NotASum, needs_whole_batches
 from replica_engine.keras.shard import Longer, Shard
 from replica_engine.keras.steps import Logs, across_replicas, run_step
-from replica_engine.keras.undivided import NotASum, needs_whole_batches
 from replica_engine.strategies.tpu.device_loops import LoopSettings
 from replica_engine.values import rows, samples
 from replica_engine.values.regroup import regroup, select

@@ -107,14 +107,15 @@ def of_whole_batch(grads: Sequence[Any]) -> list[Any]:
 @contextlib.contextmanager
 def through_strategy(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Makes the optimizer update variables of `strategy` inside the block, wherever the optimizer was made."""
-    before = [(each, keras_model.strategy_of_optimizer(each)) for each in keras_model.with_inner_optimizers(optimizer)]
-    for each, _ in before:
-        keras_model.set_strategy_of_optimizer(each, strategy)
+    parts = keras_model.with_inner_optimizers(optimizer)
+    before = [vars(each)[keras_model.STRATEGY] for each in parts]
+    for each in parts:
+        vars(each)[keras_model.STRATEGY] = strategy
     try:
         yield
     finally:
-        for each, own in before:
-            keras_model.set_strategy_of_optimizer(each, own)
+        for each, own in zip(parts, before, strict=True):
+            vars(each)[keras_model.STRATEGY] = own
 
 
 class _Merge:

@@ -29,7 +29,6 @@ from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.errors import OptimizerError, ReplicateError
 from replica_engine.keras.hooks import Hooks
-from replica_engine.keras.losses import extension
 from replica_engine.keras.on_threads import OnThreads
 from replica_engine.keras.optimizer import through_strategy
 from replica_engine.keras.variables import ReplicatedVariables
@@ -57,7 +56,7 @@ class Replicas:
         self.strategy = strategy
         self._model = model
         self._variables = ReplicatedVariables(original, strategy)
-        self._hooks = Hooks(original, self)
+        self._hooks = Hooks(original, strategy, self.build, self.changed, self.reconcile)
         self._functions: Any = None
         self._is_resumed = False
         self._depth = 0
@@ -83,7 +82,7 @@ class Replicas:
             ReplicateError: the other replicated model is inside on another thread, which cannot be made to leave.
         """
         outside = distribute.outside_scopes() if tf.distribute.has_strategy() else contextlib.nullcontext()
-        with outside, extension.installed():
+        with outside:
             with _lock:
                 self._enter()
             try:
@@ -189,7 +188,7 @@ class Replicas:
             self._renew(in_step=True)
 
     def metrics_left(self) -> contextlib.AbstractContextManager[None]:
-        """Inside the block, metric variables are plain ones, because Keras is about to set them to zero."""
+        """Inside the block, metric variables are plain ones; see `ReplicatedVariables.metrics_left`."""
         self.changed()
         return self._variables.metrics_left()
 

@@ -14,6 +14,7 @@ from replica_engine.diagnostics.user_frames import FOLDERS
 from replica_engine.errors import ReplicateError
 from replica_engine.errors.base import brief, positive_int, shown
 from replica_engine.keras.choice import choose
+from replica_engine.keras.hooks import extend_keras
 from replica_engine.keras.model import is_replicated, replicated
 from replica_engine.strategies.backend import has_backend
 
@@ -81,6 +82,7 @@ def replicate_model(
         )
     _check_inputs(model, present)
     patches.hide_frames(FOLDERS)
+    extend_keras()
     twin = replicated(model, strategy)
     if hasattr(strategy, "leave_files_to_chief"):  # a strategy that may have several workers
         strategy.leave_files_to_chief(model, twin)

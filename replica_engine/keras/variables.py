@@ -41,14 +41,16 @@ class ReplicatedVariables:
         self._model = model
         self._strategy = strategy
         self._shared: dict[int, _Shared] = {}
-        self._is_inside = False
-        self._optimizers: dict[int, tuple[Any, Any]] = {}
         self._spread, self._gather = (_with_all({}, do) for do in (_Shared.spread, _Shared.gather))
 
     @contextlib.contextmanager
     def metrics_left(self) -> Iterator[None]:
-        """Inside the block, the metric variables are plain ones, because Keras is about to set them to zero."""
-        counted = [shared for shared in self._shared.values() if shared.is_of_metric and self._is_inside]
+        """Inside the block, metric variables are plain ones: Keras is about to set them, and replica 0 gets that value.
+
+        An assignment to the distributed variable would give each replica an equal part of the value. Of a metric that
+        is no sum, only the value of replica 0 counts.
+        """
+        counted = [shared for shared in self._shared.values() if shared.is_of_metric and shared.is_distributed()]
         for shared in counted:
             shared.gather()
             shared.put_plain()
@@ -66,12 +68,10 @@ class ReplicatedVariables:
 
     def enter(self) -> None:
         """Puts the distributed variables into the model's Keras variables."""
-        self._is_inside = True
         self._find()
         for shared in self._shared.values():
             shared.put_distributed()
         self._spread()
-        self._lend_optimizers()
 
     def leave(self) -> bool:
         """Puts the plain variables back into the model's Keras variables.
@@ -79,8 +79,6 @@ class ReplicatedVariables:
         Returns:
             Whether a step made variables, which steps of a later call would not share.
         """
-        self._is_inside = False
-        self._return_optimizers(list(self._optimizers.values()))
         try:
             self.reconcile()
             self._gather()
@@ -95,8 +93,6 @@ class ReplicatedVariables:
         Returns:
             True: what is known of the replicas may be of no use.
         """
-        self._is_inside = False
-        self._return_optimizers(list(self._optimizers.values()))
         # If `enter` did not find all, a variable may have others by now than it had in the last call.
         _put_all_plain(shared for shared in self._shared.values() if shared.is_under())
         return True
@@ -124,7 +120,6 @@ class ReplicatedVariables:
                 shared.spread()
             elif shared.is_one_seed():
                 shared.spread()
-        self._lend_optimizers()
         return before is not self._shared
 
     def _find(self, in_step: bool = False) -> None:
@@ -148,26 +143,6 @@ class ReplicatedVariables:
         if known != self._shared:
             self._shared = known
             self._spread, self._gather = (_with_all(known, do) for do in (_Shared.spread, _Shared.gather))
-
-    def _lend_optimizers(self) -> None:
-        """Makes the model's optimizers update variables through the strategy; gives former optimizers back."""
-        optimizers = {id(each): each for each in keras_model.optimizers_of(self._model)}
-        self._return_optimizers([lent for key, lent in self._optimizers.items() if key not in optimizers])
-        for key, optimizer in optimizers.items():
-            parts = keras_model.with_inner_optimizers(optimizer)
-            if key not in self._optimizers:
-                strategies = [(each, keras_model.strategy_of_optimizer(each)) for each in parts]
-                self._optimizers[key] = (optimizer, strategies)
-            for each in parts:
-                keras_model.set_strategy_of_optimizer(each, self._strategy)
-
-    def _return_optimizers(self, lent: list[tuple[Any, Any]]) -> None:
-        for optimizer, strategies in lent:
-            for each, strategy in strategies:
-                # An optimizer that was made under the scope has plain variables now.
-                own = distribute.default_strategy() if strategy is self._strategy else strategy
-                keras_model.set_strategy_of_optimizer(each, own)
-            del self._optimizers[id(optimizer)]
 
 
 class _Shared:
@@ -204,6 +179,10 @@ class _Shared:
     def is_of(self, value: Any) -> bool:
         """Whether `value` is one of these two variables."""
         return value is self.plain or value is self._distributed
+
+    def is_distributed(self) -> bool:
+        """Whether the Keras variable holds the distributed variable now."""
+        return keras_model.underlying(self._variable) is self._distributed
 
     def is_under(self) -> bool:
         """Whether the Keras variable holds one of these two variables now."""

@@ -17,9 +17,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import distribute, patches
+from replica_engine._tf import distribute
 from replica_engine._tf.graphs import autograph
 from replica_engine._tf.keras import accumulation as keras_accumulation
+from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine.diagnostics.misuse import explained
 from replica_engine.diagnostics.suspicions import check_optimizer
 from replica_engine.values.regroup import regroup
@@ -31,7 +32,7 @@ def extend_keras(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
     Args:
         is_ours: whether a strategy runs on a backend of this library; all others keep what Keras does.
     """
-    patches.extend_optimizers(_apply, _on_all_replicas, is_ours, check_optimizer, explained)
+    keras_hooks.extend_optimizers(_apply, _on_all_replicas, is_ours, check_optimizer, explained)
 
 
 @autograph.artifact

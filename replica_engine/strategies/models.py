@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute, patches
 from replica_engine._tf.keras import added_losses
+from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.diagnostics.misuse import explained
@@ -32,14 +33,14 @@ def explain(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
     Args:
         is_ours: whether a strategy runs on a backend of this library; all others keep what Keras does.
     """
-    patches.extend_build(_check_batch, explained, is_ours, _watch_metrics)
-    patches.compile_in_scope(is_ours)
+    keras_hooks.extend_build(_check_batch, explained, is_ours, _watch_metrics)
+    keras_hooks.compile_in_scope(is_ours)
     patches.hide_frames(FOLDERS)
     keras_metrics.extend_variables()
     added_losses.for_each_replica(lambda: (replica := current_replica()) is not None and replica.index > 0)
 
 
-def _check_batch(first: patches.FirstBatch) -> None:
+def _check_batch(first: keras_hooks.FirstBatch) -> None:
     """Checks that the replicas have equal shares of a batch; `fit` averages over replicas, not over samples.
 
     On threads, a smaller last batch of `fit` gets a warning only, because it is a single step. Compiled replicas cannot

@@ -9,6 +9,7 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter as _DataAd
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter as _OfGenerator
 
 from helpers.private_names import Private
+from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
 
@@ -40,9 +41,12 @@ PRIVATE = (
     Private(_model, "_loss_tracker", "whether compile() was called again"),
     Private(_DataAdapter, keras_trainer.REST, "the size of a last batch that is smaller"),
     Private(_OfGenerator(iter([(0,)])), keras_trainer.KEPT, "the first batch of a generator, which still gives it"),
-    Private(_loss, keras_model.REDUCE, "replaced: the loss of a shard"),
-    Private(_metrics, keras_model.SAMPLEWISE, "replaced: the weight of a sample in a shard"),
+    Private(_loss, keras_hooks.REDUCE_LOSSES, "replaced: the loss of a shard"),
+    Private(_metrics, keras_hooks.SAMPLEWISE, "replaced: the weight of a sample in a shard"),
     Private(_loss, keras_model.MASKED, "the divisor of a masked loss"),
-    *(Private(_loss, name, "replaced: this library scales the loss of a shard itself") for name in keras_model.SCALES),
+    *(
+        Private(_loss, name, "replaced: this library scales the loss of a shard itself")
+        for name in keras_hooks.SCALE_LOSSES
+    ),
 )
 """Every private attribute of Keras that the library uses."""

@@ -15,7 +15,7 @@ from helpers import fork_server
 from helpers.jobs import LONGER, Proxy, job
 from helpers.versions import HAS_XLA
 
-from replica_engine._tf import patches
+from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.keras.trainer import MODULE, REDUCE
 from replica_engine.errors import WorkerVersionError
 
@@ -218,7 +218,7 @@ def test_logs_are_reduced_over_workers_under_each_strategy_of_a_process(monkeypa
     trainer = importlib.import_module(MODULE)
     monkeypatch.setattr(trainer, REDUCE, lambda values, strategy, reduction: "Keras' own")
     for kind in (First, Second, First):
-        patches.reduce_over_workers(kind)
+        keras_hooks.reduce_over_workers(kind)
     reduce = getattr(trainer, REDUCE)
     for strategy in (First(), Second()):
         assert reduce(1.0, strategy, "auto") == ("MEAN", 1.0, None)

@@ -311,8 +311,8 @@ def test_a_seed_that_is_restored_in_a_callback_is_another_one_on_each_replica(tw
     assert int(state.numpy()[0]) == 7
 
 
-def test_plain_keras_runs_none_of_this_library_afterwards(two_replicas):
-    """Losses and metrics of Keras are Keras' own again once no replicated method runs."""
+def test_plain_keras_is_only_asked_for_a_shard_afterwards(two_replicas):
+    """Once no replicated method runs, nothing is left on the model; Keras' losses and metrics ask for a shard."""
     model = regression()
     replicate_model(model, strategy=two_replicas).fit(BATCHES, **QUIET)
     ours = set()
@@ -320,11 +320,11 @@ def test_plain_keras_runs_none_of_this_library_afterwards(two_replicas):
     def note(frame, event, _):
         name = frame.f_code.co_filename
         if "replica_engine/keras/" in name or "_tf/keras/model" in name:
-            ours.add(f"{name}:{frame.f_code.co_name}")
+            ours.add(frame.f_code.co_name)
 
     sys.setprofile(note)
     try:
         model.fit(BATCHES, **QUIET)
     finally:
         sys.setprofile(None)
-    assert not ours
+    assert ours == {"_in_shard", "current_shard"}

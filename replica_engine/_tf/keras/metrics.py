@@ -8,39 +8,34 @@ replica added to the sum of all, which then counted N times. This module does no
 from __future__ import annotations
 
 import contextvars
-import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from replica_engine._tf import versions
+from replica_engine._tf.keras import hooks
 
 MODULE = "keras.src.backend.tensorflow.core"  # of Keras 3.8 and 3.9
 VARIABLE = "Variable"
 INITIALIZE = "_initialize"  # makes the TensorFlow variable, now or later
 
-_MARK = "_replica_engine"
 _is_of_keras: contextvars.ContextVar[bool] = contextvars.ContextVar("replica_engine_keras_variable", default=False)
 
 
 def extend_variables() -> None:
     """Notes when Keras makes the variable under one of its own; only once per process, and only before Keras 3.10."""
-    variable = getattr(sys.modules.get(MODULE), VARIABLE, None)
-    initialize = getattr(variable, INITIALIZE, None)
-    if initialize is None or hasattr(initialize, _MARK) or versions.keras() >= (3, 10):
-        return
+    if versions.keras() < (3, 10):
+        hooks.wrap(getattr(sys.modules.get(MODULE), VARIABLE, None), INITIALIZE, _initialize)
 
-    @functools.wraps(initialize)
-    def noted(self: Any, value: Any) -> None:
-        token = _is_of_keras.set(True)
-        try:
-            initialize(self, value)
-        finally:
-            _is_of_keras.reset(token)
 
-    setattr(noted, _MARK, True)
-    setattr(variable, INITIALIZE, noted)
+def _initialize(own: Callable[..., Any], variable: Any, value: Any) -> None:
+    token = _is_of_keras.set(True)
+    try:
+        own(variable, value)
+    finally:
+        _is_of_keras.reset(token)
 
 
 def with_value_of_each_replica(kwargs: dict[str, Any]) -> dict[str, Any]:

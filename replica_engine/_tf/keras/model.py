@@ -5,8 +5,6 @@ Checked on Keras 3.15.1. This module imports Keras, so only code that already ha
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -19,11 +17,8 @@ from keras.src.api_export import REGISTERED_OBJS_TO_NAMES as _public_names
 # The trainer of models under TensorFlow; it has Keras' own step methods, which a model may override.
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer as _Trainer
 
-# loss: the module whose functions reduce losses and scale them for strategies.
+# loss: the module that has the mask of a loss.
 from keras.src.losses import loss as _loss
-
-# reduction_metrics: the module whose function reduces the values of a Mean to one per sample.
-from keras.src.metrics import reduction_metrics as _metrics
 
 # Functional: the class of models that are built from inputs and outputs.
 from keras.src.models.functional import Functional as _Functional
@@ -43,17 +38,14 @@ from replica_engine._tf.keras import trainer as keras_trainer
 
 versions.check_keras()
 
-REDUCE = "reduce_weighted_values"
-SAMPLEWISE = "reduce_to_samplewise_values"
 MASKED = "apply_mask"
-SCALES = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
 
 _OF_BATCHES = (keras.losses.Dice, keras.losses.Tversky, keras.losses.Circle)
 _CORRELATIONS = (keras.metrics.PearsonCorrelation, keras.metrics.ConcordanceCorrelation)
-_FUNCTIONS = ("train", "test", "predict")
+STRATEGY = "_distribution_strategy"
+"""The attribute of an optimizer with the strategy under which it was made and through which it updates variables."""
 
-Reduce = Callable[..., Any]
-"""The signature of a replacement of `reduce_weighted_values`: the original function, then its arguments."""
+_FUNCTIONS = ("train", "test", "predict")
 
 
 def underlying(variable: keras.Variable) -> Any:
@@ -156,16 +148,6 @@ def _calls_all(layer: keras.Layer) -> bool:
 def trained_by(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     """The variables that an optimizer was built for."""
     return list(optimizer._trainable_variables)
-
-
-def strategy_of_optimizer(optimizer: keras.optimizers.Optimizer) -> Any:
-    """The strategy under which an optimizer was made and through which it updates variables."""
-    return optimizer._distribution_strategy
-
-
-def set_strategy_of_optimizer(optimizer: keras.optimizers.Optimizer, strategy: Any) -> None:
-    """Makes an optimizer update variables through a strategy."""
-    optimizer._distribution_strategy = strategy
 
 
 def with_inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
@@ -324,69 +306,3 @@ def _is_of_batches(loss: Any) -> bool:
 def _axes(metric: keras.metrics.Metric) -> tuple:
     axis = metric.get_config().get("axis")
     return tuple(axis) if isinstance(axis, (list, tuple)) else (axis,)
-
-
-class Extension:
-    """Replacements of functions of Keras' losses and metrics, active while a shard is being computed.
-
-    The functions belong to Keras' modules, so they are replaced for the whole process, but only while `installed`.
-
-    Args:
-        reduce: reduces losses; its first argument is Keras' own function.
-        sample_weight: returns the weight that a `Mean` uses, from a value and the weight that was passed with it.
-        is_ours: whether a shard is being computed; while it is, losses are not scaled for a strategy.
-    """
-
-    def __init__(self, reduce: Reduce, sample_weight: Callable[[Any, Any], Any], is_ours: Callable[[], bool]):
-        self._reduce = reduce
-        self._sample_weight = sample_weight
-        self._is_ours = is_ours
-        self._lock = threading.Lock()
-        self._users = 0
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """Inside the block, Keras calls the replacements on all threads; several threads may be inside."""
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                self._install()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if not self._users:
-                    self._uninstall()
-
-    def _install(self) -> None:
-        make = [(_loss, REDUCE, self._reduced), (_metrics, SAMPLEWISE, self._weighted)]
-        make += [(_loss, name, self._unscaled) for name in SCALES]
-        for module, name, replacement in make:
-            original = getattr(module, name)
-            self._replaced.append((module, name, original, replacement(original)))
-            setattr(*self._replaced[-1][:2], self._replaced[-1][3])
-
-    def _uninstall(self) -> None:
-        for module, name, original, replacement in self._replaced:
-            if getattr(module, name) is replacement:  # otherwise other code has replaced it since
-                setattr(module, name, original)
-        self._replaced.clear()
-
-    def _reduced(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def reduced(*args: Any, **kwargs: Any) -> Any:
-            return self._reduce(original, *args, **kwargs) if self._is_ours() else original(*args, **kwargs)
-
-        return reduced
-
-    def _weighted(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def weighted(values: Any, weight: Any, reduce_fn: Any, dtype: Any) -> Any:
-            if self._is_ours() and reduce_fn is keras.ops.mean:
-                weight = self._sample_weight(values, weight)
-            return original(values, weight, reduce_fn=reduce_fn, dtype=dtype)
-
-        return weighted
-
-    def _unscaled(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda value: value if self._is_ours() else original(value)

@@ -10,8 +10,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import collectives, distribute, patches
+from replica_engine._tf import collectives, distribute
 from replica_engine._tf.host_datasets import HostDatasets, rows_of_batches
+from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine.strategies.backend import OnReplicaThreads, ReplicaThreads
 from replica_engine.strategies.multi_worker import job
 from replica_engine.strategies.multi_worker.launches import Launches, check_mode, of_batches, of_variable
@@ -204,7 +205,7 @@ class MultiWorkerMirroredStrategy(OnReplicaThreads, tf.distribute.MultiWorkerMir
 
     def scope(self) -> Any:
         """Like the scope of every strategy. Models of Keras log means over all workers, and the chief writes files."""
-        patches.reduce_over_workers(MultiWorkerMirroredStrategy)
+        keras_hooks.reduce_over_workers(MultiWorkerMirroredStrategy)
         let_the_chief_write(self.extended.saving)
         return super().scope()
 

@@ -10,9 +10,10 @@ from typing import Any, overload
 import tensorflow as tf
 
 from replica_engine import xla
-from replica_engine._tf import batches, distribute, patches
+from replica_engine._tf import batches, distribute
 from replica_engine._tf.graphs import autograph
 from replica_engine._tf.host_datasets import HostDatasets
+from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.misuse import check_outside_replicas, explained
@@ -404,10 +405,10 @@ class TPUStrategy(OneLogicalDevice, Planning, Gathering, tf.distribute.TPUStrate
         """Like the scope of every strategy. Keras models built in it run `steps_per_execution` steps in one launch."""
         check_outside_replicas("scope")
         models.explain(has_backend)
-        patches.extend_trainer(keras_steps.device_loop)
-        patches.average_logs(TPUStrategy)
+        keras_hooks.extend_trainer(keras_steps.device_loop)
+        keras_hooks.average_logs(TPUStrategy)
         if self.extended.device_group.member is not None:
-            patches.reduce_over_workers(TPUStrategy)
+            keras_hooks.reduce_over_workers(TPUStrategy)
             self.leave_files_to_chief()
         return super().scope()
 

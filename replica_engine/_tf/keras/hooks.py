@@ -1,0 +1,284 @@
+"""What this library replaces in Keras, for models in a scope and for `replicate_model`; `_tf/patches.py` lists it.
+
+Each function here does nothing until Keras is imported, or a second time. A replacement calls Keras' own function
+wherever no strategy of this library is concerned. Checked on Keras 3.15.1; a name that Keras does not have is left out.
+This module does not import Keras.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from replica_engine._tf import distribute
+from replica_engine._tf.keras import accumulation as names
+from replica_engine._tf.keras.trainer import (
+    BUILD,
+    COMPILES,
+    METHOD,
+    MODULE,
+    REDUCE,
+    TRAINER,
+    first_batch,
+    size_of_rest,
+    strategy_of,
+)
+
+LOSSES, METRICS = "keras.src.losses.loss", "keras.src.metrics.reduction_metrics"
+REDUCE_LOSSES = "reduce_weighted_values"
+SCALE_LOSSES = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
+SAMPLEWISE = "reduce_to_samplewise_values"
+
+_MARK = "_replica_engine"
+_OF_WORKERS = "_replica_engine_workers"  # the attribute of Keras' function that has the classes; wrappers copy it
+
+
+class FirstBatch(NamedTuple):
+    """What is known when `fit` or `evaluate` begins.
+
+    Attributes:
+        model: the model.
+        strategy: the strategy under which it was built.
+        batch: the first batch of all replicas.
+        rest: the number of samples in a smaller last batch; None if there is none, or if Keras does not know it.
+        is_fit: whether the method is `fit`.
+    """
+
+    model: Any
+    strategy: Any
+    batch: Any
+    rest: int | None
+    is_fit: bool
+
+
+Make = Callable[[Any, Callable[..., Any], Callable[..., Any]], Callable[..., Any]]
+"""Takes a model, its step and Keras' own function; returns the function to call with an iterator."""
+
+
+def wrap(owner: Any, name: str, around: Callable[..., Any], mark: str = _MARK) -> None:
+    """Makes Keras call `around(original, ...)` in place of a function or method, unless it does so already."""
+    original = getattr(owner, name, None)
+    if original is None or hasattr(original, mark):
+        return
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(wrapped, mark, True)
+    setattr(owner, name, wrapped)
+
+
+def extend_trainer(make: Make) -> None:
+    """Makes models call the function that `make` returns."""
+
+    def extended(own: Callable[..., Any], model: Any, step_function: Callable[..., Any]) -> Callable[..., Any]:
+        return make(model, step_function, own(model, step_function))
+
+    wrap(_trainer(), METHOD, extended)
+
+
+def compile_in_scope(is_ours: Callable[[Any], bool]) -> None:
+    """Makes `compile` work under the scope of the model that it is called for.
+
+    `compile` makes the variables of the loss, of metrics and of an optimizer that is given by its name, and users call
+    it outside of the scope. An optimizer of no strategy cannot train the model. Compiled replicas each have their own
+    value of a metric's variable that was made there, and only one of the values would count.
+
+    Args:
+        is_ours: whether a strategy is one of this library's.
+    """
+
+    def compiled(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        strategy = strategy_of(model)
+        # A replica is in the scope already, and must not enter it.
+        outside = strategy is not None and is_ours(strategy) and tf.distribute.get_strategy() is not strategy
+        with strategy.scope() if outside else contextlib.nullcontext():
+            return own(model, *args, **kwargs)
+
+    wrap(getattr(sys.modules.get(COMPILES), "Trainer", None), "compile", compiled)
+
+
+def extend_build(
+    check: Callable[[FirstBatch], None],
+    explained: Callable[[Exception], Exception],
+    is_ours: Callable[[Any], bool],
+    built_now: Callable[[Any], None],
+) -> None:
+    """Makes Keras build a model from one replica's part of the first batch.
+
+    Keras builds the model from the mean over the parts of all replicas: strings have no mean, and parts of different
+    sizes fail in an op, AddN.
+
+    Args:
+        check: called before the model is built, and before the first callback.
+        explained: makes another error of one that is raised while the model is built.
+        is_ours: whether a strategy is one of this library's.
+        built_now: called with the model when it is built, before its first step.
+    """
+
+    def built(own: Callable[..., Any], model: Any, iterator: Any = None, data_batch: Any = None) -> Any:
+        strategy = strategy_of(model)
+        if strategy is None or not is_ours(strategy):
+            return own(model, iterator=iterator, data_batch=data_batch)
+        if iterator is not None:
+            batch = first_batch(iterator, strategy)
+            is_fit = _begun.get() is model
+            _begun.set(None)  # what `fit` calls later, such as `evaluate`, is not its beginning
+            check(FirstBatch(model, strategy, batch, size_of_rest(iterator), is_fit))
+            iterator, data_batch = None, distribute.first_values(batch)
+        try:
+            result = own(model, iterator=iterator, data_batch=data_batch)
+        except Exception as error:
+            raise explained(error)
+        built_now(model)
+        return result
+
+    wrap(_trainer(), BUILD, built)
+    wrap(_trainer(), "fit", _fit)
+
+
+_begun: contextvars.ContextVar[Any] = contextvars.ContextVar("replica_engine_fit", default=None)
+"""The model whose `fit` has been called and has not built it yet. Keras builds it in the same way in `evaluate`."""
+
+
+def _fit(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    token = _begun.set(model)
+    try:
+        return own(model, *args, **kwargs)
+    finally:
+        _begun.reset(token)
+
+
+def average_logs(strategies: type) -> None:
+    """Makes Keras log the mean over replicas under strategies of a class."""
+
+    def averaged(own: Callable[..., Any], values: Any, strategy: Any, reduction: str) -> Any:
+        is_mean = reduction == "auto" and isinstance(strategy, strategies)
+        return own(values, strategy, "mean" if is_mean else reduction)
+
+    wrap(sys.modules.get(MODULE), REDUCE, averaged)
+
+
+def reduce_over_workers(strategies: type) -> None:
+    """Makes Keras reduce the logs of all workers under strategies of a class; a process may do so for several classes.
+
+    Keras calls `strategy.reduce("MEAN", value, axis=0)` there, which fails for scalars, and logs are scalars. Rows of
+    predictions are joined by the strategy's `join_rows`, if it has that method.
+    """
+    module = sys.modules.get(MODULE)
+    if hasattr(known := getattr(module, REDUCE, None), _OF_WORKERS):
+        getattr(known, _OF_WORKERS).add(strategies)
+        return
+    classes = {strategies}
+    operations = {"auto": "MEAN", "mean": "MEAN", "sum": "SUM"}
+
+    def reduced(own: Callable[..., Any], values: Any, strategy: Any, reduction: str) -> Any:
+        if not isinstance(strategy, tuple(classes)):
+            return own(values, strategy, reduction)
+        if reduction == "concat" and hasattr(strategy, "join_rows"):
+            return tf.nest.map_structure(strategy.join_rows, values)
+        if reduction not in operations:
+            return own(values, strategy, reduction)
+        assert isinstance(strategy, tf.distribute.Strategy)
+        return strategy.reduce(operations[reduction], values, axis=None)
+
+    wrap(module, REDUCE, reduced, _OF_WORKERS)
+    setattr(getattr(module, REDUCE, None), _OF_WORKERS, classes)
+
+
+def extend_optimizers(
+    apply: Callable[[Any, Any, Any], None],
+    agreed: Callable[[Any], Any],
+    is_ours: Callable[[Any], bool],
+    check_foreign: Callable[[Any, Any], None],
+    explained: Callable[[Exception], Exception],
+) -> None:
+    """Makes Keras' optimizers accumulate gradients on each replica separately.
+
+    Args:
+        apply: called as `apply(optimizer, grads, variables)` in a replica where an optimizer accumulates gradients.
+        agreed: combines the flag of a replica, whether its gradients are finite, with those of the others.
+        is_ours: whether a strategy is one of this library's.
+        check_foreign: called as `check_foreign(optimizer, variables)` in a replica with an optimizer of no strategy.
+        explained: takes an exception of `build`; returns one in the user's terms, or the exception itself.
+    """
+
+    def in_replica_of_ours() -> bool:
+        context = tf.distribute.get_replica_context()
+        return context is not None and is_ours(context.strategy)
+
+    def applied(own: Callable[..., Any], optimizer: Any, grads: Any, trainable_variables: Any) -> None:
+        if names.accumulates(optimizer) and in_replica_of_ours():
+            apply(optimizer, grads, trainable_variables)
+            return
+        if names.is_of_no_strategy(optimizer) and in_replica_of_ours():
+            check_foreign(optimizer, trainable_variables)
+        own(optimizer, grads, trainable_variables)
+
+    def added(
+        own: Callable[..., Any], optimizer: Any, reference_variable: Any, name: Any = None, initializer: Any = "zeros"
+    ) -> Any:
+        of_each = name == names.ACCUMULATOR and is_ours(optimizer._distribution_strategy)
+        with tf.variable_creator_scope(_for_each_replica) if of_each else contextlib.nullcontext():
+            try:
+                return own(optimizer, reference_variable, name=name, initializer=initializer)
+            except Exception as error:
+                # Keras calls an optimizer built before it has all of its variables. If it kept that, a second call
+                # would miss the others: AttributeError: no attribute '_momentums'.
+                optimizer.built = False
+                raise explained(error)
+
+    def checked(own: Callable[..., Any], optimizer: Any, grads: Any) -> Any:
+        finite = own(optimizer, grads)
+        return agreed(finite) if in_replica_of_ours() else finite
+
+    optimizer = getattr(sys.modules.get(names.MODULE), names.OPTIMIZER, None)
+    wrap(optimizer, names.APPLY, applied)
+    wrap(optimizer, names.ADD_VARIABLE, added)
+    wrap(getattr(sys.modules.get(names.LOSS_SCALE_MODULE), names.LOSS_SCALE, None), names.CHECK_FINITE, checked)
+
+
+def _for_each_replica(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+    """A variable creator: the variable has one value on each replica, and elsewhere their sum."""
+    kwargs.update(synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM)
+    return next_creator(**kwargs)
+
+
+def extend_losses(
+    reduce: Callable[..., Any], sample_weight: Callable[[Any, Any], Any], in_shard: Callable[[], bool]
+) -> None:
+    """Makes Keras' losses and means treat the values of a shard in another way.
+
+    Args:
+        reduce: reduces the losses of a shard; its first argument is Keras' own function.
+        sample_weight: returns the weight that a `Mean` uses, from a value and the weight that was passed with it.
+        in_shard: whether a shard is being computed; while it is, losses are not scaled for a strategy.
+    """
+
+    def reduced(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return reduce(own, *args, **kwargs) if in_shard() else own(*args, **kwargs)
+
+    def weighted(own: Callable[..., Any], values: Any, weight: Any, reduce_fn: Any, dtype: Any) -> Any:
+        if in_shard() and reduce_fn is sys.modules["keras"].ops.mean:
+            weight = sample_weight(values, weight)
+        return own(values, weight, reduce_fn=reduce_fn, dtype=dtype)
+
+    def scaled(own: Callable[..., Any], value: Any) -> Any:
+        return value if in_shard() else own(value)
+
+    losses = sys.modules.get(LOSSES)
+    wrap(losses, REDUCE_LOSSES, reduced)
+    for name in SCALE_LOSSES:
+        wrap(losses, name, scaled)
+    wrap(sys.modules.get(METRICS), SAMPLEWISE, weighted)
+
+
+def _trainer() -> Any:
+    return getattr(sys.modules.get(MODULE), TRAINER, None)
