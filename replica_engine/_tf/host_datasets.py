@@ -35,6 +35,7 @@ from replica_engine._tf.batch_memory import in_own_memory
 from replica_engine._tf.data_pulls import Pulls, bytes_of, may_call_python
 from replica_engine._tf.graphs.python_ops import python_op
 from replica_engine.errors import InputsError
+from replica_engine.process.interrupts import held_off_once
 
 _MOST_AHEAD = 64  # elements that are read ahead for all replicas together
 _SMALL = 1 << 16  # bytes that they may take then
@@ -136,8 +137,14 @@ class _Iterable:
     def __iter__(self: Any) -> _HostIterator:
         workers = self._input_workers
         (worker,), devices = workers.worker_devices, workers.compute_devices_for_worker(0)
-        with tf.device(worker):
-            turns = _Turns(iter(self._read_ahead()), worker, devices, _agreement(self._strategy, self._cardinality))
+
+        def made() -> Any:
+            with tf.device(worker):
+                return iter(self._read_ahead())
+
+        # TensorFlow asks Python for shapes here. If the handler of a signal raises then, it writes beyond an array.
+        own = held_off_once().around(made) if tf.executing_eagerly() else made()
+        turns = _Turns(own, worker, devices, _agreement(self._strategy, self._cardinality))
         iterator = _HostIterator(
             workers,
             [turns],

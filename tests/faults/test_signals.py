@@ -1,6 +1,7 @@
 """Handlers of signals that raise, as a preempted job's: each launch and each update is made whole or not at all."""
 
 import signal
+import textwrap
 
 import keras
 import numpy as np
@@ -124,3 +125,35 @@ def test_fit_leaves_a_model_that_can_be_saved(number, compiled, tmp_path):
     ):
         np.testing.assert_array_equal(saved, weight)
     replicated.fit(x, y, batch_size=2, verbose=0)
+
+
+INTERRUPTED_ITERATORS = """
+    import random, signal
+    import tensorflow as tf
+    import replica_engine
+
+    class Preempted(Exception):
+        pass
+
+    def handler(number, frame):
+        raise Preempted
+
+    strategy = replica_engine.MirroredStrategy(["CPU:0"])
+    element = {str(each): tf.zeros([4] * 6) for each in range(20)}  # many shapes take time
+    dataset = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensors(element))
+    next(iter(dataset))
+    signal.signal(signal.SIGALRM, handler)
+    for _ in range(300):
+        try:
+            signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 4e-3))
+            while True:
+                iter(dataset)
+        except Preempted:
+            pass
+    print("done")
+"""
+
+
+def test_a_handler_that_raises_cannot_break_memory_while_an_iterator_is_made(programs):
+    # Without protection, TensorFlow writes beyond an array: "free(): invalid pointer", a segmentation fault.
+    assert programs.run(textwrap.dedent(INTERRUPTED_ITERATORS)).stdout == "done\n"
