@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import tensorflow as tf
+
 from replica_engine._tf import batches, patches
 from replica_engine._tf.eager import is_replaced_interrupt
 from replica_engine._tf.graphs import calls, control_flow
+from replica_engine.diagnostics.suspicions import asked_for
 from replica_engine.diagnostics.tracebacks import shortened_of_graph, without_ours
 from replica_engine.diagnostics.user_frames import FOLDERS
 from replica_engine.engine import current_replica
@@ -21,6 +24,9 @@ def install() -> None:
     patches.hide_frames(FOLDERS)
     for name, around in (
         ("call", _call),
+        ("push_tape", _push_tape),
+        ("pop_tape", _pop_tape),
+        ("tape_gradient", _tape_gradient),
         ("next", batches.noted),
         ("scan", batches.element_noted),
     ):
@@ -40,3 +46,24 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
         if ours and is_replaced_interrupt(error):
             raise KeyboardInterrupt from error
         raise shortened_of_graph(error, self) if ours else without_ours(error)
+
+
+def _push_tape(original: Callable[..., Any], self: tf.GradientTape) -> Any:
+    if current_replica() is None:
+        control_flow.note_outer_tape(self, begins=True)
+    return original(self)
+
+
+def _pop_tape(original: Callable[..., Any], self: tf.GradientTape) -> Any:
+    if current_replica() is None:
+        control_flow.note_outer_tape(self, begins=False)
+    return original(self)
+
+
+def _tape_gradient(
+    original: Callable[..., Any], self: tf.GradientTape, target: Any, sources: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if current_replica() is not None:
+        return original(self, target, sources, *args, **kwargs)
+    with asked_for(sources):
+        return original(self, target, sources, *args, **kwargs)

@@ -1,27 +1,30 @@
 """Warnings about programs that run, and probably do not do what their author wants. None is logged twice for a cause.
 
 A warning must never come for a program that is right. So each of these looks at what happens, and not at how a program
-is written: a value that a plain dataset gave reaches all replicas whole; two replicas add to one variable.
+is written: a value that a plain dataset gave reaches all replicas whole; two replicas add to one variable; a gradient
+flows into the results of a run that no tape could see.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import batches, distribute
+from replica_engine._tf import batches, distribute, eager, variables
+from replica_engine._tf.graphs import control_flow
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.diagnostics.user_frames import is_called_by_user
 from replica_engine.engine import SyncPoint
 from replica_engine.errors import InputsError
 from replica_engine.errors.inputs import warn_dataset_for_each, warn_whole_batch, warn_whole_batch_of_steps
-from replica_engine.errors.scopes import warn_foreign_optimizer, warn_shared_variable
+from replica_engine.errors.scopes import warn_foreign_optimizer, warn_shared_variable, warn_tape_outside
 from replica_engine.errors.threads import warn_different_lines
 
 _logger = logging.getLogger("replica_engine")
@@ -225,3 +228,119 @@ def check_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
     if any(isinstance(getattr(each, "value", each), distribute.DistributedVariable) for each in variables):
         name, kind = optimizer.name, type(optimizer).__name__
         _named_of(strategy, "optimizer").warn(optimizer, lambda: warn_foreign_optimizer(name, kind, size, here()))
+
+
+@contextlib.contextmanager
+def additions_noted() -> Iterator[dict[int, str]]:
+    """Notes, inside a block in which one trace stands for all replicas, which variables the replicas add to.
+
+    Yields:
+        By the id of a variable, the user's line that adds to it first. Additions by merge functions are not noted.
+    """
+    before = getattr(_thread, "added", None)
+    added: dict[int, str] = {}
+    _thread.added = added
+    try:
+        yield added
+    finally:
+        _thread.added = before
+
+
+def note_addition(variable: Any) -> None:
+    """Notes that a variable is added to, on a thread that runs no replica."""
+    added = getattr(_thread, "added", None)
+    if added is not None and not tf.distribute.in_cross_replica_context():
+        added.setdefault(id(variable), here())
+
+
+def note_reads(read: Sequence[weakref.ref[Any]]) -> None:
+    """Notes, for the `watch_results` that follows on this thread, which trainable variables the run reads."""
+    _thread.read = read
+
+
+class asked_for:
+    """Inside the block, a tape on this thread computes gradients with respect to these sources, a structure."""
+
+    def __init__(self, sources: Any):
+        self._sources = sources
+        self._ids: set[int] | None = None
+        self._others: set[int] = set()  # the ids of lists of which none is asked for
+
+    def __enter__(self) -> None:
+        self._before = getattr(_thread, "asked", None)
+        _thread.asked = self
+
+    def __exit__(self, *_: object) -> None:
+        _thread.asked = self._before
+
+    def any_of(self, used: list[Any]) -> bool:
+        """Whether one of the sources is in a list of weak references to variables and tensors, and of such lists."""
+        if self._ids is None:  # the ids are worth looking up only if a gradient flows into a run
+            sources = [source for source in tf.nest.flatten(self._sources) if source is not None]
+            self._ids = {id(part) for source in sources for part in variables.parts(source)}
+        pending = [used]
+        while pending:
+            each = pending.pop()
+            if isinstance(each, weakref.ref):
+                if any(id(part) in self._ids for part in variables.parts(each())):
+                    return True
+            elif id(each) not in self._others:
+                self._others.add(id(each))
+                pending += each
+        return False
+
+
+def watch_results(strategy: tf.distribute.Strategy, results: Any, given: Any) -> None:
+    """Warns if a tape around a run is asked for a gradient that flows through the results.
+
+    The replicas computed the results where the tape could not see it, so the gradient ends here. Nothing happens if
+    none flows, because the tape may be there for something else. Nor does it if nothing is lost: the tape is asked for
+    gradients with respect to neither a variable that the run has read, nor an argument that a tape watches. A variable
+    may be trainable all the same, such as those of a layer that Keras has frozen.
+
+    Args:
+        strategy: the strategy.
+        results: the regrouped results.
+        given: the arguments.
+    """
+    tapes = control_flow.outer_tapes()
+    if not tapes:
+        return
+    used: list[Any] = [*getattr(_thread, "read", ())]
+    computed = _thread.__dict__.setdefault("computed", {})
+    for each in _tensors(given):
+        if eager.is_watched([each]):
+            used += [weakref.ref(each), computed.get(id(each), [])]  # what an earlier run used, if it computed this
+    if not used:
+        return
+    outputs = [each for each in _tensors(results) if each.dtype.is_floating and not eager.is_watched([each])]
+    where = here()
+    if not outputs:
+        return
+    for each in outputs:
+        computed[id(each)] = used
+        weakref.finalize(each, computed.pop, id(each), None).atexit = False
+    token = tf.zeros([])
+    for tape in tapes:
+        tape.watch(token)
+
+    alive = weakref.ref(strategy)  # the graph of a traced function outlives the strategy
+
+    def backward(*upstream: Any) -> list[Any]:
+        asked: asked_for | None = getattr(_thread, "asked", None)
+        still = alive()
+        if still is not None and asked is not None and not is_told(still, "tape") and asked.any_of(used):
+            warn_once(still, "tape", warn_tape_outside(where))
+        return [None]
+
+    control_flow.record_operation("strategy.run", outputs, [token], backward)
+
+
+def _tensors(structure: Any) -> list[Any]:
+    """The dense tensors in a structure, and in the distributed values in it."""
+    return [
+        part
+        for leaf in tf.nest.flatten(structure)
+        for part in (leaf.values if isinstance(leaf, distribute.DistributedValues) else (leaf,))
+        if isinstance(part, tf.Tensor)
+    ]

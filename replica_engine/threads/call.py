@@ -21,10 +21,10 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import distribute, quick_scopes, thread_state
-from replica_engine._tf.graphs import autograph, calls, function, made_ops
+from replica_engine._tf.graphs import autograph, calls, control_flow, function, made_ops
 from replica_engine.diagnostics.failed_run import note_failed_run
 from replica_engine.diagnostics.flight_record import SyncPointRecord, SyncPoints, records
-from replica_engine.diagnostics.suspicions import check_lines
+from replica_engine.diagnostics.suspicions import check_lines, note_reads, watch_results
 from replica_engine.diagnostics.tracebacks import as_raised
 from replica_engine.diagnostics.user_frames import identity
 from replica_engine.engine import ErrandsFailed, GroupPool, Outcome, Replica, Run, SyncPoint
@@ -154,6 +154,9 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
     of_replicas = [*zip(parts(args, len(devices), "args"), parts(kwargs, len(devices), "kwargs"), strict=True)]
     state = InheritedState.capture()
     source = identity(fn)
+    read: list[weakref.ref[Any]] = []  # the trainable variables that replicas have read, if a tape is around the run
+    if control_flow.outer_tapes():
+        fn = _noting_reads(fn, read)
     if not state.eager:
         effects_wait = _effects_after_arguments(of_replicas, state.graph)
         thread_state.make_stacks_thread_local(state.graph)
@@ -207,10 +210,23 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
             raise
         if not variables.any:
             known.add(source)
+        note_reads(read)
+        watch_results(strategy, results, (args, kwargs))
         if not state.eager:
             effects_wait()
             _check_compiled(state.graph, devices, source)
         return results
+
+
+def _noting_reads(fn: Callable[..., Any], read: list[weakref.ref[Any]]) -> Callable[..., Any]:
+    """The function of the replicas; a call of it appends to the list the trainable variables that it has read."""
+
+    @functools.wraps(fn)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        with control_flow.trainable_reads(read):
+            return fn(*args, **kwargs)
+
+    return noting
 
 
 def _effects_after_arguments(of_replicas: Sequence[tuple], graph: tf.Graph) -> Callable[[], None]:

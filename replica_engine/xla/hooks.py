@@ -6,11 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 from replica_engine._tf.graphs import control_flow
+from replica_engine.diagnostics.suspicions import note_addition
 
 
 def install() -> None:
     """Puts the functions of this module around TensorFlow's, once."""
+    control_flow.wrap(control_flow.BY_XLA["assign_add"], _add)
+    control_flow.wrap(control_flow.BY_XLA["assign_sub"], _add)
     control_flow.wrap(control_flow.BY_XLA["custom_gradient"], _custom_gradient)
+
+
+def _add(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`assign_add` or `assign_sub` of a variable, which one trace makes for all replicas."""
+    note_addition(self)
+    return original(self, *args, **kwargs)
 
 
 def _custom_gradient(original: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:

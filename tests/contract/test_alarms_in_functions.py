@@ -8,7 +8,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-WHOLE = "gives the whole batch"
+WHOLE, TAPE = "gives the whole batch", "A gradient tape is around strategy.run"
 
 
 @pytest.fixture
@@ -239,6 +239,70 @@ def test_the_function_goes_with_the_strategy_and_the_model(make_strategy, warnin
 def weight(strategy):
     with strategy.scope():
         return tf.Variable(3.0)
+
+
+@pytest.mark.graphs
+def test_a_tape_around_run_in_the_function(strategy, weight, warnings):
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = strategy.reduce("SUM", strategy.run(lambda: weight * weight), axis=None)
+        return tape.gradient(loss, weight)
+
+    assert step() is None
+    (text,) = warnings()
+    assert TAPE in text
+    assert "test_alarms_in_functions.py" in text
+    step()
+
+
+@pytest.mark.graphs
+def test_a_tape_that_watches_an_argument_in_the_function(strategy, warnings):
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            parts = strategy.experimental_local_results(strategy.run(tf.square, args=(x,)))
+        return tape.gradient(parts[0], x)
+
+    assert step(tf.constant(2.0)) is None
+    (text,) = warnings()
+    assert TAPE in text
+
+
+@pytest.mark.graphs
+def test_a_tape_in_a_loop_around_run_in_the_function(strategy, weight, warnings):
+    @tf.function
+    def steps():
+        for _ in tf.range(2):
+            with tf.GradientTape() as tape:
+                loss = strategy.reduce("SUM", strategy.run(lambda: weight * weight), axis=None)
+            assert tape.gradient(loss, weight) is None
+
+    steps()
+    (text,) = warnings()
+    assert TAPE in text
+
+
+@pytest.mark.graphs
+def test_tapes_for_something_else_in_the_function(strategy, weight, warnings):
+    outside = tf.Variable(2.0)
+    with strategy.scope():
+        frozen = tf.Variable(3.0, trainable=False)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape(persistent=True) as tape:
+            strategy.run(lambda: weight * weight)  # not used
+            stopped = tf.stop_gradient(strategy.reduce("SUM", strategy.run(lambda: weight * weight), axis=None))
+            known = strategy.experimental_local_results(strategy.run(lambda: frozen * 1.0))[0]
+            passed_on = strategy.experimental_local_results(strategy.run(lambda x: x, args=(x,)))[0]
+            loss = outside * outside + stopped + known * outside + passed_on
+            tape.watch(known)
+            of_result = known * known
+        return tape.gradient(loss, outside), tape.gradient(of_result, known)
+
+    assert [float(each) for each in step(tf.constant(1.0))] == [7.0, 6.0]
 
 
 @pytest.mark.graphs

@@ -6,7 +6,7 @@ from helpers.golden import shows
 
 from replica_engine import MirroredStrategy
 from replica_engine.errors.inputs import warn_dataset_for_each, warn_whole_batch
-from replica_engine.errors.scopes import warn_foreign_optimizer, warn_shared_variable
+from replica_engine.errors.scopes import warn_foreign_optimizer, warn_shared_variable, warn_tape_outside
 
 
 def make_model():
@@ -51,6 +51,17 @@ def test_a_batch_that_was_not_distributed():
 
     for batch in tf.data.Dataset.range(8).batch(4):
         strategy.run(step, args=(batch,))
+
+
+@shows(warn_tape_outside)
+def test_a_tape_around_run():
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        weight = tf.Variable(3.0)
+
+    with tf.GradientTape() as tape:
+        loss = strategy.reduce("SUM", strategy.run(lambda: weight * weight), axis=None)
+    print(tape.gradient(loss, weight))
 
 
 @shows(warn_shared_variable)

@@ -17,7 +17,7 @@ from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.misuse import check_outside_replicas, explained
-from replica_engine.diagnostics.suspicions import check_inputs
+from replica_engine.diagnostics.suspicions import check_inputs, watch_results
 from replica_engine.diagnostics.tracebacks import as_raised, shortened
 from replica_engine.errors.base import positive_int, shown
 from replica_engine.pjrt.group import DeviceGroup
@@ -134,7 +134,9 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         # In eager mode no code below needs the scope; a trace enters it.
         with contextlib.nullcontext() if tf.executing_eagerly() else self._container_strategy().scope():
             args, kwargs = spread(args, size, "args"), spread(kwargs or {}, size, "kwargs")
-            return call_with_numbers(programs, source, args, kwargs)
+            results = call_with_numbers(programs, source, args, kwargs)
+        watch_results(self._container_strategy(), results, (args, kwargs))
+        return results
 
     def result_specs(self, programs: ProgramCache, fn: Callable[..., Any], args: Any) -> list[tf.TensorSpec]:
         """The specs of the tensors that `run_of` would return on a replica; the function is traced and does not run."""
@@ -155,7 +157,10 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         if batches.any_given() and self.device_group.size > 1:  # `check_inputs` looks at each call then
             return None
         check_not_forked()
-        return call_again(self._programs, fn, args)
+        results = call_again(self._programs, fn, args)
+        if results is not None:
+            watch_results(self._container_strategy(), results[0], args)
+        return results
 
     @contextlib.contextmanager
     def _in_replica_context(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ from replica_engine.pjrt.markers import HOST_CALL, PREFIX
 from replica_engine.xla.analysis.known_values import is_passed_on
 
 _EQUAL_EVERYWHERE = frozenset(("Shape", "ShapeN", "Size", "Rank", "TensorListLength", "ZerosLike", "OnesLike"))
+_ADDS = ("AssignAddVariableOp", "AssignSubVariableOp")
 
 
 class Reason(enum.Flag):
@@ -73,11 +74,14 @@ class Differences:
     Attributes:
         conditions: the causes of the condition of each branch and loop, by the id of its op.
         variables: by the index of the input that is a variable's handle, the causes of the variable's value.
+        added: the indices of variables to which values are added that come from no collective and no variable. They
+            may be meant as the sum over the replicas, also if they are equal.
         writers: by the index of a variable, the first op that writes a value to it that may differ.
     """
 
     def __init__(self, graph: Any, of_input: Callable[[int], Reason], first_own: Callable[[int], int | None]):
         self.conditions: dict[int, Reason] = {}
+        self.added: set[int] = set()
         self.writers: dict[int, tf.Operation] = {}
         self._first_own = first_own
         self._needed_ops = functools.cache(host_ops.needed_ops)
@@ -90,6 +94,7 @@ class Differences:
         ]
         while True:  # what is assigned late in an iteration or in a branch is read early in the next
             before = dict(self.variables)
+            self.added.clear()
             self._run(graph, inputs, Reason.NONE)
             if self.variables == before:
                 return
@@ -117,8 +122,17 @@ class Differences:
         if xla_ops.marker_name(op) == HOST_CALL:
             return self._host_call(op, given)
         cause, variables = self._cause(op, given, around), _variables_of(given)
+        settled = any(each.settled for each in given)
+        if op.type in _ADDS and not settled and not _is_one(op.inputs[1]):  # one counts steps, not samples
+            self.added |= variables
+        settled |= bool(variables) or CollectiveOp.of(op) is not None
         # What was read from a variable is not the variable: an op that writes it elsewhere does not write this one.
-        return [_Known(cause, variables if each.dtype == tf.resource else frozenset()) for each in op.outputs]
+        return [
+            _Known(
+                cause, variables if each.dtype == tf.resource else frozenset(), settled and each.dtype != tf.resource
+            )
+            for each in op.outputs
+        ]
 
     def _branches(
         self, op: tf.Operation, functions: list[Any], given: list[_Known], around: Reason
@@ -129,8 +143,9 @@ class Differences:
         return [_joined([*values, _Known(cause)]) for values in zip(*columns, strict=False)]
 
     def _loop(self, op: tf.Operation, condition: Any, body: Any, given: list[_Known], around: Reason) -> list[_Known]:
-        values = given
+        values, added = given, set(self.added)
         while True:
+            self.added = set(added)  # what seemed so before all iterations were known does not count
             (test,) = self._run(condition, values, around)
             cause = test.cause
             after = self._run(body, values, around | cause)
@@ -170,8 +185,9 @@ class Differences:
         """The causes of the results of a host call. Its first operand and result are positions among all calls."""
         first_own = self._first_own(json.loads(xla_ops.marker_parameters(op))["index"])
         if first_own is not None:
-            return [_Known(Reason.OWN_DATA if n > first_own else Reason.UNKNOWN) for n in range(len(op.outputs))]
-        return [_Known(_joined(given[1:]).cause | Reason.UNKNOWN)] * len(op.outputs)
+            own = [index > first_own for index in range(len(op.outputs))]
+            return [_Known(Reason.OWN_DATA if each else Reason.UNKNOWN, settled=not each) for each in own]
+        return [_Known(_joined(given[1:]).cause | Reason.UNKNOWN, settled=True)] * len(op.outputs)
 
 
 class _Known(NamedTuple):
@@ -180,21 +196,29 @@ class _Known(NamedTuple):
     Attributes:
         cause: why it may differ.
         variables: the indices of the variables whose handle it is.
+        settled: whether it comes from a collective, in which the replicas have agreed, or from a variable; True too if
+            that is not known.
     """
 
     cause: Reason
     variables: frozenset[int] = frozenset()
+    settled: bool = False
 
 
-_UNKNOWN = _Known(Reason.UNKNOWN)
+_UNKNOWN = _Known(Reason.UNKNOWN, settled=True)
 
 
 def _joined(values: Sequence[_Known]) -> _Known:
     cause = Reason.NONE
     for value in values:
         cause |= value.cause
-    return _Known(cause, _variables_of(values))
+    return _Known(cause, _variables_of(values), any(value.settled for value in values))
 
 
 def _variables_of(values: Sequence[_Known]) -> frozenset[int]:
     return frozenset().union(*(value.variables for value in values))
+
+
+def _is_one(tensor: tf.Tensor) -> bool:
+    value = tf.get_static_value(tensor)
+    return value is not None and bool(np.all(value == 1))

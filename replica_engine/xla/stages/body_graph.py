@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from replica_engine._tf import distribute
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.diagnostics.flight_record import CollectiveCall
 from replica_engine.diagnostics.op_lines import user_line
+from replica_engine.diagnostics.suspicions import note_reads
 from replica_engine.diagnostics.user_frames import place_of
 from replica_engine.errors import CaptureError, HostAccessError, LoweringError
 from replica_engine.errors.base import at
@@ -79,6 +81,7 @@ class BodyGraph:
         self.outputs = [tf.TensorSpec(output.shape, output.dtype) for output in graph.outputs]
         self.rebuild = outputs.rebuild
         self._is_plain = outputs.is_plain
+        self.reads = [weakref.ref(variable) for variable in graph.variables if variable.trainable]
         self.host_calls = host_calls
         self.collectives = collectives
         self.apart: list[Apart] = []
@@ -154,6 +157,7 @@ class BodyGraph:
 
     def grouped_results(self, columns: Sequence[results.Column]) -> Any:
         """What the replicas returned, regrouped; see `replicas_results`."""
+        note_reads(self.reads)
         if not columns or not self._is_plain:
             return regroup(self.replicas_results(columns), what="The results of the replicas")
         if self.body.own == 1:

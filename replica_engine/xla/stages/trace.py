@@ -23,6 +23,7 @@ from replica_engine._tf.distribute import DistributedVariable
 from replica_engine._tf.graphs import autograph, subgraphs, xla_ops
 from replica_engine.diagnostics.flight_record import CollectiveCall
 from replica_engine.diagnostics.op_lines import here, user_line
+from replica_engine.diagnostics.suspicions import additions_noted
 from replica_engine.diagnostics.tracebacks import as_raised
 from replica_engine.diagnostics.user_frames import is_internal
 from replica_engine.errors import CoordinatorRow, HostResultError, LoweringError, VariableCreationError
@@ -61,6 +62,7 @@ class Traced(BodyGraph):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
+        self.added: dict[int, str] = {}  # see `additions_noted`
         self._lock = threading.Lock()
 
     def lower(self, shapes: Sequence[Any] | None = None, captured: Sequence[Any] | None = None) -> Lowered:
@@ -158,7 +160,8 @@ def _trace_once(
 
     try:
         # In a copy of the context: a context variable that the function sets is set only inside the body.
-        graph = contextvars.copy_context().run(xla_ops.trace, source.name, flat, specs)
+        with additions_noted() as added:
+            graph = contextvars.copy_context().run(xla_ops.trace, source.name, flat, specs)
     except Exception as error:
         failure = _of_unknown_results(as_raised(error))
     else:
@@ -166,6 +169,7 @@ def _trace_once(
             closure.settle()
         kept = [variable for variable, _ in created]
         traced = Traced(source.name, graph, body, arguments, outputs[-1], host_calls, collectives, source.fn, kept)
+        traced.added = added
         return traced, created
     raise failure
 
@@ -214,9 +218,10 @@ def _check_meetings(traced: Traced, arguments: Arguments) -> None:
 def _check_plain_variables(
     traced: Traced, cause: Callable[[int], Reason], first_own: Callable[[int], int | None]
 ) -> None:
-    """Warns of plain variables to which the replicas write values that may differ: one of the values stays.
+    """Warns of plain variables that the replicas write, of whose writes one stays.
 
-    It is what the user wants if all write what a collective gave them.
+    That is what the user wants if all write what a collective gave them. If their values may differ, or if they add
+    something of their own, such as a number of samples, the rest is lost.
     """
     plain = {}
     for variable in traced.graph.variables:
@@ -235,9 +240,12 @@ def _check_plain_variables(
         return
     differences = Differences(traced.graph, cause, first_own)
     for index, variable in indices.items():
-        if differences.variables[index] & (Reason.REPLICA_ID | Reason.OWN_DATA):
-            name = variable.name.removesuffix(":0")
-            where = user_line(differences.writers[index]) if index in differences.writers else ""
+        name, where = variable.name.removesuffix(":0"), traced.added.get(id(variable), "")
+        differs = differences.variables[index] & (Reason.REPLICA_ID | Reason.OWN_DATA)
+        adds = id(variable) in traced.added and index in differences.added and "seed_generator" not in name
+        if differs or adds:
+            if not where and index in differences.writers:  # it is assigned, as by Keras, which adds so too
+                where = user_line(differences.writers[index])
             traced.body.shared.warn(variable, functools.partial(warn_shared_variable, name, where))
 
 
