@@ -37,8 +37,12 @@ _DEMO = os.path.join(OURS, "demo") + os.sep  # a program to read and to copy, so
 _STANDARD_LIBRARY = os.path.dirname(functools.__file__) + os.sep
 # Frames between the user's line and the function that it calls.
 WRAPPERS = frozenset(("error_handler", "wrapper", "converted_call", "_call_unconverted", "op_dispatch_handler"))
-# Functions that stand around TensorFlow's own; a sync point is named after TensorFlow's.
-_HOOKS = (os.path.join(OURS, "_tf", "graphs", "control_flow.py"), os.path.join(OURS, "threads", "joint", ""))
+# Functions that stand around those of TensorFlow and Keras; a sync point is named after theirs.
+_HOOKS = (
+    os.path.join(OURS, "_tf", "graphs", "control_flow.py"),
+    os.path.join(OURS, "_tf", "keras", "hooks.py"),
+    os.path.join(OURS, "threads", "joint", ""),
+)
 _CONVERTED = "outer_factory.inner_factory.tf__"  # the prefix of functions that AutoGraph converted
 _SITE_PACKAGES = os.sep + "site-packages" + os.sep
 

@@ -21,6 +21,7 @@ from replica_engine._tf.keras import accumulation as names
 from replica_engine._tf.keras.trainer import (
     BUILD,
     COMPILES,
+    FRAMES,
     METHOD,
     MODULE,
     REDUCE,
@@ -61,18 +62,24 @@ Make = Callable[[Any, Callable[..., Any], Callable[..., Any]], Callable[..., Any
 """Takes a model, its step and Keras' own function; returns the function to call with an iterator."""
 
 
-def wrap(owner: Any, name: str, around: Callable[..., Any], mark: str = _MARK) -> None:
-    """Makes Keras call `around(original, ...)` in place of a function or method, unless it does so already."""
+def wrap(owner: Any, name: str, around: Callable[..., Any], mark: str = _MARK, shortened: bool = False) -> None:
+    """Makes Keras call `around(original, ...)` in place of a function or method, unless it does so already.
+
+    With `shortened`, Keras takes its own frames out of the tracebacks of the original, and ours go with them.
+    """
     original = getattr(owner, name, None)
     if original is None or hasattr(original, mark):
         return
+    if shortened:
+        original = original.__wrapped__
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
 
-    setattr(wrapped, mark, True)
-    setattr(owner, name, wrapped)
+    made = sys.modules[FRAMES].filter_traceback(wrapped) if shortened else wrapped
+    setattr(made, mark, True)
+    setattr(owner, name, made)
 
 
 def extend_trainer(make: Make) -> None:
@@ -141,7 +148,7 @@ def extend_build(
         return result
 
     wrap(_trainer(), BUILD, built)
-    wrap(_trainer(), "fit", _fit)
+    wrap(_trainer(), "fit", _fit, shortened=True)
 
 
 _begun: contextvars.ContextVar[Any] = contextvars.ContextVar("replica_engine_fit", default=None)
