@@ -54,7 +54,6 @@ def _class_of(kind: Any) -> type:
     members.update({f"make_{name}_function": _make(name) for name in ("train", "test", "predict")})
     members.update({f"{name}_function": _function(name) for name in ("train", "test", "predict")})
     members["reset_metrics"] = _resetting(kind)
-    members["__setattr__"] = _setting(kind)
     members["__reduce__"] = lambda self: getattr(self, _SLOT).original.__reduce__()  # which names the class
     members["strategy"] = _Strategy()
     members["_repr_html_"] = _described
@@ -115,15 +114,6 @@ def _resetting(kind: Any) -> Callable[..., None]:
             kind.reset_metrics(self)
 
     return reset_metrics
-
-
-def _setting(kind: Any) -> Callable[..., None]:
-    def set_attribute(self: Any, name: str, value: Any) -> None:
-        kind.__setattr__(self, name, value)
-        if isinstance(value, keras.optimizers.Optimizer):
-            getattr(self, _SLOT).changed()
-
-    return set_attribute
 
 
 def _make(name: str) -> Callable[..., None]:

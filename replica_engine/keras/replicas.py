@@ -9,8 +9,8 @@ original during such a method works on the replicas' variables.
 A callback may change what the model has: build its optimizer, set another one, compile it, add weights. Keras creates
 variables for these outside any scope, so they are plain variables. They must be shared before the next step runs;
 otherwise that step would update them once per replica. `changed` shares them. It is called at three times: when Keras
-tells this library at once (an optimizer's `build`, `compile`, an optimizer set on the replicated model), at the
-beginning of each step, and at the beginning of each epoch and evaluation, when there is time to visit all layers.
+tells this library at once (an optimizer's `build`, `compile`), at the beginning of each step, and at the beginning of
+each epoch and evaluation, when there is time to visit all layers.
 """
 
 from __future__ import annotations

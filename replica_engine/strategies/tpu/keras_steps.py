@@ -6,8 +6,7 @@ and begins the next one. A batch that does not split evenly over the replicas ru
 
 from __future__ import annotations
 
-import contextlib
-import weakref
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,31 +47,37 @@ def device_loop(model: Any, step_function: Callable[..., Any], plain: Callable[.
     def step(context: Any, data: Any) -> None:
         context.set_last_step_output("logs", step_function(data))
 
-    source: _Batches | None = None
     programs = strategy.extended.own_programs()  # they live as long as the model
 
     def function(iterator: Any) -> Any:
-        nonlocal source
         if model.steps_per_execution == 1 or not isinstance(iterator, tf.distribute.DistributedIterator):
             return one_step(iterator)
-        if source is None or not source.is_of(iterator):  # a new epoch
-            source = _Batches(iterator)
-        logs = None
-        left = model.steps_per_execution
-        with source.reading(iterator):
-            while left and (batch := source.peek()) is not None:
-                if _is_even(batch):
-                    context = _launch(strategy, programs, step, source.alike(), left)
-                    left -= context.steps
-                    logs = context.last_step_outputs["logs"]
-                else:
+        logs, left = None, model.steps_per_execution
+        for shapes, alike in itertools.groupby(_next_batches(iterator, left), _shapes):
+            if all(shape == of_leaf[0] for of_leaf in shapes for shape in of_leaf):
+                # All workers must ask for as many steps: the first one without a batch ends the launch of all.
+                context = _launch(strategy, programs, step, alike, left)
+                left -= context.steps
+                logs = context.last_step_outputs["logs"]
+            else:
+                for batch in alike:
                     left -= 1
-                    logs = strategy.run(step_function, args=(source.take(),))
+                    logs = strategy.run(step_function, args=(batch,))
         if left == model.steps_per_execution:
             raise StopIteration
         return keras_trainer.reduced(logs, strategy)
 
     return function
+
+
+def _next_batches(iterator: Any, most: int) -> Iterator[Any]:
+    """Up to `most` batches, each taken when it is asked for: a launch runs while its next batches are read."""
+    for _ in range(most):
+        try:
+            batch = next(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            return
+        yield tf.nest.map_structure(_without_optional, batch)
 
 
 def _launch(strategy: Any, programs: Any, step: Callable[..., Any], batches: Iterator[Any], most: int) -> Any:
@@ -84,62 +89,10 @@ def _launch(strategy: Any, programs: Any, step: Callable[..., Any], batches: Ite
         return ended.context
 
 
-class _Batches:
-    """The batches of an iterator; the next batch can be read without taking it.
-
-    The object holds the iterator only during `reading`. Keras drops an iterator when an epoch is over, and TensorFlow
-    may take long to free an old one.
-
-    Args:
-        iterator: the iterator of a distributed dataset.
-    """
-
-    def __init__(self, iterator: Any):
-        self._of = weakref.ref(iterator)
-        self._iterator: Any = None
-        self._next: list[Any] = []
-
-    def is_of(self, iterator: Any) -> bool:
-        """Whether the batches come from `iterator`."""
-        return self._of() is iterator
-
-    @contextlib.contextmanager
-    def reading(self, iterator: Any) -> Iterator[None]:
-        """Holds the iterator inside the `with` block, so that batches can be read."""
-        self._iterator = iterator
-        try:
-            yield
-        finally:
-            self._iterator = None
-
-    def peek(self) -> Any:
-        """The next batch, without taking it; None at the end."""
-        if not self._next:
-            try:
-                self._next.append(tf.nest.map_structure(_without_optional, next(self._iterator)))
-            except (StopIteration, tf.errors.OutOfRangeError):
-                return None
-        return self._next[0]
-
-    def take(self) -> Any:
-        """Takes the next batch, which `peek` must have returned before."""
-        return self._next.pop()
-
-    def alike(self) -> Iterator[Any]:
-        """Takes the next batches, up to the first one with other shapes."""
-        shapes = _shapes(self.peek())
-        while (batch := self.peek()) is not None and _shapes(batch) == shapes:
-            yield self.take()
-
-
 def _shapes(batch: Any) -> list[tuple]:
     """For each leaf of a batch, its shapes on the replicas."""
     leaves = tf.nest.flatten(batch)
     return [tuple(getattr(part, "shape", None) for part in getattr(leaf, "values", (leaf,))) for leaf in leaves]
-
-
-def _is_even(batch: Any) -> bool:
-    return all(shape == shapes[0] for shapes in _shapes(batch) for shape in shapes)
 
 
 def _without_optional(value: Any) -> Any:
