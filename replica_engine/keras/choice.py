@@ -8,7 +8,6 @@ import tensorflow as tf
 from replica_engine._tf.keras import model as keras_model
 from replica_engine.errors import BackendMissingError, ReplicateError
 from replica_engine.strategies import MirroredStrategy
-from replica_engine.strategies.backend import compiled_strategy
 
 _SLOW_IN_XLA_ON_CPU = (
     keras.layers.Conv1D,
@@ -73,6 +72,17 @@ def choose(model: keras.Model, replicas: int | None) -> tuple[tf.distribute.Stra
     if not can_mirror:
         raise ReplicateError.too_few_devices(replicas or 1, kind, len(mirrored))
     return MirroredStrategy(mirrored[:replicas]), reason
+
+
+def compiled_strategy(replicas: int | None) -> tf.distribute.Strategy:
+    """A TPUStrategy on so many devices.
+
+    Raises:
+        BackendMissingError: jax is not installed.
+    """
+    from replica_engine.strategies.tpu import TPUStrategy  # not at module level: it needs jax
+
+    return TPUStrategy(num_cores=replicas)
 
 
 def _has_tpus(instead: str) -> bool:

@@ -243,17 +243,6 @@ def has_backend(strategy: tf.distribute.Strategy) -> bool:
     return backend_of(strategy) is not None
 
 
-def compiled_strategy(replicas: int | None) -> tf.distribute.Strategy:
-    """A TPUStrategy on so many devices.
-
-    Raises:
-        BackendMissingError: jax is not installed.
-    """
-    from replica_engine.strategies.tpu import TPUStrategy  # not at module level: it needs jax
-
-    return TPUStrategy(num_cores=replicas)
-
-
 def compiles(strategy: tf.distribute.Strategy) -> bool:
     """Whether one trace stands for all replicas of a strategy."""
     backend = backend_of(strategy)

@@ -16,9 +16,10 @@ import tensorflow as tf
 from replica_engine._tf import thread_state
 from replica_engine.errors import BackendMissingError, DeviceError, ParityArgumentError
 from replica_engine.errors.base import positive_int
+from replica_engine.keras.choice import compiled_strategy
 from replica_engine.process.devices import logical_devices
 from replica_engine.strategies import MirroredStrategy
-from replica_engine.strategies.backend import compiled_strategy, compiles
+from replica_engine.strategies.backend import compiles
 from replica_engine.values import samples
 
 DEFAULT_ROWS = 32
