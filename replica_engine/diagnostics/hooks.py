@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from replica_engine._tf import batches, patches
 from replica_engine._tf.eager import is_replaced_interrupt
-from replica_engine._tf.graphs import calls, control_flow
+from replica_engine._tf.graphs import calls, control_flow, function
 from replica_engine.diagnostics.suspicions import asked_for
 from replica_engine.diagnostics.tracebacks import shortened_of_graph, without_ours
 from replica_engine.diagnostics.user_frames import FOLDERS
@@ -29,6 +29,7 @@ def install() -> None:
         ("tape_gradient", _tape_gradient),
         ("next", batches.noted),
         ("scan", batches.element_noted),
+        ("trace", function.trace_noted),
     ):
         control_flow.wrap(control_flow.BY_BOTH[name], around)
     calls.install()

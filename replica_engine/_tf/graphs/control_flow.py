@@ -74,6 +74,7 @@ from tensorflow.python.ops.resource_variable_ops import variable_accessed as var
 from tensorflow.python.util import traceback_utils as _tracebacks
 
 from replica_engine._tf import batches
+from replica_engine._tf.graphs import function
 from replica_engine._tf.graphs.kept import keep
 
 
@@ -97,6 +98,7 @@ BY_BOTH = {
     "pop_tape": Wrapped(tf.GradientTape, "_pop_tape", "warns of a tape around `run`"),
     "tape_gradient": Wrapped(tf.GradientTape, "gradient", "warns of a tape around `run`"),
     "next": Wrapped(batches.OWNER, batches.NAME, "warns if a batch of a plain dataset goes whole to all replicas"),
+    "trace": Wrapped(function.TRACES, function.TRACE, "knows whether a function with jit_compile=True is being traced"),
     "scan": Wrapped(batches.LOOPS, batches.SCAN, "the same, for the elements of a `for` over a dataset"),
 }
 """What both backends wrap: it serves errors and warnings."""

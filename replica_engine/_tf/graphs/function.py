@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
+
+# tracing_compilation: traces a tf.function; the options of a trace have the function's attributes.
+from tensorflow.python.eager.polymorphic_function import tracing_compilation as _tracing_compilation
 
 # XLA_COMPILE: the attribute that stands for jit_compile=True.
 from tensorflow.python.eager.polymorphic_function.attributes import XLA_COMPILE as _XLA_COMPILE
@@ -17,10 +19,7 @@ from tensorflow.python.eager.polymorphic_function.attributes import XLA_COMPILE 
 # python_function nor the options.
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 
-# _create_concrete_function: traces a tf.function; its `tracing_options` has the function's attributes.
-from tensorflow.python.eager.polymorphic_function.tracing_compilation import (
-    _create_concrete_function as _trace_function,
-)
+TRACES, TRACE = _tracing_compilation, "_create_concrete_function"
 
 
 def is_tf_function(fn: Any) -> bool:
@@ -68,32 +67,33 @@ def options(fn: Any) -> tuple[bool, bool, Any]:
     return bool(fn._autograph), bool(fn._reduce_retracing), fn.input_signature
 
 
+def trace_noted(original: Callable[..., Any], function_type: Any, context: Any, graph: Any, options: Any) -> Any:
+    """Notes the options of a `tf.function` while it is traced; wrapped around `TRACES.TRACE`."""
+    options_of_traces = vars(_tracing).setdefault("options", [])
+    options_of_traces.append(options)
+    try:
+        return original(function_type, context, graph, options)
+    finally:
+        options_of_traces.pop()
+
+
 def is_being_compiled() -> bool:
-    """Whether this call is made while a `tf.function` with `jit_compile=True` is traced."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        is_trace = frame.f_code is _trace_function.__code__
-        if is_trace and (frame.f_locals["tracing_options"].attributes or {}).get(_XLA_COMPILE):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    """Whether this call is made while a `tf.function` with `jit_compile=True` is traced on this thread."""
+    return any((options.attributes or {}).get(_XLA_COMPILE) for options in getattr(_tracing, "options", ()))
 
 
 def leave_uncompiled() -> None:
     """Removes `jit_compile=True` from the tf.functions that are being traced around this call.
 
     An op that compiles its own program and launches it from the host calls this. TensorFlow reads the attribute after
-    tracing the function. Until then the attribute exists only on this thread's stack.
+    tracing the function.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _trace_function.__code__:
-            attributes = frame.f_locals["tracing_options"].attributes
-            if attributes and attributes.get(_XLA_COMPILE):
-                attributes[_XLA_COMPILE] = False
-        frame = frame.f_back  # type: ignore[assignment]
+    for options in getattr(_tracing, "options", ()):
+        if options.attributes and options.attributes.get(_XLA_COMPILE):
+            options.attributes[_XLA_COMPILE] = False
 
 
+_tracing = threading.local()  # its `options` are those of the functions that the thread is tracing, the innermost last
 _inlining = threading.local()
 
 
