@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ import tensorflow as tf
 from replica_engine._tf import distribute
 from replica_engine.errors import DeviceError
 from replica_engine.xla.graph_mode import refuses_graphs
+from replica_engine.xla.logical_devices import as_int, check_only, logical_device
 
 
 class TPUFacts:
@@ -81,7 +81,7 @@ class OneLogicalDevice:
         Raises:
             DeviceError: `logical_device_id` is not 0.
         """
-        _check("experimental_assign_to_logical_device", logical_device_id)
+        check_only("experimental_assign_to_logical_device", logical_device_id)
         return tf.identity(tensor)
 
     def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> tf.Tensor:
@@ -98,7 +98,7 @@ class OneLogicalDevice:
             DeviceError: a number of parts is not 1, or there are more or fewer numbers than dimensions.
         """
         tensor = tf.convert_to_tensor(tensor)
-        parts = list(map(_as_int, partition_dimensions))
+        parts = list(map(as_int, partition_dimensions))
         if math.prod(parts) != 1 or len(parts) != tensor.shape.rank:
             raise DeviceError.one_a_replica(
                 "experimental_split_to_logical_devices", "partition_dimensions", partition_dimensions
@@ -108,26 +108,3 @@ class OneLogicalDevice:
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> tf.Tensor:
         """Copies a tensor to all devices of its replica. A replica has one device, so this returns the tensor."""
         return tf.identity(tensor)
-
-
-def logical_device(logical_device_id: int) -> contextlib.AbstractContextManager[None]:
-    """A block whose variables and ops are on a device of their replica; see `TPUFacts`.
-
-    Raises:
-        DeviceError: `logical_device_id` is not 0.
-    """
-    _check("experimental_logical_device", logical_device_id)
-    return contextlib.nullcontext()
-
-
-def _check(method: str, logical_device_id: Any) -> None:
-    if _as_int(logical_device_id) != 0:
-        raise DeviceError.one_a_replica(method, "logical_device_id", logical_device_id)
-
-
-def _as_int(value: Any) -> int:
-    """The value as an int; -1 for a value that is not an integer, which the caller's check then refuses."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        return -1

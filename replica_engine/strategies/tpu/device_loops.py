@@ -20,7 +20,7 @@ from replica_engine.errors.inputs import note_no_context
 from replica_engine.process import shutdown
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.tpu import workers
-from replica_engine.strategies.tpu.context import BodyReplicaContext
+from replica_engine.xla.context import BodyReplicaContext
 from replica_engine.xla.loop.device_loop import run_loop
 from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.stages.program_cache import ProgramCache

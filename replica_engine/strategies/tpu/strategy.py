@@ -30,9 +30,8 @@ from replica_engine.strategies.devices import described
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.multi_worker.saving import let_the_chief_write
 from replica_engine.strategies.reductions import Reductions
-from replica_engine.strategies.tpu import keras_steps, own_values, variables
+from replica_engine.strategies.tpu import keras_steps, variables
 from replica_engine.strategies.tpu.api import OneLogicalDevice, TPUFacts
-from replica_engine.strategies.tpu.context import BodyReplicaContext, gather_leaf, reduce_leaf
 from replica_engine.strategies.tpu.device_loops import LoopSettings, run_steps
 from replica_engine.strategies.tpu.planning import Planning
 from replica_engine.strategies.tpu.workers import OverWorkers, explain_failures, saving_on
@@ -46,7 +45,9 @@ from replica_engine.strategies.validation import (
     not_reduced,
 )
 from replica_engine.values.regroup import spread
+from replica_engine.xla import own_values
 from replica_engine.xla.body import LaunchLimits, in_body
+from replica_engine.xla.context import BodyReplicaContext, gather_leaf, reduce_leaf
 from replica_engine.xla.graph_mode import check_mode, refuses_graphs
 from replica_engine.xla.graph_op import call_again, call_with_numbers
 from replica_engine.xla.graph_op import plan as plan_call

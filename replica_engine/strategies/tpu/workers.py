@@ -24,9 +24,9 @@ from replica_engine.pjrt.group import DeviceGroup, is_needed_by_a_program
 from replica_engine.strategies.multi_worker.launches import of_variable
 from replica_engine.strategies.multi_worker.saving import Saving
 from replica_engine.strategies.reductions import as_tensors
-from replica_engine.strategies.tpu.context import gather_leaf, reduce_leaf
 from replica_engine.values.structure import as_tensor
 from replica_engine.xla.body import LaunchLimits
+from replica_engine.xla.context import gather_leaf, reduce_leaf
 
 FIRST = "the first replica's value"
 """The reduction of variables with `ONLY_FIRST_REPLICA`."""

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from replica_engine import xla
 from replica_engine._tf import distribute, variables
 from replica_engine.errors import ReplicaValueError
+from replica_engine.xla.body import num_replicas, replica_id
 from replica_engine.xla.state.device_value import DeviceValue, accesses_noted
 
 _DIFFERENT = (
@@ -34,9 +34,9 @@ def own_value(value: distribute.PerReplica, dtype: Any = None) -> tf.Tensor:
         ReplicaValueError: the values have different shapes, or belong to another number of replicas.
     """
     values = [tf.convert_to_tensor(each, dtype) for each in value.values]
-    if len(values) != xla.num_replicas() or len({str((each.shape, each.dtype)) for each in values}) > 1:
+    if len(values) != num_replicas() or len({str((each.shape, each.dtype)) for each in values}) > 1:
         raise ReplicaValueError.several("A function of TensorFlow", len(values), True)
-    return tf.stack(values)[xla.replica_id()]
+    return tf.stack(values)[replica_id()]
 
 
 def own_values(structure: Any) -> Any:

@@ -12,15 +12,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine import xla
 from replica_engine._tf import distribute
 from replica_engine._tf.graphs import autograph
 from replica_engine.errors import CollectiveError, NotInReplicaError
-from replica_engine.strategies.tpu.api import logical_device
-from replica_engine.strategies.tpu.own_values import own_value, own_values
 from replica_engine.values import late_weights, rows
 from replica_engine.values.structure import as_tensor
-from replica_engine.xla.body import in_body
+from replica_engine.xla.body import in_body, num_replicas, replica_id
+from replica_engine.xla.collectives import all_gather, all_reduce, all_to_all, cross_replica_sum, reduce_scatter
+from replica_engine.xla.logical_devices import logical_device
+from replica_engine.xla.own_values import own_value, own_values
 
 
 class BodyReplicaContext(tf.distribute.ReplicaContext):
@@ -41,7 +41,7 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
     @property
     def replica_id_in_sync_group(self) -> tf.Tensor:
         """The id of the replica that runs this: a scalar int32 tensor."""
-        return xla.replica_id()
+        return replica_id()
 
     @autograph.artifact
     def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,7 +85,7 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
         """
         _check_in_run()
         return late_weights.reduced(
-            value, lambda value: tf.nest.map_structure(lambda leaf: xla.reduce_scatter(leaf, axis), value)
+            value, lambda value: tf.nest.map_structure(lambda leaf: reduce_scatter(leaf, axis), value)
         )
 
     @autograph.artifact
@@ -100,7 +100,7 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
         _check_in_run()
         return late_weights.reduced(
             value,
-            lambda value: tf.nest.map_structure(lambda leaf: xla.all_to_all(leaf, split_axis, concat_axis), value),
+            lambda value: tf.nest.map_structure(lambda leaf: all_to_all(leaf, split_axis, concat_axis), value),
         )
 
     def experimental_logical_device(self, logical_device_id: int) -> contextlib.AbstractContextManager[None]:
@@ -147,8 +147,8 @@ def reduce_leaf(reduce_op: Any, value: Any) -> Any:
         return rows.joined([_reduced_rows(name, part) for part in rows.pieces(value)])
     tensor = as_tensor(value, "The value to all_reduce")
     if tensor.dtype.is_integer and name == "MEAN":
-        return xla.cross_replica_sum(tensor) / xla.num_replicas()  # a fraction, as in tf.distribute
-    return xla.all_reduce(tensor, reduce_op)
+        return cross_replica_sum(tensor) / num_replicas()  # a fraction, as in tf.distribute
+    return all_reduce(tensor, reduce_op)
 
 
 def _reduced_rows(name: str, value: tf.IndexedSlices) -> tf.IndexedSlices:
@@ -157,10 +157,10 @@ def _reduced_rows(name: str, value: tf.IndexedSlices) -> tf.IndexedSlices:
     shape = value.dense_shape if value.dense_shape is None else tf.convert_to_tensor(value.dense_shape)
     values = value.values
     if name == "MEAN":
-        values /= tf.cast(xla.num_replicas(), values.dtype)
+        values /= tf.cast(num_replicas(), values.dtype)
     if origin is None or body is None or (origin.of_process and body.own < body.size):
-        return tf.IndexedSlices(xla.all_gather(values, axis=0), xla.all_gather(value.indices, axis=0), shape)
-    return tf.IndexedSlices(xla.cross_replica_sum(values), value.indices, shape)  # lengths are equal on all replicas
+        return tf.IndexedSlices(all_gather(values, axis=0), all_gather(value.indices, axis=0), shape)
+    return tf.IndexedSlices(cross_replica_sum(values), value.indices, shape)  # lengths are equal on all replicas
 
 
 def gather_leaf(value: Any, axis: int) -> tf.Tensor:
@@ -170,4 +170,4 @@ def gather_leaf(value: Any, axis: int) -> tf.Tensor:
     tensor = as_tensor(value, "The value to all_gather")
     if tensor.shape.rank == 0:
         raise CollectiveError.no_axis("all_gather", axis, str(tensor.shape))  # as in tf.distribute
-    return xla.all_gather(tensor, axis=axis)
+    return all_gather(tensor, axis=axis)
