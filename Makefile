@@ -3,6 +3,7 @@
 #   make demo     train a model on 4 replicas           REPLICAS=4 EPOCHS=5 STRATEGY=mirrored (or tpu)
 #   make test     all tests                             ARGS="-k collectives"
 #   make test-clients   published libraries on our strategies, in .venv-clients: a few minutes
+#   make test-aot       each kind of program compiled for TPUs and GPUs that are not there, in .venv-aot
 #   make test-gpu       what needs GPUs; without them each part is skipped by name
 #   make matrix   the versions of TensorFlow, Keras, jax and Python that matter   ARGS="--tags oldest"
 #   make lint     ruff, mypy, import order
@@ -11,7 +12,7 @@
 #   make docs     the documentation, into site/; make docs-serve shows it while you write
 #   make test-docs   builds it, and opens every page in headless Chromium
 #   make wheel    build the wheel, and import it from an empty environment
-#   make clean    remove .venv, .venv-clients and everything built
+#   make clean    remove .venv, .venv-aot, .venv-clients and everything built
 #
 #   TENSORFLOW=tensorflow-cpu (of any target) installs that in place of tensorflow
 
@@ -28,7 +29,7 @@ BIN := $(VENV)/bin
 # Where pip runs this often, its version check and cache talk are noise.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help demo test test-clients test-gpu matrix lint format bench soak docs docs-serve test-docs wheel clean
+.PHONY: help demo test test-aot test-clients test-gpu matrix lint format bench soak docs docs-serve test-docs wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -82,6 +83,19 @@ test-clients: $(CLIENTS)/.installed
 	$(CLIENTS)/bin/python -m pytest --timeout 300 tests/clients/test_sonnet.py tests/clients/keras_3 $(ARGS)
 	TF_USE_LEGACY_KERAS=1 $(CLIENTS)/bin/python -m pytest --timeout 300 tests/clients/keras_2 $(ARGS)
 
+# Compilers of chips that are not there: libtpu takes 700 MB, and jax looks for TPUs where it is installed. So they have an
+# environment of their own.
+AOT := .venv-aot
+
+$(AOT)/.installed: pyproject.toml | $(BIN)/python
+	@echo "installing the compilers of TPUs and GPUs into $(AOT)"
+	@$(BIN)/python -m venv $(AOT)
+	@$(AOT)/bin/python -m pip --disable-pip-version-check --quiet install --editable ".[$(TENSORFLOW),$(TEST_EXTRAS),aot]"
+	@touch $@
+
+test-aot: $(AOT)/.installed
+	$(AOT)/bin/python -m pytest --timeout 300 tests/aot $(ARGS)
+
 # With what is installed: on a machine with GPUs, install the extra cuda as well.
 test-gpu: $(VENV)/.extras-$(TEST_EXTRAS)
 	$(BIN)/python -m pytest -n 0 --verbose --timeout 600 tests/gpu $(ARGS)
@@ -127,4 +141,4 @@ wheel: $(BIN)/python
 	  'import replica_engine as r; print(r.__version__, r.MirroredStrategy(["CPU:0"]).run(lambda x: x + 1, args=(1,)))'
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) .nox build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(AOT) $(CLIENTS) .nox build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -1,5 +1,9 @@
 """Many steps in one launch: a loop on the devices, with the inputs of the steps fed in from the host.
 
+There are two ways for the inputs. On TPUs and GPUs they are arguments of several launches (`chunks`). On CPU devices,
+with several workers, and where a step calls the host, the program itself fetches them, in one launch for all steps. The
+rest of this text is about the second way.
+
 The program is two loops around the step. The outer loop calls the host for the next batches, a chunk. They lie ready
 there, since a thread fetches batches ahead of the steps (`InputQueue`). The inner loop runs a step for each batch. A
 call of the host takes as long as many small steps, so small batches come many at a time. Large batches, and those of a
@@ -15,6 +19,7 @@ a host call of a step fails, the results of no step of the launch are kept.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,22 +27,22 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf.data_pulls import Pulls
-from replica_engine._tf.graphs import autograph, xla_ops
+from replica_engine._tf.graphs import xla_ops
 from replica_engine._tf.graphs.python_ops import python_op
-from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import HostAccessError, InputsError, LoweringError
 from replica_engine.pjrt.group import needed_by_a_program
-from replica_engine.values.structure import flatten
 from replica_engine.xla import soft_placement
 from replica_engine.xla.body import host_call_site, in_body
-from replica_engine.xla.host_calls.call import HostCall, HostCalls, current_calls
+from replica_engine.xla.host_calls.call import HostCall, HostCalls
 from replica_engine.xla.infeed import InputQueue, Pace
+from replica_engine.xla.loop import chunks
 from replica_engine.xla.loop.batches import BatchReader
 from replica_engine.xla.loop.prefetch import Prefetcher
-from replica_engine.xla.signature import argument_names
+from replica_engine.xla.loop.step import LoopBody
 from replica_engine.xla.signature.arguments import Arguments
 from replica_engine.xla.signature.function_spec import FunctionSpec
-from replica_engine.xla.stages.program_cache import ProgramCache
+from replica_engine.xla.stages.compiled import Compiled
+from replica_engine.xla.stages.program_cache import ProgramCache, TracedProgram
 
 _MOST_STEPS = 128  # the most steps of a chunk
 _MOST_BYTES = 1 << 18  # the most bytes of a replica's part of a chunk; the program gets it whole, however few the steps
@@ -88,42 +93,37 @@ def run_loop(
     arguments = Arguments(first, {}, programs.devices.size, numbers=True)
     shapes = [_shape(slot, source.name, programs.moves_ops) for slot in arguments.slots]
     specs = [tf.TensorSpec(shape, slot.dtype) for slot, shape in zip(arguments.slots, shapes, strict=True)]
+    has_text = any(spec.dtype == tf.string for spec in specs)
+    reader = BatchReader(first, arguments, source.name, pulls)
+    key = ("device loop", mode, programs.key(source), arguments.key, tuple(shapes))
+    if chunks.are_arguments(programs.devices) and not has_text and not programs.calls_host(key):
+        most = _chunk(specs, prefetch, chunks.MOST_BYTES)
+        body = chunks.ChunkBody(source, step, arguments, specs, most)
+        given = Arguments(chunks.arguments_like(specs, most, arguments.size), {}, arguments.size, numbers=True)
+        try:
+            program = _found(programs, source, body, (*key, "arguments", most), given)
+        except chunks.StepCallsHost:
+            programs.note_host_calls(key)
+        else:
+            others = given.numpy()[1 + len(specs) :]
+            return _run_chunks(program, reader, first, rest, iterations, specs, others, most, prefetch)
     # Each call of the host is a sign of life for the watchdog, and a single step may be as slow as the limit allows.
-    most = 1 if programs.limits.timeout is not None else _chunk(specs, prefetch)
+    most = 1 if programs.limits.timeout is not None else _chunk(specs, prefetch, _MOST_BYTES)
     loop = _Loop(source, step, arguments, specs, most)
     none = Arguments((), {}, arguments.size)
-    no_shapes = soft_placement.add_caller(none, ())
-
-    def of_loop() -> FunctionSpec:
-        key = ("device loop", mode, programs.key(source), arguments.key, tuple(shapes), most, none.key)
-        return FunctionSpec(loop, autograph=False, declared=key)
-
-    program = programs.find(of_loop(), none, no_shapes)
-    if loop.was_traced:  # now it is known which functions in the step run on the host, which changes the step's key
-        programs.learn(source, program)
-        programs.keep(of_loop(), none, program)
-    loop.forget()
-    compiled = program.find([tuple(shape) for shape in no_shapes])
+    program = _found(programs, source, loop, (*key, most), none)
+    compiled = program.find([tuple(slot.shape) for slot in none.slots])
     pace = _feed_of(program).pace
     # When a step runs, the other batches of its chunk count as fetched ahead, but have left the queue.
     several = programs.devices.member is not None  # then the batches of a chunk are in the queue until its end
     depth = (prefetch or 2 * pace.most) - (0 if several else pace.most) + 1
     queue = InputQueue(arguments.size, max(depth, pace.most + 1) if several else depth, pace)
-    reader = BatchReader(first, arguments, source.name, pulls)
     queue.put(reader.parts(first, 0))
     prefetcher = Prefetcher(queue, reader, rest, iterations, program.traced.body.name)
-    try:
-        with compiled.writing():
-            if iterations > 1:
-                prefetcher.start()
-            else:
-                queue.close()
-            columns = compiled.run(none.numpy(), feed=queue)
-            queue.over()
+    with _fed(compiled, queue, prefetcher, iterations):
+        columns = compiled.run(none.numpy(), feed=queue)
+        queue.over()
         steps, results = zip(*program.traced.replicas_results(columns), strict=True)
-    finally:
-        queue.stop()
-        prefetcher.end()
     made = int(steps[0]) if several else queue.begun
     program.traced.body.steps += made
     if programs.devices.member is not None:
@@ -131,62 +131,82 @@ def run_loop(
     return Outcome(made, list(results), prefetcher.error)
 
 
-def _chunk(specs: Sequence[tf.TensorSpec], prefetch: int | None) -> int:
+def _found(
+    programs: ProgramCache, source: FunctionSpec, body: _Loop | chunks.ChunkBody, key: tuple, arguments: Arguments
+) -> TracedProgram:
+    """The program of a loop, traced now or before."""
+    shapes = soft_placement.add_caller(arguments, arguments.shapes)
+
+    def of_loop() -> FunctionSpec:
+        declared = (*key[:2], programs.key(source), *key[3:], arguments.key)
+        return FunctionSpec(body, autograph=False, declared=declared)
+
+    program = programs.find(of_loop(), arguments, shapes)
+    if body.was_traced:  # now it is known which functions in the step run on the host, which changes the step's key
+        programs.learn(source, program)
+        programs.keep(of_loop(), arguments, program)
+    body.forget()
+    return program
+
+
+def _run_chunks(
+    program: TracedProgram,
+    reader: BatchReader,
+    first: tuple,
+    rest: Iterator[tuple],
+    iterations: int,
+    specs: Sequence[tf.TensorSpec],
+    others: list[list[np.ndarray]],
+    most: int,
+    prefetch: int | None,
+) -> Outcome:
+    """Runs a loop whose batches are arguments; `others` are the values of arguments that are no batches."""
+    size = program.devices.size
+    queue = InputQueue(size, max(prefetch or 2 * most, 2), Pace(most))
+    queue.put(reader.parts(first, 0))
+    prefetcher = Prefetcher(queue, reader, rest, iterations, program.traced.body.name)
+    shapes = [(), *((most, *spec.shape) for spec in specs), *(values[0].shape for values in others)]
+    compiled = program.find(shapes)
+    steps = chunks.Chunks(compiled, queue, specs, others, most)
+    try:
+        with _fed(compiled, queue, prefetcher, iterations):
+            columns = steps.run()
+    finally:
+        program.traced.body.steps += steps.made
+    return Outcome(steps.made, program.traced.replicas_results(columns), prefetcher.error)
+
+
+@contextlib.contextmanager
+def _fed(compiled: Compiled, queue: InputQueue, prefetcher: Prefetcher, iterations: int) -> Iterator[None]:
+    """Inside, batches are fetched into the queue while the program runs."""
+    try:
+        with compiled.writing():
+            if iterations > 1:
+                prefetcher.start()
+            else:
+                queue.close()
+            yield
+    finally:
+        queue.stop()
+        prefetcher.end()
+
+
+def _chunk(specs: Sequence[tf.TensorSpec], prefetch: int | None, most_bytes: int) -> int:
     """How many batches may come at a time: half of those fetched ahead, so that others can be fetched meanwhile."""
     if any(spec.dtype == tf.string for spec in specs):  # the host keeps the strings of one batch for each replica
         return 1
     size = sum(np.dtype(spec.dtype.as_numpy_dtype).itemsize * spec.shape.num_elements() for spec in specs)
-    fitting = min(_MOST_STEPS, _MOST_BYTES // max(1, size))
+    fitting = min(_MOST_STEPS, most_bytes // max(1, size))
     return max(1, fitting if prefetch is None else min(fitting, (prefetch + 1) // 2))
 
 
-class _Loop:
-    """The body of the program: a function without arguments, for `trace`.
-
-    Attributes:
-        was_traced: whether it was traced; False if an equal program was found in the cache.
-    """
-
-    def __init__(
-        self, source: FunctionSpec, step: Callable[..., Any], like: Arguments, specs: Sequence[tf.TensorSpec], most: int
-    ):
-        self.__name__ = source.name
-        self.made_of = source.fn  # has the line
-        self._fn = source.fn
-        self._step: Any = step
-        self._rebuild: Any = like.rebuild
-        self._places = [slot.name for slot in like.slots]
-        self._specs = specs
-        self._most = most
-        self.was_traced = False
-
-    def forget(self) -> None:
-        """Called when tracing is over: lets go of the first batch, which tracing needed."""
-        self._rebuild = self._step = None
+class _Loop(LoopBody):
+    """The body of the program: a function without arguments."""
 
     def __call__(self) -> Any:
-        self.was_traced = True
-        packed: list[Any] = []
-
-        def flat(*tensors: tf.Tensor) -> list[tf.Tensor]:
-            args, kwargs = self._rebuild(tensors)
-            named = argument_names.named(self._fn, tensors, self._places, skip=1)
-            with named, autograph.as_outside():  # AutoGraph converts the step, but not this function
-                value = self._step(self._fn, args, kwargs)
-            packed.append(flatten(value))
-            return [tf.identity(each) for each in packed[-1][0] if tf.is_tensor(each)]
-
-        # Traced separately first, since a loop must know in advance what its body returns.
-        step = tf.function(flat, autograph=False).get_concrete_function(*self._specs)
-        for index, output in enumerate(step.outputs):
-            if not output.shape.is_fully_defined():
-                raise LoweringError.dynamic_result(self.__name__, index, user_line(output))
-        zeros = [tf.zeros(each.shape, each.dtype) for each in step.outputs]
-        calls = current_calls()
+        step, body = self._traced_step(), in_body()
         # A host call of a step reports the step it was in. So each step that calls the host is its own chunk.
-        body = in_body()
-        calls_host = calls.calls or (body is not None and body.moves_ops and soft_placement.needs_host(step.graph))
-        feed = _Feed(calls, self._specs, 1 if calls_host else self._most)
+        feed = _Feed(step.calls, self._specs, 1 if step.calls_host else self._most)
 
         def chunk(_: tf.Tensor, done: tf.Tensor, outputs: list[tf.Tensor]) -> tuple:
             count, more, inputs = feed.emit(done)
@@ -201,17 +221,14 @@ class _Loop:
                 done += count
 
             def one(number: tf.Tensor, _: list[tf.Tensor]) -> tuple:
-                taken = step(*[each if each.dtype == tf.string else each[number] for each in inputs])
-                return number + 1, list(taken) if zeros else []
+                taken = step.run(*[each if each.dtype == tf.string else each[number] for each in inputs])
+                return number + 1, list(taken) if step.zeros else []
 
             _, outputs = tf.while_loop(lambda number, _: number < count, one, (0, outputs))
             return more, done, outputs
 
-        _, done, outputs = tf.while_loop(lambda more, *_: more, chunk, (True, 0, zeros))
-        found = iter(outputs)
-        leaves, spec = packed[-1]
-        value = spec.rebuild([next(found) if tf.is_tensor(each) else each for each in leaves])
-        return (done if feed.offers else 0), value
+        _, done, outputs = tf.while_loop(lambda more, *_: more, chunk, (True, 0, step.zeros))
+        return (done if feed.offers else 0), step.value(outputs)
 
 
 class _Feed(HostCall):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,6 +82,20 @@ class Compiled:
         Raises:
             Exception: a host call raised it. Then all variables are as before.
         """
+        return self.launch(slots, captured, feed, as_arrays)()
+
+    def launch(
+        self,
+        slots: Sequence[Sequence[np.ndarray]],
+        captured: Sequence[np.ndarray] | None = None,
+        feed: InputQueue | None = None,
+        as_arrays: bool = False,
+    ) -> Callable[[], list[Column]]:
+        """Like `run`, but devices with a queue may still work on the program when this returns.
+
+        Returns:
+            A function that waits for the results, and returns what `run` does.
+        """
         count("launches")
         self.program.body.last_program = self._myself
         program, put, on_host = self.program, self.devices.put, None
@@ -102,6 +116,14 @@ class Compiled:
 
         launch = Launch(program, self.devices, feed, on_host)
         results = launch(prepare)
+
+        def columns() -> list[Column]:
+            return self._columns_of(launch, results, as_arrays)
+
+        return columns
+
+    def _columns_of(self, launch: Launch, results: list[Array], as_arrays: bool) -> list[Column]:
+        program = self.program
         columns: list[Column]
         if self._columns is None or as_arrays:
             columns = list(map(self.devices.fetch_all, results[: program.returned]))

@@ -90,6 +90,7 @@ class ProgramCache:
             devices.size,
         )
         self._functions: LastUsed = LastUsed(most)
+        self._call_host: LastUsed = LastUsed(most)
         self._executables: LastUsed = LastUsed(most)
         self._most = most
         self._lock = threading.RLock()  # reentrant: a trace may run another trace on the same thread
@@ -217,6 +218,14 @@ class ProgramCache:
         function = self._function(source)
         function.hosts |= traced.traced.host_calls.codes
         function.warm = None
+
+    def calls_host(self, key: Any) -> bool:
+        """Whether the step of the device loop with this key is known to call the host."""
+        return bool(self._call_host.get(key, False))
+
+    def note_host_calls(self, key: Any) -> None:
+        """Notes that the step of the device loop with this key calls the host."""
+        self._call_host[key] = True
 
     def wants_numbers(self, source: FunctionSpec) -> bool:
         """Whether a function could not be compiled with tensors instead of Python numbers."""

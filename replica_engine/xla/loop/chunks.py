@@ -1,0 +1,152 @@
+"""A device loop whose batches are arguments: the way without calls of the host, which TPUs cannot make.
+
+The program is a loop over a chunk of batches, which is an argument of the launch with the number of batches in it. A
+loop of many steps is several launches. On devices with a queue a launch returns before the program has run, so the next
+chunk is sent to the devices while the one before runs; at most two chunks are there at a time.
+
+On CPU devices, `device_loop` calls the host for its batches: one launch for all steps is faster there. Both ways run
+the same steps with the same numbers. A step that calls the host itself stays with the other way: if its host call
+fails, the results of no step of the loop are kept.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._tf import distribute
+from replica_engine.errors.timeouts import slow_inputs
+from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.pjrt.plans import rehearsal
+from replica_engine.telemetry.watchdog import Watch
+from replica_engine.xla.infeed import InputQueue
+from replica_engine.xla.loop.step import LoopBody
+from replica_engine.xla.stages.compiled import Compiled
+from replica_engine.xla.stages.results import Column
+
+MOST_BYTES = 1 << 22
+"""The most bytes of a replica's part of a chunk with more than one batch.
+
+A chunk has one size, however many batches are in it, so that one program serves any number of steps. It is always sent
+whole.
+"""
+
+always: bool | None = None
+"""Whether batches are arguments on all platforms (True), or on none (False). None: on all but CPU. For tests."""
+
+
+class StepCallsHost(Exception):
+    """Ends the trace of a loop whose step calls the host."""
+
+
+def are_arguments(devices: DeviceGroup) -> bool:
+    """Whether the batches of a loop on these devices are arguments, if its step does not call the host."""
+    if devices.member is not None:  # the workers agree on the number of steps in the program, which calls the host
+        return False
+    run = rehearsal.current()
+    return always if always is not None else devices.platform != "cpu" or (run is not None and run.topology is not None)
+
+
+class ChunkBody(LoopBody):
+    """The body of the program: takes how many batches a chunk has, and for each input the stacked values."""
+
+    def __call__(self, count: tf.Tensor, *inputs: tf.Tensor) -> Any:
+        """Called by `trace`.
+
+        Raises:
+            StepCallsHost: the step calls the host.
+        """
+        step = self._traced_step()
+        if step.calls_host:
+            raise StepCallsHost
+
+        def one(number: tf.Tensor, _: list[tf.Tensor]) -> tuple:
+            taken = step.run(*[each[number] for each in inputs])
+            return number + 1, list(taken) if step.zeros else []
+
+        _, outputs = tf.while_loop(lambda number, _: number < count, one, (0, step.zeros))
+        return step.value(outputs)
+
+
+def arguments_like(specs: Sequence[tf.TensorSpec], most: int, size: int) -> tuple:
+    """Arguments of the shapes and dtypes that the body takes, for its trace."""
+    values = [np.zeros([most, *spec.shape], spec.dtype.as_numpy_dtype) for spec in specs]
+    return (np.int32(0), *(distribute.PerReplica([value] * size) for value in values))
+
+
+class Chunks:
+    """Runs the chunks of one loop.
+
+    Args:
+        compiled: the program.
+        queue: the queue of batches.
+        specs: specs of the inputs of a step.
+        others: values of the program's parameters behind those of the batches.
+        most: the most batches in a chunk.
+
+    Attributes:
+        made: how many steps have run.
+    """
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        queue: InputQueue,
+        specs: Sequence[tf.TensorSpec],
+        others: Sequence[list[np.ndarray]],
+        most: int,
+    ):
+        self.made = 0
+        self._compiled = compiled
+        self._queue = queue
+        self._specs = specs
+        self._others = others
+        self._most = most
+        self._size = compiled.devices.size
+        self._ready: deque[Sequence[Any]] = deque()  # batches: for each replica, the arrays
+        self._more = True
+
+    def run(self) -> list[Column]:
+        """Runs all steps.
+
+        Returns:
+            For each result of the body, the replicas' values after the last step.
+        """
+        last: Callable[[], list[Column]] | None = None
+        while chunk := self._take():
+            launched = self._compiled.launch(self._stacked(chunk), feed=self._queue)
+            if last is not None:
+                last()  # so that no more than two chunks are on the devices
+            last = launched
+            self.made += len(chunk)
+        assert last is not None, "there is a first batch"
+        return last()
+
+    def _take(self) -> list[Sequence[Any]]:
+        """Waits for the next chunk: as many batches as fit, or those that are left."""
+        name, limits = self._compiled.program.name, self._compiled.program.body.limits
+        with Watch(lambda seconds: slow_inputs(name, seconds), limits.warn_after):
+            while self._more and len(self._ready) < self._most:
+                taken = [self._queue.take(replica) for replica in range(self._size)]
+                self._ready.extend(zip(*[parts for parts, _ in taken], strict=True))
+                self._more = taken[0][1]
+        return [self._ready.popleft() for _ in range(min(self._most, len(self._ready)))]
+
+    def _stacked(self, chunk: Sequence[Sequence[Any]]) -> list[list[np.ndarray]]:
+        """The values of the program's parameters. What lies behind the last batch is never used."""
+        slots = [[np.asarray(len(chunk), np.int32)]]
+        for index, spec in enumerate(self._specs):
+            slots.append([self._of_replica(chunk, replica, index, spec) for replica in range(self._size)])
+        return [*slots, *self._others]
+
+    def _of_replica(self, chunk: Sequence[Sequence[Any]], replica: int, index: int, spec: tf.TensorSpec) -> np.ndarray:
+        if self._most == 1:  # without a copy
+            return np.expand_dims(chunk[0][replica][index], 0)
+        stacked = np.zeros([self._most, *spec.shape], spec.dtype.as_numpy_dtype)
+        for number, batch in enumerate(chunk):
+            stacked[number] = batch[replica][index]
+        return stacked

@@ -1,0 +1,117 @@
+"""Each kind of body compiles for chips that are not there, or is refused in the words that are written here."""
+
+import itertools
+
+import pytest
+import tensorflow as tf
+
+import replica_engine
+from aot.bodies import GROUPS, MODELS
+from aot.table import note
+from replica_engine import xla
+from replica_engine.errors import DeviceError, LoweringError, ProgramError
+
+CHIPS = ("v5e:2x4", "v4:2x2x2", "v5p:2x2x2", "v6e:2x4", "7x:2x2x1", "h100:8")
+SUBSET = (
+    "product, bfloat16",
+    "cholesky",
+    "fft",
+    "top_k",
+    "gather_and_scatter",
+    "conv2d",
+    "stateful",
+    "gradient_of_a_loop",
+    "all_reduces",
+    "all_gather",
+    "ring",
+)
+"""What is compiled for all chips; the others for the first alone. And all models."""
+
+REFUSED = {("inverse_and_determinant", "tpu"): "cannot call Python functions"}  # XLA has no determinant
+"""By body and platform, the words of the refusal."""
+
+BODIES = [
+    (chip, group, name)
+    for chip, (group, bodies) in itertools.product(CHIPS, GROUPS.items())
+    for name in bodies
+    if chip == CHIPS[0] or name in SUBSET
+]
+
+
+def platform(chip):
+    return "gpu" if chip.startswith("h") else "tpu"
+
+
+def compiled(chip, group, name, compile_):
+    """Compiles, notes what came of it for the table, and checks that it is what is expected."""
+    words = REFUSED.get((name, platform(chip)))
+    try:
+        plan = compile_()
+    except (DeviceError, LoweringError, ProgramError) as error:
+        note(chip, group, name, str(error))
+        if words is None or words not in str(error):
+            raise
+        return None
+    note(chip, group, name, "")
+    assert words is None, f"compiles now: take it out of REFUSED, and run UPDATE_DOCS=1 make test-aot for {name}"
+    assert plan.fits
+    assert plan.cost.flops is None or plan.cost.flops >= 0
+    assert plan.devices == chip
+    return plan
+
+
+@pytest.mark.parametrize(("chip", "group", "name"), BODIES)
+def test_a_body(chip, group, name):
+    fn, specs = GROUPS[group][name]
+    arguments = [tf.zeros(each.shape, each.dtype) for each in specs]
+    plan = compiled(chip, group, name, lambda: xla.lower(fn, [arguments] * 8).compile(topology=chip))
+    if plan is not None and group == "between replicas" and name != "by_replica":
+        assert plan.cost.collectives
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_training_step_of_keras(chip, name):
+    make, batch = MODELS[name]
+    strategy = replica_engine.TPUStrategy(num_cores=8)
+    with strategy.scope():
+        model = make()
+    plan = compiled(
+        chip, "training steps of Keras", name, lambda: strategy.plan(model.train_step, (batch,), topology=chip)
+    )
+    assert plan.cost.collectives
+    assert plan.memory.aliased > 0.9 * sum(4 * variable.numpy().size for variable in model.trainable_variables)
+    if platform(chip) == "tpu":
+        assert plan.cost.cycles > 0
+
+
+def test_a_number_of_chips_that_ends_the_compiler_is_refused_before_that():
+    with pytest.raises(DeviceError, match="6 of the 8 chips"):
+        xla.lower(lambda x: xla.all_reduce(x, "SUM"), [[tf.ones([4])]] * 6).compile(topology="v5e:2x4")
+
+
+def test_the_compiler_that_ends_its_process_does_not_end_this_one(monkeypatch):
+    """Without the check before, libtpu aborts: its words are in the error."""
+    monkeypatch.setattr("replica_engine.pjrt.plans.chips.check_count", lambda *_: None)
+    with pytest.raises(
+        ProgramError, match=r"(?s)ended its process \(signal 6\).*This process goes on. It printed:\n\S"
+    ):
+        xla.lower(lambda x: xla.all_reduce(x, "SUM"), [[tf.ones([4])]] * 6).compile(topology="v5e:2x4")
+
+
+def test_a_program_that_the_chip_has_no_room_for():
+    def sorted_(x):
+        return tf.reduce_sum(tf.sort(tf.tile(x[:, None, None], [1, 1024, 1024]), axis=0)[0])
+
+    plan = xla.lower(sorted_, [[tf.ones([9000])]] * 4).compile(topology="v5e:2x2")
+    assert plan.fits is False
+    assert plan.memory.peak > 60 * 2**30
+    assert plan.memory.arguments == 36_000
+
+
+@pytest.mark.parametrize(
+    "name", ["v2:2x2", "v3:2x2", "v5e:1x1", "v6e:1x1", "v5p:1x1x1", "v5e:4x4", "7x:2x2x2", "h100:1"]
+)
+def test_every_name_that_is_listed_exists(name):
+    plan = xla.lower(lambda x: x + 1.0, [[tf.ones([4])]]).compile(topology=name)
+    assert plan.fits

@@ -1,0 +1,127 @@
+"""Device loops whose batches are arguments of the launches, as on TPUs and GPUs: the same numbers, bit for bit."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import replica_engine
+from replica_engine import xla
+from replica_engine.xla.loop import chunks, device_loop
+
+ROWS = np.random.default_rng(0).normal(size=[40, 6]).astype("float32")
+
+
+@pytest.fixture
+def always(monkeypatch):
+    def set_(value):
+        monkeypatch.setattr(chunks, "always", value)
+
+    return set_
+
+
+@pytest.fixture
+def no_host_calls(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("the program calls the host for its batches")
+
+    monkeypatch.setattr(device_loop._Feed, "emit", refuse)
+
+
+def trained(prefetch=None, iterations=10):
+    """Weights, outputs and random numbers of a training loop."""
+    strategy = replica_engine.TPUStrategy(num_cores=2)
+    with strategy.scope():
+        weights = tf.Variable(tf.ones([6, 3]) * 0.1)
+        seen = tf.Variable(0, dtype=tf.int64, aggregation=tf.VariableAggregation.SUM)
+        generator = tf.random.Generator.from_seed(1)
+
+    def step(context, x):
+        noise = tf.random.normal([6, 3], seed=3) + generator.normal([6, 3])
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.nn.dropout(tf.tanh(x @ (weights + 0.01 * noise)), 0.3, seed=5) ** 2)
+        replica = tf.distribute.get_replica_context()
+        weights.assign_sub(0.1 * replica.all_reduce("MEAN", tape.gradient(loss, weights)))
+        seen.assign_add(tf.cast(tf.shape(x)[0], tf.int64))
+        context.set_last_step_output("loss", loss, "MEAN")
+
+    tf.random.set_seed(7)
+    data = tf.data.Dataset.from_tensor_slices(ROWS).batch(4, drop_remainder=True)
+    batches = iter(strategy.experimental_distribute_dataset(data))
+    context = strategy.run_steps(step, batches, iterations, prefetch=prefetch)
+    return weights.numpy().tobytes(), context.last_step_outputs["loss"].numpy().tobytes(), int(seen.numpy())
+
+
+@pytest.mark.parametrize("prefetch", [None, 1, 6], ids=["one chunk", "each alone", "chunks of three"])
+def test_the_numbers_are_those_of_a_loop_that_calls_the_host(always, prefetch):
+    always(False)
+    expected = trained()
+    always(True)
+    assert trained(prefetch) == expected
+    assert expected[2] == 40
+
+
+@pytest.mark.usefixtures("no_host_calls")
+@pytest.mark.parametrize(("prefetch", "launches"), [(None, 1), (1, 10), (6, 4)])
+def test_a_chunk_is_a_launch_and_calls_no_host(always, prefetch, launches):
+    always(True)
+    before = xla.counts()
+    trained(prefetch)
+    made = xla.counts() - before
+    assert (made.launches, made.compiles) == (launches, 1)
+
+
+def fitted():
+    keras.utils.set_random_seed(1)
+    with replica_engine.TPUStrategy(num_cores=2).scope():
+        model = keras.Sequential([keras.Input([6]), keras.layers.Dense(4, "relu"), keras.layers.Dropout(0.3)])
+        model.compile("adam", "mse", metrics=["mae"], steps_per_execution=5)
+    history = model.fit(ROWS, ROWS[:, :4], batch_size=4, epochs=2, verbose=0, shuffle=False).history
+    return history, [weight.numpy().tobytes() for weight in model.weights]
+
+
+def test_steps_of_keras(always):
+    always(False)
+    expected = fitted()
+    always(True)
+    assert fitted() == expected
+
+
+@pytest.mark.usefixtures("no_host_calls")
+def test_steps_of_keras_call_no_host(always):
+    always(True)
+    fitted()
+
+
+def test_an_iterator_that_ends_early_keeps_the_steps_before(always):
+    always(True)
+    with pytest.raises(tf.errors.OutOfRangeError, match="after 10 of 12 steps") as caught:
+        trained(6, iterations=12)
+    assert caught.value.context.steps == 10
+
+
+def test_a_step_that_calls_the_host_fetches_its_batches_by_a_call_too(always):
+    always(True)
+    strategy = replica_engine.TPUStrategy(num_cores=2)
+    with strategy.scope():
+        total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
+    seen = []
+
+    def step(context, x):
+        xla.outside_compilation(lambda x: seen.append(float(x)), x)
+        total.assign_add(x)
+
+    for _ in range(2):
+        strategy.run_steps(step, [np.float32(1), np.float32(2)], 2)
+    before = xla.counts()
+    strategy.run_steps(step, [np.float32(1), np.float32(2)], 2)
+    assert (xla.counts() - before).traces == 0
+    assert total.numpy() == 18.0
+    assert sorted(seen) == [1.0] * 6 + [2.0] * 6
+
+
+def test_on_cpu_the_host_is_called_unless_it_is_planned_for_other_chips(monkeypatch):
+    devices = xla.PjrtClusterResolver("cpu").devices
+    assert not chunks.are_arguments(devices)
+    monkeypatch.setattr(devices, "platform", "tpu")
+    assert chunks.are_arguments(devices)
