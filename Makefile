@@ -94,7 +94,9 @@ $(AOT)/.installed: pyproject.toml | $(BIN)/python
 	@touch $@
 
 test-aot: $(AOT)/.installed
-	$(AOT)/bin/python -m pytest --timeout 300 tests/aot $(ARGS)
+	rm -rf build/programs
+	KEPT_PROGRAMS=build/programs $(AOT)/bin/python -m pytest --quiet tests/xla
+	KEPT_PROGRAMS=build/programs $(AOT)/bin/python -m pytest --timeout 600 tests/aot $(ARGS)
 
 # With what is installed: on a machine with GPUs, install the extra cuda as well.
 test-gpu: $(VENV)/.extras-$(TEST_EXTRAS)

@@ -165,6 +165,8 @@ def pytest_collectstart(collector):
         importlib.import_module("helpers.devices")
         if HAS_XLA and "helpers.portable" not in sys.modules:
             importlib.import_module("helpers.portable").look_at_each_program()
+            if os.environ.get("KEPT_PROGRAMS"):
+                importlib.import_module("helpers.kept_programs").keep_each_program()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -41,8 +41,11 @@ def _table(rows):
             good, bad = counts[group, chip, True], counts[group, chip, False]
             cells.append(f"{good} of {good + bad}" if good + bad else "")
         lines.append(f"| {group} | {' | '.join(cells)} |")
-    refused = sorted({(row[2], row[0], _brief(row[3])) for row in rows if row[3]})
-    words = [f'- {name}, for {chip}: "{text}"' for name, chip, text in refused]
+    refused = collections.Counter((row[2], row[0]) for row in rows if row[3])
+    said_of = {(row[2], row[0]): _brief(row[3]) for row in rows if row[3]}
+    words = [
+        f'- {name}, for {chip} ({count}): "{said_of[name, chip]}"' for (name, chip), count in sorted(refused.items())
+    ]
     said = ["", "Refused, in the compiler's words:", "", *words] if words else ["", "None of them was refused."]
     return "\n".join([*lines, *said]) + "\n"
 

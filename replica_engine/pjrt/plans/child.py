@@ -1,8 +1,8 @@
-"""Compiles one program for a chip that is not there: the process that `absent` starts.
+"""Compiles programs for chips that are not there: the process that `absent` starts.
 
-    python -m replica_engine.pjrt.plans.child FOLDER
+    python -m replica_engine.pjrt.plans.child FOLDER ...
 
-The folder has `request.json` and `program.mlir`. What the compiler says goes to `answer.json` and `program.hlo`. If the
+A folder has `request.json` and `program.mlir`. What the compiler says goes to `answer.json` and `program.hlo`. If the
 process dies, `absent` says so, with what was printed here.
 """
 
@@ -78,6 +78,7 @@ def _answer(request: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))
+    for argument in sys.argv[1:]:
+        main(pathlib.Path(argument))
     sys.stdout.flush()
     os._exit(0)  # libtpu takes seconds to leave, and may fail at it

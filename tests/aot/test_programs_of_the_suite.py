@@ -1,0 +1,79 @@
+"""Each program that the other tests compile, compiled for TPU v5e too.
+
+`make test-aot` lets the tests in `tests/xla` write their programs to the folder `KEPT_PROGRAMS` first. One child
+process compiles many programs. If it dies, the program it was at is refused, and another process goes on with the rest.
+"""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+from helpers import kept_programs
+
+from aot.table import note
+from replica_engine.errors import DeviceError
+from replica_engine.pjrt.markers import expand_markers
+from replica_engine.pjrt.plans import absent
+
+CHIP = "v5e:2x4"
+REFUSED = {
+    r"Supported lowering only of Sum (all reduce|reduce-scatter).*\b[sufc]64\[": "MIN, MAX, reduce_scatter of 64 bits",
+    r"Supported only case with replica groups all of the same sizes.*\bf64\[": "sums of float64 in unequal groups",
+    r"Unsupported CVT .* to c128\[": "casts to complex128",
+    r"16 replicas need 16 devices": "16 replicas on 8 chips",
+}
+"""By the words of a refusal, what is refused."""
+
+
+def answers(folders):
+    """For each folder with a request, the words of the refusal; "" if the program compiled."""
+    environment = {**os.environ, **absent._ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "replica_engine.pjrt.plans.child"]
+    found, left = {}, list(folders)
+    while left:
+        done = subprocess.run([*command, *map(str, left)], env=environment, capture_output=True, text=True)
+        while left and (left[0] / "answer.json").exists():
+            folder = left.pop(0)
+            found[folder.name] = json.loads((folder / "answer.json").read_text()).get("error", "")
+        if left:
+            found[left.pop(0).name] = f"the process of the compiler ended: {done.stderr}"
+    return found
+
+
+def test_the_programs_of_the_suite(tmp_path):
+    if not kept_programs.FOLDER:
+        pytest.skip("KEPT_PROGRAMS names no folder; make test-aot names one")
+    programs = {file.stem: json.loads(file.read_text()) for file in pathlib.Path(kept_programs.FOLDER).glob("*.json")}
+    assert len(programs) > 500
+    refusals, folders = {}, []
+    for key, about in programs.items():
+        try:
+            slice_, request = absent._checked(CHIP, about["replicas"])
+            module = expand_markers(about["text"], slice_.chip.platform)
+        except DeviceError as error:
+            refusals[key] = str(error)
+            continue
+        folders.append(tmp_path / key)
+        folders[-1].mkdir()
+        (folders[-1] / "program.mlir").write_text(str(module))
+        request |= {"name": about["name"], "replicas": about["replicas"], "memory": slice_.chip.memory}
+        (folders[-1] / "request.json").write_text(json.dumps(request))
+    refusals |= answers(folders)
+    unexpected = []
+    for key, words in refusals.items():
+        about = programs[key]
+        if about["calls_host"]:
+            group, what = "programs of the tests, with host calls", "host calls"
+            expected = "cannot call Python functions" in words
+        else:
+            group = "programs of the tests, without host calls"
+            what = next((what for pattern, what in REFUSED.items() if re.search(pattern, words, re.DOTALL)), "")
+            expected = bool(what) or not words
+        note(CHIP, group, what, words)
+        if not expected:
+            unexpected.append(f"{about['test']}: {words[:500] or 'compiles now'}")
+    assert not unexpected, "\n".join(unexpected)
