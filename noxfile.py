@@ -143,3 +143,11 @@ def note(name: str, session: nox.Session, report: pathlib.Path, seconds: int) ->
 
 for _name, _cell in CELLS.items():
     add(_name, _cell)
+
+
+@nox.session(name="aot, oldest jax", python=interpreter("3.11") or False, tags=["aot"])
+def aot(session: nox.Session) -> None:
+    """The compiler of TPUs that belongs to the oldest jax; `make test-aot` has the one of the newest."""
+    pins = ("tensorflow-cpu==2.21.*", "jax[tpu]==0.8.0", "jaxlib==0.8.0")
+    session.install("--editable", ".[test,xla]", *pins)
+    session.run("python", "-m", "pytest", "--quiet", "-k", "v5e:2x4 or v6e:2x4", "tests/aot/test_bodies.py")

@@ -51,5 +51,7 @@ def _table(rows):
 
 
 def _brief(text):
-    line = next((each for each in text.splitlines()[1:] if each.strip()), text.splitlines()[0])
-    return line.strip().replace('"', "'")[:160]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    # Our own line, which names the program, comes before the compiler's.
+    line = next((line for line in lines if re.match(r"[A-Z_]+: |[EF]\d{4} ", line)), lines[0])
+    return line.replace('"', "'").partition(", original computation")[0][:160]
