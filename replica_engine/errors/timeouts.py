@@ -194,11 +194,6 @@ def slow_compile(name: str, replicas: int, seconds: float) -> str:
     )
 
 
-def slow_inputs(name: str, seconds: float) -> str:
-    """The warning that a device loop waits a long time for batches."""
-    return f"The device loop `{name}` has been waiting for its next batch for {seconds:.3g} s. No step runs meanwhile."
-
-
 def slow_function(name: str, seconds: float, coordinator: CoordinatorRow) -> str:
     """The warning that a `tf.function` around a run has not returned for a long time."""
     return (

@@ -1,5 +1,7 @@
 """Device loops whose batches are arguments of the launches, as on TPUs and GPUs: the same numbers, bit for bit."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
@@ -125,3 +127,21 @@ def test_on_cpu_the_host_is_called_unless_it_is_planned_for_other_chips(monkeypa
     assert not chunks.are_arguments(devices)
     monkeypatch.setattr(devices, "platform", "tpu")
     assert chunks.are_arguments(devices)
+
+
+def test_a_loop_that_waits_for_a_batch_is_watched(always, caplog):
+    always(True)
+    strategy = replica_engine.TPUStrategy(num_cores=2, warn_after=0.01)
+    warned = threading.Event()
+    caplog.handler.addFilter(lambda record: warned.set() if "waiting for its next batch" in record.message else True)
+
+    def batches():
+        yield np.float32(1)
+        assert warned.wait(30), "no warning"
+        yield np.float32(2)
+
+    def step(context, x):
+        context.set_last_step_output("x", x, "MEAN")
+
+    context = strategy.run_steps(step, batches(), 2, prefetch=1)
+    assert float(context.last_step_outputs["x"]) == 2.0

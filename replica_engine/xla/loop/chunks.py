@@ -19,7 +19,6 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf import distribute
-from replica_engine.errors.timeouts import slow_inputs
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.plans import rehearsal
 from replica_engine.telemetry.watchdog import Watch
@@ -129,7 +128,12 @@ class Chunks:
     def _take(self) -> list[Sequence[Any]]:
         """Waits for the next chunk: as many batches as fit, or those that are left."""
         name, limits = self._compiled.program.name, self._compiled.program.body.limits
-        with Watch(lambda seconds: slow_inputs(name, seconds), limits.warn_after):
+
+        def slow(seconds: float) -> str:
+            waited = f"{seconds:.3g} s. No step runs meanwhile."
+            return f"The device loop `{name}` has been waiting for its next batch for {waited}"
+
+        with Watch(slow, limits.warn_after):
             while self._more and len(self._ready) < self._most:
                 taken = [self._queue.take(replica) for replica in range(self._size)]
                 self._ready.extend(zip(*[parts for parts, _ in taken], strict=True))
