@@ -1,9 +1,7 @@
-"""Arrays of tensors in a compiled program: a `tf.TensorArray` has the size that it is made with.
+"""Arrays of tensors that grow: a `tf.TensorArray` with `dynamic_size=True`.
 
-XLA drops a write beyond the size without a word, and the sum of such an array is wrong. So each write that may let an
-array grow (`dynamic_size=True`) is checked while the program runs. A write to an array that does not grow is checked
-when it is traced, as far as its index is known then, as in a Python loop: a check in each step of a recurrent layer
-would cost too much.
+An array in a compiled program has the size that it is made with. XLA drops a write beyond it without a word, and the
+sum of such an array is wrong. So each write that may let an array grow is checked while the program runs.
 """
 
 from __future__ import annotations
@@ -31,16 +29,8 @@ def fixed(can_check: bool) -> Iterator[None]:
             raises a `LoweringError`.
     """
 
-    sizes: dict[int, int | None] = {}  # by the id of the op that made an array or wrote to it
-
     def see_write(op: tf.Operation) -> None:
         if not op.get_attr(_GROWS):
-            size, index = sizes.setdefault(id(op), _size(op.inputs[0].op, sizes)), tf.get_static_value(op.inputs[1])
-            if size is not None and index is not None and index >= size:
-                raise LoweringError(
-                    f"Index {index} is written{at(here())} in a tf.TensorArray of size {size}. A compiled program "
-                    "would drop the element without a word. Make the array large enough: tf.TensorArray(dtype, size=n)."
-                )
             return
         if not can_check:
             raise LoweringError(
@@ -55,14 +45,3 @@ def fixed(can_check: bool) -> Iterator[None]:
 
     with made_ops.seen({"TensorListSetItem": see_write}):
         yield
-
-
-def _size(op: tf.Operation, sizes: dict[int, int | None]) -> int | None:
-    """The size of the array that an op made or wrote to; None if it is not known."""
-    while op.type == "Identity":
-        op = op.inputs[0].op
-    if op.type == "TensorListReserve":
-        return tf.get_static_value(op.inputs[1])
-    if op.type == "TensorListFromTensor":
-        return op.inputs[0].shape[0] if op.inputs[0].shape.rank else None
-    return sizes.get(id(op))

@@ -1,4 +1,4 @@
-"""Arrays are right up to the size that they are made with; a write beyond it is an error where it can be seen."""
+"""Arrays with `dynamic_size=True`: right up to the size that they are made with, an error beyond it."""
 
 import re
 
@@ -150,46 +150,3 @@ def is_in(body, text):
     """Whether a text names a line of a body."""
     line = int(re.search(r"test_arrays_that_grow\.py:(\d+) in", text)[1])
     return 0 < line - body.__code__.co_firstlineno < 6
-
-
-def of_three():
-    return tf.TensorArray(tf.float32, size=3)
-
-
-def in_a_python_loop(x):
-    found = of_three()
-    for i in range(4):
-        found = found.write(i, x[0])
-    return found.stack()
-
-
-def in_a_nested_function(x):
-    @tf.function
-    def inner(x):
-        return of_three().unstack(x).write(3, x[0]).stack()
-
-    return inner(x)
-
-
-@pytest.mark.parametrize("body", [in_a_python_loop, in_a_nested_function])
-def test_a_write_beyond_an_array_that_does_not_grow_is_an_error_if_its_index_is_known(two, body):
-    with pytest.raises(LoweringError, match=r"Index 3 is written at .* in a tf.TensorArray of size 3") as raised:
-        on_replica_0(two, body)
-    assert is_in(body, str(raised.value))
-
-
-def guarded_by_the_counter(x):
-    found = of_three().unstack(x)
-    for i in tf.range(5):
-        if i < 3:
-            found = found.write(i, 2.0 * x[i])
-    return found.stack()
-
-
-def by_map_fn_and_scan(x):
-    return tf.map_fn(lambda each: 2.0 * each, x) + 0.0 * tf.scan(lambda a, b: a + b, x)
-
-
-@pytest.mark.parametrize("body", [guarded_by_the_counter, by_map_fn_and_scan])
-def test_arrays_that_do_not_grow_are_left_alone(two, body):
-    np.testing.assert_array_equal(on_replica_0(two, body), [2.0, 4.0, 6.0])
