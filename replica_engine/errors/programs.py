@@ -237,6 +237,15 @@ class LoweringError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
+    def growing_array(cls, where: str) -> LoweringError:
+        """The body writes to a tf.TensorArray that may grow, and soft placement is off."""
+        return cls(
+            f"A tf.TensorArray with dynamic_size=True is written{at(where)}. Arrays of a compiled program cannot grow, "
+            "and with soft_placement=False no check can detect a write beyond the size. Pass the largest size: "
+            "tf.TensorArray(dtype, size=n)."
+        )
+
+    @classmethod
     def dynamic_result(cls, fn: str, index: int, where: str) -> LoweringError:
         """The shape of a result depends on data."""
         return cls(

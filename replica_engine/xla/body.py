@@ -23,6 +23,7 @@ from replica_engine.engine import current_replica
 from replica_engine.errors import CollectiveError, NotInBodyError, ReplicaMismatchError
 from replica_engine.errors.base import at
 from replica_engine.xla import corrected_ops, growing_arrays
+from replica_engine.xla.growing_arrays import Final, Seen
 
 _thread = threading.local()
 _OF_ONE_REPLICA = ("replica_id", "num_replicas")
@@ -155,15 +156,20 @@ class Body:
         self.launched += 1
 
     @contextlib.contextmanager
-    def entered(self, host_calls: Any, collectives: list[CollectiveCall]) -> Iterator[None]:
-        """Inside, new ops belong to the body. Its host calls and collectives are added to the arguments."""
+    def entered(
+        self, host_calls: Any, collectives: list[CollectiveCall], arrays: Seen, final: Final | None
+    ) -> Iterator[None]:
+        """Inside, new ops belong to the body. Its host calls, collectives and arrays are added to the arguments.
+
+        `final` is what a trace before found out about the arrays.
+        """
         before = in_body(), getattr(_thread, "calls", None), getattr(_thread, "collectives", None)
         _thread.body, _thread.calls, _thread.collectives = self, host_calls, collectives
         try:
             with (
                 xla_ops.xla_context(),
                 replaced_ops.intercepted(lambda *op: corrected_ops.replacement(*op) or self.random.replacement(*op)),
-                growing_arrays.fixed(self.moves_ops),
+                growing_arrays.fixed(arrays, final, self.moves_ops),
             ):
                 yield
         finally:
