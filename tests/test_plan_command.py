@@ -1,8 +1,5 @@
 """`replica-engine plan`: a script whose steps are planned and not run."""
 
-import subprocess
-import sys
-
 import pytest
 
 from replica_engine.__main__ import main
@@ -83,15 +80,21 @@ print("this is too far")
 """
 
 
-def planned(tmp_path, script, *flags):
-    file = tmp_path / "train.py"
-    file.write_text(script)
-    command = [sys.executable, "-m", "replica_engine", "plan", *flags, str(file), "--epochs", "3"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+@pytest.fixture
+def planned(programs, tmp_path):
+    """`planned(script, *flags)`: how the command ended, in a process that has TensorFlow already."""
+
+    def planned(script, *flags):
+        file = tmp_path / "train.py"
+        file.write_text(script)
+        command = ["plan", *flags, str(file), "--epochs", "3"]
+        return programs.run(f"import sys; from replica_engine.__main__ import main; sys.exit(main({command}))")
+
+    return planned
 
 
-def test_the_steps_of_a_loop(tmp_path):
-    done = planned(tmp_path, OWN_LOOP)
+def test_the_steps_of_a_loop(planned, tmp_path):
+    done = planned(OWN_LOOP)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line and not line.startswith(" ")]
     assert lines == [
@@ -104,14 +107,14 @@ def test_the_steps_of_a_loop(tmp_path):
     assert "all-reduce              1 of 256 bytes in all" in done.stdout
 
 
-def test_more_launches_go_further(tmp_path):
-    done = planned(tmp_path, OWN_LOOP, "--launches", "3")
+def test_more_launches_go_further(planned):
+    done = planned(OWN_LOOP, "--launches", "3")
     assert done.stdout.count("loss 0.0 1.0") == 3
     assert "planned 2 steps" in done.stdout
 
 
-def test_fit_ends_after_its_first_step_and_evaluate_does_not(tmp_path):
-    done = planned(tmp_path, FIT)
+def test_fit_ends_after_its_first_step_and_evaluate_does_not(planned):
+    done = planned(FIT)
     assert done.returncode == 0, done.stderr
     assert [line.partition(":")[0] for line in done.stdout.splitlines() if line and not line.startswith(" ")] == [
         "test_step",
@@ -121,21 +124,21 @@ def test_fit_ends_after_its_first_step_and_evaluate_does_not(tmp_path):
     ]
 
 
-def test_a_step_that_does_not_fit(tmp_path):
-    done = planned(tmp_path, TOO_LARGE)
+def test_a_step_that_does_not_fit(planned):
+    done = planned(TOO_LARGE)
     assert done.returncode == 1
     assert "DOES NOT FIT" in done.stdout
 
 
-def test_a_step_that_calls_the_host_ends_the_script(tmp_path):
-    done = planned(tmp_path, WITH_HOST_CALLS)
+def test_a_step_that_calls_the_host_ends_the_script(planned):
+    done = planned(WITH_HOST_CALLS)
     assert done.returncode == 0, done.stderr
     assert "planned 1 step;" in done.stdout
     assert "this is" not in done.stdout + done.stderr
 
 
-def test_a_script_without_compiled_steps(tmp_path):
-    done = planned(tmp_path, NONE)
+def test_a_script_without_compiled_steps(planned):
+    done = planned(NONE)
     assert done.returncode == 1
     assert "ran no compiled step" in done.stderr
 
