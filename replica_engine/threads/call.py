@@ -27,7 +27,7 @@ from replica_engine.diagnostics.flight_record import SyncPointRecord, SyncPoints
 from replica_engine.diagnostics.suspicions import check_lines, note_reads, watch_results
 from replica_engine.diagnostics.tracebacks import as_raised
 from replica_engine.diagnostics.user_frames import identity
-from replica_engine.engine import ErrandsFailed, GroupPool, Outcome, Replica, Run, SyncPoint
+from replica_engine.engine import ErrandsFailed, GroupPool, Replica, Run, SyncPoint
 from replica_engine.errors import CoordinatorRow, ScopeError
 from replica_engine.errors.base import add_note
 from replica_engine.errors.timeouts import slow_function
@@ -42,7 +42,7 @@ from replica_engine.threads.agreement import assertions, check_alike
 from replica_engine.threads.context import MergeRequest, ReplicaContext
 from replica_engine.threads.inherited_state import InheritedState
 from replica_engine.threads.joint import hooks
-from replica_engine.threads.joint.attempt import Attempts, Decisions, NotJoint
+from replica_engine.threads.joint.attempt import Attempts, Decision
 from replica_engine.threads.joint.operator import Part
 from replica_engine.threads.lift import lift
 from replica_engine.threads.random_numbers import Draws
@@ -61,13 +61,11 @@ class _Record:
     Attributes:
         pool: its replica threads, which end when the strategy is freed.
         creates_nothing: the functions (by `identity`) that ran with `concurrent=True` and created no variable.
-        joint: by function (`identity`), the operators with merge calls that its replicas entered.
     """
 
     def __init__(self, pool: GroupPool):
         self.pool = pool
         self.creates_nothing: set[Any] = set()
-        self.joint: dict[Any, set] = {}
 
 
 @autograph.artifact
@@ -167,7 +165,7 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
     record = _record(strategy, devices)
     known = record.creates_nothing if concurrent else set()
     written: dict[int, tuple[Any, int]] = {}
-    decisions = Decisions(record.joint.setdefault(source, set()))
+    decisions: dict[int, Decision] = {}
     draws = Draws(state.graph)
 
     def body(replica: Replica) -> Any:
@@ -329,8 +327,6 @@ def _build(requests: list[MergeRequest], run: Run) -> list[Any]:
             return first.merge_fn(run, [request.args for request in requests])
         except ErrandsFailed as failed:
             return list(failed.outcomes)
-        except NotJoint as wrong:
-            return [Outcome(error=wrong)] * len(requests)
         except Exception as error:
             failure = as_raised(error)
             for replica in run.replicas:

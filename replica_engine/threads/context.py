@@ -210,9 +210,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             finally:
                 self._graph, self._scope_store = before
 
-    def enter_operator(
-        self, kind: str, build: Callable[..., Any], payload: Any, guessed: bool = False, of: object = None
-    ) -> Any:
+    def enter_operator(self, kind: str, build: Callable[..., Any], payload: Any, of: object = None) -> Any:
         """Enters an operator together with the other replicas.
 
         Args:
@@ -220,7 +218,6 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             build: builds it for all replicas, on the coordinator; takes the run and the `Part` of each replica, and
                 returns what `recorded` takes for each.
             payload: what `build` needs of this replica.
-            guessed: whether it is only a guess that there is a merge call inside.
             of: what is differentiated; replicas meet only in the gradient of the same operator.
 
         Returns:
@@ -230,7 +227,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         if not is_trial:
             self._check_graph()
         taped = control_flow.has_tape()
-        part = Part(self, payload, taped, guessed)
+        part = Part(self, payload, taped)
         place = user_location(self.replica)
         eager = tf.executing_eagerly()
         point = SyncPoint(kind, *place, (kind, place, id(of)), kind, traced=not eager)

@@ -127,7 +127,6 @@ PRIVATE = (
     Private(type(_variable), "_export_to_saved_model_graph", "overridden: the handle that saved functions use"),
     Private(_variable.handle, "_handle_data", "dtype and shape of a captured variable"),
     Private(_graph, "function_captures", "a handle that is looked up at each call"),
-    Private(_op, "_update_input", "taking back the check that a condition is equal on all replicas"),
     Private(_op, "_clear_attr", "makes a run count as writing to its variables"),
     Private(_op, "_is_stateful", "which ops of initial values run once for all variables"),
     Private(

@@ -204,11 +204,6 @@ def in_body() -> bool:
     return bool(_control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
-def replace_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
-    """Gives an op that exists already another input."""
-    op._update_input(index, tensor)
-
-
 def is_branch_or_loop(graph: Any) -> bool:
     """Whether a graph is that of a branch, or of the condition or the body of a loop."""
     return isinstance(graph, _ControlFlowFuncGraph)

@@ -5,9 +5,8 @@ replica enters and to the place of the call. The place alone is not enough: the 
 with merge calls and once without. The number alone is not enough: replicas may differ in operators without merge
 calls.
 
-What earlier runs of the same function decided is remembered, so that a later trace does not pay for the attempt again.
-A remembered decision is only a guess: an operator that is entered together and has no merge call inside after all
-is left (`NotJoint`) and becomes each replica's own.
+Each trace decides for itself. What an earlier trace decided must not count: where that is wrong, the ops of a graph
+have another order, and the last bits of a training depend on what the process has trained before.
 """
 
 from __future__ import annotations
@@ -44,10 +43,6 @@ class MergeNeeded(BaseException):
     """Goes from a merge call in an attempt up to the operator. Not an Exception, because users catch those."""
 
 
-class NotJoint(BaseException):
-    """Goes from the last branch of an operator to the coordinator: the guess that it has merge calls was wrong."""
-
-
 class Decision(NamedTuple):
     """Whether the operator that replicas enter at a place is joint."""
 
@@ -55,24 +50,11 @@ class Decision(NamedTuple):
     joint: bool
 
 
-class Decisions:
-    """What replica 0 has decided in one run.
-
-    Args:
-        remembered: the numbers and places of operators that were joint in earlier runs of the same function; changed
-            here.
-    """
-
-    def __init__(self, remembered: set[tuple[int, Any]]):
-        self.remembered = remembered
-        self.of_number: dict[int, Decision] = {}
-
-
 class Attempts:
     """The attempts of one replica.
 
     Args:
-        decisions: the decisions of the run.
+        decisions: what replica 0 has decided in the run, by the number of the operator.
         leads: whether this is replica 0.
 
     Attributes:
@@ -84,7 +66,7 @@ class Attempts:
         asked_for: the sources for which a tape on the replica's thread is being asked.
     """
 
-    def __init__(self, decisions: Decisions, leads: bool):
+    def __init__(self, decisions: dict[int, Decision], leads: bool):
         self.active = self.vectorizing = False
         self._decisions, self._leads = decisions, leads
         self.tapes = self.persistent_tapes = 0
@@ -93,44 +75,29 @@ class Attempts:
         self.needed = False
         self._tapes: list[tuple[tf.GradientTape, Any]] = []
 
-    def enter(self, place: Any, plain: Callable[[], Any], joint: Callable[[bool], Any]) -> Any:
+    def enter(self, place: Any, plain: Callable[[], Any], joint: Callable[[], Any]) -> Any:
         """Enters an operator, alone or together with the other replicas.
 
         Args:
             place: where the operator stands in the user's program.
             plain: enters it alone.
-            joint: enters it together with the others; its argument says whether this is only a guess. Raises `NotJoint`
-                if the guess was wrong.
+            joint: enters it together with the others.
         """
         if self.active:  # The operator around it is the one that the coordinator can see.
             return plain()
         self._number += 1
-        number = self._number
-        decision = self._decisions.of_number.get(number)
-        guessed = False
-        if decision is None or decision.place != place:
-            guessed = (number, place) in self._decisions.remembered
-            decision = self._decide(number, place, guessed)
-        elif decision.joint:
-            guessed = (number, place) in self._decisions.remembered
-        if decision.joint:
-            try:
-                return joint(guessed)
-            except NotJoint:
-                self._decisions.remembered.discard((number, place))
+        decision = self._decisions.get(self._number)
+        if decision is not None and decision.joint and decision.place == place:
+            return joint()
         done, result = self._attempt(plain)
-        if done:
-            self._decide(number, place, False)
-            return result
-        self._decide(number, place, True)
-        result = joint(False)
-        self._decisions.remembered.add((number, place))
-        return result
+        if self._leads:
+            self._decisions[self._number] = Decision(place, not done)
+        return result if done else joint()
 
-    def enter_joint(self, joint: Callable[[bool], Any]) -> Any:
+    def enter_joint(self, joint: Callable[[], Any]) -> Any:
         """Enters an operator that is known to have merge calls."""
         self._number += 1
-        return joint(False)
+        return joint()
 
     def merge_needed(self) -> None:
         """Ends the attempt, because of a merge call."""
@@ -146,12 +113,6 @@ class Attempts:
         """Notes that a tape is about to be asked for gradients, which ends it."""
         if self.active:
             self._tapes.append((tape, control_flow.as_recording(tape)))
-
-    def _decide(self, number: int, place: Any, joint: bool) -> Decision:
-        decision = Decision(place, joint)
-        if self._leads:
-            self._decisions.of_number[number] = decision
-        return decision
 
     def _attempt(self, plain: Callable[[], Any]) -> tuple[bool, Any]:
         """Whether `plain` ran without a merge call, and its result. If not, tapes are as they were before."""

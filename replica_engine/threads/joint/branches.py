@@ -15,8 +15,7 @@ import tensorflow as tf
 from replica_engine._tf import thread_state
 from replica_engine._tf.graphs import control_flow
 from replica_engine.engine import Run
-from replica_engine.threads.joint.attempt import NotJoint
-from replica_engine.threads.joint.conditions import Agreement, agreed
+from replica_engine.threads.joint.conditions import agreed
 from replica_engine.threads.joint.gradients import Backward
 from replica_engine.threads.joint.graphs import Notes
 from replica_engine.threads.joint.operator import Built, JointOperator, Part, check_equal, flat_tensors
@@ -61,30 +60,15 @@ def build_branches(run: Run, parts: Sequence[Part]) -> list[Built]:
     operator = JointOperator(run, parts)
     payloads: list[Branches] = operator.payloads
     first = payloads[0]
-    last = len(first.functions) - 1
     check_equal([f"{len(each.functions)} branches" for each in payloads], operator.kind, operator.where, "branch_fns")
     selectors = [each.selector for each in payloads]
-    agreement = Agreement(selectors, first.kind, operator.where, run.replicas)
+    selector = agreed(selectors, first.kind, operator.where, run.replicas)
 
     def branch(number: int) -> Callable[[], list[Any]]:
-        def traced() -> list[Any]:
-            outs = operator.trace([each.functions[number] for each in payloads])
-            if number == last:
-                operator.check_guess()
-            return outs
-
-        return traced
-
-    if not operator.parts[0].guessed:
-        agreement.confirm()
+        return lambda: operator.trace([each.functions[number] for each in payloads])
 
     try:
-        outs = first.make(agreement.value, [branch(number) for number in range(last + 1)])
-        agreement.confirm()
-        return _built(operator, outs)
-    except NotJoint:
-        agreement.withdraw()
-        raise
+        return _built(operator, first.make(selector, [branch(number) for number in range(len(first.functions))]))
     finally:
         operator.close()
 
@@ -95,13 +79,11 @@ def build_loop(run: Run, parts: Sequence[Part]) -> list[Built]:
     payloads: list[Loop] = operator.payloads
     first = payloads[0]
     options = first.options | {"return_same_structure": True}
-    agreement = None
     most = [each.options.get("maximum_iterations") for each in payloads]
     given = ["None" if each is None else "a number" for each in most]
     check_equal(given, operator.kind, operator.where, "maximum_iterations")
     if most[0] is not None:
-        agreement = Agreement(most, "maximum_iterations", operator.where, run.replicas)
-        options["maximum_iterations"] = agreement.value
+        options["maximum_iterations"] = agreed(most, "maximum_iterations", operator.where, run.replicas)
     if options.get("shape_invariants") is not None:
         options["shape_invariants"] = [each.options["shape_invariants"] for each in payloads]
     variables = [each.variables for each in payloads]
@@ -118,18 +100,11 @@ def build_loop(run: Run, parts: Sequence[Part]) -> list[Built]:
 
     def body(*own: Any) -> list[Any]:
         outs = operator.trace(calls([each.body for each in payloads], own))
-        operator.check_guess()
         return [out if tf.nest.is_nested(out) else [out] for out in outs]
 
     try:
         outs = first.make(condition, body, variables, **options)
-        if agreement is not None:
-            agreement.confirm()
         return _built(operator, outs, [flat_tensors(each) for each in variables])
-    except NotJoint:
-        if agreement is not None:
-            agreement.withdraw()
-        raise
     finally:
         operator.close()
 

@@ -72,9 +72,9 @@ def _cond(original: Callable[..., Any], pred: Any, true_fn: Any, false_fn: Any, 
     def make(selector: Any, branches: Sequence[Callable[[], Any]]) -> Any:
         return original(selector, *branches, name)
 
-    def joint(guessed: bool) -> Any:
+    def joint() -> Any:
         payload = Branches("tf.cond", _as_value(pred), [true_fn, false_fn], make)
-        return context.enter_operator("tf.cond", build_branches, payload, guessed)
+        return context.enter_operator("tf.cond", build_branches, payload)
 
     return context.attempts.enter(_place(context), plain, joint)
 
@@ -91,9 +91,9 @@ def _switch_case(original: Callable[..., Any], branch_index: Any, branch_fns: An
     def make(selector: Any, branches: Sequence[Callable[[], Any]]) -> Any:
         return original(selector, branches, *args, **options)
 
-    def joint(guessed: bool) -> Any:
+    def joint() -> Any:
         payload = Branches("tf.switch_case", _as_value(branch_index), list(branch_fns), make)
-        return context.enter_operator("tf.switch_case", build_branches, payload, guessed)
+        return context.enter_operator("tf.switch_case", build_branches, payload)
 
     return context.attempts.enter(_place(context), plain, joint)
 
@@ -107,7 +107,7 @@ def _while_loop(original: Callable[..., Any], cond: Any, body: Any, loop_vars: A
     def plain() -> Any:
         return original(_ending(cond, ends), _ending(body, ends), loop_vars, **options)
 
-    def joint(guessed: bool) -> Any:
+    def joint() -> Any:
         # A tape needs tensors that no other operator takes, to tell the gradients of two of them apart.
         taped = control_flow.has_tape()
         own = tf.nest.map_structure(
@@ -115,7 +115,7 @@ def _while_loop(original: Callable[..., Any], cond: Any, body: Any, loop_vars: A
         )
         most = _as_value(options.get("maximum_iterations"))
         payload = Loop(cond, body, own, options | {"maximum_iterations": most}, original)
-        outs = context.enter_operator("tf.while_loop", build_loop, payload, guessed)
+        outs = context.enter_operator("tf.while_loop", build_loop, payload)
         flat = tf.nest.flatten(outs, expand_composites=True)
         return flat[0] if len(flat) == 1 and not options.get("return_same_structure", True) else outs
 
@@ -131,9 +131,8 @@ def _trial(original: Callable[..., Any], body: Callable[[], Any], *rest: Any) ->
     def plain() -> Any:
         return original(_ending(body, context.attempts.ends_branch), *rest)
 
-    def joint(guessed: bool) -> Any:
-        del guessed  # a trial builds nothing
-        return original(lambda: context.enter_operator("tf.while_loop", build_trial, body, False), *rest)
+    def joint() -> Any:
+        return original(lambda: context.enter_operator("tf.while_loop", build_trial, body), *rest)
 
     return context.attempts.enter(_place(context), plain, joint)
 
@@ -145,10 +144,9 @@ def _while_stmt(original: Callable[..., Any], test: Callable[[], Any], *rest: An
         return original(test, *rest)
     untried = True
 
-    def joint(guessed: bool) -> Any:
-        del guessed  # a trial builds nothing
+    def joint() -> Any:
         made: list[Any] = []
-        context.enter_operator("tf.while_loop", build_trial, lambda: made.append(test()), False)
+        context.enter_operator("tf.while_loop", build_trial, lambda: made.append(test()))
         return made[0]
 
     def condition() -> Any:
@@ -180,8 +178,7 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
             record.swallowed = True
         return result
 
-    def joint(guessed: bool) -> Any:
-        del guessed  # in a graph nothing is built around it; in eager mode it is known
+    def joint() -> Any:
         if function.is_compiled(self):
             raise MergeCallGraphError(
                 f"`merge_call` called in a nested tf.function with jit_compile=True, by {context.replica}, at "
@@ -193,7 +190,7 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
             return functions.inlined(self, args, kwargs)
         own = control_flow.bound_arguments(self, args, kwargs)
         own = functions.own_arguments(*own) if control_flow.has_tape() else own
-        return context.enter_operator("tf.function", build_call, FunctionCall(self, *own), False)
+        return context.enter_operator("tf.function", build_call, FunctionCall(self, *own))
 
     if tf.executing_eagerly() and context.strategy in record.joint:
         return context.attempts.enter_joint(joint)

@@ -13,7 +13,6 @@ import tensorflow as tf
 from replica_engine._tf import thread_state
 from replica_engine.engine import Run
 from replica_engine.errors import StructureMismatchError
-from replica_engine.threads.joint.attempt import NotJoint
 from replica_engine.threads.joint.graphs import Captures, notes_of
 from replica_engine.values.regroup import regroup
 
@@ -25,13 +24,11 @@ class Part(NamedTuple):
         context: the replica's context.
         payload: what `build` needs of this replica.
         taped: whether a gradient tape records on the replica's thread.
-        guessed: whether it is only a guess that there is a merge call inside.
     """
 
     context: Any
     payload: Any
     taped: bool
-    guessed: bool
 
 
 class Built(NamedTuple):
@@ -70,7 +67,6 @@ class JointOperator:
         self.kind, self.where = point.kind, point.where
         devices = [part.context.device for part in parts]
         self._captures = Captures(self.outer, run.replicas, devices)
-        self._points = sum(replica.merge_calls for replica in run.replicas)
 
     @property
     def payloads(self) -> list[Any]:
@@ -101,12 +97,6 @@ class JointOperator:
         )
         regroup(results, f"The results of the replicas in {self.kind} ({self.where})")  # for its errors
         return results
-
-    def check_guess(self) -> None:
-        """At the end of the last branch: raises `NotJoint` if this was a guess and no replica made a merge call."""
-        met = sum(replica.merge_calls for replica in self.run.replicas) - self._points
-        if self.parts[0].guessed and not met:
-            raise NotJoint
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:

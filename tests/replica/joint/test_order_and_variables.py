@@ -107,7 +107,7 @@ def test_a_nested_function_returns_the_value_of_a_variable(mirrored):
     assert run(mirrored, body, numbered(mirrored)) == [1.0, 1.0]
 
 
-def test_a_wrong_guess_leaves_no_check(mirrored):
+def test_replicas_may_differ_where_an_earlier_trace_had_merge_calls(mirrored):
     """An operator that had merge calls in the last trace and has none now: the replicas may differ."""
 
     def body(x, training):

@@ -162,7 +162,7 @@ def test_replicas_may_differ_inside_a_joint_branch(mirrored):
     assert run(mirrored, body, numbered(mirrored)) == [21.0, 21.0]
 
 
-def test_a_remembered_guess_that_is_wrong_the_next_time(mirrored):
+def test_an_operator_that_is_joint_now_and_then(mirrored):
     merges = [True]
 
     def body(x):
@@ -172,6 +172,22 @@ def test_a_remembered_guess_that_is_wrong_the_next_time(mirrored):
     for merging, expected in ((True, [5.0, 5.0]), (True, [5.0, 5.0]), (False, [60.0, 60.0]), (True, [5.0, 5.0])):
         merges[0] = merging
         assert run(mirrored, body, numbered(mirrored)) == expected
+
+
+def test_what_was_traced_before_does_not_change_a_graph(mirrored):
+    """Otherwise the last bits of a training depend on what the process has trained before."""
+
+    def ops(merges):
+        def body(x):
+            x = tf.cond(x > 0.0, lambda: total(x) if merges else x * 10.0, lambda: x)
+            return tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, total(x) if merges else x + 1.0), (0, x))[1]
+
+        step = tf.function(lambda x: mirrored.run(body, args=(x,)))
+        graph = step.get_concrete_function(numbered(mirrored)).graph
+        return [(op.type, op.name, [each.name for each in op.inputs]) for op in graph.get_operations()]
+
+    before, _, after = ops(False), ops(True), ops(False)
+    assert before == after
 
 
 # Costs: calls of the Python functions.
@@ -199,10 +215,7 @@ def test_nesting_costs_one_aborted_pass_for_each_level(mirrored):
     for attempt in range(2):
         results[attempt] = run(mirrored, body, numbered(mirrored))
         counted = {name: [each.count(index) for index in (0, 1)] for name, each in calls.items()}
-        if attempt == 0:
-            assert counted == {"outer": [2, 1], "inner": [3, 1], "loop": [1, 1], "else": [2, 2]}
-        else:  # what was decided is remembered
-            assert counted == {"outer": [1, 1], "inner": [1, 1], "loop": [1, 1], "else": [2, 2]}
+        assert counted == {"outer": [2, 1], "inner": [3, 1], "loop": [1, 1], "else": [2, 2]}
         for each in calls.values():
             each.clear()
     assert results[0] == results[1] == [6.0, 6.0]
@@ -218,15 +231,9 @@ def test_autographs_trial_of_a_loop_is_not_attempted_again(mirrored):
             x = last
         return last
 
-    counts = []
-    for _ in range(2):
-        assert run(mirrored, body, numbered(mirrored)) == [6.0, 6.0]
-        counts.append([calls.count(replica) for replica in (0, 1)])
-        calls.clear()
-    first, second = counts
-    assert second[0] == second[1] == 2  # AutoGraph's trial, and the loop
-    assert first[0] <= second[0] + 2
-    assert first[1] == 2
+    assert run(mirrored, body, numbered(mirrored)) == [6.0, 6.0]
+    assert calls.count(0) <= 4
+    assert calls.count(1) == 2  # AutoGraph's trial, and the loop
 
 
 # Gradients.
