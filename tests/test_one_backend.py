@@ -48,3 +48,27 @@ _INSTALLED = """
 )
 def test_a_program_that_uses_one_backend_has_no_hooks_of_the_other(made, packages, programs):
     assert programs.run(textwrap.dedent(_INSTALLED).format(strategy=made)).stdout == f"{packages}\n"
+
+
+_FIT_OF_ANOTHER_LIBRARY = """
+    import keras
+    import numpy as np
+    import replica_engine
+
+    trainer = next(kind for kind in keras.Model.__mro__ if "fit" in vars(kind))
+    own = trainer.fit
+
+    def fit(self, *args, **kwargs):
+        print("another library")
+        return own(self, *args, **kwargs)
+
+    trainer.fit = fit
+    with replica_engine.MirroredStrategy(["CPU:0"]).scope():
+        model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(np.ones([4, 1]), np.ones([4, 1]), verbose=0)
+"""
+
+
+def test_what_another_library_puts_around_fit_is_called(programs):
+    assert programs.run(textwrap.dedent(_FIT_OF_ANOTHER_LIBRARY)).stdout == "another library\n"

@@ -156,3 +156,10 @@ def test_wrong_flags(capsys, flags, says):
         main(["plan", *flags])
     assert caught.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_script_that_exits(planned):
+    done = planned(TOO_LARGE + "raise SystemExit(0)\n")
+    assert done.returncode == 1
+    assert "planned 1 step;" in done.stdout
+    assert planned("raise SystemExit(3)\n").returncode == 3

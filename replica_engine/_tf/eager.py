@@ -43,6 +43,11 @@ def tensor(array: np.ndarray) -> tf.Tensor:
     return EagerTensor(_copy(array), _host(), None)
 
 
+def of_memory(array: np.ndarray) -> tf.Tensor:
+    """Makes a tensor on the host that shares the memory of an array, which is aligned, and which nobody writes."""
+    return EagerTensor(array, _host(), None)
+
+
 def of_capsule(capsule: Any) -> tf.Tensor:
     """Makes a tensor on the host that is a view of the memory of a DLPack capsule.
 

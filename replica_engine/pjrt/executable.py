@@ -40,7 +40,7 @@ from replica_engine.pjrt.jaxlib import (
 )
 from replica_engine.pjrt.markers import VERSION as MARKERS_VERSION
 from replica_engine.pjrt.markers import WORK, expand_markers
-from replica_engine.pjrt.plans.plan import Plan, plan_of
+from replica_engine.pjrt.plans.plan import Memory, Plan, memory_of, plan_of
 from replica_engine.pjrt.workers import explain
 
 _SHORTEST, _LONGEST = 2e-5, 5e-3  # seconds between checks whether a program has ended
@@ -169,6 +169,10 @@ class Executable:
         """
         devices = self._devices
         return plan_of(self._executable, name, devices.replicas, devices.platform.upper(), chip, self.seconds)
+
+    def memory(self, chip: int | None) -> Memory:
+        """The memory of `plan`, for devices with so many bytes of memory each, or None."""
+        return memory_of(self._executable, chip)
 
     def launch(self, arrays: list[Array], stores: Stores = _NO_STORES) -> list[Array]:
         """Starts the program on all replicas. The caller holds `DeviceGroup.in_flight` and calls `wait` next.

@@ -32,6 +32,7 @@ _TRUTH_VALUES = re.compile(r'dense<"0x([0-9A-Fa-f]+)"> : tensor<((?:\d+x)+)i1>')
 _CALL, _COPY, _REPLICA_ID = "stablehlo.custom_call", "mhlo.copy", "stablehlo.replica_id"
 _COLLECTIVES = [f"stablehlo.{name}" for name in COLLECTIVES]
 _UNKNOWN, _OTHER = '"mhlo.unknown"(', "replica_engine_unknown.operation"
+_REFERENCES = ("callee", "called_computations", "decomposition")  # attributes that name functions
 _QUOTED = re.compile(r'"([^"]*)"')
 _ERROR = re.compile(r'"-":(\d+):\d+: (.*)')
 _ALIASES = re.compile(r"#loc\d+")
@@ -100,8 +101,9 @@ def read(text: str, aliases: bool = True) -> LoweredModule:
             names = _QUOTED.findall(str(each.location))
             if not _reshaped(each):
                 raise UnreadableModule(names)
-        host_calls = {parameters_of(each)["index"]: each for each in found[_CALL] if target(each) == HOST_CALL}
         markers = [each for each in found[_CALL] if target(each).startswith(PREFIX)]
+        # One call has several operations if the function around it is called several times.
+        host_calls = [(parameters_of(each)["index"], each) for each in markers if target(each) == HOST_CALL]
         _number_functions(module)
         attributes = module.operation.attributes
         attributes["sym_name"] = ir.StringAttr.get("replica_body")
@@ -112,8 +114,8 @@ def read(text: str, aliases: bool = True) -> LoweredModule:
             str(module.operation.get_asm(enable_debug_info=False)),
             _results(module),
             writes,
-            frozenset(host_calls),
-            [index for index, each in host_calls.items() if not all(_is_static(one.type) for one in each.operands)],
+            frozenset(index for index, _ in host_calls),
+            list({index: 0 for index, each in host_calls if not all(_is_static(one.type) for one in each.operands)}),
             any(not _is_static(one.type) for each in found["stablehlo.all_reduce"] for one in each.operands),
             len(markers) > len(host_calls) or any(found[name] for name in _COLLECTIVES),
         )
@@ -148,13 +150,28 @@ def _operations(module: Any, names: Iterable[str]) -> dict[str, list[Any]]:
 
 
 def _number_functions(module: Any) -> None:
-    """Names all functions but the main one by their places in the module."""
-    functions = [each for each in module.body.operations if ir.StringAttr(each.attributes["sym_name"]).value != "main"]
-    for kind in ("renamed", "function"):  # first to names that no function has
-        for number, each in enumerate(functions):
-            old, new = ir.StringAttr(each.attributes["sym_name"]).value, f"{kind}_{number}"
-            ir.SymbolTable.replace_all_symbol_uses(old, new, module.operation)
-            ir.SymbolTable.set_symbol_name(each.operation, new)
+    """Names all functions but the main one by their places in the module, and what refers to them."""
+    names: dict[str, str] = {}
+    for each in module.body.operations:
+        name = ir.StringAttr(each.attributes["sym_name"]).value
+        if name != "main":
+            names[name] = f"function_{len(names)}"
+            each.attributes["sym_name"] = ir.StringAttr.get(names[name])
+
+    def renamed(attribute: Any) -> Any:
+        if isinstance(attribute, ir.FlatSymbolRefAttr):
+            return ir.FlatSymbolRefAttr.get(names.get(attribute.value, attribute.value))
+        if isinstance(attribute, ir.ArrayAttr):
+            return ir.ArrayAttr.get([renamed(each) for each in attribute])
+        return attribute
+
+    def rename(operation: Any) -> Any:
+        for name in _REFERENCES:
+            if name in operation.attributes:
+                operation.attributes[name] = renamed(operation.attributes[name])
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(rename)
 
 
 def _explained(text: str, error: str) -> UnreadableModule:

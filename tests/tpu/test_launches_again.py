@@ -1,6 +1,7 @@
 """A call like the last one is recognised at once, and its results stay on the devices until somebody looks at them."""
 
 import copy
+import functools
 import threading
 
 import numpy as np
@@ -312,3 +313,17 @@ def function(source):
     names = {}
     exec(source, names)
     return names["step"]
+
+
+def test_a_partial_that_is_made_anew_of_a_callable_without_code_is_traced_once():
+    traces = []
+
+    class Step:
+        def __call__(self, x, factor):
+            traces.append(factor)
+            return x * factor
+
+    strategy, step = TPUStrategy(num_cores=2), Step()
+    for _ in range(3):
+        strategy.run(functools.partial(step, factor=2.0), args=(tf.ones([2]),))
+    assert traces == [2.0]

@@ -345,3 +345,19 @@ def test_packages_that_only_compile_are_no_accelerators(monkeypatch, tmp_path):
     (tmp_path / "jax_cuda12_plugin" / "__init__.py").write_text("")
     importlib.invalidate_caches()
     assert accelerators.may_be_there()
+
+
+def test_a_spec_that_is_larger_than_this_machine(tpu):
+    plan = tpu.plan(tf.reduce_sum, args=(tf.TensorSpec([200_000, 100_000]),))
+    assert plan.memory.arguments == 80_000_000_000
+    assert plan.fits is False
+
+
+def test_memory_of_replicas_that_ran_different_programs(tpu):
+    def of_each(context):
+        return tf.ones([context.replica_id_in_sync_group + 1])
+
+    tpu.run(tf.reduce_sum, args=(tf.ones([4]),))
+    assert tpu.memory().program.arguments == 16
+    tpu.run(tf.reduce_sum, args=(tpu.experimental_distribute_values_from_function(of_each),))
+    assert tpu.memory().program is None

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from helpers.host_work import SCALAR, Point, on_two, values
 
-from replica_engine import xla
+from replica_engine import TPUStrategy, xla
 from replica_engine.errors import HostResultError
 
 
@@ -211,3 +211,18 @@ def test_a_result_that_contains_itself_is_refused():
 
     with pytest.raises(HostResultError, match="contains itself"):
         xla.replicate(lambda x: xla.outside_compilation(circle, x), inputs=[[1.0]])
+
+
+def test_replicas_with_shares_of_different_sizes_reach_one_call_twice():
+    strategy = TPUStrategy(num_cores=2)
+    size = xla.returns(tf.TensorSpec([], tf.float32))(lambda x: np.float32(x.shape[0]))
+
+    @tf.function
+    def inner(x):
+        return xla.outside_compilation(size, x)
+
+    shares = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.ones([context.replica_id_in_sync_group + 1])
+    )
+    result = strategy.run(lambda x: inner(x) + inner(x), args=(shares,))
+    assert [float(each) for each in strategy.experimental_local_results(result)] == [2.0, 4.0]

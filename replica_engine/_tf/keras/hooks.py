@@ -70,6 +70,7 @@ def wrap(owner: Any, name: str, around: Callable[..., Any], mark: str = _MARK, s
     original = getattr(owner, name, None)
     if original is None or hasattr(original, mark):
         return
+    shortened = shortened and original.__code__.co_filename == sys.modules[FRAMES].__file__  # not another library's
     if shortened:
         original = original.__wrapped__
 

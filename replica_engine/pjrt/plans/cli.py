@@ -82,7 +82,11 @@ def _run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
     rehearsal.begin(run)
     sys.argv[:] = [flags.script, *flags.arguments]
     sys.path[0] = os.path.dirname(os.path.abspath(flags.script))
-    runpy.run_path(flags.script, run_name="__main__")
+    try:
+        runpy.run_path(flags.script, run_name="__main__")
+    except SystemExit as end:  # the script's own error counts more than its plans
+        if end.code not in (None, 0):
+            raise
     if not run.planned:
         print(f"{flags.script} ran no compiled step: a plan is of the steps of a TPUStrategy.", file=sys.stderr)
         return NOTHING

@@ -172,18 +172,23 @@ def plan_of(
         seconds: how long compiling took.
         text: the text of the compiled program, if it is at hand.
     """
-    memory, costs = executable.get_compiled_memory_stats(), _costs(executable)
+    sizes, costs = memory_of(executable, chip), _costs(executable)
     text = hlo_text(executable) if text is None else text
-    sizes = Memory(
+    cost = Cost(_known(costs, "flops"), _known(costs, "bytes accessed"), cycles(text), collectives(text))
+    fits = None if chip is None or sizes.peak is None else sizes.peak <= chip
+    return Plan(name, replicas, devices, sizes, cost, fits, seconds, text)
+
+
+def memory_of(executable: Any, chip: int | None) -> Memory:
+    """What a compiled program needs on each device, which has so many bytes of memory, or None if that is not known."""
+    memory = executable.get_compiled_memory_stats()
+    return Memory(
         memory.argument_size_in_bytes,
         memory.output_size_in_bytes,
         memory.temp_size_in_bytes,
         memory.alias_size_in_bytes,
         chip,
     )
-    cost = Cost(_known(costs, "flops"), _known(costs, "bytes accessed"), cycles(text), collectives(text))
-    fits = None if chip is None or sizes.peak is None else sizes.peak <= chip
-    return Plan(name, replicas, devices, sizes, cost, fits, seconds, text)
 
 
 def _costs(executable: Any) -> Any:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from replica_engine._tf import eager
 from replica_engine._tf.graphs import autograph
 from replica_engine.diagnostics.misuse import explained
 from replica_engine.diagnostics.tracebacks import shortened
@@ -84,7 +88,8 @@ class Planning:
 
         Returns:
             An object with `variables`, a list with the bytes of the variables on each device, and `program`, the
-            `Memory` of the program that ran last; None before the first.
+            `Memory` of the program that ran last; None before the first, and if replicas with shares of different sizes
+            ran different programs.
 
         Example:
             >>> import tensorflow as tf, replica_engine
@@ -103,4 +108,15 @@ def _with_values(value: Any) -> Any:
         return value
     if not value.shape.is_fully_defined():
         raise InputsError(f"plan was called with {value}. XLA compiles for fixed shapes: give every dimension a size.")
-    return tf.zeros(value.shape, value.dtype) if value.dtype != tf.string else tf.constant("", shape=value.shape)
+    if value.dtype == tf.string:
+        return tf.constant("", shape=value.shape)
+    dtype = np.dtype(value.dtype.as_numpy_dtype)
+    bytes_ = value.shape.num_elements() * dtype.itemsize
+    if bytes_ < mmap.PAGESIZE:
+        return tf.zeros(value.shape, value.dtype)
+    # Nobody looks at the zeros. Pages that nobody looks at take no memory, so the spec may be larger than this machine.
+    pages = mmap.mmap(-1, bytes_, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    return eager.of_memory(np.frombuffer(pages, dtype).reshape(value.shape))
+
+
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # mmap.MAP_NORESERVE of Python 3.13

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, overload
@@ -89,7 +90,6 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
 
     Attributes:
         device_group: the devices that the replicas run on.
-        device_values: the values of its variables on these devices.
         limits: how long a launch, or a wait for other workers, may take.
     """
 
@@ -109,7 +109,8 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         if devices.member is not None:
             explain_failures(devices.member)
         self._same_random = same_random
-        self.device_values: weakref.WeakSet[DeviceValue] = weakref.WeakSet()  # of its variables
+        self._device_values: weakref.WeakSet[DeviceValue] = weakref.WeakSet()  # of its variables
+        self._values_lock = threading.Lock()
         name = type(strategy).__name__
         self._programs = ProgramCache(
             devices, self._in_replica_context, same_random, name=name, limits=limits, soft_placement=soft_placement
@@ -188,9 +189,14 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
 
     def memory(self) -> DeviceMemory:
         """Same as `TPUStrategy.memory`."""
-        plan = self._programs.last_plan()
-        each = sum(value.bytes for value in self.device_values)
-        return DeviceMemory([each] * self.device_group.size, None if plan is None else plan.memory)
+        with self._values_lock:
+            each = sum(value.bytes for value in self._device_values)
+        return DeviceMemory([each] * self.device_group.size, self._programs.last_memory())
+
+    def note_device_value(self, value: DeviceValue) -> None:
+        """Notes the value of a new variable, for `memory`."""
+        with self._values_lock:
+            self._device_values.add(value)
 
     def sync_points(self) -> list[SyncPointRecord]:
         """Same as `TPUStrategy.sync_points`."""

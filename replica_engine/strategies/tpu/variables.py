@@ -38,7 +38,7 @@ class _OnDevices:
         copied = type(self)(strategy, values, variable.aggregation)  # type: ignore[call-arg]
         original: DeviceValue = variable._values[0]._replica_engine[0]
         device_value = make_device_value(values, strategy.extended.device_group, original.spread)
-        strategy.extended.device_values.add(device_value)
+        strategy.extended.note_device_value(device_value)
         if len(device_value.handles) == 1 and (own := original.on_replicas()) is not None:
             device_value.set_values(own)
         memo[id(self)] = copied
@@ -122,7 +122,7 @@ def create(strategy: Any, next_creator: Callable[..., Any], kwargs: dict[str, An
     variable = distribute.create_variable(strategy, components, MirroredDeviceVariable, OnReadDeviceVariable, kwargs)
     if devices.member is not None:
         workers.start_from_chief(name, variable._values, devices, strategy.extended.limits)
-    strategy.extended.device_values.add(make_device_value(variable._values, devices, spread))
+    strategy.extended.note_device_value(make_device_value(variable._values, devices, spread))
     return variable
 
 

@@ -20,7 +20,7 @@ from replica_engine.errors.base import warning
 from replica_engine.pjrt import cpu_rewrites
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
-from replica_engine.pjrt.plans.plan import Plan
+from replica_engine.pjrt.plans.plan import Memory
 from replica_engine.values.structure import ById
 from replica_engine.xla.body import Body, LaunchLimits
 from replica_engine.xla.host_calls.call import CallOrder
@@ -104,10 +104,10 @@ class ProgramCache:
         """Whether ops that XLA cannot compile run on the host."""
         return self._body.moves_ops
 
-    def last_plan(self) -> Plan | None:
-        """What the compiler says of the program that was launched last, if it is still kept; None before the first."""
+    def last_memory(self) -> Memory | None:
+        """What the program that was launched last needs, if it is still kept; None before the first."""
         found = None if self._body.last_program is None else self._body.last_program()
-        return None if found is None else found.plan()
+        return None if found is None else found.memory()
 
     def take_mismatch(self) -> ReplicaMismatchError | None:
         """The error that ended an op in a graph, see `Body.mismatch`, and forgets it."""
@@ -193,8 +193,8 @@ class ProgramCache:
             return traced
 
     def _function(self, source: FunctionSpec) -> _Function:
-        """What is known of a function. One without Python code is found by itself, or by the key that it comes with."""
-        code = source.code if isinstance(source.code, CodeType) else source.declared or ById(source.fn)
+        """What is known of a function: found by its code, by the key that it comes with, or by what a partial calls."""
+        code = source.code if isinstance(source.code, CodeType) else source.declared or ById(source.code)
         found: _Function | None = self._functions.get(code)
         if found is None:
             with self._lock:

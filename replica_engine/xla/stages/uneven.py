@@ -96,6 +96,7 @@ def _run(
     variables = [device_value_of(handle, devices) for handle in program.handles]
     writes = [(variables[variable], index) for variable, index in program.writes]
     count("launches")
+    program.body.last_program = None  # the replicas ran different ones
     on_host = {index: [share[index] for share in shares] for index in program.host_slots}
 
     def prepare() -> _UnevenExecution:
