@@ -163,3 +163,16 @@ def test_a_script_that_exits(planned):
     assert done.returncode == 1
     assert "planned 1 step;" in done.stdout
     assert planned("raise SystemExit(3)\n").returncode == 3
+
+
+def test_an_error_of_a_script_says_that_its_steps_return_zeros(planned):
+    done = planned(OWN_LOOP.replace('print("loss"', 'assert float(both(tf.ones([8, 8]))) > 0\n    print("loss"'))
+    assert "AssertionError" in done.stderr
+    assert "1 compiled steps so far returned zeros" in done.stderr
+
+
+def test_flags_after_the_script_are_the_scripts(planned, tmp_path):
+    done = planned("import sys; print(sys.argv[1:])", "--launches", "2")
+    assert "stands after" not in done.stderr
+    late = planned("import sys; print(sys.argv[1:])", str(tmp_path / "train.py"), "--topology")
+    assert "--topology stands after the script" in late.stderr

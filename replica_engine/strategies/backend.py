@@ -224,6 +224,14 @@ class OnReplicaThreads(Gathering):
             "            strategy.run(step, args=(next(iterator),))"
         )
 
+    @property
+    def plan(self) -> NoReturn:
+        """Only `TPUStrategy` has it, as a property for the same reason."""
+        raise NoMethodError(
+            f"{type(self).__name__} has no plan: a plan is of a compiled step. Ask the strategy that compiles it, "
+            "without running it: replica_engine.TPUStrategy(num_cores=n).plan(step, args=...)."
+        )
+
     def sync_points(self) -> list[SyncPointRecord]:
         """The last sync points of each replica: their kind, source line, tensors and times.
 

@@ -361,3 +361,28 @@ def test_memory_of_replicas_that_ran_different_programs(tpu):
     assert tpu.memory().program.arguments == 16
     tpu.run(tf.reduce_sum, args=(tpu.experimental_distribute_values_from_function(of_each),))
     assert tpu.memory().program is None
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("v5e-8", "v5e:2x4"), ("v5e:8", "v5e:2x4"), ("v5p-8", "v5p:2x2x2"), ("h100-4", "h100:4"), ("h100:16", None)],
+)
+def test_a_number_of_chips_is_no_topology_but_says_which_is_meant(tpu, name, meant):
+    with pytest.raises(DeviceError) as raised:
+        tpu.plan(tf.reduce_sum, args=(tf.ones([2]),), topology=name)
+    assert (f"Did you mean {meant}?" in str(raised.value)) == (meant is not None)
+    assert ("Did you mean" in str(raised.value)) == (meant is not None)
+
+
+def test_a_topology_in_the_wrong_place(tpu):
+    with pytest.raises(InputsError, match=r"plan\(fn, args, topology='v5e:2x4'\)"):
+        tpu.plan(tf.reduce_sum, (tf.ones([2]),), "v5e:2x4")
+    with pytest.raises(DeviceError, match="write topology='v5e:2x4'"):
+        xla.lower(tf.reduce_sum, [[tf.ones([2])]], 1).compile("v5e:2x4")
+
+
+def test_mirrored_strategy_says_who_plans():
+    strategy = replica_engine.MirroredStrategy(["CPU:0"])
+    assert not hasattr(strategy, "plan")
+    with pytest.raises(AttributeError, match="TPUStrategy"):
+        strategy.plan  # noqa: B018

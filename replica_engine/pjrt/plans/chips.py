@@ -157,8 +157,8 @@ def _unknown(name: object) -> DeviceError:
         for axes, example in ((2, "v5e:2x4"), (3, "v5p:2x2x2"))
     ]
     rows.append(f"  h100: with 1 to {_MOST_GPUS} GPUs, as in h100:8")
-    near = difflib.get_close_matches(str(name).lower(), _all_shown(), n=1)
-    meant = f" Did you mean {near[0]}?" if near else ""
+    near = _meant(str(name).lower())
+    meant = f" Did you mean {near}?" if near else ""
     listed = "\n".join(rows)
     return DeviceError(f"No such topology: {shown(name)}.{meant} A topology is a kind of chip and a size:\n{listed}")
 
@@ -166,3 +166,17 @@ def _unknown(name: object) -> DeviceError:
 def _all_shown() -> list[str]:
     named = [f"{chip.name}:{size}" for chip in CHIPS.values() for size in _SHOWN.get(chip.axes, ())]
     return [*named, *(f"h100:{count}" for count in range(1, _MOST_GPUS + 1))]
+
+
+def _meant(name: str) -> str | None:
+    """The topology that a wrong name is like: of that many chips, if the name says how many chips of a kind."""
+    kind, _, size = name.replace("-", ":", 1).partition(":")
+    if kind in CHIPS and size.isdecimal():
+        shown = [each for each in _all_shown() if each.startswith(f"{kind}:")]
+        return next((each for each in shown if _chips_of(each) == int(size)), None)
+    near = difflib.get_close_matches(name, _all_shown(), n=1)
+    return near[0] if near else None
+
+
+def _chips_of(name: str) -> int:
+    return math.prod(map(int, name.partition(":")[2].split("x")))

@@ -62,6 +62,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def _run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
     from replica_engine.errors import BackendMissingError, DeviceError
+    from replica_engine.errors.base import add_note
 
     if flags.launches < 1:
         parser.error(f"--launches must be at least 1, got {flags.launches}")
@@ -78,6 +79,8 @@ def _run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
     except BackendMissingError as error:
         print(error, file=sys.stderr)
         return NOTHING
+    if late := {"--topology", "--launches"} & {each.partition("=")[0] for each in flags.arguments}:
+        print(f"{', '.join(sorted(late))} stands after the script, which gets it as its own argument.", file=sys.stderr)
     run = rehearsal.Rehearsal(flags.topology, flags.launches)
     rehearsal.begin(run)
     sys.argv[:] = [flags.script, *flags.arguments]
@@ -87,6 +90,10 @@ def _run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
     except SystemExit as end:  # the script's own error counts more than its plans
         if end.code not in (None, 0):
             raise
+    except Exception as error:
+        if run.planned:
+            add_note(error, f"The script is planned, so its {run.planned} compiled steps so far returned zeros.")
+        raise
     if not run.planned:
         print(f"{flags.script} ran no compiled step: a plan is of the steps of a TPUStrategy.", file=sys.stderr)
         return NOTHING

@@ -37,7 +37,8 @@ class Planning:
 
         Args:
             fn: the step, as for `run`.
-            args: its positional arguments, as for `run`; a `tf.TensorSpec` stands for a tensor of its shape and dtype.
+            args: its positional arguments, as for `run`; a `tf.TensorSpec` stands for a tensor of its shape and dtype,
+                which each replica gets whole.
             kwargs: its keyword arguments.
             topology: the name of chips that need not be there: "v5e:2x4" are eight chips of TPU v5e, "h100:8" are eight
                 GPUs. The program is compiled for the first N of them, as many as replicas, in a process of its own.
@@ -77,6 +78,8 @@ class Planning:
                     "plan was called in a tf.function. It compiles a step and runs nothing: call it in eager mode, "
                     "with the function that the tf.function passes to strategy.run."
                 )
+            if isinstance(kwargs, str):
+                raise InputsError(f"plan takes args and kwargs first. Write plan(fn, args, topology={kwargs!r}).")
             check_call(fn, args, kwargs)
             args, kwargs = tf.nest.map_structure(_with_values, (args, dict(kwargs or {})))
             return self.extended.plan(fn, args, kwargs, topology)

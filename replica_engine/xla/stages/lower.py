@@ -18,7 +18,7 @@ import tensorflow as tf
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import CollectiveError, DeviceError, LoweringError, ProgramError
-from replica_engine.errors.base import shown
+from replica_engine.errors.base import add_note, shown
 from replica_engine.errors.timeouts import slow_compile
 from replica_engine.pjrt.devices import chip_memory, device_group, memory_limit
 from replica_engine.pjrt.executable import Executable
@@ -187,6 +187,8 @@ class Lowered:
         """
         if topology is not None:
             return self._plan(devices, topology)
+        if isinstance(devices, str):
+            raise DeviceError(f"compile takes devices; for chips that need not be there write topology={devices!r}.")
         if devices is not None and not isinstance(devices, DeviceGroup):
             raise DeviceError(
                 "`devices` must be a group of devices, such as xla.PjrtClusterResolver('cpu').devices, or None for "
@@ -233,7 +235,12 @@ class Lowered:
             timeline.span(Track(body.name, "compile", order=-3), f"compile {program.name} for {topology}", "compile"),
             Watch(lambda seconds: slow_compile(program.name, body.size, seconds), body.limits.warn_after),
         ):
-            return compile_absent(self._text, program.name, body.size, topology, program.sizes)
+            try:
+                return compile_absent(self._text, program.name, body.size, topology, program.sizes)
+            except DeviceError as error:
+                for call in program.host_calls.calls[:3]:
+                    add_note(error, f"`{program.name}` calls the host: {call.describe()}")
+                raise
 
 
 def lower(traced: BodyGraph, slots: list[tf.TensorSpec], tensors: list[tf.TensorSpec]) -> Lowered:
