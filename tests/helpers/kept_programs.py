@@ -11,7 +11,7 @@ import pathlib
 
 from replica_engine.pjrt.executable import Executable
 
-FOLDER = os.environ.get("KEPT_PROGRAMS")
+FOLDER = os.environ.get("KEPT_PROGRAMS") and os.path.abspath(os.environ["KEPT_PROGRAMS"])  # tests change the folder
 """The folder; None if no programs are kept."""
 
 
