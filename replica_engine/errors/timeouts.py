@@ -14,6 +14,9 @@ FOR_GIVEN_UP = "waiting for a program that was given up"
 FOR_ITS_TURN = "waiting for its turn on the devices"
 """The state of a coordinator while another program runs on the devices."""
 
+FOR_BATCH = "waiting for the next batch"
+"""The state of a coordinator between two launches of a device loop."""
+
 
 @dataclass(frozen=True)
 class ReplicaRow:
@@ -28,7 +31,8 @@ class ReplicaRow:
         where: its last sync point with file and line; "" if it has reached none.
         seconds: how long it has been in that state; None if that does not matter.
         stack: the stack of its thread, if the thread runs Python; "" otherwise.
-        points: the kind of its sync points: "merge call", or "host call" in a compiled program.
+        points: the kind of its sync points: "merge call"; "host call" in a compiled program; "step" between
+            launches of a device loop.
     """
 
     replica: int
@@ -77,7 +81,7 @@ class CoordinatorRow:
 
 
 class ReplicaTimeoutError(ReplicaEngineError, TimeoutError):
-    """A replica, a merge function, a host call or a compiled program did not return within `timeout` seconds.
+    """A replica, a merge function, a host call, an iterator or a compiled program took longer than `timeout` seconds.
 
     Raised only where a limit was set, with `timeout=` of the strategy. The table shows where each replica stands: look
     for the one that others wait for, or raise the limit.
@@ -106,10 +110,12 @@ class ReplicaTimeoutError(ReplicaEngineError, TimeoutError):
         """
         stand = table(rows, coordinator, stacks=True)
         compiled = {row.points for row in rows} == {"host call"}
-        advice = "Pass a longer timeout= if the step needs it."
+        advice = f"Pass a longer timeout= if the {'iterator' if _waits_for_batch(coordinator) else 'step'} needs it."
         kept = (
             f"variables keep the values from before the run. {_together(meetings, advice)}"
             if compiled
+            else f"updates of the steps that ran stay in the variables. {advice}"
+            if _waits_for_batch(coordinator)
             else f"updates that were merged before stay in the variables. {advice}"
         )
         error = cls(f"{_what(rows, coordinator)} in {timeout:g} s (timeout=):\n{stand}\nThe run was given up; {kept}")
@@ -220,10 +226,16 @@ def _what(rows: Iterable[ReplicaRow], coordinator: CoordinatorRow | None) -> str
         return f"The merge function {coordinator.state.removeprefix(IN_MERGE)} did not return"
     if coordinator is not None and coordinator.state in (FOR_ITS_TURN, FOR_GIVEN_UP):
         return "The devices did not become free, and the program on them showed no progress,"
+    if _waits_for_batch(coordinator):
+        return "The iterator of a device loop gave no next batch"
     points = {row.points for row in rows}
     if points == {"host call"}:
         return "The compiled program did not end, and no host call was made or returned,"
     return "No replica reached its next sync point"
+
+
+def _waits_for_batch(coordinator: CoordinatorRow | None) -> bool:
+    return coordinator is not None and coordinator.state == FOR_BATCH
 
 
 def count_of(number: int, what: str) -> str:

@@ -131,15 +131,30 @@ class InputQueue:
                 del self._batches[number]
             self._changed.notify_all()
 
-    def take(self, replica: int) -> tuple[list[Any], bool]:
+    def comes_within(self, seconds: float | None) -> bool:
+        """Waits until a batch that no replica has begun is there, or the inputs have ended; False if time runs out."""
+        ends = None if seconds is None else time.perf_counter() + seconds
+        with self._changed:
+            while self._put <= self.begun and self._end is None:
+                left = MISSED if ends is None else min(MISSED, ends - time.perf_counter())
+                if left <= 0:
+                    return False
+                self._changed.wait(left)  # see `_chunk`
+            return True
+
+    def take(self, replica: int, most: int | None = None) -> tuple[list[Any], bool]:
         """Waits for a replica's next batches, and takes its part of each; an empty list at the end.
+
+        Args:
+            replica: the replica.
+            most: how many batches it takes at most; None for as many as the pace allows.
 
         Returns:
             The parts, and whether more will follow. If not, the replica need not call this again.
         """
         with self._changed:
             first = self._next[replica]
-            end, more = self._chunk(first)
+            end, more = self._chunk(first, most)
             taken = []
             for number in range(first, end):
                 parts, waiting = self._batches[number]
@@ -172,7 +187,7 @@ class InputQueue:
             end, more = self._chunk(done)
             return [self._batches[number][0][replica] for number in range(done, end)], more
 
-    def _chunk(self, first: int) -> tuple[int, bool]:
+    def _chunk(self, first: int, most: int | None = None) -> tuple[int, bool]:
         """Waits for the chunk that begins with a batch. Returns its end, and whether another chunk follows."""
         while first not in self._chunks and self._put <= first and self._end is None:
             self._changed.wait(MISSED)  # see `wait_for_ever`; with one replica this may run on the main thread
@@ -181,7 +196,7 @@ class InputQueue:
             if first >= end:
                 return first, False
             now = self._note_pace(first)
-            count = self._pace.chunk(end - first)
+            count = self._pace.chunk(end - first if most is None else min(end - first, most))
             self._running = first, now
             end = self.begun = first + count
             self._chunks[first] = end, end != self._end

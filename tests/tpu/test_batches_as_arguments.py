@@ -1,5 +1,6 @@
 """Device loops whose batches are arguments of the launches, as on TPUs and GPUs: the same numbers, bit for bit."""
 
+import itertools
 import threading
 
 import keras
@@ -9,7 +10,11 @@ import tensorflow as tf
 
 import replica_engine
 from replica_engine import xla
-from replica_engine.xla.loop import chunks, device_loop
+from replica_engine.errors import ReplicaTimeoutError
+from replica_engine.xla.loop import chunks, device_loop, prefetch
+from replica_engine.xla.stages.compiled import Compiled
+
+SOON = 20  # seconds until a thread that should have gone on by then is stuck
 
 ROWS = np.random.default_rng(0).normal(size=[40, 6]).astype("float32")
 
@@ -145,3 +150,79 @@ def test_a_loop_that_waits_for_a_batch_is_watched(always, caplog):
 
     context = strategy.run_steps(step, batches(), 2, prefetch=1)
     assert float(context.last_step_outputs["x"]) == 2.0
+
+
+def passes_on(context, x):
+    context.set_last_step_output("x", x, "MEAN")
+
+
+def test_with_a_limit_each_step_is_a_launch_of_its_own(always):
+    """No sign of life comes out of a launch, so a healthy loop of many steps in one would be ended."""
+    always(True)
+    strategy = replica_engine.TPUStrategy(num_cores=2, timeout=60)
+    before = xla.counts()
+    strategy.run_steps(passes_on, map(np.float32, range(10)), 10)
+    made = xla.counts() - before
+    assert (made.launches, made.compiles) == (10, 1)
+
+
+def test_an_iterator_that_gives_no_batch_within_the_limit_is_an_error(always, monkeypatch):
+    always(True)
+    monkeypatch.setattr(prefetch, "_JOIN", 0.0)
+    strategy = replica_engine.TPUStrategy(num_cores=2, timeout=2)
+    with strategy.scope():
+        total = tf.Variable(0.0, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
+    over = threading.Event()
+
+    def batches():
+        yield np.float32(1)
+        yield np.float32(2)
+        over.wait(SOON)
+        yield np.float32(4)
+
+    try:
+        with pytest.raises(ReplicaTimeoutError, match="gave no next batch in 2 s") as caught:
+            strategy.run_steps(lambda context, x: total.assign_add(x), batches(), 3)
+    finally:
+        over.set()
+    assert total.numpy() == 3.0
+    rows = caught.value.rows
+    assert [(row.state, row.merge_calls, row.points) for row in rows] == [("waiting for the next batch", 2, "step")] * 2
+    assert "updates of the steps that ran stay" in str(caught.value)
+    strategy.run_steps(lambda context, x: total.assign_add(x), [np.float32(8)], 1)
+    assert total.numpy() == 11.0
+
+
+@pytest.mark.parametrize("queue", [False, True], ids=["launch waits", "launch is queued"])
+@pytest.mark.parametrize("ahead", [1, 2, 6, 8])
+def test_no_more_batches_are_ahead_of_a_step_than_asked_for(always, monkeypatch, queue, ahead):
+    always(True)
+    monkeypatch.setattr(chunks, "_have_queue", lambda devices: queue)
+    fetched, more, seen = threading.Semaphore(0), [], []
+
+    def batches():
+        for number in itertools.count():
+            fetched.release()
+            yield np.float32(number)
+
+    def launch(compiled, slots, captured=None, feed=None, as_arrays=False):
+        """The program runs as late as it may: when its end is awaited."""
+        seen.append(int(slots[0][0]))
+
+        def end():
+            if not more:  # now the first step runs
+                for _ in range(1 + ahead):
+                    assert fetched.acquire(timeout=SOON)
+                more.append(fetched.acquire(timeout=0.2))
+            return at_once(compiled, slots, captured, feed, as_arrays)()
+
+        return end
+
+    at_once = Compiled.launch
+    monkeypatch.setattr(Compiled, "launch", launch)
+    strategy = replica_engine.TPUStrategy(num_cores=2)
+    context = strategy.run_steps(passes_on, batches(), 100, prefetch=ahead)
+    assert more == [False]
+    assert float(context.last_step_outputs["x"]) == 99.0
+    assert max(seen) == max(1, (ahead + 1) // (3 if queue else 2))
+    assert sum(seen) == 100

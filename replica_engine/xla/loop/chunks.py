@@ -2,7 +2,8 @@
 
 The program is a loop over a chunk of batches, which is an argument of the launch with the number of batches in it. A
 loop of many steps is several launches. On devices with a queue a launch returns before the program has run, so the next
-chunk is sent to the devices while the one before runs; at most two chunks are there at a time.
+chunk is sent to the devices while the one before runs; at most two chunks are there at a time. Nothing shows that a
+launch makes progress, so with `timeout=` each step is a launch, and the wait for its batch has the same limit.
 
 On CPU devices, `device_loop` calls the host for its batches: one launch for all steps is faster there. Both ways run
 the same steps with the same numbers. A step that calls the host itself stays with the other way: if its host call
@@ -11,6 +12,7 @@ fails, the results of no step of the loop are kept.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +21,10 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf import distribute
+from replica_engine.diagnostics.failed_run import note_failed_run
+from replica_engine.diagnostics.flight_record import launch_records
+from replica_engine.errors import CoordinatorRow, ReplicaRow, ReplicaTimeoutError
+from replica_engine.errors.timeouts import FOR_BATCH
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.plans import rehearsal
 from replica_engine.telemetry.watchdog import Watch
@@ -46,8 +52,17 @@ def are_arguments(devices: DeviceGroup) -> bool:
     """Whether the batches of a loop on these devices are arguments, if its step does not call the host."""
     if devices.member is not None:  # the workers agree on the number of steps in the program, which calls the host
         return False
+    return always if always is not None else _have_queue(devices)
+
+
+def at_once(devices: DeviceGroup, prefetch: int | None) -> int:
+    """How many chunks are on the devices at a time. Of their batches, all but that of the running step are ahead."""
+    return 2 if _have_queue(devices) and prefetch != 1 else 1
+
+
+def _have_queue(devices: DeviceGroup) -> bool:
     run = rehearsal.current()
-    return always if always is not None else devices.platform != "cpu" or (run is not None and run.topology is not None)
+    return devices.platform != "cpu" or (run is not None and run.topology is not None)
 
 
 class ChunkBody(LoopBody):
@@ -86,6 +101,7 @@ class Chunks:
         specs: specs of the inputs of a step.
         others: values of the program's parameters behind those of the batches.
         most: the most batches in a chunk.
+        at_once: the most chunks on the devices.
 
     Attributes:
         made: how many steps have run.
@@ -98,6 +114,7 @@ class Chunks:
         specs: Sequence[tf.TensorSpec],
         others: Sequence[list[np.ndarray]],
         most: int,
+        at_once: int,
     ):
         self.made = 0
         self._compiled = compiled
@@ -105,8 +122,8 @@ class Chunks:
         self._specs = specs
         self._others = others
         self._most = most
+        self._at_once = at_once
         self._size = compiled.devices.size
-        self._ready: deque[Sequence[Any]] = deque()  # batches: for each replica, the arrays
         self._more = True
 
     def run(self) -> list[Column]:
@@ -114,31 +131,48 @@ class Chunks:
 
         Returns:
             For each result of the body, the replicas' values after the last step.
+
+        Raises:
+            ReplicaTimeoutError: a launch or the wait for a batch took longer than `timeout`.
         """
-        last: Callable[[], list[Column]] | None = None
+        running: deque[Callable[[], list[Column]]] = deque()
+        columns: list[Column] = []
         while chunk := self._take():
-            launched = self._compiled.launch(self._stacked(chunk), feed=self._queue)
-            if last is not None:
-                last()  # so that no more than two chunks are on the devices
-            last = launched
+            running.append(self._compiled.launch(self._stacked(chunk), feed=self._queue))
             self.made += len(chunk)
-        assert last is not None, "there is a first batch"
-        return last()
+            if len(running) == self._at_once:
+                columns = running.popleft()()
+        return running.pop()() if running else columns
 
     def _take(self) -> list[Sequence[Any]]:
-        """Waits for the next chunk: as many batches as fit, or those that are left."""
+        """Waits for the next chunk: as many batches as fit, or those that are left; for each replica, the arrays."""
         name, limits = self._compiled.program.name, self._compiled.program.body.limits
+        chunk: list[Sequence[Any]] = []
 
         def slow(seconds: float) -> str:
             waited = f"{seconds:.3g} s. No step runs meanwhile."
             return f"The device loop `{name}` has been waiting for its next batch for {waited}"
 
-        with Watch(slow, limits.warn_after):
-            while self._more and len(self._ready) < self._most:
-                taken = [self._queue.take(replica) for replica in range(self._size)]
-                self._ready.extend(zip(*[parts for parts, _ in taken], strict=True))
+        with Watch(slow, limits.warn_after) as watch:
+            while self._more and (room := self._most - len(chunk)):
+                if not self._queue.comes_within(limits.timeout):
+                    raise self._late(watch.waited)
+                taken = [self._queue.take(replica, room) for replica in range(self._size)]
+                chunk.extend(zip(*[parts for parts, _ in taken], strict=True))
                 self._more = taken[0][1]
-        return [self._ready.popleft() for _ in range(min(self._most, len(self._ready)))]
+        return chunk
+
+    def _late(self, waited: float) -> ReplicaTimeoutError:
+        """The error that no batch has come within the limit."""
+        devices, body = self._compiled.devices, self._compiled.program.body
+        rows = [
+            ReplicaRow(replica, self._size, name, FOR_BATCH, self.made, "", waited, points="step")
+            for replica, name in enumerate(devices.names)
+        ]
+        coordinator = CoordinatorRow(threading.current_thread().name, FOR_BATCH, waited)
+        error = ReplicaTimeoutError.after(body.limits.timeout or 0.0, rows, coordinator)
+        note_failed_run(error, lambda: launch_records(body.launches, devices.names, body.KEPT), None)
+        return error
 
     def _stacked(self, chunk: Sequence[Sequence[Any]]) -> list[list[np.ndarray]]:
         """The values of the program's parameters. What lies behind the last batch is never used."""

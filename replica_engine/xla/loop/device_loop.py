@@ -96,8 +96,11 @@ def run_loop(
     has_text = any(spec.dtype == tf.string for spec in specs)
     reader = BatchReader(first, arguments, source.name, pulls)
     key = ("device loop", mode, programs.key(source), arguments.key, tuple(shapes))
+    # The sign of life for the watchdog is that a batch is taken, and a single step may be as slow as the limit allows.
+    timed = programs.limits.timeout is not None
     if chunks.are_arguments(programs.devices) and not has_text and not programs.calls_host(key):
-        most = _chunk(specs, prefetch, chunks.MOST_BYTES)
+        at_once = chunks.at_once(programs.devices, prefetch)
+        most = 1 if timed else _chunk(specs, prefetch, chunks.MOST_BYTES, at_once)
         body = chunks.ChunkBody(source, step, arguments, specs, most)
         given = Arguments(chunks.arguments_like(specs, most, arguments.size), {}, arguments.size, numbers=True)
         try:
@@ -106,18 +109,16 @@ def run_loop(
             programs.note_host_calls(key)
         else:
             others = given.numpy()[1 + len(specs) :]
-            return _run_chunks(program, reader, first, rest, iterations, specs, others, most, prefetch)
-    # Each call of the host is a sign of life for the watchdog, and a single step may be as slow as the limit allows.
-    most = 1 if programs.limits.timeout is not None else _chunk(specs, prefetch, _MOST_BYTES)
+            return _run_chunks(program, reader, first, rest, iterations, specs, others, most, at_once, prefetch)
+    most = 1 if timed else _chunk(specs, prefetch, _MOST_BYTES)
     loop = _Loop(source, step, arguments, specs, most)
     none = Arguments((), {}, arguments.size)
     program = _found(programs, source, loop, (*key, most), none)
     compiled = program.find([tuple(slot.shape) for slot in none.slots])
     pace = _feed_of(program).pace
-    # When a step runs, the other batches of its chunk count as fetched ahead, but have left the queue.
     several = programs.devices.member is not None  # then the batches of a chunk are in the queue until its end
-    depth = (prefetch or 2 * pace.most) - (0 if several else pace.most) + 1
-    queue = InputQueue(arguments.size, max(depth, pace.most + 1) if several else depth, pace)
+    depth = max(prefetch or 2 * pace.most, pace.most) + 1 if several else _depth(prefetch, pace.most)
+    queue = InputQueue(arguments.size, depth, pace)
     queue.put(reader.parts(first, 0))
     prefetcher = Prefetcher(queue, reader, rest, iterations, program.traced.body.name)
     with _fed(compiled, queue, prefetcher, iterations):
@@ -158,16 +159,17 @@ def _run_chunks(
     specs: Sequence[tf.TensorSpec],
     others: list[list[np.ndarray]],
     most: int,
+    at_once: int,
     prefetch: int | None,
 ) -> Outcome:
     """Runs a loop whose batches are arguments; `others` are the values of arguments that are no batches."""
     size = program.devices.size
-    queue = InputQueue(size, max(prefetch or 2 * most, 2), Pace(most))
+    queue = InputQueue(size, _depth(prefetch, most, at_once), Pace(most))
     queue.put(reader.parts(first, 0))
     prefetcher = Prefetcher(queue, reader, rest, iterations, program.traced.body.name)
     shapes = [(), *((most, *spec.shape) for spec in specs), *(values[0].shape for values in others)]
     compiled = program.find(shapes)
-    steps = chunks.Chunks(compiled, queue, specs, others, most)
+    steps = chunks.Chunks(compiled, queue, specs, others, most, at_once)
     try:
         with _fed(compiled, queue, prefetcher, iterations):
             columns = steps.run()
@@ -191,13 +193,25 @@ def _fed(compiled: Compiled, queue: InputQueue, prefetcher: Prefetcher, iteratio
         prefetcher.end()
 
 
-def _chunk(specs: Sequence[tf.TensorSpec], prefetch: int | None, most_bytes: int) -> int:
-    """How many batches may come at a time: half of those fetched ahead, so that others can be fetched meanwhile."""
+def _depth(prefetch: int | None, most: int, at_once: int = 1) -> int:
+    """How many batches the queue holds, so that with those on the devices no more are ahead of the running step."""
+    return max((prefetch or (at_once + 1) * most) - at_once * most + 1, 1)
+
+
+def _chunk(specs: Sequence[tf.TensorSpec], prefetch: int | None, most_bytes: int, at_once: int = 1) -> int:
+    """How many batches may come at a time: so few that as many can be fetched meanwhile.
+
+    Args:
+        specs: specs of the inputs of a step.
+        prefetch: how many batches are fetched ahead at most.
+        most_bytes: the most bytes of a replica's part of them.
+        at_once: how many times as many are on the devices. They count as fetched ahead, but for that of the step.
+    """
     if any(spec.dtype == tf.string for spec in specs):  # the host keeps the strings of one batch for each replica
         return 1
     size = sum(np.dtype(spec.dtype.as_numpy_dtype).itemsize * spec.shape.num_elements() for spec in specs)
     fitting = min(_MOST_STEPS, most_bytes // max(1, size))
-    return max(1, fitting if prefetch is None else min(fitting, (prefetch + 1) // 2))
+    return max(1, fitting if prefetch is None else min(fitting, (prefetch + 1) // (at_once + 1)))
 
 
 class _Loop(LoopBody):
