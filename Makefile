@@ -96,7 +96,7 @@ $(AOT)/.installed: pyproject.toml | $(BIN)/python
 test-aot: $(AOT)/.installed
 	rm -rf build/programs
 	KEPT_PROGRAMS=build/programs $(AOT)/bin/python -m pytest --quiet tests/xla
-	KEPT_PROGRAMS=build/programs $(AOT)/bin/python -m pytest --timeout 600 tests/aot $(ARGS)
+	KEPT_PROGRAMS=build/programs $(AOT)/bin/python -m pytest --timeout 600 -o faulthandler_timeout=590 tests/aot $(ARGS)
 
 # With what is installed: on a machine with GPUs, install the extra cuda as well.
 test-gpu: $(VENV)/.extras-$(TEST_EXTRAS)
