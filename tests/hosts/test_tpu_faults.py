@@ -33,10 +33,12 @@ for _ in range(5):
 if os.environ["LOOP"]:
     strategy.reduce("SUM", strategy.run(step, args=(tf.constant(1.0),)), axis=None)  # a launch, and no step
     strategy.run_steps(several, [tf.constant(1.0)] * 4, iterations=4)
+(connection,) = member._members
 if me == victim:
-    (connection,) = member._members
+    connection.get("the other has made these steps")  # else it may be told of the loss before its `try`
     connection.rows()  # sends what was launched, which is told a tenth of a second later otherwise
     {fault}
+connection.put("the other has made these steps", True)
 try:
     while True:
         strategy.run(step, args=(tf.constant(1.0),))
