@@ -70,7 +70,8 @@ def wrap(owner: Any, name: str, around: Callable[..., Any], mark: str = _MARK, s
     original = getattr(owner, name, None)
     if original is None or hasattr(original, mark):
         return
-    shortened = shortened and original.__code__.co_filename == sys.modules[FRAMES].__file__  # not another library's
+    code = getattr(original, "__code__", None)  # none: an object that another library has put there
+    shortened = shortened and code is not None and code.co_filename == sys.modules[FRAMES].__file__
     if shortened:
         original = original.__wrapped__
 
