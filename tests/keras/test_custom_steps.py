@@ -30,6 +30,17 @@ class Classifier(keras.Model):
         return self.layer(x)
 
 
+class PlainStep(Classifier):
+    """The step that everybody writes, of a loss that `loss_of` computes."""
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(*data)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
 class ByHand(Classifier):
     """The mean of its batch, a metric of its own, and a number that is not a metric."""
 
@@ -423,7 +434,7 @@ def test_an_output_of_the_length_of_a_shard_is_no_row_of_a_sample(both, alike, r
 def test_a_normalization_over_replicas_in_a_step_of_ones_own(trains_alike):
     """Gradients get the weights of the shards, of 2 and 1 samples, after they have gone through its reductions."""
 
-    class Normalized(Classifier):
+    class Normalized(PlainStep):
         def __init__(self):
             super().__init__()
             self.before, self.normalization = layers.Dense(4), layers.BatchNormalization(synchronized=True)
@@ -431,13 +442,8 @@ def test_a_normalization_over_replicas_in_a_step_of_ones_own(trains_alike):
         def call(self, x, training=False):
             return self.layer(self.normalization(self.before(x), training=training))
 
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = crossentropy(y, self(x, training=True))
-            gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-            return {"loss": loss}
+        def loss_of(self, x, y):
+            return crossentropy(y, self(x, training=True))
 
     def make():
         model = Normalized()
@@ -452,20 +458,15 @@ def test_a_normalization_over_replicas_in_a_step_of_ones_own(trains_alike):
 def test_a_reduction_in_a_step_of_ones_own_has_the_gradient_of_one_device(trains_alike):
     """It gives one value for the batch, whose gradient has the weights of the unequal shards."""
 
-    class Reducing(Classifier):
+    class Reducing(PlainStep):
         def __init__(self):
             super().__init__()
             self.before = layers.Dense(4)
 
-        def train_step(self, data):
-            x, y = data
-            context = tf.distribute.get_replica_context()
-            with tf.GradientTape() as tape:
-                hidden = self.before(x)
-                loss = crossentropy(y, self.layer(hidden + context.all_reduce("SUM", tf.reduce_sum(hidden, 0))))
-            gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-            return {"loss": loss}
+        def loss_of(self, x, y):
+            hidden = self.before(x)
+            total = tf.distribute.get_replica_context().all_reduce("SUM", tf.reduce_sum(hidden, 0))
+            return crossentropy(y, self.layer(hidden + total))
 
     def make():
         model = Reducing()
