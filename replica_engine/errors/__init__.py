@@ -32,7 +32,7 @@ adds a note that names the replica that raised it. These modules import only the
 
 from replica_engine.errors.base import ReplicaEngineError
 from replica_engine.errors.contrib import ContribError
-from replica_engine.errors.devices import BackendMissingError, DeviceError, ForkedError
+from replica_engine.errors.devices import BackendMissingError, DeviceError, DistributionError, ForkedError
 from replica_engine.errors.host_calls import HostAccessError, HostResultError, NestedHostCallError
 from replica_engine.errors.hosts import (
     ClusterConfigError,
@@ -77,6 +77,7 @@ __all__ = [
     "ContribError",
     "CoordinatorRow",
     "DeviceError",
+    "DistributionError",
     "ForkedError",
     "GraphModeError",
     "HostAccessError",

@@ -92,6 +92,66 @@ class ForkedError(ReplicaEngineError, RuntimeError):
     """
 
 
+class DistributionError(ReplicaEngineError, ValueError):
+    """`distribution=` of a strategy, or a layout in it, does not fit the devices or the variables.
+
+    Raised when the strategy is made, when a variable is made that a layout does not fit, and before the first program
+    is traced if a layout has matched no variable.
+    """
+
+    @classmethod
+    def unreadable(cls, given: object, rules: Sequence[str]) -> DistributionError:
+        """The value is no distribution."""
+        return cls(
+            f"`distribution` must be one of {', '.join(map(repr, rules))}, a keras.distribution.DataParallel or "
+            f"ModelParallel, or None; got {shown(given)}."
+        )
+
+    @classmethod
+    def other_size(cls, cores: int, axes: Sequence[tuple[str, int]]) -> DistributionError:
+        """`cores_per_replica` is not the size of the mesh."""
+        return cls(
+            f"cores_per_replica={cores}, but the mesh of `distribution` has {_mesh(axes)}. Leave cores_per_replica out."
+        )
+
+    @classmethod
+    def not_shared_out(cls, cores: int, cores_per_replica: int) -> DistributionError:
+        """The devices cannot be shared out among replicas."""
+        return cls(
+            f"{cores} devices cannot be shared out among replicas of {cores_per_replica}: num_cores must be a multiple "
+            "of cores_per_replica."
+        )
+
+    @classmethod
+    def too_many_axes(cls, path: str, shape: Sequence[int], axes: Sequence[object]) -> DistributionError:
+        """A layout has more axes than its variable has dimensions."""
+        return cls(
+            f"The layout {tuple(axes)} has {len(axes)} axes, but the variable {path!r} has the shape {tuple(shape)}. "
+            "Give a layout one entry for each dimension: the name of an axis, or None."
+        )
+
+    @classmethod
+    def no_such_axis(cls, path: str, name: object, known: Sequence[str]) -> DistributionError:
+        """A layout names an axis that the mesh lacks."""
+        return cls(
+            f"The layout of the variable {path!r} names the axis {name!r}, but the axes of the mesh are "
+            f"{', '.join(map(repr, known))}."
+        )
+
+    @classmethod
+    def no_such_variable(cls, key: str, near: Sequence[str], count: int) -> DistributionError:
+        """A layout has matched no variable."""
+        return cls(
+            f"The layout {key!r} of the LayoutMap matches none of the {count} variables that were made under the "
+            f"scope. Near: {', '.join(map(repr, near)) or 'none'}. A key is the path of a variable (variable.path), or "
+            "a regular expression that is searched in it."
+        )
+
+
+def _mesh(axes: Sequence[tuple[str, int]]) -> str:
+    return " x ".join(f"{name!r}={size}" for name, size in axes)
+
+
 class BackendMissingError(ReplicaEngineError, ImportError):
     """Compiled programs run through jax, and jax is missing, or jax or TensorFlow has a version that does not work.
 

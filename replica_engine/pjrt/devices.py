@@ -14,6 +14,8 @@ from replica_engine.errors.base import positive_int, shown
 from replica_engine.pjrt import abandoned, accelerators, workers
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import make_cpu_client
+from replica_engine.pjrt.partitioned_group import PartitionedGroup
+from replica_engine.pjrt.partitions import ReplicaMesh
 from replica_engine.pjrt.plans import chips, rehearsal
 from replica_engine.process import cores
 
@@ -24,16 +26,17 @@ MOST_CPU_DEVICES = 1024
 """The most CPU devices. Each costs a few threads; more than this is a mistake in the program."""
 
 _lock = threading.Lock()
-_cpu_groups: dict[int, DeviceGroup] = {}
+_cpu_groups: dict[tuple[int, ReplicaMesh | None], DeviceGroup] = {}
 
 
-def device_group(platform: str | None = None, count: int | None = None) -> DeviceGroup:
+def device_group(platform: str | None = None, count: int | None = None, mesh: ReplicaMesh | None = None) -> DeviceGroup:
     """The first `count` devices of a platform.
 
     Args:
         platform: "tpu", "gpu" or "cpu"; None takes the first of these that the machine has.
         count: how many. None takes all TPUs or GPUs. CPU devices are made on request; None makes one for each core
             that the process may use.
+        mesh: the devices of each replica, if it has several; `count` divides by their number.
 
     Raises:
         DeviceError: the platform is unknown, has no device here, could not start, has fewer than `count`, or cannot run
@@ -51,9 +54,9 @@ def device_group(platform: str | None = None, count: int | None = None) -> Devic
             raise DeviceError.too_many(count, MOST_CPU_DEVICES)
         abandoned.let_go()
         with _lock:
-            group = _cpu_groups.get(count)
+            group = _cpu_groups.get((count, mesh))
             if group is None or (group.interrupted and not group.ends_within(0.0)):
-                group = _cpu_groups[count] = _cpu_group(count)
+                group = _cpu_groups[count, mesh] = _cpu_group(count, mesh)
             return group
     devices = _accelerators(platform)
     if not devices:
@@ -67,7 +70,7 @@ def device_group(platform: str | None = None, count: int | None = None) -> Devic
         )
     if platform == "tpu" and count is not None:
         chips.check_devices(devices, count)
-    return _group(platform, devices[:count])
+    return _group(platform, devices[:count], mesh)
 
 
 def group_of_job(
@@ -152,24 +155,28 @@ def chip_memory(devices: DeviceGroup) -> int | None:
     """The memory in bytes of each device: of CPU devices, an equal part of the machine's. None if it is unknown."""
     if devices.platform == "cpu":
         limit = memory_limit(devices)
-        return None if limit is None else limit // devices.size
+        return None if limit is None else limit // len(devices.devices)
     found = devices.devices[0].memory_stats() or {}
     return found.get("bytes_limit")
 
 
-def _cpu_group(count: int) -> DeviceGroup:
+def _cpu_group(count: int, mesh: ReplicaMesh | None) -> DeviceGroup:
     """Makes a separate CPU client for a number of devices.
 
     jax's own client has the number of devices that was set before jax started. A separate client leaves jax's client
     alone, and has at least one thread for each device, which replicas that wait for each other need.
     """
     client: Any = make_cpu_client(num_devices=count)
-    return DeviceGroup("cpu", tuple(client.devices()))
+    return _made("cpu", tuple(client.devices()), mesh)
 
 
 @functools.cache
-def _group(platform: str, devices: tuple) -> DeviceGroup:
-    return DeviceGroup(platform, devices)
+def _group(platform: str, devices: tuple, mesh: ReplicaMesh | None) -> DeviceGroup:
+    return _made(platform, devices, mesh)
+
+
+def _made(platform: str, devices: tuple, mesh: ReplicaMesh | None) -> DeviceGroup:
+    return DeviceGroup(platform, devices) if mesh is None else PartitionedGroup(platform, devices, mesh)
 
 
 @functools.cache

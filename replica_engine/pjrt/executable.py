@@ -40,6 +40,7 @@ from replica_engine.pjrt.jaxlib import (
 )
 from replica_engine.pjrt.markers import VERSION as MARKERS_VERSION
 from replica_engine.pjrt.markers import WORK, expand_markers
+from replica_engine.pjrt.partitions import WHOLE, Axes, partition
 from replica_engine.pjrt.plans.plan import Memory, Plan, memory_of, plan_of
 from replica_engine.pjrt.workers import explain
 
@@ -90,6 +91,7 @@ class Executable:
         program: the text of the module.
         devices: the devices; one replica runs on each.
         results: shape and dtype of each result.
+        axes: how each result is divided over the devices of a replica; none if a replica has one device.
         host_calls: functions that the program calls, by their index. Each gets and returns arrays, of exactly the
             dtypes and shapes that the program declares. They should never raise: other replicas would wait for ever.
         compiled: the bytes of this program, compiled before (`serialized`) for the same `circumstances`.
@@ -120,6 +122,7 @@ class Executable:
         compared: bool = True,
         name: tuple[str, ...] = ("", ""),
         limits: tuple[float | None, float | None] = (None, None),
+        axes: Sequence[Axes] | None = None,
     ):
         self._compared: Program | None = None
         self._limits = limits
@@ -139,17 +142,22 @@ class Executable:
             module = expand_markers(program, devices.platform, more_work=works_more)
             if devices.platform == "cpu" and cpu_rewrites.enabled():
                 cpu_rewrites.rewrite(module)
+            partition(module)
             self._executable = client.compile_and_load(module, on, options, list(host_calls))
         else:
             self._executable = client.deserialize_executable(compiled, on, options, list(host_calls))
         self.seconds = time.perf_counter() - began
+        divided = [
+            (devices.stored(shape, each), dtype, devices.sharding_of(each))
+            for (shape, dtype), each in zip(results, axes or [WHOLE] * len(results), strict=True)
+        ]
         if works_more:
-            results = [*results, WORK]
+            divided.append((*WORK, devices.sharding))
         memory = self._executable.get_compiled_memory_stats()
         self.bytes_needed = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         self._handlers = [
-            array_result_handler(ShapedArray(shape, dtype), devices.sharding, committed=True, _skip_checks=True)
-            for shape, dtype in results
+            array_result_handler(ShapedArray(shape, dtype), sharding, committed=True, _skip_checks=True)
+            for shape, dtype, sharding in divided
         ]
         self._take = operator.methodcaller("consume_with_handlers", self._handlers)
 
@@ -294,9 +302,11 @@ def circumstances(devices: DeviceGroup) -> dict[str, str]:
 
 def _options(devices: DeviceGroup) -> CompileOptions:
     options = CompileOptions()
-    options.num_replicas, options.num_partitions = devices.replicas, 1
-    ids = np.array([device.id for device in devices.everywhere]).reshape(devices.replicas, 1)
-    options.device_assignment = DeviceAssignment.create(ids)
+    options.num_replicas, options.num_partitions = devices.grid.shape
+    options.device_assignment = DeviceAssignment.create(devices.grid)
+    if devices.mesh is not None:
+        options.executable_build_options.use_spmd_partitioning = True
+        options.executable_build_options.use_shardy_partitioner = True
     if devices.platform == "cpu":
         options.env_option_overrides = list(CPU_OPTIONS)
     return options

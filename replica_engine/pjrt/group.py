@@ -28,6 +28,7 @@ from replica_engine.pjrt.jaxlib import (
     buffer_to_dlpack_managed_tensor,
     collect_garbage,
 )
+from replica_engine.pjrt.partitions import WHOLE, Axes, ReplicaMesh
 from replica_engine.process import interrupts
 from replica_engine.process.interrupts import MISSED, wait_for_ever
 
@@ -188,10 +189,10 @@ def _comes_within(seconds: float, is_ready: Callable[[], bool]) -> bool:
     return True
 
 
-_aval = functools.lru_cache(maxsize=1024)(ShapedArray)  # jax takes 4 us to make one
+aval_of = functools.lru_cache(maxsize=1024)(ShapedArray)  # jax takes 4 us to make one
 
 
-def _on_host(shard: Any) -> np.ndarray:
+def on_host(shard: Any) -> np.ndarray:
     """The value of an array on one device: what `np.asarray` does after jax has asked for the sharding (5 us).
 
     The method is jaxlib's own; checked on jaxlib 0.8 to 0.10.
@@ -222,6 +223,8 @@ class DeviceGroup:
         interrupted: whether nothing waits for that program, although it may not have ended.
         held_by: while the next launch waits for such a program, its name; otherwise "".
         programs: the cache of the programs that run without a strategy, which goes with the group; None before.
+        mesh: the devices of each replica, if it has several; None if each has one.
+        rows: whether arrays have a row for each replica (`partitions`).
 
     **Why one program at a time on CPU.** The replicas of a program meet in its collectives, and a replica that waits
     there holds a thread of the client. With two programs in flight, the replicas of one can hold all threads while they
@@ -230,6 +233,9 @@ class DeviceGroup:
     device runs programs in the order of their launches. There it is enough that the order is the same on all devices,
     which one lock for each platform ensures.
     """
+
+    mesh: ReplicaMesh | None = None
+    rows = False
 
     def __init__(self, platform: str, devices: tuple, everywhere: tuple | None = None, member: Member | None = None):
         self.platform = platform
@@ -253,17 +259,26 @@ class DeviceGroup:
         self.programs: Any = None
         self._alone: dict[int, DeviceGroup] = {}
 
-    def put(self, values: Sequence[np.ndarray]) -> Array:
+    @property
+    def grid(self) -> np.ndarray:
+        """The ids of the devices of all workers as XLA takes them: a row for each replica, a column for each part."""
+        return np.array([device.id for device in self.everywhere]).reshape(-1, 1)
+
+    def put(self, values: Sequence[np.ndarray], axes: Axes = WHOLE) -> Array:
         """An array with one value for each replica; a single value is used for all replicas.
 
         The values must never change while the array lives: on CPU the array may be a view of them.
+
+        Args:
+            values: the values.
+            axes: how each is divided over the devices of its replica.
         """
         first = values[0]
-        aval = _aval(first.shape, first.dtype)
+        aval = aval_of(first.shape, first.dtype)
         if len(values) == 1:
             return self._put(aval, self.sharding, list(values) * self.size, list(self.devices))
         if first.ndim:  # as a sharded array: for a replicated one jax would use the first value for all
-            whole = _aval((first.shape[0] * self.replicas, *first.shape[1:]), first.dtype)
+            whole = aval_of((first.shape[0] * self.replicas, *first.shape[1:]), first.dtype)
             return self._put(whole, self._split, list(values), list(self.devices))
         parts = [
             self._put(aval, single, [value], [device])
@@ -275,15 +290,36 @@ class DeviceGroup:
     def _put(aval: ShapedArray, sharding: Any, values: list[np.ndarray], devices: list[Any]) -> Array:
         return batched_device_put(aval, sharding, values, devices, True, enable_x64=True)
 
-    @staticmethod
-    def fetch(array: Array, replica: int) -> np.ndarray:
-        """One replica's value, on the host. On CPU it is a view, valid after the array is gone."""
-        return _on_host(array._arrays[replica])  # `addressable_data` assumes that all values are equal
+    def fetch(self, array: Array, replica: int, shape: tuple[int, ...] | None = None) -> np.ndarray:
+        """One replica's value, on the host. On CPU it is a view, valid after the array is gone.
+
+        Args:
+            array: the array.
+            replica: which replica of this process.
+            shape: the shape of the value, which may be stored in a larger array.
+        """
+        return on_host(array._arrays[replica])  # `addressable_data` assumes that all values are equal
+
+    def fetch_all(self, array: Array, shape: tuple[int, ...] | None = None) -> list[np.ndarray]:
+        """All replicas' values, on the host."""
+        return self.shards(array)
 
     @staticmethod
-    def fetch_all(array: Array) -> list[np.ndarray]:
-        """All replicas' values, on the host."""
-        return list(map(_on_host, array._arrays))
+    def shards(array: Array) -> list[np.ndarray]:
+        """What each device of this process has, on the host."""
+        return list(map(on_host, array._arrays))
+
+    def sharding_of(self, axes: Axes) -> Any:
+        """The sharding of an array of values with these axes."""
+        return self.sharding
+
+    def stored(self, shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
+        """The shape of the array of a value with this shape and these axes."""
+        return shape
+
+    def on_each(self, shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
+        """The shape of what each device has of such a value."""
+        return shape
 
     @staticmethod
     def views(array: Array) -> list[Any]:
@@ -309,7 +345,7 @@ class DeviceGroup:
     def join(self, parts: Sequence[Array]) -> Array:
         """Joins arrays, each on one device, to an array with one value on each device."""
         shards = [part._arrays[0] for part in parts]
-        aval = _aval(parts[0].shape, parts[0].dtype)
+        aval = aval_of(parts[0].shape, parts[0].dtype)
         return ArrayImpl(aval, self.sharding, shards, committed=True, _skip_checks=True)
 
     def wait_for_interrupted(self) -> bool:

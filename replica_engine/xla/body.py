@@ -22,6 +22,7 @@ from replica_engine.diagnostics.suspicions import Named
 from replica_engine.engine import current_replica
 from replica_engine.errors import CollectiveError, NotInBodyError, ReplicaMismatchError
 from replica_engine.errors.base import at
+from replica_engine.pjrt.partitions import ReplicaMesh
 from replica_engine.xla import corrected_ops, growing_arrays
 from replica_engine.xla.growing_arrays import Final, Seen
 
@@ -103,6 +104,7 @@ class Body:
         soft_placement: whether ops that XLA cannot compile run on the host; None takes the setting of
             `tf.config.set_soft_device_placement`.
         own: how many of the replicas run in this process; None for all.
+        mesh: the devices of each replica, if it has several.
 
     Attributes:
         launches: records of the most recent launches.
@@ -128,9 +130,11 @@ class Body:
         limits: LaunchLimits | None = None,
         soft_placement: bool | None = None,
         own: int | None = None,
+        mesh: ReplicaMesh | None = None,
     ):
         self.size = size
         self.own = size if own is None else own
+        self.mesh = mesh
         self.order = order
         self.name = name
         self.limits = limits or LaunchLimits()

@@ -12,6 +12,7 @@ from replica_engine.errors import ClusterConfigError
 from replica_engine.hosts import cluster as clusters
 from replica_engine.pjrt.devices import device_group, group_of_job, platform_named
 from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.pjrt.partitions import ReplicaMesh
 
 
 class PjrtClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
@@ -66,15 +67,15 @@ class PjrtClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
             self._found = self.group(None)
         return self._found
 
-    def group(self, count: int | None) -> DeviceGroup:
-        """The first `count` devices, of all processes; None takes all.
+    def group(self, count: int | None, mesh: ReplicaMesh | None = None) -> DeviceGroup:
+        """The first `count` devices, of all processes; None takes all. With a mesh, each replica has several.
 
         Raises:
             DeviceError: there are fewer, or the processes cannot share them evenly.
             WorkersMissingError, WorkerVersionError or WorkerLostError: the job failed to start.
         """
         if self.cluster.num_processes == 1:
-            return device_group(self._asked, count)
+            return device_group(self._asked, count, mesh)
         return group_of_job(self.cluster, self._asked, count, versions.of_worker())
 
     def cluster_spec(self) -> tf.train.ClusterSpec:

@@ -22,6 +22,7 @@ from replica_engine.errors import BackendMissingError, DeviceError, ProgramError
 from replica_engine.pjrt.accelerators import LIBTPU
 from replica_engine.pjrt.jaxlib import JAXLIB_VERSION
 from replica_engine.pjrt.markers import expand_markers
+from replica_engine.pjrt.partitions import partition
 from replica_engine.pjrt.plans.chips import Slice, slice_named
 from replica_engine.pjrt.plans.compiled_text import Collective
 from replica_engine.pjrt.plans.plan import Cost, Memory, Plan
@@ -66,6 +67,7 @@ def compile_absent(text: str, name: str, replicas: int, topology: object, sizes:
     """
     slice_, request = _checked(topology, replicas)
     module = expand_markers(text, slice_.chip.platform)
+    partition(module)
     request |= {"name": name, "replicas": replicas, "memory": slice_.chip.memory}
     with tempfile.TemporaryDirectory(prefix="replica_engine_plan_") as folder:
         path = pathlib.Path(folder)

@@ -34,6 +34,7 @@ from replica_engine.strategies.reductions import Reductions
 from replica_engine.strategies.tpu import keras_steps, variables
 from replica_engine.strategies.tpu.api import OneLogicalDevice, TPUFacts
 from replica_engine.strategies.tpu.device_loops import LoopSettings, run_steps
+from replica_engine.strategies.tpu.distribution import Distribution, read
 from replica_engine.strategies.tpu.planning import Planning
 from replica_engine.strategies.tpu.workers import OverWorkers, explain_failures, saving_on
 from replica_engine.strategies.validation import (
@@ -102,8 +103,10 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         same_random: bool,
         limits: LaunchLimits,
         soft_placement: bool | None = None,
+        distribution: Distribution | None = None,
     ):
         self.device_group = devices
+        self._distribution = distribution
         self.limits = limits
         self.saving = saving_on(devices, limits)
         if devices.member is not None:
@@ -191,7 +194,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         """Same as `TPUStrategy.memory`."""
         with self._values_lock:
             each = sum(value.bytes for value in self._device_values)
-        return DeviceMemory([each] * self.device_group.size, self._programs.last_memory())
+        return DeviceMemory([each] * len(self.device_group.devices), self._programs.last_memory())
 
     def note_device_value(self, value: DeviceValue) -> None:
         """Notes the value of a new variable, for `memory`."""
@@ -228,7 +231,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         colocate_with = kwargs.pop("colocate_with", None)
         if colocate_with is not None and not isinstance(colocate_with, (tf.Variable, list, tuple)):
             return next_creator(**kwargs)
-        return variables.create(self._container_strategy(), next_creator, kwargs, self._same_random)
+        return variables.create(self._container_strategy(), next_creator, kwargs, self._same_random, self._distribution)
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         """The hook of `reduce` and `reduce_to`."""
@@ -387,6 +390,8 @@ class TPUStrategy(OneLogicalDevice, Planning, Gathering, tf.distribute.TPUStrate
         soft_placement: bool | None = None,
         timeout: float | None = None,
         warn_after: float | None = None,
+        distribution: Any = None,
+        cores_per_replica: int | None = None,
     ):
         check_seconds(timeout=timeout, warn_after=warn_after)
         check_flags(same_random_numbers=same_random_numbers)
@@ -401,11 +406,13 @@ class TPUStrategy(OneLogicalDevice, Planning, Gathering, tf.distribute.TPUStrate
                 f"{shown(tpu_cluster_resolver)}. For a platform write TPUStrategy(PjrtClusterResolver('gpu')), for a "
                 "number of devices TPUStrategy(num_cores=4)."
             )
-        devices = (tpu_cluster_resolver or PjrtClusterResolver()).group(num_cores)
+        resolver = tpu_cluster_resolver or PjrtClusterResolver()
+        divided = read(distribution, num_cores, cores_per_replica, lambda: resolver.devices.replicas)
+        devices = resolver.group(num_cores) if divided is None else resolver.group(divided.cores, divided.mesh)
         pool.make_room(pool.FOR_LAUNCHES)
         limits = LaunchLimits(timeout, warn_after)
         # Not the parent's __init__: it would connect to TensorFlow's TPU system.
-        extended = TPUExtended(self, devices, same_random_numbers, limits, soft_placement)
+        extended = TPUExtended(self, devices, same_random_numbers, limits, soft_placement, divided)
         extended.steps_per_run = steps
         tf.distribute.Strategy.__init__(self, extended)
         self._resolver = tpu_cluster_resolver

@@ -12,12 +12,16 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import distribute, variables
+from replica_engine._tf.graphs import xla_ops
+from replica_engine._tf.keras import layouts
 from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.pjrt.partitions import WHOLE, Axes
 from replica_engine.strategies.backend import HostSide
 from replica_engine.strategies.tpu import workers
+from replica_engine.strategies.tpu.distribution import Distribution, Made
 from replica_engine.values import seeds
 from replica_engine.xla.state import initial_values
-from replica_engine.xla.state.device_value import DeviceValue, Spread
+from replica_engine.xla.state.device_value import DeviceValue, Spread, axes_of
 from replica_engine.xla.state.host_variable import HostVariable
 
 _KERAS_SEED = "seed_generator_state"
@@ -37,7 +41,7 @@ class _OnDevices:
             values *= len(variable._values)
         copied = type(self)(strategy, values, variable.aggregation)  # type: ignore[call-arg]
         original: DeviceValue = variable._values[0]._replica_engine[0]
-        device_value = make_device_value(values, strategy.extended.device_group, original.spread)
+        device_value = make_device_value(values, strategy.extended.device_group, original.spread, original.axes)
         strategy.extended.note_device_value(device_value)
         if len(device_value.handles) == 1 and (own := original.on_replicas()) is not None:
             device_value.set_values(own)
@@ -104,7 +108,13 @@ def host_side_of(variable: Any) -> HostSide | None:
     return None if found is None else _HostSide(variable, *found)
 
 
-def create(strategy: Any, next_creator: Callable[..., Any], kwargs: dict[str, Any], same_random: bool) -> Any:
+def create(
+    strategy: Any,
+    next_creator: Callable[..., Any],
+    kwargs: dict[str, Any],
+    same_random: bool,
+    distribution: Distribution | None,
+) -> Any:
     """Makes a variable of a strategy; `kwargs` are the keyword arguments of a variable creator."""
     devices: DeviceGroup = strategy.extended.device_group
     name = kwargs.get("name") or "Variable"
@@ -122,14 +132,27 @@ def create(strategy: Any, next_creator: Callable[..., Any], kwargs: dict[str, An
     variable = distribute.create_variable(strategy, components, MirroredDeviceVariable, OnReadDeviceVariable, kwargs)
     if devices.member is not None:
         workers.start_from_chief(name, variable._values, devices, strategy.extended.limits)
-    strategy.extended.note_device_value(make_device_value(variable._values, devices, spread))
+    axes = WHOLE if distribution is None else _axes(distribution, name, variable)
+    strategy.extended.note_device_value(make_device_value(variable._values, devices, spread, axes))
     return variable
 
 
-def make_device_value(values: Any, devices: DeviceGroup, spread: Spread | None) -> DeviceValue:
+def _axes(distribution: Distribution, name: str, variable: Any) -> Axes:
+    """How a variable is divided over the devices of a replica."""
+    made, reference = layouts.being_made()
+    path, layout = (_plain(name), None) if made is None else (made.path, getattr(made, "_layout", None))
+    of_reference = None
+    if reference is not None:
+        of_reference = axes_of(layouts.handle_of(reference), distribution.mesh)
+    if not variable.shape.is_fully_defined() or xla_ops.is_host_only(variable.dtype):
+        return WHOLE
+    return distribution.axes_of(Made(path, tuple(variable.shape), variable.dtype.size, layout, of_reference))
+
+
+def make_device_value(values: Any, devices: DeviceGroup, spread: Spread | None, axes: Axes = WHOLE) -> DeviceValue:
     """Makes the device value of a distributed variable, and gives its host variables access to that device value."""
     unique = list({id(value): value for value in values}.values())
-    device_value = DeviceValue([variables.raw_handle(value) for value in unique], devices, spread)
+    device_value = DeviceValue([variables.raw_handle(value) for value in unique], devices, spread, axes)
     for replica, value in enumerate(unique):
         HostVariable.adopt(value, device_value, replica)
     device_value.leave_pool()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from replica_engine.errors.hosts import JOB_FAILURES
 from replica_engine.pjrt.devices import chip_memory
 from replica_engine.pjrt.executable import Executable, Stores
 from replica_engine.pjrt.group import Array, DeviceGroup
+from replica_engine.pjrt.partitions import WHOLE, Axes
 from replica_engine.pjrt.plans.plan import Memory, Plan
 from replica_engine.xla.graph_mode import check_mode
 from replica_engine.xla.infeed import InputQueue
@@ -50,7 +52,9 @@ class Compiled:
         self._patience = patience_of(self._stores.objects) if program.donates else 0.0
         self._myself = weakref.ref(self)
         self._constants: list[Array] | None = None
-        stay = executable.waits and devices.platform == "cpu"
+        layout = program.layout
+        self._axes: Iterable[Axes] = itertools.repeat(WHOLE) if layout is None else layout.arguments
+        stay = executable.waits and devices.platform == "cpu" and layout is None
         self._columns = [column(*each) for each in program.results[: program.returned]] if stay else None
 
     def plan(self) -> Plan:
@@ -106,7 +110,7 @@ class Compiled:
         if program.host_slots:
             on_host = {index: slots[index] for index in program.host_slots}
             slots = [values for index, values in enumerate(slots) if index not in program.host_slots]
-        arguments = list(map(put, slots))
+        arguments = list(map(put, slots, self._axes))
         if captured is not None:
             arguments += [put([captured[index]]) for index in program.captured]
         else:
@@ -130,7 +134,8 @@ class Compiled:
         program = self.program
         columns: list[Column]
         if self._columns is None or as_arrays:
-            columns = list(map(self.devices.fetch_all, results[: program.returned]))
+            shapes = [shape for shape, _ in program.results[: program.returned]]
+            columns = list(map(self.devices.fetch_all, results, shapes))
         else:
             columns = [make(array) for make, array in zip(self._columns, results, strict=False)]
         if program.host_results:

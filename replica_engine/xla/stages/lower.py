@@ -24,6 +24,7 @@ from replica_engine.pjrt.devices import chip_memory, device_group, memory_limit
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.lowered_module import LoweredModule, UnreadableModule, read
+from replica_engine.pjrt.partitions import WHOLE, Layout, with_layout
 from replica_engine.pjrt.plans import rehearsal
 from replica_engine.pjrt.plans.absent import compile_absent
 from replica_engine.pjrt.plans.plan import Plan
@@ -39,7 +40,7 @@ from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.explain import explain, original, unreadable
 from replica_engine.xla.stages.program import BodyProgram, Shape
 from replica_engine.xla.stages.saved_programs import found_or_compiled, found_or_lowered
-from replica_engine.xla.state.device_value import differs_by_replica, pinned
+from replica_engine.xla.state.device_value import axes_of, differs_by_replica, pinned
 
 
 class Lowered:
@@ -67,7 +68,10 @@ class Lowered:
         self.traced = traced
         self.host_calls = soft_placement.described([*written, *pieces])
         self.has_collectives = module.has_collectives
-        self._text = module.text
+        results = _results(traced, module, writes, host_results)
+        returned = len(traced.outputs) - len(host_results)
+        layout = _layout(traced, slots, results, returned, writes)
+        self._text = module.text if layout is None else with_layout(module.text, layout)
         self.program = BodyProgram(
             name=traced.name,
             body=traced.body,
@@ -84,9 +88,10 @@ class Lowered:
             captured=list(traced.captured),
             handles=traced.handles,
             writes=writes,
-            results=_results(traced, module, writes, host_results),
-            returned=len(traced.outputs) - len(host_results),
+            results=results,
+            returned=returned,
             host_results=host_results,
+            layout=layout,
             replicas_results=traced.replicas_results,
         )
 
@@ -148,6 +153,7 @@ class Lowered:
             compared=self.has_collectives,
             name=(name, self.traced.where, self.program.takes),
             limits=limits,
+            axes=self.program.layout and self.program.layout.results,
         )
         with (
             timeline.span(Track(body.name, "compile", order=-3), f"compile {name}", "compile"),
@@ -315,6 +321,25 @@ def _results(
             output = outputs[index]
             raise LoweringError.dynamic_result(traced.name, output, user_line(traced.graph.outputs[output]))
     return [(shape, np.dtype(dtype.as_numpy_dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+
+def _layout(
+    traced: BodyGraph,
+    slots: list[tf.TensorSpec],
+    results: Sequence[tuple[Shape, np.dtype]],
+    returned: int,
+    writes: Sequence[tuple[int, int]],
+) -> Layout | None:
+    """How the values of a program are divided over the devices of a replica."""
+    mesh = traced.body.mesh
+    if mesh is None:
+        return None
+    batches = [mesh.of_batch(slot.shape) for index, slot in enumerate(slots) if index not in traced.host_slots]
+    variables = [axes_of(handle, mesh) for handle in traced.handles]
+    divided = [mesh.of_batch(shape) for shape, _ in results[:returned]]
+    divided += [variables[variable] for variable, _ in sorted(writes, key=lambda write: write[1])]
+    arguments = [*batches, *([WHOLE] * len(traced.captured)), *variables]
+    return Layout(mesh, traced.body.size, traced.body.size > 1, tuple(arguments), tuple(divided))
 
 
 def _check_collectives(traced: BodyGraph, module: LoweredModule) -> None:

@@ -14,6 +14,7 @@ import tensorflow as tf
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.diagnostics.flight_record import CollectiveCall
 from replica_engine.errors.base import at
+from replica_engine.pjrt.partitions import Layout
 from replica_engine.xla.analysis.meetings import Apart
 from replica_engine.xla.body import Body
 from replica_engine.xla.host_calls.call import HostCalls
@@ -48,6 +49,7 @@ class BodyProgram:
         results: shape and dtype of each result: first the results that the body returned, then values of variables.
         returned: how many results of the program the body returned.
         host_results: for each result of the body that stays on the host, its index and its number there.
+        layout: how its values are divided over the devices of a replica; None if a replica has one device.
         replicas_results: takes, for each result, the values of all replicas; returns what each replica returned.
     """
 
@@ -69,6 +71,7 @@ class BodyProgram:
     results: Sequence[tuple[Shape, np.dtype]]
     returned: int
     host_results: Mapping[int, int]
+    layout: Layout | None
     replicas_results: Callable[[Sequence[Any]], list[Any]]
 
     @property

@@ -88,6 +88,7 @@ class ProgramCache:
             limits,
             soft_placement,
             devices.size,
+            devices.mesh,
         )
         self._functions: LastUsed = LastUsed(most)
         self._call_host: LastUsed = LastUsed(most)

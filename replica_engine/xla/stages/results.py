@@ -44,7 +44,7 @@ def _views(array: Array) -> list[tf.Tensor]:
 
 def _copies(array: Array) -> list[tf.Tensor]:
     with shutdown.running():
-        return list(map(_as_tensor, DeviceGroup.fetch_all(array)))
+        return list(map(_as_tensor, DeviceGroup.shards(array)))
 
 
 def _as_tensor(value: Any) -> tf.Tensor:

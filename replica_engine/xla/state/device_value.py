@@ -22,6 +22,7 @@ A thread holds `_freeing` while it frees values on the host or restores them. It
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ from replica_engine._tf import variables
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.errors import LostVariableError
 from replica_engine.pjrt.group import Array, DeviceGroup
+from replica_engine.pjrt.partitions import WHOLE, Axes, ReplicaMesh
 from replica_engine.process import shutdown
 from replica_engine.xla.state import host_memory
 
@@ -63,6 +65,7 @@ class DeviceValue:
         handles: the handles of the variables on the host; a single one where all replicas have one value.
         devices: where the replicas run.
         spread: for a single handle, what each replica gets of its value; None gives all replicas the same value.
+        axes: how the value is divided over the devices of a replica.
 
     Attributes:
         read_anywhere: whether the host's value may be read unnoticed, as functions of datasets do.
@@ -74,7 +77,9 @@ class DeviceValue:
             of all its variables at once (`Stores`): then the host's value is stale, since `_on_host` is another array.
     """
 
-    def __init__(self, handles: Sequence[tf.Tensor], devices: DeviceGroup, spread: Spread | None = None):
+    def __init__(
+        self, handles: Sequence[tf.Tensor], devices: DeviceGroup, spread: Spread | None = None, axes: Axes = WHOLE
+    ):
         self.handles = list(handles)
         described = xla_ops.variable_dtype_and_shape(self.handles[0])
         assert described is not None, "a variable's handle"
@@ -83,6 +88,7 @@ class DeviceValue:
         self._to_free = size >= _LARGE and not xla_ops.is_host_only(self.dtype)  # when the host's value is stale
         self.asked: weakref.WeakSet = weakref.WeakSet()
         self.spread = spread
+        self.axes = axes
         self.read_anywhere = False
         self.loops = 0
         self._devices = devices
@@ -99,9 +105,13 @@ class DeviceValue:
     @property
     def bytes(self) -> int:
         """Its size on each device; 0 if the variable's shape is unknown, or no device can have it."""
-        if xla_ops.is_host_only(self.dtype):
+        if xla_ops.is_host_only(self.dtype) or not self._shape.is_fully_defined():
             return 0
-        return self.dtype.size * (self._shape.num_elements() or 0)
+        return self.dtype.size * math.prod(self._devices.on_each(tuple(self._shape), self.axes))
+
+    @property
+    def _known_shape(self) -> tuple[int, ...] | None:
+        return tuple(self._shape) if self._shape.is_fully_defined() else None
 
     def mark(self) -> None:
         """Marks the handles, so that `device_value_of` finds this value by them."""
@@ -123,7 +133,7 @@ class DeviceValue:
             self.on_devices = None
         self._maybe_written = False
         if self.on_devices is None:
-            self._on_host = array = self._devices.put(self._host_values())
+            self._on_host = array = self._devices.put(self._host_values(), self.axes)
             self.on_devices = array
         return self._present()
 
@@ -197,7 +207,7 @@ class DeviceValue:
     def set_values(self, values: Sequence[np.ndarray]) -> None:
         """Gives each replica its own value."""
         with shutdown.running(), self._devices.in_flight:
-            self.set_array(self._devices.put(values))
+            self.set_array(self._devices.put(values, self.axes))
 
     def each_value(self) -> list[np.ndarray]:
         """The value on each replica, as it is on the devices, or on the host if that has the newest value."""
@@ -224,7 +234,9 @@ class DeviceValue:
             array = self._present()
             # Copies: a view of the device's memory would keep the next step from writing to that memory.
             copy = host_memory.outside_pool if self._to_free else np.array
-            values = [copy(self._devices.fetch(array, replica)) for replica in range(len(self.handles))]
+            values = [
+                copy(self._devices.fetch(array, replica, self._known_shape)) for replica in range(len(self.handles))
+            ]
             with _freeing:
                 for handle, value in zip(self.handles, values, strict=True):
                     variables.write(handle, value)
@@ -294,7 +306,7 @@ class DeviceValue:
     def _is_as_on_host(self) -> bool:
         """Whether the devices have the host's value: replica by replica, or replica 0 where all have one value."""
         for replica, value in enumerate(self._host_values()[: len(self.handles)]):
-            if value.tobytes() != self._devices.fetch(self.on_devices, replica).tobytes():
+            if value.tobytes() != self._devices.fetch(self.on_devices, replica, self._known_shape).tobytes():
                 return False
         return True
 
@@ -303,7 +315,7 @@ class DeviceValue:
         with shutdown.running(), self._devices.in_flight:
             if self.on_devices is None or self.spread is not None:
                 return None
-            values = [np.array(value) for value in self._devices.fetch_all(self._present())]
+            values = [np.array(value) for value in self._devices.fetch_all(self._present(), self._known_shape)]
         first = values[0].tobytes()
         return None if all(value.tobytes() == first for value in values[1:]) else values
 
@@ -328,6 +340,7 @@ class Borrowed:
         described = xla_ops.variable_dtype_and_shape(handle)
         assert described is not None, "checked when it was captured"
         self._dtype = described[0]
+        self._shape = tuple(described[1]) if described[1].is_fully_defined() else None
         self.on_devices: Array | None = None  # what a body wrote, until `launched`
 
     def array(self) -> Array:
@@ -335,7 +348,8 @@ class Borrowed:
         self.launched()  # an exception may have kept the last launch from it
         if self._home is not None:
             self._home.host_reads()
-        return self._devices.put([variables.read(self._handle, self._dtype).numpy()])
+        value = variables.read(self._handle, self._dtype).numpy()
+        return self._devices.put([value], axes_of(self._handle, self._devices.mesh))
 
     def invalidate(self) -> None:
         """Drops the value that a failed program wrote. The variable itself is unchanged."""
@@ -348,7 +362,7 @@ class Borrowed:
             return
         if not array.is_deleted():  # by a program that failed after nothing waited for it any more
             self._devices.wait_for(array)
-            value = np.array(self._devices.fetch(array, 0))
+            value = np.array(self._devices.fetch(array, 0, self._shape))
             with contextlib.nullcontext() if self._home is None else self._home.host_writes():
                 variables.write(self._handle, value)
         self.on_devices = None
@@ -373,6 +387,12 @@ def device_value_of(handle: tf.Tensor, devices: DeviceGroup) -> DeviceValue | Bo
     if device_value is not None and device_value._devices is devices:
         return device_value
     return Borrowed(handle, devices)
+
+
+def axes_of(handle: tf.Tensor, mesh: ReplicaMesh | None) -> Axes:
+    """How the value of the variable behind a handle is divided over such a mesh."""
+    device_value: DeviceValue | None = getattr(handle, _MARK, None)
+    return WHOLE if device_value is None or device_value._devices.mesh != mesh else device_value.axes
 
 
 def differs_by_replica(handle: tf.Tensor) -> bool:

@@ -1,0 +1,85 @@
+"""Keras' variables while they are made, and the parts of `keras.distribution` that have no public name.
+
+A strategy that divides variables must know which Keras variable a TensorFlow variable is made for: layouts go by its
+path. Checked on Keras 3.8 to 3.15. This module does not import Keras.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from replica_engine._tf import distribute, variables
+from replica_engine._tf.keras import accumulation as names
+from replica_engine._tf.keras.hooks import wrap
+
+VARIABLES, VARIABLE, INITIALIZE = "keras.src.backend.tensorflow.core", "Variable", "_initialize"
+_DISTRIBUTION = "keras.src.distribution.distribution_lib"
+_MARK = "_replica_engine_layouts"
+
+
+class Making(NamedTuple):
+    """What is being made.
+
+    Attributes:
+        variable: the Keras variable; None for a TensorFlow variable of its own.
+        reference: the weight for which an optimizer makes it, or None.
+    """
+
+    variable: Any = None
+    reference: Any = None
+
+
+_NOTHING = Making()
+_making: contextvars.ContextVar[Making] = contextvars.ContextVar("replica_engine_making", default=_NOTHING)
+
+
+def watch_variables() -> None:
+    """Makes `being_made` know what Keras makes; does nothing a second time."""
+    wrap(getattr(sys.modules.get(VARIABLES), VARIABLE, None), INITIALIZE, _initialized, _MARK)
+    wrap(getattr(sys.modules.get(names.MODULE), names.OPTIMIZER, None), names.ADD_VARIABLE, _added, _MARK)
+
+
+def being_made() -> Making:
+    """What this thread is making."""
+    return _making.get()
+
+
+@contextlib.contextmanager
+def making(variable: Any, reference: Any = None) -> Iterator[None]:
+    """Inside, TensorFlow variables are made for a Keras variable."""
+    token = _making.set(Making(variable, reference))
+    try:
+        yield
+    finally:
+        _making.reset(token)
+
+
+def _initialized(own: Callable[..., Any], variable: Any, value: Any) -> Any:
+    with making(variable, _making.get().reference):
+        return own(variable, value)
+
+
+def _added(own: Callable[..., Any], optimizer: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+    with making(None, reference_variable):
+        return own(optimizer, reference_variable, *args, **kwargs)
+
+
+def handle_of(variable: Any) -> Any:
+    """The handle of the first component of a Keras or TensorFlow variable."""
+    value = getattr(variable, "_value", variable)
+    return variables.raw_handle(value._values[0] if isinstance(value, distribute.DistributedVariable) else value)
+
+
+def is_distribution(value: Any) -> bool:
+    """Whether a value is a `keras.distribution.Distribution`."""
+    kind = getattr(sys.modules.get(_DISTRIBUTION), "Distribution", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def layout_map_of(distribution: Any) -> Any:
+    """The LayoutMap of a `keras.distribution.ModelParallel`; None for another distribution."""
+    return getattr(distribution, "_layout_map", None)

@@ -1,0 +1,119 @@
+"""The devices of a program whose replicas have several devices each, and arrays on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from replica_engine.hosts import Member
+from replica_engine.pjrt.group import Array, DeviceGroup, aval_of, on_host
+from replica_engine.pjrt.jaxlib import Mesh, NamedSharding, PartitionSpec
+from replica_engine.pjrt.partitions import REPLICAS, WHOLE, Axes, ReplicaMesh
+
+
+class PartitionedGroup(DeviceGroup):
+    """Devices in groups of one size, one group for each replica; see `partitions`.
+
+    Args:
+        platform: as for `DeviceGroup`.
+        devices: the devices of this process, those of a replica one behind the other.
+        mesh: the devices of one replica.
+        everywhere: the devices of all workers.
+        member: as for `DeviceGroup`.
+        rows: whether values have a row for each replica; None if there is more than one replica.
+
+    Attributes:
+        mesh: the devices of one replica.
+        rows: whether values have a row for each replica.
+    """
+
+    mesh: ReplicaMesh
+
+    def __init__(
+        self,
+        platform: str,
+        devices: tuple,
+        mesh: ReplicaMesh,
+        everywhere: tuple | None = None,
+        member: Member | None = None,
+        rows: bool | None = None,
+    ):
+        super().__init__(platform, devices, everywhere, member)
+        self.mesh = mesh
+        self.size //= mesh.size
+        self.replicas //= mesh.size
+        self.first //= mesh.size
+        self.rows = self.replicas > 1 if rows is None else rows
+        own = [self.names[index * mesh.size : (index + 1) * mesh.size] for index in range(self.size)]
+        self.names = [f"{names[0]}-{names[-1].rpartition(':')[2]}" if len(names) > 1 else names[0] for names in own]
+        shape, axes = [size for _, size in mesh.axes], [name for name, _ in mesh.axes]
+        if self.rows:
+            shape, axes = [self.replicas, *shape], [REPLICAS, *axes]
+        self._mesh = Mesh(np.array(self.everywhere).reshape(shape), axes)
+        self._shardings: dict[Axes, NamedSharding] = {}
+
+    @property
+    def grid(self) -> np.ndarray:
+        """Same as in every group: XLA knows of one replica, which has all devices as partitions."""
+        return np.array([device.id for device in self.everywhere]).reshape(1, -1)
+
+    def sharding_of(self, axes: Axes) -> NamedSharding:
+        """The sharding of a value with these axes."""
+        found = self._shardings.get(axes)
+        if found is None:
+            spec = PartitionSpec(REPLICAS, *axes) if self.rows else PartitionSpec(*axes)
+            found = self._shardings[axes] = NamedSharding(self._mesh, spec)
+        return found
+
+    def stored(self, shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
+        """The shape of the array of a value with this shape in a replica."""
+        stored = self.mesh.stored(shape, axes)
+        return (self.replicas, *stored) if self.rows else stored
+
+    def on_each(self, shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
+        """The shape of what each device has of such a value."""
+        return self.sharding_of(axes).shard_shape(self.stored(shape, axes))[int(self.rows) :]
+
+    def put(self, values: Sequence[np.ndarray], axes: Axes = WHOLE) -> Array:
+        """An array with one value for each replica, divided over its devices; a single value is for all replicas."""
+        shape = self.stored(values[0].shape, axes)
+        sharding = self.sharding_of(axes)
+        padded = [_padded(value, shape[1:] if self.rows else shape) for value in values]
+        devices, parts = [], []
+        for device, index in sharding.addressable_devices_indices_map(shape).items():
+            assert index is not None, "a slice for each dimension"
+            row = (index[0].start or 0) - self.first if self.rows and len(padded) > 1 else 0
+            part = padded[row][index[int(self.rows) :]]
+            devices.append(device)
+            parts.append(np.ascontiguousarray(part[np.newaxis] if self.rows else part))
+        return self._put(aval_of(shape, values[0].dtype), sharding, parts, devices)
+
+    def fetch(self, array: Array, replica: int, shape: tuple[int, ...] | None = None) -> np.ndarray:
+        """One replica's value, put together on the host."""
+        parts = array._arrays
+        if array.sharding.is_fully_replicated:
+            value = on_host(parts[0])
+        else:
+            row = self.first + replica
+            places = array.sharding.addressable_devices_indices_map(array.shape)
+            value = np.empty(array.shape[1:] if self.rows else array.shape, array.dtype)
+            for part, index in zip(parts, places.values(), strict=True):
+                if not self.rows:
+                    value[index] = on_host(part)
+                elif (index[0].start or 0) == row:
+                    value[index[1:]] = on_host(part)[0]
+        if shape is not None and value.shape != tuple(shape):
+            value = value[tuple(map(slice, shape))]
+        return value
+
+    def fetch_all(self, array: Array, shape: tuple[int, ...] | None = None) -> list[np.ndarray]:
+        """All replicas' values, on the host."""
+        return [self.fetch(array, replica, shape) for replica in range(self.size)]
+
+
+def _padded(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """A value with zeros behind it, up to a shape."""
+    if value.shape == tuple(shape):
+        return value
+    return np.pad(value, [(0, stored - size) for stored, size in zip(shape, value.shape, strict=True)])

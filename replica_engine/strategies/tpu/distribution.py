@@ -1,0 +1,179 @@
+"""How the variables and batches of a replica are divided over its devices: `TPUStrategy(distribution=...)`.
+
+Keras' objects are the vocabulary: `keras.distribution.ModelParallel` names axes of a mesh for variables by their paths.
+Two rules need no names. "fsdp" divides each variable, and "zero1" the variables that an optimizer keeps for each
+weight, along the largest dimension that divides evenly; small ones stay whole. "zero1" and "fsdp" are the stages of
+ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054) in which optimizer states, and weights as well, are divided; XLA
+chooses when to gather them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from replica_engine._tf.keras import layouts
+from replica_engine.errors import DistributionError
+from replica_engine.errors.base import positive_int, shown
+from replica_engine.pjrt.partitions import WHOLE, Axes, ReplicaMesh, names
+
+BATCH = "batch"
+"""The axis of "fsdp" and "zero1", and of `keras.distribution.DataParallel` without a mesh."""
+
+_SMALLEST = 1024  # bytes of a variable that is worth dividing
+_CORE = "core_"  # the axes of logical devices, when no distribution names any
+
+
+class Made(NamedTuple):
+    """A variable that is about to be made.
+
+    Attributes:
+        path: its path, as in Keras' LayoutMap: "dense/kernel". The name of a variable that is not Keras'.
+        shape: its shape.
+        itemsize: bytes of an element.
+        layout: the `keras.distribution.TensorLayout` that it was made with, or None.
+        reference: for a variable that an optimizer keeps for a weight, the axes of the weight; otherwise None.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    itemsize: int
+    layout: Any
+    reference: Axes | None
+
+
+class Distribution:
+    """How one strategy divides variables.
+
+    Args:
+        mesh: the devices of a replica.
+        cores: the number of all devices.
+        rule: returns the axes of a variable that was made without a layout.
+        layout_map: the `keras.distribution.LayoutMap`, if there is one; it goes before the rule.
+    """
+
+    def __init__(self, mesh: ReplicaMesh, cores: int, rule: Callable[[Made], Axes], layout_map: Any = None):
+        if cores % mesh.size:
+            raise DistributionError.not_shared_out(cores, mesh.size)
+        self.mesh = mesh
+        self.cores = cores
+        self._rule = rule
+        self._layout_map = layout_map
+        self._paths: dict[str, None] = {}
+        self._matched: set[int] = set()
+        self._unchecked = layout_map is not None
+
+    def axes_of(self, made: Made) -> Axes:
+        """The axes of a variable.
+
+        Raises:
+            DistributionError: its layout has more axes than the variable has dimensions, or an axis that is not one of
+                the mesh.
+        """
+        self._paths[made.path] = None
+        layout = made.layout
+        if layout is None and self._layout_map is not None and made.reference is None:
+            layout = self._layout_map[made.path]
+            self._matched.add(id(layout))
+        axes = self._rule(made) if layout is None else layout.axes
+        while axes and axes[-1] is None:
+            axes = axes[:-1]
+        if len(axes) > len(made.shape):
+            raise DistributionError.too_many_axes(made.path, made.shape, axes)
+        known = [name for name, _ in self.mesh.axes]
+        for name in (name for entry in axes for name in names(entry)):
+            if name not in known:
+                raise DistributionError.no_such_axis(made.path, name, known)
+        return axes
+
+    def check_layouts(self) -> None:
+        """Checks that each layout of the LayoutMap has matched a variable: called before the first program is traced.
+
+        Raises:
+            DistributionError: a layout has matched none.
+        """
+        if not self._unchecked:
+            return
+        paths = list(self._paths)
+        for key, layout in self._layout_map.items():
+            if id(layout) not in self._matched:
+                near = difflib.get_close_matches(key.strip(".*^$"), paths, n=3, cutoff=0.3)
+                raise DistributionError.no_such_variable(key, near or paths[:3], len(paths))
+        self._unchecked = False
+
+
+def read(
+    distribution: Any, cores: int | None, cores_per_replica: int | None, every: Callable[[], int]
+) -> Distribution | None:
+    """The distribution that a strategy was asked for; None if each replica has one device.
+
+    Args:
+        distribution: "fsdp", "zero1", a `keras.distribution.Distribution` or None.
+        cores: the number of all devices. None is one replica if `distribution` has a mesh, and otherwise all there are.
+        cores_per_replica: the devices of each replica. None is all with a distribution, and 1 without.
+        every: returns how many devices there are.
+
+    Raises:
+        DistributionError: `distribution` is none of these; or its mesh has another number of devices than a replica.
+    """
+    if cores_per_replica is not None and positive_int(cores_per_replica) is None:
+        raise DistributionError(f"cores_per_replica must be a positive int or None; got {shown(cores_per_replica)}.")
+    if distribution is None:
+        if cores_per_replica in (None, 1):
+            return None
+        assert cores_per_replica is not None
+        return Distribution(ReplicaMesh(_factors(cores_per_replica), None), cores or every(), _whole)
+    importlib.import_module("keras")  # before its first variable is made
+    layouts.watch_variables()
+    if isinstance(distribution, str) and distribution in _RULES:
+        cores = cores or every()
+        size = cores_per_replica or cores
+        mesh = ReplicaMesh(((BATCH, size),), BATCH)
+        return Distribution(mesh, cores, lambda made: _RULES[distribution](made, size))
+    if not layouts.is_distribution(distribution):
+        raise DistributionError.unreadable(distribution, sorted(_RULES))
+    device_mesh = distribution.device_mesh
+    axes = tuple(zip(device_mesh.axis_names, map(int, device_mesh.shape), strict=True))
+    mesh = ReplicaMesh(axes, distribution.batch_dim_name)
+    if (cores_per_replica or mesh.size) != mesh.size:
+        raise DistributionError.other_size(cores_per_replica or 0, axes)
+    return Distribution(mesh, cores or mesh.size, _like_reference, layouts.layout_map_of(distribution))
+
+
+def divided(shape: Sequence[int], itemsize: int, parts: int) -> Axes:
+    """The axes of a variable along its largest dimension that divides evenly; whole if none does, or if it is small."""
+    if math.prod(shape) * itemsize < _SMALLEST:
+        return WHOLE
+    for axis in sorted(range(len(shape)), key=lambda axis: -shape[axis]):
+        if shape[axis] % parts == 0:
+            return (*[None] * axis, BATCH)
+    return WHOLE
+
+
+_RULES: dict[str, Callable[[Made, int], Axes]] = {
+    "fsdp": lambda made, parts: divided(made.shape, made.itemsize, parts),
+    "zero1": lambda made, parts: WHOLE if made.reference is None else divided(made.shape, made.itemsize, parts),
+}
+
+
+def _like_reference(made: Made) -> Axes:
+    """A variable that an optimizer keeps for a weight lies like the weight."""
+    return made.reference or WHOLE
+
+
+def _whole(made: Made) -> Axes:
+    return WHOLE
+
+
+def _factors(count: int) -> tuple[tuple[str, int], ...]:
+    """A mesh with an axis for each prime factor: a tensor can be divided in every way that its devices allow."""
+    factors, factor = [], 2
+    while count > 1:
+        while count % factor == 0:
+            factors.append(factor)
+            count //= factor
+        factor += 1
+    return tuple((f"{_CORE}{index}", size) for index, size in enumerate(factors))
