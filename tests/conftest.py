@@ -116,8 +116,18 @@ if HAS_XLA:
         sizes=(4,),
         threads=False,
     )
+    STRATEGIES["tpu-parts"] = Row(  # what differs where a replica has two devices; tests/sharding has more
+        lambda devices: replica_engine.TPUStrategy(
+            num_cores=2 * len(devices), cores_per_replica=2, distribution="fsdp"
+        ),
+        ("eager",),
+        (2,),
+        size=2,
+        threads=False,
+        modules=("test_collectives", "test_host_ops", "test_keras", "test_uneven_batches", "test_variables"),
+    )
 else:
-    collect_ignore = ["xla", "tpu", *(f"bad_input/test_{name}.py" for name in ("collectives", "replicate"))]
+    collect_ignore = ["sharding", "xla", "tpu", *(f"bad_input/test_{name}.py" for name in ("collectives", "replicate"))]
     collect_ignore += [
         "hosts/test_tpu_faults.py",
         "hosts/test_tpu_workers.py",

@@ -60,7 +60,10 @@ class OnXla:
         self._size = strategy.num_replicas_in_sync
         first, own = strategy.extended.device_group.first, strategy.extended.device_group.size
         self._own = range(first, first + own)  # the replicas of this process
-        self._undivided: set[str] = set()
+        # Replicas take different branches in a step of unequal shares. In a branch, devices of several replicas must
+        # not wait for each other, but they do where XLA divides a replica over devices.
+        several = self._size > 1 and strategy.extended.device_group.mesh is not None
+        self._undivided = {"train_step", "test_step"} if several else set()
         self._predicted: set[Any] = set()
         self._gives: dict[str, bool] = {}
         self._compiled: set[Any] = set()

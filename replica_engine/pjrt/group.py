@@ -337,13 +337,12 @@ class DeviceGroup:
             self._alone[replica] = DeviceGroup(self.platform, (self.devices[replica],))
         return self._alone[replica]
 
-    @staticmethod
-    def parts(array: Array) -> list[Array]:
-        """Each replica's value, on its device."""
+    def parts(self, array: Array) -> list[Array]:
+        """Each replica's value, on its devices."""
         return list(array._arrays)
 
     def join(self, parts: Sequence[Array]) -> Array:
-        """Joins arrays, each on one device, to an array with one value on each device."""
+        """Joins arrays of `alone`, each of one replica, to an array with the value of each replica."""
         shards = [part._arrays[0] for part in parts]
         aval = aval_of(parts[0].shape, parts[0].dtype)
         return ArrayImpl(aval, self.sharding, shards, committed=True, _skip_checks=True)

@@ -26,7 +26,8 @@ import numpy as np
 
 from replica_engine.pjrt.collectives import COLLECTIVES
 from replica_engine.pjrt.jaxlib import ir, make_ir_context
-from replica_engine.pjrt.markers import HOST_CALL, PREFIX, parameters_of, target
+from replica_engine.pjrt.markers import CONSTRAIN, HOST_CALL, PREFIX, parameters_of, target
+from replica_engine.pjrt.partitions import of_one_replica
 
 _TRUTH_VALUES = re.compile(r'dense<"0x([0-9A-Fa-f]+)"> : tensor<((?:\d+x)+)i1>')
 _CALL, _COPY, _REPLICA_ID = "stablehlo.custom_call", "mhlo.copy", "stablehlo.replica_id"
@@ -117,7 +118,8 @@ def read(text: str, aliases: bool = True) -> LoweredModule:
             frozenset(index for index, _ in host_calls),
             list({index: 0 for index, each in host_calls if not all(_is_static(one.type) for one in each.operands)}),
             any(not _is_static(one.type) for each in found["stablehlo.all_reduce"] for one in each.operands),
-            len(markers) > len(host_calls) or any(found[name] for name in _COLLECTIVES),
+            any(target(each) not in (HOST_CALL, CONSTRAIN) for each in markers)
+            or any(found[name] for name in _COLLECTIVES),
         )
 
 
@@ -133,6 +135,7 @@ def of_replica(text: str, replica: int) -> str:
                 )
             each.results[0].replace_all_uses_with(number.result)
             each.erase()
+        of_one_replica(module)
         return str(module.operation.get_asm(enable_debug_info=False))
 
 

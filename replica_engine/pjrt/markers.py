@@ -25,6 +25,12 @@ VERSION = 1
 HOST_CALL = f"{PREFIX}host_call"
 """The marker of a host call."""
 
+CONSTRAIN = f"{PREFIX}constrain"
+"""The marker of a value that is divided over the devices of a replica in a certain way."""
+
+LAYOUT = "mhlo.replica_engine_layout"
+"""The attribute of a module whose replicas have several devices each; see `partitions`."""
+
 
 def host_call_parameters(index: int, name: str) -> str:
     """The parameters of a host call's marker.
@@ -66,7 +72,11 @@ def expand_markers(program: str, platform: str, more_work: bool = False) -> Any:
 
         module.operation.walk(collect)
         for marker in markers:
-            if target(marker) == HOST_CALL:
+            if target(marker) == CONSTRAIN:
+                if LAYOUT not in module.operation.attributes:  # otherwise `partitions` replaces it
+                    marker.results[0].replace_all_uses_with(marker.operands[0])
+                    marker.erase()
+            elif target(marker) == HOST_CALL:
                 _replace_host_call(marker, platform)
             else:
                 _replace(marker)

@@ -8,7 +8,7 @@ import numpy as np
 
 from replica_engine.hosts import Member
 from replica_engine.pjrt.group import Array, DeviceGroup, aval_of, on_host
-from replica_engine.pjrt.jaxlib import Mesh, NamedSharding, PartitionSpec
+from replica_engine.pjrt.jaxlib import ArrayImpl, Mesh, NamedSharding, PartitionSpec
 from replica_engine.pjrt.partitions import REPLICAS, WHOLE, Axes, ReplicaMesh
 
 
@@ -89,11 +89,44 @@ class PartitionedGroup(DeviceGroup):
             parts.append(np.ascontiguousarray(part[np.newaxis] if self.rows else part))
         return self._put(aval_of(shape, values[0].dtype), sharding, parts, devices)
 
+    def alone(self, replica: int) -> DeviceGroup:
+        """The group with only one replica's devices."""
+        if replica not in self._alone:
+            first = replica * self.mesh.size
+            devices = self.devices[first : first + self.mesh.size]
+            self._alone[replica] = PartitionedGroup(self.platform, devices, self.mesh, rows=self.rows)
+        return self._alone[replica]
+
+    def parts(self, array: Array) -> list[Array]:
+        """Each replica's value, on its devices."""
+        axes, size = tuple(array.sharding.spec[1:]), self.mesh.size
+        aval = aval_of((1, *array.shape[1:]), array.dtype)
+        shards = [array._arrays[index * size : (index + 1) * size] for index in range(self.size)]
+        return [
+            ArrayImpl(aval, self.alone(replica).sharding_of(axes), each, committed=True, _skip_checks=True)
+            for replica, each in enumerate(shards)
+        ]
+
+    def join(self, parts: Sequence[Array]) -> Array:
+        """Joins arrays of `alone`, each of one replica, to an array with the value of each replica."""
+        axes = tuple(parts[0].sharding.spec[1:])
+        aval = aval_of((self.replicas, *parts[0].shape[1:]), parts[0].dtype)
+        shards = [shard for part in parts for shard in part._arrays]
+        return ArrayImpl(aval, self.sharding_of(axes), shards, committed=True, _skip_checks=True)
+
+    def has_ended(self, replica: int) -> bool:
+        """Whether the program launched last has ended on all of a replica's devices, as far as can be seen."""
+        shards, size = getattr(self.running, "_arrays", None), self.mesh.size
+        if shards is None:
+            return super().has_ended(replica)
+        return all(shard.is_ready() for shard in shards[replica * size : (replica + 1) * size])
+
     def fetch(self, array: Array, replica: int, shape: tuple[int, ...] | None = None) -> np.ndarray:
         """One replica's value, put together on the host."""
         parts = array._arrays
         if array.sharding.is_fully_replicated:
             value = on_host(parts[0])
+            value = value[0] if self.rows else value
         else:
             row = self.first + replica
             places = array.sharding.addressable_devices_indices_map(array.shape)

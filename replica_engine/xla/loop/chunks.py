@@ -52,7 +52,9 @@ def are_arguments(devices: DeviceGroup) -> bool:
     """Whether the batches of a loop on these devices are arguments, if its step does not call the host."""
     if devices.member is not None:  # the workers agree on the number of steps in the program, which calls the host
         return False
-    return always if always is not None else _have_queue(devices)
+    if always is not None:
+        return always
+    return _have_queue(devices) or devices.mesh is not None  # a host call has whole batches, on one device
 
 
 def at_once(devices: DeviceGroup, prefetch: int | None) -> int:
@@ -66,7 +68,13 @@ def _have_queue(devices: DeviceGroup) -> bool:
 
 
 class ChunkBody(LoopBody):
-    """The body of the program: takes how many batches a chunk has, and for each input the stacked values."""
+    """The body of the program: takes how many batches a chunk has, and for each input the stacked values.
+
+    Attributes:
+        stacked: how many dimensions of an argument come before those of a batch.
+    """
+
+    stacked = 1
 
     def __call__(self, count: tf.Tensor, *inputs: tf.Tensor) -> Any:
         """Called by `trace`.

@@ -334,7 +334,8 @@ def _layout(
     mesh = traced.body.mesh
     if mesh is None:
         return None
-    batches = [mesh.of_batch(slot.shape) for index, slot in enumerate(slots) if index not in traced.host_slots]
+    lead = getattr(traced.fn, "stacked", 0)
+    batches = [mesh.of_batch(slot.shape, lead) for index, slot in enumerate(slots) if index not in traced.host_slots]
     variables = [axes_of(handle, mesh) for handle in traced.handles]
     divided = [mesh.of_batch(shape) for shape, _ in results[:returned]]
     divided += [variables[variable] for variable, _ in sorted(writes, key=lambda write: write[1])]

@@ -9,6 +9,7 @@ training, replicas of different shapes are refused before anything runs.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from replica_engine.pjrt.executable import ALL, Executable, Stores
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 from replica_engine.pjrt.lowered_module import of_replica
+from replica_engine.pjrt.partitions import WHOLE
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.counts import count
 from replica_engine.xla.stages.launch import Launch
@@ -106,14 +108,20 @@ def _run(
         for replica, (share, (own, _)) in enumerate(zip(shares, parts, strict=True)):
             put = devices.alone(replica).put
             of_share = [value for index, value in enumerate(share) if index not in on_host]
-            values = [put([value]) for value in (*of_share, *(constants[index] for index in own.captured))]
+            values = [*of_share, *(constants[index] for index in own.captured)]
+            axes = itertools.repeat(WHOLE) if own.layout is None else own.layout.arguments
+            values = [put([value], each) for value, each in zip(values, axes, strict=False)]
             inputs.append([*values, *(state[replica] for state in states)])
         return _UnevenExecution(devices, [executable for _, executable in parts], inputs, writes, program.donates)
 
     launch = Launch(program, devices, on_host=on_host)
     results = launch(prepare)
     columns: list[Column] = [
-        [devices.fetch(result[index], 0) for result in results] for index in range(program.returned)
+        [
+            devices.alone(replica).fetch(result[index], 0, parts[replica][0].results[index][0])
+            for replica, result in enumerate(results)
+        ]
+        for index in range(program.returned)
     ]
     for index in sorted(program.host_results):  # each replica's program has its own numbers for them
         columns.insert(index, launch.stored([own.host_results[index] for own, _ in parts]))
