@@ -98,7 +98,8 @@ class Executable:
         compared: whether the program concerns other workers: whether it has collectives.
         name: what the program was made of, where that is, and perhaps the arguments in words, for the comparison with
             other workers.
-        limits: seconds to wait for other workers at the first launch, or None; and seconds until a warning about that.
+        limits: seconds that a launch may take, and the wait for other workers at the first one, or None for no limit;
+            and seconds until a warning about that wait.
 
     Raises:
         jax.errors.JaxRuntimeError: `compiled` is not a program.
@@ -133,7 +134,7 @@ class Executable:
             self._compared = Program(hashlib.sha256(program.encode()).hexdigest()[:16], *name)
             devices.member.compile(self._compared, *limits)
         self._devices = devices
-        self.waits = devices.platform == "cpu" or bool(host_calls)
+        self.waits = not devices.has_queue or bool(host_calls) or limits[0] is not None
         self._results = len(results)
         works_more = devices.member is not None and devices.platform == "cpu" and devices.size == 1
         client, on, options = devices.devices[0].client, DeviceList(devices.everywhere), _options(devices)
@@ -234,7 +235,7 @@ class Executable:
             self._is_first = False
 
     def wait(self, left: threading.Event | None = None) -> None:
-        """Waits for the end of the program, on CPU or if the program calls the host. Otherwise it need only be queued.
+        """Waits for the end of the program, if it `waits`. Otherwise the program need only be queued.
 
         If the wait is interrupted, for example by Ctrl-C, `DeviceGroup.interrupted` stays set: the next launch must not
         begin before this program has ended.

@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from replica_engine.errors import StuckProgramError
+from replica_engine.errors import ProgramError, StuckProgramError
+from replica_engine.errors.timeouts import slow_results
 from replica_engine.hosts import Member
 from replica_engine.pjrt.jaxlib import (
+    RUNTIME_ERRORS,
     ArrayImpl,
     Mesh,
     NamedSharding,
@@ -31,6 +33,7 @@ from replica_engine.pjrt.jaxlib import (
 from replica_engine.pjrt.partitions import WHOLE, Axes, ReplicaMesh
 from replica_engine.process import interrupts
 from replica_engine.process.interrupts import MISSED, wait_for_ever
+from replica_engine.telemetry.watchdog import Watch
 
 Array = Any
 """An array on the devices of a group: a `jax.Array`."""
@@ -181,12 +184,17 @@ def _is_of_this_thread(running: Any) -> bool:
 
 
 def _comes_within(seconds: float, is_ready: Callable[[], bool]) -> bool:
-    until = time.monotonic() + seconds
+    began = time.monotonic()
     while not is_ready():
-        if time.monotonic() > until:
+        waited = time.monotonic() - began
+        if waited > seconds:
             return False
-        time.sleep(0.01)
+        time.sleep(min(max(1e-4, waited / 50), 0.01))
     return True
+
+
+def _are_ready(arrays: Sequence[Array]) -> bool:
+    return all(array.is_ready() for array in arrays)
 
 
 aval_of = functools.lru_cache(maxsize=1024)(ShapedArray)  # jax takes 4 us to make one
@@ -334,7 +342,8 @@ class DeviceGroup:
     def alone(self, replica: int) -> DeviceGroup:
         """The group with only one replica's device."""
         if replica not in self._alone:
-            self._alone[replica] = DeviceGroup(self.platform, (self.devices[replica],))
+            group = self._alone[replica] = DeviceGroup(self.platform, (self.devices[replica],))
+            group.names = [self.names[replica]]
         return self._alone[replica]
 
     def parts(self, array: Array) -> list[Array]:
@@ -367,14 +376,37 @@ class DeviceGroup:
         self.running, self.interrupted = None, False
         return True
 
-    def wait_for(self, array: Array) -> None:
-        """Waits for an array that an interrupted program may still be computing.
+    @property
+    def has_queue(self) -> bool:
+        """Whether a launch returns before the program has run: each device runs programs in the order of launches."""
+        return self.platform != "cpu"
+
+    def wait_for(self, *arrays: Array, describe: Callable[[float], str] | None = None) -> None:
+        """Waits for arrays that a program may still be computing. Afterwards fetching them takes no time.
+
+        Args:
+            arrays: the arrays, which no program was given to overwrite.
+            describe: the warning of the watchdog, given the seconds so far.
 
         Raises:
-            StuckProgramError: the array is not ready in time.
+            StuckProgramError: an interrupted program computes them, and they are not ready in time.
+            ProgramError: the program that computes them has failed.
         """
-        if self.interrupted and not _comes_within(StuckProgramError.PATIENCE, array.is_ready):
-            raise StuckProgramError.given_up(self.running_name, self.size)
+        if not self.has_queue:
+            if self.interrupted and not _comes_within(StuckProgramError.PATIENCE, lambda: _are_ready(arrays)):
+                raise StuckProgramError.given_up(self.running_name, self.size)
+            return
+        try:
+            if not _are_ready(arrays):
+                with Watch(describe or functools.partial(slow_results, self.running_name)):
+                    wait_for_ever(lambda seconds: _comes_within(seconds, lambda: _are_ready(arrays)))
+            for array in arrays:
+                array.block_until_ready()
+        except RUNTIME_ERRORS as error:
+            raise ProgramError.failed(self.running_name, self.names, str(error)) from error
+        except BaseException:  # nothing waits for the program any more, but the next launch must
+            self.running, self.interrupted = arrays[0], True
+            raise
 
     def ends_within(self, seconds: float) -> bool:
         """Waits up to `seconds` for the program launched last. Returns whether it ended."""

@@ -42,7 +42,7 @@ def _table(rows):
             cells.append(f"{good} of {good + bad}" if good + bad else "")
         lines.append(f"| {group} | {' | '.join(cells)} |")
     refused = collections.Counter((row[2], row[0]) for row in rows if row[3])
-    said_of = {(row[2], row[0]): _brief(row[3]) for row in rows if row[3]}
+    said_of = {(row[2], row[0]): _brief(row[3]) for row in sorted(rows, reverse=True) if row[3]}
     words = [
         f'- {name}, for {chip} ({count}): "{said_of[name, chip]}"' for (name, chip), count in sorted(refused.items())
     ]
@@ -54,4 +54,5 @@ def _brief(text):
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     # Our own line, which names the program, comes before the compiler's.
     line = next((line for line in lines if re.match(r"[A-Z_]+: |[EF]\d{4} ", line)), lines[0])
+    line = re.sub(r"^([EF]\d{4}) [\d:.]+ +\d+ ", r"\1 ", line)  # the time and the process
     return line.replace('"', "'").partition(", original computation")[0][:160]

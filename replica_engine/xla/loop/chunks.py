@@ -64,7 +64,7 @@ def at_once(devices: DeviceGroup, prefetch: int | None) -> int:
 
 def _have_queue(devices: DeviceGroup) -> bool:
     run = rehearsal.current()
-    return devices.platform != "cpu" or (run is not None and run.topology is not None)
+    return devices.has_queue or (run is not None and run.topology is not None)
 
 
 class ChunkBody(LoopBody):

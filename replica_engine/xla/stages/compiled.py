@@ -54,8 +54,8 @@ class Compiled:
         self._constants: list[Array] | None = None
         layout = program.layout
         self._axes: Iterable[Axes] = itertools.repeat(WHOLE) if layout is None else layout.arguments
-        stay = executable.waits and devices.platform == "cpu" and layout is None
-        self._columns = [column(*each) for each in program.results[: program.returned]] if stay else None
+        returned, stay = program.results[: program.returned], not devices.has_queue and layout is None
+        self._columns = [column(*each) for each in returned] if stay else None
 
     def plan(self) -> Plan:
         """What the compiler says of the program: memory and work on each device. Nothing runs.
@@ -134,6 +134,7 @@ class Compiled:
         program = self.program
         columns: list[Column]
         if self._columns is None or as_arrays:
+            launch.wait_for(results[: program.returned])
             shapes = [shape for shape, _ in program.results[: program.returned]]
             columns = list(map(self.devices.fetch_all, results, shapes))
         else:

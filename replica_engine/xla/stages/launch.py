@@ -20,6 +20,9 @@ launch has been made with all that it stores, or not at all, and the devices go 
 launch (`_end`) may be called twice: an exception in it leads to the `except` that calls it again. It is not
 an `__exit__` method: such an exception could keep Python from calling that.
 
+Devices with a queue take the program, and the launch is over; `wait_for` waits where somebody wants results. With a
+limit the launch waits for the end there too.
+
 Without a limit the calling thread launches and waits, and the watchdog only warns. With a limit the calling thread must
 be able to leave a program that does not end, at any point: on one device a program runs inside the launch. So another
 thread launches and waits, and the calling thread waits for that thread or for the watchdog. An abandoned program
@@ -48,7 +51,7 @@ from replica_engine.errors import (
 from replica_engine.errors.hosts import JOB_FAILURES
 from replica_engine.errors.timeouts import FOR_GIVEN_UP, FOR_ITS_TURN, slow_program
 from replica_engine.pjrt import abandoned
-from replica_engine.pjrt.group import DeviceGroup, held_off
+from replica_engine.pjrt.group import Array, DeviceGroup, held_off
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 from replica_engine.process import interrupts, threads
 from replica_engine.process.interrupts import raise_in, wait_for_ever
@@ -274,6 +277,19 @@ class Launch:
                 execution.invalidate()
             if isinstance(error, RUNTIME_ERRORS):
                 raise self._failed(error) from error
+            raise
+
+    def wait_for(self, results: Sequence[Array]) -> None:
+        """Waits for results. Devices with a queue may have them later; with a limit, the launch has waited for them.
+
+        Raises:
+            ProgramError: the program failed while it ran.
+        """
+        try:
+            self._devices.wait_for(*results, describe=self._describe)
+        except BaseException as error:
+            abandoned.add(self._devices)
+            note_failed_run(error, self._records, None)
             raise
 
     def stored(self, numbers: Sequence[int]) -> list[Any]:

@@ -116,6 +116,7 @@ def _run(
 
     launch = Launch(program, devices, on_host=on_host)
     results = launch(prepare)
+    launch.wait_for([array for result in results for array in result[: program.returned]])
     columns: list[Column] = [
         [
             devices.alone(replica).fetch(result[index], 0, parts[replica][0].results[index][0])

@@ -32,7 +32,7 @@ import tensorflow as tf
 
 from replica_engine._tf import variables
 from replica_engine._tf.graphs import xla_ops
-from replica_engine.errors import LostVariableError
+from replica_engine.errors import LostVariableError, ProgramError
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.partitions import WHOLE, Axes, ReplicaMesh
 from replica_engine.process import shutdown
@@ -296,7 +296,11 @@ class DeviceValue:
         if array.is_deleted():  # type: ignore[union-attr]
             self.invalidate()
         self._check_there()
-        self._devices.wait_for(array)
+        try:
+            self._devices.wait_for(array)
+        except ProgramError:
+            self.invalidate()
+            self._check_there()
         return array
 
     def _check_there(self) -> None:
@@ -305,8 +309,9 @@ class DeviceValue:
 
     def _is_as_on_host(self) -> bool:
         """Whether the devices have the host's value: replica by replica, or replica 0 where all have one value."""
+        array = self._present()
         for replica, value in enumerate(self._host_values()[: len(self.handles)]):
-            if value.tobytes() != self._devices.fetch(self.on_devices, replica, self._known_shape).tobytes():
+            if value.tobytes() != self._devices.fetch(array, replica, self._known_shape).tobytes():
                 return False
         return True
 

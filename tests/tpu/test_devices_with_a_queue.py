@@ -1,0 +1,205 @@
+"""Devices that return from a launch before the program has run, as TPUs and GPUs do.
+
+CPU devices stand in for them. Where a program must still run, a stand-in for its results says when it has ended.
+"""
+
+import threading
+
+import pytest
+import tensorflow as tf
+from helpers.time_limits import PATIENT, wait_until_time_is_up
+
+import replica_engine
+from replica_engine import xla
+from replica_engine.errors import LostVariableError, ProgramError, ReplicaTimeoutError
+from replica_engine.pjrt.executable import Executable
+from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
+from replica_engine.telemetry import watchdog
+
+
+@pytest.fixture(autouse=True)
+def a_queue(monkeypatch):
+    monkeypatch.setattr(DeviceGroup, "has_queue", True)
+
+
+class Result:
+    """An array that a program computes.
+
+    Args:
+        is_ready: called each time that somebody asks; returns whether the program has ended, or raises.
+        error: what the program fails with.
+    """
+
+    def __init__(self, is_ready, error=None):
+        self.is_ready = is_ready
+        self._error = error
+
+    def block_until_ready(self):
+        assert self.is_ready(), "jaxlib would block here, and nothing could end that"
+        if self._error is not None:
+            raise self._error
+
+
+def launches(monkeypatch, result):
+    """Has launches return at once, while `result` says how far their program is."""
+    at_once = Executable.launch
+
+    def launch(executable, *arguments):
+        results = at_once(executable, *arguments)
+        executable._devices.running.block_until_ready()  # what runs on the CPU is not looked at
+        executable._devices.running = result
+        return results
+
+    monkeypatch.setattr(Executable, "launch", launch)
+
+
+def test_steps_have_the_numbers_that_they_have_without_a_queue():
+    strategy = replica_engine.TPUStrategy(num_cores=2)
+    with strategy.scope():
+        total = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
+
+    def step(x):
+        total.assign_add(xla.all_reduce(x, "SUM"))
+        return x * total
+
+    for _ in range(2):
+        results = strategy.run(step, args=(tf.constant(3.0),))
+    assert [float(each) for each in results.values] == [36.0, 36.0]
+    assert total.numpy() == 12.0
+    assert float(tf.function(strategy.run)(step, args=(tf.constant(3.0),)).values[1]) == 54.0
+
+
+def test_without_a_limit_a_launch_leaves_the_program_to_the_queue(monkeypatch):
+    """Else the devices would idle while the host prepares the next step."""
+    launches(monkeypatch, Result(lambda: False))
+    strategy = replica_engine.TPUStrategy(num_cores=1)
+    with strategy.scope():
+        total = tf.Variable(0.0)
+    for _ in range(3):
+        strategy.run(lambda: total.assign_add(1.0))
+    assert total.numpy() == 3.0
+
+
+def test_the_limit_covers_the_wait_for_the_end(monkeypatch):
+    strategy = replica_engine.TPUStrategy(num_cores=2, timeout=PATIENT)
+    with strategy.scope():
+        total = tf.Variable(1.0)
+    strategy.run(lambda: total.assign(2.0))
+    ended = threading.Event()
+
+    def is_ready():
+        if not ended.is_set():
+            wait_until_time_is_up()
+        return ended.is_set()
+
+    launches(monkeypatch, Result(is_ready))
+    with pytest.raises(ReplicaTimeoutError, match="The compiled program did not end") as caught:
+        strategy.run(lambda: total.assign(5.0))
+    assert [row.state for row in caught.value.rows] == ["running on the device"] * 2
+    assert total.numpy() == 2.0
+    ended.set()
+    strategy.run(lambda: total.assign_add(5.0))
+    assert total.numpy() == 7.0
+
+
+def test_nothing_is_fetched_before_it_is_there(monkeypatch):
+    """jaxlib would block, and neither Ctrl-C nor the watchdog could reach the thread."""
+    waited, fetch_all, fetch = [], DeviceGroup.fetch_all, DeviceGroup.fetch
+
+    def wait_for(_, *arrays, describe=None):
+        waited.extend(map(id, arrays))
+
+    def checked(fetch):
+        def fetched(devices, array, *others):
+            assert id(array) in waited
+            return fetch(devices, array, *others)
+
+        return fetched
+
+    monkeypatch.setattr(DeviceGroup, "wait_for", wait_for)
+    monkeypatch.setattr(DeviceGroup, "fetch_all", checked(fetch_all))
+    monkeypatch.setattr(DeviceGroup, "fetch", checked(fetch))
+    strategy = replica_engine.TPUStrategy(num_cores=2)
+    with strategy.scope():
+        same = tf.Variable(1.0)
+        each = tf.Variable(
+            1.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM
+        )
+
+    def step(x):
+        same.assign_add(1.0)
+        each.assign_add(tf.reduce_sum(x))
+        return x
+
+    strategy.run(step, args=(tf.ones([2]),))
+    assert (same.numpy(), each.numpy()) == (2.0, 6.0)
+    values = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.ones([1 + context.replica_id_in_sync_group])
+    )
+    strategy.run(lambda x: 2.0 * x, args=(values,))  # a program for each replica
+    strategy.run(step, args=(tf.ones([2]),))
+    assert strategy.gather(strategy.run(lambda: same.read_value()[None]), axis=0).numpy().tolist() == [3.0, 3.0]
+
+
+def group():
+    return xla.PjrtClusterResolver("cpu").devices
+
+
+def test_a_wait_for_a_result_is_watched(monkeypatch, caplog):
+    monkeypatch.setattr(watchdog, "WARN_AFTER", 0.01)
+    devices, warned = group(), threading.Event()
+    devices.running_name = "step"
+    caplog.handler.addFilter(lambda record: warned.set() if "last of them is `step`" in record.getMessage() else True)
+    devices.wait_for(Result(lambda: True), Result(lambda: warned.wait(0.01)))
+    assert warned.is_set()
+
+
+def test_ctrl_c_ends_the_wait_for_a_result_and_the_next_launch_waits():
+    answers = iter([False, False, KeyboardInterrupt(), False, False, True])
+
+    def is_ready():
+        answer = next(answers)
+        if isinstance(answer, KeyboardInterrupt):
+            raise answer
+        return answer
+
+    devices = group()
+    with pytest.raises(KeyboardInterrupt):
+        devices.wait_for(Result(is_ready))
+    assert devices.wait_for_interrupted()
+    assert next(answers, None) is None
+    assert not devices.interrupted
+
+
+def test_a_program_that_fails_while_it_runs(monkeypatch):
+    """On these devices nobody knows of it before the results are awaited."""
+    strategy = replica_engine.TPUStrategy(num_cores=1)
+    with strategy.scope():
+        total = tf.Variable(1.0)
+    strategy.run(lambda: total.assign_add(1.0))
+    failed = Result(lambda: True, RUNTIME_ERRORS[0]("INTERNAL: the core has halted"))
+    failed.is_deleted = lambda: False
+    wait_for = DeviceGroup.wait_for
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceGroup, "wait_for", lambda devices, *_, describe=None: wait_for(devices, failed))
+        with pytest.raises(ProgramError, match=r"(?s)step.*the core has halted") as caught:
+            strategy.run(_step)
+        assert "CPU:0" in str(caught.value)
+        with pytest.raises(LostVariableError):
+            total.numpy()
+    with pytest.raises(LostVariableError):
+        total.numpy()
+    total.assign(3.0)
+    assert float(strategy.run(lambda: total + 1.0)) == 4.0
+
+
+def _step():
+    return tf.ones([2])
+
+
+def test_the_device_of_one_replica_has_its_name():
+    """Programs of shares of different shapes run on such groups, and errors name the devices."""
+    two = xla.PjrtClusterResolver("cpu").devices
+    assert two.alone(1).names == [two.names[1]]
+    assert two.alone(1).devices == (two.devices[1],)
