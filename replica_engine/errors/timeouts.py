@@ -165,14 +165,6 @@ def slow_program(
     )
 
 
-def slow_results(name: str, seconds: float) -> str:
-    """The warning that a value on the devices is waited for; the program of this name was launched last."""
-    return (
-        f"The host has been waiting for a value on the devices for {seconds:.3g} s: the programs that were launched "
-        f"have not ended. The last of them is `{name}`. Ctrl-C ends the wait."
-    )
-
-
 _MOST_MEETINGS = 10
 _TOGETHER = (
     "Its replicas may wait for each other: every replica must reach the same cross-replica operations, so a branch on "

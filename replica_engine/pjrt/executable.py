@@ -26,10 +26,12 @@ import numpy as np
 
 from replica_engine._version import __version__
 from replica_engine.hosts import Program
-from replica_engine.pjrt import cpu_rewrites
+from replica_engine.pjrt import cpu_rewrites, host_transfers
 from replica_engine.pjrt.group import Array, DeviceGroup
+from replica_engine.pjrt.host_transfers import HostTransfers
 from replica_engine.pjrt.jaxlib import (
     CPU_OPTIONS,
+    HOST_CALL_TARGETS,
     JAXLIB_VERSION,
     RUNTIME_ERRORS,
     CompileOptions,
@@ -103,6 +105,7 @@ class Executable:
 
     Raises:
         jax.errors.JaxRuntimeError: `compiled` is not a program.
+        UntransferableError: a host call has a value that cannot be sent between these devices and the host.
         ProgramDisagreementError: another worker compiles another program, or does something else.
         WorkersMissingError: other workers did not come in time.
         WorkerLostError: another worker is lost.
@@ -139,14 +142,19 @@ class Executable:
         works_more = devices.member is not None and devices.platform == "cpu" and devices.size == 1
         client, on, options = devices.devices[0].client, DeviceList(devices.everywhere), _options(devices)
         began = time.perf_counter()
+        transfers: list[HostTransfers] | None = None if devices.platform in HOST_CALL_TARGETS else []
+        called: list[Any] = list(host_calls)
+        if compiled is None or (host_calls and transfers is not None):
+            module = expand_markers(program, devices.platform, more_work=works_more, transfers=transfers)
+            if transfers:
+                called = [host_transfers.callback(client, each, host_calls[each.index]) for each in transfers]
         if compiled is None:
-            module = expand_markers(program, devices.platform, more_work=works_more)
             if devices.platform == "cpu" and cpu_rewrites.enabled():
                 cpu_rewrites.rewrite(module)
             partition(module)
-            self._executable = client.compile_and_load(module, on, options, list(host_calls))
+            self._executable = client.compile_and_load(module, on, options, called)
         else:
-            self._executable = client.deserialize_executable(compiled, on, options, list(host_calls))
+            self._executable = client.deserialize_executable(compiled, on, options, called)
         self.seconds = time.perf_counter() - began
         divided = [
             (devices.stored(shape, each), dtype, devices.sharding_of(each))

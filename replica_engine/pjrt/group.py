@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from replica_engine.errors import ProgramError, StuckProgramError
-from replica_engine.errors.timeouts import slow_results
 from replica_engine.hosts import Member
 from replica_engine.pjrt.jaxlib import (
     RUNTIME_ERRORS,
@@ -398,7 +397,7 @@ class DeviceGroup:
             return
         try:
             if not _are_ready(arrays):
-                with Watch(describe or functools.partial(slow_results, self.running_name)):
+                with Watch(describe or self._slow):
                     wait_for_ever(lambda seconds: _comes_within(seconds, lambda: _are_ready(arrays)))
             for array in arrays:
                 array.block_until_ready()
@@ -407,6 +406,12 @@ class DeviceGroup:
         except BaseException:  # nothing waits for the program any more, but the next launch must
             self.running, self.interrupted = arrays[0], True
             raise
+
+    def _slow(self, seconds: float) -> str:
+        return (
+            f"The host has been waiting for a value on the devices for {seconds:.3g} s: the launched programs "
+            f"have not ended. The last of them is `{self.running_name}`. Ctrl-C ends the wait."
+        )
 
     def ends_within(self, seconds: float) -> bool:
         """Waits up to `seconds` for the program launched last. Returns whether it ended."""

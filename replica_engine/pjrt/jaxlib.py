@@ -6,6 +6,7 @@ one of these names, raises BackendMissingError, an ImportError that names the in
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import logging
 import os
@@ -55,6 +56,7 @@ try:
     # make_cpu_client: a client with any number of CPU devices; jax's own client has the number that was set before
     # jax started.
     # hlo: the operations that programs consist of, to build them.
+    # Shape: what a client must be told of a value that it receives or sends.
     # xla_client, _jax: compile for chips that are not there, and count the work of a program.
     from jaxlib import _jax, xla_client
     from jaxlib._jax import (
@@ -70,7 +72,7 @@ try:
     )
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo as hlo
-    from jaxlib.xla_client import CompileOptions, DeviceAssignment, make_cpu_client
+    from jaxlib.xla_client import CompileOptions, DeviceAssignment, Shape, make_cpu_client
 except ImportError as error:
     raise BackendMissingError(
         f"jax {jax.__version__} lacks a name that replica_engine uses ({error}). Install a version that "
@@ -142,14 +144,19 @@ def absent_gpus(library: str, target: str, topology: str) -> list[Any]:
         target: the GPU, as a `GpuTargetConfigProto` in text form.
         topology: the number of partitions, of hosts in each, and of devices of each host: "1x1x8".
     """
-    xla_client.load_pjrt_plugin_dynamically("cuda", library)
-    xla_client.initialize_pjrt_plugin("cuda")
+    _load_cuda(library)
     options = {"target_config": target, "topology": topology}
     return list(_jax.get_default_c_api_topology("cuda", "absent", options)._make_compile_only_devices())
 
 
+@functools.cache  # a plugin can be loaded once
+def _load_cuda(library: str) -> None:
+    xla_client.load_pjrt_plugin_dynamically("cuda", library)
+    xla_client.initialize_pjrt_plugin("cuda")
+
+
 HOST_CALL_TARGETS = {"cpu": "xla_ffi_python_cpu_callback", "gpu": "xla_ffi_python_gpu_callback"}
-"""The custom call by which a program calls a Python function it was compiled with. TPUs use another way."""
+"""The custom call by which a program calls a Python function it was compiled with. TPUs have `host_transfers`."""
 
 __all__ = [
     "CPU_OPTIONS",
@@ -163,6 +170,7 @@ __all__ = [
     "Mesh",
     "NamedSharding",
     "PartitionSpec",
+    "Shape",
     "ShapedArray",
     "SingleDeviceSharding",
     "absent_gpus",

@@ -3,7 +3,7 @@
 The replica body holds a marker for each such operation: a custom call with the operation's name, after the prefix
 below, and its parameters as JSON. This module rewrites the program's text. The marker of a collective becomes the
 StableHLO operation of that name. The marker of a host call becomes the custom call by which jaxlib calls Python
-functions.
+functions, and for TPUs the transfers that stand for it (`host_transfers`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from replica_engine.errors import DeviceError
+from replica_engine.pjrt import host_transfers
 from replica_engine.pjrt.collectives import COLLECTIVES
+from replica_engine.pjrt.host_transfers import HostTransfers
 from replica_engine.pjrt.jaxlib import HOST_CALL_TARGETS, ir, make_ir_context
 
 PREFIX = "replica_engine."
@@ -48,7 +49,9 @@ WORK: tuple[tuple[int, ...], np.dtype] = ((), np.dtype(np.float32))
 _WORK_SIZE = 4096
 
 
-def expand_markers(program: str, platform: str, more_work: bool = False) -> Any:
+def expand_markers(
+    program: str, platform: str, more_work: bool = False, transfers: list[HostTransfers] | None = None
+) -> Any:
     """The module of a program, with each marker replaced by the operation it stands for.
 
     Args:
@@ -57,9 +60,10 @@ def expand_markers(program: str, platform: str, more_work: bool = False) -> Any:
         more_work: whether to give the program a last result that takes some work to compute. XLA:CPU runs a program
             of fewer than a thousand operations on a single device inside the call that starts it. With several
             workers, nothing could end that call when another worker is lost.
+        transfers: a list that gets the transfers of host calls. With it, and for TPUs, host calls are transfers.
 
     Raises:
-        DeviceError: the program has a host call, which programs for this platform cannot make.
+        UntransferableError: a value of a host call cannot be transferred.
     """
     with make_ir_context():
         module = ir.Module.parse(program)
@@ -70,13 +74,19 @@ def expand_markers(program: str, platform: str, more_work: bool = False) -> Any:
                 markers.append(operation)
             return ir.WalkResult.ADVANCE
 
+        by_transfers = transfers is not None or platform not in HOST_CALL_TARGETS
+        if by_transfers:
+            host_transfers.split_functions(module, _is_host_call)
         module.operation.walk(collect)
+        made = [] if transfers is None else transfers
         for marker in markers:
             if target(marker) == CONSTRAIN:
                 if LAYOUT not in module.operation.attributes:  # otherwise `partitions` replaces it
                     marker.results[0].replace_all_uses_with(marker.operands[0])
                     marker.erase()
-            elif target(marker) == HOST_CALL:
+            elif _is_host_call(marker) and by_transfers:
+                made.append(host_transfers.replace(marker, parameters_of(marker)["index"], made))
+            elif _is_host_call(marker):
                 _replace_host_call(marker, platform)
             else:
                 _replace(marker)
@@ -117,6 +127,10 @@ def _add_work(module: Any) -> None:
 _ALIAS = "mhlo.input_output_alias"
 
 
+def _is_host_call(operation: Any) -> bool:
+    return operation.name == "stablehlo.custom_call" and target(operation) == HOST_CALL
+
+
 def target(operation: Any) -> str:
     """The name that a custom call calls."""
     return ir.StringAttr(operation.attributes["call_target_name"]).value
@@ -128,11 +142,6 @@ def parameters_of(marker: Any) -> dict[str, Any]:
 
 
 def _replace_host_call(marker: Any, platform: str) -> None:
-    if platform not in HOST_CALL_TARGETS:
-        raise DeviceError(
-            f"outside_compilation works on CPU and GPU devices; programs for {platform.upper()} devices cannot "
-            "call Python functions yet. Do the host work before and after the run."
-        )
     marker.attributes["call_target_name"] = ir.StringAttr.get(HOST_CALL_TARGETS[platform])
     marker.attributes["backend_config"] = ir.Attribute.parse(f"{{index = {parameters_of(marker)['index']} : ui64}}")
     marker.attributes["api_version"] = ir.Attribute.parse("4 : i32")  # typed FFI

@@ -9,7 +9,7 @@ import tensorflow as tf
 from replica_engine import MirroredStrategy, TPUStrategy, hosts, logical_devices, xla
 from replica_engine._tf import thread_state
 from replica_engine.errors import DeviceError
-from replica_engine.pjrt import devices, executable, markers, workers
+from replica_engine.pjrt import devices, executable, workers
 
 
 @pytest.fixture
@@ -29,10 +29,7 @@ def _two_gpus(monkeypatch):
 
 @pytest.fixture
 def _as_on_a_tpu(monkeypatch):
-    def on_tpu(program, platform, **options):
-        return markers.expand_markers(program, "tpu", **options)
-
-    monkeypatch.setattr(executable, "expand_markers", on_tpu)
+    monkeypatch.setattr(executable, "HOST_CALL_TARGETS", {})
 
 
 @pytest.fixture
@@ -74,7 +71,7 @@ def test_a_body_for_a_list_of_devices():
 
 
 @pytest.mark.usefixtures("_as_on_a_tpu")
-def test_host_work_on_a_tpu():
+def test_host_work_with_a_type_that_cannot_be_sent():
     """On a TPU."""
     strategy = TPUStrategy(num_cores=2)
 
@@ -82,9 +79,11 @@ def test_host_work_on_a_tpu():
         tf.print("x", x)
 
     def step(x):
-        xla.outside_compilation(report, x)
+        xla.outside_compilation(report, tf.cast(x, tf.dtypes.experimental.float8_e5m2))
 
-    with pytest.raises(DeviceError, match="programs for TPU devices cannot call Python functions yet"):
+    with pytest.raises(
+        DeviceError, match=r"in step, takes or returns a value of the type tensor<f8E5M2>, which cannot"
+    ):
         strategy.run(step, args=(tf.constant(1.0),))
 
 

@@ -4,12 +4,14 @@ Programs for CPU devices are compiled in the process, from any operation that ja
 portable artifact of StableHLO. To write one needs no plugin.
 """
 
+import contextlib
 import functools
 
 from jaxlib import _jax
 from jaxlib.mlir.dialects import stablehlo
 
 from replica_engine.pjrt import executable, markers
+from replica_engine.pjrt.host_transfers import UntransferableError
 
 refused = []  # what jaxlib said of programs that are not portable, since somebody last took them out
 
@@ -17,9 +19,9 @@ _VERSION = stablehlo.get_current_version()
 _seen = set()
 
 
-def artifact(program):
+def artifact(program, platform="gpu"):
     """A program as it is handed to a plugin."""
-    return _jax.mlir.serialize_portable_artifact(str(markers.expand_markers(program, "gpu")), _VERSION)
+    return _jax.mlir.serialize_portable_artifact(str(markers.expand_markers(program, platform)), _VERSION)
 
 
 def look_at_each_program():
@@ -32,6 +34,8 @@ def look_at_each_program():
             _seen.add(hash(program))
             try:
                 artifact(program)
+                with contextlib.suppress(UntransferableError):  # a program with such a call is refused for TPUs
+                    artifact(program, "tpu")
             except Exception as error:
                 refused.append(f"{type(error).__name__}: {error}\n{program[:2000]}")
         return original(program, *args, **options)

@@ -60,13 +60,13 @@ def compile_absent(text: str, name: str, replicas: int, topology: object, sizes:
             are used for a program that does not fit, of which the compiler tells less.
 
     Raises:
-        DeviceError: there is no such slice, or it cannot serve so many replicas, or the program calls the host, which
-            programs for its chips cannot.
+        DeviceError: there is no such slice, or it cannot serve so many replicas.
+        UntransferableError: a host call has a value that cannot be sent between such a chip and the host.
         BackendMissingError: the compiler is not installed.
         ProgramError: the compiler refused the program, or its process died.
     """
     slice_, request = _checked(topology, replicas)
-    module = expand_markers(text, slice_.chip.platform)
+    module = expand_markers(text, slice_.chip.platform, transfers=[])  # what GPUs call needs a GPU to be compiled
     partition(module)
     request |= {"name": name, "replicas": replicas, "memory": slice_.chip.memory}
     with tempfile.TemporaryDirectory(prefix="replica_engine_plan_") as folder:
@@ -180,11 +180,6 @@ def _too_large(error: str, request: Mapping[str, Any], sizes: tuple[int, int, in
     if "RESOURCE_EXHAUSTED" not in error:
         if "device_count ==" in error or "replica group" in error:
             raise DeviceError.not_served(request["replicas"], request["devices"], error)
-        if "No FFI handler" in error:
-            raise DeviceError(
-                f"`{request['name']}` calls functions on the host (outside_compilation, or ops that XLA cannot "
-                "compile). On GPUs that are there such a program runs, but it cannot be compiled for GPUs that are not."
-            )
         raise ProgramError.not_compiled(request["name"], request["replicas"], request["devices"], error)
     arguments, results, aliased = sizes
     temporary = None

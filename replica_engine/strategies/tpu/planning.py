@@ -52,7 +52,7 @@ class Planning:
 
         Raises:
             DeviceError: no chips have this name, and the message lists those that do; or they cannot serve so many
-                replicas; or the step calls the host, which programs for TPUs cannot.
+                replicas; or a host call of the step has a value that cannot be sent between the host and such a chip.
             BackendMissingError: the compiler for these chips is not installed.
             ProgramError: the compiler refuses the program, or ends its process.
             ReplicaMismatchError: the replicas have tensors of different shapes or dtypes.

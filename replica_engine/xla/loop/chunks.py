@@ -1,4 +1,4 @@
-"""A device loop whose batches are arguments: the way without calls of the host, which TPUs cannot make.
+"""A device loop whose batches are arguments: the way without calls of the host, which take long on TPUs and GPUs.
 
 The program is a loop over a chunk of batches, which is an argument of the launch with the number of batches in it. A
 loop of many steps is several launches. On devices with a queue a launch returns before the program has run, so the next

@@ -18,11 +18,12 @@ import tensorflow as tf
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import CollectiveError, DeviceError, LoweringError, ProgramError
-from replica_engine.errors.base import add_note, shown
+from replica_engine.errors.base import shown
 from replica_engine.errors.timeouts import slow_compile
 from replica_engine.pjrt.devices import chip_memory, device_group, memory_limit
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.pjrt.host_transfers import UntransferableError
 from replica_engine.pjrt.lowered_module import LoweredModule, UnreadableModule, read
 from replica_engine.pjrt.partitions import WHOLE, Layout, with_layout
 from replica_engine.pjrt.plans import rehearsal
@@ -159,7 +160,10 @@ class Lowered:
             timeline.span(Track(body.name, "compile", order=-3), f"compile {name}", "compile"),
             Watch(lambda seconds: slow_compile(name, body.size, seconds), body.limits.warn_after),
         ):
-            executable = found_or_compiled(text, self.traced, self.program, devices, make)
+            try:
+                executable = found_or_compiled(text, self.traced, self.program, devices, make)
+            except UntransferableError as refused:
+                raise self._untransferable(refused, devices.platform.upper()) from None
         limit = memory_limit(devices)
         if limit is not None and executable.bytes_needed > limit:
             error = ProgramError.too_large(name, devices.size, executable.bytes_needed, limit)
@@ -243,10 +247,16 @@ class Lowered:
         ):
             try:
                 return compile_absent(self._text, program.name, body.size, topology, program.sizes)
-            except DeviceError as error:
-                for call in program.host_calls.calls[:3]:
-                    add_note(error, f"`{program.name}` calls the host: {call.describe()}")
-                raise
+            except UntransferableError as refused:
+                raise self._untransferable(refused, topology) from None
+
+    def _untransferable(self, refused: UntransferableError, where: str) -> DeviceError:
+        call = self.program.host_calls.calls[refused.index]
+        return DeviceError(
+            f"`{self.program.name}` cannot be compiled for {where}: {call.describe()}, takes or returns a value of the "
+            f"type {refused.kind}, which cannot be sent between the host and such a device. Cast the value in the "
+            "step, give it a fixed size, or do the host work before and after the run."
+        )
 
 
 def lower(traced: BodyGraph, slots: list[tf.TensorSpec], tensors: list[tf.TensorSpec]) -> Lowered:

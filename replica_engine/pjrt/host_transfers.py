@@ -1,0 +1,207 @@
+"""Host calls of programs for TPUs: what a call takes is sent to the host, and what it returns is received from there.
+
+Programs for CPUs and GPUs call Python by a custom call, which TPUs do not have. There a call is a `send` of each
+operand, and after them a `recv` of each result, on channels that no other call has. jaxlib calls the function with what
+a replica has sent, and sends the replica the results; jax makes its own callbacks for TPUs in the same way. Programs
+for GPUs that are not there are compiled so too: the compiler knows the custom call only where a GPU is.
+
+TPUs cannot receive empty arrays. So those are not sent, and made where they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from replica_engine.pjrt.jaxlib import Shape, hlo, ir
+
+Call = Callable[..., tuple[np.ndarray, ...]]
+
+_SEND, _RECEIVE = 2, 3  # the types of channels from a device to the host, and back
+_FIRST_CHANNEL = 1 << 12  # above those of collectives; jaxlib takes numbers of 16 bits
+_DTYPES = {
+    "i1": "bool",
+    **{f"i{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"ui{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+    **{f"f{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    "bf16": "bfloat16",
+    "complex<f32>": "complex64",
+    "complex<f64>": "complex128",
+}
+"""By type of an element, the dtype of what can be transferred."""
+
+Kind = tuple[tuple[int, ...], np.dtype]
+"""The shape and dtype of a value."""
+
+
+class UntransferableError(Exception):
+    """A value of a host call that cannot be sent between a device and the host.
+
+    Attributes:
+        index: the index of the host call.
+        kind: the type of the value, in words.
+    """
+
+    def __init__(self, index: int, kind: str):
+        super().__init__(index, kind)
+        self.index, self.kind = index, kind
+
+
+@dataclass(frozen=True)
+class HostTransfers:
+    """The transfers of one host call in a program.
+
+    Attributes:
+        index: the index of the called function.
+        operands: what it takes.
+        results: what it returns.
+        sends: the channels of the operands that are not empty.
+        receives: the channels of the results that are not empty.
+    """
+
+    index: int
+    operands: tuple[Kind, ...]
+    results: tuple[Kind, ...]
+    sends: tuple[int, ...]
+    receives: tuple[int, ...]
+
+
+def split_functions(module: Any, is_call: Callable[[Any], bool]) -> None:
+    """Gives each call of a function that calls the host a copy of its own: a channel must stand in a program once.
+
+    Args:
+        module: the module.
+        is_call: whether an operation calls the host.
+    """
+    functions = {_name(each): each for each in module.body.operations}
+    concerned = {name for name, each in functions.items() if _collected(each, is_call)}
+    calls = {name: {_callee(call) for call in _calls(each)} for name, each in functions.items()}
+    while more := {name for name, callees in calls.items() if callees & concerned} - concerned:
+        concerned |= more
+    seen: set[str] = set()
+    pending = [functions["main"]]
+    while pending:
+        for call in _calls(pending.pop()):
+            name = _callee(call)
+            if name not in concerned:
+                continue
+            function = functions[name]
+            if name in seen:
+                with ir.InsertionPoint(module.body):
+                    function = function.operation.clone()
+                name = f"{name}_{len(seen)}"
+                function.attributes["sym_name"] = ir.StringAttr.get(name)
+                call.attributes["callee"] = ir.FlatSymbolRefAttr.get(name)
+            seen.add(name)
+            pending.append(function)
+
+
+def _calls(function: Any) -> list[Any]:
+    return _collected(function, lambda each: each.name == "func.call")
+
+
+def replace(marker: Any, index: int, before: Sequence[HostTransfers]) -> HostTransfers:
+    """Replaces the marker of a host call by transfers.
+
+    Args:
+        marker: the marker.
+        index: the index of the called function.
+        before: the transfers of the calls that were replaced before.
+
+    Raises:
+        UntransferableError: a value has a type or a size that cannot be sent.
+    """
+    (result,) = marker.results
+    is_tuple = isinstance(result.type, ir.TupleType)
+    types = [result.type.get_type(number) for number in range(result.type.num_types)] if is_tuple else [result.type]
+    channel = _FIRST_CHANNEL + sum(len(each.sends) + len(each.receives) for each in before)
+    operands = tuple(_kind(each.type, index) for each in marker.operands)
+    results = tuple(_kind(each, index) for each in types)
+    sends: list[int] = []
+    receives: list[int] = []
+    values = []
+    with ir.InsertionPoint(marker), marker.location:
+        token = hlo.create_token()
+        for operand, (shape, _) in zip(marker.operands, operands, strict=True):
+            if 0 not in shape:
+                sends.append(channel + len(sends))
+                (token,) = _transfer("send", [token.type], [operand, token], sends[-1], _SEND)
+        for type_, (shape, _) in zip(types, results, strict=True):
+            if 0 in shape:
+                floats = ir.RankedTensorType.get(shape, ir.F32Type.get())  # there are no constants of complex numbers
+                values.append(hlo.convert(type_, hlo.constant(ir.Attribute.parse(f"dense<> : {floats}"))))
+                continue
+            receives.append(channel + len(sends) + len(receives))
+            value, token = _transfer("recv", [type_, token.type], [token], receives[-1], _RECEIVE)
+            values.append(value)
+        result.replace_all_uses_with(hlo.tuple(values) if is_tuple else values[0])
+    marker.operation.erase()
+    return HostTransfers(index, operands, results, tuple(sends), tuple(receives))
+
+
+def callback(client: Any, transfers: HostTransfers, call: Call) -> Any:
+    """What a client of jaxlib takes for the transfers of a call, when it loads the program."""
+    empty = [np.zeros(*kind) if 0 in kind[0] else None for kind in transfers.operands]
+    sent = [number for number, (shape, _) in enumerate(transfers.results) if 0 not in shape]
+
+    def called(*arrays: np.ndarray) -> list[np.ndarray]:
+        given = iter(arrays)
+        results = call(*[next(given) if value is None else value for value in empty])
+        return [results[number] for number in sent]
+
+    return client.make_python_callback_from_host_send_and_recv(
+        called,
+        [Shape.array_shape(dtype, shape) for shape, dtype in transfers.operands if 0 not in shape],
+        [Shape.array_shape(dtype, shape) for shape, dtype in transfers.results if 0 not in shape],
+        transfers.sends,
+        transfers.receives,
+        _not_serialized,
+    )
+
+
+def _not_serialized(call: object) -> bytes:
+    """The function in a serialized program: nothing, since the function is given again when the program is read."""
+    return b""
+
+
+def _transfer(name: str, results: list[Any], operands: list[Any], channel: int, kind: int) -> Any:
+    attributes = {
+        "channel_handle": f"#stablehlo.channel_handle<handle = {channel}, type = {kind}>",
+        "is_host_transfer": "true",
+        "mhlo.frontend_attributes": '{_xla_host_transfer_handler_name = "pjrt_rendezvous", '
+        f'_xla_host_transfer_rendezvous = "{channel}"}}',
+    }
+    parsed = {key: ir.Attribute.parse(text) for key, text in attributes.items()}
+    return ir.Operation.create(f"stablehlo.{name}", results=results, operands=operands, attributes=parsed).results
+
+
+def _kind(type_: Any, index: int) -> Kind:
+    tensor = ir.RankedTensorType(type_)
+    dtype = _DTYPES.get(str(tensor.element_type))
+    if dtype is None or not tensor.has_static_shape:
+        raise UntransferableError(index, str(type_))
+    return tuple(tensor.shape), np.dtype(dtype)
+
+
+def _collected(operation: Any, is_wanted: Callable[[Any], bool]) -> list[Any]:
+    """The operations inside an operation that are wanted."""
+    found: list[Any] = []
+
+    def collect(each: Any) -> Any:
+        if is_wanted(each):
+            found.append(each)
+        return ir.WalkResult.ADVANCE
+
+    operation.operation.walk(collect)
+    return found
+
+
+def _name(function: Any) -> str:
+    return ir.StringAttr(function.attributes["sym_name"]).value
+
+
+def _callee(call: Any) -> str:
+    return ir.FlatSymbolRefAttr(call.attributes["callee"]).value
