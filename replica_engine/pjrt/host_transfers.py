@@ -114,9 +114,9 @@ def replace(marker: Any, index: int, before: Sequence[HostTransfers]) -> HostTra
     Raises:
         UntransferableError: a value has a type or a size that cannot be sent.
     """
-    (result,) = marker.results
-    is_tuple = isinstance(result.type, ir.TupleType)
-    types = [result.type.get_type(number) for number in range(result.type.num_types)] if is_tuple else [result.type]
+    types = [each.type for each in marker.results]
+    if is_tuple := isinstance(types[0], ir.TupleType):  # TensorFlow gives several results in one
+        types = [types[0].get_type(number) for number in range(types[0].num_types)]
     channel = _FIRST_CHANNEL + sum(len(each.sends) + len(each.receives) for each in before)
     operands = tuple(_kind(each.type, index) for each in marker.operands)
     results = tuple(_kind(each, index) for each in types)
@@ -137,7 +137,8 @@ def replace(marker: Any, index: int, before: Sequence[HostTransfers]) -> HostTra
             receives.append(channel + len(sends) + len(receives))
             value, token = _transfer("recv", [type_, token.type], [token], receives[-1], _RECEIVE)
             values.append(value)
-        result.replace_all_uses_with(hlo.tuple(values) if is_tuple else values[0])
+        for old, new in zip(marker.results, [hlo.tuple(values)] if is_tuple else values, strict=True):
+            old.replace_all_uses_with(new)
     marker.operation.erase()
     return HostTransfers(index, operands, results, tuple(sends), tuple(receives))
 

@@ -15,7 +15,7 @@ from replica_engine._tf.host_datasets import HostDatasets
 from replica_engine.errors import DeviceError
 from replica_engine.strategies.backend import OnReplicaThreads, ReplicaThreads
 from replica_engine.strategies.devices import resolve_devices
-from replica_engine.strategies.reductions import Reductions
+from replica_engine.strategies.reductions import Reductions, by_dtype
 from replica_engine.strategies.updates import Updates
 from replica_engine.strategies.validation import (
     check_choice,
@@ -30,6 +30,8 @@ from replica_engine.values.rows import reduces_rows
 # size 4". TensorFlow's own strategies all start at key 1. Each strategy here starts at a different, much higher key.
 _COLLECTIVE_KEYS = itertools.count(1_000_000, 16)
 
+_OF_NCCL = frozenset((tf.float16, tf.float32, tf.float64, tf.int64))  # that TensorFlow's op for NCCL takes on a GPU
+
 
 class MirroredExtended(ReplicaThreads, Reductions, HostDatasets, distribute.MirroredExtended):
     """The extended half of `MirroredStrategy`: TensorFlow's own extended half, on this library's replica threads.
@@ -43,7 +45,7 @@ class MirroredExtended(ReplicaThreads, Reductions, HostDatasets, distribute.Mirr
     def _initialize_strategy(self, devices: Sequence[str]) -> None:
         """The hook that sets up devices; it also picks the all-reduce if the user passed no `cross_device_ops`."""
         self._updates = Updates()
-        self._for_integers = tf.distribute.ReductionToOneDevice()
+        self._on_one_device = tf.distribute.ReductionToOneDevice()
         default = self._cross_device_ops is None  # type: ignore[has-type]
         super()._initialize_strategy(devices)
         if default and all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in self._devices):
@@ -51,17 +53,15 @@ class MirroredExtended(ReplicaThreads, Reductions, HostDatasets, distribute.Mirr
 
     @reduces_rows
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
-        """The hook that reduces many values at once. It picks the operations for each value by the value's dtype.
+        """The hook that reduces many values at once, those of each dtype apart.
 
-        TensorFlow refuses a batch that mixes int32 with other dtypes, and a batch of several int32 values.
+        TensorFlow refuses a batch that mixes int32 with other dtypes, and a batch of several int32 values. NCCL's and
+        other operations of TensorFlow fail at any mix of dtypes.
         """
         if self._sums_on_host():  # TensorFlow would first copy the options, once for each value
             return self._cross_device_ops.batch_reduce(reduce_op, value_destination_pairs, options)
         results: list[Any] = [None] * len(value_destination_pairs)
-        by_ops: dict[int, list[int]] = {}
-        for index, (value, _) in enumerate(value_destination_pairs):
-            by_ops.setdefault(id(self._get_cross_device_ops(value)), []).append(index)
-        for indices in by_ops.values():
+        for indices in by_dtype(value for value, _ in value_destination_pairs):
             batch = [value_destination_pairs[index] for index in indices]
             for index, reduced in zip(indices, super()._batch_reduce_to(reduce_op, batch, options), strict=True):
                 results[index] = reduced
@@ -76,13 +76,20 @@ class MirroredExtended(ReplicaThreads, Reductions, HostDatasets, distribute.Mirr
         return self._updates.make(var, fn, args, kwargs, lambda noted: update(var, noted, args, kwargs, group))
 
     def _get_cross_device_ops(self, value: Any) -> tf.distribute.CrossDeviceOps:
-        """The operations that reduce one value. All int32 values share one object; TensorFlow makes one per value."""
+        """The operations that reduce one value.
+
+        All values that another device must add share one object; TensorFlow makes one for each int32 value, and has no
+        sum of bfloat16 by NCCL.
+        """
         if self._sums_on_host():
             return self._cross_device_ops
         ops = super()._get_cross_device_ops(value)
+        if isinstance(ops, tf.distribute.NcclAllReduce):
+            first = value.values[0] if isinstance(value, distribute.DistributedValues) else value
+            return ops if first.dtype in _OF_NCCL else self._on_one_device
         if not isinstance(ops, tf.distribute.ReductionToOneDevice):
             return ops
-        return self._cross_device_ops if isinstance(self._cross_device_ops, type(ops)) else self._for_integers
+        return self._cross_device_ops if isinstance(self._cross_device_ops, type(ops)) else self._on_one_device
 
     def _sums_on_host(self) -> bool:
         """Whether `CpuReduction` reduces values of all dtypes."""

@@ -6,6 +6,7 @@ tensors, a plain zero.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,15 @@ class Reductions:
         if self.adds_up_rows and are_rows(value):
             return self._batch_reduce_to(reduce_op, [(value, destinations)], options)[0]  # type: ignore[attr-defined]
         return super()._reduce_to(reduce_op, value, destinations, options)  # type: ignore[misc]
+
+
+def by_dtype(values: Iterable[Any]) -> list[list[int]]:
+    """The places of values of each dtype: TensorFlow packs a batch into one tensor, and fails at two dtypes."""
+    places: dict[Any, list[int]] = {}
+    for place, value in enumerate(values):
+        first = value.values[0] if isinstance(value, distribute.DistributedValues) else value
+        places.setdefault((type(first) is tf.IndexedSlices, tf.as_dtype(first.dtype)), []).append(place)
+    return list(places.values())
 
 
 def _better(error: Exception, method: str, value: Any) -> Exception:

@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 from helpers.devices import DEVICES
 
+from replica_engine._tf import host_datasets
 from replica_engine._tf.host_datasets import HostDatasets
 
 pytestmark = [pytest.mark.graphs, pytest.mark.replicas(2)]
@@ -229,3 +230,13 @@ def test_a_dataset_is_read_in_a_function_and_after_it(strategy):
     assert [part.numpy().tolist() for part in first()] == expected
     assert [part.numpy().tolist() for part in strategy.experimental_local_results(next(iter(dataset)))] == expected
     assert [part.numpy().tolist() for part in first()] == expected
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize(("kinds", "ours"), [("CC", True), ("GG", False), ("GC", False)])
+def test_datasets_for_gpus_keep_tensorflows_iterators_which_copy_ahead(monkeypatch, kinds, ours, split):
+    """A stand-in for two GPUs: the devices that TensorFlow's dataset feeds have their names."""
+    dataset = distributed(tf.distribute.MirroredStrategy(DEVICES[:2]), "partial", split)
+    devices = [f"/job:localhost/replica:0/task:0/device:{kind}PU:{index}" for index, kind in enumerate(kinds)]
+    monkeypatch.setattr(dataset._input_workers, "compute_devices_for_worker", lambda worker: devices)
+    assert (host_datasets._on_host(dataset) is not dataset) == ours

@@ -158,6 +158,33 @@ def test_the_users_cross_device_ops_are_used(make, where):
     assert used == [1]
 
 
+MIXED = (tf.float32, tf.float16, tf.float64, tf.int32, tf.bfloat16, tf.int64, tf.float32)
+
+
+def sums_of(dtypes):
+    i = context().replica_id_in_sync_group
+    return context().all_reduce("sum", [tf.fill([3], tf.cast(i, dtype)) for dtype in dtypes])
+
+
+def test_values_of_many_dtypes_are_summed_by_operations_that_pack_values():
+    """As NCCL's do, which GPUs have. TensorFlow packs the values of a batch into one tensor."""
+    strategy = MirroredStrategy(names(4), tf.distribute.HierarchicalCopyAllReduce())
+    result = strategy.run(tf.function(sums_of), args=(MIXED,))
+    for replica in strategy.experimental_local_results(result):
+        assert [(value.dtype, value.numpy().tolist()) for value in replica] == [(dtype, [6] * 3) for dtype in MIXED]
+
+
+def test_on_gpus_nccl_sums_what_it_can_in_one_pack_for_each_dtype():
+    """The graph alone: the op has no kernel for CPUs."""
+    strategy = MirroredStrategy(names(2), tf.distribute.NcclAllReduce())
+    graph = tf.function(lambda: strategy.run(sums_of, args=(MIXED,))).get_concrete_function().graph
+    summed = [op for op in graph.get_operations() if op.type == "NcclAllReduce"]
+    packs = {(op.inputs[0].dtype, op.inputs[0].shape[0]) for op in summed}
+    assert packs == {(tf.float32, 6), (tf.float16, 3), (tf.float64, 3), (tf.int64, 3)}
+    assert len(summed) == 2 * len(packs)
+    assert {op.inputs[0].dtype for op in graph.get_operations() if op.type == "AddN"} == {tf.int32, tf.bfloat16}
+
+
 # Devices.
 
 

@@ -4,16 +4,21 @@ No TPU is here, so each send and receive is made a custom call of the CPU again,
 what is sent on the channels of a call goes to the function that jaxlib would call, and what it returns is received.
 """
 
+import itertools
 import re
+from inspect import signature
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 import tensorflow as tf
+from jax._src.callback import _aval_to_xla_shape, _emit_tpu_python_callback
 
 import replica_engine
 from replica_engine import xla
 from replica_engine.pjrt import executable, host_transfers
-from replica_engine.pjrt.jaxlib import Shape, ir, make_cpu_client
+from replica_engine.pjrt.jaxlib import VERSION, Shape, ir, make_cpu_client, make_ir_context
 from replica_engine.pjrt.markers import expand_markers
 
 
@@ -179,6 +184,57 @@ def test_a_call_that_fails_leaves_variables_as_they_were():
     with pytest.raises(OSError, match="the disk is full"):
         strategy.run(step, args=(2.0,))
     assert total.numpy() == 2.0
+
+
+ONE_CALL = """
+module @replica_body {
+  func.func @main(%arg0: tensor<i64>, %arg1: tensor<2x3xf32>) -> tensor<i64> {
+    %0:2 = stablehlo.custom_call @replica_engine.host_call(%arg0, %arg1) {backend_config = "{\\22index\\22: 0}",
+      has_side_effect = true} : (tensor<i64>, tensor<2x3xf32>) -> (tensor<i64>, tensor<4xi1>)
+    return %0#0 : tensor<i64>
+  }
+}
+"""
+
+
+def comparable(module):
+    # Earlier versions of jax give a channel the name of the function, which nothing reads.
+    return str(module) if VERSION >= (0, 10) else re.sub(r'(_xla_host_transfer_\w+) = "[^"]*"', r"\1", str(module))
+
+
+def test_the_transfers_are_those_of_jaxs_own_callbacks_on_tpus():
+    ours = expand_markers(ONE_CALL, "tpu")
+    channels = itertools.count(min(on_channels(ours)))
+    context = SimpleNamespace(
+        module_context=SimpleNamespace(
+            new_channel=lambda: next(channels), add_host_callback=lambda _: None, aval_to_ir_types_cache={}
+        )
+    )
+    with make_ir_context(), ir.Location.unknown():
+        jaxs = ir.Module.parse(ONE_CALL)
+        (main,) = jaxs.body.operations
+        call, end = main.regions[0].blocks[0].operations
+        taken = [jax.core.ShapedArray([], np.int64), jax.core.ShapedArray([2, 3], np.float32)]
+        given = [jax.core.ShapedArray([], np.int64), jax.core.ShapedArray([4], np.bool_)]
+        with ir.InsertionPoint(call), jax.enable_x64(True):
+            results, _ = _emit_tpu_python_callback(
+                *(make_cpu_client(), context, lambda *arrays: arrays, None),
+                *(list(call.operands), taken, [_aval_to_xla_shape(each) for each in taken]),
+                *(given, [_aval_to_xla_shape(each) for each in given]),
+                **{
+                    name: False
+                    for name in ("returns_token",)
+                    if name in signature(_emit_tpu_python_callback).parameters
+                },
+            )
+        end.operands[0] = results[0]
+        call.operation.erase()
+        assert comparable(ours) == comparable(jaxs)
+
+
+def test_on_gpus_the_call_has_the_form_that_runs_on_cpus_and_another_name():
+    of_cpu, of_gpu = (str(expand_markers(ONE_CALL, platform)) for platform in ("cpu", "gpu"))
+    assert of_gpu == of_cpu.replace("@xla_ffi_python_cpu_callback", "@xla_ffi_python_gpu_callback") != of_cpu
 
 
 FUNCTION_CALLED_TWICE = """

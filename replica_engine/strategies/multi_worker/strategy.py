@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -18,7 +17,7 @@ from replica_engine.strategies.multi_worker import job
 from replica_engine.strategies.multi_worker.launches import Launches, check_mode, of_batches, of_variable
 from replica_engine.strategies.multi_worker.reduction import WorkerReduction
 from replica_engine.strategies.multi_worker.saving import Saving, let_the_chief_write
-from replica_engine.strategies.reductions import Reductions
+from replica_engine.strategies.reductions import Reductions, by_dtype
 from replica_engine.strategies.validation import check_seconds
 from replica_engine.threads.call import ReplicaOptions
 from replica_engine.threads.cpu_reduction import CpuReduction
@@ -48,7 +47,7 @@ class _Compared:
     @reduces_rows
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
         results: list[Any] = [None] * len(value_destination_pairs)
-        for indices in _by_dtype(value for value, _ in value_destination_pairs):
+        for indices in by_dtype(value for value, _ in value_destination_pairs):
             batch = [value_destination_pairs[index] for index in indices]
             with self._doing("reduce", reduce_op):
                 reduced = super()._batch_reduce_to(reduce_op, batch, options)  # type: ignore[misc]
@@ -220,15 +219,6 @@ class MultiWorkerMirroredStrategy(OnReplicaThreads, tf.distribute.MultiWorkerMir
     def num_hosts(self) -> int:
         """The number of workers: processes that run the replicas together."""
         return int(self.extended.num_hosts)
-
-
-def _by_dtype(values: Iterable[Any]) -> list[list[int]]:
-    """The places of values of each dtype: TensorFlow packs a batch into one tensor, and fails at two dtypes."""
-    places: dict[Any, list[int]] = {}
-    for place, value in enumerate(values):
-        first = value.values[0] if isinstance(value, distribute.DistributedValues) else value
-        places.setdefault((type(first) is tf.IndexedSlices, tf.as_dtype(first.dtype)), []).append(place)
-    return list(places.values())
 
 
 def _devices() -> tuple[str, int]:
