@@ -14,6 +14,9 @@ FOR_GIVEN_UP = "waiting for a program that was given up"
 FOR_ITS_TURN = "waiting for its turn on the devices"
 """The state of a coordinator while another program runs on the devices."""
 
+NOT_STARTED, FINISHED = "not started", "finished"
+"""The states of a replica that has not begun, and that has ended well."""
+
 FOR_BATCH = "waiting for the next batch"
 """The state of a coordinator between two launches of a device loop."""
 
@@ -33,6 +36,8 @@ class ReplicaRow:
         stack: the stack of its thread, if the thread runs Python; "" otherwise.
         points: the kind of its sync points: "merge call"; "host call" in a compiled program; "step" between
             launches of a device loop.
+        iteration: in a loop of a `tf.function`, how many steps of this call the replica has begun; None elsewhere.
+        waits: the ops of a traced step in which it may be waiting, with their lines.
     """
 
     replica: int
@@ -44,6 +49,8 @@ class ReplicaRow:
     seconds: float | None = None
     stack: str = ""
     points: str = "merge call"
+    iteration: int | None = None
+    waits: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -52,7 +59,9 @@ class ReplicaRow:
 
     def __str__(self) -> str:
         where = f", last: {self.where}" if self.where else ""
-        return f"{self.name}: {self.state}{_for(self.seconds)}; {count_of(self.merge_calls, self.points)}{where}"
+        step = "" if self.iteration is None else f" in iteration {self.iteration}"
+        points = count_of(self.merge_calls, self.points)
+        return f"{self.name}: {self.state}{_for(self.seconds)}{step}; {points}{where}"
 
 
 @dataclass(frozen=True)
@@ -165,7 +174,7 @@ def slow_program(
     )
 
 
-_MOST_MEETINGS = 10
+_MOST_MEETINGS, _MOST_WAITS = 10, 4
 _TOGETHER = (
     "Its replicas may wait for each other: every replica must reach the same cross-replica operations, so a branch on "
     "the replica id must not contain one."
@@ -200,13 +209,36 @@ def slow_compile(name: str, replicas: int, seconds: float) -> str:
     )
 
 
-def slow_function(name: str, seconds: float, coordinator: CoordinatorRow) -> str:
-    """The warning that a `tf.function` around a run has not returned for a long time."""
-    return (
-        f"The tf.function `{name}` has not returned for {seconds:.3g} s:\n{table([], coordinator, stacks=True)}\n"
-        "A step that is traced runs inside TensorFlow, where this library cannot watch it. If the step should not take "
-        "so long, one of its ops may be waiting for a dataset, or for another function that needs the same threads."
-    )
+def slow_function(
+    name: str,
+    seconds: float,
+    rows: Sequence[ReplicaRow],
+    coordinator: CoordinatorRow,
+    limit: float | None = None,
+    earlier: Sequence[str] = (),
+) -> str:
+    """The warning that a `tf.function` around a run has not returned, or that no replica in it got on, for a long time.
+
+    `limit` is `timeout=`. `earlier` names the functions that were given up before and still run.
+    """
+    if any(row.iteration is not None for row in rows):
+        said = f"The tf.function `{name}` has made no progress for {seconds:.3g} s"
+    else:
+        said = f"The tf.function `{name}` has not returned for {seconds:.3g} s"
+    then = "with timeout= of the strategy such a wait raises an error"
+    if limit is not None:
+        then = f"after {limit:g} s (timeout=) the wait raises an error"
+    if not rows:
+        then = f"The graph has no marks (marks=), so its replicas cannot be shown. Ctrl-C ends the step; {then}"
+    elif all(row.state == NOT_STARTED for row in rows):
+        then = (
+            "No replica has begun: TensorFlow optimizes the graph in the first call, or the graph waits for a batch or "
+            "for what is computed before the run"
+        )
+    else:
+        then = f"Ctrl-C ends the step; {then}"
+    still = "".join(f"\n{each} was given up earlier, still runs, and holds a thread of TensorFlow." for each in earlier)
+    return f"{said}:\n{table(rows, coordinator, stacks=True)}\n{then}.{still}"
 
 
 def table(rows: Iterable[ReplicaRow], coordinator: CoordinatorRow | None = None, stacks: bool = False) -> str:
@@ -215,6 +247,10 @@ def table(rows: Iterable[ReplicaRow], coordinator: CoordinatorRow | None = None,
     if coordinator is not None:
         every.append(coordinator)
     lines = [f"  {row}" for row in every]
+    for each in every:
+        if isinstance(each, ReplicaRow) and each.waits:
+            shown = [*each.waits[:_MOST_WAITS], *(["..."] if len(each.waits) > _MOST_WAITS else [])]
+            lines.append(f"{each.name} may be waiting in {', '.join(shown)}")
     if stacks:
         lines += [f"Stack of {row.name}:\n{row.stack.rstrip()}" for row in every if row.stack]
     return "\n".join(lines)

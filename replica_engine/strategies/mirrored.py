@@ -117,8 +117,8 @@ class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):
             that do large eager work. Such functions must protect the Python state that replicas share. While a
             function still creates variables, replica 0 goes first.
         timeout: the seconds that a replica may take to reach its next sync point, and that a merge function may take
-            to return, before `run` raises ReplicaTimeoutError. None waits without a limit. The limit applies to eager
-            code and to tracing; a traced step runs inside TensorFlow, where the engine cannot observe it.
+            to return, before `run` raises ReplicaTimeoutError. None waits without a limit. It applies to eager code, to
+            tracing, and to the steps of a `tf.function`, which are cancelled (`docs/howto/debug_a_hang.md`).
         warn_after: the seconds after which a warning is logged, with a table of where each replica stands; the
             warning repeats at the same interval. None takes the value of the environment variable
             REPLICA_ENGINE_WARN_AFTER, or 30 if it is not set.
@@ -126,11 +126,15 @@ class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):
             "full" is what TensorFlow is set to do. "light" leaves out passes that do not make a step on CPUs faster,
             and makes the first step much faster. "off" makes the first step faster still, and later steps slower.
             None is "light" on CPUs and "full" elsewhere. Options set with `tf.config.optimizer` stay as they are.
+        marks: whether a `tf.function` in which the replicas run notes, as it runs, when each replica comes to each
+            sync point. Warnings, errors and timelines then show the replicas of such a step as they show those of eager
+            code, and a step that is cancelled has made each update on all replicas or on none. A mark takes about 2 us.
+            None is True on CPUs and False elsewhere.
 
     Raises:
         DeviceError: a device does not exist, is named twice, or is of another kind than the rest; or
             `cross_device_ops` is not a `tf.distribute.CrossDeviceOps`.
-        ReplicaValueError: `concurrent` is not True or False, or `graph_optimizer` is none of its values.
+        ReplicaValueError: `concurrent` or `marks` is not True or False, or `graph_optimizer` is none of its values.
         ValueError: `timeout` or `warn_after` is not positive.
 
     Example:
@@ -155,9 +159,10 @@ class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):
         timeout: float | None = None,
         warn_after: float | None = None,
         graph_optimizer: str | None = None,
+        marks: bool | None = None,
     ):
         check_seconds(timeout=timeout, warn_after=warn_after)
-        check_flags(concurrent=concurrent)
+        check_flags(concurrent=concurrent, **({} if marks is None else {"marks": marks}))
         check_choice("graph_optimizer", graph_optimizer, calls.LEVELS)
         if cross_device_ops is not None and not isinstance(cross_device_ops, tf.distribute.CrossDeviceOps):
             raise DeviceError.no_cross_device_ops(cross_device_ops)
@@ -170,6 +175,7 @@ class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):
             timeout=options.timeout if timeout is None else timeout,
             warn_after=options.warn_after if warn_after is None else warn_after,
             graph_optimizer=graph_optimizer or options.graph_optimizer,
+            marks=options.marks if marks is None else marks,
         )
         # Not the parent's __init__: it would make TensorFlow's own extended half.
         tf.distribute.Strategy.__init__(self, extended)

@@ -81,6 +81,8 @@ class Watch:
         expire: called when the watch expires, and again after each further `timeout`, with the seconds that the
             operation has taken. The watchdog calls it on its thread, so it must be quick.
         of_workers: whether the description has the rows of the other workers already; see `describe_workers`.
+        progress: called when the watch is due; returns when the operation last showed progress, in seconds of
+            `time.perf_counter`, as if `beat` had been called then.
 
     Attributes:
         since: when the wait began, in seconds of `time.perf_counter`; `beat` sets it to the current time when the
@@ -88,7 +90,17 @@ class Watch:
         expired: how often the watch has expired.
     """
 
-    __slots__ = ("_describe", "_expire", "_of_workers", "_said", "_timeout", "_warn_after", "expired", "since")
+    __slots__ = (
+        "_describe",
+        "_expire",
+        "_of_workers",
+        "_progress",
+        "_said",
+        "_timeout",
+        "_warn_after",
+        "expired",
+        "since",
+    )
 
     def __init__(
         self,
@@ -97,8 +109,10 @@ class Watch:
         timeout: float | None = None,
         expire: Callable[[float], None] | None = None,
         of_workers: bool = False,
+        progress: Callable[[], float] | None = None,
     ):
         self._describe = describe
+        self._progress = progress
         self._of_workers = of_workers
         self._warn_after = WARN_AFTER if warn_after is None else warn_after
         self._timeout = timeout
@@ -114,7 +128,11 @@ class Watch:
 
     def __exit__(self, kind: object, error: BaseException | None, frames: TracebackType | None) -> None:
         _watchdog.remove(self)
-        self._describe, self._expire = _nothing, None  # the watchdog may refer to this watch until its next check
+        self._describe, self._expire, self._progress = (
+            _nothing,
+            None,
+            None,
+        )  # the watchdog may refer to this watch until its next check
 
     @property
     def waited(self) -> float:
@@ -136,6 +154,9 @@ class Watch:
         Returns:
             When the watch is due next, in seconds of `time.perf_counter`.
         """
+        progress = self._progress
+        if progress is not None:
+            self.since = max(self.since, progress())
         since = self.since  # read once: `beat` on another thread may change it meanwhile
         waited = time.perf_counter() - since
         said_since, times = self._said

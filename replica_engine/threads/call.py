@@ -21,22 +21,21 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import distribute, quick_scopes, thread_state
-from replica_engine._tf.graphs import autograph, calls, control_flow, function, made_ops
+from replica_engine._tf.graphs import autograph, calls, control_flow, function, made_ops, marks
 from replica_engine.diagnostics.failed_run import note_failed_run
 from replica_engine.diagnostics.flight_record import SyncPointRecord, SyncPoints, records
 from replica_engine.diagnostics.suspicions import check_lines, note_reads, watch_results
 from replica_engine.diagnostics.tracebacks import as_raised
+from replica_engine.diagnostics.traced_calls import supervise
+from replica_engine.diagnostics.traced_places import TracedRun
 from replica_engine.diagnostics.user_frames import identity
 from replica_engine.engine import ErrandsFailed, GroupPool, Replica, Run, SyncPoint
-from replica_engine.errors import CoordinatorRow, ScopeError
+from replica_engine.errors import ScopeError
 from replica_engine.errors.base import add_note
-from replica_engine.errors.timeouts import slow_function
 from replica_engine.process import shutdown
 from replica_engine.process.fork import check_not_forked
 from replica_engine.telemetry import timeline
-from replica_engine.telemetry.stacks import stack_of
 from replica_engine.telemetry.trace_file import Track
-from replica_engine.telemetry.watchdog import Watch
 from replica_engine.threads import random_numbers
 from replica_engine.threads.agreement import assertions, check_alike
 from replica_engine.threads.context import MergeRequest, ReplicaContext
@@ -45,6 +44,7 @@ from replica_engine.threads.joint import hooks
 from replica_engine.threads.joint.attempt import Attempts, Decision
 from replica_engine.threads.joint.operator import Part
 from replica_engine.threads.lift import lift
+from replica_engine.threads.marks import StepMarks
 from replica_engine.threads.random_numbers import Draws
 from replica_engine.threads.variables import SharedVariables
 from replica_engine.values.regroup import parts, regroup, spread
@@ -132,6 +132,8 @@ class ReplicaOptions:
         context_class: the class of each replica's context.
         graph_optimizer: how much TensorFlow's graph optimizer does to a `tf.function` in which the replicas run:
             "full", "light" or "off". None is "light" on CPU devices and "full" elsewhere.
+        marks: whether a step that is traced gets marks, which tell where its replicas are while it runs. None is True
+            on CPU devices and False elsewhere.
         merging: takes the sync point where the replicas have met; what it returns is entered around the merge function.
         worker: the worker that this process is, if the job has several; records of sync points say it.
     """
@@ -141,6 +143,7 @@ class ReplicaOptions:
     warn_after: float | None = None
     context_class: type[ReplicaContext] = ReplicaContext
     graph_optimizer: str | None = None
+    marks: bool | None = None
     merging: Callable[[SyncPoint], contextlib.AbstractContextManager[None]] | None = None
     worker: int | None = None
 
@@ -155,14 +158,17 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
     read: list[weakref.ref[Any]] = []  # the trainable variables that replicas have read, if a tape is around the run
     if control_flow.outer_tapes():
         fn = _noting_reads(fn, read)
+    record = _record(strategy, devices)
+    step_marks: StepMarks | None = None
     if not state.eager:
         effects_wait = _effects_after_arguments(of_replicas, state.graph)
         thread_state.make_stacks_thread_local(state.graph)
-        around = functools.partial(_function_watched, options.warn_after)  # not the strategy: the graph outlives it
-        calls.choose(state.graph, options.graph_optimizer or _graph_optimizer(devices), around)
+        step_marks = _marks(state.graph, options, devices, record.pool.devices)
+        loops = calls.is_in_loop(state.graph)
+        traced = TracedRun(options.timeout, options.warn_after, step_marks, loops)  # not the strategy, which may go
+        calls.choose(state.graph, options.graph_optimizer or _graph_optimizer(devices), traced, supervise)
     concurrent = options.concurrent and state.eager
     variables = SharedVariables(concurrent)
-    record = _record(strategy, devices)
     known = record.creates_nothing if concurrent else set()
     written: dict[int, tuple[Any, int]] = {}
     decisions: dict[int, Decision] = {}
@@ -194,7 +200,7 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
         run = Run(
             group,
             [in_own_copy_of_context] * len(devices),
-            lambda requests: _merge(strategy, requests, run),
+            lambda requests: _merge(strategy, requests, run, step_marks),
             concurrent=concurrent,
             builds=None if source in known else lambda: variables.any,
             timeout=options.timeout,
@@ -202,7 +208,12 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
             traces=not state.eager,
         )
         try:
-            results = regroup(run(), what=f"The results of {_described(source)}")
+            if step_marks is not None:
+                step_marks.begin(of_replicas)
+            own_results = run()
+            if step_marks is not None:
+                step_marks.end(own_results)
+            results = regroup(own_results, what=f"The results of {_described(source)}")
         except BaseException as error:
             note_failed_run(error, lambda: records(group.record.rings, group.devices, options.worker), run.number)
             raise
@@ -261,15 +272,12 @@ def _check_compiled(graph: Any, devices: Sequence[str], source: Any) -> None:
         )
 
 
-def _function_watched(warn_after: float | None, name: str) -> Watch:
-    """Watches a call of a `tf.function`, because the engine observes the function only while it is traced."""
-    thread = threading.current_thread()
-
-    def describe(seconds: float) -> str:
-        row = CoordinatorRow(thread.name, "in the tf.function", seconds, stack_of(thread.ident))
-        return slow_function(name, seconds, row)
-
-    return Watch(describe, warn_after)
+def _marks(graph: Any, options: ReplicaOptions, devices: Sequence[str], names: Sequence[str]) -> StepMarks | None:
+    """The marks of a run that is about to be traced; None if it gets none."""
+    wanted = options.marks if options.marks is not None else all("CPU" in device for device in devices)
+    if not wanted or not marks.can_mark(graph) or function.is_being_compiled():
+        return None
+    return StepMarks(devices, names, calls.is_in_loop(graph))
 
 
 def _graph_optimizer(devices: Sequence[str]) -> str:
@@ -289,7 +297,9 @@ def _described(source: Any) -> str:
     return f"`{source.co_name}` ({file}:{line})"
 
 
-def _merge(strategy: tf.distribute.Strategy, requests: list[MergeRequest], run: Run) -> list[Any]:
+def _merge(
+    strategy: tf.distribute.Strategy, requests: list[MergeRequest], run: Run, step_marks: StepMarks | None
+) -> list[Any]:
     """Runs the merge function once for the requests of all replicas, on the thread that called `run`.
 
     The merge function continues where replica 0 paused: in its name scope and variable scope, and in eager mode if the
@@ -305,13 +315,19 @@ def _merge(strategy: tf.distribute.Strategy, requests: list[MergeRequest], run: 
     args = regroup([request.args for request in requests], what, "args")
     of_kwargs = [request.kwargs for request in requests]
     kwargs = regroup(of_kwargs, what, "kwargs") if any(of_kwargs) else {}
+    meeting = None
+    if step_marks is not None and not first.eager and marks.can_mark(thread_state.default_graph()):
+        meeting = step_marks.met(point, requests)
     with first.continued(requests):
         try:
             checks = [] if first.eager else assertions(point, run.replicas, [request.args for request in requests])
             merging = _options(strategy).merging
             with tf.control_dependencies(checks), merging(point) if merging else contextlib.nullcontext():
                 merged = first.merge_fn(strategy, *args, **kwargs)
-            return parts(merged, len(requests), f"the result of {point.name}")
+            results = parts(merged, len(requests), f"the result of {point.name}")
+            if meeting is not None and step_marks is not None:
+                meeting.left(results, closes=thread_state.default_graph() is not step_marks.graph)
+            return results
         except BaseException as error:
             failure = as_raised(error)
     place = f"raised in merge function {point.name}, in cross-replica context; the replicas met at {point.where}"

@@ -22,6 +22,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import func_graph, ops
+from tensorflow.python.framework.auto_control_deps import AutomaticControlDependencies
 from tensorflow.python.ops import script_ops, summary_ops_v2
 from tensorflow.python.util import tf_stack
 
@@ -51,6 +52,10 @@ _dataset = tf.distribute.OneDeviceStrategy("CPU:0").experimental_distribute_data
 
 PRIVATE = (
     Private(AtomicFunction, "_bound_context", "options of the graph optimizer for one function"),
+    Private(AutomaticControlDependencies, "run_independently", "marks that no op waits for"),
+    Private(_graph, "num_operations", "the ops that a merge function makes"),
+    Private(_op, "_get_control_flow_context", "no mark waits for an op of a loop of tf.compat.v1"),
+    Private(script_ops.FuncRegistry, "__call__", "which thread runs which Python function of a graph"),
     Private(Function, "_clone", "copying a tf.function with its options"),
     Private(tf.function(lambda: None), "_jit_compile", "leaving functions compiled for GPUs alone"),
     Private(_graph, "_variable_creator_stack", "inheriting variable creators"),

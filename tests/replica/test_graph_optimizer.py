@@ -1,7 +1,5 @@
 """How much TensorFlow's graph optimizer does to functions with replicas: `MirroredStrategy(graph_optimizer=)`."""
 
-import contextlib
-
 import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
@@ -55,31 +53,6 @@ def test_it_works_on_a_function_given_to_run(ops_left):
     assert number_of_negations(ops_left(lambda x: strategy.run(step, args=(x,)), tf.ones([3]))) == 4
 
 
-def test_functions_with_replicas_in_a_loop_are_not_watched():
-    """Such a function may be a whole epoch; one with a single step is warned of, see contract/test_timeouts.py."""
-    strategy = MirroredStrategy(DEVICES)
-
-    @tf.function
-    def steps(x):
-        for _ in tf.range(3):
-            x = tf.add_n(strategy.experimental_local_results(strategy.run(tf.negative, args=(x,))))
-        return x
-
-    def over_a_dataset(x):
-        for _ in tf.data.Dataset.range(3):
-            x = tf.add_n(strategy.experimental_local_results(strategy.run(tf.negative, args=(x,))))
-        return x
-
-    def step(x):
-        return strategy.run(tf.negative, args=(x,))
-
-    *of_loops, of_step = (tf.function(fn).get_concrete_function(tf.ones([])) for fn in (steps, over_a_dataset, step))
-    for of_loop in of_loops:
-        assert of_loop._inference_function._bound_context._around is contextlib.nullcontext
-    with of_step._inference_function._bound_context._around() as watch:
-        assert watch.waited >= 0
-
-
 def test_functions_in_which_no_replica_runs_stay_as_they_were(ops_left):
     strategy = MirroredStrategy(DEVICES, graph_optimizer="off")
     assert number_of_negations(ops_left(on_replicas(strategy), tf.ones([3]))) == 4
@@ -120,6 +93,11 @@ def test_gradients_through_a_function_are_those_of_one_device():
     assert tape.gradient(total, x).numpy().tolist() == [12.0]
 
 
+def made(own):
+    """The context of a function whose calls cannot be ended."""
+    return calls._Context(own, calls.LIGHT, lambda execute: execute(None))
+
+
 class TestContext:
     """The context of one function, around TensorFlow's."""
 
@@ -132,16 +110,16 @@ class TestContext:
 
     def test_options_that_are_set_during_the_call_stay(self, own, monkeypatch):
         others = context.FunctionCallOptions()
-        monkeypatch.setattr(own, "call_function", lambda: setattr(own, "function_call_options", others))
-        calls._Context(own, calls.LIGHT).call_function()
+        monkeypatch.setattr(own, "call_function", lambda *call: setattr(own, "function_call_options", others))
+        made(own).call_function(b"f", [], 0)
         assert own.function_call_options is others
 
     def test_otherwise_the_call_leaves_the_options_as_they_were(self, own, monkeypatch):
         before = own.function_call_options
-        monkeypatch.setattr(own, "call_function", lambda: own.function_call_options)
-        used = calls._Context(own, calls.LIGHT).call_function()
+        monkeypatch.setattr(own, "call_function", lambda *call: own.function_call_options)
+        used = made(own).call_function(b"f", [], 0)
         assert used is not before
         assert own.function_call_options is before
 
     def test_it_shows_itself_as_the_context(self, own):
-        assert repr(calls._Context(own, calls.LIGHT)) == repr(own)
+        assert repr(made(own)) == repr(own)

@@ -9,27 +9,33 @@ TensorFlow passes the options of Grappler with each call of a function, from its
 run gets a context that changes these options, and nothing else. All other functions of the process keep theirs.
 Options that the user has set with `tf.config.optimizer` always stay.
 
-The same context enters a watch around each call, because nothing else of this library runs in a step that is traced. A
-function with a loop in which replicas run is not watched: it may be a whole epoch. Of functions of all strategies,
-`batches` looks at the inputs that go whole to all replicas. Checked on TensorFlow 2.21.0.
+The same context lets `supervise` make each call, because nothing else of this library runs in a step that is traced: it
+watches the call, and can cancel it. Of functions of all strategies, `batches` looks at the inputs that go whole to all
+replicas. Checked on TensorFlow 2.21.0.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import itertools
 import sys
 import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 
 # structured_function: traces the functions of tf.data.
 from tensorflow.python.data.ops import structured_function
 
+# cancellation: ends what waits in a call of a function.
+from tensorflow.python.eager import cancellation
+
 # FunctionCallOptions: what TensorFlow passes with a call of a function; Grappler's options are a part of it.
 from tensorflow.python.eager.context import FunctionCallOptions
+
+# execute_with_cancellation: calls a function so that it can be ended.
+from tensorflow.python.eager.execute import execute_with_cancellation
 
 # from_func_graph: makes what is called of a graph that has been traced.
 from tensorflow.python.eager.polymorphic_function import atomic_function
@@ -47,12 +53,23 @@ OFF = "off"
 LEVELS = (OFF, LIGHT, FULL)
 """From the least work to the most. Where strategies of different levels share a function, the most counts."""
 
-Around = Callable[[str], contextlib.AbstractContextManager[Any]]
-"""Takes the name of a function; what it returns is entered around a call."""
+
+class Execute(Protocol):
+    """Makes a call of a function; may be called on any thread."""
+
+    def __call__(self, manager: Any) -> Any:
+        """Calls the function.
+
+        Args:
+            manager: the `CancellationManager` that can end the call; None for a call that nothing can end.
+        """
+
+
+Supervise = Callable[[Execute], Any]
+"""Makes a call, and returns what it returned."""
 
 _LEVEL = "_replica_engine_optimizer"
-_AROUND = "_replica_engine_around"
-_LOOPS = "_replica_engine_loops"
+_RUNS = "_replica_engine_traced_runs"
 _REPLICAS = "_replica_engine_replicas"
 notes = 0
 """Counts `note_replicas`. If it has changed while a function was called, replicas may run in its trace that failed."""
@@ -77,10 +94,11 @@ def install() -> None:
     @functools.wraps(original)
     def made(name: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
         function = original(name, graph, *args, **kwargs)
-        level = getattr(graph, _LEVEL, None)
-        if level is not None:
-            around = None if hasattr(graph, _LOOPS) else functools.partial(getattr(graph, _AROUND), graph.name)
-            function._bound_context = _Context(function._bound_context, level, around or contextlib.nullcontext)
+        level, runs = getattr(graph, _LEVEL, None), getattr(graph, _RUNS, None)
+        if runs is not None:
+            supervise, found = runs
+            call = supervise(graph, found)
+            function._bound_context = _Context(function._bound_context, level or FULL, call)
         batches.watch_calls(function, graph)
         return function
 
@@ -88,23 +106,33 @@ def install() -> None:
     atomic_function.from_func_graph = made
 
 
-def choose(graph: Any, level: str, around: Around) -> None:
+def choose(graph: Any, level: str | None, run: Any, supervise: Callable[[Any, Sequence[Any]], Supervise]) -> None:
     """Chooses for the function that is being traced into a graph, and for those around it.
 
     Args:
         graph: the graph in which replicas are about to run.
-        level: how much Grappler does to the functions.
-        around: makes what is entered around each call of one of them from eager code.
+        level: how much Grappler does to the functions; None leaves it to TensorFlow.
+        run: what `supervise` needs to know of these replicas.
+        supervise: takes the graph of a function and the `run` of all replicas in it; what it returns makes each call of
+            the function from eager code.
     """
     note_replicas(graph)
-    in_loop = _in_data_function()
     while isinstance(graph, FuncGraph):
-        setattr(graph, _LEVEL, max(level, getattr(graph, _LEVEL, OFF), key=LEVELS.index))
-        setattr(graph, _AROUND, around)
-        if in_loop:
-            setattr(graph, _LOOPS, True)
-        in_loop = in_loop or isinstance(graph, WhileBodyFuncGraph)
+        if level is not None:
+            setattr(graph, _LEVEL, max(level, getattr(graph, _LEVEL, OFF), key=LEVELS.index))
+        if not hasattr(graph, _RUNS):
+            setattr(graph, _RUNS, (supervise, []))
+        getattr(graph, _RUNS)[1].append(run)
         graph = graph.outer_graph
+
+
+def is_in_loop(graph: Any) -> bool:
+    """Whether a graph that is being traced is in a loop, or in a function of tf.data, which is a loop too."""
+    while isinstance(graph, FuncGraph):
+        if isinstance(graph, WhileBodyFuncGraph):
+            return True
+        graph = graph.outer_graph
+    return _in_data_function()
 
 
 def note_replicas(graph: Any) -> None:
@@ -134,24 +162,24 @@ def _in_data_function() -> bool:
     return False
 
 
+def manager() -> Any:
+    """What can end a call; None if the user's code has said what ends calls now (`CancellationManagerContext`)."""
+    return cancellation.CancellationManager() if cancellation.context() is None else None
+
+
 class _Context:
-    """TensorFlow's context, for the calls of one function: with other options for Grappler, and watched.
+    """TensorFlow's context, for the calls of one function: with other options for Grappler, and supervised.
 
     Args:
         own: the context.
         level: one of `LEVELS`.
-        around: makes what is entered around a call.
+        supervise: makes each call.
     """
 
-    def __init__(
-        self,
-        own: Any,
-        level: str,
-        around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-    ):
+    def __init__(self, own: Any, level: str, supervise: Supervise):
         self._own = own
         self._level = level
-        self._around = around
+        self._supervise = supervise
         self._given: tuple[Any, Any] | None = None
         self._changed = FunctionCallOptions()
 
@@ -161,15 +189,30 @@ class _Context:
     def __repr__(self) -> str:
         return repr(self._own)
 
-    def call_function(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls a function in eager mode. Options belong to a thread, so no other call sees these."""
+    def call_function(self, name: bytes, tensor_inputs: Sequence[Any], num_outputs: int) -> Any:
+        """Calls a function in eager mode."""
+        own = self._own
+        options = self._options(own.function_call_options)
+        place = _Place(own)
+
+        def execute(manager: Any) -> Any:
+            if manager is None or own.op_callbacks:  # a debugger of ops sees only calls that cannot be ended
+                return self._with_options(options, name, tensor_inputs, num_outputs)
+            attributes = tuple(itertools.chain(*options.as_attrs().items()))
+            outputs = execute_with_cancellation(
+                name.decode(), num_outputs, tensor_inputs, attributes, place, cancellation_manager=manager
+            )
+            return outputs or None
+
+        return self._supervise(execute)
+
+    def _with_options(self, options: FunctionCallOptions, *call: Any) -> Any:
         own, given = self._own, self._own.function_call_options
-        own.function_call_options = ours = self._options(given)
+        own.function_call_options = options  # of this thread, so no other call sees them
         try:
-            with self._around():
-                return own.call_function(*args, **kwargs)
+            return own.call_function(*call)
         finally:
-            if own.function_call_options is ours:  # else the function has set others, which must stay
+            if own.function_call_options is options:  # else the function has set others, which must stay
                 own.function_call_options = given
 
     def _options(self, given: FunctionCallOptions) -> FunctionCallOptions:
@@ -191,3 +234,14 @@ def _leave_out(options: Any, level: str) -> None:
     for name, value in _LEFT_OUT.items():
         if not getattr(options, name):  # 0 is "default" for each of them
             setattr(options, name, value)
+
+
+class _Place:
+    """What a call needs of TensorFlow's context, as the calling thread has it: the call may be made on another one."""
+
+    def __init__(self, own: Any):
+        self._handle = own._handle
+        self.device_name = own.device_name
+
+    def ensure_initialized(self) -> None:
+        """Does nothing: the context that made this is initialized."""

@@ -1,0 +1,107 @@
+"""Ops in which a graph may stand still: those that wait for something outside, and those that call Python.
+
+Checked on TensorFlow 2.21.0.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+import tensorflow as tf
+
+# script_ops: calls Python functions of graphs, each by its token.
+from tensorflow.python.ops import script_ops as _script_ops
+
+from replica_engine._tf.graphs import subgraphs
+
+PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
+"""The types of ops that call Python. TensorFlow cannot end them."""
+
+_WAITS = (
+    *PYTHON,
+    *("QueueDequeueV2", "QueueDequeueManyV2", "QueueDequeueUpToV2", "QueueEnqueueV2", "QueueEnqueueManyV2"),
+    *("IteratorGetNext", "OptionalGetValue", "MultiDeviceIteratorGetNextFromShard", "IteratorGetNextAsOptional"),
+    *("BarrierTakeMany", "Stage", "Unstage", "MapStage", "MapUnstage", "OrderedMapUnstage", "ReadFile"),
+    *("CollectiveReduceV2", "CollectiveGatherV2", "CollectiveReduceV3", "NcclAllReduce"),
+)
+"""The types of ops that may wait for something outside of the graph."""
+
+_CALLER = _script_ops.FuncRegistry.__call__.__code__
+
+
+def may_wait(op: tf.Operation) -> bool:
+    """Whether an op may wait for something outside, calls Python, or runs functions that may."""
+    return op.type in _WAITS or op.type in subgraphs.FUNCTION_ATTRIBUTES
+
+
+def python_ops(graph: Any) -> dict[str, tf.Operation]:
+    """The ops that call Python in a graph and in the functions that it runs, by their tokens."""
+    return {op.get_attr("token").decode(): op for op in _ops(graph, set()) if op.type in PYTHON}
+
+
+def calls_python(graph: Any) -> bool:
+    """Whether a graph, or a function that it runs, calls Python."""
+    for op in graph.get_operations():
+        if op.type in PYTHON or (op.type in subgraphs.FUNCTION_ATTRIBUTES and not _only_tensorflow(op)):
+            return True
+    return False
+
+
+def threads_in(tokens: Iterable[str]) -> dict[str, list[int]]:
+    """The threads that run Python functions of graphs now: their idents, by the token of the function."""
+    wanted, found = set(tokens), dict[str, list[int]]()
+    for ident, innermost in sys._current_frames().items():
+        frame: FrameType | None = innermost
+        while frame is not None:
+            if frame.f_code is _CALLER:
+                token = frame.f_locals.get("token")
+                if token in wanted:
+                    found.setdefault(token, []).append(ident)
+            frame = frame.f_back
+    return found
+
+
+def before(op: tf.Operation, passed: Iterable[tf.Operation]) -> list[tf.Operation]:
+    """The ops that may wait and that must be done before `op`, but not before the ops that are `passed`."""
+    behind = set(_needed(passed, set()))
+    return [each for each in _needed([op], behind) if each.type in _WAITS or _may_wait_inside(each)]
+
+
+def _needed(ops: Iterable[tf.Operation], seen: set[tf.Operation]) -> Iterator[tf.Operation]:
+    """Some ops and all that they need, without those that were seen."""
+    pending = list(ops)
+    while pending:
+        op = pending.pop()
+        if op in seen:
+            continue
+        seen.add(op)
+        yield op
+        pending += [each.op for each in op.inputs]
+        pending += op.control_inputs
+
+
+def _may_wait_inside(op: tf.Operation) -> bool:
+    return op.type in subgraphs.FUNCTION_ATTRIBUTES and any(each.type in _WAITS for each in _inside(op, set()))
+
+
+def _ops(graph: Any, seen: set[int]) -> Iterator[tf.Operation]:
+    for op in graph.get_operations():
+        yield op
+        yield from _inside(op, seen)
+
+
+def _inside(op: tf.Operation, seen: set[int]) -> Iterator[tf.Operation]:
+    for inner in subgraphs.functions_of(op):
+        if id(inner) not in seen:
+            seen.add(id(inner))
+            yield from _ops(inner, seen)
+
+
+def _only_tensorflow(op: tf.Operation) -> bool:
+    try:
+        return subgraphs.op_types_of_calls(op).isdisjoint(PYTHON)
+    except (tf.errors.NotFoundError, ValueError):
+        return False  # a function that the context does not know: it may call anything

@@ -1,0 +1,249 @@
+"""Calls of a `tf.function` in which replicas run: watched, and ended on Ctrl-C or when time runs out.
+
+TensorFlow runs the step, on its own threads. What this module knows of it are the marks in its graph, and the threads
+that run Python functions of it. What it can do is to start TensorFlow's cancellation: ops that wait (for a queue, an
+iterator, a transfer, a collective) and loops end then, and so the call. An op that computes ends by itself. An op that
+calls Python ends when the Python code returns: it is interrupted, and if it sleeps, abandoned.
+
+Therefore a graph that calls Python is run on another thread, which the caller can leave; other graphs run on the
+calling thread, which costs less. There, Ctrl-C reaches Python only when the call has returned. So a thread of
+`process.signals` hears of the signal at once and cancels.
+
+What must never happen:
+
+- A step that is healthy is cut off in the middle of its updates. On Ctrl-C a step gets time to end by itself, and is
+  not cancelled while its merge functions write variables, unless it stands still there; then the error says so.
+- A call returns while its own cancellation may still reach another one: each call has its own manager.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from replica_engine._tf import thread_state
+from replica_engine._tf.graphs import calls, waiting
+from replica_engine.diagnostics.traced_places import TracedRun, Whereabouts
+from replica_engine.engine import ReplicaThread
+from replica_engine.errors import ReplicaTimeoutError, ReplicaUnwound
+from replica_engine.errors.base import add_note
+from replica_engine.errors.threads import note_abandoned
+from replica_engine.errors.timeouts import FINISHED, NOT_STARTED, slow_function
+from replica_engine.process import interrupts, signals, threads
+from replica_engine.process.interrupts import wait_for_ever
+from replica_engine.telemetry.watchdog import Watch
+
+GRACE = 0.4  # seconds that a step has to end by itself on Ctrl-C, before it is cancelled
+WRITING_GRACE = 0.3  # seconds more, while variables are written
+UNWIND_GRACE = 0.5  # seconds that a cancelled step has to end, before it is abandoned
+_LOOK = 0.003  # seconds between two looks at a step that is about to be cancelled
+
+
+def supervise(graph: Any, runs: Sequence[TracedRun]) -> calls.Supervise:
+    """What makes the calls of a function; see `calls.choose`."""
+    return _Function(graph, runs)
+
+
+class _Function:
+    """A function in which replicas run."""
+
+    def __init__(self, graph: Any, runs: Sequence[TracedRun]):
+        self.name: str = graph.name
+        self.runs = runs
+        self.timeout = min((run.timeout for run in runs if run.timeout is not None), default=None)
+        self.warn_after = min((run.warn_after for run in runs if run.warn_after is not None), default=None)
+        self._graph = weakref.ref(graph)
+        self._calls_python: bool | None = None
+
+    @property
+    def graph(self) -> Any:
+        return self._graph()
+
+    @property
+    def calls_python(self) -> bool:
+        if self._calls_python is None:
+            self._calls_python = waiting.calls_python(self.graph)
+        return self._calls_python
+
+    def __call__(self, execute: calls.Execute) -> Any:
+        return _Call(self)(execute)
+
+
+class _Call:
+    """One call of the function."""
+
+    def __init__(self, function: _Function):
+        self._function = function
+        self._places = Whereabouts(function.runs)
+        self._manager = calls.manager()
+        self._late: ReplicaTimeoutError | None = None
+        self._cancelled = self._is_over = False
+        self._woken: threading.Event | None = None  # the call has ended, or time has run out
+
+    def __call__(self, execute: calls.Execute) -> Any:
+        function = self._function
+        watches = []
+        if self._places.marked or not self._places.loops:  # a loop without marks may be a whole epoch
+            watches.append(Watch(self._describe, function.warn_after, progress=self._places.moved))
+            if function.timeout is not None and self._manager is not None:
+                limit = Watch(_say_nothing, _NEVER, function.timeout, self._expire, progress=self._places.worked)
+                watches.append(limit)
+        for watch in watches:
+            watch.__enter__()
+        try:
+            if function.calls_python and self._can_be_left():
+                return self._apart(execute)
+            return self._here(execute)
+        finally:
+            self._is_over = True
+            for watch in reversed(watches):
+                watch.__exit__(None, None, None)
+
+    def _can_be_left(self) -> bool:
+        return self._manager is not None and (self._function.timeout is not None or interrupts.reach_this_thread())
+
+    def _here(self, execute: calls.Execute) -> Any:
+        """Makes the call on this thread."""
+        try:
+            if self._manager is None:
+                return execute(None)
+            with signals.heard_at_once(self._interrupt):
+                return execute(self._manager)
+        except BaseException as error:
+            self._is_over = True
+            if self._late is not None:
+                self._say_what_was_updated(self._late)
+                raise self._late from None
+            if self._cancelled:  # Ctrl-C; Python's own handler may have come before, or comes now
+                interrupt = error if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt()
+                self._say_what_was_updated(interrupt)
+                if interrupt is error:
+                    raise
+                raise interrupt from None
+            raise
+
+    def _apart(self, execute: calls.Execute) -> Any:
+        """Makes the call on another thread, which this one leaves if it does not come back."""
+        woken = self._woken = threading.Event()
+        done = threading.Event()
+        outcome: list[Any] = []
+        failures: list[BaseException] = []
+        policy = thread_state.device_policy()
+
+        def work() -> None:
+            try:
+                with thread_state.enter_device_policy(policy):
+                    outcome.append(execute(self._manager))
+            except BaseException as error:
+                failures.append(error)
+            finally:
+                done.set()
+                woken.set()
+
+        worker = _lent()
+        try:
+            worker.assign(work)
+            worker.should_run.set()
+            wait_for_ever(woken.wait)
+        except BaseException as error:
+            self._end(done, error, worker)
+            raise
+        if self._late is not None and not outcome:
+            self._end(done, self._late, worker)
+            if not outcome:
+                raise self._late
+        else:
+            _idle.append(worker)
+        if failures:
+            raise failures.pop()
+        return outcome.pop()
+
+    def _end(self, done: threading.Event, error: BaseException, worker: ReplicaThread) -> None:
+        """Ends the call on the other thread, or abandons it, and says so in `error`."""
+        if not self._cancelled:
+            self._cancel_between_updates(done)
+        self._interrupt_python()
+        if done.wait(UNWIND_GRACE):
+            _idle.append(worker)
+        else:
+            stuck = [row for row in self._places.stand(self._function.graph)[0] if row.stack or row.state != FINISHED]
+            note_abandoned(error, [row for row in stuck if row.stack] or stuck)
+            _abandoned.append((self._function.name, done))
+            worker.close()
+        self._is_over = True
+        self._say_what_was_updated(error)
+
+    # Ending the call.
+
+    def _interrupt(self) -> None:
+        """Ctrl-C, while the main thread is inside TensorFlow. Called on another thread."""
+        self._cancel_between_updates(None)
+
+    def _cancel_between_updates(self, done: threading.Event | None) -> None:
+        begin = time.monotonic()
+        while not (self._is_over or (done is not None and done.is_set())):
+            waited = time.monotonic() - begin
+            is_long = self._places.loops or waited > GRACE
+            if is_long and (waited > GRACE + WRITING_GRACE or not self._places.writes_now()):
+                break
+            time.sleep(_LOOK)
+        else:
+            return
+        self._cancel()
+
+    def _cancel(self) -> None:
+        self._cancelled = True
+        self._manager.start_cancel()
+
+    def _expire(self, waited: float) -> None:
+        """The time has run out. Called by the watchdog."""
+        if self._late is not None:
+            return
+        rows, coordinator = self._places.stand(self._function.graph)
+        if rows and all(row.state == NOT_STARTED for row in rows):
+            return  # the first call optimizes the graph; and waiting for a batch is not part of a step
+        self._late = ReplicaTimeoutError.after(self._function.timeout or 0.0, rows, coordinator)
+        try:
+            self._cancel()
+        finally:
+            if self._woken is not None:
+                self._woken.set()
+
+    def _interrupt_python(self) -> None:
+        """Ends Python functions of the step that run Python code; one that sleeps goes on until it wakes up."""
+        graph = self._function.graph
+        if graph is not None:
+            for idents in waiting.threads_in(waiting.python_ops(graph)).values():
+                for ident in idents:
+                    interrupts.raise_in(ident, ReplicaUnwound)
+
+    def _describe(self, waited: float) -> str:
+        function = self._function
+        rows, coordinator = self._places.stand(function.graph)
+        earlier = [f"The tf.function `{name}`" for name, done in _abandoned if not done.is_set()]
+        return slow_function(function.name, waited, rows, coordinator, function.timeout, earlier)
+
+    def _say_what_was_updated(self, error: BaseException) -> None:
+        with contextlib.suppress(Exception):  # a failure here must not hide the error itself
+            add_note(error, self._places.what_was_updated())
+
+
+def _say_nothing(waited: float) -> None:
+    """The description of a watch that only limits."""
+
+
+_NEVER = 1e9  # seconds
+_idle: list[ReplicaThread] = []  # threads for calls that may be left
+_abandoned: list[tuple[str, threading.Event]] = []  # what was given up: the function, and whether it has ended
+
+
+def _lent() -> ReplicaThread:
+    with contextlib.suppress(IndexError):
+        return _idle.pop()
+    thread = ReplicaThread("replica_engine: step")
+    threads.start(thread)
+    return thread

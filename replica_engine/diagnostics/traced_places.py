@@ -1,0 +1,168 @@
+"""Where the replicas of a call of a `tf.function` are, as far as the marks of its graph and its Python threads tell."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from replica_engine._tf.graphs import waiting
+from replica_engine.diagnostics.op_lines import user_line
+from replica_engine.errors import CoordinatorRow, ReplicaRow
+from replica_engine.errors.timeouts import FINISHED, NOT_STARTED
+from replica_engine.telemetry.stacks import stack_of
+
+
+class Updates(NamedTuple):
+    """The merges of a step that write variables, in words with their lines: those made, under way, and to come.
+
+    `own` are the ops by which replicas write variables without a merge.
+    """
+
+    made: list[str]
+    under_way: list[str]
+    to_come: list[str]
+    own: list[Any]
+
+
+class Marks(Protocol):
+    """The marks of one traced run, as `threads.marks.StepMarks` has them."""
+
+    loops: bool
+
+    def places(self, since: float) -> Sequence[Any]:
+        """Where each replica is in a call that began at `since`, in seconds since the epoch."""
+
+    def iterations(self) -> list[int]:
+        """How often each replica has begun so far, in a loop."""
+
+    def rows(self, places: Sequence[Any], counted: Sequence[int]) -> list[ReplicaRow]:
+        """The rows of a table."""
+
+    def passed(self, since: float) -> list[Any]:
+        """The ops of the marks that were reached in the current step of such a call."""
+
+    def device_of(self, op: Any) -> int | None:
+        """The replica on whose device an op is."""
+
+    def updates(self, since: float) -> Updates:
+        """Which merges have written variables in the current step of a call that began at `since`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedRun:
+    """The replicas of one run in the graph of a function.
+
+    Attributes:
+        timeout: `timeout=` of the strategy.
+        warn_after: `warn_after=` of the strategy.
+        marks: the marks of the run; None if it has none.
+        loops: whether the run is in a loop of the graph.
+    """
+
+    timeout: float | None
+    warn_after: float | None
+    marks: Marks | None
+    loops: bool
+
+
+class Whereabouts:
+    """Where the replicas of one call are.
+
+    Args:
+        runs: the runs in the graph.
+
+    Attributes:
+        loops: whether a run is in a loop.
+        marked: whether all runs have marks.
+    """
+
+    def __init__(self, runs: Sequence[TracedRun]):
+        self.loops = any(run.loops for run in runs)
+        self.marked = all(run.marks is not None for run in runs)
+        self._runs = [(run.marks, run.marks.iterations() if run.loops else []) for run in runs if run.marks is not None]
+        self._thread = threading.current_thread()
+        self._began = time.time()
+        self._offset = self._began - time.perf_counter()
+
+    def stand(self, graph: Any) -> tuple[list[ReplicaRow], CoordinatorRow]:
+        """A row for each replica that has marks, and one for the calling thread.
+
+        Args:
+            graph: the graph of the function; None if it is gone.
+        """
+        seconds = time.time() - self._began
+        coordinator = CoordinatorRow(self._thread.name, "in the tf.function", seconds, stack_of(self._thread.ident))
+        rows: list[ReplicaRow] = []
+        for marks, counted in self._runs:
+            places = marks.places(self._began)
+            own = marks.rows(places, counted)
+            rows += own if graph is None else self._with_ops(graph, marks, places, own)
+        return rows, coordinator
+
+    def _with_ops(self, graph: Any, marks: Marks, places: Sequence[Any], rows: list[ReplicaRow]) -> list[ReplicaRow]:
+        """Adds to each row the Python function that runs for the replica, or the ops in which it may wait."""
+        python = waiting.python_ops(graph)
+        for token, idents in waiting.threads_in(python).items():
+            op = python[token]
+            replica = marks.device_of(op)
+            if replica is not None and not rows[replica].stack:
+                waits = (f"the Python function at {user_line(op) or op.name}",)
+                rows[replica] = dataclasses.replace(rows[replica], stack=stack_of(idents[0]), waits=waits)
+        passed = marks.passed(self._began)
+        for replica, (row, place) in enumerate(zip(rows, places, strict=True)):
+            if row.stack or place.next is None or place.is_waiting:
+                continue
+            found = waiting.before(place.next.op, passed)
+            lines = dict.fromkeys(f"{op.type} at {user_line(op) or op.name}" for op in found)
+            rows[replica] = dataclasses.replace(row, waits=tuple(lines))
+        return rows
+
+    def moved(self) -> float:
+        """When a replica last came to a mark, in seconds of `time.perf_counter`; now, between two steps of a loop."""
+        return self._moved(self.loops)
+
+    def worked(self) -> float:
+        """The same for a limit, which does not count what comes before the first mark either."""
+        return self._moved(True)
+
+    def _moved(self, between_counts: bool) -> float:
+        places = [place for marks, _ in self._runs for place in marks.places(self._began)]
+        between = all(place.state.value in (NOT_STARTED, FINISHED) for place in places)
+        if places and between and between_counts and self.marked:
+            return time.perf_counter()
+        last: float = max((place.since for place in places), default=0.0)
+        return last - self._offset if last else 0.0
+
+    def writes_now(self) -> bool:
+        """Whether a merge is writing variables, perhaps."""
+        return any(marks.updates(self._began).under_way for marks, _ in self._runs)
+
+    def what_was_updated(self) -> str:
+        """Which updates of the step were made before it was cancelled, in words."""
+        if not self.marked:
+            return "The step was cancelled. It has no marks, so it is not known which of its updates were made."
+        found = [marks.updates(self._began) for marks, _ in self._runs]
+        made, torn = [each for of in found for each in of.made], [each for of in found for each in of.under_way]
+        to_come = [each for of in found for each in of.to_come]
+        own = [user_line(op) or op.name for of in found for op in of.own]
+        if torn:
+            said = "The step was cancelled while it wrote variables; perhaps some have the new values and some not: "
+            said += f"{_listed(torn)}."
+        elif made and to_come:
+            said = f"The step was cancelled. These updates were made: {_listed(made)}. Not made: {_listed(to_come)}."
+        else:
+            said = "The step was cancelled between updates: variables have the values of the last whole step."
+        if own:
+            said += f" What each replica writes on its own may be written on some and not on others: {_listed(own)}."
+        return said
+
+
+_MOST = 4  # places in a note
+
+
+def _listed(places: Sequence[str]) -> str:
+    different = list(dict.fromkeys(places))
+    return ", ".join([*different[:_MOST], *(["..."] if len(different) > _MOST else [])])

@@ -1,0 +1,288 @@
+"""Steps that are already traced: where their replicas are while they run, and how a step that stands still ends."""
+
+import logging
+import os
+import re
+import signal
+import threading
+import time
+
+import pytest
+import tensorflow as tf
+
+from replica_engine import MirroredStrategy, logical_devices
+from replica_engine.diagnostics import traced_calls
+from replica_engine.errors import ReplicaTimeoutError
+
+DEVICES = logical_devices(4)
+HERE = "test_traced_steps.py"
+LIMIT = 0.5  # seconds
+STUCK = 2  # the replica that stands still
+
+
+@pytest.fixture
+def release():
+    """An event that ends all waits of a test."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def said():
+    """Waits for the first warning with some words, and returns its text."""
+    texts: list[str] = []
+    more = threading.Condition()
+    handler = logging.Handler(logging.WARNING)
+
+    def emit(record):
+        with more:
+            texts.append(record.getMessage())
+            more.notify_all()
+
+    handler.emit = emit  # type: ignore[method-assign]
+    logger = logging.getLogger("replica_engine")
+    logger.addHandler(handler)
+
+    def wait(words, *others):
+        def found():
+            return [text for text in texts if all(re.search(each, text) for each in (words, *others))]
+
+        with more:
+            assert more.wait_for(found, 60), texts
+            return found()[0]
+
+    yield wait
+    logger.removeHandler(handler)
+
+
+def line_of(text):
+    with open(__file__) as file:
+        return next(number for number, line in enumerate(file, start=1) if text in line)
+
+
+class Program:
+    """A step of four replicas in a `tf.function`, of which one can be made to stand still.
+
+    Args:
+        how: where it stands then: "queue" or "python" (asleep) or "busy" (in Python code).
+        loops: whether a loop in the function makes several steps.
+        release: ends the wait in Python.
+    """
+
+    def __init__(self, how, loops, release, **options):
+        self.strategy = MirroredStrategy(DEVICES, **options)
+        self.loops = loops
+        with self.strategy.scope():
+            self.weight = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
+            self.other = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
+        self.stands = tf.Variable(False)
+        self.queue = tf.queue.FIFOQueue(4, [tf.float32], [[]])
+
+        def sleep(x):
+            release.wait(120)  # sleeps
+            return x
+
+        def be_busy(x):
+            while not release.is_set():
+                pass
+            return x
+
+        waits = {
+            "queue": lambda x: self.queue.dequeue(),
+            "python": lambda x: tf.ensure_shape(tf.py_function(sleep, [x], tf.float32), []),
+            "busy": lambda x: tf.ensure_shape(tf.numpy_function(be_busy, [x], tf.float32), []),
+        }[how]
+
+        def step(x):
+            context = tf.distribute.get_replica_context()
+            total = context.all_reduce("SUM", x)
+            if tf.get_static_value(context.replica_id_in_sync_group) == STUCK:
+                total = tf.cond(self.stands, lambda: waits(total), lambda: total)
+            mean = context.all_reduce("MEAN", total)
+            self.weight.assign_add(mean, read_value=False)
+            self.other.assign_add(mean, read_value=False)
+
+        @tf.function
+        def train(x, steps):
+            for _ in tf.range(steps):
+                self.strategy.run(step, args=(x,))
+
+        @tf.function
+        def train_once(x):
+            self.strategy.run(step, args=(x,))
+
+        self._run = train if loops else train_once
+        self()
+
+    def __call__(self):
+        """Makes one step, or two in a loop."""
+        one = tf.constant(1.0)
+        self._run(one, tf.constant(2)) if self.loops else self._run(one)
+
+    def values(self):
+        """All components of both variables."""
+        of = self.strategy.experimental_local_results
+        return {float(each) for variable in (self.weight, self.other) for each in of(variable)}
+
+
+LOOPS = pytest.mark.parametrize("loops", [False, True], ids=["one step", "loop"])
+
+
+@LOOPS
+def test_the_table_names_the_replica_that_stands_still(loops, release, said):
+    program = Program("python", loops, release, warn_after=LIMIT / 2)
+    program.stands.assign(True)
+    asked = threading.Thread(target=program)
+    asked.start()
+    table = said(rf"replica {STUCK} of 4 \(CPU:{STUCK}\) may be waiting in the Python function")
+    release.set()
+    asked.join(60)
+    first, second = line_of('total = context.all_reduce("SUM", x)'), line_of('context.all_reduce("MEAN", total)')
+    step = r" in iteration 1" if loops else ""
+    for replica in range(4):
+        row = rf"replica {replica} of 4 \(CPU:{replica}\): "
+        if replica == STUCK:
+            row += rf"running for [\d.]+ s{step}; 1 merge call, last: all_reduce at .*{HERE}:{first} in step"
+        else:
+            row += rf"waiting in a merge call for [\d.]+ s{step}; 2 merge calls, last: .* at .*{HERE}:{second} in step"
+        assert re.search(row, table), table
+    assert "release.wait(120)" in table
+    assert "has made no progress" in table if loops else "has not returned" in table
+
+
+def test_an_op_that_waits_is_named(release, said):
+    program = Program("queue", False, release, warn_after=LIMIT / 2)
+    program.stands.assign(True)
+    asked = threading.Thread(target=program)
+    asked.start()
+    line = line_of("tf.cond(self.stands, lambda: waits(total)")
+    table = said(rf"replica {STUCK} of 4 .* may be waiting in If at .*{HERE}:{line} in step")
+    program.queue.enqueue(1.0)
+    asked.join(60)
+    assert len(re.findall("may be waiting in", table)) == 1, table
+
+
+@LOOPS
+@pytest.mark.parametrize("how", ["queue", "python", "busy"])
+def test_time_runs_out(how, loops, release):
+    program = Program(how, loops, release, timeout=LIMIT)
+    before = program.values()
+    program.stands.assign(True)
+    began = time.perf_counter()
+    with pytest.raises(ReplicaTimeoutError) as caught:
+        program()
+    assert time.perf_counter() - began < 30
+    states = [row.state for row in caught.value.rows]
+    assert states == ["running" if replica == STUCK else "waiting in a merge call" for replica in range(4)]
+    notes = "\n".join(caught.value.__notes__)
+    assert "variables have the values of the last whole step" in notes
+    assert ("abandoned" in notes) == (how == "python")
+    assert ("release.wait(120)" in notes) == (how == "python")
+    assert program.values() == before
+    assert len(before) == 1
+    program.stands.assign(False)
+    program()  # also while the abandoned function sleeps
+    after = program.values()
+    assert len(after) == 1
+    assert max(after) > max(before)
+    release.set()
+
+
+def test_what_was_abandoned_changes_nothing_when_it_wakes_up(release):
+    program = Program("python", False, release, timeout=LIMIT)
+    before = program.values()
+    program.stands.assign(True)
+    with pytest.raises(ReplicaTimeoutError):
+        program()
+    release.set()
+    deadline = time.monotonic() + 60
+    while not all(done.is_set() for _, done in traced_calls._abandoned):
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+    assert program.values() == before
+
+
+@LOOPS
+@pytest.mark.parametrize("how", ["queue", "python"])
+def test_ctrl_c_ends_a_step_that_stands_still(how, loops, release, said):
+    program = Program(how, loops, release, warn_after=LIMIT / 2)
+    before = program.values()
+    program.stands.assign(True)
+    pressed = []
+
+    def press():
+        said("waiting in a merge call")
+        pressed.append(time.perf_counter())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press).start()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        program()
+    assert time.perf_counter() - pressed[0] < 20  # about half a second
+    assert "variables have the values of the last whole step" in "\n".join(caught.value.__notes__)
+    assert program.values() == before
+    program.stands.assign(False)
+    program()
+    assert max(program.values()) > max(before)
+
+
+def test_ctrl_c_ends_a_loop_that_is_well_after_a_whole_step(release):
+    """A loop of a million steps, in the graph."""
+    strategy = MirroredStrategy(DEVICES[:2])
+    with strategy.scope():
+        weight, other = (tf.Variable(0, dtype=tf.int64, aggregation=tf.VariableAggregation.SUM) for _ in range(2))
+
+    def step():
+        weight.assign_add(tf.ones([], tf.int64), read_value=False)
+        other.assign_add(tf.ones([], tf.int64), read_value=False)
+
+    @tf.function
+    def train(steps):
+        for _ in tf.range(steps):
+            strategy.run(step)
+
+    train(tf.constant(1))
+
+    def press():
+        while weight.numpy() < 20:
+            threading.Event().wait(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press).start()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train(tf.constant(10_000_000))
+    values = {int(each) for variable in (weight, other) for each in strategy.experimental_local_results(variable)}
+    notes = "\n".join(caught.value.__notes__)
+    if len(values) > 1:
+        assert "while it wrote variables" in notes
+    else:
+        assert "last whole step" in notes or "while it wrote variables" in notes
+    train(tf.constant(1))
+
+
+def test_without_marks_the_table_says_so(release, said):
+    program = Program("queue", False, release, warn_after=LIMIT / 2, marks=False)
+    program.stands.assign(True)
+    asked = threading.Thread(target=program)
+    asked.start()
+    table = said("has not returned")
+    program.queue.enqueue(1.0)
+    asked.join(60)
+    assert "The graph has no marks (marks=)" in table
+    assert "replica 0" not in table
+
+
+def test_without_marks_time_runs_out_too(release):
+    program = Program("queue", False, release, timeout=LIMIT, marks=False)
+    program.stands.assign(True)
+    with pytest.raises(ReplicaTimeoutError) as caught:
+        program()
+    assert "it is not known which of its updates were made" in "\n".join(caught.value.__notes__)
+
+
+def test_a_step_that_is_well_is_not_warned_of(said, release, caplog):
+    program = Program("queue", True, release, warn_after=30.0, timeout=30.0)
+    for _ in range(5):
+        program()
+    assert not caplog.records
