@@ -92,6 +92,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
     Attributes:
         device_group: the devices that the replicas run on.
         limits: how long a launch, or a wait for other workers, may take.
+        initial_programs: the programs that make initial values of variables in parts.
     """
 
     compiles = True
@@ -118,6 +119,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         self._programs = ProgramCache(
             devices, self._in_replica_context, same_random, name=name, limits=limits, soft_placement=soft_placement
         )
+        self.initial_programs = self._programs.beside()
         host = distribute.resolve("CPU:0")
         super().__init__(strategy, [host] * devices.size, tf.distribute.ReductionToOneDevice())
 

@@ -6,21 +6,23 @@ A mirrored variable has one variable on the host; an on-read variable has one va
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf import distribute, variables
 from replica_engine._tf.graphs import xla_ops
 from replica_engine._tf.keras import layouts
-from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.partitions import WHOLE, Axes
 from replica_engine.strategies.backend import HostSide
-from replica_engine.strategies.tpu import workers
+from replica_engine.strategies.tpu import initial_parts, workers
 from replica_engine.strategies.tpu.distribution import Distribution, Made
 from replica_engine.values import seeds
-from replica_engine.xla.state import initial_values
+from replica_engine.xla.state import host_memory, initial_values
 from replica_engine.xla.state.device_value import DeviceValue, Spread, axes_of
 from replica_engine.xla.state.host_variable import HostVariable
 
@@ -119,6 +121,12 @@ def create(
     devices: DeviceGroup = strategy.extended.device_group
     name = kwargs.get("name") or "Variable"
     spread = seeds.states if name.endswith(_KERAS_SEED) and not same_random else None
+    early = None if distribution is None else _known_early(distribution, name, kwargs)
+    array = None if early is None else _made_in_parts(strategy.extended, early, kwargs)
+    if array is not None:
+        assert early is not None, "its axes are known"
+        stand_in = host_memory.zeros(early.shape, np.dtype(early.dtype.as_numpy_dtype))
+        kwargs = {**kwargs, "initial_value": lambda: stand_in}
 
     def components(**kwargs: Any) -> list[Any]:
         on_read = kwargs["synchronization"] == tf.VariableSynchronization.ON_READ
@@ -132,31 +140,76 @@ def create(
     variable = distribute.create_variable(strategy, components, MirroredDeviceVariable, OnReadDeviceVariable, kwargs)
     if devices.member is not None:
         workers.start_from_chief(name, variable._values, devices, strategy.extended.limits)
-    axes = WHOLE if distribution is None else _axes(distribution, name, variable)
-    strategy.extended.note_device_value(make_device_value(variable._values, devices, spread, axes))
+    axes = WHOLE
+    if early is not None:
+        axes = early.axes
+    elif distribution is not None and variable.shape.is_fully_defined():
+        axes = _axes(distribution, name, tuple(variable.shape), variable.dtype)
+    strategy.extended.note_device_value(make_device_value(variable._values, devices, spread, axes, array))
     return variable
 
 
-def _axes(distribution: Distribution, name: str, variable: Any) -> Axes:
-    """How a variable is divided over the devices of a replica."""
-    made, reference = layouts.being_made()
-    path, layout = (_plain(name), None) if made is None else (made.path, getattr(made, "_layout", None))
-    of_reference = None
-    if reference is not None:
-        of_reference = axes_of(layouts.handle_of(reference), distribution.mesh)
-    if not variable.shape.is_fully_defined() or xla_ops.is_host_only(variable.dtype):
-        return WHOLE
-    return distribution.axes_of(Made(path, tuple(variable.shape), variable.dtype.size, layout, of_reference))
+def make_device_value(
+    values: Any, devices: DeviceGroup, spread: Spread | None, axes: Axes = WHOLE, array: Array | None = None
+) -> DeviceValue:
+    """Makes the device value of a distributed variable, and gives its host variables access to that device value.
 
-
-def make_device_value(values: Any, devices: DeviceGroup, spread: Spread | None, axes: Axes = WHOLE) -> DeviceValue:
-    """Makes the device value of a distributed variable, and gives its host variables access to that device value."""
+    Args:
+        values: the variable on the host for each replica.
+        devices: the devices.
+        spread, axes: as for `DeviceValue`.
+        array: the value, if the devices have it already; then what the host has only has its shape.
+    """
     unique = list({id(value): value for value in values}.values())
     device_value = DeviceValue([variables.raw_handle(value) for value in unique], devices, spread, axes)
     for replica, value in enumerate(unique):
         HostVariable.adopt(value, device_value, replica)
-    device_value.leave_pool()
+    if array is None:
+        device_value.leave_pool()
+    else:
+        device_value.begin_with(array)
     return device_value
+
+
+class _Early(NamedTuple):
+    """What is known of a variable before it is made."""
+
+    shape: tuple[int, ...]
+    dtype: tf.DType
+    axes: Axes
+
+
+def _known_early(distribution: Distribution, name: str, kwargs: dict[str, Any]) -> _Early | None:
+    shape, dtype = kwargs.get("shape"), kwargs.get("dtype")
+    making = layouts.being_made().variable
+    if making is not None and callable(kwargs.get("initial_value")):
+        shape = making.shape
+    shape = tf.TensorShape(shape)
+    if dtype is None or not shape.is_fully_defined():
+        return None
+    dtype = tf.dtypes.as_dtype(dtype)
+    return _Early(tuple(shape), dtype, _axes(distribution, name, tuple(shape), dtype))
+
+
+def _axes(distribution: Distribution, name: str, shape: tuple[int, ...], dtype: tf.DType) -> Axes:
+    """How a variable is divided over the devices of a replica."""
+    if xla_ops.is_host_only(dtype):
+        return WHOLE
+    made, reference = layouts.being_made()
+    path, layout = (_plain(name), None) if made is None else (made.path, getattr(made, "_layout", None))
+    like = None if reference is None else axes_of(layouts.handle_of(reference), distribution.mesh)
+    return distribution.axes_of(Made(path, shape, dtype.size, layout, like))
+
+
+def _made_in_parts(extended: Any, early: _Early, kwargs: dict[str, Any]) -> Array | None:
+    """The initial value of a large divided variable on the devices; None if the host makes it."""
+    value = kwargs.get("initial_value")
+    is_large = early.dtype.size * math.prod(early.shape) >= initial_parts.LARGE
+    alone = extended.device_group.member is None and not tf.inside_function()
+    if early.axes == WHOLE or not is_large or not alone or not callable(value):
+        return None
+    value = initial_parts.InitialValue(value, early.dtype, early.axes)
+    return initial_parts.made(extended.initial_programs, value, early.shape)
 
 
 def _listed(variable: MirroredDeviceVariable, shown: Callable[[Any], str]) -> str:

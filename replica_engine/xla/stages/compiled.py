@@ -104,6 +104,20 @@ class Compiled:
         Returns:
             A function that waits for the results, and returns what `run` does.
         """
+        launch, results = self._launched(slots, captured, feed)
+
+        def columns() -> list[Column]:
+            return self._columns_of(launch, results, as_arrays)
+
+        return columns
+
+    def arrays(self) -> list[Array]:
+        """Runs a program without arguments. Returns its results where they are, on the devices."""
+        return self._launched([], None, None)[1]
+
+    def _launched(
+        self, slots: Sequence[Sequence[np.ndarray]], captured: Sequence[np.ndarray] | None, feed: InputQueue | None
+    ) -> tuple[Launch, list[Array]]:
         count("launches")
         self.program.body.last_program = self._myself
         program, put, on_host = self.program, self.devices.put, None
@@ -123,12 +137,7 @@ class Compiled:
             return _Execution(self.executable, given, self._stores, program.donates, self._patience)
 
         launch = Launch(program, self.devices, feed, on_host)
-        results = launch(prepare)
-
-        def columns() -> list[Column]:
-            return self._columns_of(launch, results, as_arrays)
-
-        return columns
+        return launch, launch(prepare)
 
     def _columns_of(self, launch: Launch, results: list[Array], as_arrays: bool) -> list[Column]:
         program = self.program

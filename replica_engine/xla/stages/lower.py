@@ -25,7 +25,7 @@ from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.host_transfers import UntransferableError
 from replica_engine.pjrt.lowered_module import LoweredModule, UnreadableModule, read
-from replica_engine.pjrt.partitions import WHOLE, Layout, with_layout
+from replica_engine.pjrt.partitions import WHOLE, Axes, Layout, with_layout
 from replica_engine.pjrt.plans import rehearsal
 from replica_engine.pjrt.plans.absent import compile_absent
 from replica_engine.pjrt.plans.plan import Plan
@@ -347,10 +347,11 @@ def _layout(
     lead = getattr(traced.fn, "stacked", 0)
     batches = [mesh.of_batch(slot.shape, lead) for index, slot in enumerate(slots) if index not in traced.host_slots]
     variables = [axes_of(handle, mesh) for handle in traced.handles]
-    divided = [mesh.of_batch(shape) for shape, _ in results[:returned]]
-    divided += [variables[variable] for variable, _ in sorted(writes, key=lambda write: write[1])]
+    divided: list[Axes]
+    divided = getattr(traced.fn, "result_axes", None) or [mesh.of_batch(shape) for shape, _ in results[:returned]]
+    written = [variables[variable] for variable, _ in sorted(writes, key=lambda write: write[1])]
     arguments = [*batches, *([WHOLE] * len(traced.captured)), *variables]
-    return Layout(mesh, traced.body.size, traced.body.size > 1, tuple(arguments), tuple(divided))
+    return Layout(mesh, traced.body.size, traced.body.size > 1, tuple(arguments), (*divided, *written))
 
 
 def _check_collectives(traced: BodyGraph, module: LoweredModule) -> None:

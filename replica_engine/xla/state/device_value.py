@@ -147,6 +147,12 @@ class DeviceValue:
         """Takes over a value on the devices. The caller holds `DeviceGroup.in_flight`."""
         self.on_devices, self._lost = array, False
 
+    def begin_with(self, array: Array) -> None:
+        """Takes over the initial value from the devices; what the host has of it only has its shape."""
+        with shutdown.running(), self._devices.in_flight:
+            self.set_array(array)
+            self._free()
+
     def invalidate(self) -> None:
         """Marks the value as lost: the program that got the old one, to overwrite it, has failed."""
         self._lost, self.on_devices = True, None

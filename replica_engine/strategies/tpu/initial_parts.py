@@ -1,0 +1,59 @@
+"""Initial values that are made in parts: neither the host nor a device ever has a large variable whole.
+
+The function that makes the value becomes a program, whose result is divided like the variable. Random numbers are those
+that TensorFlow draws on the host (`random_numbers`). A value whose ops have a state is made on the host, as for every
+variable: ops with a state may draw other numbers in a program, and would run twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._tf.graphs import subgraphs
+from replica_engine.errors import ReplicaEngineError
+from replica_engine.pjrt.group import Array
+from replica_engine.pjrt.partitions import Axes
+from replica_engine.xla.signature.arguments import Arguments
+from replica_engine.xla.signature.function_spec import FunctionSpec
+from replica_engine.xla.stages.program_cache import ProgramCache
+
+LARGE = 1 << 23
+"""The bytes of a variable whose value is made in parts. A program for it takes about a tenth of a second to compile."""
+
+
+class InitialValue:
+    """The body of the program.
+
+    Args:
+        make: makes the value.
+        dtype: its dtype.
+        axes: how it is divided.
+    """
+
+    _replica_engine_where = "the initial value of a variable"
+
+    def __init__(self, make: Callable[[], Any], dtype: tf.DType, axes: Axes):
+        self._make = make
+        self._dtype = dtype
+        self.result_axes = [axes]
+
+    def __call__(self) -> tf.Tensor:
+        """Called by `trace`."""
+        return tf.convert_to_tensor(self._make(), self._dtype)
+
+
+def made(programs: ProgramCache, value: InitialValue, shape: tuple[int, ...]) -> Array | None:
+    """The value on the devices; None if it must be made on the host."""
+    try:
+        traced = programs.trace(FunctionSpec(value, autograph=False), Arguments((), {}, programs.devices.size), ())
+        graph, (output,) = traced.traced.graph, traced.traced.outputs
+        has_state = traced.traced.handles or any(map(subgraphs.is_stateful, graph.get_operations()))
+        if has_state or tuple(output.shape) != shape:
+            return None
+        compiled = traced.find([])
+    except (ReplicaEngineError, tf.errors.OpError, TypeError, ValueError):
+        return None  # the host makes it, or raises what the user should see
+    return compiled.arrays()[0]
