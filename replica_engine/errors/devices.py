@@ -52,11 +52,17 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
         return cls(f"The number of devices must be a positive int; got {shown(count)}.")
 
     @classmethod
-    def one_a_replica(cls, method: str, argument: str, given: object) -> DeviceError:
-        """The call asks for model parallelism over several devices of one replica."""
+    def no_logical_device(cls, method: str, given: object, count: int) -> DeviceError:
+        """A replica has no device of this number."""
+        return cls(f"{method} was called with logical_device_id={shown(given)}, but {_devices_of_replica(count)}")
+
+    @classmethod
+    def no_split(cls, given: object, shape: object, count: int) -> DeviceError:
+        """A tensor cannot be split so."""
         return cls(
-            f"{method} was called with {argument}={shown(given)}, but each replica has one device, number 0. Model "
-            "parallelism over several devices of one replica is not supported. Remove the call."
+            f"experimental_split_to_logical_devices was called with partition_dimensions={shown(given)} for a tensor "
+            f"of shape {shape}. Give one number for each dimension, which divides its size, with the product {count}: "
+            f"{_devices_of_replica(count)}"
         )
 
     @classmethod
@@ -90,6 +96,11 @@ class ForkedError(ReplicaEngineError, RuntimeError):
     A forked process has no threads but its own, so replicas would wait for ever. Start workers with the `spawn` method,
     or fork before the first op of TensorFlow.
     """
+
+
+def _devices_of_replica(count: int) -> str:
+    having = "one device, number 0" if count == 1 else f"{count} devices, numbers 0 to {count - 1}"
+    return f"each replica has {having}. TPUStrategy(cores_per_replica=...) says how many."
 
 
 class DistributionError(ReplicaEngineError, ValueError):

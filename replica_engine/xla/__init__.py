@@ -10,7 +10,8 @@ The modules and packages follow, from the top layer to the bottom; each imports 
 - `graph_op`: a compiled body as one op in the graph of a `tf.function`.
 - `stages`: tracing, lowering, compiling and launching a body, and the cache of programs.
 - `analysis`: what a body will do, as far as its graph tells: known values, collectives that some replicas miss.
-- `collectives`: cross-replica operations inside a body.
+- `collectives`: cross-replica operations inside a body. `constraints`: how its values are divided over the devices of a
+  replica.
 - `soft_placement`: ops of a body that XLA cannot compile run on the host.
 - `host_calls`: calls from a program to the host, `outside_compilation` among them.
 - `state`: values that stay on the devices between launches, and their host side, which is never stale.
@@ -39,6 +40,7 @@ from replica_engine.xla.collectives import (
     ppermute,
     reduce_scatter,
 )
+from replica_engine.xla.constraints import constrain
 from replica_engine.xla.host_calls.outside_compilation import outside_compilation
 from replica_engine.xla.host_calls.results import returns
 from replica_engine.xla.replicate import lower, replicate
@@ -63,6 +65,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "collective_permute",
+    "constrain",
     "counts",
     "cross_replica_sum",
     "get_tpu_system_metadata",

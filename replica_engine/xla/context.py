@@ -104,8 +104,10 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
         )
 
     def experimental_logical_device(self, logical_device_id: int) -> contextlib.AbstractContextManager[None]:
-        """As in the context of `tf.distribute.TPUStrategy`; the only device of a replica is 0."""
-        return logical_device(logical_device_id)
+        """As in the context of `tf.distribute.TPUStrategy`: names a device of the replica; XLA chooses them."""
+        body = in_body()
+        count = 1 if body is None or body.mesh is None else body.mesh.size
+        return logical_device(logical_device_id, count)
 
     @property
     def devices(self) -> list:

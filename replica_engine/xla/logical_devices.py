@@ -1,4 +1,4 @@
-"""The logical devices of a replica, of which there is one: number 0."""
+"""The logical devices of a replica: as many as it has devices, from number 0."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from replica_engine.errors import DeviceError
 
 
-def logical_device(logical_device_id: int) -> contextlib.AbstractContextManager[None]:
+def logical_device(logical_device_id: int, count: int) -> contextlib.AbstractContextManager[None]:
     """A block whose variables and ops are on a device of their replica; see `TPUFacts`.
 
     Raises:
-        DeviceError: `logical_device_id` is not 0.
+        DeviceError: a replica has no device of this number.
     """
-    check_only("experimental_logical_device", logical_device_id)
+    check("experimental_logical_device", logical_device_id, count)
     return contextlib.nullcontext()
 
 
-def check_only(method: str, logical_device_id: Any) -> None:
-    """Raises DeviceError for a logical device other than the only one."""
-    if as_int(logical_device_id) != 0:
-        raise DeviceError.one_a_replica(method, "logical_device_id", logical_device_id)
+def check(method: str, logical_device_id: Any, count: int) -> None:
+    """Raises DeviceError for a logical device that none of the `count` devices of a replica is."""
+    if not 0 <= as_int(logical_device_id) < count:
+        raise DeviceError.no_logical_device(method, logical_device_id, count)
 
 
 def as_int(value: Any) -> int:

@@ -87,8 +87,13 @@ def names(entry: Any) -> tuple[str, ...]:
 
 
 def dimensions(entries: Iterable[Any]) -> str:
-    """The axes of each dimension, as Shardy writes them."""
-    return "[" + ", ".join("{" + ", ".join(f'"{name}"' for name in names(each)) + "}" for each in entries) + "]"
+    """The axes of each dimension, as Shardy writes them. A part of an axis is "name:(before)size"."""
+
+    def quoted(name: str) -> str:
+        axis, colon, part = name.partition(":")
+        return f'"{axis}"{colon}{part}'
+
+    return "[" + ", ".join("{" + ", ".join(map(quoted, names(each))) + "}" for each in entries) + "]"
 
 
 def zero_of(element: str) -> str:

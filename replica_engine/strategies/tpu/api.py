@@ -6,7 +6,8 @@ TensorFlow's class reads the answers from a TPU system, which does not exist her
 platform:
 
 - A host is a worker, which is a process; one has all replicas, unless the job has several.
-- Each replica has one device. TensorFlow's model parallelism (several logical devices per replica) then has no effect.
+- A replica has as many logical devices as `cores_per_replica` says. XLA's partitioner, which divides the values of a
+  replica, chooses on which of them an op runs; a split of a tensor says how it is divided.
 - No embedding accelerator exists, also on real TPUs, because TensorFlow's embedding ops need TensorFlow's own TPU
   runtime. Layers that ask for one (`tensorflow_recommenders.layers.embedding.TPUEmbedding`) then do lookups with ops
   that XLA compiles.
@@ -23,8 +24,10 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute
 from replica_engine.errors import DeviceError
+from replica_engine.xla.body import in_body
+from replica_engine.xla.constraints import divided, whole
 from replica_engine.xla.graph_mode import refuses_graphs
-from replica_engine.xla.logical_devices import as_int, check_only, logical_device
+from replica_engine.xla.logical_devices import as_int, check, logical_device
 
 
 class TPUFacts:
@@ -52,12 +55,12 @@ class TPUFacts:
         return distribute.hardware_without_embeddings()
 
     def experimental_logical_device(self, logical_device_id: int) -> contextlib.AbstractContextManager[None]:
-        """Places variables and ops on a device of their replica; the only device is 0.
+        """Names a device of each replica for variables and ops. XLA's partitioner chooses the devices of both.
 
         Raises:
-            DeviceError: `logical_device_id` is not 0.
+            DeviceError: a replica has no device of this number.
         """
-        return logical_device(logical_device_id)
+        return logical_device(logical_device_id, devices_of(self))
 
 
 @refuses_graphs(
@@ -65,46 +68,60 @@ class TPUFacts:
     "experimental_replicate_to_logical_devices",
     "experimental_split_to_logical_devices",
 )
-class OneLogicalDevice:
-    """The model parallelism of `tf.distribute.TPUStrategy`, for one device per replica. Put it before that class."""
+class LogicalDevices:
+    """The model parallelism of `tf.distribute.TPUStrategy`. Put it before that class.
+
+    In a replica, these methods say how XLA divides a value over the devices of the replica. Elsewhere they return it.
+    """
+
+    extended: Any
 
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> tf.Tensor:
-        """Places a tensor on a device of its replica; the only device is 0.
+        """Names a device of the replica for a tensor. XLA's partitioner chooses the devices that compute it.
 
         Args:
             tensor: any tensor.
-            logical_device_id: 0.
+            logical_device_id: the number of the device in its replica, from 0.
 
         Returns:
             The tensor.
 
         Raises:
-            DeviceError: `logical_device_id` is not 0.
+            DeviceError: a replica has no device of this number.
         """
-        check_only("experimental_assign_to_logical_device", logical_device_id)
+        check("experimental_assign_to_logical_device", logical_device_id, devices_of(self.extended))
         return tf.identity(tensor)
 
     def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> tf.Tensor:
-        """Splits a tensor over the devices of its replica. A replica has one device, so each dimension stays whole.
+        """Splits a tensor over the devices of its replica.
 
         Args:
             tensor: any tensor.
-            partition_dimensions: the number of parts for each dimension of the tensor; each must be 1.
+            partition_dimensions: the number of parts for each dimension of the tensor. Their product is the number of
+                the replica's devices, and each divides the size of its dimension.
 
         Returns:
             The tensor.
 
         Raises:
-            DeviceError: a number of parts is not 1, or there are more or fewer numbers than dimensions.
+            DeviceError: the numbers are not such ones.
         """
         tensor = tf.convert_to_tensor(tensor)
         parts = list(map(as_int, partition_dimensions))
-        if math.prod(parts) != 1 or len(parts) != tensor.shape.rank:
-            raise DeviceError.one_a_replica(
-                "experimental_split_to_logical_devices", "partition_dimensions", partition_dimensions
-            )
-        return tf.identity(tensor)
+        count = devices_of(self.extended)
+        if min(parts, default=1) < 1 or math.prod(parts) != count or len(parts) != tensor.shape.rank:
+            raise DeviceError.no_split(partition_dimensions, tensor.shape, count)
+        if any(size is not None and size % number for size, number in zip(tensor.shape, parts, strict=True)):
+            raise DeviceError.no_split(partition_dimensions, tensor.shape, count)
+        return tf.identity(tensor) if in_body() is None else divided(tensor, parts)
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> tf.Tensor:
-        """Copies a tensor to all devices of its replica. A replica has one device, so this returns the tensor."""
-        return tf.identity(tensor)
+        """Copies a tensor to all devices of its replica. Returns the tensor."""
+        tensor = tf.convert_to_tensor(tensor)
+        return tf.identity(tensor) if in_body() is None else whole(tensor)
+
+
+def devices_of(extended: Any) -> int:
+    """The number of devices of each replica."""
+    mesh = extended.device_group.mesh
+    return 1 if mesh is None else mesh.size

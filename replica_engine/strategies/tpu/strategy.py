@@ -32,7 +32,7 @@ from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.multi_worker.saving import let_the_chief_write
 from replica_engine.strategies.reductions import Reductions
 from replica_engine.strategies.tpu import keras_steps, variables
-from replica_engine.strategies.tpu.api import OneLogicalDevice, TPUFacts
+from replica_engine.strategies.tpu.api import LogicalDevices, TPUFacts
 from replica_engine.strategies.tpu.device_loops import LoopSettings, run_steps
 from replica_engine.strategies.tpu.distribution import Distribution, read
 from replica_engine.strategies.tpu.planning import Planning
@@ -323,7 +323,7 @@ def _as_value(result: Any) -> Any:
 
 
 @refuses_graphs("reduce", "run_steps", "scope")
-class TPUStrategy(OneLogicalDevice, Planning, Gathering, tf.distribute.TPUStrategy):
+class TPUStrategy(LogicalDevices, Planning, Gathering, tf.distribute.TPUStrategy):
     """Runs a function on N devices as one compiled program: on TPUs, on GPUs, or on the CPU devices of a laptop.
 
     This class is a subclass of `tf.distribute.TPUStrategy`, so libraries that check for that class take the branch that

@@ -1,0 +1,97 @@
+"""How values inside a body are divided over the devices of a replica: XLA chooses, and a constraint says how."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._tf.graphs import autograph, gradients, xla_ops
+from replica_engine.errors import DistributionError
+from replica_engine.pjrt.markers import CONSTRAIN
+from replica_engine.pjrt.partitions import Axes, ReplicaMesh, names
+from replica_engine.values.structure import as_tensor
+from replica_engine.xla.body import current
+
+
+@autograph.artifact
+def constrain(x: Any, axes: Sequence[Any]) -> tf.Tensor:
+    """Divides a value of a body over the devices of its replica, like `jax.lax.with_sharding_constraint`.
+
+    It never changes a value. Its gradient is divided in the same way. Where a replica has one device it does nothing.
+
+    Args:
+        x: a tensor of a static shape.
+        axes: for each dimension, the name of an axis of the strategy's mesh, a tuple of names, or None: each device has
+            all of that dimension. Fewer entries than dimensions leave the last ones whole. The mesh of
+            `distribution="fsdp"` and `"zero1"` has the axis "batch".
+
+    Raises:
+        NotInBodyError: called outside a replicated body.
+        DistributionError: there are more entries than dimensions, or the mesh has no such axis, or an axis comes twice.
+
+    Example:
+        >>> import tensorflow as tf, replica_engine
+        >>> from replica_engine import xla
+        >>> strategy = replica_engine.TPUStrategy(num_cores=2, distribution="fsdp")
+        >>> def step(x):
+        ...     hidden = xla.constrain(tf.nn.relu(x), (None, "batch"))
+        ...     return tf.reduce_sum(hidden)
+        >>> float(strategy.run(step, args=(tf.ones([4, 6]),)))
+        24.0
+    """
+    mesh = current("constrain").mesh
+    tensor = as_tensor(x, "constrain")
+    entries = [None if entry is None else names(entry) for entry in axes]
+    if tensor.shape.rank is None or not tensor.shape.is_fully_defined():
+        raise DistributionError(f"constrain needs a value of a static shape; got one of shape {tensor.shape}.")
+    if len(entries) > tensor.shape.rank:
+        raise DistributionError.too_many_axes("passed to constrain", tensor.shape.as_list(), tuple(axes))
+    if mesh is None:
+        return tf.identity(tensor)
+    used = [name for entry in entries for name in entry or ()]
+    known = [name for name, _ in mesh.axes]
+    for name in used:
+        if name not in known:
+            raise DistributionError.no_such_axis("passed to constrain", name, known)
+        if used.count(name) > 1:
+            raise DistributionError(f"constrain was called with {tuple(axes)}, which has the axis {name!r} twice.")
+    return _constrained(tensor, [*entries, *[None] * (tensor.shape.rank - len(entries))])
+
+
+def divided(x: tf.Tensor, parts: Sequence[int]) -> tf.Tensor:
+    """Divides each dimension of a value into so many parts, which together are as many as the devices of a replica."""
+    mesh = current("experimental_split_to_logical_devices").mesh
+    return tf.identity(x) if mesh is None else _constrained(x, _factored(mesh, parts))
+
+
+def whole(x: tf.Tensor) -> tf.Tensor:
+    """Gives each device of a replica all of a value."""
+    mesh = current("experimental_replicate_to_logical_devices").mesh
+    return tf.identity(x) if mesh is None else _constrained(x, [None] * x.shape.rank)
+
+
+def _constrained(x: tf.Tensor, entries: Sequence[Any]) -> tf.Tensor:
+    x = tf.identity(x)  # a gradient in a branch cannot find again an outer tensor that was passed in
+    result = xla_ops.marker(CONSTRAIN, x, json.dumps({"axes": entries}), x.shape)
+    return gradients.differentiable([result], [x], lambda dy: _constrained(dy, entries))[0]
+
+
+def _factored(mesh: ReplicaMesh, parts: Sequence[int]) -> Axes:
+    """Axes, and parts of axes, of a mesh that divide each dimension into a number of parts."""
+    left = [(name, 1, size) for name, size in mesh.axes]  # of each axis: what is taken already, and what is left
+    sizes = dict(mesh.axes)
+    entries: list[Any] = []
+    for wanted in parts:
+        taken = []
+        while wanted > 1:
+            name, before, rest = next(each for each in left if math.gcd(each[2], wanted) > 1)
+            size = math.gcd(rest, wanted)
+            taken.append(name if size == sizes[name] else f"{name}:({before}){size}")
+            left[[each[0] for each in left].index(name)] = (name, before * size, rest // size)
+            wanted //= size
+        entries.append(tuple(taken) or None)
+    return tuple(entries)

@@ -1,0 +1,85 @@
+"""`xla.constrain`, and the logical devices of `tf.distribute.TPUStrategy`: how values in a step are divided."""
+
+import pytest
+import tensorflow as tf
+
+import replica_engine
+from replica_engine import xla
+from replica_engine.errors import DeviceError, DistributionError
+
+
+@pytest.fixture(params=[1, 2], ids=["one replica", "two replicas"])
+def divided(request):
+    return replica_engine.TPUStrategy(num_cores=4 * request.param, cores_per_replica=4, distribution="fsdp")
+
+
+def hlo(strategy, fn, *args):
+    return strategy.plan(fn, args).as_text()
+
+
+def test_a_constraint_divides_and_changes_nothing(divided):
+    x = tf.reshape(tf.range(24.0), [3, 8])
+
+    def step(x):
+        return tf.reduce_sum(xla.constrain(tf.sin(x), (None, "batch")) ** 2)
+
+    expected = tf.reduce_sum(tf.sin(x) ** 2)
+    for value in divided.experimental_local_results(divided.run(step, args=(x,))):
+        tf.debugging.assert_near(value, expected, rtol=1e-6)
+    assert "3,2]" in hlo(divided, step, x)
+    assert "3,2]" not in hlo(divided, lambda x: tf.reduce_sum(tf.sin(x) ** 2), x)
+
+
+def test_its_gradient_is_right_and_divided(divided):
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(xla.constrain(x, (None, "batch")) ** 3)
+        return tape.gradient(y, x)
+
+    x = tf.reshape(tf.range(24.0), [3, 8])
+    for value in divided.experimental_local_results(divided.run(step, args=(x,))):
+        tf.debugging.assert_near(value, 3 * x**2)
+
+
+def test_where_a_replica_has_one_device_it_does_nothing():
+    one = replica_engine.TPUStrategy(num_cores=1)
+    assert float(one.run(lambda x: xla.constrain(x, ("batch",))[0], args=(tf.ones([4]),))) == 1.0
+
+
+@pytest.mark.parametrize("axes", [("model",), ("batch", None, None), ("batch", "batch")])
+def test_wrong_axes_are_named(axes):
+    strategy = replica_engine.TPUStrategy(num_cores=2, distribution="fsdp")
+    with pytest.raises(DistributionError, match="model|dimensions|axes|twice"):
+        strategy.run(lambda x: xla.constrain(x, axes), args=(tf.ones([4, 4]),))
+
+
+@pytest.mark.parametrize("parts", [[4, 1], [2, 2], [1, 4]])
+@pytest.mark.parametrize("rule", [None, "fsdp"])  # a mesh of 2 x 2, and one of 4 whose only axis is split
+def test_a_tensor_is_split_to_logical_devices(parts, rule):
+    strategy = replica_engine.TPUStrategy(num_cores=8, cores_per_replica=4, distribution=rule)
+    assert strategy.num_replicas_in_sync == 2
+
+    def step(x):
+        x = strategy.experimental_split_to_logical_devices(tf.sin(x), parts)
+        y = strategy.experimental_replicate_to_logical_devices(tf.cos(x))
+        return tf.distribute.get_replica_context().all_reduce("SUM", tf.reduce_sum(y))
+
+    x = tf.reshape(tf.range(64.0), [8, 8])
+    for value in strategy.experimental_local_results(strategy.run(step, args=(x,))):
+        tf.debugging.assert_near(value, 2 * tf.reduce_sum(tf.cos(tf.sin(x))), rtol=1e-6)
+    assert f"f32[{8 // parts[0]},{8 // parts[1]}]" in hlo(strategy, step, x)
+
+
+@pytest.mark.parametrize("parts", [[4], [3, 1], [2, 1], [1, 3]])
+def test_what_is_no_split_is_refused(parts):
+    strategy = replica_engine.TPUStrategy(num_cores=3, cores_per_replica=3)
+    with pytest.raises(DeviceError, match="partition_dimensions"):
+        strategy.run(lambda x: strategy.experimental_split_to_logical_devices(x, parts), args=(tf.ones([4, 4]),))
+
+
+def test_logical_devices_have_the_numbers_of_a_replicas_devices():
+    strategy = replica_engine.TPUStrategy(num_cores=4, cores_per_replica=2)
+    assert float(strategy.run(lambda: strategy.experimental_assign_to_logical_device(tf.ones([]), 1)).values[0]) == 1
+    with pytest.raises(DeviceError, match="2 devices, numbers 0 to 1"):
+        strategy.run(lambda: strategy.experimental_assign_to_logical_device(tf.ones([]), 2))
