@@ -47,6 +47,14 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
         )
 
     @classmethod
+    def no_whole_replicas(cls, own: int, mesh: int) -> DeviceError:
+        """A worker would have parts of several replicas."""
+        return cls(
+            f"Each worker has {own} devices and each replica {mesh}. A worker must have all devices of some replicas, "
+            "or some of those of one: choose num_cores or cores_per_replica so that one number divides the other."
+        )
+
+    @classmethod
     def bad_count(cls, count: object) -> DeviceError:
         """The number of devices is not a positive int."""
         return cls(f"The number of devices must be a positive int; got {shown(count)}.")

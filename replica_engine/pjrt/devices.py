@@ -74,7 +74,11 @@ def device_group(platform: str | None = None, count: int | None = None, mesh: Re
 
 
 def group_of_job(
-    cluster: hosts.Cluster, platform: str | None, count: int | None, versions: dict[str, str]
+    cluster: hosts.Cluster,
+    platform: str | None,
+    count: int | None,
+    versions: dict[str, str],
+    mesh: ReplicaMesh | None = None,
 ) -> DeviceGroup:
     """The devices of all workers of a job; joins it, if this process has not joined it before.
 
@@ -84,6 +88,7 @@ def group_of_job(
         count: the number of devices of all workers, which all have equally many. None takes all of each; on CPU, one
             for each core.
         versions: the versions of packages that must be equal on all workers, besides those of jax and jaxlib.
+        mesh: the devices of each replica, if it has several. A worker has all devices of some, or some of one.
 
     Raises:
         DeviceError: the platform is unknown, or there are fewer devices, or the workers cannot share them evenly.
@@ -97,7 +102,9 @@ def group_of_job(
         if own > MOST_CPU_DEVICES:
             raise DeviceError.too_many(own, MOST_CPU_DEVICES)
     platform = platform_named(platform) or (None if accelerators.may_be_there() else "cpu")
-    return workers.group_of_job(cluster, platform, own, versions)
+    if mesh is not None and own is not None and own % mesh.size and mesh.size % own:
+        raise DeviceError.no_whole_replicas(own, mesh.size)
+    return workers.group_of_job(cluster, platform, own, versions, mesh)
 
 
 def platform_named(platform: str | None) -> str | None:

@@ -18,7 +18,8 @@ from replica_engine.errors import CoordinatorRow, ReplicaRow, ReplicaTimeoutErro
 from replica_engine.errors.threads import note_workers
 from replica_engine.pjrt import abandoned
 from replica_engine.pjrt.executable import Executable
-from replica_engine.pjrt.group import DeviceGroup, held_off
+from replica_engine.pjrt.group import Array, DeviceGroup, held_off
+from replica_engine.pjrt.partitions import WHOLE, Axes, Layout, with_layout
 from replica_engine.telemetry.watchdog import Watch, workers
 
 Limits = tuple[float | None, float | None]
@@ -82,6 +83,7 @@ def _run(devices: DeviceGroup, element: str, op: str, before: str, value: np.nda
 
     Ctrl-C ends each wait. It is held off between the moment when the program starts and that when its end is awaited.
     """
+    devices = devices.flat
     timeout, warn_after = limits
     what = "the chief's value" if before else "a minimum over workers"
     member, began, left = devices.member, time.perf_counter(), threading.Event()
@@ -116,6 +118,63 @@ def _run(devices: DeviceGroup, element: str, op: str, before: str, value: np.nda
             abandoned.add(devices)
             raise
         return np.array(devices.fetch(result, 0))
+
+
+_MOVE = """module @replica_body attributes {{}} {{
+  func.func public @main(%x: {type}) -> {type} {{
+    return %x : {type}
+  }}
+}}
+"""
+_ELEMENTS = {"float": "f", "bfloat": "bf", "int": "i", "uint": "ui"}
+
+
+def whole(
+    devices: DeviceGroup, array: Array, shape: tuple[int, ...], axes: Axes, limits: Limits = (None, None)
+) -> Array:
+    """A value that is divided over devices of several workers, whole on each device.
+
+    Args:
+        devices: the devices of all workers.
+        array: the value.
+        shape: its shape.
+        axes: how it is divided.
+        limits: as above.
+
+    Raises:
+        WorkersMissingError, WorkerLostError or another failure of the job.
+    """
+    member = devices.member
+    assert member is not None, "there are several workers"
+    assert devices.mesh is not None, "the value is divided"
+    what = "a variable that is divided over workers"
+    with member.watched(what, limits[1]), devices.in_flight:
+        key = devices, shape, str(array.dtype), axes
+        if key not in _programs:
+            kind = f"tensor<{''.join(f'{size}x' for size in shape)}{_element(array.dtype)}>"
+            layout = Layout(devices.mesh, devices.replicas, devices.rows, (axes,), (WHOLE,))
+            text = with_layout(_MOVE.format(type=kind), layout)
+            results = [(shape, np.dtype(array.dtype))]
+            name = f"{what}, {array.dtype}{list(shape)}", ""
+            _programs[key] = Executable(text, devices, results, name=name, limits=limits, axes=[WHOLE])
+        executable = _programs[key]
+        executable.wait_for_turn()
+        with held_off():
+            (result,) = executable.launch([array])
+            devices.running_name = what
+        executable.wait()
+        return result
+
+
+def _element(dtype: np.dtype) -> str:
+    """The name of a dtype in StableHLO."""
+    name = str(dtype)
+    if name == "bool":
+        return "i1"
+    if name.startswith("complex"):
+        return f"complex<f{int(name[7:]) // 2}>"
+    letters = name.rstrip("0123456789")
+    return f"{_ELEMENTS[letters]}{name[len(letters) :]}" if letters in _ELEMENTS else name.replace("float", "f")
 
 
 _programs: dict[tuple, Executable] = {}

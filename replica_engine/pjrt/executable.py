@@ -139,7 +139,9 @@ class Executable:
         self._devices = devices
         self.waits = not devices.has_queue or bool(host_calls) or limits[0] is not None
         self._results = len(results)
-        works_more = devices.member is not None and devices.platform == "cpu" and devices.size == 1
+        works_more = (
+            devices.member is not None and devices.platform == "cpu" and devices.size == 1 and devices.mesh is None
+        )
         client, on, options = devices.devices[0].client, DeviceList(devices.everywhere), _options(devices)
         began = time.perf_counter()
         transfers: list[HostTransfers] | None = None if devices.platform in HOST_CALL_TARGETS else []

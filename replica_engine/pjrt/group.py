@@ -232,6 +232,8 @@ class DeviceGroup:
         programs: the cache of the programs that run without a strategy, which goes with the group; None before.
         mesh: the devices of each replica, if it has several; None if each has one.
         rows: whether arrays have a row for each replica (`partitions`).
+        spans: whether a replica has devices of several workers.
+        flat: the same devices, one for each replica.
 
     **Why one program at a time on CPU.** The replicas of a program meet in its collectives, and a replica that waits
     there holds a thread of the client. With two programs in flight, the replicas of one can hold all threads while they
@@ -243,6 +245,7 @@ class DeviceGroup:
 
     mesh: ReplicaMesh | None = None
     rows = False
+    spans = False
 
     def __init__(self, platform: str, devices: tuple, everywhere: tuple | None = None, member: Member | None = None):
         self.platform = platform
@@ -265,6 +268,17 @@ class DeviceGroup:
         self.held_by = ""
         self.programs: Any = None
         self._alone: dict[int, DeviceGroup] = {}
+        self.flat = self
+
+    @property
+    def workers(self) -> int:
+        """The number of workers."""
+        return len(self.everywhere) // len(self.devices)
+
+    @property
+    def is_chiefs(self) -> bool:
+        """Whether this process is the first worker, or the only one."""
+        return self.everywhere[0] is self.devices[0]
 
     @property
     def grid(self) -> np.ndarray:
@@ -306,6 +320,10 @@ class DeviceGroup:
             shape: the shape of the value, which may be stored in a larger array.
         """
         return on_host(array._arrays[replica])  # `addressable_data` assumes that all values are equal
+
+    def is_equal(self, array: Array, replica: int, value: np.ndarray, axes: Axes) -> bool:
+        """Whether a replica of this process has a value, bit by bit."""
+        return self.fetch(array, replica).tobytes() == value.tobytes()
 
     def fetch_all(self, array: Array, shape: tuple[int, ...] | None = None) -> list[np.ndarray]:
         """All replicas' values, on the host."""

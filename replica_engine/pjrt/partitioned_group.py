@@ -23,6 +23,8 @@ class PartitionedGroup(DeviceGroup):
         member: as for `DeviceGroup`.
         rows: whether values have a row for each replica; None if there is more than one replica.
 
+    A replica may have devices of several workers. Then each of its workers runs it, with the same arguments.
+
     Attributes:
         mesh: the devices of one replica.
         rows: whether values have a row for each replica.
@@ -41,11 +43,14 @@ class PartitionedGroup(DeviceGroup):
     ):
         super().__init__(platform, devices, everywhere, member)
         self.mesh = mesh
-        self.size //= mesh.size
+        self.flat = DeviceGroup(platform, devices, everywhere, member)
+        self.spans = self.size < mesh.size
+        self.size = max(1, self.size // mesh.size)
         self.replicas //= mesh.size
         self.first //= mesh.size
         self.rows = self.replicas > 1 if rows is None else rows
-        own = [self.names[index * mesh.size : (index + 1) * mesh.size] for index in range(self.size)]
+        each = len(devices) // self.size
+        own = [self.names[index * each : (index + 1) * each] for index in range(self.size)]
         self.names = [f"{names[0]}-{names[-1].rpartition(':')[2]}" if len(names) > 1 else names[0] for names in own]
         shape, axes = [size for _, size in mesh.axes], [name for name, _ in mesh.axes]
         if self.rows:
@@ -139,6 +144,20 @@ class PartitionedGroup(DeviceGroup):
         if shape is not None and value.shape != tuple(shape):
             value = value[tuple(map(slice, shape))]
         return value
+
+    def is_equal(self, array: Array, replica: int, value: np.ndarray, axes: Axes) -> bool:
+        """Whether the devices of this process have their parts of a value, bit by bit."""
+        shape = self.stored(value.shape, axes)
+        padded = _padded(value, shape[int(self.rows) :])
+        places = array.sharding.addressable_devices_indices_map(shape)
+        for part, index in zip(array._arrays, places.values(), strict=True):
+            found = on_host(part)
+            if self.rows and (index[0].start or 0) != self.first + replica:
+                continue
+            wanted = padded[index[int(self.rows) :]]
+            if (found[0] if self.rows else found).tobytes() != wanted.tobytes():
+                return False
+        return True
 
     def fetch_all(self, array: Array, shape: tuple[int, ...] | None = None) -> list[np.ndarray]:
         """All replicas' values, on the host."""

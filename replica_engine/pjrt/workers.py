@@ -36,6 +36,8 @@ from replica_engine.pjrt.jaxlib import (
     make_cpu_client,
     make_gloo_tcp_collectives,
 )
+from replica_engine.pjrt.partitioned_group import PartitionedGroup
+from replica_engine.pjrt.partitions import ReplicaMesh
 from replica_engine.process import cores
 from replica_engine.process.interrupts import wait_for_ever
 
@@ -59,7 +61,7 @@ class _Workers:
     def __init__(self, cluster: hosts.Cluster, member: hosts.Member, platform: str | None, count: int | None):
         self.cluster = cluster
         self.member = member
-        self._groups: dict[int, DeviceGroup] = {}
+        self._groups: dict[tuple[int, ReplicaMesh | None], DeviceGroup] = {}
         self._host = own_host(cluster.coordinator, member.reached)
         place = self._place()
         with explained(member, (OSError,)):  # refused if worker 0 is lost
@@ -77,13 +79,17 @@ class _Workers:
         if len(counts) > 1:  # known only now for GPUs and TPUs
             raise WorkerVersionError.of_replicas([(each, str(number)) for number, each in sorted(counts.items())])
 
-    def group(self, count: int) -> DeviceGroup:
-        """The first `count` devices of each worker; one replicated program runs on them all."""
-        group = self._groups.get(count)
+    def group(self, count: int, mesh: ReplicaMesh | None) -> DeviceGroup:
+        """The first `count` devices of each worker; one program runs on them all."""
+        group = self._groups.get((count, mesh))
         if group is None:
             everywhere = tuple(device for devices in self.devices for device in devices[:count])
             own = self.devices[self.cluster.process_id][:count]
-            group = self._groups[count] = DeviceGroup(self.platform, own, everywhere, self.member)
+            if mesh is None:
+                group = DeviceGroup(self.platform, own, everywhere, self.member)
+            else:
+                group = PartitionedGroup(self.platform, own, mesh, everywhere, self.member)
+            self._groups[count, mesh] = group
         return group
 
     def _place(self) -> dict[str, str]:
@@ -140,7 +146,11 @@ class _Workers:
 
 
 def group_of_job(
-    cluster: hosts.Cluster, platform: str | None, count: int | None, versions: dict[str, str]
+    cluster: hosts.Cluster,
+    platform: str | None,
+    count: int | None,
+    versions: dict[str, str],
+    mesh: ReplicaMesh | None = None,
 ) -> DeviceGroup:
     """The devices of all workers of a job; joins it, if this process has not done so before.
 
@@ -149,6 +159,7 @@ def group_of_job(
         platform: "tpu", "gpu" or "cpu", the same on all workers; None takes the first that there is.
         count: the number of devices of each worker; None takes all, or those of the first strategy.
         versions: the versions of packages that must be equal on all workers, besides those of jax and jaxlib.
+        mesh: the devices of each replica, if it has several.
 
     Raises:
         ClusterConfigError: this process has joined another job.
@@ -174,7 +185,7 @@ def group_of_job(
                 f"workers together have {total}. The first TPUStrategy of a process settles how many CPU devices "
                 "each worker has: make the one with the most devices first."
             )
-        return workers.group(count or there)
+        return workers.group(count or there, mesh)
 
 
 def _join(cluster: hosts.Cluster, platform: str | None, count: int | None, versions: dict[str, str]) -> _Workers:

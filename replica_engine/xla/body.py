@@ -105,6 +105,7 @@ class Body:
             `tf.config.set_soft_device_placement`.
         own: how many of the replicas run in this process; None for all.
         mesh: the devices of each replica, if it has several.
+        spans: whether they are of several workers.
 
     Attributes:
         launches: records of the most recent launches.
@@ -131,10 +132,12 @@ class Body:
         soft_placement: bool | None = None,
         own: int | None = None,
         mesh: ReplicaMesh | None = None,
+        spans: bool = False,
     ):
         self.size = size
         self.own = size if own is None else own
         self.mesh = mesh
+        self.spans = spans
         self.order = order
         self.name = name
         self.limits = limits or LaunchLimits()

@@ -17,7 +17,8 @@ def with_layout(text: str, layout: Layout) -> str:
     """The text of a module with its layout, which `partition` reads."""
     head, brace, rest = text.partition("{")
     assert "attributes" in head, "a lowered module has a name and attributes"
-    return f"{head}{brace}{LAYOUT} = {json.dumps(json.dumps(layout))}, {rest}"
+    comma = "" if rest.lstrip().startswith("}") else ", "
+    return f"{head}{brace}{LAYOUT} = {json.dumps(json.dumps(layout))}{comma}{rest}"
 
 
 def partition(module: Any) -> None:

@@ -42,7 +42,7 @@ class TPUFacts:
     @property
     def num_hosts(self) -> int:
         """The number of workers: processes with devices."""
-        return self.device_group.replicas // self.device_group.size  # type: ignore[attr-defined]
+        return self.device_group.workers  # type: ignore[attr-defined]
 
     @property
     def num_replicas_per_host(self) -> int:

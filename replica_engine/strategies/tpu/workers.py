@@ -136,7 +136,7 @@ class OverWorkers:
 
     @property
     def _is_chief(self) -> bool:
-        return not self.device_group.first
+        return self.device_group.is_chiefs
 
 
 def saving_on(devices: DeviceGroup, limits: LaunchLimits) -> Saving | None:

@@ -89,6 +89,7 @@ class ProgramCache:
             soft_placement,
             devices.size,
             devices.mesh,
+            devices.spans,
         )
         self._functions: LastUsed = LastUsed(most)
         self._call_host: LastUsed = LastUsed(most)

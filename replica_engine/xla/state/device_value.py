@@ -33,6 +33,7 @@ import tensorflow as tf
 from replica_engine._tf import variables
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.errors import LostVariableError, ProgramError
+from replica_engine.pjrt import exchange
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.partitions import WHOLE, Axes, ReplicaMesh
 from replica_engine.process import shutdown
@@ -237,7 +238,7 @@ class DeviceValue:
         with shutdown.running(), self._devices.in_flight:
             if not self._host_stale:
                 return
-            array = self._present()
+            array = self._whole(self._present())
             # Copies: a view of the device's memory would keep the next step from writing to that memory.
             copy = host_memory.outside_pool if self._to_free else np.array
             values = [
@@ -247,7 +248,7 @@ class DeviceValue:
                 for handle, value in zip(self.handles, values, strict=True):
                     variables.write(handle, value)
                 self._freed = False
-                self._on_host = array
+                self._on_host = self.on_devices
 
     def host_is_to_write(self) -> None:
         """Brings the host's value up to date for a caller that writes to it: the devices' values become stale."""
@@ -309,6 +310,12 @@ class DeviceValue:
             self._check_there()
         return array
 
+    def _whole(self, array: Array) -> Array:
+        """The array, if this process has all of it; otherwise all workers put it together, at the same time."""
+        if not self._devices.spans or self.axes == WHOLE:
+            return array
+        return exchange.whole(self._devices, array, tuple(self._shape), self.axes)
+
     def _check_there(self) -> None:
         if self._lost:
             raise LostVariableError.read(xla_ops.variable_name(self.handles[0]))
@@ -317,7 +324,7 @@ class DeviceValue:
         """Whether the devices have the host's value: replica by replica, or replica 0 where all have one value."""
         array = self._present()
         for replica, value in enumerate(self._host_values()[: len(self.handles)]):
-            if value.tobytes() != self._devices.fetch(array, replica, self._known_shape).tobytes():
+            if not self._devices.is_equal(array, replica, value, self.axes):
                 return False
         return True
 
@@ -326,7 +333,10 @@ class DeviceValue:
         with shutdown.running(), self._devices.in_flight:
             if self.on_devices is None or self.spread is not None:
                 return None
-            values = [np.array(value) for value in self._devices.fetch_all(self._present(), self._known_shape)]
+            if len(self.handles) == 1 and self._devices.size == 1:
+                return None
+            array = self._whole(self._present())
+            values = [np.array(value) for value in self._devices.fetch_all(array, self._known_shape)]
         first = values[0].tobytes()
         return None if all(value.tobytes() == first for value in values[1:]) else values
 
