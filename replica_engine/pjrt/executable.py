@@ -28,8 +28,8 @@ from replica_engine._version import __version__
 from replica_engine.hosts import Program
 from replica_engine.pjrt import cpu_rewrites, host_transfers
 from replica_engine.pjrt.group import Array, DeviceGroup
-from replica_engine.pjrt.host_transfers import HostTransfers
 from replica_engine.pjrt.jaxlib import (
+    BY_TRANSFERS,
     CPU_OPTIONS,
     HOST_CALL_TARGETS,
     JAXLIB_VERSION,
@@ -144,16 +144,17 @@ class Executable:
         )
         client, on, options = devices.devices[0].client, DeviceList(devices.everywhere), _options(devices)
         began = time.perf_counter()
-        transfers: list[HostTransfers] | None = None if devices.platform in HOST_CALL_TARGETS else []
         called: list[Any] = list(host_calls)
-        if compiled is None or (host_calls and transfers is not None):
-            module = expand_markers(program, devices.platform, more_work=works_more, transfers=transfers)
-            if transfers:
-                called = [host_transfers.callback(client, each, host_calls[each.index]) for each in transfers]
-        if compiled is None:
+        transfers = bool(host_calls) and HOST_CALL_TARGETS[devices.platform] == BY_TRANSFERS
+        if compiled is None or transfers:
+            module = expand_markers(program, devices.platform, more_work=works_more)
             if devices.platform == "cpu" and cpu_rewrites.enabled():
                 cpu_rewrites.rewrite(module)
             partition(module)
+        if transfers:
+            made = host_transfers.convert(module)
+            called = [host_transfers.callback(client, each, host_calls[each.index]) for each in made]
+        if compiled is None:
             self._executable = client.compile_and_load(module, on, options, called)
         else:
             self._executable = client.deserialize_executable(compiled, on, options, called)

@@ -2,26 +2,28 @@
 
 Programs for CPUs and GPUs call Python by a custom call, which TPUs do not have. There a call is a `send` of each
 operand, and after them a `recv` of each result, on channels that no other call has. jaxlib calls the function with what
-a replica has sent, and sends the replica the results; jax makes its own callbacks for TPUs in the same way. Programs
-for GPUs that are not there are compiled so too: the compiler knows the custom call only where a GPU is.
+a device has sent, and sends the device the results; jax makes its own callbacks for TPUs in the same way. Programs for
+GPUs that are not there are compiled so too: the compiler knows the custom call only where a GPU is.
 
 TPUs cannot receive empty arrays. So those are not sent, and made where they are needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from replica_engine.pjrt.jaxlib import Shape, hlo, ir
+from replica_engine.pjrt.jaxlib import HOST_CALL_TARGETS, Shape, hlo, ir
+from replica_engine.pjrt.partitions.layout import ONE
 
 Call = Callable[..., tuple[np.ndarray, ...]]
 
 _SEND, _RECEIVE = 2, 3  # the types of channels from a device to the host, and back
 _FIRST_CHANNEL = 1 << 12  # above those of collectives; jaxlib takes numbers of 16 bits
+_SHARDING = "sdy.sharding"
 _DTYPES = {
     "i1": "bool",
     **{f"i{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
@@ -69,78 +71,18 @@ class HostTransfers:
     receives: tuple[int, ...]
 
 
-def split_functions(module: Any, is_call: Callable[[Any], bool]) -> None:
-    """Gives each call of a function that calls the host a copy of its own: a channel must stand in a program once.
-
-    Args:
-        module: the module.
-        is_call: whether an operation calls the host.
-    """
-    functions = {_name(each): each for each in module.body.operations}
-    concerned = {name for name, each in functions.items() if _collected(each, is_call)}
-    calls = {name: {_callee(call) for call in _calls(each)} for name, each in functions.items()}
-    while more := {name for name, callees in calls.items() if callees & concerned} - concerned:
-        concerned |= more
-    seen: set[str] = set()
-    pending = [functions["main"]]
-    while pending:
-        for call in _calls(pending.pop()):
-            name = _callee(call)
-            if name not in concerned:
-                continue
-            function = functions[name]
-            if name in seen:
-                with ir.InsertionPoint(module.body):
-                    function = function.operation.clone()
-                name = f"{name}_{len(seen)}"
-                function.attributes["sym_name"] = ir.StringAttr.get(name)
-                call.attributes["callee"] = ir.FlatSymbolRefAttr.get(name)
-            seen.add(name)
-            pending.append(function)
-
-
-def _calls(function: Any) -> list[Any]:
-    return _collected(function, lambda each: each.name == "func.call")
-
-
-def replace(marker: Any, index: int, before: Sequence[HostTransfers]) -> HostTransfers:
-    """Replaces the marker of a host call by transfers.
-
-    Args:
-        marker: the marker.
-        index: the index of the called function.
-        before: the transfers of the calls that were replaced before.
+def convert(module: Any) -> list[HostTransfers]:
+    """Replaces the calls of Python functions in a module by transfers.
 
     Raises:
-        UntransferableError: a value has a type or a size that cannot be sent.
+        UntransferableError: a value of a call has a type or a size that cannot be sent.
     """
-    types = [each.type for each in marker.results]
-    if is_tuple := isinstance(types[0], ir.TupleType):  # TensorFlow gives several results in one
-        types = [types[0].get_type(number) for number in range(types[0].num_types)]
-    channel = _FIRST_CHANNEL + sum(len(each.sends) + len(each.receives) for each in before)
-    operands = tuple(_kind(each.type, index) for each in marker.operands)
-    results = tuple(_kind(each, index) for each in types)
-    sends: list[int] = []
-    receives: list[int] = []
-    values = []
-    with ir.InsertionPoint(marker), marker.location:
-        token = hlo.create_token()
-        for operand, (shape, _) in zip(marker.operands, operands, strict=True):
-            if 0 not in shape:
-                sends.append(channel + len(sends))
-                (token,) = _transfer("send", [token.type], [operand, token], sends[-1], _SEND)
-        for type_, (shape, _) in zip(types, results, strict=True):
-            if 0 in shape:
-                floats = ir.RankedTensorType.get(shape, ir.F32Type.get())  # there are no constants of complex numbers
-                values.append(hlo.convert(type_, hlo.constant(ir.Attribute.parse(f"dense<> : {floats}"))))
-                continue
-            receives.append(channel + len(sends) + len(receives))
-            value, token = _transfer("recv", [type_, token.type], [token], receives[-1], _RECEIVE)
-            values.append(value)
-        for old, new in zip(marker.results, [hlo.tuple(values)] if is_tuple else values, strict=True):
-            old.replace_all_uses_with(new)
-    marker.operation.erase()
-    return HostTransfers(index, operands, results, tuple(sends), tuple(receives))
+    with module.context, ir.Location.unknown():
+        _split_functions(module)
+        made: list[HostTransfers] = []
+        for call in _collected(module, _is_host_call):
+            made.append(_replace(call, _FIRST_CHANNEL + sum(len(each.sends) + len(each.receives) for each in made)))
+        return made
 
 
 def callback(client: Any, transfers: HostTransfers, call: Call) -> Any:
@@ -168,13 +110,75 @@ def _not_serialized(call: object) -> bytes:
     return b""
 
 
-def _transfer(name: str, results: list[Any], operands: list[Any], channel: int, kind: int) -> Any:
+def _split_functions(module: Any) -> None:
+    """Gives each call of a function that calls the host a copy of its own: a channel must stand in a program once."""
+    functions = {_name(each): each for each in module.body.operations if each.operation.name == "func.func"}
+    concerned = {name for name, each in functions.items() if _collected(each, _is_host_call)}
+    calls = {name: {_callee(call) for call in _calls(each)} for name, each in functions.items()}
+    while more := {name for name, callees in calls.items() if callees & concerned} - concerned:
+        concerned |= more
+    seen: set[str] = set()
+    pending = [functions["main"]]
+    while pending:
+        for call in _calls(pending.pop()):
+            name = _callee(call)
+            if name not in concerned:
+                continue
+            function = functions[name]
+            if name in seen:
+                with ir.InsertionPoint(module.body):
+                    function = function.operation.clone()
+                name = f"{name}_{len(seen)}"
+                function.attributes["sym_name"] = ir.StringAttr.get(name)
+                call.attributes["callee"] = ir.FlatSymbolRefAttr.get(name)
+            seen.add(name)
+            pending.append(function)
+
+
+def _calls(function: Any) -> list[Any]:
+    return _collected(function, lambda each: each.name == "func.call")
+
+
+def _replace(call: Any, channel: int) -> HostTransfers:
+    """Replaces a call by transfers on channels from a number on."""
+    index = ir.IntegerAttr(ir.DictAttr(call.attributes["backend_config"])["index"]).value
+    types = [each.type for each in call.results]
+    if is_tuple := isinstance(types[0], ir.TupleType):  # TensorFlow gives several results in one
+        types = [types[0].get_type(number) for number in range(types[0].num_types)]
+    operands = tuple(_kind(each.type, index) for each in call.operands)
+    results = tuple(_kind(each, index) for each in types)
+    sends: list[int] = []
+    receives: list[int] = []
+    values = []
+    with ir.InsertionPoint(call), call.location:
+        token = hlo.create_token()
+        for operand, (shape, _) in zip(call.operands, operands, strict=True):
+            if 0 not in shape:
+                sends.append(channel + len(sends))
+                (token,) = _transfer(call, "send", [token.type], [operand, token], sends[-1], _SEND)
+        for type_, (shape, _) in zip(types, results, strict=True):
+            if 0 in shape:
+                floats = ir.RankedTensorType.get(shape, ir.F32Type.get())  # there are no constants of complex numbers
+                values.append(hlo.convert(type_, hlo.constant(ir.Attribute.parse(f"dense<> : {floats}"))))
+                continue
+            receives.append(channel + len(sends) + len(receives))
+            value, token = _transfer(call, "recv", [type_, token.type], [token], receives[-1], _RECEIVE)
+            values.append(value)
+        for old, new in zip(call.results, [hlo.tuple(values)] if is_tuple else values, strict=True):
+            old.replace_all_uses_with(new)
+    call.operation.erase()
+    return HostTransfers(index, operands, results, tuple(sends), tuple(receives))
+
+
+def _transfer(call: Any, name: str, results: list[Any], operands: list[Any], channel: int, kind: int) -> Any:
     attributes = {
         "channel_handle": f"#stablehlo.channel_handle<handle = {channel}, type = {kind}>",
         "is_host_transfer": "true",
         "mhlo.frontend_attributes": '{_xla_host_transfer_handler_name = "pjrt_rendezvous", '
         f'_xla_host_transfer_rendezvous = "{channel}"}}',
     }
+    if _SHARDING in call.attributes:  # of a divided program, in which one device makes the call
+        attributes[_SHARDING] = f"#sdy.sharding_per_value<[{', '.join([f'<@{ONE}, []>'] * len(results))}]>"
     parsed = {key: ir.Attribute.parse(text) for key, text in attributes.items()}
     return ir.Operation.create(f"stablehlo.{name}", results=results, operands=operands, attributes=parsed).results
 
@@ -198,6 +202,12 @@ def _collected(operation: Any, is_wanted: Callable[[Any], bool]) -> list[Any]:
 
     operation.operation.walk(collect)
     return found
+
+
+def _is_host_call(operation: Any) -> bool:
+    if operation.name != "stablehlo.custom_call":
+        return False
+    return ir.StringAttr(operation.attributes["call_target_name"]).value in HOST_CALL_TARGETS.values()
 
 
 def _name(function: Any) -> str:

@@ -155,10 +155,18 @@ def _load_cuda(library: str) -> None:
     xla_client.initialize_pjrt_plugin("cuda")
 
 
-HOST_CALL_TARGETS = {"cpu": "xla_ffi_python_cpu_callback", "gpu": "xla_ffi_python_gpu_callback"}
-"""The custom call by which a program calls a Python function it was compiled with. TPUs have `host_transfers`."""
+BY_TRANSFERS = "replica_engine_host_call"
+"""The custom call that `host_transfers` replaces."""
+
+HOST_CALL_TARGETS = {
+    "cpu": "xla_ffi_python_cpu_callback",
+    "gpu": "xla_ffi_python_gpu_callback",
+    "tpu": BY_TRANSFERS,
+}
+"""By platform, the custom call by which a program calls a Python function it was compiled with."""
 
 __all__ = [
+    "BY_TRANSFERS",
     "CPU_OPTIONS",
     "HOST_CALL_TARGETS",
     "JAXLIB_VERSION",

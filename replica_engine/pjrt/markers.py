@@ -3,7 +3,7 @@
 The replica body holds a marker for each such operation: a custom call with the operation's name, after the prefix
 below, and its parameters as JSON. This module rewrites the program's text. The marker of a collective becomes the
 StableHLO operation of that name. The marker of a host call becomes the custom call by which jaxlib calls Python
-functions, and for TPUs the transfers that stand for it (`host_transfers`).
+functions.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from replica_engine.pjrt import host_transfers
 from replica_engine.pjrt.collectives import COLLECTIVES
-from replica_engine.pjrt.host_transfers import HostTransfers
 from replica_engine.pjrt.jaxlib import HOST_CALL_TARGETS, ir, make_ir_context
 
 PREFIX = "replica_engine."
@@ -49,9 +47,7 @@ WORK: tuple[tuple[int, ...], np.dtype] = ((), np.dtype(np.float32))
 _WORK_SIZE = 4096
 
 
-def expand_markers(
-    program: str, platform: str, more_work: bool = False, transfers: list[HostTransfers] | None = None
-) -> Any:
+def expand_markers(program: str, platform: str, more_work: bool = False) -> Any:
     """The module of a program, with each marker replaced by the operation it stands for.
 
     Args:
@@ -60,10 +56,6 @@ def expand_markers(
         more_work: whether to give the program a last result that takes some work to compute. XLA:CPU runs a program
             of fewer than a thousand operations on a single device inside the call that starts it. With several
             workers, nothing could end that call when another worker is lost.
-        transfers: a list that gets the transfers of host calls. With it, and for TPUs, host calls are transfers.
-
-    Raises:
-        UntransferableError: a value of a host call cannot be transferred.
     """
     with make_ir_context():
         module = ir.Module.parse(program)
@@ -74,19 +66,13 @@ def expand_markers(
                 markers.append(operation)
             return ir.WalkResult.ADVANCE
 
-        by_transfers = transfers is not None or platform not in HOST_CALL_TARGETS
-        if by_transfers:
-            host_transfers.split_functions(module, _is_host_call)
         module.operation.walk(collect)
-        made = [] if transfers is None else transfers
         for marker in markers:
             if target(marker) == CONSTRAIN:
                 if LAYOUT not in module.operation.attributes:  # otherwise `partitions` replaces it
                     marker.results[0].replace_all_uses_with(marker.operands[0])
                     marker.erase()
-            elif _is_host_call(marker) and by_transfers:
-                made.append(host_transfers.replace(marker, parameters_of(marker)["index"], made))
-            elif _is_host_call(marker):
+            elif target(marker) == HOST_CALL:
                 _replace_host_call(marker, platform)
             else:
                 _replace(marker)
@@ -125,10 +111,6 @@ def _add_work(module: Any) -> None:
 
 
 _ALIAS = "mhlo.input_output_alias"
-
-
-def _is_host_call(operation: Any) -> bool:
-    return operation.name == "stablehlo.custom_call" and target(operation) == HOST_CALL
 
 
 def target(operation: Any) -> str:

@@ -15,6 +15,7 @@ from helpers import kept_programs
 
 from aot.table import note
 from replica_engine.errors import DeviceError
+from replica_engine.pjrt import host_transfers
 from replica_engine.pjrt.host_transfers import UntransferableError
 from replica_engine.pjrt.markers import expand_markers
 from replica_engine.pjrt.plans import absent
@@ -54,6 +55,7 @@ def test_the_programs_of_the_suite(tmp_path):
         try:
             slice_, request = absent._checked(CHIP, about["replicas"])
             module = expand_markers(about["text"], slice_.chip.platform)
+            host_transfers.convert(module)
         except DeviceError as error:
             refusals[key] = str(error)
             continue

@@ -10,6 +10,7 @@ from replica_engine import MirroredStrategy, TPUStrategy, hosts, logical_devices
 from replica_engine._tf import thread_state
 from replica_engine.errors import DeviceError
 from replica_engine.pjrt import devices, executable, workers
+from replica_engine.pjrt.jaxlib import BY_TRANSFERS
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def _two_gpus(monkeypatch):
 
 @pytest.fixture
 def _as_on_a_tpu(monkeypatch):
-    monkeypatch.setattr(executable, "HOST_CALL_TARGETS", {})
+    monkeypatch.setattr(executable, "HOST_CALL_TARGETS", {"cpu": BY_TRANSFERS})
 
 
 @pytest.fixture

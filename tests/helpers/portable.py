@@ -10,7 +10,7 @@ import functools
 from jaxlib import _jax
 from jaxlib.mlir.dialects import stablehlo
 
-from replica_engine.pjrt import executable, markers
+from replica_engine.pjrt import executable, host_transfers, markers
 from replica_engine.pjrt.host_transfers import UntransferableError
 
 refused = []  # what jaxlib said of programs that are not portable, since somebody last took them out
@@ -19,9 +19,12 @@ _VERSION = stablehlo.get_current_version()
 _seen = set()
 
 
-def artifact(program, platform="gpu"):
-    """A program as it is handed to a plugin."""
-    return _jax.mlir.serialize_portable_artifact(str(markers.expand_markers(program, platform)), _VERSION)
+def artifact(program, transfers=False):
+    """A program as it is handed to a plugin, for TPUs with `transfers` in place of host calls."""
+    module = markers.expand_markers(program, "gpu")
+    if transfers:
+        host_transfers.convert(module)
+    return _jax.mlir.serialize_portable_artifact(str(module), _VERSION)
 
 
 def look_at_each_program():
@@ -35,7 +38,7 @@ def look_at_each_program():
             try:
                 artifact(program)
                 with contextlib.suppress(UntransferableError):  # a program with such a call is refused for TPUs
-                    artifact(program, "tpu")
+                    artifact(program, transfers=True)
             except Exception as error:
                 refused.append(f"{type(error).__name__}: {error}\n{program[:2000]}")
         return original(program, *args, **options)

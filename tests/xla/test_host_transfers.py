@@ -18,8 +18,10 @@ from jax._src.callback import _aval_to_xla_shape, _emit_tpu_python_callback
 import replica_engine
 from replica_engine import xla
 from replica_engine.pjrt import executable, host_transfers
-from replica_engine.pjrt.jaxlib import VERSION, Shape, ir, make_cpu_client, make_ir_context
+from replica_engine.pjrt.jaxlib import BY_TRANSFERS, VERSION, Shape, ir, make_cpu_client, make_ir_context
 from replica_engine.pjrt.markers import expand_markers
+
+CONVERT = host_transfers.convert
 
 
 class Client:
@@ -87,16 +89,16 @@ def make_custom_calls(module, transfers):
 
 @pytest.fixture(autouse=True)
 def as_on_tpus(monkeypatch):
-    callback, client = host_transfers.callback, Client()
+    callback, convert, client = host_transfers.callback, host_transfers.convert, Client()
 
-    def expand(program, platform, more_work, transfers):
-        module = expand_markers(program, "tpu", more_work=more_work, transfers=transfers)
+    def and_back(module):
+        transfers = convert(module)
         with module.context:
             make_custom_calls(module, transfers)
-        return module
+        return transfers
 
-    monkeypatch.setattr(executable, "HOST_CALL_TARGETS", {})
-    monkeypatch.setattr(executable, "expand_markers", expand)
+    monkeypatch.setattr(executable, "HOST_CALL_TARGETS", {"cpu": BY_TRANSFERS})
+    monkeypatch.setattr(host_transfers, "convert", and_back)
     monkeypatch.setattr(host_transfers, "callback", lambda _, *arguments: callback(client, *arguments))
 
 
@@ -204,6 +206,7 @@ def comparable(module):
 
 def test_the_transfers_are_those_of_jaxs_own_callbacks_on_tpus():
     ours = expand_markers(ONE_CALL, "tpu")
+    CONVERT(ours)
     channels = itertools.count(min(on_channels(ours)))
     context = SimpleNamespace(
         module_context=SimpleNamespace(
@@ -257,10 +260,22 @@ module @replica_body {{
 """
 
 
+def test_in_a_divided_program_the_transfers_are_on_the_device_that_calls():
+    """Without it, XLA does not compile a program that is divided over devices."""
+    sharded = "has_side_effect = true, sdy.sharding = #sdy.sharding_per_value<[<@one_device, []>, <@one_device, []>]>"
+    mesh = "sdy.mesh @one_device = <[], device_ids=[0]>\n  func.func @main"
+    text = ONE_CALL.replace("has_side_effect = true", sharded).replace("func.func @main", mesh)
+    module = expand_markers(text, "tpu")
+    CONVERT(module)
+    for each in on_channels(module).values():
+        assert str(each.attributes["sdy.sharding"]).count("<@one_device, []>") == len(each.results)
+    assert module.operation.verify()
+
+
 def test_a_function_that_is_called_twice_has_channels_for_each_call():
     text = FUNCTION_CALLED_TWICE.format(parameters='{backend_config = "{\\22index\\22: 4}", has_side_effect = true}')
-    transfers = []
-    module = expand_markers(text, "tpu", transfers=transfers)
+    module = expand_markers(text, "tpu")
+    transfers = CONVERT(module)
     assert module.operation.verify()
     assert len(on_channels(module)) == 6
     assert [each.index for each in transfers] == [4, 4, 4]

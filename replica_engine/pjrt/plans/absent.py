@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from replica_engine.errors import BackendMissingError, DeviceError, ProgramError
+from replica_engine.pjrt import host_transfers
 from replica_engine.pjrt.accelerators import LIBTPU
 from replica_engine.pjrt.jaxlib import JAXLIB_VERSION
 from replica_engine.pjrt.markers import expand_markers
@@ -66,8 +67,9 @@ def compile_absent(text: str, name: str, replicas: int, topology: object, sizes:
         ProgramError: the compiler refused the program, or its process died.
     """
     slice_, request = _checked(topology, replicas)
-    module = expand_markers(text, slice_.chip.platform, transfers=[])  # what GPUs call needs a GPU to be compiled
+    module = expand_markers(text, slice_.chip.platform)
     partition(module)
+    host_transfers.convert(module)  # for GPUs too: the compiler knows their call only where a GPU is
     request |= {"name": name, "replicas": replicas, "memory": slice_.chip.memory}
     with tempfile.TemporaryDirectory(prefix="replica_engine_plan_") as folder:
         path = pathlib.Path(folder)
