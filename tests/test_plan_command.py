@@ -80,6 +80,21 @@ print("this is too far")
 """
 
 
+FAILS = """
+import tensorflow as tf
+import replica_engine
+
+strategy = replica_engine.TPUStrategy(num_cores=2)
+
+
+def check(loss):
+    raise OSError(f"{loss} is too small")
+
+
+check(float(strategy.reduce("SUM", strategy.run(lambda: tf.ones([])), axis=None)))
+"""
+
+
 @pytest.fixture
 def planned(programs, tmp_path):
     """`planned(script, *flags)`: how the command ended, in a process that has TensorFlow already."""
@@ -135,6 +150,17 @@ def test_a_step_that_calls_the_host_ends_the_script(planned):
     assert done.returncode == 0, done.stderr
     assert "planned 1 step;" in done.stdout
     assert "this is" not in done.stdout + done.stderr
+
+
+def test_a_script_that_fails_shows_its_own_frames(planned, tmp_path):
+    done = planned(FAILS)
+    assert done.returncode == 1
+    error = done.stderr[done.stderr.index("Traceback") :].splitlines()
+    frames = [line for line in error if line.startswith("  File")]
+    assert [frame.rpartition(" in ")[2] for frame in frames] == ["<module>", "check"]
+    assert all(str(tmp_path) in frame for frame in frames)
+    assert "OSError: 0.0 is too small" in error
+    assert "so its 1 compiled steps so far returned zeros" in error[-1]
 
 
 def test_a_script_without_compiled_steps(planned):

@@ -51,13 +51,14 @@ from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
 
 # DistributedVariable, PerReplica and Mirrored: the types of variables, of results of `run`, and of results of
 # reductions. Of these only their base class tf.distribute.DistributedValues is public; the class of that name here also
-# has `values`, the value of each replica.
+# has `values`, the value of each replica. PerReplicaSpec: the type of a PerReplica, in specs of distributed datasets.
 from tensorflow.python.distribute.values import (
     DistributedValues,
     DistributedVariable,
     Mirrored,
     MirroredVariable,
     PerReplica,
+    PerReplicaSpec,
     SyncOnReadVariable,
 )
 
@@ -93,9 +94,15 @@ __all__ = [
     "replica_id_in_sync_group",
     "resolve",
     "select_replica",
+    "specs_of_replicas",
     "update_regroup",
     "value_container",
 ]
+
+
+def specs_of_replicas(spec: tf.TypeSpec) -> list[tf.TypeSpec] | None:
+    """The specs of each replica's value, of the spec of a distributed value; None for any other spec."""
+    return list(spec._component_specs) if isinstance(spec, PerReplicaSpec) else None
 
 
 class LaterPerReplica(PerReplica):

@@ -131,6 +131,15 @@ class ReplicaTimeoutError(ReplicaEngineError, TimeoutError):
         error.rows, error.coordinator, error.table = tuple(rows), coordinator, stand
         return error
 
+    @classmethod
+    def not_planned(cls, name: str, where: str, timeout: float) -> ReplicaTimeoutError:
+        """The compiler gave no plan within the limit."""
+        return cls(
+            f"`{name}` was not compiled for {where} in {timeout:g} s (timeout=), so there is no plan of it. Nothing "
+            "has run. Pass a longer timeout= to the strategy. Perhaps XLA computes large constants while it compiles: "
+            "pass them as arguments."
+        )
+
 
 def slow_replicas(
     seconds: float, rows: Sequence[ReplicaRow], coordinator: CoordinatorRow, limit: float | None = None

@@ -45,6 +45,15 @@ def wait_for_ever(wait: Callable[[float], bool]) -> None:
         pass
 
 
+def wait_within(limit: float | None, wait: Callable[[float], bool]) -> bool:
+    """Like `wait_for_ever`, for at most `limit` seconds; None for no limit. Returns whether the wait is over."""
+    began = time.monotonic()
+    while not wait(MISSED):
+        if limit is not None and time.monotonic() - began > limit:
+            return False
+    return True
+
+
 def raise_in(thread: int, kind: type[BaseException]) -> None:
     """Raises an exception in a thread at its next Python instruction.
 

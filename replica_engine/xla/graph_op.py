@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -39,12 +40,15 @@ from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 from replica_engine.pjrt.plans.absent import check_absent
 from replica_engine.pjrt.plans.plan import Plan
-from replica_engine.process import shutdown
+from replica_engine.process import shutdown, threads
+from replica_engine.process.interrupts import wait_within
 from replica_engine.values.regroup import regroup
 from replica_engine.xla import soft_placement
 from replica_engine.xla.graph_mode import check_mode
 from replica_engine.xla.signature.arguments import Arguments, Shapes
 from replica_engine.xla.signature.function_spec import FunctionSpec
+from replica_engine.xla.stages.compiled import Compiled
+from replica_engine.xla.stages.program import Shape
 from replica_engine.xla.stages.program_cache import ProgramCache, TracedProgram
 from replica_engine.xla.state import host_functions
 from replica_engine.xla.state.device_value import Borrowed, DeviceValue, device_value_of
@@ -111,7 +115,7 @@ def plan(
         static = [tuple(slot.shape) for slot in arguments.slots]
         if topology is None:
             try:
-                return program.find(static).plan()
+                return _compiled_here(programs, program, static).plan()
             except ProgramError as error:
                 if error.plan is None:
                     raise
@@ -125,6 +129,37 @@ def plan(
         if _floats_become_tensors(programs, source, args, kwargs):
             return _with_tensors(programs, source, args, kwargs, planned)
         return planned(*source.arguments(args, kwargs, programs.devices.size))
+
+
+def _compiled_here(programs: ProgramCache, program: TracedProgram, static: Sequence[Shape]) -> Compiled:
+    """The program, compiled for the devices that are there; with a limit, on another thread.
+
+    Nothing can end a compile. After the limit it goes on, and a later call finds what came of it.
+    """
+    limit = programs.limits.timeout
+    name = program.lowered(static).program.name  # on this thread, on which the body is traced
+    if limit is None:
+        return program.find(static)
+    made: list[Compiled] = []
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            made.append(program.find(static))
+        except BaseException as error:
+            failures.append(error)
+
+    def ended(seconds: float) -> bool:
+        thread.join(seconds)
+        return not thread.is_alive()
+
+    thread = threading.Thread(target=work, name=f"replica_engine: compile of {name}", daemon=True)
+    threads.start(thread)
+    if not wait_within(limit, ended):
+        raise ReplicaTimeoutError.not_planned(name, programs.devices.platform.upper(), limit)
+    if failures:
+        raise failures.pop()
+    return made.pop()
 
 
 def call(

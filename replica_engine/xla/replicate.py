@@ -17,6 +17,7 @@ from replica_engine.xla.graph_mode import check_mode
 from replica_engine.xla.graph_op import call
 from replica_engine.xla.signature.arguments import Arguments
 from replica_engine.xla.signature.function_spec import FunctionSpec
+from replica_engine.xla.signature.stand_ins import with_values
 from replica_engine.xla.stages.lower import Lowered
 from replica_engine.xla.stages.program_cache import ProgramCache
 
@@ -76,7 +77,7 @@ def lower(fn: Callable[..., Any], inputs: Inputs | None = None, num_replicas: in
 
     Args:
         fn: as for `replicate`.
-        inputs: as for `replicate`; only the shapes and dtypes of tensors matter.
+        inputs: as for `replicate`; only the shapes and dtypes of tensors matter. A `tf.TensorSpec` can stand for one.
         num_replicas: as for `replicate`.
 
     Raises:
@@ -88,8 +89,11 @@ def lower(fn: Callable[..., Any], inputs: Inputs | None = None, num_replicas: in
         >>> compiled = lowered.compile()
         >>> [float(result) for result in compiled([[10.0], [20.0]])]
         [11.0, 21.0]
+        >>> import tensorflow as tf
+        >>> xla.lower(lambda x: x + 1.0, [[tf.TensorSpec([1000])]] * 2).compile().plan().memory.arguments
+        4000
     """
-    arguments, programs = _prepare(inputs, num_replicas)
+    arguments, programs = _prepare(with_values(inputs, "lower"), num_replicas)
     return programs.trace(FunctionSpec.of(fn), arguments, arguments.shapes).traced.lower()
 
 

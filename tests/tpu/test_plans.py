@@ -6,6 +6,7 @@ What needs the compilers of such chips is in tests/aot.
 import importlib.util
 import os
 import sys
+import threading
 
 import keras
 import numpy as np
@@ -14,11 +15,20 @@ import tensorflow as tf
 
 import replica_engine
 from replica_engine import xla
-from replica_engine.errors import BackendMissingError, DeviceError, InputsError, ProgramError, ReplicaMismatchError
-from replica_engine.pjrt import accelerators
+from replica_engine.errors import (
+    BackendMissingError,
+    DeviceError,
+    InputsError,
+    ProgramError,
+    ReplicaMismatchError,
+    ReplicaTimeoutError,
+)
+from replica_engine.pjrt import accelerators, executable
+from replica_engine.pjrt.markers import expand_markers
 from replica_engine.pjrt.plans import absent, chips
 from replica_engine.pjrt.plans.compiled_text import Collective, collectives, cycles
 from replica_engine.pjrt.plans.plan import Cost, Memory, Plan
+from replica_engine.xla import graph_op
 
 SIDE = 256
 SIZE = 4 * SIDE * SIDE
@@ -351,6 +361,55 @@ def test_a_spec_that_is_larger_than_this_machine(tpu):
     plan = tpu.plan(tf.reduce_sum, args=(tf.TensorSpec([200_000, 100_000]),))
     assert plan.memory.arguments == 80_000_000_000
     assert plan.fits is False
+
+
+def test_specs_of_datasets_and_of_bodies(tpu):
+    data = tf.data.Dataset.from_tensor_slices((tf.ones([40, 3]), tf.zeros([40], tf.int32))).batch(
+        10, drop_remainder=True
+    )
+    batches = tpu.experimental_distribute_dataset(data)
+    of_batch = tpu.plan(lambda batch: tf.reduce_sum(batch[0]), (batches.element_spec,)).memory
+    assert of_batch == tpu.plan(lambda batch: tf.reduce_sum(batch[0]), (next(iter(batches)),)).memory
+    assert of_batch.arguments == 5 * 4 * 3 + 5 * 4
+    inputs = [[tf.TensorSpec([5, 3]), {"rate": tf.TensorSpec([], tf.float64)}]] * 2
+    lowered = xla.lower(lambda x, settings: x * tf.cast(settings["rate"], x.dtype), inputs)
+    assert lowered.compile().plan().memory.arguments == 5 * 4 * 3 + 8
+    with pytest.raises(InputsError, match=r"lower was called with TensorSpec.*drop_remainder=True"):
+        xla.lower(lambda x: x, [[tf.TensorSpec([None, 3])]])
+    with pytest.raises(InputsError, match="pass a RaggedTensor like those"):
+        tpu.plan(lambda x: x, (tf.RaggedTensorSpec([2, None]),))
+
+
+def test_a_compile_in_this_process_that_takes_longer_than_the_limit(monkeypatch):
+    strategy, go_on = replica_engine.TPUStrategy(num_cores=2, timeout=0.2), threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(executable, "expand_markers", lambda *_, **__: go_on.wait(20) and slow(*_, **__))
+        slow = expand_markers
+        with pytest.raises(ReplicaTimeoutError, match=r"`step` was not compiled for CPU in 0\.2 s \(timeout=\)"):
+            strategy.plan(step, (tf.TensorSpec([5]),))
+        go_on.set()
+        (thread,) = (each for each in threading.enumerate() if each.name == "replica_engine: compile of step")
+        thread.join(20)
+    before = xla.counts()
+    assert strategy.plan(step, (tf.TensorSpec([5]),)).memory.arguments == 20
+    assert (xla.counts() - before).compiles == 0, "the compile went on"
+
+
+def step(x):
+    return x + 1.0
+
+
+def test_a_compiler_of_absent_chips_that_takes_longer_than_the_limit(monkeypatch, caplog):
+    monkeypatch.setattr(absent, "check_absent", lambda *_: None)
+    monkeypatch.setattr(graph_op, "check_absent", lambda *_: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *names: object())
+    monkeypatch.setattr(absent, "_COMMAND", ("-c", "import time; time.sleep(600)"))
+    strategy = replica_engine.TPUStrategy(num_cores=8, timeout=0.5, warn_after=0.1)
+    with pytest.raises(ReplicaTimeoutError, match=r"`step` was not compiled for v5e:2x4 in 0\.5 s \(timeout=\)"):
+        strategy.plan(step, (tf.TensorSpec([5]),), topology="v5e:2x4")
+    said = caplog.text
+    assert "`step` for 8 replicas has been compiled for v5e:2x4 for" in said
+    assert "CPU" not in said
 
 
 def test_memory_of_replicas_that_ran_different_programs(tpu):

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from replica_engine.errors import BackendMissingError, DeviceError, ProgramError
+from replica_engine.errors import BackendMissingError, DeviceError, ProgramError, ReplicaTimeoutError
 from replica_engine.pjrt import host_transfers
 from replica_engine.pjrt.accelerators import LIBTPU
 from replica_engine.pjrt.jaxlib import JAXLIB_VERSION
@@ -27,7 +27,7 @@ from replica_engine.pjrt.partitions import partition
 from replica_engine.pjrt.plans.chips import Slice, slice_named
 from replica_engine.pjrt.plans.compiled_text import Collective
 from replica_engine.pjrt.plans.plan import Cost, Memory, Plan
-from replica_engine.process.interrupts import wait_for_ever
+from replica_engine.process.interrupts import wait_within
 
 # libtpu asks the machine which TPUs it has, and writes a log, unless it is told otherwise.
 _ENVIRONMENT = {
@@ -49,7 +49,9 @@ _COMMAND = ("-m", "replica_engine.pjrt.plans.child")
 _MOST_WORDS = 3000  # of a process that died
 
 
-def compile_absent(text: str, name: str, replicas: int, topology: object, sizes: tuple[int, int, int]) -> Plan:
+def compile_absent(
+    text: str, name: str, replicas: int, topology: object, sizes: tuple[int, int, int], timeout: float | None = None
+) -> Plan:
     """Compiles a program for a slice that need not be there.
 
     Args:
@@ -59,12 +61,14 @@ def compile_absent(text: str, name: str, replicas: int, topology: object, sizes:
         topology: the name of the slice.
         sizes: the bytes of the arguments, of the results, and of those results that are written over arguments. They
             are used for a program that does not fit, of which the compiler tells less.
+        timeout: seconds that the compiler may take; None for no limit.
 
     Raises:
         DeviceError: there is no such slice, or it cannot serve so many replicas.
         UntransferableError: a host call has a value that cannot be sent between such a chip and the host.
         BackendMissingError: the compiler is not installed.
         ProgramError: the compiler refused the program, or its process died.
+        ReplicaTimeoutError: the compiler took too long.
     """
     slice_, request = _checked(topology, replicas)
     module = expand_markers(text, slice_.chip.platform)
@@ -75,7 +79,9 @@ def compile_absent(text: str, name: str, replicas: int, topology: object, sizes:
         path = pathlib.Path(folder)
         (path / "program.mlir").write_text(str(module))
         (path / "request.json").write_text(json.dumps(request))
-        status = _run(path)
+        status = _run(path, timeout)
+        if status is None:
+            raise ReplicaTimeoutError.not_planned(name, slice_.name, timeout or 0.0)
         answer_file = path / "answer.json"
         if not answer_file.exists():
             how = f"signal {-status}" if status < 0 else f"exit status {status}"
@@ -134,8 +140,8 @@ def _request(slice_: Slice) -> dict[str, Any]:
     return request
 
 
-def _run(folder: pathlib.Path) -> int:
-    """Runs the child process. Returns its exit status, as `subprocess` has it."""
+def _run(folder: pathlib.Path, timeout: float | None) -> int | None:
+    """Runs the child process. Returns its exit status, as `subprocess` has it; None if it took longer than allowed."""
     environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     environment.pop("XLA_FLAGS", None)  # those of this process are for its devices
     with open(folder / "words", "wb") as words:
@@ -147,12 +153,15 @@ def _run(folder: pathlib.Path) -> int:
             stderr=words,
         )
     try:
-        wait_for_ever(lambda seconds: _ended(process, seconds))
+        ended = wait_within(timeout, lambda seconds: _ended(process, seconds))
     except BaseException:
-        process.kill()
-        process.wait()
+        ended = False
         raise
-    return process.returncode
+    finally:
+        if not ended:
+            process.kill()
+            process.wait()
+    return process.returncode if ended else None
 
 
 def _ended(process: subprocess.Popen, seconds: float) -> bool:

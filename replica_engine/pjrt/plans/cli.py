@@ -93,7 +93,12 @@ def _run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
     except Exception as error:
         if run.planned:
             add_note(error, f"The script is planned, so its {run.planned} compiled steps so far returned zeros.")
-        raise
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename != flags.script:
+            frames = frames.tb_next
+        error = error.with_traceback(frames or error.__traceback__)  # the frames of the script alone
+        sys.excepthook(type(error), error, error.__traceback__)
+        return NOTHING
     if not run.planned:
         print(f"{flags.script} ran no compiled step: a plan is of the steps of a TPUStrategy.", file=sys.stderr)
         return NOTHING

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import eager
 from replica_engine._tf.graphs import autograph
 from replica_engine.diagnostics.misuse import explained
 from replica_engine.diagnostics.tracebacks import shortened
@@ -18,6 +14,7 @@ from replica_engine.errors import InputsError
 from replica_engine.pjrt.plans.plan import DeviceMemory, Plan
 from replica_engine.strategies.validation import check_call
 from replica_engine.xla.graph_mode import check_mode
+from replica_engine.xla.signature.stand_ins import with_values
 
 
 class Planning:
@@ -38,7 +35,7 @@ class Planning:
         Args:
             fn: the step, as for `run`.
             args: its positional arguments, as for `run`; a `tf.TensorSpec` stands for a tensor of its shape and dtype,
-                which each replica gets whole.
+                which each replica gets whole, and the `element_spec` of a distributed dataset for a batch of it.
             kwargs: its keyword arguments.
             topology: the name of chips that need not be there: "v5e:2x4" are eight chips of TPU v5e, "h100:8" are eight
                 GPUs. The program is compiled for the first N of them, as many as replicas, in a process of its own.
@@ -56,6 +53,7 @@ class Planning:
             BackendMissingError: the compiler for these chips is not installed.
             ProgramError: the compiler refuses the program, or ends its process.
             ReplicaMismatchError: the replicas have tensors of different shapes or dtypes.
+            ReplicaTimeoutError: the compiler gave no answer within the `timeout` of the strategy.
             Exception: as `run` does, before the program is launched.
 
         Example:
@@ -81,7 +79,7 @@ class Planning:
             if isinstance(kwargs, str):
                 raise InputsError(f"plan takes args and kwargs first. Write plan(fn, args, topology={kwargs!r}).")
             check_call(fn, args, kwargs)
-            args, kwargs = tf.nest.map_structure(_with_values, (args, dict(kwargs or {})))
+            args, kwargs = with_values((args, dict(kwargs or {})), "plan")
             return self.extended.plan(fn, args, kwargs, topology)
         except Exception as error:
             raise shortened(explained(error))
@@ -103,23 +101,3 @@ class Planning:
             [4000, 4000]
         """
         return self.extended.memory()
-
-
-def _with_values(value: Any) -> Any:
-    """Zeros for a spec of a tensor; any other value as it is."""
-    if not isinstance(value, tf.TensorSpec):
-        return value
-    if not value.shape.is_fully_defined():
-        raise InputsError(f"plan was called with {value}. XLA compiles for fixed shapes: give every dimension a size.")
-    if value.dtype == tf.string:
-        return tf.constant("", shape=value.shape)
-    dtype = np.dtype(value.dtype.as_numpy_dtype)
-    bytes_ = value.shape.num_elements() * dtype.itemsize
-    if bytes_ < mmap.PAGESIZE:
-        return tf.zeros(value.shape, value.dtype)
-    # Nobody looks at the zeros. Pages that nobody looks at take no memory, so the spec may be larger than this machine.
-    pages = mmap.mmap(-1, bytes_, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
-    return eager.of_memory(np.frombuffer(pages, dtype).reshape(value.shape))
-
-
-_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # mmap.MAP_NORESERVE of Python 3.13

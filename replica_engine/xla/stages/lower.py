@@ -241,12 +241,19 @@ class Lowered:
         if devices is not None:
             raise DeviceError("Pass `devices`, which are there, or a `topology`, which need not be; not both.")
         program, body = self.program, self.program.body
+
+        def slow(seconds: float) -> str:
+            return (
+                f"`{program.name}` for {body.size} replicas has been compiled for {topology} for {seconds:.3g} s, in a "
+                "process of its own. Ctrl-C ends that, and so does the timeout= of the strategy."
+            )
+
         with (
             timeline.span(Track(body.name, "compile", order=-3), f"compile {program.name} for {topology}", "compile"),
-            Watch(lambda seconds: slow_compile(program.name, body.size, seconds), body.limits.warn_after),
+            Watch(slow, body.limits.warn_after),
         ):
             try:
-                return compile_absent(self._text, program.name, body.size, topology, program.sizes)
+                return compile_absent(self._text, program.name, body.size, topology, program.sizes, body.limits.timeout)
             except UntransferableError as refused:
                 raise self._untransferable(refused, topology) from None
 
