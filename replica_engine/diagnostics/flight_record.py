@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,7 +90,8 @@ class SyncPointRecord:
             in a compiled program.
         merge: the seconds that the merge took; 0.0 and None as for `waited`.
         left: the time when the replica went on, in seconds since the epoch; None if it did not go on.
-        traced: whether a function was being traced; then the record stands for each execution of the function.
+        traced: whether a function was being traced; then the record stands for each execution of the function. If the
+            function has marks and has run, the times are those of its last execution.
         worker: the worker whose replica this is, if the job has several; replicas are counted in their worker.
     """
 
@@ -171,21 +173,55 @@ def brought(args: Any, kwargs: Any) -> tuple[Brought, ...]:
     return tuple(found)
 
 
-def records(rings: Sequence[Iterable[SyncPoint]], devices: Sequence[str], worker: int | None = None) -> SyncPoints:
+class Executed(NamedTuple):
+    """The last execution of a sync point that was traced, for one replica, in seconds since the epoch.
+
+    Attributes:
+        arrived: when the replica arrived.
+        together: when all had.
+        left: when the replica went on; 0.0 if it has not.
+    """
+
+    arrived: float
+    together: float
+    left: float
+
+
+Executions = Mapping[tuple[int, int, int], Executed]
+"""By run, number in the run, and replica."""
+
+
+def records(
+    rings: Sequence[Iterable[SyncPoint]],
+    devices: Sequence[str],
+    worker: int | None = None,
+    executions: Executions = MappingProxyType({}),
+) -> SyncPoints:
     """The engine's record as data, in the order in which replicas arrived.
 
     Args:
         rings: for each replica, its last sync points.
         devices: the devices of the replicas, in the short form "CPU:1".
         worker: the worker that this process is, if the job has several.
+        executions: the last execution of those that were traced.
     """
     offset = time.time() - time.perf_counter()
     found = [
-        _record(point, replica, devices, offset, worker)
+        _with_times(_record(point, replica, devices, offset, worker), executions)
         for replica, ring in enumerate(rings)
         for point in list(ring)  # copied at once: the replica may be adding to it
     ]
     return SyncPoints(sorted(found, key=lambda record: (record.arrived, record.replica)))
+
+
+def _with_times(record: SyncPointRecord, executions: Executions) -> SyncPointRecord:
+    """The record with the times of the last execution, if there is one."""
+    last = executions.get((record.run, record.number, record.replica)) if record.traced else None
+    if last is None:
+        return record
+    waited = max(0.0, last.together - last.arrived) if last.left else 0.0
+    merge = max(0.0, last.left - last.together) if last.left else 0.0
+    return dataclasses.replace(record, arrived=last.arrived, waited=waited, merge=merge, left=last.left or None)
 
 
 def _record(

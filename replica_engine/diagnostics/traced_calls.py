@@ -28,6 +28,7 @@ from typing import Any
 from replica_engine._tf import thread_state
 from replica_engine._tf.graphs import calls, waiting
 from replica_engine.diagnostics.traced_places import TracedRun, Whereabouts
+from replica_engine.diagnostics.traced_timeline import drawn
 from replica_engine.engine import ReplicaThread
 from replica_engine.errors import ReplicaTimeoutError, ReplicaUnwound
 from replica_engine.errors.base import add_note
@@ -35,6 +36,7 @@ from replica_engine.errors.threads import note_abandoned
 from replica_engine.errors.timeouts import FINISHED, NOT_STARTED, slow_function
 from replica_engine.process import interrupts, signals, threads
 from replica_engine.process.interrupts import wait_for_ever
+from replica_engine.telemetry import timeline
 from replica_engine.telemetry.watchdog import Watch
 
 GRACE = 0.4  # seconds that a step has to end by itself on Ctrl-C, before it is cancelled
@@ -95,13 +97,21 @@ class _Call:
         for watch in watches:
             watch.__enter__()
         try:
-            if function.calls_python and self._can_be_left():
-                return self._apart(execute)
-            return self._here(execute)
+            return self._drawn(execute) if timeline.recording() else self._made(execute)
         finally:
             self._is_over = True
             for watch in reversed(watches):
                 watch.__exit__(None, None, None)
+
+    def _drawn(self, execute: calls.Execute) -> Any:
+        every = [run.marks for run in self._function.runs if run.marks is not None]
+        with drawn(every, self._places.loops):
+            return self._made(execute)
+
+    def _made(self, execute: calls.Execute) -> Any:
+        if self._function.calls_python and self._can_be_left():
+            return self._apart(execute)
+        return self._here(execute)
 
     def _can_be_left(self) -> bool:
         return self._manager is not None and (self._function.timeout is not None or interrupts.reach_this_thread())

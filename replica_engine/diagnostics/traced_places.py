@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from replica_engine._tf.graphs import waiting
 from replica_engine.diagnostics.op_lines import user_line
+from replica_engine.diagnostics.traced_timeline import MarkedTimes
 from replica_engine.errors import CoordinatorRow, ReplicaRow
 from replica_engine.errors.timeouts import FINISHED, NOT_STARTED
 from replica_engine.telemetry.stacks import stack_of
@@ -27,7 +28,7 @@ class Updates(NamedTuple):
     own: list[Any]
 
 
-class Marks(Protocol):
+class Marks(MarkedTimes, Protocol):
     """The marks of one traced run, as `threads.marks.StepMarks` has them."""
 
     loops: bool

@@ -56,6 +56,7 @@ class GroupPool:
 
     Attributes:
         devices: the devices, in the short form "CPU:1".
+        name: the name under which timelines show the threads.
         record: the last sync points on these devices.
     """
 
@@ -63,7 +64,7 @@ class GroupPool:
 
     def __init__(self, devices: Sequence[str], name: str = "replicas"):
         self.devices = tuple(devices)
-        self._name = name
+        self.name = name
         self.record = SyncRecord(len(self.devices))
         self._idle: list[SyncGroup] = []
         self._lock = threading.Lock()
@@ -74,7 +75,7 @@ class GroupPool:
         with self._lock:
             group = self._idle.pop() if self._idle else None
         if group is None:
-            group = SyncGroup(self.devices, self.record, self._name)
+            group = SyncGroup(self.devices, self.record, self.name)
         try:
             yield group
         except BaseException:

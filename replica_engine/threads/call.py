@@ -61,11 +61,18 @@ class _Record:
     Attributes:
         pool: its replica threads, which end when the strategy is freed.
         creates_nothing: the functions (by `identity`) that ran with `concurrent=True` and created no variable.
+        steps: the marks of the steps that were traced, as long as their graphs live.
     """
 
     def __init__(self, pool: GroupPool):
         self.pool = pool
         self.creates_nothing: set[Any] = set()
+        self.steps: weakref.WeakSet[StepMarks] = weakref.WeakSet()
+
+    def records(self, worker: int | None) -> SyncPoints:
+        """The last sync points of each replica."""
+        executions = {key: last for step in list(self.steps) for key, last in step.executions().items()}
+        return records(self.pool.record.rings, self.pool.devices, worker, executions)
 
 
 @autograph.artifact
@@ -163,7 +170,9 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
     if not state.eager:
         effects_wait = _effects_after_arguments(of_replicas, state.graph)
         thread_state.make_stacks_thread_local(state.graph)
-        step_marks = _marks(state.graph, options, devices, record.pool.devices)
+        step_marks = _marks(state.graph, options, devices, record.pool)
+        if step_marks is not None:
+            record.steps.add(step_marks)
         loops = calls.is_in_loop(state.graph)
         traced = TracedRun(options.timeout, options.warn_after, step_marks, loops)  # not the strategy, which may go
         calls.choose(state.graph, options.graph_optimizer or _graph_optimizer(devices), traced, supervise)
@@ -211,11 +220,11 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
             if step_marks is not None:
                 step_marks.begin(of_replicas)
             own_results = run()
+            results = regroup(own_results, what=f"The results of {_described(source)}")
             if step_marks is not None:
                 step_marks.end(own_results)
-            results = regroup(own_results, what=f"The results of {_described(source)}")
         except BaseException as error:
-            note_failed_run(error, lambda: records(group.record.rings, group.devices, options.worker), run.number)
+            note_failed_run(error, lambda: record.records(options.worker), run.number)
             raise
         if not variables.any:
             known.add(source)
@@ -272,12 +281,12 @@ def _check_compiled(graph: Any, devices: Sequence[str], source: Any) -> None:
         )
 
 
-def _marks(graph: Any, options: ReplicaOptions, devices: Sequence[str], names: Sequence[str]) -> StepMarks | None:
+def _marks(graph: Any, options: ReplicaOptions, devices: Sequence[str], pool: GroupPool) -> StepMarks | None:
     """The marks of a run that is about to be traced; None if it gets none."""
     wanted = options.marks if options.marks is not None else all("CPU" in device for device in devices)
     if not wanted or not marks.can_mark(graph) or function.is_being_compiled():
         return None
-    return StepMarks(devices, names, calls.is_in_loop(graph))
+    return StepMarks(devices, pool.devices, pool.name, calls.is_in_loop(graph))
 
 
 def _graph_optimizer(devices: Sequence[str]) -> str:
@@ -354,7 +363,8 @@ def _build(requests: list[MergeRequest], run: Run) -> list[Any]:
 def sync_points(strategy: tf.distribute.Strategy) -> list[SyncPointRecord]:
     """Returns the last sync points of each replica of a strategy, in the order in which they were reached.
 
-    Up to 100 are kept for each replica. For a step inside a `tf.function`, they are from the time of its trace.
+    Up to 100 are kept for each replica. A step inside a `tf.function` has them once, from its trace; with marks (see
+    `MirroredStrategy`) their times are those of the last execution.
 
     Args:
         strategy: any strategy that runs on this library's replica threads.
@@ -370,7 +380,7 @@ def sync_points(strategy: tf.distribute.Strategy) -> list[SyncPointRecord]:
         record = _records.get(strategy)
     if record is None:
         return SyncPoints()
-    return records(record.pool.record.rings, record.pool.devices, _options(strategy).worker)
+    return record.records(_options(strategy).worker)
 
 
 def _collectives_inside_xla(strategy: tf.distribute.Strategy, fn: Any) -> bool:

@@ -7,12 +7,17 @@ import signal
 import threading
 import time
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
-from replica_engine import MirroredStrategy, logical_devices
+from replica_engine import MirroredStrategy, logical_devices, timeline
+from replica_engine.__main__ import main
 from replica_engine.diagnostics import traced_calls
 from replica_engine.errors import ReplicaTimeoutError
+from replica_engine.keras import replicate_model
+from replica_engine.telemetry.report import spans
 
 DEVICES = logical_devices(4)
 HERE = "test_traced_steps.py"
@@ -279,6 +284,98 @@ def test_without_marks_time_runs_out_too(release):
     with pytest.raises(ReplicaTimeoutError) as caught:
         program()
     assert "it is not known which of its updates were made" in "\n".join(caught.value.__notes__)
+
+
+def works_longer(x, weight):
+    """A step in which one replica works ten times as long."""
+    context = tf.distribute.get_replica_context()
+    is_slow = tf.get_static_value(context.replica_id_in_sync_group) == STUCK
+    for _ in range(30 if is_slow else 3):
+        x = tf.tanh(x @ weight)
+    return context.all_reduce("MEAN", x)
+
+
+@pytest.mark.parametrize("form", ["around run", "given to run", "loop", "fit"])
+def test_the_slowest_replica_of_traced_steps_is_named(form, tmp_path, capsys):
+    strategy = MirroredStrategy(DEVICES)
+    weight = tf.random.normal([256, 256]) / 16.0
+    x = tf.random.normal([256, 256])
+    given = tf.function(works_longer)
+
+    class Slow(keras.layers.Layer):
+        def call(self, inputs):
+            return inputs + 0.0 * tf.reduce_sum(works_longer(x, weight))
+
+    @tf.function
+    def around():
+        strategy.run(works_longer, args=(x, weight))
+
+    @tf.function
+    def loop():
+        for _ in tf.range(20):
+            strategy.run(works_longer, args=(x, weight))
+
+    if form == "fit":
+        model = keras.Sequential([keras.Input((4,)), Slow(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        fast = replicate_model(model, strategy=strategy)
+        batches = np.ones([64, 4], np.float32), np.ones([64, 1], np.float32)
+    step = {
+        "around run": around,
+        "given to run": lambda: strategy.run(given, args=(x, weight)),
+        "loop": loop,
+        "fit": lambda: fast.fit(*batches, batch_size=8, verbose=0),
+    }[form]
+    step()
+    path = str(tmp_path / "run.json")
+    with timeline(path):
+        for _ in range(1 if form in ("loop", "fit") else 8):
+            step()
+    assert main(["timeline", path, "--output", str(tmp_path / "run.svg")]) == 0
+    out = capsys.readouterr().out
+    assert f"Slowest: replica {STUCK} of 4 (CPU:{STUCK}): it works" in out
+    assert int(re.search(r"MirroredStrategy, (\d+) step", out)[1]) >= (2 if form == "loop" else 8)
+    if form != "fit":
+        waited = {point.replica: point.waited for point in strategy.sync_points()[-4:]}
+        assert waited[STUCK] < min(of for replica, of in waited.items() if replica != STUCK)
+
+
+def test_spans_lie_between_the_sync_points(tmp_path):
+    strategy = MirroredStrategy(DEVICES[:2])
+
+    def step(x):
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce("SUM", tf.tanh(context.all_reduce("MEAN", x) @ x))
+
+    @tf.function
+    def train(x):
+        strategy.run(step, args=(x,))
+
+    x = tf.random.normal([100, 100])
+    train(x)
+    path = str(tmp_path / "run.json")
+    with timeline(path):
+        train(x)
+    tracks = [track for track in spans.read(path).tracks if track.is_replica]
+    for track in tracks:
+        kinds = [span.kind for span in track.spans if span.kind != "waiting"]
+        assert kinds == ["run", "merge", "run", "merge", "run"]
+        ends = [span.end for span in track.spans]
+        assert all(span.begin >= end - 1e-6 for span, end in zip(track.spans[1:], ends, strict=False))
+
+
+def test_sync_points_have_the_times_of_the_last_execution():
+    strategy = MirroredStrategy(DEVICES[:2])
+    step = tf.function(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([3])))
+    strategy.run(step)
+    first = strategy.sync_points()
+    before = time.time()
+    strategy.run(step)
+    last = strategy.sync_points()
+    assert len(first) == len(last) == 2
+    for point in last:
+        assert point.traced
+        assert before < point.arrived <= point.left < time.time()
 
 
 def test_a_step_that_is_well_is_not_warned_of(said, release, caplog):

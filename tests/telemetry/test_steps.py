@@ -49,14 +49,14 @@ def test_one_slow_step_does_not_make_a_straggler(recorded, capsys):
 
 
 def test_who_traces_longest_is_no_straggler(tmp_path, capsys):
-    """All that is recorded of a `tf.function` around `run`, and of `fit`, is that it is traced."""
+    """All that is recorded of a `tf.function` without marks is that it is traced."""
     written = [Span(Track("MirroredStrategy", "coordinator (MainThread)"), "trace", "waiting", 0.0, 1.0, None)]
     for name, begin, end in zip(NAMES, (0.0, 0.8), (0.8, 1.0), strict=True):
         written.append(Span(Track("MirroredStrategy", name, 1), "run", "run", begin, end, None))
     path = tmp_path / "run.json"
     write(str(path), written * 2, 0.0, 1.0, 0)
     out = shown(capsys, path)
-    assert "Slowest: not known, no whole step is recorded; of a tf.function only" in out
+    assert "Slowest: not known, no whole step is recorded; of a tf.function without marks only" in out
     assert "model.compile(..., run_eagerly=True) for fit" in out
 
 

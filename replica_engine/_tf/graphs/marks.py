@@ -58,10 +58,13 @@ class Mark:
 
     def read(self) -> float:
         """The value now: the time in seconds since the epoch, or the count; 0 if the graph has not come there."""
-        with tf.init_scope(), tf.device(self.device):
-            if self._handle is None:
+        if self._handle is None:
+            with tf.init_scope(), tf.device(self.device):
                 self._handle = _variable(self._name, self._dtype)
-            return float(tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=self._dtype))
+        if not tf.executing_eagerly():
+            with tf.init_scope():
+                return self.read()
+        return tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=self._dtype)._numpy_internal().item()
 
 
 def can_mark(graph: Any) -> bool:

@@ -29,12 +29,15 @@ _WAITS = (
 )
 """The types of ops that may wait for something outside of the graph."""
 
+_HEAVY = ("MatMul", "Conv", "Einsum", "FFT", "Pool", "Sort", "TopK", "Unique", "Svd", "Qr", "Cholesky", "Solve", "Eig")
+"""What the types of ops contain that compute more than each element once."""
+
 _CALLER = _script_ops.FuncRegistry.__call__.__code__
 
 
-def may_wait(op: tf.Operation) -> bool:
-    """Whether an op may wait for something outside, calls Python, or runs functions that may."""
-    return op.type in _WAITS or op.type in subgraphs.FUNCTION_ATTRIBUTES
+def may_take_long(op: tf.Operation) -> bool:
+    """Whether an op may wait for something outside, calls Python or other functions, or has much to compute."""
+    return op.type in _WAITS or op.type in subgraphs.FUNCTION_ATTRIBUTES or any(each in op.type for each in _HEAVY)
 
 
 def python_ops(graph: Any) -> dict[str, tf.Operation]:

@@ -18,8 +18,8 @@ from replica_engine.telemetry.report.spans import DrawnSpan, DrawnTrack, Timelin
 
 WORK = ("run", "host call")
 NO_STEP = (
-    "no whole step is recorded; of a tf.function only the tracing is seen, so record eager steps: "
-    "tf.config.run_functions_eagerly(True), or model.compile(..., run_eagerly=True) for fit"
+    "no whole step is recorded; of a tf.function without marks only the tracing is seen, so leave out marks=False, or "
+    "record eager steps: tf.config.run_functions_eagerly(True), or model.compile(..., run_eagerly=True) for fit"
 )
 ON_HOST = ("host call",)  # kinds compared in a compiled program, as all its replicas run from launch to end
 _RUNS = ("run", "trace")
