@@ -217,7 +217,7 @@ def test_ctrl_c_ends_a_step_that_stands_still(how, loops, release, said):
     pressed = []
 
     def press():
-        said("waiting in a merge call")
+        said("waiting in a merge call", "in the tf.function")
         pressed.append(time.perf_counter())
         os.kill(os.getpid(), signal.SIGINT)
 
