@@ -188,7 +188,9 @@ class Executable:
             chip: the bytes of memory of each device, or None.
         """
         devices = self._devices
-        return plan_of(self._executable, name, devices.replicas, devices.platform.upper(), chip, self.seconds)
+        parts = 1 if devices.mesh is None else devices.mesh.size
+        platform = devices.platform.upper()
+        return plan_of(self._executable, name, devices.replicas, platform, chip, self.seconds, parts=parts)
 
     def memory(self, chip: int | None) -> Memory:
         """The memory of `plan`, for devices with so many bytes of memory each, or None."""

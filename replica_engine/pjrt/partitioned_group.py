@@ -78,7 +78,7 @@ class PartitionedGroup(DeviceGroup):
 
     def on_each(self, shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
         """The shape of what each device has of such a value."""
-        return self.sharding_of(axes).shard_shape(self.stored(shape, axes))[int(self.rows) :]
+        return self.mesh.on_each(shape, axes)
 
     def put(self, values: Sequence[np.ndarray], axes: Axes = WHOLE) -> Array:
         """An array with one value for each replica, divided over its devices; a single value is for all replicas."""

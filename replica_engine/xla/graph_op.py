@@ -124,7 +124,7 @@ def plan(
         return program.lowered(static).compile(topology=topology)
 
     if topology is not None:
-        check_absent(topology, programs.devices.replicas)  # before anything is traced
+        check_absent(topology, len(programs.devices.everywhere))  # before anything is traced
     with shutdown.running():
         if _floats_become_tensors(programs, source, args, kwargs):
             return _with_tensors(programs, source, args, kwargs, planned)

@@ -51,6 +51,11 @@ class ReplicaMesh(NamedTuple):
             for size, count in itertools.zip_longest(shape, self.parts(axes[: len(shape)]), fillvalue=1)
         )
 
+    def on_each(self, shape: Sequence[int], axes: Axes) -> tuple[int, ...]:
+        """The shape of what each device has of a value."""
+        parts = itertools.chain(self.parts(axes), itertools.repeat(1))
+        return tuple(size // count for size, count in zip(self.stored(shape, axes), parts, strict=False))
+
     def of_batch(self, shape: Sequence[int | None], lead: int = 0) -> Axes:
         """The axes of an argument or a result: its first dimension over the axis of the batch, if it is long enough.
 

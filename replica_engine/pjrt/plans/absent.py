@@ -50,7 +50,13 @@ _MOST_WORDS = 3000  # of a process that died
 
 
 def compile_absent(
-    text: str, name: str, replicas: int, topology: object, sizes: tuple[int, int, int], timeout: float | None = None
+    text: str,
+    name: str,
+    replicas: int,
+    topology: object,
+    sizes: tuple[int, int, int],
+    timeout: float | None = None,
+    parts: int = 1,
 ) -> Plan:
     """Compiles a program for a slice that need not be there.
 
@@ -62,6 +68,7 @@ def compile_absent(
         sizes: the bytes of the arguments, of the results, and of those results that are written over arguments. They
             are used for a program that does not fit, of which the compiler tells less.
         timeout: seconds that the compiler may take; None for no limit.
+        parts: the number of devices of each replica.
 
     Raises:
         DeviceError: there is no such slice, or it cannot serve so many replicas.
@@ -70,11 +77,11 @@ def compile_absent(
         ProgramError: the compiler refused the program, or its process died.
         ReplicaTimeoutError: the compiler took too long.
     """
-    slice_, request = _checked(topology, replicas)
+    slice_, request = _checked(topology, replicas * parts)
     module = expand_markers(text, slice_.chip.platform)
     partition(module)
     host_transfers.convert(module)  # for GPUs too: the compiler knows their call only where a GPU is
-    request |= {"name": name, "replicas": replicas, "memory": slice_.chip.memory}
+    request |= {"name": name, "replicas": replicas, "parts": parts, "memory": slice_.chip.memory}
     with tempfile.TemporaryDirectory(prefix="replica_engine_plan_") as folder:
         path = pathlib.Path(folder)
         (path / "program.mlir").write_text(str(module))
@@ -198,4 +205,13 @@ def _too_large(error: str, request: Mapping[str, Any], sizes: tuple[int, int, in
         used = int(float(found[1]) * 1024 ** _SCALE[found[2]])
         temporary = max(0, used - arguments - results + aliased)
     memory = Memory(arguments, results, temporary, aliased, request["memory"])
-    return Plan(request["name"], request["replicas"], request["devices"], memory, Cost(None, None, None), False, 0.0)
+    return Plan(
+        request["name"],
+        request["replicas"],
+        request["devices"],
+        memory,
+        Cost(None, None, None),
+        False,
+        0.0,
+        request["parts"],
+    )

@@ -45,15 +45,18 @@ def main(folder: pathlib.Path) -> None:
 
 
 def _answer(request: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
-    replicas = request["replicas"]
+    replicas, parts = request["replicas"], request["parts"]
     if request["platform"] == "tpu":
         devices = absent_tpus(request["topology"], **request["options"])
     else:
         devices = absent_gpus(request["library"], request["target"], request["topology"])
-    devices = devices[:replicas]
+    devices = devices[: replicas * parts]
     options = CompileOptions()
-    options.num_replicas, options.num_partitions = replicas, 1
-    ids = np.array([device.id for device in devices]).reshape(replicas, 1)
+    options.num_replicas, options.num_partitions = (replicas, 1) if parts == 1 else (1, replicas * parts)
+    ids = np.array([device.id for device in devices]).reshape(options.num_replicas, options.num_partitions)
+    if parts > 1:
+        options.executable_build_options.use_spmd_partitioning = True
+        options.executable_build_options.use_shardy_partitioner = True
     options.device_assignment = DeviceAssignment.create(ids)
     program, on = (folder / "program.mlir").read_text(), DeviceList(tuple(devices))
 
@@ -72,7 +75,7 @@ def _answer(request: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
         made = compiled([("xla_gpu_enable_triton_gemm", False)])
     seconds = time.perf_counter() - began
     text = hlo_text(made)
-    plan = plan_of(made, request["name"], replicas, request["devices"], request["memory"], seconds, text)
+    plan = plan_of(made, request["name"], replicas, request["devices"], request["memory"], seconds, text, parts)
     (folder / "program.hlo").write_text(text)
     return {"plan": dataclasses.asdict(dataclasses.replace(plan, _text=""))}
 

@@ -67,12 +67,13 @@ class Plan:
 
     Attributes:
         name: the name of the function.
-        replicas: the number of replicas, which is the number of devices.
+        replicas: the number of replicas.
         devices: the devices: "v5e:2x4", a slice that need not be there, or "CPU", those that are.
         memory: bytes of memory on each device.
         cost: flops, bytes, cycles and collectives of each device.
         fits: whether the memory of a device is enough. None if its size is not known.
         seconds: how long compiling took.
+        parts: the number of devices of each replica.
 
     Example:
         >>> import tensorflow as tf
@@ -90,6 +91,7 @@ class Plan:
     cost: Cost
     fits: bool | None
     seconds: float
+    parts: int = 1
     _text: str = field(default="", repr=False)
 
     def as_text(self) -> str:
@@ -116,7 +118,9 @@ class Plan:
         return f"<table><caption>{html.escape(self._title())}</caption><tbody>{rows}</tbody></table>"
 
     def _title(self) -> str:
-        return f"{self.name}: {self.replicas} replicas on {self.devices}, each device:"
+        count = "1 replica" if self.replicas == 1 else f"{self.replicas} replicas"
+        each = "" if self.parts == 1 else f" of {self.parts} devices"
+        return f"{self.name}: {count}{each} on {self.devices}, each device:"
 
     def _rows(self) -> list[tuple[str, str]]:
         memory, cost = self.memory, self.cost
@@ -159,7 +163,14 @@ class DeviceMemory:
 
 
 def plan_of(
-    executable: Any, name: str, replicas: int, devices: str, chip: int | None, seconds: float, text: str | None = None
+    executable: Any,
+    name: str,
+    replicas: int,
+    devices: str,
+    chip: int | None,
+    seconds: float,
+    text: str | None = None,
+    parts: int = 1,
 ) -> Plan:
     """The plan of a compiled program.
 
@@ -171,6 +182,7 @@ def plan_of(
         chip: bytes of memory of each device, or None.
         seconds: how long compiling took.
         text: the text of the compiled program, if it is at hand.
+        parts: the number of devices of each replica.
     """
     sizes, costs = memory_of(executable, chip), _costs(executable)
     text = hlo_text(executable) if text is None else text
@@ -178,7 +190,7 @@ def plan_of(
         costs = None
     cost = Cost(_known(costs, "flops"), _known(costs, "bytes accessed"), cycles(text), collectives(text))
     fits = None if chip is None or sizes.peak is None else sizes.peak <= chip
-    return Plan(name, replicas, devices, sizes, cost, fits, seconds, text)
+    return Plan(name, replicas, devices, sizes, cost, fits, seconds, parts, text)
 
 
 _CUDNN = 'custom_call_target="__cudnn$'

@@ -253,7 +253,9 @@ class Lowered:
             Watch(slow, body.limits.warn_after),
         ):
             try:
-                return compile_absent(self._text, program.name, body.size, topology, program.sizes, body.limits.timeout)
+                parts = 1 if body.mesh is None else body.mesh.size
+                limit = body.limits.timeout
+                return compile_absent(self._text, program.name, body.size, topology, program.sizes, limit, parts)
             except UntransferableError as refused:
                 raise self._untransferable(refused, topology) from None
 

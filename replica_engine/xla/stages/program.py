@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import tensorflow as tf
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.diagnostics.flight_record import CollectiveCall
 from replica_engine.errors.base import at
-from replica_engine.pjrt.partitions import Layout
+from replica_engine.pjrt.partitions import Axes, Layout
 from replica_engine.xla.analysis.meetings import Apart
 from replica_engine.xla.body import Body
 from replica_engine.xla.host_calls.call import HostCalls
@@ -98,18 +99,24 @@ class BodyProgram:
         """Bytes on each device: of the arguments, of the results, and of those results that replace arguments."""
         parameters = [slot for index, slot in enumerate(self.slots) if index not in self.host_slots]
         parameters += [self.tensors[index] for index in self.captured]
-        arguments = sum(_bytes(tuple(each.shape), each.dtype.as_numpy_dtype) for each in parameters)
-        for dtype, shape in filter(None, map(xla_ops.variable_dtype_and_shape, self.handles)):
-            arguments += _bytes(tuple(shape), dtype.as_numpy_dtype)
-        results = [_bytes(*each) for each in self.results]
+        values = [(tuple(each.shape), each.dtype.as_numpy_dtype) for each in parameters]
+        described = filter(None, map(xla_ops.variable_dtype_and_shape, self.handles))
+        values += [(tuple(shape), dtype.as_numpy_dtype) for dtype, shape in described]
+        arguments = map(self._bytes, values, itertools.repeat(()) if self.layout is None else self.layout.arguments)
+        results = list(
+            map(self._bytes, self.results, itertools.repeat(()) if self.layout is None else self.layout.results)
+        )
         aliased = sum(results[result] for _, result in self.writes) if self.donates else 0
-        return arguments, sum(results), aliased
+        return sum(arguments), sum(results), aliased
+
+    def _bytes(self, value: tuple[Shape, Any], axes: Axes) -> int:
+        """The bytes of a value on each device."""
+        shape, dtype = value
+        if self.layout is not None:
+            shape = self.layout.mesh.on_each(shape, axes)
+        return math.prod(shape) * np.dtype(dtype).itemsize
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
         """The shapes of the slots."""
         return tuple(tuple(slot.shape) for slot in self.slots)
-
-
-def _bytes(shape: Shape, dtype: Any) -> int:
-    return math.prod(shape) * np.dtype(dtype).itemsize
