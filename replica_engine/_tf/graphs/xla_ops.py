@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 # XlaAllReduce and XlaReplicaId lower on every platform, also on CPU, where CrossReplicaSum has no kernel in the wheel.
-# XlaCustomCallV2 marks operations that TensorFlow does not lower.
+# XlaCustomCallV2 marks operations that TensorFlow does not lower. XlaDynamicUpdateSlice writes in place.
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops as _ops
 
 # get_compiler_ir: the function behind tf.function's experimental_get_compiler_ir, which does not accept function
@@ -97,6 +97,11 @@ def marker_name(op: tf.Operation) -> str:
 def marker_parameters(op: tf.Operation) -> str:
     """The parameters that a marker op was made with."""
     return op.get_attr("backend_config").decode()
+
+
+def update_slice(into: tf.Tensor, part: tf.Tensor, begin: tf.Tensor) -> tf.Tensor:
+    """A tensor with a part in the place of what is there, which begins at some indices."""
+    return _ops.xla_dynamic_update_slice(into, part, begin)
 
 
 def host_marker(

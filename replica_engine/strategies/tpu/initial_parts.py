@@ -7,6 +7,7 @@ variable: ops with a state may draw other numbers in a program, and would run tw
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +16,11 @@ import tensorflow as tf
 from replica_engine._tf.graphs import subgraphs
 from replica_engine.errors import ReplicaEngineError
 from replica_engine.pjrt.group import Array
-from replica_engine.pjrt.partitions import Axes
+from replica_engine.pjrt.partitions import Axes, ReplicaMesh, names
 from replica_engine.xla.signature.arguments import Arguments
 from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.stages.program_cache import ProgramCache
+from replica_engine.xla.state.philox import Pieces, in_pieces
 
 LARGE = 1 << 23
 """The bytes of a variable whose value is made in parts. A program for it takes about a tenth of a second to compile."""
@@ -29,29 +31,38 @@ class InitialValue:
 
     Args:
         make: makes the value.
+        shape: its shape.
         dtype: its dtype.
         axes: how it is divided.
+        mesh: over which mesh.
     """
 
     _replica_engine_where = "the initial value of a variable"
 
-    def __init__(self, make: Callable[[], Any], dtype: tf.DType, axes: Axes):
+    def __init__(self, make: Callable[[], Any], shape: tuple[int, ...], dtype: tf.DType, axes: Axes, mesh: ReplicaMesh):
         self._make = make
         self._dtype = dtype
+        self.shape = shape
         self.result_axes = [axes]
+        divided = [(axis, names(entry)) for axis, entry in enumerate(axes) if entry is not None]
+        self._pieces: Pieces | None = None
+        if len(divided) == 1:
+            ((axis, by),) = divided
+            self._pieces = Pieces(shape, axis, mesh.parts(axes)[axis], by)
 
     def __call__(self) -> tf.Tensor:
         """Called by `trace`."""
-        return tf.convert_to_tensor(self._make(), self._dtype)
+        with contextlib.nullcontext() if self._pieces is None else in_pieces(self._pieces):
+            return tf.convert_to_tensor(self._make(), self._dtype)
 
 
-def made(programs: ProgramCache, value: InitialValue, shape: tuple[int, ...]) -> Array | None:
+def made(programs: ProgramCache, value: InitialValue) -> Array | None:
     """The value on the devices; None if it must be made on the host."""
     try:
         traced = programs.trace(FunctionSpec(value, autograph=False), Arguments((), {}, programs.devices.size), ())
         graph, (output,) = traced.traced.graph, traced.traced.outputs
         has_state = traced.traced.handles or any(map(subgraphs.is_stateful, graph.get_operations()))
-        if has_state or tuple(output.shape) != shape:
+        if has_state or tuple(output.shape) != value.shape:
             return None
         compiled = traced.find([])
     except (ReplicaEngineError, tf.errors.OpError, TypeError, ValueError):

@@ -208,8 +208,9 @@ def _made_in_parts(extended: Any, early: _Early, kwargs: dict[str, Any]) -> Arra
     alone = extended.device_group.member is None and not tf.inside_function()
     if early.axes == WHOLE or not is_large or not alone or not callable(value):
         return None
-    value = initial_parts.InitialValue(value, early.dtype, early.axes)
-    return initial_parts.made(extended.initial_programs, value, early.shape)
+    mesh = extended.device_group.mesh
+    value = initial_parts.InitialValue(value, early.shape, early.dtype, early.axes, mesh)
+    return initial_parts.made(extended.initial_programs, value)
 
 
 def _listed(variable: MirroredDeviceVariable, shown: Callable[[Any], str]) -> str:

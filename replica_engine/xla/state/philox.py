@@ -14,18 +14,25 @@ number that is scaled to another range may differ in its last bit, since XLA:CPU
 
 XLA's own Philox would give the same integers. XLA:CPU computes its ten rounds again for each of its results, which
 takes a second for a million numbers. The loop here takes some milliseconds.
+
+The loop needs several times the memory of its results. So a large value that is divided over devices (`in_pieces`) is
+drawn piece by piece: each device draws a piece of its part in each turn of a loop.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from replica_engine._tf.graphs import xla_ops
+from replica_engine.pjrt.markers import CONSTRAIN
 
 _PHILOX, _AUTO_SELECT = 1, 3  # tf.random.Algorithm; "auto_select" is Philox on CPUs and GPUs
 _ROUNDS, _MULTIPLIERS, _STEPS = 10, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)  # Salmon et al., 2011
@@ -34,6 +41,9 @@ _MOST = 1 << 30  # results; for more, XLA's own numbers, since TensorFlow counts
 _RESERVED = 256  # integers for each truncated number
 _TRUNCATED = 2.0  # standard deviations
 _SMALLEST = 1e-7  # of a uniform number whose logarithm is taken
+_GROUP = 4  # results that one block gives
+_PIECE = 1 << 19  # results that all devices together draw at a time, in pieces
+_thread = threading.local()
 
 # The integer that has the bits of a float, its bits of mantissa, and the bits of the number 1.
 _FORMATS = {
@@ -65,6 +75,33 @@ def drawn(kind: str, shape: tf.Tensor, seed: tf.Tensor, dtype: tf.DType) -> tf.T
     return _drawn(kind, shape, *_key_and_counter(seed), dtype)
 
 
+class Pieces(NamedTuple):
+    """A value that is drawn in pieces.
+
+    Attributes:
+        shape: its shape.
+        axis: the dimension that is divided over devices.
+        parts: into how many parts.
+        names: the axes of the mesh that divide it.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    parts: int
+    names: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def in_pieces(pieces: Pieces) -> Iterator[None]:
+    """Inside, values of this shape are drawn in pieces."""
+    before = getattr(_thread, "pieces", None)
+    _thread.pieces = pieces
+    try:
+        yield
+    finally:
+        _thread.pieces = before
+
+
 def _key_and_counter(seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """The key and the counter of a seed of two numbers. XLA's would take the low halves of the two only."""
     numbers = tf.cast(tf.cast(seed, tf.int64), tf.uint64)
@@ -79,7 +116,58 @@ def _drawn(kind: str, shape: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, dtyp
     count = tf.reduce_prod(shape) if size is None else math.prod(map(int, size))
     if size is not None and count > _MOST:
         return getattr(tf.raw_ops, kind)(shape=shape, key=key, counter=counter, alg=_PHILOX, dtype=dtype)
+    pieces: Pieces | None = getattr(_thread, "pieces", None)
+    if pieces is not None and size is not None and pieces.shape == tuple(map(int, size)) and dtype != tf.float64:
+        own = math.prod(pieces.shape[pieces.axis :]) // pieces.parts
+        if pieces.shape[pieces.axis] % pieces.parts == 0 and own % _GROUP == 0:
+            return tf.cast(_piecewise(kind, pieces, key, counter, dtype), dtype)
     return tf.cast(tf.reshape(_DRAWS[kind](count, key, counter, dtype), shape), dtype)
+
+
+def _piecewise(kind: str, pieces: Pieces, key: tf.Tensor, counter: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Draws in pieces. The value is seen as [before, parts, pieces, piece]: the dimensions before the divided one; the
+    devices; and what a device has for each of `before`, cut into pieces."""
+    before = math.prod(pieces.shape[: pieces.axis])
+    own = math.prod(pieces.shape[pieces.axis :]) // pieces.parts
+    count = 1
+    while own % (2 * count * _GROUP) == 0 and before * pieces.parts * own // count > _PIECE:
+        count *= 2
+    piece = own // count
+    whole = [before, pieces.parts, count, piece]
+    sharding = json.dumps({"axes": [None, pieces.names, None, None]})
+    first = tf.range(before * pieces.parts, dtype=tf.int64) * (own // _GROUP)
+    first = tf.reshape(first, [before, pieces.parts, 1]) + tf.range(piece // _GROUP, dtype=tf.int64)
+
+    def draw(index: tf.Tensor, drawn: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        groups = first + tf.cast(index, tf.int64) * (piece // _GROUP)
+        groups = xla_ops.marker(CONSTRAIN, groups, json.dumps({"axes": [None, pieces.names, None]}), groups.shape)
+        numbers = tf.reshape(_OF_GROUPS[kind](groups, key, counter, _computed(kind, dtype)), [*whole[:2], 1, piece])
+        drawn = xla_ops.update_slice(drawn, tf.cast(numbers, dtype), tf.stack([0, 0, index, 0]))
+        return index + 1, xla_ops.marker(CONSTRAIN, drawn, sharding, drawn.shape)
+
+    start = xla_ops.marker(CONSTRAIN, tf.zeros(whole, dtype), sharding, whole)
+    drawn = tf.while_loop(lambda index, _: index < count, draw, (tf.constant(0), start))[1]
+    return tf.reshape(drawn, pieces.shape)
+
+
+def _computed(kind: str, dtype: tf.DType) -> tf.DType:
+    return dtype if kind == UNIFORM else _computed_in(dtype)
+
+
+def _uniform_of(groups: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    return _as_uniform(_blocks(key, counter, groups)[..., tf.newaxis], dtype)
+
+
+def _normal_of(groups: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    return _numbers_of(_blocks(key, counter, groups), dtype)
+
+
+def _numbers_of(integers: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Normal numbers from groups of four integers: [..., 4], of doubles [..., 2]."""
+    size = 2 if dtype == tf.float64 else 4
+    shape = integers.shape[:-1].as_list()
+    pairs = _box_muller(tf.reshape(integers, [*shape, size // 2, 8 // size]), dtype)
+    return tf.reshape(tf.stack(pairs, -1), [*shape, size])
 
 
 def _uniform(count: Any, key: tf.Tensor, counter: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
@@ -96,24 +184,35 @@ def _normal(count: Any, key: tf.Tensor, counter: tf.Tensor, dtype: tf.DType) -> 
 def _truncated_normal(count: Any, key: tf.Tensor, counter: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     dtype = _computed_in(dtype)
     size = 2 if dtype == tf.float64 else 4
-    groups = (count + size - 1) // size
-    first = tf.range(tf.cast(groups, tf.int64)) * (size * _RESERVED // 4)
+    groups = tf.range(tf.cast((count + size - 1) // size, tf.int64))
+    return tf.reshape(_truncated_of(groups, key, counter, dtype), [-1])[:count]
+
+
+def _truncated_of(groups: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """The numbers of groups, by the numbers of the groups: [..., 4], of doubles [..., 2]."""
+    size = 2 if dtype == tf.float64 else 4
+    first = groups * (size * _RESERVED // 4)
+    shape = groups.shape.as_list()
 
     def unfinished(_: tf.Tensor, taken: tf.Tensor, results: tf.Tensor) -> tf.Tensor:
         return tf.reduce_any(taken < size)
 
     def take(block: tf.Tensor, taken: tf.Tensor, results: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        integers = _function()(key, counter, first + block)
-        pairs = _box_muller(tf.reshape(integers, [groups, size // 2, 8 // size]), dtype)
-        for number in tf.unstack(tf.reshape(tf.stack(pairs, -1), [groups, size]), num=size, axis=1):
+        integers = _function()(key, counter, first + block) if len(shape) == 1 else _blocks(key, counter, first + block)
+        for number in tf.unstack(_numbers_of(integers, dtype), num=size, axis=-1):
             accepted = tf.abs(number) < _TRUNCATED
-            here = accepted[:, tf.newaxis] & (taken[:, tf.newaxis] == tf.range(size))
-            results = tf.where(here, number[:, tf.newaxis], results)
+            here = accepted[..., tf.newaxis] & (taken[..., tf.newaxis] == tf.range(size))
+            results = tf.where(here, number[..., tf.newaxis], results)
             taken += tf.cast(accepted, tf.int32)
         return block + 1, taken, results
 
-    start = (tf.constant(0, tf.int64), tf.zeros([groups], tf.int32), tf.zeros([groups, size], dtype))
-    return tf.reshape(tf.while_loop(unfinished, take, start)[2], [-1])[:count]
+    start = (
+        tf.constant(0, tf.int64),
+        tf.zeros_like(groups, tf.int32),
+        tf.zeros(tf.concat([tf.shape(groups), [size]], 0), dtype),
+    )
+    results: tf.Tensor = tf.while_loop(unfinished, take, start)[2]
+    return results
 
 
 def _computed_in(dtype: tf.DType) -> tf.DType:
@@ -160,18 +259,19 @@ def _function() -> Any:
 
 
 def _blocks(key: tf.Tensor, counter: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
-    """The four integers of blocks, by their numbers after the counter: uint32 [n, 4] from int64 [n]."""
+    """The four integers of blocks, by their numbers after the counter: uint32 [..., 4] from int64 [...]."""
     after = tf.cast(numbers, tf.uint64)
     begin = counter[0] + after
     high = tf.broadcast_to(counter[1] + tf.cast(begin < after, tf.uint64), tf.shape(begin))
     low, high = _halves(tf.stack([begin, high]))
+    each = [2, *[1] * numbers.shape.rank]
     keys = tf.stack(_halves(key[0]))
-    multipliers = tf.constant(_MULTIPLIERS, tf.uint64)[:, tf.newaxis]
+    multipliers = tf.reshape(tf.constant(_MULTIPLIERS, tf.uint64), each)
     steps = tf.constant(_STEPS, tf.uint32)
 
     def mixed(step: tf.Tensor, evens: tf.Tensor, odds: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         low, high = _halves(tf.cast(evens, tf.uint64) * multipliers)
-        mask = tf.bitwise.bitwise_xor(odds, (keys + steps * step)[:, tf.newaxis])
+        mask = tf.bitwise.bitwise_xor(odds, tf.reshape(keys + steps * step, each))
         return step + 1, tf.bitwise.bitwise_xor(tf.reverse(high, [0]), mask), tf.reverse(low, [0])
 
     # A loop, because XLA computes one long expression again for each of its results, and compiles it for seconds.
@@ -194,6 +294,12 @@ UNIFORM, NORMAL, TRUNCATED_NORMAL = (
 """The types of the ops."""
 
 _KEY = "StatelessRandomGetKeyCounter"
+
+_OF_GROUPS: dict[str, Callable[[tf.Tensor, tf.Tensor, tf.Tensor, tf.DType], tf.Tensor]] = {
+    UNIFORM: _uniform_of,
+    NORMAL: _normal_of,
+    TRUNCATED_NORMAL: _truncated_of,
+}
 
 _DRAWS: dict[str, Callable[[Any, tf.Tensor, tf.Tensor, tf.DType], tf.Tensor]] = {
     UNIFORM: _uniform,

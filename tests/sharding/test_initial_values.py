@@ -1,0 +1,44 @@
+"""Initial values of variables that are large enough to be made in parts."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import replica_engine
+
+SHAPES = [(2048, 1024), (512, 4096)]  # 8 MiB: divided by rows, by columns
+
+
+def made(strategy, shape, initializer):
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        return keras.Variable(keras.initializers.get(initializer), shape=shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("initializer", ["ones", "glorot_uniform", "he_normal", "random_normal"])
+def test_they_are_those_of_one_device(shape, initializer):
+    one = made(replica_engine.TPUStrategy(num_cores=1), shape, initializer)
+    for how in ({"num_cores": 4}, {"num_cores": 4, "cores_per_replica": 2}):
+        strategy = replica_engine.TPUStrategy(distribution="fsdp", **how)
+        before = replica_engine.xla.counts()
+        variable = made(strategy, shape, initializer)
+        assert (replica_engine.xla.counts() - before).launches == 1  # no value of the host was sent
+        parts = how.get("cores_per_replica", 4)
+        assert strategy.memory().variables == [variable.numpy().nbytes // parts] * 4
+        np.testing.assert_allclose(variable.numpy(), one.numpy(), atol=1e-6)
+
+
+def test_what_cannot_be_made_in_parts_is_made_on_the_host():
+    """A value with a state, and one of which the shape is not known before."""
+    strategy = replica_engine.TPUStrategy(num_cores=4, distribution="fsdp")
+    numbers = iter([3.0])
+    with strategy.scope():
+        drawn = tf.Variable(lambda: tf.random.normal([2048, 1024]))
+        seeded = made(strategy, SHAPES[0], keras.initializers.RandomNormal(seed=keras.random.SeedGenerator(1)))
+        once = tf.Variable(lambda: tf.fill([2048, 1024], next(numbers)))
+    assert 0.9 < float(tf.math.reduce_std(drawn)) < 1.1
+    assert 0.04 < float(tf.math.reduce_std(seeded)) < 0.06
+    assert float(once[0, 0]) == 3.0
+    assert len(set(strategy.memory().variables)) == 1
