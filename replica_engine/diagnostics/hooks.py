@@ -13,8 +13,9 @@ import tensorflow as tf
 from replica_engine._tf import batches, patches
 from replica_engine._tf.eager import is_replaced_interrupt
 from replica_engine._tf.graphs import calls, control_flow, function
+from replica_engine._tf.graphs.python_ops import raised_in_op
 from replica_engine.diagnostics.suspicions import asked_for
-from replica_engine.diagnostics.tracebacks import shortened_of_graph, without_ours
+from replica_engine.diagnostics.tracebacks import shortened, shortened_of_graph, without_ours
 from replica_engine.diagnostics.user_frames import FOLDERS
 from replica_engine.engine import current_replica
 
@@ -46,6 +47,9 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
         ours = calls.notes != notes or calls.has_replicas(self)
         if ours and is_replaced_interrupt(error):
             raise KeyboardInterrupt from error
+        own = raised_in_op(error)
+        if own is not None:
+            raise shortened(own) from None
         raise shortened_of_graph(error, self) if ours else without_ours(error)
 
 

@@ -89,7 +89,8 @@ class _Call:
     def __call__(self, execute: calls.Execute) -> Any:
         function = self._function
         watches = []
-        if self._places.marked or not self._places.loops:  # a loop without marks may be a whole epoch
+        places = self._places
+        if not places.launches and (places.marked or not places.loops):  # a loop without marks may be a whole epoch
             watches.append(Watch(self._describe, function.warn_after, progress=self._places.moved))
             if function.timeout is not None and self._manager is not None:
                 limit = Watch(_say_nothing, _NEVER, function.timeout, self._expire, progress=self._places.worked)

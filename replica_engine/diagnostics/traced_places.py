@@ -61,12 +61,14 @@ class TracedRun:
         warn_after: `warn_after=` of the strategy.
         marks: the marks of the run; None if it has none.
         loops: whether the run is in a loop of the graph.
+        launches: whether the run is a launch of a compiled program, which is watched and limited by itself.
     """
 
     timeout: float | None
     warn_after: float | None
     marks: Marks | None
     loops: bool
+    launches: bool = False
 
 
 class Whereabouts:
@@ -78,9 +80,11 @@ class Whereabouts:
     Attributes:
         loops: whether a run is in a loop.
         marked: whether all runs have marks.
+        launches: whether all are launches of compiled programs.
     """
 
     def __init__(self, runs: Sequence[TracedRun]):
+        self.launches = all(run.launches for run in runs)
         self.loops = any(run.loops for run in runs)
         self.marked = all(run.marks is not None for run in runs)
         self._runs = [(run.marks, run.marks.iterations() if run.loops else []) for run in runs if run.marks is not None]
@@ -143,6 +147,8 @@ class Whereabouts:
 
     def what_was_updated(self) -> str:
         """Which updates of the step were made before it was cancelled, in words."""
+        if self.launches:
+            return "Each compiled step is made whole or not at all: variables have the values of the last one."
         if not self.marked:
             return "The step was cancelled. It has no marks, so it is not known which of its updates were made."
         found = [marks.updates(self._began) for marks, _ in self._runs]

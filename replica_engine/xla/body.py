@@ -20,7 +20,7 @@ from replica_engine.diagnostics.flight_record import CollectiveCall, LaunchRecor
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.diagnostics.suspicions import Named
 from replica_engine.engine import current_replica
-from replica_engine.errors import CollectiveError, NotInBodyError, ReplicaMismatchError
+from replica_engine.errors import CollectiveError, NotInBodyError
 from replica_engine.errors.base import at
 from replica_engine.pjrt.partitions import ReplicaMesh
 from replica_engine.xla import corrected_ops, growing_arrays
@@ -116,8 +116,6 @@ class Body:
         shared: the plain variables that have been warned of.
         last_program: a weak reference to the `Compiled` that was launched last; None before the first.
         of_strategy: whether a strategy runs it, so that variables can be made under a scope.
-        mismatch: the error with which the last op in a graph ended because the replicas' arguments had different
-            shapes. TensorFlow raises an error of its own in the place of it.
     """
 
     KEPT = 100
@@ -149,7 +147,6 @@ class Body:
         self.told: set[Any] = set()
         self.shared = Named()
         self.of_strategy = name != "xla"
-        self.mismatch: ReplicaMismatchError | None = None
         self._soft_placement = soft_placement
 
     @property

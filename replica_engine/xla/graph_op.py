@@ -21,6 +21,8 @@ from replica_engine._tf import thread_state, variables
 from replica_engine._tf.graphs import calls, function
 from replica_engine._tf.graphs.python_ops import python_op
 from replica_engine.diagnostics.suspicions import note_reads
+from replica_engine.diagnostics.traced_calls import supervise
+from replica_engine.diagnostics.traced_places import TracedRun
 from replica_engine.errors import (
     BackendMissingError,
     DeviceError,
@@ -263,7 +265,9 @@ def _prepared(programs: ProgramCache, source: FunctionSpec, arguments: Arguments
 
 def _in_graph(programs: ProgramCache, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> list[Any]:
     check_mode()
-    calls.note_replicas(tf.compat.v1.get_default_graph())  # first: errors of the trace are those of replicas too
+    graph = tf.compat.v1.get_default_graph()
+    run = TracedRun(None, None, None, calls.is_in_loop(graph), launches=True)
+    calls.choose(graph, None, run, supervise)  # first: errors of the trace are those of replicas too
     program = programs.trace(source, arguments, shapes)
     traced = program.traced
     step = _Step(
@@ -359,9 +363,6 @@ def _add_op(step: _Step, inputs: list[tf.Tensor], outputs: list[tf.TensorSpec]) 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
         try:
             return step.run(*arrays) or [np.array(True)]
-        except ReplicaMismatchError as error:
-            step.traced.body.mismatch = error
-            raise
         except tf.errors.InvalidArgumentError as error:
             raise InvalidArgumentError.of(error) from error
 

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from replica_engine import TPUStrategy
-from replica_engine.errors import BatchError
+from replica_engine.errors import BatchError, ReplicaMismatchError
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(16, 4)).astype("float32")
@@ -405,5 +405,5 @@ def test_sequences_of_other_lengths_are_no_unequal_shares():
     dataset = strategy.distribute_datasets_from_function(
         lambda context: tf.data.Dataset.from_generator(samples, output_signature=specs)
     )
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"shape \(4, 3, 4\) on replica 0 and \(4, 5, 4\) on"):
+    with pytest.raises(ReplicaMismatchError, match=r"shape \(4, 3, 4\) on replica 0 and \(4, 5, 4\) on"):
         model.fit(dataset, steps_per_epoch=2, verbose=0)

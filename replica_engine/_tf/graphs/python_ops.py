@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,18 +14,44 @@ import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph as _FuncGraph
 
 from replica_engine._tf.graphs.kept import keep
+from replica_engine.errors import ReplicaEngineError
+
+_lock = threading.Lock()
+_raised: deque[ReplicaEngineError] = deque(maxlen=8)  # by Python ops whose function has not yet been left
 
 
 def python_op(fn: Callable[..., Any], inputs: Sequence[Any], dtypes: Any) -> Any:
     """Like `tf.numpy_function`, with a function that lives as long as the graph of the op.
 
-    TensorFlow keeps it as long as the outermost graph: under eager mode, for the life of the process.
+    TensorFlow keeps it as long as the outermost graph: under eager mode, for the life of the process. An error of this
+    library that the function raises can be had again (`raised_in_op`): TensorFlow keeps the text only.
     """
-    results = tf.numpy_function(fn, inputs, dtypes, stateful=True)
+
+    @functools.wraps(fn)
+    def noted(*args: Any) -> Any:
+        try:
+            return fn(*args)
+        except ReplicaEngineError as error:
+            with _lock:
+                _raised.append(error)
+            raise
+
+    results = tf.numpy_function(noted, inputs, dtypes, stateful=True)
     own = outer = tf.compat.v1.get_default_graph()
     while isinstance(outer, _FuncGraph):
         outer = outer.outer_graph
-    called = fn.ag_dnc_wrapper__  # type: ignore[attr-defined]  # what TensorFlow has registered for `fn`
+    called = noted.ag_dnc_wrapper__  # type: ignore[attr-defined]  # what TensorFlow has registered for `fn`
     if keep(own, called):
         outer._py_funcs_used_in_graph.remove(called)
     return results
+
+
+def raised_in_op(error: BaseException) -> ReplicaEngineError | None:
+    """The error of this library that a Python op has raised, if TensorFlow has made `error` of it; else None."""
+    if not _raised or not isinstance(error, tf.errors.OpError):
+        return None
+    with _lock:
+        found = next((each for each in _raised if f"{type(each).__name__}: {each}" in error.message), None)
+        if found is not None:
+            _raised.clear()  # the other replicas' errors of the same step; nothing keeps their frames
+    return found

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf.keras import trainer as keras_trainer
-from replica_engine.errors import BatchError
+from replica_engine.errors import BatchError, ReplicaMismatchError
 from replica_engine.strategies.tpu.device_loops import LoopSettings
 
 
@@ -30,12 +30,10 @@ def device_loop(model: Any, step_function: Callable[..., Any], plain: Callable[.
         return plain
 
     def one_step(iterator: Any) -> Any:
-        programs.take_mismatch()
         try:
             return plain(iterator)
-        except tf.errors.OpError:
-            mismatch = programs.take_mismatch()
-            if mismatch is not None and len({shape[:1] for shape in mismatch.by_replica}) > 1:
+        except ReplicaMismatchError as mismatch:
+            if len({shape[:1] for shape in mismatch.by_replica}) > 1:
                 raise BatchError(
                     f"A batch, probably the last one, does not divide by {strategy.num_replicas_in_sync} replicas, "
                     "and a compiled step has one shape on all of them. Leave the rest out, dataset.batch(n, "

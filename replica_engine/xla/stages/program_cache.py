@@ -15,7 +15,6 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.diagnostics.flight_record import SyncPointRecord, launch_records
-from replica_engine.errors import ReplicaMismatchError
 from replica_engine.errors.base import warning
 from replica_engine.pjrt import cpu_rewrites
 from replica_engine.pjrt.executable import Executable
@@ -110,11 +109,6 @@ class ProgramCache:
         """What the program that was launched last needs, if it is still kept; None before the first."""
         found = None if self._body.last_program is None else self._body.last_program()
         return None if found is None else found.memory()
-
-    def take_mismatch(self) -> ReplicaMismatchError | None:
-        """The error that ended an op in a graph, see `Body.mismatch`, and forgets it."""
-        found, self._body.mismatch = self._body.mismatch, None
-        return found
 
     @property
     def limits(self) -> LaunchLimits:
