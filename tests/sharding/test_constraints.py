@@ -50,7 +50,7 @@ def test_where_a_replica_has_one_device_it_does_nothing():
 @pytest.mark.parametrize("axes", [("model",), ("batch", None, None), ("batch", "batch")])
 def test_wrong_axes_are_named(axes):
     strategy = replica_engine.TPUStrategy(num_cores=2, distribution="fsdp")
-    with pytest.raises(DistributionError, match="model|dimensions|axes|twice"):
+    with pytest.raises(DistributionError, match=r"model|dimensions|axes|twice"):
         strategy.run(lambda x: xla.constrain(x, axes), args=(tf.ones([4, 4]),))
 
 

@@ -159,13 +159,13 @@ def _uniform_of(groups: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, dtype: tf
 
 
 def _normal_of(groups: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    return _numbers_of(_blocks(key, counter, groups), dtype)
+    return _numbers_of(_blocks(key, counter, groups), groups, dtype)
 
 
-def _numbers_of(integers: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Normal numbers from groups of four integers: [..., 4], of doubles [..., 2]."""
+def _numbers_of(integers: tf.Tensor, groups: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Normal numbers from the four integers of each group: [..., 4], of doubles [..., 2]."""
     size = 2 if dtype == tf.float64 else 4
-    shape = integers.shape[:-1].as_list()
+    shape = [-1 if each is None else each for each in groups.shape.as_list()]
     pairs = _box_muller(tf.reshape(integers, [*shape, size // 2, 8 // size]), dtype)
     return tf.reshape(tf.stack(pairs, -1), [*shape, size])
 
@@ -199,7 +199,7 @@ def _truncated_of(groups: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, dtype: 
 
     def take(block: tf.Tensor, taken: tf.Tensor, results: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         integers = _function()(key, counter, first + block) if len(shape) == 1 else _blocks(key, counter, first + block)
-        for number in tf.unstack(_numbers_of(integers, dtype), num=size, axis=-1):
+        for number in tf.unstack(_numbers_of(integers, groups, dtype), num=size, axis=-1):
             accepted = tf.abs(number) < _TRUNCATED
             here = accepted[..., tf.newaxis] & (taken[..., tf.newaxis] == tf.range(size))
             results = tf.where(here, number[..., tf.newaxis], results)
