@@ -21,6 +21,7 @@ import keras
 import tensorflow as tf
 
 from replica_engine._tf import distribute, variables
+from replica_engine._tf.keras import layouts
 from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine._tf.keras import model as keras_model
 from replica_engine.strategies.backend import backend_of
@@ -127,6 +128,7 @@ class ReplicatedVariables:
         known = {}
         assigned = {id(weight) for weight in self._model.non_trainable_weights}
         accumulators = {id(variable) for variable in keras_model.accumulators_of(self._model)}
+        weights = keras_model.weights_kept_for(self._model)
         with contextlib.ExitStack() as undo:
             for variable in keras_model.variables_of(self._model):
                 shared = self._shared.get(id(variable))
@@ -136,7 +138,8 @@ class ReplicatedVariables:
                         continue
                     _make_plain(variable)
                     is_state = id(variable) in assigned and not keras_model.is_seed(variable)
-                    shared = _Shared(variable, self._strategy, is_state, id(variable) in accumulators)
+                    with layouts.making(variable, weights.get(id(variable))):
+                        shared = _Shared(variable, self._strategy, is_state, id(variable) in accumulators)
                     undo.callback(shared.put_plain)
                 known[id(variable)] = shared
             undo.pop_all()

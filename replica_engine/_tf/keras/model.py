@@ -150,6 +150,22 @@ def trained_by(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     return list(optimizer._trainable_variables)
 
 
+def weights_kept_for(model: keras.Model) -> dict[int, keras.Variable]:
+    """For each variable that an optimizer of a model keeps for one weight, by its id, that weight.
+
+    An optimizer keeps them in lists in the order of its weights.
+    """
+    found = {}
+    for optimizer in [each for outer in optimizers_of(model) for each in with_inner_optimizers(outer)]:
+        weights = trained_by(optimizer) if optimizer.built else []
+        for kept in vars(optimizer).values():
+            if isinstance(kept, (list, tuple)) and len(kept) == len(weights):
+                for variable, weight in zip(kept, weights, strict=True):
+                    if isinstance(variable, keras.Variable) and variable is not weight:
+                        found[id(variable)] = weight
+    return found
+
+
 def with_inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
     """An optimizer and all optimizers that it wraps."""
     inner = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
