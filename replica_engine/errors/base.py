@@ -104,6 +104,16 @@ def meant_reduction(given: object, known: Sequence[str], stacked: str) -> str:
     return ""
 
 
+def byte_size(number: int) -> str:
+    """A number of bytes as text, with a binary unit: "8 GiB"."""
+    size = float(number)
+    units = ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        del units[0]
+    return f"{size:.4g} {units[0]}"
+
+
 def brief(value: object) -> str:
     """The type of a value, and a short form of its repr."""
     return f"{type(value).__name__} {shown(value)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from replica_engine.errors.base import ReplicaEngineError, shown
+from replica_engine.errors.base import ReplicaEngineError, byte_size, shown
 
 
 class DeviceError(ReplicaEngineError, ValueError, AssertionError):
@@ -136,6 +136,11 @@ class DistributionError(ReplicaEngineError, ValueError):
     @classmethod
     def not_shared_out(cls, cores: int, cores_per_replica: int) -> DistributionError:
         """The devices cannot be shared out among replicas."""
+        if cores < cores_per_replica:
+            return cls(
+                f"A replica needs {cores_per_replica} devices, but num_cores={cores}. num_cores counts the devices of "
+                f"all replicas: leave it out for one replica, or write a multiple of {cores_per_replica}."
+            )
         return cls(
             f"{cores} devices cannot be shared out among replicas of {cores_per_replica}: num_cores must be a multiple "
             "of cores_per_replica."
@@ -158,12 +163,38 @@ class DistributionError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
+    def too_large(cls, path: str, shape: Sequence[int], part: int, device: int, whole: bool) -> DistributionError:
+        """A device cannot have its part of a variable."""
+        sizes = f"{byte_size(part)} on each device, which has {byte_size(device)}"
+        if whole:
+            return cls(
+                f"The variable {path!r} of shape {tuple(shape)} takes {sizes}. Divide it: TPUStrategy(distribution="
+                '"fsdp"), or a layout in the LayoutMap of a ModelParallel that names an axis for one of its dimensions.'
+            )
+        return cls(
+            f"The variable {path!r} of shape {tuple(shape)} takes {sizes}, though it is divided. Take more devices, or "
+            "divide it along another axis too."
+        )
+
+    @classmethod
+    def set_for_all(cls, strategy: str, takes: bool) -> DistributionError:
+        """`keras.distribution.set_distribution` is in effect, and the strategy does not have that distribution."""
+        how = f"{strategy}(distribution=...)"
+        if not takes:
+            how = f"replica_engine.TPUStrategy(distribution=...), since {strategy} has whole variables on each replica"
+        return cls(
+            "keras.distribution.set_distribution(...), or a scope() of a distribution, is in effect. The strategies of "
+            f"replica_engine do not read it: pass the distribution to the strategy, {how}. If it is meant for another "
+            "model, end it first: keras.distribution.set_distribution(None)."
+        )
+
+    @classmethod
     def no_such_variable(cls, key: str, near: Sequence[str], count: int) -> DistributionError:
         """A layout has matched no variable."""
         return cls(
             f"The layout {key!r} of the LayoutMap matches none of the {count} variables that were made under the "
             f"scope. Near: {', '.join(map(repr, near)) or 'none'}. A key is the path of a variable (variable.path), or "
-            "a regular expression that is searched in it."
+            "a regular expression for all of it, such as '.*kernel'."
         )
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from replica_engine.errors.base import ReplicaEngineError, at, meant_reduction, shown, warning
+from replica_engine.errors.base import ReplicaEngineError, at, byte_size, meant_reduction, shown, warning
 
 WRITTEN_BEYOND_ITS_SIZE = (
     "A tf.TensorArray with dynamic_size=True was written beyond its size, and arrays of a compiled program do not "
@@ -301,9 +301,9 @@ class ProgramError(ReplicaEngineError, RuntimeError):
     def too_large(cls, name: str, replicas: int, each: int, limit: int) -> ProgramError:
         """The program needs more memory than the device has."""
         return cls(
-            f"The compiled program of `{name}` needs {_size(each)} for intermediate values and results on each of "
-            f"{replicas} replicas, but only {_size(limit)} of memory are available. The program was not launched, so "
-            "all variables keep their values. Use a smaller batch."
+            f"The compiled program of `{name}` needs {byte_size(each)} for intermediate values and results on each of "
+            f"{replicas} replicas, but only {byte_size(limit)} of memory are available. The program was not launched, "
+            "so all variables keep their values. Use a smaller batch."
         )
 
     @classmethod
@@ -318,16 +318,6 @@ class ProgramError(ReplicaEngineError, RuntimeError):
             f"The compiler for {topology} ended its process ({how}) at `{name}` for {replicas} replicas, so there is "
             f"no plan of it. This process goes on. It printed:\n{words}"
         )
-
-
-def _size(number: int) -> str:
-    """A number of bytes as text, with a binary unit: "8 GiB"."""
-    size = float(number)
-    units = ["bytes", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        del units[0]
-    return f"{size:.4g} {units[0]}"
 
 
 class StuckProgramError(ReplicaEngineError, RuntimeError):

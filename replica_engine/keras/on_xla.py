@@ -68,6 +68,8 @@ class OnXla:
         self._predicted: set[Any] = set()
         self._gives: dict[str, bool] = {}
         self._compiled: set[Any] = set()
+        if strategy.extended.distribution is not None:
+            strategy.extended.distribution.check_layouts()
         self._programs = strategy.extended.own_programs()  # they hold the model and are freed with it
 
     def step(self, name: str, batches: Sequence[Any]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from replica_engine.keras.on_threads import OnThreads
 from replica_engine.keras.optimizer import through_strategy
 from replica_engine.keras.variables import ReplicatedVariables
 from replica_engine.process.interrupts import held_off_once
+from replica_engine.strategies import models
 from replica_engine.strategies.backend import compiles
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.trace_file import Track
@@ -80,7 +81,9 @@ class Replicas:
 
         Raises:
             ReplicateError: the other replicated model is inside on another thread, which cannot be made to leave.
+            DistributionError: Keras has a distribution that the strategy does not have.
         """
+        models.check_distribution(self.strategy)
         outside = distribute.outside_scopes() if tf.distribute.has_strategy() else contextlib.nullcontext()
         with outside:
             with _lock:

@@ -223,7 +223,8 @@ class DeviceGroup:
         replicas: the number of replicas of all workers.
         first: the id of this process' first replica.
         member: the connection to the job of several workers; None in a process on its own.
-        names: the names of the devices in messages: "CPU:0", ...
+        names: the names of the replicas' devices in messages: "CPU:0", ...; "CPU:0-3" if a replica has several.
+        device_names: the names of the devices of this process.
         in_flight: the lock that is held from a program's launch to its end.
         running: an object that becomes ready when the program launched last ends; None if the program has ended.
         running_name: the name of that program's body.
@@ -257,6 +258,7 @@ class DeviceGroup:
         self.member = member
         place = "" if member is None else f"worker {member.worker}, "
         self.names = [f"{place}{platform.upper()}:{index}" for index in range(self.size)]
+        self.device_names = tuple(self.names)
         mesh = Mesh(np.array(self.everywhere), ("replica",))
         self.sharding = NamedSharding(mesh, PartitionSpec())
         self._split = NamedSharding(mesh, PartitionSpec("replica"))

@@ -192,8 +192,10 @@ class OnReplicaThreads(Gathering):
 
         Raises:
             ScopeError: a replica calls it.
+            DistributionError: `keras.distribution.set_distribution` has set a distribution.
         """
         check_outside_replicas("scope")
+        models.check_distribution(self)
         models.explain(has_backend)
         return super().scope()  # type: ignore[misc]
 

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import distribute, patches
-from replica_engine._tf.keras import added_losses
+from replica_engine._tf.keras import added_losses, layouts
 from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine._tf.keras import trainer as keras_trainer
@@ -18,7 +18,7 @@ from replica_engine.diagnostics.op_lines import here
 from replica_engine.diagnostics.suspicions import warn_once
 from replica_engine.diagnostics.user_frames import FOLDERS
 from replica_engine.engine import current_replica
-from replica_engine.errors import BatchError
+from replica_engine.errors import BatchError, DistributionError
 from replica_engine.errors.models import warn_metric_not_a_sum, warn_uneven_evaluation, warn_uneven_rest
 from replica_engine.process.interrupts import held_off_once
 
@@ -38,6 +38,17 @@ def explain(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
     patches.hide_frames(FOLDERS)
     keras_metrics.extend_variables()
     added_losses.for_each_replica(lambda: (replica := current_replica()) is not None and replica.index > 0)
+
+
+def check_distribution(strategy: tf.distribute.Strategy) -> None:
+    """Checks that no distribution of Keras is set, or only the one that the strategy has: it would be ignored.
+
+    Raises:
+        DistributionError: another one is set.
+    """
+    given = layouts.current_distribution()
+    if given is not None and given is not getattr(getattr(strategy.extended, "distribution", None), "given", None):
+        raise DistributionError.set_for_all(type(strategy).__name__, hasattr(strategy, "run_steps"))
 
 
 def _check_batch(first: keras_hooks.FirstBatch) -> None:

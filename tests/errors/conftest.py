@@ -12,6 +12,7 @@ if not HAS_XLA:
         "test_collectives.py",
         "test_contrib.py",
         "test_device_loops.py",
+        "test_distribution.py",
         "test_host_calls.py",
         "test_inputs.py",
         "test_models.py",

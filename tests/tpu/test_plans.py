@@ -138,7 +138,7 @@ def test_the_memory_of_a_strategy(tpu, weights):
     tpu.run(step, (tf.ones([SIDE, SIDE]),))
     memory = tpu.memory()
     assert memory.program == tpu.plan(step, (tf.ones([SIDE, SIDE]),)).memory
-    assert str(memory).startswith("device 0: variables 256 KiB\ndevice 1: variables 256 KiB\nthe last program")
+    assert str(memory).startswith("CPU:0: variables 256 KiB\nCPU:1: variables 256 KiB\nthe last program")
     with tpu.scope():
         sums = tf.Variable(
             tf.zeros([10]), synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM

@@ -18,7 +18,12 @@ from replica_engine._tf.keras.hooks import wrap
 
 VARIABLES, VARIABLE, INITIALIZE = "keras.src.backend.tensorflow.core", "Variable", "_initialize"
 _DISTRIBUTION = "keras.src.distribution.distribution_lib"
+_GLOBAL_STATE = "keras.src.backend.common.global_state"
+_ATTRIBUTE = "distribution"
 _MARK = "_replica_engine_layouts"
+
+OUTPUT = "/output"
+"""The end of a key of a LayoutMap that is for the outputs of a layer."""
 
 
 class Making(NamedTuple):
@@ -78,6 +83,12 @@ def is_distribution(value: Any) -> bool:
     """Whether a value is a `keras.distribution.Distribution`."""
     kind = getattr(sys.modules.get(_DISTRIBUTION), "Distribution", None)
     return kind is not None and isinstance(value, kind)
+
+
+def current_distribution() -> Any:
+    """What `keras.distribution.set_distribution` has set in this thread; None if it has set nothing."""
+    state: Any = sys.modules.get(_GLOBAL_STATE)
+    return None if state is None else state.get_global_attribute(_ATTRIBUTE)
 
 
 def layout_map_of(distribution: Any) -> Any:

@@ -150,13 +150,15 @@ class DeviceMemory:
         variables: for each device, the bytes of the strategy's variables. A variable counts from when it is made; it
             is sent to the devices by the first step that uses it.
         program: the memory of the program that ran last, `Memory`. None before the first.
+        devices: the names of the devices.
     """
 
     variables: list[int]
     program: Memory | None
+    devices: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = [f"device {index}: variables {size(each)}" for index, each in enumerate(self.variables)]
+        lines = [f"{name}: variables {size(each)}" for name, each in zip(self.devices, self.variables, strict=True)]
         if self.program is not None:
             lines.append(f"the last program, on each device: {size(self.program.peak)}, arguments included")
         return "\n".join(lines)

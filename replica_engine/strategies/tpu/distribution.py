@@ -2,9 +2,9 @@
 
 Keras' objects are the vocabulary: `keras.distribution.ModelParallel` names axes of a mesh for variables by their paths.
 Two rules need no names. "fsdp" divides each variable, and "zero1" the variables that an optimizer keeps for each
-weight, along the largest dimension that divides evenly; small ones stay whole. "zero1" and "fsdp" are the stages of
-ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054) in which optimizer states, and weights as well, are divided; XLA
-chooses when to gather them.
+weight, along the largest dimension that divides evenly, or else along a long one; small ones stay whole. "zero1" and
+"fsdp" are the stages of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054) in which optimizer states, and weights as
+well, are divided; XLA chooses when to gather them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ BATCH = "batch"
 """The axis of "fsdp" and "zero1", and of `keras.distribution.DataParallel` without a mesh."""
 
 _SMALLEST = 1024  # bytes of a variable that is worth dividing
+_LONG = 32  # rows of a part, if a dimension does not divide evenly
 _CORE = "core_"  # the axes of logical devices, when no distribution names any
 
 
@@ -36,6 +37,7 @@ class Made(NamedTuple):
         itemsize: bytes of an element.
         layout: the `keras.distribution.TensorLayout` that it was made with, or None.
         reference: for a variable that an optimizer keeps for a weight, the axes of the weight; otherwise None.
+        is_weight: whether it is a trainable weight of a Keras model.
     """
 
     path: str
@@ -43,6 +45,7 @@ class Made(NamedTuple):
     itemsize: int
     layout: Any
     reference: Axes | None
+    is_weight: bool
 
 
 class Distribution:
@@ -52,54 +55,80 @@ class Distribution:
         mesh: the devices of a replica.
         cores: the number of all devices.
         rule: returns the axes of a variable that was made without a layout.
-        layout_map: the `keras.distribution.LayoutMap`, if there is one; it goes before the rule.
+        given: the `keras.distribution.Distribution` that it was made of, if there is one. If that has a LayoutMap, it
+            goes before the rule.
     """
 
-    def __init__(self, mesh: ReplicaMesh, cores: int, rule: Callable[[Made], Axes], layout_map: Any = None):
+    def __init__(self, mesh: ReplicaMesh, cores: int, rule: Callable[[Made], Axes], given: Any = None):
         if cores % mesh.size:
             raise DistributionError.not_shared_out(cores, mesh.size)
         self.mesh = mesh
         self.cores = cores
+        self.given = given
         self._rule = rule
-        self._layout_map = layout_map
+        self._layout_map = layouts.layout_map_of(given)
         self._paths: dict[str, None] = {}
         self._matched: set[int] = set()
-        self._unchecked = layout_map is not None
+        self._has_weights = False
+        self._unchecked = self._layout_map is not None
 
     def axes_of(self, made: Made) -> Axes:
         """The axes of a variable.
 
         Raises:
-            DistributionError: its layout has more axes than the variable has dimensions, or an axis that is not one of
-                the mesh.
+            DistributionError: its layout has more axes than the variable has dimensions, an axis twice, or an axis that
+                is not one of the mesh; or several layouts of the LayoutMap match.
         """
-        self._paths[made.path] = None
+        if made.reference is None:  # otherwise it lies like its weight
+            self._paths[made.path] = None
+        self._has_weights |= made.is_weight
         layout = made.layout
         if layout is None and self._layout_map is not None and made.reference is None:
-            layout = self._layout_map[made.path]
-            self._matched.add(id(layout))
+            layout = self._layout_of(made.path)
         axes = self._rule(made) if layout is None else layout.axes
         while axes and axes[-1] is None:
             axes = axes[:-1]
         if len(axes) > len(made.shape):
             raise DistributionError.too_many_axes(made.path, made.shape, axes)
         known = [name for name, _ in self.mesh.axes]
+        taken: set[str] = set()
         for name in (name for entry in axes for name in names(entry)):
             if name not in known:
                 raise DistributionError.no_such_axis(made.path, name, known)
+            if name in taken:
+                raise DistributionError(
+                    f"The layout {tuple(axes)} of the variable {made.path!r} names the axis {name!r} twice, but a mesh "
+                    "divides a variable along each axis once."
+                )
+            taken.add(name)
         return axes
 
-    def check_layouts(self) -> None:
-        """Checks that each layout of the LayoutMap has matched a variable: called before the first program is traced.
+    def _layout_of(self, path: str) -> Any:
+        assert self._layout_map is not None
+        try:
+            layout = self._layout_map[path]
+        except ValueError as error:
+            raise DistributionError(f"Several layouts of the LayoutMap match the variable {path!r}. {error}") from None
+        self._matched.add(id(layout))
+        return layout
+
+    def check_layouts(self, built: bool = True) -> None:
+        """Checks that each layout of the LayoutMap has matched a variable.
+
+        Args:
+            built: whether the model is known to have all its variables. Otherwise there is no check before it has a
+                trainable weight: a program that runs first may be of something else.
 
         Raises:
             DistributionError: a layout has matched none.
         """
-        if not self._unchecked:
+        if not self._unchecked or not (built or self._has_weights):
             return
+        if layouts.being_made().variable is not None:
+            return  # the program makes its initial value, and others are still to come
         paths = list(self._paths)
         for key, layout in self._layout_map.items():
-            if id(layout) not in self._matched:
+            if id(layout) not in self._matched and not key.endswith(layouts.OUTPUT):
                 near = difflib.get_close_matches(key.strip(".*^$"), paths, n=3, cutoff=0.3)
                 raise DistributionError.no_such_variable(key, near or paths[:3], len(paths))
         self._unchecked = False
@@ -140,17 +169,20 @@ def read(
     mesh = ReplicaMesh(axes, distribution.batch_dim_name)
     if (cores_per_replica or mesh.size) != mesh.size:
         raise DistributionError.other_size(cores_per_replica or 0, axes)
-    return Distribution(mesh, cores or mesh.size, _like_reference, layouts.layout_map_of(distribution))
+    return Distribution(mesh, cores or mesh.size, _like_reference, distribution)
 
 
 def divided(shape: Sequence[int], itemsize: int, parts: int) -> Axes:
-    """The axes of a variable along its largest dimension that divides evenly; whole if none does, or if it is small."""
+    """The axes of a variable along its largest dimension that divides evenly; whole if it is small.
+
+    If none divides evenly, along its largest dimension, if that is long: what is stored behind it is little then.
+    """
     if math.prod(shape) * itemsize < _SMALLEST:
         return WHOLE
-    for axis in sorted(range(len(shape)), key=lambda axis: -shape[axis]):
-        if shape[axis] % parts == 0:
-            return (*[None] * axis, BATCH)
-    return WHOLE
+    largest_first = sorted(range(len(shape)), key=lambda axis: -shape[axis])
+    even = [axis for axis in largest_first if shape[axis] % parts == 0]
+    long = [axis for axis in largest_first if shape[axis] >= _LONG * parts]
+    return next(((*[None] * axis, BATCH) for axis in [*even, *long]), WHOLE)
 
 
 _RULES: dict[str, Callable[[Made, int], Axes]] = {

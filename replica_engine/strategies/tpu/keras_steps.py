@@ -29,6 +29,9 @@ def device_loop(model: Any, step_function: Callable[..., Any], plain: Callable[.
     if not hasattr(strategy, "run_steps") or model.run_eagerly:
         return plain
 
+    if strategy.extended.distribution is not None:
+        strategy.extended.distribution.check_layouts()
+
     def one_step(iterator: Any) -> Any:
         try:
             return plain(iterator)

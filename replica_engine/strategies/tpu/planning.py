@@ -12,6 +12,7 @@ from replica_engine.diagnostics.misuse import explained
 from replica_engine.diagnostics.tracebacks import shortened
 from replica_engine.errors import InputsError
 from replica_engine.pjrt.plans.plan import DeviceMemory, Plan
+from replica_engine.strategies.tpu.variable_table import Layouts
 from replica_engine.strategies.validation import check_call
 from replica_engine.xla.graph_mode import check_mode
 from replica_engine.xla.signature.stand_ins import with_values
@@ -88,9 +89,9 @@ class Planning:
         """The memory that this strategy's variables and its last program need on each device.
 
         Returns:
-            An object with `variables`, a list with the bytes of the variables on each device, and `program`, the
-            `Memory` of the program that ran last; None before the first, and if replicas with shares of different sizes
-            ran different programs.
+            An object with `variables`, a list with the bytes of the variables on each device, `program`, the `Memory`
+            of the program that ran last, and `devices`, the names of the devices. `program` is None before the first,
+            and if replicas with shares of different sizes ran different programs.
 
         Example:
             >>> import tensorflow as tf, replica_engine
@@ -101,3 +102,24 @@ class Planning:
             [4000, 4000]
         """
         return self.extended.memory()
+
+    def layouts(self) -> Layouts:
+        """How the variables of this strategy are divided over the devices of a replica: a table when printed.
+
+        Returns:
+            An object with `rows`: for each variable its path, shape, dtype, the axis of the mesh for each of its
+            dimensions, or None, and its bytes on a device. `mesh` has the name and the size of each axis.
+
+        Example:
+            >>> import tensorflow as tf, replica_engine
+            >>> strategy = replica_engine.TPUStrategy(num_cores=4, distribution="fsdp")
+            >>> with strategy.scope():
+            ...     w = tf.Variable(tf.zeros([512, 256]), name="w")
+            ...     b = tf.Variable(tf.zeros([200]), name="b")
+            >>> print(strategy.layouts())
+            variable  shape       dtype    axes             bytes on a device
+            w         (512, 256)  float32  ('batch', None)  131,072 of 524,288
+            b         (200,)      float32  (None,)          800
+            mesh: 'batch'=4; a device has 131,872 of 525,088 bytes
+        """
+        return self.extended.variable_table.layouts()

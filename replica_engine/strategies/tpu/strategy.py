@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, overload
 
@@ -36,6 +34,7 @@ from replica_engine.strategies.tpu.api import LogicalDevices, TPUFacts
 from replica_engine.strategies.tpu.device_loops import LoopSettings, run_steps
 from replica_engine.strategies.tpu.distribution import Distribution, read
 from replica_engine.strategies.tpu.planning import Planning
+from replica_engine.strategies.tpu.variable_table import VariableTable
 from replica_engine.strategies.tpu.workers import OverWorkers, explain_failures, saving_on
 from replica_engine.strategies.validation import (
     NOT_REDUCED,
@@ -56,7 +55,6 @@ from replica_engine.xla.graph_op import plan as plan_call
 from replica_engine.xla.resolver import PjrtClusterResolver
 from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.stages.program_cache import ProgramCache
-from replica_engine.xla.state.device_value import DeviceValue
 from replica_engine.xla.state.host_variable import handles_compared
 
 
@@ -92,6 +90,8 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
     Attributes:
         device_group: the devices that the replicas run on.
         limits: how long a launch, or a wait for other workers, may take.
+        distribution: how variables are divided over the devices of a replica; None if it has one.
+        variable_table: the variables of the strategy.
         initial_programs: the programs that make initial values of variables in parts.
     """
 
@@ -107,14 +107,13 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         distribution: Distribution | None = None,
     ):
         self.device_group = devices
-        self._distribution = distribution
+        self.distribution = distribution
         self.limits = limits
         self.saving = saving_on(devices, limits)
         if devices.member is not None:
             explain_failures(devices.member)
         self._same_random = same_random
-        self._device_values: weakref.WeakSet[DeviceValue] = weakref.WeakSet()  # of its variables
-        self._values_lock = threading.Lock()
+        self.variable_table = VariableTable(devices.mesh.axes if devices.mesh else ())
         name = type(strategy).__name__
         self._programs = ProgramCache(
             devices, self._in_replica_context, same_random, name=name, limits=limits, soft_placement=soft_placement
@@ -173,6 +172,8 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
     def _in_replica_context(self) -> Iterator[None]:
         with self._container_strategy().scope(), BodyReplicaContext(self._container_strategy()):
             yield
+        if self.distribution is not None:
+            self.distribution.check_layouts(built=False)  # only now: a body may build the model
 
     def call_for_each_replica(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
         """Same as in every strategy; in a step of `run_steps`, which is in replica context, it calls `fn` directly."""
@@ -194,14 +195,8 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
 
     def memory(self) -> DeviceMemory:
         """Same as `TPUStrategy.memory`."""
-        with self._values_lock:
-            each = sum(value.bytes for value in self._device_values)
-        return DeviceMemory([each] * len(self.device_group.devices), self._programs.last_memory())
-
-    def note_device_value(self, value: DeviceValue) -> None:
-        """Notes the value of a new variable, for `memory`."""
-        with self._values_lock:
-            self._device_values.add(value)
+        names = self.device_group.device_names
+        return DeviceMemory([self.variable_table.bytes] * len(names), self._programs.last_memory(), names)
 
     def sync_points(self) -> list[SyncPointRecord]:
         """Same as `TPUStrategy.sync_points`."""
@@ -233,7 +228,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         colocate_with = kwargs.pop("colocate_with", None)
         if colocate_with is not None and not isinstance(colocate_with, (tf.Variable, list, tuple)):
             return next_creator(**kwargs)
-        return variables.create(self._container_strategy(), next_creator, kwargs, self._same_random, self._distribution)
+        return variables.create(self._container_strategy(), next_creator, kwargs, self._same_random, self.distribution)
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         """The hook of `reduce` and `reduce_to`."""
@@ -425,6 +420,7 @@ class TPUStrategy(LogicalDevices, Planning, Gathering, tf.distribute.TPUStrategy
     def scope(self) -> Any:
         """Like the scope of every strategy. Keras models built in it run `steps_per_execution` steps in one launch."""
         check_outside_replicas("scope")
+        models.check_distribution(self)
         models.explain(has_backend)
         keras_hooks.extend_trainer(keras_steps.device_loop)
         keras_hooks.average_logs(TPUStrategy)

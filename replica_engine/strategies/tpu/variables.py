@@ -16,8 +16,11 @@ import tensorflow as tf
 from replica_engine._tf import distribute, variables
 from replica_engine._tf.graphs import xla_ops
 from replica_engine._tf.keras import layouts
+from replica_engine.errors import DistributionError
+from replica_engine.pjrt.devices import chip_memory
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.partitions import WHOLE, Axes
+from replica_engine.pjrt.plans import rehearsal
 from replica_engine.strategies.backend import HostSide
 from replica_engine.strategies.tpu import initial_parts, workers
 from replica_engine.strategies.tpu.distribution import Distribution, Made
@@ -44,7 +47,8 @@ class _OnDevices:
         copied = type(self)(strategy, values, variable.aggregation)  # type: ignore[call-arg]
         original: DeviceValue = variable._values[0]._replica_engine[0]
         device_value = make_device_value(values, strategy.extended.device_group, original.spread, original.axes)
-        strategy.extended.note_device_value(device_value)
+        table = strategy.extended.variable_table
+        table.note(device_value, table.path_of(original))
         if len(device_value.handles) == 1 and (own := original.on_replicas()) is not None:
             device_value.set_values(own)
         memo[id(self)] = copied
@@ -121,7 +125,7 @@ def create(
     devices: DeviceGroup = strategy.extended.device_group
     name = kwargs.get("name") or "Variable"
     spread = seeds.states if name.endswith(_KERAS_SEED) and not same_random else None
-    early = None if distribution is None else _known_early(distribution, name, kwargs)
+    early = None if distribution is None else _known_early(distribution, devices, name, kwargs)
     array = None if early is None else _made_in_parts(strategy.extended, early, kwargs)
     if array is not None:
         assert early is not None, "its axes are known"
@@ -144,8 +148,9 @@ def create(
     if early is not None:
         axes = early.axes
     elif distribution is not None and variable.shape.is_fully_defined():
-        axes = _axes(distribution, name, tuple(variable.shape), variable.dtype)
-    strategy.extended.note_device_value(make_device_value(variable._values, devices, spread, axes, array))
+        axes = _axes(distribution, devices, name, tuple(variable.shape), variable.dtype)
+    device_value = make_device_value(variable._values, devices, spread, axes, array)
+    strategy.extended.variable_table.note(device_value, _path(name))
     return variable
 
 
@@ -179,7 +184,7 @@ class _Early(NamedTuple):
     axes: Axes
 
 
-def _known_early(distribution: Distribution, name: str, kwargs: dict[str, Any]) -> _Early | None:
+def _known_early(distribution: Distribution, devices: DeviceGroup, name: str, kwargs: dict[str, Any]) -> _Early | None:
     shape, dtype = kwargs.get("shape"), kwargs.get("dtype")
     making = layouts.being_made().variable
     if making is not None and callable(kwargs.get("initial_value")):
@@ -188,17 +193,28 @@ def _known_early(distribution: Distribution, name: str, kwargs: dict[str, Any]) 
     if dtype is None or not shape.is_fully_defined():
         return None
     dtype = tf.dtypes.as_dtype(dtype)
-    return _Early(tuple(shape), dtype, _axes(distribution, name, tuple(shape), dtype))
+    return _Early(tuple(shape), dtype, _axes(distribution, devices, name, tuple(shape), dtype))
 
 
-def _axes(distribution: Distribution, name: str, shape: tuple[int, ...], dtype: tf.DType) -> Axes:
+def _axes(distribution: Distribution, devices: DeviceGroup, name: str, shape: tuple[int, ...], dtype: tf.DType) -> Axes:
     """How a variable is divided over the devices of a replica."""
     if xla_ops.is_host_only(dtype):
         return WHOLE
     made, reference = layouts.being_made()
-    path, layout = (_plain(name), None) if made is None else (made.path, getattr(made, "_layout", None))
+    layout, is_weight = getattr(made, "_layout", None), reference is None and getattr(made, "trainable", False)
     like = None if reference is None else axes_of(layouts.handle_of(reference), distribution.mesh)
-    return distribution.axes_of(Made(path, shape, dtype.size, layout, like))
+    axes = distribution.axes_of(Made(_path(name), shape, dtype.size, layout, like, is_weight))
+    part = dtype.size * math.prod(devices.on_each(shape, axes))
+    memory = None if rehearsal.current() else chip_memory(devices)  # a rehearsal is of other devices than these
+    if memory is not None and part > memory:
+        raise DistributionError.too_large(_path(name), shape, part, memory, axes == WHOLE)
+    return axes
+
+
+def _path(name: str) -> str:
+    """The path of the variable that is being made, if it is Keras'; otherwise its name."""
+    made = layouts.being_made().variable
+    return _plain(name) if made is None else made.path
 
 
 def _made_in_parts(extended: Any, early: _Early, kwargs: dict[str, Any]) -> Array | None:

@@ -111,7 +111,8 @@ class DeviceValue:
         return self.dtype.size * math.prod(self._devices.on_each(tuple(self._shape), self.axes))
 
     @property
-    def _known_shape(self) -> tuple[int, ...] | None:
+    def shape(self) -> tuple[int, ...] | None:
+        """Its shape, in each replica; None if it is not known."""
         return tuple(self._shape) if self._shape.is_fully_defined() else None
 
     def mark(self) -> None:
@@ -241,9 +242,7 @@ class DeviceValue:
             array = self._whole(self._present())
             # Copies: a view of the device's memory would keep the next step from writing to that memory.
             copy = host_memory.outside_pool if self._to_free else np.array
-            values = [
-                copy(self._devices.fetch(array, replica, self._known_shape)) for replica in range(len(self.handles))
-            ]
+            values = [copy(self._devices.fetch(array, replica, self.shape)) for replica in range(len(self.handles))]
             with _freeing:
                 for handle, value in zip(self.handles, values, strict=True):
                     variables.write(handle, value)
@@ -336,7 +335,7 @@ class DeviceValue:
             if len(self.handles) == 1 and self._devices.size == 1:
                 return None
             array = self._whole(self._present())
-            values = [np.array(value) for value in self._devices.fetch_all(array, self._known_shape)]
+            values = [np.array(value) for value in self._devices.fetch_all(array, self.shape)]
         first = values[0].tobytes()
         return None if all(value.tobytes() == first for value in values[1:]) else values
 
