@@ -35,9 +35,11 @@ class TPUFacts:
 
     Attributes:
         steps_per_run: how many steps one launch of a device loop runs if the call does not say.
+        only_splits: whether tensors may not be assigned to one logical device.
     """
 
     steps_per_run = 1
+    only_splits = False
 
     @property
     def num_hosts(self) -> int:
@@ -87,8 +89,15 @@ class LogicalDevices:
             The tensor.
 
         Raises:
-            DeviceError: a replica has no device of this number.
+            DeviceError: a replica has no device of this number; or the strategy was made with
+                `experimental_spmd_xla_partitioning=True`.
         """
+        if self.extended.only_splits:
+            raise DeviceError(
+                "experimental_assign_to_logical_device was called under a strategy that was made with "
+                "experimental_spmd_xla_partitioning=True: there tensors are split over the logical devices, with "
+                "experimental_split_to_logical_devices, and never assigned to one."
+            )
         check("experimental_assign_to_logical_device", logical_device_id, devices_of(self.extended))
         return tf.identity(tensor)
 

@@ -172,6 +172,28 @@ def read(
     return Distribution(mesh, cores or mesh.size, _like_reference, distribution)
 
 
+def assigned(assignment: Any, cores: int | None, cores_per_replica: int | None) -> tuple[int, int]:
+    """The number of all devices, and of those of each replica, that a device assignment of TensorFlow says.
+
+    Raises:
+        DistributionError: it is none, or the numbers are given in another way too.
+    """
+    each, replicas = (
+        positive_int(getattr(assignment, name, None)) for name in ("num_cores_per_replica", "num_replicas")
+    )
+    if each is None or replicas is None:
+        raise DistributionError(
+            "`experimental_device_assignment` must be a tf.tpu.experimental.DeviceAssignment, with "
+            f"num_cores_per_replica and num_replicas; got {shown(assignment)}."
+        )
+    if cores not in (None, each * replicas) or cores_per_replica not in (None, each):
+        raise DistributionError(
+            f"`experimental_device_assignment` is for {replicas} replicas of {each} devices, but num_cores={cores} and "
+            f"cores_per_replica={cores_per_replica} were passed too. Leave them out."
+        )
+    return each * replicas, each
+
+
 def divided(shape: Sequence[int], itemsize: int, parts: int) -> Axes:
     """The axes of a variable along its largest dimension that divides evenly; whole if it is small.
 

@@ -32,7 +32,7 @@ from replica_engine.strategies.reductions import Reductions
 from replica_engine.strategies.tpu import keras_steps, variables
 from replica_engine.strategies.tpu.api import LogicalDevices, TPUFacts
 from replica_engine.strategies.tpu.device_loops import LoopSettings, run_steps
-from replica_engine.strategies.tpu.distribution import Distribution, read
+from replica_engine.strategies.tpu.distribution import Distribution, assigned, read
 from replica_engine.strategies.tpu.planning import Planning
 from replica_engine.strategies.tpu.variable_table import VariableTable
 from replica_engine.strategies.tpu.workers import OverWorkers, explain_failures, saving_on
@@ -350,10 +350,22 @@ class TPUStrategy(LogicalDevices, Planning, Gathering, tf.distribute.TPUStrategy
         warn_after: the seconds after which a warning is logged, with a table of where each replica stands; the
             warning repeats at the same interval. None takes the value of the environment variable
             REPLICA_ENGINE_WARN_AFTER, or 30 if it is not set.
+        distribution: how a replica with several devices divides its variables and its batch over them. "fsdp" divides
+            each variable, gradient and optimizer slot along its largest dimension that divides evenly; "zero1" the
+            slots alone; a `keras.distribution.ModelParallel` or `DataParallel` says it by layouts, and its mesh has the
+            devices of one replica. None divides nothing. `docs/sharding.md` has more.
+        cores_per_replica: the number of devices of each replica; the number of replicas is `num_cores` divided by it.
+            None is all devices, or those of the mesh, with a `distribution`, and 1 without.
+        experimental_device_assignment: a `tf.tpu.experimental.DeviceAssignment`, or another object with the attributes
+            `num_cores_per_replica` and `num_replicas`, in the place of `num_cores` and `cores_per_replica`. The devices
+            themselves are the first ones in any case.
+        experimental_spmd_xla_partitioning: refuse `experimental_assign_to_logical_device`, as TensorFlow does with it.
+            XLA's partitioner divides a replica of several devices in any case.
 
     Raises:
         BackendMissingError: jax is not installed, or its version does not work. The message names the command to run.
         DeviceError: the platform has fewer devices than `num_cores`, or none; or the workers cannot share them evenly.
+        DistributionError: `distribution` is none of these, or does not fit the number of devices.
         ClusterConfigError: the description of the job is wrong.
         WorkersMissingError, WorkerVersionError or WorkerLostError: the job failed to start.
         ValueError: `steps_per_run`, `timeout` or `warn_after` is not positive.
@@ -389,7 +401,12 @@ class TPUStrategy(LogicalDevices, Planning, Gathering, tf.distribute.TPUStrategy
         warn_after: float | None = None,
         distribution: Any = None,
         cores_per_replica: int | None = None,
+        experimental_device_assignment: Any = None,
+        experimental_spmd_xla_partitioning: bool = False,
     ):
+        check_flags(experimental_spmd_xla_partitioning=experimental_spmd_xla_partitioning)
+        if experimental_device_assignment is not None:
+            num_cores, cores_per_replica = assigned(experimental_device_assignment, num_cores, cores_per_replica)
         check_seconds(timeout=timeout, warn_after=warn_after)
         check_flags(same_random_numbers=same_random_numbers)
         if soft_placement is not None:
@@ -411,6 +428,7 @@ class TPUStrategy(LogicalDevices, Planning, Gathering, tf.distribute.TPUStrategy
         # Not the parent's __init__: it would connect to TensorFlow's TPU system.
         extended = TPUExtended(self, devices, same_random_numbers, limits, soft_placement, divided)
         extended.steps_per_run = steps
+        extended.only_splits = experimental_spmd_xla_partitioning
         tf.distribute.Strategy.__init__(self, extended)
         self._resolver = tpu_cluster_resolver
 
