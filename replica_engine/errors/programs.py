@@ -198,6 +198,16 @@ class LoweringError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
+    def diverges(cls, fn: str, where: str) -> LoweringError:
+        """Replicas of several devices may take different branches, in which all devices exchange values."""
+        return cls(
+            f"In `{fn}`, replicas may take different branches, or numbers of iterations,{at(where)}. Each replica has "
+            "several devices, and XLA has divided the branch so that devices of all replicas would wait for each other "
+            "in it, for ever. Let the condition be equal on all replicas (all_reduce it), compute both branches and "
+            "choose with tf.where, or use replicas of one device."
+        )
+
+    @classmethod
     def stays_on_host(
         cls, fn: str, op: str, where: str, described: str, is_dtype: bool, made_by: str, made_at: str
     ) -> LoweringError:

@@ -43,7 +43,8 @@ from replica_engine.pjrt.jaxlib import (
 from replica_engine.pjrt.markers import VERSION as MARKERS_VERSION
 from replica_engine.pjrt.markers import WORK, expand_markers
 from replica_engine.pjrt.partitions import WHOLE, Axes, partition
-from replica_engine.pjrt.plans.plan import Memory, Plan, memory_of, plan_of
+from replica_engine.pjrt.plans.compiled_text import exchanges_in_branches
+from replica_engine.pjrt.plans.plan import Memory, Plan, hlo_text, memory_of, plan_of
 from replica_engine.pjrt.workers import explain
 
 _SHORTEST, _LONGEST = 2e-5, 5e-3  # seconds between checks whether a program has ended
@@ -191,6 +192,10 @@ class Executable:
         parts = 1 if devices.mesh is None else devices.mesh.size
         platform = devices.platform.upper()
         return plan_of(self._executable, name, devices.replicas, platform, chip, self.seconds, parts=parts)
+
+    def exchanges_in_branches(self) -> bool:
+        """Whether devices of several replicas wait for each other inside a branch or loop."""
+        return exchanges_in_branches(hlo_text(self._executable))
 
     def memory(self, chip: int | None) -> Memory:
         """The memory of `plan`, for devices with so many bytes of memory each, or None."""

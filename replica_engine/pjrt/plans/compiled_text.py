@@ -48,3 +48,14 @@ def _size(shape: str, kind: str, starts: bool) -> int:
 def _bytes(element: str, sizes: str) -> int:
     bits = 8 if element == "pred" else int((_BITS.search(element) or [8])[0])
     return math.ceil(math.prod(int(size) for size in sizes.split(",") if size) * bits / 8)
+
+
+def exchanges_in_branches(text: str) -> bool:
+    """Whether a program has a permutation of all devices in a branch or loop: XLA groups all other exchanges."""
+    is_main = False
+    for line in text.splitlines():
+        if not line.startswith((" ", "}")):
+            is_main = line.startswith("ENTRY")
+        elif not is_main and (" collective-permute(" in line or " collective-permute-start(" in line):
+            return True
+    return False

@@ -39,6 +39,18 @@ class Apart(NamedTuple):
     by_replica_id: bool
 
 
+def diverging(graph: Any, of_input: Callable[[int], Reason], first_own: Callable[[int], int | None]) -> str:
+    """The line of a branch or loop whose condition may differ between replicas, for the arguments of `check`."""
+    causes = Differences(graph, of_input, first_own).conditions
+    pending = [graph]
+    for each in pending:
+        for op in each.get_operations():
+            if causes.get(id(op), Reason.NONE) & (Reason.REPLICA_ID | Reason.OWN_DATA):
+                return user_line(op) or "an unknown line"
+            pending += subgraphs.functions_of(op)
+    return ""
+
+
 def check(
     graph: Any,
     size: int,

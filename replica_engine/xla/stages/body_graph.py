@@ -53,6 +53,8 @@ class BodyGraph:
         host_calls: its calls to the host.
         collectives: its cross-replica operations.
         apart: those of them that perhaps not all replicas reach.
+        diverges: where a replica of several devices may take another branch than others, or as many iterations; "" if
+            nowhere.
         moves: whether soft placement moves ops of it to the host.
         host_slots: the indices of the arguments that stay on the host; they are not parameters of the program.
         sparse_slots: the indices of components of sparse tensors whose values only host ops need.
@@ -85,6 +87,7 @@ class BodyGraph:
         self.host_calls = host_calls
         self.collectives = collectives
         self.apart: list[Apart] = []
+        self.diverges = ""
         self.fn = fn
         self.constants = arguments.constants
         self._created = created  # variables, which must live as long as the graph

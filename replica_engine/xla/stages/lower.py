@@ -164,6 +164,8 @@ class Lowered:
                 executable = found_or_compiled(text, self.traced, self.program, devices, make)
             except UntransferableError as refused:
                 raise self._untransferable(refused, devices.platform.upper()) from None
+        if self.traced.diverges and executable.exchanges_in_branches():
+            raise LoweringError.diverges(name, self.traced.diverges)
         limit = memory_limit(devices)
         if limit is not None and executable.bytes_needed > limit:
             error = ProgramError.too_large(name, devices.size, executable.bytes_needed, limit)

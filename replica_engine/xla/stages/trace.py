@@ -230,6 +230,8 @@ def _check_meetings(traced: Traced, arguments: Arguments) -> None:
     names = {each.where: each.kind for each in traced.collectives}
     calls = traced.host_calls.calls
     traced.apart = meetings.check(graph, traced.body.size, cause, lambda index: calls[index].first_own, names)
+    if traced.body.mesh is not None and traced.body.size > 1:
+        traced.diverges = meetings.diverging(graph, cause, lambda index: calls[index].first_own)
     new = [row for row in traced.apart if row not in traced.body.told]
     if new:
         traced.body.told.update(new)
