@@ -7,8 +7,10 @@ one of these names, raises BackendMissingError, an ImportError that names the in
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.metadata
 import logging
+import operator
 import os
 import re
 from typing import Any
@@ -102,6 +104,29 @@ def _lift_limits() -> None:
 
 
 _lift_limits()
+
+
+class _Garbage:
+    """Frees the arrays of jaxlib when an attribute is read that is named as a phase of Python's collector."""
+
+    def __init__(self) -> None:
+        self.collect = collect_garbage
+
+    start = stop = property(operator.methodcaller("collect"))
+
+
+def _collect_without_python() -> None:
+    """Replaces the function of jax that Python's collector calls, by one without an instruction of Python.
+
+    Python calls the handlers of signals between instructions, so also inside such a function, and does not pass on what
+    it raises. So a Ctrl-C that arrived during a collection was lost.
+    """
+    for index, callback in enumerate(gc.callbacks):
+        if getattr(callback, "__name__", "") == "_xla_gc_callback" and callback.__module__.startswith("jax."):
+            gc.callbacks[index] = functools.partial(getattr, _Garbage())
+
+
+_collect_without_python()
 
 # The scheduler that saves memory is also faster for convolutions (0.7 to 0.9 of the time), and no slower for matrix
 # products.
