@@ -24,6 +24,13 @@ _NODE = re.compile(r"\{\{node ([^}]+)\}\}")
 _FUNCTION = re.compile(r"\{\{function_node [^}]*\}\} ?")  # names that TensorFlow makes up; its own text drops most
 _MODULE = re.compile(r"^(?:\w+\.)+(?=\w+(?:Error|Exception)\b)")
 _ROOT = re.compile(r"^\(\d+\) [A-Z_]+: *")  # one of several errors
+_ROOTS = re.compile(  # several errors
+    r"\d+ root error\(s\) found\.\n(?P<entries>  \(0\) .*?)\n\d+ successful operations\.\n"
+    r"\d+ derived errors ignored\. ?(?P<op>.*)",
+    re.DOTALL,
+)
+_ENTRY = re.compile(r"^  \(\d+\) ", re.MULTILINE)
+_NAMES = re.compile(r"\n\t \[\[.*\]\]")  # of ops, which differ by replica
 _CALL = "_call"  # the hook around the call of a tf.function
 _UNKNOWN = "<stack traces unavailable>"
 _HEADS = (
@@ -42,7 +49,10 @@ def shorten_text(error: tf.errors.OpError, is_hidden: Callable[[str], bool]) -> 
     """
     text = error.message
     if '  File "' in text or _UNKNOWN in text:
-        function.set_message(error, "\n".join(_kept(_FUNCTION.sub("", text).split("\n"), is_hidden)))
+        text = "\n".join(_kept(_FUNCTION.sub("", text).split("\n"), is_hidden))
+    text = _once(text)
+    if text != error.message:
+        function.set_message(error, text)
 
 
 def remove_ours(error: tf.errors.OpError) -> None:
@@ -77,6 +87,27 @@ def name_lines(error: tf.errors.OpError, fn: Any) -> None:
     text = re.sub(rf"Detected at node (\S+) defined at .*\n{_UNKNOWN}", known, text)
     found = [line for line in map(place, nodes) if line]
     function.set_message(error, "\n".join([*found, text]))
+
+
+def _once(text: str) -> str:
+    """The text with each of several root errors once: replicas that run the same ops mostly fail in the same way.
+
+    Errors that say only that another one has ended the step are left out.
+    """
+    found = _ROOTS.search(text)
+    if found is None:
+        return text
+    entries = [each.rstrip("\n") for each in _ENTRY.split(found["entries"])[1:]]
+    counts: dict[str, int] = {}
+    for entry in entries:
+        if not entry.startswith("CANCELLED: "):
+            counts[_NAMES.sub("", entry)] = counts.get(_NAMES.sub("", entry), 0) + 1
+    if not counts or len(counts) == len(entries):
+        return text
+    shown = [entry if count == 1 else f"{entry}\n({count} times)" for entry, count in counts.items()]
+    if len(shown) > 1:
+        shown = [f"{len(shown)} root error(s) found.", *(f"  ({n}) {entry}" for n, entry in enumerate(shown))]
+    return text[: found.start()] + "\n".join([*shown, found["op"]]) + text[found.end() :]
 
 
 def _ops_named(graph: Any, name: str) -> Iterator[tf.Operation]:

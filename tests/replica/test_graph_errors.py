@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from replica_engine import MirroredStrategy, TPUStrategy, logical_devices, xla
+from replica_engine.diagnostics import graph_errors
 
 
 def pick(index):
@@ -82,6 +83,32 @@ def test_ops_in_branches_and_loops_have_the_users_line(mirrored, fn, source, mes
     assert re.search(line(fn.__name__, source), text), text
     assert "unavailable" not in text
     assert "replica_engine/" not in text
+
+
+@pytest.mark.parametrize("fn", [pick, on_host])
+def test_an_error_of_all_replicas_comes_once(fn):
+    text = text_of(MirroredStrategy(logical_devices(4)), fn)
+    message = "indices = 7 is not in" if fn is pick else "ValueError: the host is full"
+    assert text.count(message) == 1, text
+    assert "root error" not in text
+    users = line("pick", "return tf.gather([1.0, 2.0], index)") if fn is pick else line("on_host", PY_FUNCTION)
+    assert re.search(users, text).start() < text.index(message)
+
+
+def test_errors_that_differ_are_all_there():
+    """One of three is twice, and one says only that another error has ended the step."""
+    head, tail = "Graph execution error:\n\n", "0 successful operations.\n0 derived errors ignored. [Op:step]"
+    full = "INVALID_ARGUMENT:  the host is full\n\t [[{{node A}}]]\n"
+    roots = f"4 root error(s) found.\n  (0) {full}  (1) INTERNAL:  another\n  (2) CANCELLED:  cancelled\n  (3) {full}"
+    error = tf.errors.InvalidArgumentError(None, None, head + roots + tail)
+    graph_errors.shorten_text(error, lambda file: False)
+    assert error.message == (
+        f"{head}2 root error(s) found.\n"
+        "  (0) INVALID_ARGUMENT:  the host is full\n(2 times)\n  (1) INTERNAL:  another\n[Op:step]"
+    )
+
+
+PY_FUNCTION = "return tf.py_function(fail, [x], x.dtype)"
 
 
 def test_ops_of_a_lambda_have_the_users_line(mirrored):
