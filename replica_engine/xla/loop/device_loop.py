@@ -29,7 +29,7 @@ import tensorflow as tf
 from replica_engine._tf.data_pulls import Pulls
 from replica_engine._tf.graphs import xla_ops
 from replica_engine._tf.graphs.python_ops import python_op
-from replica_engine.errors import HostAccessError, InputsError, LoweringError
+from replica_engine.errors import DistributionError, HostAccessError, InputsError, LoweringError
 from replica_engine.pjrt.group import needed_by_a_program
 from replica_engine.xla import soft_placement
 from replica_engine.xla.body import host_call_site, in_body
@@ -88,8 +88,14 @@ def run_loop(
         pulls: takes the inputs of the other steps as arrays; None if only `rest` can.
 
     Raises:
+        DistributionError: replicas have several devices, and there are several workers.
         Exception: the step raised it while it was traced, or a host call of the step raised it.
     """
+    if programs.devices.mesh is not None and programs.devices.member is not None:
+        raise DistributionError(
+            f"`{source.name}` cannot run in a device loop (run_steps): the replicas have several devices each, and "
+            "there are several workers. Call strategy.run for each step."
+        )
     arguments = Arguments(first, {}, programs.devices.size, numbers=True)
     shapes = [_shape(slot, source.name, programs.moves_ops) for slot in arguments.slots]
     specs = [tf.TensorSpec(shape, slot.dtype) for slot, shape in zip(arguments.slots, shapes, strict=True)]

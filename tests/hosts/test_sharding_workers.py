@@ -1,0 +1,65 @@
+"""Replicas whose devices are those of several workers: numbers of one process, and a model that one worker has whole."""
+
+import numpy as np
+import pytest
+from helpers.jobs import LONGER, job
+from helpers.workers import TPU_HEAD, TPU_TAIL, read
+
+pytestmark = pytest.mark.timeout(360)
+
+PROGRAM = """
+import keras
+
+how = json.loads(os.environ["HOW"])
+strategy = replica_engine.TPUStrategy(num_cores=4, **how)
+x = np.random.default_rng(0).normal(size=(40, 20)).astype("f")
+y = np.random.default_rng(1).integers(0, 3, 40)
+keras.utils.set_random_seed(me)  # the chief's values count
+with strategy.scope():
+    model = keras.Sequential([keras.Input([20]), keras.layers.Dense(64, "relu"),
+                              keras.layers.Dense(3)])
+    model.compile(keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+fitted = model.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0)
+found["loss"] = fitted.history["loss"]
+found["weights"] = [float(np.abs(each).sum()) for each in model.get_weights()]
+found["predicted"] = model.predict(x, batch_size=10, verbose=0)[:5, 0].tolist()
+found["replicas"] = strategy.num_replicas_in_sync
+found["hosts"] = strategy.num_hosts
+parts["bytes"] = strategy.memory().variables
+found["saved"] = None
+path = os.path.join(os.environ["FOLDER"], "model.keras")
+model.save(path)
+again = keras.models.load_model(path)
+found["saved"] = [float(np.abs(each).sum()) for each in again.get_weights()]
+try:
+    strategy.run_steps(lambda context, x: None, iter([tf.ones([4])]), 1)
+except replica_engine.errors.DistributionError as error:
+    found["loop"] = "strategy.run" in str(error)
+strategy.run(lambda: tf.print("once a replica"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("workers", "how"),
+    [
+        (2, '{"distribution": "fsdp"}'),  # one replica over both
+        (4, '{"distribution": "fsdp", "cores_per_replica": 2}'),  # two replicas, each over two workers
+    ],
+)
+def test_numbers_and_files_are_those_of_one_process(programs, tmp_path, workers, how):
+    with job(workers, join=LONGER) as made:
+        text, folder = TPU_HEAD + PROGRAM + TPU_TAIL, str(tmp_path)
+        started = [
+            programs.start(text, env=made.environment(worker, HOW=how, FOLDER=folder)) for worker in range(workers)
+        ]
+        each = [read(one, LONGER) for one in started]
+    alone = programs.start(TPU_HEAD + PROGRAM + TPU_TAIL, env={"HOW": how, "FOLDER": folder})
+    expected, whole = read(alone, LONGER)
+    for found, parts in each:
+        assert found.pop("hosts") == workers
+        assert found.pop("loop")
+        assert parts["bytes"] == whole["bytes"][: 4 // workers]
+        assert found["replicas"] == expected["replicas"]
+        for name in ("loss", "weights", "predicted", "saved"):
+            np.testing.assert_allclose(found[name], expected[name], rtol=1e-4)
+        assert found == each[0][0], "workers differ"
