@@ -26,7 +26,7 @@ import numpy as np
 
 from replica_engine.pjrt.collectives import COLLECTIVES
 from replica_engine.pjrt.jaxlib import ir, make_ir_context
-from replica_engine.pjrt.markers import CONSTRAIN, HOST_CALL, PREFIX, parameters_of, target
+from replica_engine.pjrt.markers import CONSTRAIN, HOST_CALL, PREFIX, parameters_of, restore_constraint, target
 from replica_engine.pjrt.partitions import of_one_replica
 
 _TRUTH_VALUES = re.compile(r'dense<"0x([0-9A-Fa-f]+)"> : tensor<((?:\d+x)+)i1>')
@@ -102,6 +102,8 @@ def read(text: str, aliases: bool = True) -> LoweredModule:
             names = _QUOTED.findall(str(each.location))
             if not _reshaped(each):
                 raise UnreadableModule(names)
+        for each in found[_CALL]:
+            restore_constraint(each)
         markers = [each for each in found[_CALL] if target(each).startswith(PREFIX)]
         # One call has several operations if the function around it is called several times.
         host_calls = [(parameters_of(each)["index"], each) for each in markers if target(each) == HOST_CALL]

@@ -9,6 +9,7 @@ functions.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ HOST_CALL = f"{PREFIX}host_call"
 
 CONSTRAIN = f"{PREFIX}constrain"
 """The marker of a value that is divided over the devices of a replica in a certain way."""
+
+_SHARDING, _SHARDING_ATTRIBUTE, _NUMBERS = "Sharding", "mhlo.sharding", re.compile(r"unspecified_dims=\[([\d,]+)\]")
 
 LAYOUT = "mhlo.replica_engine_layout"
 """The attribute of a module whose replicas have several devices each; see `partitions`."""
@@ -121,6 +124,21 @@ def target(operation: Any) -> str:
 def parameters_of(marker: Any) -> dict[str, Any]:
     """The parameters of a marker, from its JSON."""
     return json.loads(ir.StringAttr(marker.attributes["backend_config"]).value)
+
+
+def restore_constraint(call: Any) -> None:
+    """Makes a marker of a custom call to `Sharding` that a constraint was lowered to; no other call changes.
+
+    TensorFlow has one op with a name and parameters of our own, and it must know the shape of its result. Another one
+    passes numbers on, and its result has the shape of its operand. They are the code points of the parameters.
+    """
+    config = call.attributes["backend_config"] if target(call) == _SHARDING else None
+    numbers = _NUMBERS.fullmatch(ir.StringAttr(config).value) if isinstance(config, ir.StringAttr) else None
+    if numbers is None:
+        return
+    call.attributes["call_target_name"] = ir.StringAttr.get(CONSTRAIN)
+    call.attributes["backend_config"] = ir.StringAttr.get(bytes(map(int, numbers[1].split(","))).decode())
+    del call.attributes[_SHARDING_ATTRIBUTE]
 
 
 def _replace_host_call(marker: Any, platform: str) -> None:

@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from replica_engine._tf.graphs import autograph, gradients, xla_ops
 from replica_engine.errors import DistributionError
-from replica_engine.pjrt.markers import CONSTRAIN
 from replica_engine.pjrt.partitions import Axes, ReplicaMesh, names
 from replica_engine.values.structure import as_tensor
 from replica_engine.xla.body import current
@@ -24,7 +23,7 @@ def constrain(x: Any, axes: Sequence[Any]) -> tf.Tensor:
     It never changes a value. Its gradient is divided in the same way. Where a replica has one device it does nothing.
 
     Args:
-        x: a tensor of a static shape.
+        x: a tensor, whose number of dimensions must be known.
         axes: for each dimension, the name of an axis of the strategy's mesh, a tuple of names, or None: each device has
             all of that dimension. Fewer entries than dimensions leave the last ones whole. The mesh of
             `distribution="fsdp"` and `"zero1"` has the axis "batch".
@@ -46,8 +45,8 @@ def constrain(x: Any, axes: Sequence[Any]) -> tf.Tensor:
     mesh = current("constrain").mesh
     tensor = as_tensor(x, "constrain")
     entries = [None if entry is None else names(entry) for entry in axes]
-    if tensor.shape.rank is None or not tensor.shape.is_fully_defined():
-        raise DistributionError(f"constrain needs a value of a static shape; got one of shape {tensor.shape}.")
+    if tensor.shape.rank is None:
+        raise DistributionError("constrain needs a value whose number of dimensions is known while the body is traced.")
     if len(entries) > tensor.shape.rank:
         raise DistributionError.too_many_axes("passed to constrain", tensor.shape.as_list(), tuple(axes))
     if mesh is None:
@@ -76,7 +75,7 @@ def whole(x: tf.Tensor) -> tf.Tensor:
 
 def _constrained(x: tf.Tensor, entries: Sequence[Any]) -> tf.Tensor:
     x = tf.identity(x)  # a gradient in a branch cannot find again an outer tensor that was passed in
-    result = xla_ops.marker(CONSTRAIN, x, json.dumps({"axes": entries}), x.shape)
+    result = xla_ops.same_shape_marker(x, json.dumps({"axes": entries}))
     return gradients.differentiable([result], [x], lambda dy: _constrained(dy, entries))[0]
 
 

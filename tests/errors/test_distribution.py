@@ -80,12 +80,34 @@ def test_a_distribution_of_keras_is_never_ignored():
                     each.fit(x, y, verbose=0)
 
 
+@shows("unmatched_outputs")
+def test_layout_that_matches_no_output():
+    """It may be of a layer that a later step calls: a warning."""
+    layout_map = LayoutMap(DeviceMesh((2, 2), ["batch", "model"], DEVICES))
+    layout_map["ip/output"] = ("batch", "model")
+    strategy = TPUStrategy(distribution=ModelParallel(layout_map=layout_map))
+    with strategy.scope():
+        up = keras.layers.Dense(16, name="up")
+        model = keras.Sequential([keras.Input([8]), up, keras.layers.Dense(1, name="out")], name="net")
+    model.predict(tf.ones([4, 8]), verbose=0)
+
+
+def test_layout_of_an_output_that_has_fewer_dimensions():
+    layout_map = LayoutMap(DeviceMesh((2, 2), ["batch", "model"], DEVICES))
+    layout_map["dense/output"] = ("batch", None, "model")
+    strategy = TPUStrategy(distribution=ModelParallel(layout_map=layout_map))
+    with strategy.scope():
+        layer = keras.layers.Dense(16, name="dense")
+    with pytest.raises(DistributionError, match=r"for 'dense/output' has 3 axes, but a value there has the shape"):
+        strategy.run(layer, args=(tf.ones([4, 8]),))
+
+
 @pytest.mark.parametrize(
     ("layouts", "words"),
     [
         ({"table": ("model", None, "batch")}, r"has 3 axes, but the variable 'table' has the shape \(8, 4\)"),
         ({"table": ("model", "model")}, "'table' names the axis 'model' twice"),
-        ({"t.*": ("model",), ".*e": ("batch",)}, "Several layouts of the LayoutMap match the variable 'table'"),
+        ({"t.*": ("model",), ".*e": ("batch",)}, "Several layouts of the LayoutMap match 'table'"),
         (
             {"table": TensorLayout(("rows",), DeviceMesh((4,), ["rows"], DEVICES))},
             "'table' names the axis 'rows', but the axes of the mesh are 'batch', 'model'",

@@ -30,6 +30,19 @@ def test_a_constraint_divides_and_changes_nothing(divided):
     assert "3,2]" not in hlo(divided, lambda x: tf.reduce_sum(tf.sin(x) ** 2), x)
 
 
+def test_the_size_of_a_batch_need_not_be_known(divided):
+    def step(x):
+        return tf.reduce_sum(xla.constrain(tf.sin(x), (None, "batch")) ** 2)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 8])])
+    def run(x):
+        return divided.experimental_local_results(divided.run(step, args=(x,)))
+
+    for rows in (2, 3):
+        x = tf.reshape(tf.range(8.0 * rows), [rows, 8])
+        tf.debugging.assert_near(run(x)[0], tf.reduce_sum(tf.sin(x) ** 2), rtol=1e-6)
+
+
 def test_its_gradient_is_right_and_divided(divided):
     def step(x):
         with tf.GradientTape() as tape:

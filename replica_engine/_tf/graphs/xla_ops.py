@@ -89,6 +89,14 @@ def marker(name: str, x: tf.Tensor, parameters: str, shape: Any) -> tf.Tensor:
     return result
 
 
+def same_shape_marker(x: tf.Tensor, parameters: str) -> tf.Tensor:
+    """A custom call to `Sharding` whose result has the shape of its operand, which need not be known.
+
+    The program has the parameters as a list of code points: the op takes numbers, and passes them on as they are.
+    """
+    return _ops.xla_sharding(x, sharding="", unspecified_dims=list(parameters.encode()))
+
+
 def marker_name(op: tf.Operation) -> str:
     """The name of the operation that a marker op stands for; "" for any other op."""
     return op.get_attr("call_target_name").decode() if op.type == "XlaCustomCallV2" else ""

@@ -12,12 +12,15 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import tensorflow as tf
+
 from replica_engine._tf import distribute, variables
 from replica_engine._tf.keras import accumulation as names
 from replica_engine._tf.keras.hooks import wrap
 
 VARIABLES, VARIABLE, INITIALIZE = "keras.src.backend.tensorflow.core", "Variable", "_initialize"
 _DISTRIBUTION = "keras.src.distribution.distribution_lib"
+BACKEND, DISTRIBUTE = "keras.src.backend.tensorflow.distribution_lib", "distribute_tensor"
 _GLOBAL_STATE = "keras.src.backend.common.global_state"
 _ATTRIBUTE = "distribution"
 _MARK = "_replica_engine_layouts"
@@ -46,6 +49,8 @@ def watch_variables() -> None:
     """Makes `being_made` know what Keras makes; does nothing a second time."""
     wrap(getattr(sys.modules.get(VARIABLES), VARIABLE, None), INITIALIZE, _initialized, _MARK)
     wrap(getattr(sys.modules.get(names.MODULE), names.OPTIMIZER, None), names.ADD_VARIABLE, _added, _MARK)
+    if (backend := sys.modules.get(BACKEND)) is not None:
+        setattr(backend, DISTRIBUTE, _distribute)  # the backend has none
 
 
 def being_made() -> Making:
@@ -73,6 +78,52 @@ def _added(own: Callable[..., Any], optimizer: Any, reference_variable: Any, *ar
         return own(optimizer, reference_variable, *args, **kwargs)
 
 
+class _Outputs:
+    """Takes the place of Keras' distribution: `Layer.__call__` asks it for the layout of its outputs.
+
+    Args:
+        given: the distribution itself.
+        layout_of: returns the layout for the path of a layer and "/output", or None.
+        constrain: divides a tensor, given the path, as a layout says.
+    """
+
+    def __init__(
+        self, given: Any, layout_of: Callable[[str], Any], constrain: Callable[[str, tf.Tensor, Any], tf.Tensor]
+    ):
+        self.given = given
+        self.constrain = constrain
+        self.path = ""
+        self._layout_of = layout_of
+
+    def get_tensor_layout(self, path: str) -> Any:
+        """Called by Keras."""
+        self.path = path
+        return self._layout_of(path)
+
+
+@contextlib.contextmanager
+def outputs_divided(
+    given: Any, layout_of: Callable[[str], Any], constrain: Callable[[str, tf.Tensor, Any], tf.Tensor]
+) -> Iterator[None]:
+    """Inside, the outputs of Keras' layers are divided, see `_Outputs`, and what `distribute_tensor` gets."""
+    state: Any = sys.modules[_GLOBAL_STATE]
+    before = state.get_global_attribute(_ATTRIBUTE)
+    state.set_global_attribute(_ATTRIBUTE, _Outputs(given, layout_of, constrain))
+    try:
+        yield
+    finally:
+        state.set_global_attribute(_ATTRIBUTE, before)
+
+
+def _distribute(value: Any, layout: Any) -> Any:
+    """`keras.distribution.distribute_tensor`, which does nothing outside of `outputs_divided`."""
+    current: Any = sys.modules[_GLOBAL_STATE].get_global_attribute(_ATTRIBUTE)
+    if not isinstance(current, _Outputs):
+        return value
+    path, current.path = current.path or "distribute_tensor", ""
+    return tf.nest.map_structure(lambda each: current.constrain(path, each, layout), value)
+
+
 def handle_of(variable: Any) -> Any:
     """The handle of the first component of a Keras or TensorFlow variable."""
     value = getattr(variable, "_value", variable)
@@ -88,7 +139,8 @@ def is_distribution(value: Any) -> bool:
 def current_distribution() -> Any:
     """What `keras.distribution.set_distribution` has set in this thread; None if it has set nothing."""
     state: Any = sys.modules.get(_GLOBAL_STATE)
-    return None if state is None else state.get_global_attribute(_ATTRIBUTE)
+    found = None if state is None else state.get_global_attribute(_ATTRIBUTE)
+    return found.given if isinstance(found, _Outputs) else found
 
 
 def layout_map_of(distribution: Any) -> Any:

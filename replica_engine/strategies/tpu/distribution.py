@@ -9,16 +9,21 @@ well, are divided; XLA chooses when to gather them.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import tensorflow as tf
+
 from replica_engine._tf.keras import layouts
+from replica_engine.diagnostics.suspicions import warn_once
 from replica_engine.errors import DistributionError
-from replica_engine.errors.base import positive_int, shown
+from replica_engine.errors.base import positive_int, shown, warning
 from replica_engine.pjrt.partitions import WHOLE, Axes, ReplicaMesh, names
+from replica_engine.xla.constraints import constrain
 
 BATCH = "batch"
 """The axis of "fsdp" and "zero1", and of `keras.distribution.DataParallel` without a mesh."""
@@ -68,6 +73,7 @@ class Distribution:
         self._rule = rule
         self._layout_map = layouts.layout_map_of(given)
         self._paths: dict[str, None] = {}
+        self._outputs: dict[str, None] = {}
         self._matched: set[int] = set()
         self._has_weights = False
         self._unchecked = self._layout_map is not None
@@ -108,9 +114,39 @@ class Distribution:
         try:
             layout = self._layout_map[path]
         except ValueError as error:
-            raise DistributionError(f"Several layouts of the LayoutMap match the variable {path!r}. {error}") from None
+            raise DistributionError(f"Several layouts of the LayoutMap match {path!r}. {error}") from None
         self._matched.add(id(layout))
         return layout
+
+    @contextlib.contextmanager
+    def while_traced(self, strategy: tf.distribute.Strategy) -> Iterator[None]:
+        """Inside, a body is traced: the outputs of layers are divided as the LayoutMap says, and layouts are checked.
+
+        A key for the outputs of a layer is the path of the layer, and "/output". If there are several outputs, it is
+        for all of them.
+
+        Raises:
+            DistributionError: a layout has matched no variable. Only now: the body may have built the model.
+        """
+        if self._layout_map is None:
+            yield
+            return
+        with layouts.outputs_divided(self.given, self._layout_of_output, _constrained):
+            yield
+        self.check_layouts(built=False)
+        for key, layout in self._layout_map.items():
+            if self._outputs and key.endswith(layouts.OUTPUT) and id(layout) not in self._matched:
+                near = difflib.get_close_matches(key.strip(".*^$"), self._outputs, n=3, cutoff=0.3)
+                text = (
+                    f"The layout {key!r} of the LayoutMap matches the output of none of the {len(self._outputs)} "
+                    f"layers that the first step has called. Near: {', '.join(map(repr, near)) or 'none'}. A key is "
+                    'the path of a layer and "/output", or a regular expression for all of it.'
+                )
+                warn_once(strategy, ("output", key), warning("unmatched_outputs", text))
+
+    def _layout_of_output(self, path: str) -> Any:
+        self._outputs[path] = None
+        return self._layout_of(path)
 
     def check_layouts(self, built: bool = True) -> None:
         """Checks that each layout of the LayoutMap has matched a variable.
@@ -132,6 +168,16 @@ class Distribution:
                 near = difflib.get_close_matches(key.strip(".*^$"), paths, n=3, cutoff=0.3)
                 raise DistributionError.no_such_variable(key, near or paths[:3], len(paths))
         self._unchecked = False
+
+
+def _constrained(path: str, value: tf.Tensor, layout: Any) -> tf.Tensor:
+    rank = len(value.shape)
+    if len(layout.axes) > rank:
+        raise DistributionError(
+            f"The layout {layout.axes} for {path!r} has {len(layout.axes)} axes, but a value there has the shape "
+            f"{tuple(value.shape)}. Give a layout one entry for each dimension: the name of an axis, or None."
+        )
+    return constrain(value, layout.axes)
 
 
 def read(

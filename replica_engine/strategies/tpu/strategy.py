@@ -170,10 +170,10 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
 
     @contextlib.contextmanager
     def _in_replica_context(self) -> Iterator[None]:
-        with self._container_strategy().scope(), BodyReplicaContext(self._container_strategy()):
+        strategy = self._container_strategy()
+        layouts = contextlib.nullcontext() if self.distribution is None else self.distribution.while_traced(strategy)
+        with strategy.scope(), BodyReplicaContext(strategy), layouts:
             yield
-        if self.distribution is not None:
-            self.distribution.check_layouts(built=False)  # only now: a body may build the model
 
     def call_for_each_replica(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
         """Same as in every strategy; in a step of `run_steps`, which is in replica context, it calls `fn` directly."""
