@@ -1,4 +1,4 @@
-"""Replicas whose devices are those of several workers: numbers of one process, and a model that one worker has whole."""
+"""Replicas whose devices are those of several workers: the numbers and files of one process."""
 
 import numpy as np
 import pytest
