@@ -32,12 +32,12 @@ from replica_engine.diagnostics.traced_timeline import drawn
 from replica_engine.engine import ReplicaThread
 from replica_engine.errors import ReplicaTimeoutError, ReplicaUnwound
 from replica_engine.errors.base import add_note
-from replica_engine.errors.threads import note_abandoned
+from replica_engine.errors.threads import note_abandoned, note_workers
 from replica_engine.errors.timeouts import FINISHED, NOT_STARTED, slow_function
 from replica_engine.process import interrupts, signals, threads
 from replica_engine.process.interrupts import wait_for_ever
 from replica_engine.telemetry import timeline
-from replica_engine.telemetry.watchdog import Watch
+from replica_engine.telemetry.watchdog import Watch, describe_replicas, forget_replicas, has_workers, workers
 
 GRACE = 0.4  # seconds that a step has to end by itself on Ctrl-C, before it is cancelled
 WRITING_GRACE = 0.3  # seconds more, while variables are written
@@ -97,10 +97,15 @@ class _Call:
                 watches.append(limit)
         for watch in watches:
             watch.__enter__()
+        tells_others = self._places.marked and has_workers()
+        if tells_others:
+            describe_replicas(self._places.brief)
         try:
             return self._drawn(execute) if timeline.recording() else self._made(execute)
         finally:
             self._is_over = True
+            if tells_others:
+                forget_replicas(self._places.brief)
             for watch in reversed(watches):
                 watch.__exit__(None, None, None)
 
@@ -241,6 +246,8 @@ class _Call:
     def _say_what_was_updated(self, error: BaseException) -> None:
         with contextlib.suppress(Exception):  # a failure here must not hide the error itself
             add_note(error, self._places.what_was_updated())
+            if error is self._late:
+                note_workers(error, workers())
 
 
 def _say_nothing(waited: float) -> None:

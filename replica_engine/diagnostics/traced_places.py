@@ -107,6 +107,13 @@ class Whereabouts:
             rows += own if graph is None else self._with_ops(graph, marks, places, own)
         return rows, coordinator
 
+    def brief(self) -> str:
+        """Where the replicas are, in a line for other workers; "" if the step has just begun or gone on."""
+        if time.perf_counter() - max(self.worked(), self._began - self._offset) < LONG:
+            return ""
+        rows = [row for marks, counted in self._runs for row in marks.rows(marks.places(self._began), counted)]
+        return "; ".join(map(str, rows))
+
     def _with_ops(self, graph: Any, marks: Marks, places: Sequence[Any], rows: list[ReplicaRow]) -> list[ReplicaRow]:
         """Adds to each row the Python function that runs for the replica, or the ops in which it may wait."""
         python = waiting.python_ops(graph)
@@ -167,6 +174,7 @@ class Whereabouts:
         return said
 
 
+LONG = 1.0  # seconds without progress after which other workers are told where the replicas are
 _MOST = 4  # places in a note
 
 

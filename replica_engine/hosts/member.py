@@ -42,7 +42,7 @@ from replica_engine.hosts.launch_log import COMPILE, END, LAUNCH, WAIT, Program,
 from replica_engine.hosts.wire import BadMessageError, Lines, Message
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.all_workers import SharedTimelines
-from replica_engine.telemetry.watchdog import Watch, describe_workers, forget_workers
+from replica_engine.telemetry.watchdog import Watch, describe_workers, forget_workers, replicas
 
 LOGGER = logging.getLogger("replica_engine")
 
@@ -97,16 +97,14 @@ class Member:
         launched_by_us: bool,
         early: Sequence[Message] = (),
     ):
-        self.worker = worker
-        self.size = size
+        self.worker, self.size = worker, size
         self.failed = threading.Event()
         self.reached = ""
         self.refused = False
         self._address = address
         self._heartbeat = heartbeat
         self._launched_by_us = launched_by_us
-        self._socket = connection
-        self._lines = lines
+        self._socket, self._lines = connection, lines
         self._process = os.getpid()
         self._changed = threading.Condition()  # guards all that follows
         self._first_failure: Failure | None = None
@@ -120,9 +118,8 @@ class Member:
         self._launches = 0
         self._step: int | None = None
         self._sync_point = ""
-        self._progressed = False
-        self._stopping = False
-        self._left = False
+        self._where = ""  # where the replicas are in a traced step that takes long
+        self._progressed = self._stopping = self._left = False
         self._clock = ClockComparison()
         self._wake, self._woken = socket.socketpair()
         for sock in (self._socket, self._wake, self._woken):
@@ -451,7 +448,8 @@ class Member:
     def _progress(self) -> list[Any]:
         """How far this worker is, if that has changed since it was sent."""
         progressed, self._progressed = self._progressed, False
-        return [self._step, self._sync_point] if progressed else []
+        where = f"; now {self._where}" if self._where else ""
+        return [self._step, self._sync_point + where] if progressed else []
 
     def _wake_up(self) -> None:
         with contextlib.suppress(OSError):  # full: it is awake. Closed: it has ended
@@ -479,7 +477,9 @@ class Member:
         silence = Silence(now)
         beat, batch, stop = now, now, None
         while True:
+            where = replicas() if now >= beat else self._where  # not under the lock: it asks other code
             with self._changed:
+                self._progressed, self._where = self._progressed or where != self._where, where
                 if now >= batch and self._entries:
                     self._flush_log()
                     batch = now + BATCH

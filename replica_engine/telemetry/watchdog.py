@@ -70,6 +70,40 @@ def workers() -> list[str]:
     return [text for text in (describe() for describe in list(_workers)) if text]
 
 
+_replicas: list[Callable[[], str]] = []
+
+
+def has_workers() -> bool:
+    """Whether this process is a worker of a job."""
+    return bool(_workers)
+
+
+def describe_replicas(describe: Callable[[], str]) -> None:
+    """Lets other workers of the job know where the replicas of this process are; see `replicas`.
+
+    Args:
+        describe: returns a line; "" if all is well. It must return soon.
+    """
+    _replicas.append(describe)
+
+
+def forget_replicas(describe: Callable[[], str]) -> None:
+    """Takes back `describe_replicas`."""
+    if describe in _replicas:
+        _replicas.remove(describe)
+
+
+def replicas() -> str:
+    """Where the replicas of this process are, as text; "" if it is not known, or if all is well."""
+    found = []
+    for describe in list(_replicas):
+        try:
+            found.append(describe())
+        except Exception:  # the step has just ended; a report must not end the thread that sends it
+            log.debug("The replicas could not be described.", exc_info=True)
+    return "; ".join(filter(None, found))
+
+
 class Watch:
     """A context manager around an operation that should return.
 

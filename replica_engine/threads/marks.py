@@ -79,14 +79,19 @@ class StepMarks(MarkedStep):
         """Marks the end of each replica: it has its results, and its device the effects of the step."""
         self._close()
         effects = marks.effects_in(self.graph, self._first_op)
+        known = self._merged | self._names_of_marks()
         self._own_writes = [
             op.name
             for op in effects
-            if marks.writes(op) and op.name not in self._merged and not (self._nests and subgraphs.runs_functions(op))
+            if marks.writes(op) and op.name not in known and not (self._nests and subgraphs.runs_functions(op))
         ]
         for device, last, own in zip(self._devices, self._last, results, strict=True):
             on_device = [op for op in effects if op.device == device]
             self._ended.append(marks.time(device, [last.op, *_leaves(own), *on_device]))
+
+    def _names_of_marks(self) -> set[str]:
+        of_points = (mark for point in self.points for mark in (*point.arrived, *point.left))
+        return {mark.op.name for mark in (*self._begun, *self._counts, *of_points) if mark is not None}
 
     def _close(self) -> None:
         """Marks the end of the sync points that have followed each other at once so far."""

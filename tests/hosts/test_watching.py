@@ -69,6 +69,33 @@ def test_a_warning_has_a_row_for_each_worker():
     assert again.text == "Another one."  # the job is left
 
 
+STANDS = """
+from replica_engine.telemetry import watchdog
+watchdog.describe_replicas(lambda: "replica 1 of 2 (CPU:1): running for 3 s; 1 merge call")
+member.launched(TRAIN); member.progress(7, 'all_reduce SUM at a.py:3')
+member.meet('a')
+input()
+"""
+
+
+def test_the_row_of_a_worker_says_where_the_replicas_of_its_traced_step_are():
+    logged, logger = Logged("A run stands still.", "now replica"), logging.getLogger("replica_engine")
+    logger.addHandler(logged)
+    try:
+        with job() as made:
+            made.start(1, STANDS)
+            member = made.join(0)
+            member.launched(TRAIN)
+            member.meet("a")
+            with Watch(lambda seconds: "A run stands still.", warn_after=0.02):
+                assert logged.come.wait(LONG)
+            member.close()
+    finally:
+        logger.removeHandler(logged)
+    where = "sync point all_reduce SUM at a.py:3; now replica 1 of 2 (CPU:1): running for 3 s; 1 merge call; heard of"
+    assert where in logged.text
+
+
 RECORDS = """
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.trace_file import Track

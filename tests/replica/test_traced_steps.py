@@ -182,6 +182,7 @@ def test_time_runs_out(how, loops, release):
     assert states == ["running" if replica == STUCK else "waiting in a merge call" for replica in range(4)]
     notes = "\n".join(caught.value.__notes__)
     assert "variables have the values of the last whole step" in notes
+    assert "writes on its own" not in notes
     assert ("abandoned" in notes) == (how == "python")
     assert ("release.wait(120)" in notes) == (how == "python")
     assert program.values() == before
@@ -264,6 +265,28 @@ def test_ctrl_c_ends_a_loop_that_is_well_after_a_whole_step(release):
     else:
         assert "last whole step" in notes or "while it wrote variables" in notes
     train(tf.constant(1))
+
+
+def test_what_replicas_write_on_their_own_is_named():
+    """Such a write does not wait for the replica that stands still."""
+    strategy = MirroredStrategy(DEVICES[:2], timeout=LIMIT)
+    with strategy.scope():
+        seen = tf.Variable(
+            0.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM
+        )
+    queue = tf.queue.FIFOQueue(4, [tf.float32], [[]])
+
+    def step():
+        seen.assign_add(1.0)
+        context = tf.distribute.get_replica_context()
+        is_first = tf.get_static_value(context.replica_id_in_sync_group) == 0
+        return context.all_reduce("SUM", tf.ones([]) if is_first else queue.dequeue())
+
+    with pytest.raises(ReplicaTimeoutError) as caught:
+        strategy.run(tf.function(step))
+    notes = "\n".join(caught.value.__notes__)
+    line = line_of("seen.assign_add(1.0)")
+    assert re.search(rf"each replica writes on its own may be written .*: \S+{HERE}:{line} in step\.", notes), notes
 
 
 def test_without_marks_the_table_says_so(release, said):

@@ -116,7 +116,7 @@ def writes(op: tf.Operation) -> bool:
     if not op.inputs or not subgraphs.is_stateful(op):
         return False
     if op.type in subgraphs.FUNCTION_ATTRIBUTES:
-        return any(each.dtype == tf.resource for each in op.inputs)
+        return any(writes(each) for graph in subgraphs.functions_of(op) for each in graph.get_operations())
     return op.type.startswith(_WRITES) and op.type not in _READS and op.inputs[0].dtype == tf.resource
 
 
