@@ -37,6 +37,7 @@ GROUPS = (
     "host_call",
     "concurrency",
     "memory",
+    "sharding",
     "hosts",
     "control_flow",
     "growth",
